@@ -1,0 +1,21 @@
+"""The one error that a user of Weir meets."""
+
+from __future__ import annotations
+
+
+class WeirError(ValueError):
+    """A request, setting or result that Weir refuses or cannot deliver.
+
+    Raised before a request enters the engine wherever that is possible (HTTP 400 over the server).
+
+    Attributes:
+        field: dotted path of what is wrong, e.g. ``capture[0].layers``; empty when no single field is to blame.
+    """
+
+    def __init__(self, message: str, field: str = "") -> None:
+        self.field = field
+        self.message = message
+        super().__init__(f"{field}: {message}" if field else message)
+
+    def __reduce__(self):
+        return WeirError, (self.message, self.field)

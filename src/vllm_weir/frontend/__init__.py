@@ -1,0 +1,1 @@
+"""The caller's half: admit requests, receive rows, attach them to outputs."""

@@ -1,0 +1,172 @@
+"""What a request gets back: its activations and the receipt that says what was really done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from vllm_weir.errors import WeirError
+from vllm_weir.spec.hooks import Site, parse_site
+
+LENS_KEY = "residual_stream"
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What was really done for one sequence.
+
+    Attributes:
+        captured: site -> rows returned.
+        prompt_tokens, generated_tokens: P and G of this sequence (G so far, while streaming).
+        cached_tokens: prompt tokens whose KV came from the prefix cache.
+        hit_limit: first wanted position, which a prefix-cache hit was not allowed to pass; None for no limit.
+        complete: False for a request that was aborted or is still streaming.
+    """
+
+    captured: dict[Site, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    hit_limit: int | None = None
+    complete: bool = True
+
+    def to_dict(self) -> dict:
+        """Plain JSON data; sites as ``"resid_post.10"``."""
+        out = asdict(self)
+        out["captured"] = {f"{s.hook}.{s.layer}": n for s, n in self.captured.items()}
+        return out
+
+
+class Activations(Mapping):
+    """Rows of one sequence by site: ``acts["resid_post", 10]`` is a tensor [rows, d_model] on the CPU.
+
+    Rows come in ascending position. Keys are (hook, layer) pairs (aliases are understood), and ``"residual_stream"``
+    (a tensor [layers, rows, d_model], blocks ascending) for requests that used vllm-lens's key.
+    """
+
+    def __init__(
+        self,
+        rows: dict[Site, torch.Tensor],
+        positions: dict[Site, torch.Tensor],
+        token_ids: dict[Site, torch.Tensor],
+        lens_layers: tuple[int, ...] = (),
+    ) -> None:
+        self._rows = rows
+        self._positions = positions
+        self._token_ids = token_ids
+        self._lens_layers = lens_layers
+
+    @property
+    def sites(self) -> list[Site]:
+        """The captured sites, by block and then by place in the block."""
+        return list(self._rows)
+
+    def __getitem__(self, key: object) -> torch.Tensor:
+        if key == LENS_KEY and self._lens_layers:
+            return torch.stack([self._rows[Site("resid_post", layer)] for layer in self._lens_layers])
+        return self._rows[self._site(key)]
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, key: object) -> bool:
+        if key == LENS_KEY:
+            return bool(self._lens_layers)
+        try:
+            return parse_site(key) in self._rows
+        except WeirError:
+            return False
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Positions of the rows, int64 [rows], ascending; raises WeirError if the sites do not share their rows."""
+        return self._shared(self._positions, "positions")
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """Token at each row's position, int64 [rows]; raises WeirError if the sites do not share their rows."""
+        return self._shared(self._token_ids, "token_ids")
+
+    def positions_of(self, hook: str, layer: int) -> torch.Tensor:
+        """Positions of one site's rows, int64 [rows]."""
+        return self._positions[self._site((hook, layer))]
+
+    def token_ids_of(self, hook: str, layer: int) -> torch.Tensor:
+        """Token at each of one site's rows, int64 [rows]."""
+        return self._token_ids[self._site((hook, layer))]
+
+    def to_dict(self) -> dict[tuple[str, int], torch.Tensor]:
+        """Plain dict (hook, layer) -> tensor."""
+        return {(s.hook, s.layer): rows for s, rows in self._rows.items()}
+
+    def save(self, path: str | PathLike) -> Path:
+        """Write a safetensors file: ``resid_post.10`` beside its ``.positions`` and ``.token_ids``."""
+        tensors: dict[str, torch.Tensor] = {}
+        for site, rows in self._rows.items():
+            name = f"{site.hook}.{site.layer}"
+            tensors[name] = rows.contiguous()
+            tensors[f"{name}.positions"] = self._positions[site].clone()
+            tensors[f"{name}.token_ids"] = self._token_ids[site].clone()
+        meta = {"weir": "1", "sites": json.dumps([list(s) for s in self._rows]), "lens": json.dumps(self._lens_layers)}
+        path = Path(path)
+        save_file(tensors, path, metadata=meta)
+        return path
+
+    @classmethod
+    def load(cls, path: str | PathLike) -> Activations:
+        """Read what `save` wrote; raises WeirError naming the file if it is anything else."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                meta = file.metadata() or {}
+                if meta.get("weir") != "1":
+                    raise WeirError(f"{path} was not written by Activations.save")
+                sites = [Site(hook, layer) for hook, layer in json.loads(meta["sites"])]
+                read = [{s: file.get_tensor(f"{s.hook}.{s.layer}{end}") for s in sites} for end in _ENDS]
+                return cls(*read, tuple(json.loads(meta["lens"])))
+        except (OSError, SafetensorError, ValueError, KeyError) as e:
+            if isinstance(e, WeirError):
+                raise
+            raise WeirError(f"cannot read {path}: {e}") from None
+
+    def _site(self, key: object) -> Site:
+        site = parse_site(key)
+        if site not in self._rows:
+            have = ", ".join(map(str, list(self._rows)[:8])) or "none"
+            raise KeyError(f"{site} was not captured; captured: {have}")
+        return site
+
+    def _shared(self, by_site: dict[Site, torch.Tensor], name: str) -> torch.Tensor:
+        every = list(by_site.values())
+        if not every:
+            return torch.zeros(0, dtype=torch.int64)
+        if any(not torch.equal(every[0], other) for other in every[1:]):
+            raise WeirError(f"the sites have different rows; use .{name}_of(hook, layer)")
+        return every[0]
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{s}: {list(r.shape)}" for s, r in list(self._rows.items())[:4])
+        return f"Activations({shapes}{', ...' if len(self._rows) > 4 else ''})"
+
+
+_ENDS = ("", ".positions", ".token_ids")
+
+
+def empty_like(d_model: int, dtype: str) -> torch.Tensor:
+    """No rows."""
+    return torch.empty(0, d_model, dtype=getattr(torch, dtype))
+
+
+def tokens_at(prompt: np.ndarray, generated: np.ndarray) -> np.ndarray:
+    """Tokens that have rows: the prompt and every generated token but the last, which never enters the model."""
+    return np.concatenate([prompt, generated[:-1]]) if len(generated) else prompt

@@ -1,0 +1,97 @@
+"""The desk: one per engine in the caller's process. Admits requests and hands their rows to their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admit import EngineFacts, admit, engine_form
+from vllm_weir.frontend.inbox import Inbox
+from vllm_weir.frontend.store import Pending, Store
+from vllm_weir.frontend.view import View
+from vllm_weir.settings import Settings
+from vllm_weir.spec.request import WIRE_KEY
+
+
+class Tracker:
+    """Follows one sequence's outputs; while anything refers to it or its views, its rows are kept."""
+
+    def __init__(self, pending: Pending, first: int | None, d_model: int, timeout: float) -> None:
+        self.pending = pending
+        self._first = first
+        self._d_model = d_model
+        self._timeout = timeout
+        self._seen = 0
+
+    def view(self, generated: Sequence[int], delta: bool, reason: str | None, cached_tokens: int) -> View:
+        """The view for an output. `delta`: only rows that no earlier output held; `reason`: why it finished."""
+        view = View(
+            pending=self.pending,
+            generated=np.asarray(generated, np.int64),
+            start=self._seen if delta else 0,
+            finished=reason is not None,
+            aborted=reason in ("abort", "error"),
+            cached_tokens=cached_tokens,
+            hit_limit=self._first,
+            d_model=self._d_model,
+            timeout=self._timeout,
+        )
+        self._seen = view.end
+        return view
+
+
+class Desk:
+    """Admission and delivery for one engine.
+
+    Args:
+        settings: the engine's settings.
+        chunked: whether the engine splits long prompts.
+        host: see `Inbox`.
+        refusal: why no request with Weir's keys can be served; None if they can.
+    """
+
+    def __init__(self, settings: Settings, chunked: bool, host: str | None = None, refusal: str | None = None) -> None:
+        self.settings = settings
+        self.refusal = refusal
+        self.store = Store()
+        self.facts: EngineFacts | None = None
+        self._chunked = chunked
+        self._host = host
+        self._inbox: Inbox | None = None
+
+    def learn(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Take in the workers' reports; a failed one becomes the refusal of every request with keys."""
+        try:
+            self.facts = EngineFacts.merge(reports)
+        except WeirError as e:
+            self.refusal = e.message
+
+    def require_facts(self) -> EngineFacts:
+        """The engine's facts; raises WeirError if this engine cannot serve Weir's keys."""
+        if self.refusal is not None:
+            raise WeirError(self.refusal, WIRE_KEY)
+        if self.facts is None:
+            raise WeirError("the workers have not reported; see `weir doctor`", WIRE_KEY)
+        return self.facts
+
+    def admit(
+        self, request_id: str, extra_args: Mapping[str, Any], prompt_ids: Sequence[int] | None, prompt_len: int
+    ) -> tuple[Tracker, dict[str, Any]]:
+        """Check one sequence's request; returns its tracker and the wire form for the engine, or raises WeirError."""
+        facts = self.require_facts()
+        admitted = admit(extra_args, facts, prompt_ids is not None)
+        if self._inbox is None:
+            self._inbox = Inbox(self.store, self._host)
+        wire = engine_form(admitted, self._inbox.reply, prompt_len, prompt_ids, facts, self._chunked)
+        ids = np.full(prompt_len, -1, np.int64) if prompt_ids is None else np.asarray(prompt_ids, np.int64)
+        pending = Pending(request_id, admitted, ids)
+        self.store.open(pending)
+        return Tracker(pending, wire["first"], facts.d_model, self.settings.timeout), wire
+
+    def close(self) -> None:
+        """Stop receiving."""
+        if self._inbox is not None:
+            self._inbox.close()

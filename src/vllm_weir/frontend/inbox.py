@@ -1,0 +1,93 @@
+"""The inbox: a socket of the caller's process on which workers deliver rows."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+import tempfile
+import threading
+import weakref
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+
+from vllm_weir import mail
+from vllm_weir.frontend.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+class Inbox:
+    """Receives rows for a Store on a thread of its own.
+
+    Args:
+        store: where rows go.
+        host: address of this machine when workers may live on others; None keeps to local sockets.
+    """
+
+    def __init__(self, store: Store, host: str | None = None) -> None:
+        self._token = secrets.token_hex(16)
+        context = zmq.Context()
+        socket = context.socket(zmq.PULL)
+        socket.setsockopt(zmq.RCVHWM, 64)
+        folder = None
+        if host is None:
+            folder = tempfile.mkdtemp(prefix="weir-")
+            address = f"ipc://{folder}/rows"
+            socket.bind(address)
+        else:
+            address = f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
+        self.reply = f"{address}#{self._token}"
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=_receive, args=(context, socket, stop, store, self._token), name="weir-inbox", daemon=True
+        )
+        thread.start()
+        self.close = weakref.finalize(self, _close, stop, thread, folder)
+
+
+def _receive(context: zmq.Context, socket: zmq.Socket, stop: threading.Event, store: Store, token: str) -> None:
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    while not stop.is_set():
+        if poller.poll(200):
+            frames = socket.recv_multipart(copy=False)
+            try:
+                deliver(store, token, frames[0].bytes, frames[1].buffer if len(frames) > 1 else b"")
+            except (msgspec.MsgspecError, ValueError, RuntimeError) as e:
+                logger.error("Weir dropped a message that it could not read: %s", e)
+    socket.close(linger=0)
+    context.term()
+
+
+def deliver(store: Store, token: str, head: bytes, payload) -> None:
+    """One message into the store; rows nobody waits for are dropped. Raises ValueError for a malformed message."""
+    header = mail.decode(head)
+    if not secrets.compare_digest(header.token, token):
+        raise ValueError("wrong token")
+    for request_id, reason in header.failures.items():
+        if (pending := store.get(request_id)) is not None:
+            pending.fail(reason)
+    if not header.pieces:
+        return
+    # The rows stay where they were received: every tensor is a view that keeps the message alive.
+    rows = torch.frombuffer(payload, dtype=getattr(torch, header.dtype)).view(-1, header.d_model)
+    for piece in header.pieces:
+        pending = store.get(piece.request_id)
+        if pending is None:
+            continue
+        positions = np.frombuffer(piece.positions, "<i4")
+        count = len(positions) * len(piece.columns)
+        block = rows[piece.start : piece.start + count].view(len(positions), len(piece.columns), header.d_model)
+        pending.add(piece.columns, positions, block)
+
+
+def _close(stop: threading.Event, thread: threading.Thread, folder: str | None) -> None:
+    stop.set()
+    if thread is not threading.current_thread():
+        thread.join(timeout=2)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,184 @@
+"""Seams in the caller's process: engines, requests on their way in, outputs on their way out."""
+
+from __future__ import annotations
+
+import copy
+
+from vllm.outputs import CompletionOutput, RequestOutput
+
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admit import KEYS, carries_keys
+from vllm_weir.frontend.desk import Desk
+from vllm_weir.seams.limits import refusal_of
+from vllm_weir.settings import Settings
+from vllm_weir.spec.request import WIRE_KEY
+
+try:
+    from vllm.exceptions import VLLMClientError as _ClientError
+except ImportError:  # up to 0.28 a ValueError is what servers answer with 400
+    _ClientError = Exception
+
+_DESK, _TRACKER, _VIEW = "_weir_desk", "_weir_tracker", "_weir_view"
+
+
+class WeirRequestError(WeirError, _ClientError):
+    """A WeirError that vLLM, too, knows for the client's mistake (HTTP 400)."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        WeirError.__init__(self, message, field)
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}" if self.field else self.message
+
+
+def add_request(original, status):
+    def wrapper(self, request, *args, **kwargs):
+        params = request.sampling_params
+        tracker = None
+        if params is not None and carries_keys(params.extra_args):
+            try:
+                tracker = _admit(self, request, status)
+            except WeirError as e:
+                raise WeirRequestError(e.message, e.field) from None
+        original(self, request, *args, **kwargs)
+        if tracker is not None:
+            setattr(self.request_states[request.request_id], _TRACKER, tracker)
+
+    return wrapper
+
+
+def _admit(output_processor, request, status):
+    if status.refusal is not None:
+        raise WeirError(status.refusal, WIRE_KEY)
+    desk: Desk | None = getattr(output_processor, _DESK, None)
+    if desk is None:
+        raise WeirError("this engine was built without Weir's knowledge", WIRE_KEY)
+    if request.resumable:
+        raise WeirError("streamed input is not served; send the whole prompt", WIRE_KEY)
+    ids = request.prompt_token_ids
+    length = len(ids) if ids is not None else len(request.prompt_embeds)
+    params = request.sampling_params
+    tracker, wire = desk.admit(request.request_id, params.extra_args, ids, length)
+    # The engine gets a copy with its own wire form; the caller's object, and its siblings', stay as they are.
+    params = copy.copy(params)
+    params.extra_args = {k: v for k, v in params.extra_args.items() if k not in KEYS} | {WIRE_KEY: wire}
+    request.sampling_params = params
+    return tracker
+
+
+def new_completion_output(original, _status):
+    def wrapper(self, token_ids, finish_reason, *args, **kwargs):
+        output = original(self, token_ids, finish_reason, *args, **kwargs)
+        tracker = getattr(self, _TRACKER, None)
+        if tracker is not None:
+            delta = self.output_kind.name == "DELTA"
+            generated = self.detokenizer.output_token_ids
+            reason = None if finish_reason is None else str(finish_reason)
+            setattr(output, _VIEW, tracker.view(generated, delta, reason, self.num_cached_tokens))
+        return output
+
+    return wrapper
+
+
+def merge_outputs(original, _status):
+    def wrapper(self, next_output, aggregate, *args, **kwargs):
+        original(self, next_output, aggregate, *args, **kwargs)
+        later = {c.index: getattr(c, _VIEW, None) for c in next_output.outputs}
+        for completion in self.outputs:
+            view, new = getattr(completion, _VIEW, None), later.get(completion.index)
+            if view is not None and new is not None and view is not new:
+                view.extend(new)
+
+    return wrapper
+
+
+def _completion_part(part):
+    def get(self):
+        view = getattr(self, _VIEW, None)
+        return None if view is None else getattr(view, part)()
+
+    return get
+
+
+def _request_part(part):
+    def get(self):
+        first = min(self.outputs, key=lambda o: o.index, default=None)
+        return None if first is None else getattr(first, part)
+
+    return get
+
+
+def _give_outputs_properties() -> None:
+    for part, text in (
+        ("activations", "Rows captured for this sequence (index 0's for a request), or None; see `weir.Activations`."),
+        ("receipt", "What Weir did for this sequence (index 0's for a request), or None; see `weir.Receipt`."),
+    ):
+        setattr(CompletionOutput, part, property(_completion_part(part), doc=text))
+        setattr(RequestOutput, part, property(_request_part(part), doc=text))
+
+
+_give_outputs_properties()
+
+
+def _make_desk(engine, status) -> Desk:
+    config = engine.vllm_config
+    settings = Settings.load(config.additional_config)
+    parallel = config.parallel_config
+    remote = parallel.nnodes > 1 or parallel.data_parallel_size > parallel.data_parallel_size_local
+    host = None
+    if remote:
+        from vllm.utils.network_utils import get_ip
+
+        host = get_ip()
+    chunked = bool(config.scheduler_config.enable_chunked_prefill)
+    desk = Desk(settings, chunked, host, status.refusal or refusal_of(config))
+    setattr(engine.output_processor, _DESK, desk)
+    return desk
+
+
+def llm_engine_init(original, status):
+    def wrapper(self, *args, **kwargs):
+        _check_settings(args, kwargs)
+        original(self, *args, **kwargs)
+        desk = _make_desk(self, status)
+        if desk.refusal is None:
+            try:
+                desk.learn(self.collective_rpc("weir_report"))
+            except Exception as e:  # whatever a worker raises means that it cannot serve; requests are told
+                desk.refusal = f"the workers did not report: {type(e).__name__}: {e}"
+
+    return wrapper
+
+
+def async_llm_init(original, status):
+    def wrapper(self, *args, **kwargs):
+        _check_settings(args, kwargs)
+        original(self, *args, **kwargs)
+        _make_desk(self, status)
+
+    return wrapper
+
+
+def _check_settings(args, kwargs) -> None:
+    config = kwargs.get("vllm_config", args[0] if args else None)
+    if config is not None:
+        Settings.load(config.additional_config)
+
+
+def async_llm_add_request(original, _status):
+    async def wrapper(self, *args, **kwargs):
+        desk: Desk | None = getattr(self.output_processor, _DESK, None)
+        params = kwargs.get("params", args[2] if len(args) > 2 else None)
+        if (
+            desk is not None
+            and desk.facts is None
+            and desk.refusal is None
+            and carries_keys(getattr(params, "extra_args", None))
+        ):
+            try:
+                desk.learn(await self.collective_rpc("weir_report"))
+            except Exception as e:  # as in llm_engine_init
+                desk.refusal = f"the workers did not report: {type(e).__name__}: {e}"
+        return await original(self, *args, **kwargs)
+
+    return wrapper

@@ -1,0 +1,55 @@
+"""Run something as soon as a module has been imported, so that holding a seam imports nothing by itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+
+
+def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
+    """Call `callback` with module `name`: now if it is imported, else right after it is."""
+    module = sys.modules.get(name)
+    if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+        callback(module)
+        return
+    finder = next((f for f in sys.meta_path if isinstance(f, _Finder)), None)
+    if finder is None:
+        finder = _Finder()
+        sys.meta_path.insert(0, finder)
+    finder.waiting.setdefault(name, []).append(callback)
+    if module is not None:
+        finder.hook(module.__spec__)
+
+
+class _Finder(MetaPathFinder):
+    """Finds nothing itself: lets the other finders find the module and hooks into its execution."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
+        self._searching: set[str] = set()
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname not in self.waiting or fullname in self._searching:
+            return None
+        self._searching.add(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching.discard(fullname)
+        if spec is not None and spec.loader is not None:
+            self.hook(spec)
+        return spec
+
+    def hook(self, spec) -> None:
+        loader, execute = spec.loader, spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            del loader.exec_module
+            for callback in self.waiting.pop(spec.name, []):
+                callback(module)
+
+        loader.exec_module = exec_module

@@ -1,0 +1,22 @@
+"""Engine configurations that Weir does not serve yet: one sentence each."""
+
+from __future__ import annotations
+
+
+def refusal_of(config) -> str | None:
+    """Why requests with Weir's keys are refused under this VllmConfig; None if they are served."""
+    parallel, compilation = config.parallel_config, config.compilation_config
+    checks = (
+        (config.speculative_config is not None, "speculative decoding is on; rejected drafts would need dropping"),
+        (config.model_config.runner_type != "generate", "this engine pools; only text generation has rows"),
+        (config.model_config.is_encoder_decoder, "encoder-decoder models have no single residual stream"),
+        (config.kv_transfer_config is not None, "a KV connector is configured, whose hits could pass wanted rows"),
+        (bool(getattr(parallel, "enable_dbo", False)), "dual-batch overlap splits the batch under the taps"),
+        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism reorders the rows"),
+        (bool(getattr(compilation.pass_config, "enable_sp", False)), "sequence parallelism splits the residual stream over ranks"),
+        (config.cache_config.kv_sharing_fast_prefill, "kv_sharing_fast_prefill skips rows of the prompt"),
+    )
+    for found, why in checks:
+        if found:
+            return f"Weir does not serve this engine: {why}"
+    return None

@@ -1,0 +1,186 @@
+"""The table of seams: what is held where, for what, and on which vLLM it was verified."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_weir.seams.imports import when_imported
+
+logger = logging.getLogger(__name__)
+
+RAN = ("0.26.0", "0.32.0")
+"""vLLM versions on which the test suite ran (0.26.0 on an H200 with runner V2, 0.32.0 on CPU with runner V1)."""
+READ = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.33.0")
+"""vLLM versions whose released source has every seam with these parameters, but on which nothing was run."""
+
+WORKER, CORE, FRONTEND, EVERYWHERE = "worker", "engine core", "caller", "everywhere"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One attribute of vLLM that Weir wraps.
+
+    Attributes:
+        module, name: where it is, e.g. ``vllm.v1.engine.llm_engine`` and ``LLMEngine.__init__``.
+        process: where the wrapper acts.
+        purpose: one sentence.
+        wrapper: ``module:function`` of the wrapper's maker, which takes the original; None for a seam that is held on
+            an instance once it exists (see `vllm_weir.seams.worker`) and is only checked here.
+        needs: parameters that the original must have.
+        guard: whether it refuses requests when Weir is off; without it Weir does not let the engine start.
+        variant: seams of the same variant group are alternatives, of which a vLLM needs one.
+    """
+
+    module: str
+    name: str
+    process: str
+    purpose: str
+    wrapper: str | None = None
+    needs: tuple[str, ...] = ()
+    guard: bool = False
+    variant: str = ""
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}:{self.name}"
+
+    def find(self) -> Any:
+        """The attribute; raises ImportError or AttributeError if this vLLM has none, TypeError if it has changed."""
+        target = importlib.import_module(self.module)
+        for part in self.name.split("."):
+            target = getattr(target, part)
+        missing = set(self.needs) - set(inspect.signature(target).parameters) if self.needs else set()
+        if missing:
+            raise TypeError(f"it has no parameter {', '.join(sorted(missing))}")
+        return target
+
+
+_V1 = "vllm.v1"
+SEAMS: tuple[Seam, ...] = (
+    Seam("vllm.config.vllm", "VllmConfig.compute_hash", EVERYWHERE,
+         "the traced graph's identity enters the compile-cache key", "core:compute_hash"),
+    Seam(f"{_V1}.engine.output_processor", "OutputProcessor.add_request", FRONTEND,
+         "a request is checked before it enters the engine, or refused while Weir is off",
+         "engine:add_request", ("request",), guard=True),
+    Seam(f"{_V1}.engine.output_processor", "RequestState._new_completion_output", FRONTEND,
+         "an output gets its rows", "engine:new_completion_output", ("finish_reason",)),
+    Seam("vllm.outputs", "RequestOutput.add", FRONTEND,
+         "outputs merged for a slow reader keep their rows", "engine:merge_outputs", ("next_output", "aggregate")),
+    Seam(f"{_V1}.engine.llm_engine", "LLMEngine.__init__", FRONTEND,
+         "settings are checked and the workers asked what they serve", "engine:llm_engine_init"),
+    Seam(f"{_V1}.engine.async_llm", "AsyncLLM.__init__", FRONTEND,
+         "settings are checked", "engine:async_llm_init"),
+    Seam(f"{_V1}.engine.async_llm", "AsyncLLM.add_request", FRONTEND,
+         "the workers are asked what they serve, once", "engine:async_llm_add_request", ("params",)),
+    Seam(f"{_V1}.core.kv_cache_manager", "KVCacheManager.get_computed_blocks", CORE,
+         "a prefix-cache hit never passes a wanted position", "core:get_computed_blocks", ("request",)),
+    Seam(f"{_V1}.core.sched.scheduler", "Scheduler.add_request", CORE,
+         "capturing requests are known to the step budget", "core:scheduler_add_request", ("request",)),
+    Seam(f"{_V1}.core.sched.scheduler", "Scheduler.schedule", CORE,
+         "a step never records more rows than the ring holds", "core:schedule"),
+    Seam(f"{_V1}.worker.worker_base", "WorkerWrapperBase.init_device", WORKER,
+         "the worker and its runner are taken hold of", "worker:init_device"),
+    Seam(f"{_V1}.worker.gpu_worker", "Worker.load_model", WORKER, "the taps are placed once the model is loaded"),
+    Seam(f"{_V1}.worker.gpu_model_runner", "GPUModelRunner._prepare_inputs", WORKER,
+         "runner V1: the batch's order and spans", None, ("scheduler_output", "num_scheduled_tokens"), variant="runner"),
+    Seam(f"{_V1}.worker.gpu.model_runner", "GPUModelRunner.prepare_inputs", WORKER,
+         "runner V2: the batch's order and spans", None, ("scheduler_output",), variant="runner"),
+    Seam(f"{_V1}.worker.gpu_model_runner", "GPUModelRunner.execute_model", WORKER,
+         "runner V1: requests join and leave, rows are sent", None, ("scheduler_output",), variant="runner"),
+    Seam(f"{_V1}.worker.gpu.model_runner", "GPUModelRunner.execute_model", WORKER,
+         "runner V2: requests join and leave, rows are sent", None, ("scheduler_output", "dummy_run"), variant="runner"),
+    Seam(f"{_V1}.worker.gpu_model_runner", "GPUModelRunner._dummy_run", WORKER,
+         "runner V1: dummy passes record nothing", None, ("num_tokens",), variant="runner"),
+    Seam(f"{_V1}.worker.gpu.model_runner", "GPUModelRunner._dummy_run", WORKER,
+         "runner V2: dummy passes record nothing", None, ("num_tokens",), variant="runner"),
+)
+
+
+@dataclass
+class Status:
+    """What `install` achieved in this process.
+
+    Attributes:
+        active: False when Weir is disabled: only the guard is held, and it refuses.
+        problems: seam path -> what is wrong; any entry refuses every request with Weir's keys.
+    """
+
+    active: bool
+    problems: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why requests with Weir's keys are refused in this process; None if they are served."""
+        if not self.active:
+            return "Weir is switched off (WEIR_DISABLE is set)"
+        if self.problems:
+            first, why = next(iter(self.problems.items()))
+            more = f" and {len(self.problems) - 1} more" if len(self.problems) > 1 else ""
+            return f"Weir could not hold {first} of this vLLM ({why}){more}; `weir doctor` shows every seam"
+        return None
+
+
+def install(active: bool) -> Status:
+    """Hold every seam of this process, each as soon as its module is imported.
+
+    Raises:
+        RuntimeError: if the guard cannot be held, because then requests with Weir's keys would run unheeded.
+    """
+    status = Status(active)
+    for seam in SEAMS:
+        if seam.wrapper is None or not (active or seam.guard):
+            continue
+        if _module_exists(seam.module):
+            when_imported(seam.module, functools.partial(_hold, seam, status))
+        else:
+            status.problems[seam.path] = "the module does not exist"
+        if seam.guard and seam.path in status.problems:
+            raise RuntimeError(f"Weir cannot guard this vLLM: {seam.path}: {status.problems[seam.path]}")
+    return status
+
+
+def _hold(seam: Seam, status: Status, _module: object) -> None:
+    try:
+        original = seam.find()
+        if getattr(original, "__weir__", None) == seam.path:
+            return
+        wrapper = functools.wraps(original)(_maker(seam)(original, status))
+        wrapper.__weir__ = seam.path
+        owner_name, _, attribute = seam.name.rpartition(".")
+        setattr(getattr(importlib.import_module(seam.module), owner_name), attribute, wrapper)
+    except (ImportError, AttributeError, TypeError, ValueError) as e:
+        status.problems[seam.path] = str(e)
+        logger.error("Weir could not hold %s: %s", seam.path, e)
+        if seam.guard:
+            raise RuntimeError(f"Weir cannot guard this vLLM: {seam.path}: {e}") from e
+
+
+def _maker(seam: Seam) -> Callable[[Any, Status], Any]:
+    module, _, function = seam.wrapper.partition(":")
+    return getattr(importlib.import_module(f"vllm_weir.seams.{module}"), function)
+
+
+def _module_exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+
+
+def probe() -> list[tuple[Seam, str]]:
+    """Every seam with what is wrong with it, empty if it is as expected. Imports all the modules."""
+    found = []
+    for seam in SEAMS:
+        try:
+            seam.find()
+            found.append((seam, ""))
+        except (ImportError, AttributeError, TypeError, ValueError) as e:
+            found.append((seam, f"{type(e).__name__}: {e}"))
+    return found

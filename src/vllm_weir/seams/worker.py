@@ -1,0 +1,137 @@
+"""Seams in the worker: the runner's calls, held on the instance that is really used."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+from vllm_weir.errors import WeirError
+from vllm_weir.seams.core import wire_of
+from vllm_weir.settings import Settings
+from vllm_weir.worker.station import ModelFacts, Station
+
+logger = logging.getLogger(__name__)
+
+
+def init_device(original, status):
+    def wrapper(self):
+        original(self)
+        worker = self.worker
+        worker.weir_report = functools.partial(_report, status, None)
+        if status.active:
+            load_model = worker.load_model
+
+            @functools.wraps(load_model)
+            def load_then_place(*args, **kwargs):
+                load_model(*args, **kwargs)
+                _place(worker, status)
+
+            worker.load_model = load_then_place
+
+    return wrapper
+
+
+def _report(status, station, reason=None):
+    if station is None:
+        return {"ok": False, "reason": reason or status.refusal or "the model was not loaded through Weir"}
+    return station.report() if status.refusal is None else {"ok": False, "reason": status.refusal}
+
+
+def _place(worker, status) -> None:
+    runner, config = worker.model_runner, worker.vllm_config
+    try:
+        station = Station(runner.get_model(), _facts(runner, config), Settings.load(config.additional_config))
+        spans = _v2_spans(runner) if worker.use_v2_model_runner else _v1_spans(runner)
+    except (WeirError, AttributeError, TypeError) as e:
+        # The engine serves plain requests; those with Weir's keys are told this reason.
+        logger.error("Weir does not serve this model: %s", e)
+        worker.weir_report = functools.partial(_report, status, None, str(e))
+        return
+    _hold_execute_model(runner, station)
+    _hold_dummy_run(runner, station)
+    spans(station)
+    worker.weir_report = functools.partial(_report, status, station)
+    worker.weir_usage = station.usage
+
+
+def _facts(runner, config) -> ModelFacts:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return ModelFacts(
+        num_layers=config.model_config.get_total_num_hidden_layers(),
+        d_model=config.model_config.get_hidden_size(),
+        dtype=config.model_config.dtype,
+        device=runner.device,
+        max_tokens=config.scheduler_config.max_num_batched_tokens + config.scheduler_config.max_num_seqs,
+        ships_rows=get_tp_group().is_first_rank,
+    )
+
+
+def _hold_execute_model(runner, station: Station) -> None:
+    execute_model = runner.execute_model
+
+    @functools.wraps(execute_model)
+    def wrapper(scheduler_output, *args, **kwargs):
+        if kwargs.get("dummy_run"):
+            station.silence()
+            return execute_model(scheduler_output, *args, **kwargs)
+        new = [
+            (r.req_id, wire, _prompt_len(r), r.prompt_token_ids)
+            for r in scheduler_output.scheduled_new_reqs
+            if (wire := wire_of(r)) is not None
+        ]
+        station.follow(new, scheduler_output.finished_req_ids)
+        output = execute_model(scheduler_output, *args, **kwargs)
+        station.end_step()
+        return output
+
+    runner.execute_model = wrapper
+
+
+def _prompt_len(new_request) -> int:
+    ids = new_request.prompt_token_ids
+    return len(ids) if ids is not None else new_request.prompt_embeds.shape[0]
+
+
+def _hold_dummy_run(runner, station: Station) -> None:
+    dummy_run = runner._dummy_run
+
+    @functools.wraps(dummy_run)
+    def wrapper(*args, **kwargs):
+        station.silence()
+        return dummy_run(*args, **kwargs)
+
+    runner._dummy_run = wrapper
+
+
+def _v1_spans(runner):
+    prepare = runner._prepare_inputs
+
+    def hold(station: Station) -> None:
+        @functools.wraps(prepare)
+        def wrapper(scheduler_output, num_scheduled_tokens, *args, **kwargs):
+            result = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
+            batch = runner.input_batch
+            n = batch.num_reqs
+            station.plan_step(batch.req_ids[:n], num_scheduled_tokens[:n], batch.num_computed_tokens_cpu[:n])
+            return result
+
+        runner._prepare_inputs = wrapper
+
+    return hold
+
+
+def _v2_spans(runner):
+    prepare = runner.prepare_inputs
+
+    def hold(station: Station) -> None:
+        @functools.wraps(prepare)
+        def wrapper(*args, **kwargs):
+            batch = prepare(*args, **kwargs)
+            n = batch.num_reqs
+            station.plan_step(batch.req_ids, batch.num_scheduled_tokens[:n], batch.num_computed_tokens_np[:n])
+            return batch
+
+        runner.prepare_inputs = wrapper
+
+    return hold

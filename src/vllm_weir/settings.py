@@ -1,0 +1,88 @@
+"""Engine settings: ``additional_config={"weir": {...}}`` first, then ``WEIR_*`` environment variables."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_weir.errors import WeirError
+from vllm_weir.spec.capture import parse_layers
+from vllm_weir.spec.hooks import normalise_hook
+
+TAP_VERSION = 1
+"""Raised whenever the tap's traced form changes, so that no compiled graph of another form is reused."""
+
+
+class Settings(BaseModel):
+    """What an engine taps and how much memory Weir may use for it.
+
+    Attributes:
+        hooks: hook points to tap; ``resid_post`` serves ``resid_pre`` too.
+        layers: blocks to tap, ``"all"`` or a list.
+        buffer_bytes: size of the ring on the device, and of its mirror in host memory.
+        overflow: what happens when the ring is full: ``"wait"`` holds the step back until rows have left.
+        timeout: seconds that ``out.activations`` waits for rows still on their way before it raises.
+        unverified_models: ``"refuse"`` (default) or ``"allow"`` architectures whose sites no test has compared with
+            transformers.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+    hooks: Annotated[
+        tuple[Literal["resid_pre", "resid_post"], ...],
+        Field(min_length=1),
+    ] = ("resid_post",)
+    layers: Annotated[Any, AfterValidator(lambda v: parse_layers(v, "layers"))] = "all"
+    buffer_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 42)] = 256 << 20
+    overflow: Literal["wait"] = "wait"
+    timeout: Annotated[float, Field(gt=0, le=86_400)] = 120.0
+    unverified_models: Literal["refuse", "allow"] = "refuse"
+
+    @classmethod
+    def load(cls, additional_config: object, environ: Mapping[str, str] = os.environ) -> Settings:
+        """Settings of an engine; raises WeirError naming the bad one."""
+        given: dict[str, Any] = {}
+        for name in cls.model_fields:
+            text = environ.get(f"WEIR_{name.upper()}")
+            if text is not None:
+                given[name] = _from_text(name, text)
+        if isinstance(additional_config, Mapping) and "weir" in additional_config:
+            own = additional_config["weir"]
+            if not isinstance(own, Mapping):
+                raise WeirError(f"expected an object, got {type(own).__name__}", "additional_config.weir")
+            given.update(own)
+        if isinstance(given.get("hooks"), str):
+            given["hooks"] = [given["hooks"]]
+        if isinstance(given.get("hooks"), (list, tuple)):
+            given["hooks"] = tuple(normalise_hook(h, "settings.hooks") for h in given["hooks"])
+        try:
+            return cls(**given)
+        except ValidationError as e:
+            first = e.errors()[0]
+            place = ".".join(str(p) for p in first["loc"])
+            raise WeirError(first["msg"], f"settings.{place}") from None
+
+    def graph_identity(self) -> str:
+        """Digest of everything that changes the traced graph; part of vLLM's compile-cache key."""
+        text = f"weir-tap {TAP_VERSION} {sorted(set(self.hooks))} {self.layers}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def disabled(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``WEIR_DISABLE`` switches Weir off in this process."""
+    return environ.get("WEIR_DISABLE", "").strip().lower() not in ("", "0", "false", "no")
+
+
+def _from_text(name: str, text: str) -> Any:
+    if name == "hooks":
+        return [part.strip() for part in text.split(",") if part.strip()]
+    if name == "layers" and text != "all":
+        try:
+            return [int(part) for part in text.split(",")]
+        except ValueError:
+            raise WeirError(f"expected 'all' or ints with commas, got {text[:40]!r}", "WEIR_LAYERS") from None
+    return text

@@ -1,0 +1,122 @@
+"""`Capture`: which rows a request wants back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vllm_weir.errors import WeirError
+from vllm_weir.spec.hooks import normalise_hook, split_transformer_lens
+from vllm_weir.spec.positions import MAX_LIST, Positions
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Rows of the residual stream (or of a block's parts) to return with a request's output.
+
+    Args:
+        hook: hook point, e.g. ``"resid_post"``; aliases and ``"blocks.7.hook_resid_post"`` (which also sets `layers`)
+            are accepted.
+        layers: ``"all"``, a block index, or a list of them; blocks count from 0.
+        positions: selector, see docs/capture.md; ``"all"`` gives P+G-1 rows for P prompt and G generated tokens.
+        before: rows as they are before the request's own interventions at that site (default: after them).
+        dtype: ``"float32"``, ``"float16"``, ``"bfloat16"`` (or the torch dtype) of the returned rows; None keeps the
+            model's.
+        compress: None; no compression is available yet.
+        sink: ``"memory"``: the rows come back on the output.
+
+    Raises:
+        WeirError: for anything else, naming the field.
+    """
+
+    hook: str = "resid_post"
+    layers: Literal["all"] | int | Sequence[int] = "all"
+    positions: Any = "all"
+    before: bool = False
+    dtype: Any = None
+    compress: None = None
+    sink: str = "memory"
+    path: str = field(default="capture", repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        at = self.path
+        named = split_transformer_lens(self.hook)
+        if named is not None:
+            if self.layers not in ("all", named.layer):
+                raise WeirError(f"{self.hook!r} names block {named.layer} already; leave layers out", f"{at}.layers")
+            object.__setattr__(self, "layers", named.layer)
+        object.__setattr__(self, "hook", named.hook if named else normalise_hook(self.hook, f"{at}.hook"))
+        object.__setattr__(self, "layers", parse_layers(self.layers, f"{at}.layers"))
+        object.__setattr__(self, "positions", Positions.parse(self.positions, f"{at}.positions"))
+        if not isinstance(self.before, bool):
+            raise WeirError(f"before is true or false, got {type(self.before).__name__}", f"{at}.before")
+        object.__setattr__(self, "dtype", parse_dtype(self.dtype, f"{at}.dtype"))
+        if self.compress is not None:
+            raise WeirError("no compression is available; leave compress out", f"{at}.compress")
+        if self.sink != "memory":
+            raise WeirError(f"unknown sink {str(self.sink)[:40]!r}; the one available is 'memory'", f"{at}.sink")
+
+    @classmethod
+    def from_json(cls, data: object, path: str = "capture") -> Capture:
+        """From the wire form; unknown keys are refused."""
+        if isinstance(data, Capture):
+            return data
+        if not isinstance(data, dict):
+            raise WeirError(f"a capture is an object, got {type(data).__name__}", path)
+        known = {"hook", "layers", "positions", "before", "dtype", "compress", "sink"}
+        for key in data:
+            if key not in known:
+                raise WeirError(f"unknown key; known are {', '.join(sorted(known))}", f"{path}.{str(key)[:40]}")
+        return cls(**data, path=path)
+
+    def to_json(self) -> dict[str, Any]:
+        """The wire form, defaults left out."""
+        out: dict[str, Any] = {"hook": self.hook, "layers": list(self.layers) if self.layers != "all" else "all"}
+        if self.positions.kind != "all":
+            out["positions"] = self.positions.to_json()
+        if self.before:
+            out["before"] = True
+        if self.dtype is not None:
+            out["dtype"] = self.dtype
+        return out
+
+    def resolve_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Block indices for a model of `num_layers` blocks; raises WeirError if one is out of range."""
+        if self.layers == "all":
+            return tuple(range(num_layers))
+        for layer in self.layers:
+            if layer >= num_layers:
+                raise WeirError(
+                    f"block {layer} does not exist: the model has blocks 0..{num_layers - 1}", f"{self.path}.layers"
+                )
+        return self.layers
+
+
+def parse_layers(layers: object, field: str) -> Literal["all"] | tuple[int, ...]:
+    """``"all"`` or a sorted tuple of distinct block indices."""
+    if isinstance(layers, str):
+        if layers == "all":
+            return "all"
+        raise WeirError(f"layers is 'all', an int or a list of ints, got {layers[:40]!r}", field)
+    if isinstance(layers, range):
+        layers = list(layers[: MAX_LIST + 1])
+    values = Positions.parse([layers] if not isinstance(layers, (Sequence, dict)) else layers, field)
+    if values.kind != "list":
+        raise WeirError("layers is 'all', an int or a list of ints", field)
+    for value in values.values:
+        if value < 0:
+            raise WeirError(f"block {value} does not exist: blocks count from 0", field)
+    return tuple(sorted(set(values.values)))
+
+
+def parse_dtype(dtype: object, field: str) -> str | None:
+    """One of DTYPES, or None; accepts torch dtypes."""
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise WeirError(f"unknown dtype {name[:40]!r}; choose from {', '.join(DTYPES)}", field)
+    return name

@@ -1,0 +1,130 @@
+"""A request's whole wish, and its two wire forms: what the caller sends and what the engine receives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_weir.errors import WeirError
+from vllm_weir.spec.capture import Capture
+from vllm_weir.spec.hooks import Site
+from vllm_weir.spec.positions import Positions
+
+WIRE_KEY = "weir"
+WIRE_VERSION = 1
+MAX_CAPTURES = 64
+MAX_WIRE_CHARS = 64 << 20
+
+
+@dataclass(frozen=True)
+class RequestSpec:
+    """What one request asks of Weir."""
+
+    capture: tuple[Capture, ...] = ()
+
+    @classmethod
+    def parse(cls, data: object, path: str = WIRE_KEY) -> RequestSpec:
+        """From the wire form: a mapping, or the same as a JSON string (which is what ``vllm_xargs`` can carry)."""
+        if isinstance(data, RequestSpec):
+            return data
+        if isinstance(data, (str, bytes)):
+            data = _loads(data, path)
+        if not isinstance(data, Mapping):
+            raise WeirError(f"expected an object, got {type(data).__name__}", path)
+        for key in data:
+            if key not in ("v", "capture", "interventions"):
+                raise WeirError("unknown key; known are v, capture, interventions", f"{path}.{str(key)[:40]}")
+        version = data.get("v")
+        if version != WIRE_VERSION or isinstance(version, bool):
+            raise WeirError(f"this Weir speaks version {WIRE_VERSION}, got {str(version)[:40]}", f"{path}.v")
+        if data.get("interventions"):
+            raise WeirError("interventions are not available in this version", f"{path}.interventions")
+        return cls(parse_captures(data.get("capture", ()), "capture"))
+
+    def to_json(self) -> dict[str, Any]:
+        """The wire form."""
+        return {"v": WIRE_VERSION, "capture": [c.to_json() for c in self.capture]}
+
+    def __bool__(self) -> bool:
+        return bool(self.capture)
+
+
+def parse_captures(captures: object, path: str) -> tuple[Capture, ...]:
+    """One Capture, its wire form, or a list of either."""
+    if isinstance(captures, (Capture, Mapping)):
+        captures = [captures]
+    if captures is None:
+        captures = ()
+    if isinstance(captures, (str, bytes)) or not isinstance(captures, Sequence):
+        raise WeirError(f"expected a list of captures, got {type(captures).__name__}", path)
+    if len(captures) > MAX_CAPTURES:
+        raise WeirError(f"{len(captures)} captures in one request, more than the limit of {MAX_CAPTURES}", path)
+    return tuple(Capture.from_json(c, f"{path}[{i}]") for i, c in enumerate(captures))
+
+
+def _loads(text: str | bytes, path: str) -> Any:
+    if len(text) > MAX_WIRE_CHARS:
+        raise WeirError(f"{len(text)} characters, more than the limit of {MAX_WIRE_CHARS}", path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise WeirError(f"not valid JSON ({type(e).__name__}: {str(e)[:80]})", path) from None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One site at the positions one capture selects, resolved against a model."""
+
+    site: Site
+    positions: Positions
+    before: bool
+
+
+@dataclass(frozen=True)
+class ResolvedSpec:
+    """A RequestSpec resolved against a model: every layer named, every site known to be tapped."""
+
+    wishes: tuple[Wish, ...]
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Distinct sites, ordered by block and then by place in the block."""
+        from vllm_weir.spec.hooks import HOOKS
+
+        return tuple(sorted({w.site for w in self.wishes}, key=lambda s: (s.layer, HOOKS.index(s.hook))))
+
+    def first(self, prompt_len: int, prompt_token_ids: Sequence[int] | None) -> int | None:
+        """The first wanted position, or None: a prefix-cache hit must not pass it."""
+        starts = {w.positions: w.positions.first(prompt_len, prompt_token_ids) for w in self.wishes}
+        return min((s for s in starts.values() if s is not None), default=None)
+
+    def expected(self, site: Site, prompt_len: int, token_ids: np.ndarray) -> np.ndarray:
+        """Positions of `site` among those of `token_ids` (int [n], the tokens at 0..n-1): ascending int64 array."""
+        every = np.arange(len(token_ids))
+        chosen = np.zeros(len(token_ids), bool)
+        for wish in self.wishes:
+            if wish.site == site:
+                chosen |= wish.positions.mask(every, prompt_len, token_ids)
+        return np.flatnonzero(chosen)
+
+    def to_wire(self) -> list[list[Any]]:
+        """For the workers: [hook, layers, positions, before] per distinct selector."""
+        groups: dict[tuple[str, Positions, bool], list[int]] = {}
+        for w in self.wishes:
+            groups.setdefault((w.site.hook, w.positions, w.before), []).append(w.site.layer)
+        return [[hook, layers, positions.to_json(), before] for (hook, positions, before), layers in groups.items()]
+
+    @classmethod
+    def from_wire(cls, data: list[list[Any]]) -> ResolvedSpec:
+        """The inverse of `to_wire`."""
+        return cls(
+            tuple(
+                Wish(Site(hook, layer), Positions.parse(positions), before)
+                for hook, layers, positions, before in data
+                for layer in layers
+            )
+        )
