@@ -1,0 +1,36 @@
+"""The tiny models run in vLLM and agree with the oracle: what every other engine test stands on.
+
+No request here asks anything of Weir, so it holds with the plugin active and with `WEIR_DISABLE=1` alike.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.support.engines import get_llm
+from tests.support.models import MODELS, WORDS, make_model
+from tests.support.oracle import Oracle
+
+vllm = pytest.importorskip("vllm")
+
+
+@pytest.mark.parametrize(("family", "shape"), MODELS, ids=["-".join(model) for model in MODELS])
+def test_greedy_tokens_equal_huggingface(family: str, shape: str) -> None:
+    model_dir = make_model(family, shape)
+    draw = random.Random(1)
+    prompts = [[draw.randrange(WORDS) for _ in range(length)] for length in (5, 23, 40)]  # 40: beyond the windows
+
+    llm = get_llm(model_dir)
+    params = vllm.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+
+    oracle = Oracle(model_dir)
+    for ids, output in zip(prompts, outputs, strict=True):
+        assert list(output.outputs[0].token_ids) == oracle.greedy(ids, 12)
+
+
+def test_text_prompts_become_the_tokens_they_name() -> None:
+    llm = get_llm(make_model("qwen2", "a"))
+    assert llm.get_tokenizer().encode("w3 w7 w509") == [3, 7, 509]

@@ -1,0 +1,1 @@
+"""What the tests share: tiny models, a HuggingFace oracle, naive references, live engines."""

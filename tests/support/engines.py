@@ -1,0 +1,109 @@
+"""Live `vllm.LLM` engines, shared by the tests that ask for the same one.
+
+A start costs seconds and memory, so an engine is kept until another is asked for: order tests by their engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+DEFAULTS: dict[str, Any] = dict(
+    dtype="float32",
+    max_model_len=256,
+    enforce_eager=True,
+    # With this and enforce_eager the CPU worker skips its warm-up run, and does not claim a share of the machine.
+    kv_cache_memory_bytes=64 << 20,
+    seed=0,
+    disable_log_stats=True,
+)
+
+# Set on import, because vLLM and the hub client read some of these on theirs: import this module first.
+for _name, _value in {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+_alive: dict[str, LLM] = {}
+
+
+def get_llm(
+    model_dir: str | Path,
+    *,
+    in_process: bool = True,
+    env: Mapping[str, str] | None = None,
+    keep: int = 1,
+    **kw: Any,
+) -> LLM:
+    """An engine for `model_dir` with `DEFAULTS` overridden by `kw`; the same arguments give the same engine.
+
+    `in_process` runs the scheduler and the worker in this process: the quickest start, and monkeypatching reaches all
+    of it. Without it vLLM starts its usual processes, as in production; parallel sizes above 1 imply that.
+    `env` holds while the engine starts (its child processes keep it). vLLM loads plugins once per process: in this one,
+    what a plugin reads on loading is fixed by the first engine, so pass `in_process=False` to vary it.
+    At most `keep` engines stay alive; one closed to make room must not be used again.
+    """
+    arguments = {"model": str(model_dir)} | DEFAULTS | kw
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    if any(arguments.get(size, 1) > 1 for size in sizes):
+        in_process = False
+    env = dict(env or {}) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
+    key = repr((sorted(arguments.items()), sorted((_settings() | env).items())))
+    if key in _alive:
+        _alive[key] = _alive.pop(key)  # the last used is the last to go
+        return _alive[key]
+
+    while len(_alive) >= max(1, keep):
+        _close(next(iter(_alive)))
+    with _environment(env):
+        from vllm import LLM
+
+        llm = LLM(**arguments)
+    _alive[key] = llm
+    return llm
+
+
+def close_all() -> None:
+    """Stop every engine; safe to call at any time, and again."""
+    while _alive:
+        _close(next(iter(_alive)))
+
+
+def _close(key: str) -> None:
+    llm = _alive.pop(key)
+    try:
+        llm.llm_engine.engine_core.shutdown()
+    finally:
+        # The caller may still hold the engine; let go of what we can before the next one takes memory.
+        del llm
+        gc.collect()
+
+
+def _settings() -> dict[str, str]:
+    """What the environment says about the engine, beyond its arguments (vLLM itself writes to other `VLLM_*` names)."""
+    return {k: v for k, v in os.environ.items() if k.startswith("WEIR_") or k == "VLLM_PLUGINS"}
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set `values` for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

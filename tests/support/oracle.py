@@ -1,0 +1,95 @@
+"""The reference: the same model in HuggingFace transformers; fp32, eager attention, no cache, one sequence a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Site = tuple[str, int]
+
+
+def rel_err(a: torch.Tensor, b: torch.Tensor) -> float:
+    """max|a - b| / max|b|, where b is the reference; shapes must agree."""
+    if a.shape != b.shape:
+        raise AssertionError(f"shapes differ: {tuple(a.shape)} against the reference's {tuple(b.shape)}")
+    a, b = a.double(), b.double()
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def find_blocks(model: torch.nn.Module) -> torch.nn.ModuleList:
+    """The decoder blocks: the one ModuleList with `num_hidden_layers` entries."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+    if len(lists) != 1:
+        raise AssertionError(f"{len(lists)} module lists have {count} entries: cannot tell the decoder blocks")
+    return lists[0]
+
+
+class Oracle:
+    """A model directory, loaded as the truth."""
+
+    def __init__(self, model_dir: str | Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.blocks = find_blocks(self.model)
+        self.num_layers = len(self.blocks)
+        self.hidden_size: int = self.model.config.get_text_config().hidden_size
+
+    @torch.no_grad()
+    def rows(self, token_ids: Sequence[int]) -> dict[Site, torch.Tensor]:
+        """`resid_pre` and `resid_post` of every layer over `token_ids` [n]: {(hook, layer): [n, d]}.
+
+        What enters and leaves each block, taken separately, so that their identity stays a thing to test.
+        """
+        found: dict[Site, torch.Tensor] = {}
+        handles = []
+        for layer, block in enumerate(self.blocks):
+            handles.append(block.register_forward_pre_hook(_take_input(found, layer), with_kwargs=True))
+            handles.append(block.register_forward_hook(_take_output(found, layer)))
+        try:
+            self._forward(token_ids)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    @torch.no_grad()
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[n, vocab]: row p predicts token p + 1."""
+        return self._forward(token_ids)
+
+    @torch.no_grad()
+    def greedy(self, prompt_ids: Sequence[int], n: int) -> list[int]:
+        """The n tokens that follow, each the argmax; end-of-sequence does not stop it (`ignore_eos=True`)."""
+        ids = list(prompt_ids)
+        for _ in range(n):
+            ids.append(int(self._forward(ids)[-1].argmax()))
+        return ids[len(prompt_ids) :]
+
+    def _forward(self, token_ids: Sequence[int]) -> torch.Tensor:
+        # No cache: each call is one plain pass, with nothing carried over from another.
+        return self.model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+
+
+def _take_input(found: dict[Site, torch.Tensor], layer: int) -> Any:
+    def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        found["resid_pre", layer] = hidden[0].detach().clone()
+
+    return hook
+
+
+def _take_output(found: dict[Site, torch.Tensor], layer: int) -> Any:
+    def hook(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output  # transformers 5: a tensor in most models
+        if hidden.ndim != 3:
+            raise AssertionError(f"block {layer} gave {hidden.ndim} dimensions, not [batch, tokens, width]")
+        found["resid_post", layer] = hidden[0].detach().clone()
+
+    return hook
