@@ -132,8 +132,10 @@ class Activations(Mapping):
                 if meta.get("weir") != "1":
                     raise WeirError(f"{path} was not written by Activations.save")
                 sites = [Site(hook, layer) for hook, layer in json.loads(meta["sites"])]
-                read = [{s: file.get_tensor(f"{s.hook}.{s.layer}{end}") for s in sites} for end in _ENDS]
-                return cls(*read, tuple(json.loads(meta["lens"])))
+                rows, positions, token_ids = (
+                    {s: file.get_tensor(f"{s.hook}.{s.layer}{end}") for s in sites} for end in _ENDS
+                )
+                return cls(rows, positions, token_ids, tuple(json.loads(meta["lens"])))
         except (OSError, SafetensorError, ValueError, KeyError) as e:
             if isinstance(e, WeirError):
                 raise

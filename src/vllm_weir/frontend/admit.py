@@ -56,7 +56,7 @@ class Admitted:
 
 def carries_keys(extra_args: Mapping[str, Any] | None) -> bool:
     """Whether a request asks anything of Weir."""
-    return bool(extra_args) and any(extra_args.get(key) is not None for key in KEYS)
+    return extra_args is not None and any(extra_args.get(key) is not None for key in KEYS)
 
 
 def admit(extra_args: Mapping[str, Any], facts: EngineFacts, has_token_ids: bool = True) -> Admitted:

@@ -13,7 +13,10 @@ def refusal_of(config) -> str | None:
         (config.kv_transfer_config is not None, "a KV connector is configured, whose hits could pass wanted rows"),
         (bool(getattr(parallel, "enable_dbo", False)), "dual-batch overlap splits the batch under the taps"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism reorders the rows"),
-        (bool(getattr(compilation.pass_config, "enable_sp", False)), "sequence parallelism splits the residual stream over ranks"),
+        (
+            bool(getattr(compilation.pass_config, "enable_sp", False)),
+            "sequence parallelism splits the residual stream over ranks",
+        ),
         (config.cache_config.kv_sharing_fast_prefill, "kv_sharing_fast_prefill skips rows of the prompt"),
     )
     for found, why in checks:

@@ -35,7 +35,7 @@ class Seam:
             an instance once it exists (see `vllm_weir.seams.worker`) and is only checked here.
         needs: parameters that the original must have.
         guard: whether it refuses requests when Weir is off; without it Weir does not let the engine start.
-        variant: seams of the same variant group are alternatives, of which a vLLM needs one.
+        variant: the model runner it belongs to, of which an engine uses one; empty for seams that every engine needs.
     """
 
     module: str
@@ -53,7 +53,7 @@ class Seam:
 
     def find(self) -> Any:
         """The attribute; raises ImportError or AttributeError if this vLLM has none, TypeError if it has changed."""
-        target = importlib.import_module(self.module)
+        target: Any = importlib.import_module(self.module)
         for part in self.name.split("."):
             target = getattr(target, part)
         missing = set(self.needs) - set(inspect.signature(target).parameters) if self.needs else set()
@@ -63,6 +63,8 @@ class Seam:
 
 
 _V1 = "vllm.v1"
+_RUNNER_1, _RUNNER_2 = f"{_V1}.worker.gpu_model_runner", f"{_V1}.worker.gpu.model_runner"
+# fmt: off
 SEAMS: tuple[Seam, ...] = (
     Seam("vllm.config.vllm", "VllmConfig.compute_hash", EVERYWHERE,
          "the traced graph's identity enters the compile-cache key", "core:compute_hash"),
@@ -88,19 +90,20 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_V1}.worker.worker_base", "WorkerWrapperBase.init_device", WORKER,
          "the worker and its runner are taken hold of", "worker:init_device"),
     Seam(f"{_V1}.worker.gpu_worker", "Worker.load_model", WORKER, "the taps are placed once the model is loaded"),
-    Seam(f"{_V1}.worker.gpu_model_runner", "GPUModelRunner._prepare_inputs", WORKER,
-         "runner V1: the batch's order and spans", None, ("scheduler_output", "num_scheduled_tokens"), variant="runner"),
-    Seam(f"{_V1}.worker.gpu.model_runner", "GPUModelRunner.prepare_inputs", WORKER,
-         "runner V2: the batch's order and spans", None, ("scheduler_output",), variant="runner"),
-    Seam(f"{_V1}.worker.gpu_model_runner", "GPUModelRunner.execute_model", WORKER,
-         "runner V1: requests join and leave, rows are sent", None, ("scheduler_output",), variant="runner"),
-    Seam(f"{_V1}.worker.gpu.model_runner", "GPUModelRunner.execute_model", WORKER,
-         "runner V2: requests join and leave, rows are sent", None, ("scheduler_output", "dummy_run"), variant="runner"),
-    Seam(f"{_V1}.worker.gpu_model_runner", "GPUModelRunner._dummy_run", WORKER,
-         "runner V1: dummy passes record nothing", None, ("num_tokens",), variant="runner"),
-    Seam(f"{_V1}.worker.gpu.model_runner", "GPUModelRunner._dummy_run", WORKER,
-         "runner V2: dummy passes record nothing", None, ("num_tokens",), variant="runner"),
+    Seam(_RUNNER_1, "GPUModelRunner._prepare_inputs", WORKER, "runner V1: the batch's order and spans", None,
+         ("scheduler_output", "num_scheduled_tokens"), variant="V1"),
+    Seam(_RUNNER_1, "GPUModelRunner.execute_model", WORKER, "runner V1: requests join and leave, rows are sent", None,
+         ("scheduler_output",), variant="V1"),
+    Seam(_RUNNER_1, "GPUModelRunner._dummy_run", WORKER, "runner V1: dummy passes record nothing", None,
+         ("num_tokens",), variant="V1"),
+    Seam(_RUNNER_2, "GPUModelRunner.prepare_inputs", WORKER, "runner V2: the batch's order and spans", None,
+         ("scheduler_output",), variant="V2"),
+    Seam(_RUNNER_2, "GPUModelRunner.execute_model", WORKER, "runner V2: requests join and leave, rows are sent", None,
+         ("scheduler_output", "dummy_run"), variant="V2"),
+    Seam(_RUNNER_2, "GPUModelRunner._dummy_run", WORKER, "runner V2: dummy passes record nothing", None,
+         ("num_tokens",), variant="V2"),
 )
+# fmt: on
 
 
 @dataclass
@@ -151,7 +154,7 @@ def _hold(seam: Seam, status: Status, _module: object) -> None:
         original = seam.find()
         if getattr(original, "__weir__", None) == seam.path:
             return
-        wrapper = functools.wraps(original)(_maker(seam)(original, status))
+        wrapper: Any = functools.wraps(original)(_maker(seam)(original, status))
         wrapper.__weir__ = seam.path
         owner_name, _, attribute = seam.name.rpartition(".")
         setattr(getattr(importlib.import_module(seam.module), owner_name), attribute, wrapper)
@@ -163,7 +166,7 @@ def _hold(seam: Seam, status: Status, _module: object) -> None:
 
 
 def _maker(seam: Seam) -> Callable[[Any, Status], Any]:
-    module, _, function = seam.wrapper.partition(":")
+    module, _, function = (seam.wrapper or "").partition(":")
     return getattr(importlib.import_module(f"vllm_weir.seams.{module}"), function)
 
 

@@ -34,13 +34,19 @@ def init_device(original, status):
 def _report(status, station, reason=None):
     if station is None:
         return {"ok": False, "reason": reason or status.refusal or "the model was not loaded through Weir"}
-    return station.report() if status.refusal is None else {"ok": False, "reason": status.refusal}
+    if status.refusal is not None:
+        return {"ok": False, "reason": status.refusal}
+    return station.report()
 
 
 def _place(worker, status) -> None:
     runner, config = worker.model_runner, worker.vllm_config
     try:
-        station = Station(runner.get_model(), _facts(runner, config), Settings.load(config.additional_config))
+        station = Station(
+            runner.get_model(),
+            _facts(runner, config, worker.use_v2_model_runner),
+            Settings.load(config.additional_config),
+        )
         spans = _v2_spans(runner) if worker.use_v2_model_runner else _v1_spans(runner)
     except (WeirError, AttributeError, TypeError) as e:
         # The engine serves plain requests; those with Weir's keys are told this reason.
@@ -54,7 +60,7 @@ def _place(worker, status) -> None:
     worker.weir_usage = station.usage
 
 
-def _facts(runner, config) -> ModelFacts:
+def _facts(runner, config, v2: bool) -> ModelFacts:
     from vllm.distributed.parallel_state import get_tp_group
 
     return ModelFacts(
@@ -64,6 +70,7 @@ def _facts(runner, config) -> ModelFacts:
         device=runner.device,
         max_tokens=config.scheduler_config.max_num_batched_tokens + config.scheduler_config.max_num_seqs,
         ships_rows=get_tp_group().is_first_rank,
+        runner="V2" if v2 else "V1",
     )
 
 

@@ -33,7 +33,7 @@ class Capture:
     """
 
     hook: str = "resid_post"
-    layers: Literal["all"] | int | Sequence[int] = "all"
+    layers: Any = "all"
     positions: Any = "all"
     before: bool = False
     dtype: Any = None
@@ -74,7 +74,10 @@ class Capture:
 
     def to_json(self) -> dict[str, Any]:
         """The wire form, defaults left out."""
-        out: dict[str, Any] = {"hook": self.hook, "layers": list(self.layers) if self.layers != "all" else "all"}
+        out: dict[str, Any] = {
+            "hook": self.hook,
+            "layers": self.layers if isinstance(self.layers, (str, int)) else list(self.layers),
+        }
         if self.positions.kind != "all":
             out["positions"] = self.positions.to_json()
         if self.before:
@@ -85,14 +88,15 @@ class Capture:
 
     def resolve_layers(self, num_layers: int) -> tuple[int, ...]:
         """Block indices for a model of `num_layers` blocks; raises WeirError if one is out of range."""
-        if self.layers == "all":
+        layers = parse_layers(self.layers, f"{self.path}.layers")
+        if layers == "all":
             return tuple(range(num_layers))
-        for layer in self.layers:
+        for layer in layers:
             if layer >= num_layers:
                 raise WeirError(
                     f"block {layer} does not exist: the model has blocks 0..{num_layers - 1}", f"{self.path}.layers"
                 )
-        return self.layers
+        return layers
 
 
 def parse_layers(layers: object, field: str) -> Literal["all"] | tuple[int, ...]:
@@ -106,10 +110,10 @@ def parse_layers(layers: object, field: str) -> Literal["all"] | tuple[int, ...]
     values = Positions.parse([layers] if not isinstance(layers, (Sequence, dict)) else layers, field)
     if values.kind != "list":
         raise WeirError("layers is 'all', an int or a list of ints", field)
-    for value in values.values:
+    for value in values.numbers:
         if value < 0:
             raise WeirError(f"block {value} does not exist: blocks count from 0", field)
-    return tuple(sorted(set(values.values)))
+    return tuple(sorted(set(values.numbers)))
 
 
 def parse_dtype(dtype: object, field: str) -> str | None:

@@ -44,8 +44,8 @@ class Positions:
         if isinstance(selector, Sequence) or (isinstance(selector, np.ndarray) and selector.ndim == 1):
             return cls("list", _ints(selector, field))
         raise WeirError(
-            f"cannot read positions from {type(selector).__name__}; use one of {', '.join(KEYWORDS)}, an int, a list of "
-            "ints, 'start:stop:step' or {'token_ids': [...]}",
+            f"cannot read positions from {type(selector).__name__}; use one of {', '.join(KEYWORDS)}, an int, a list "
+            "of ints, 'start:stop:step' or {'token_ids': [...]}",
             field,
         )
 
@@ -116,7 +116,7 @@ class Positions:
             return self._slice_mask(positions, prompt_len)
         if token_ids is None:
             return np.ones(len(positions), bool)
-        return np.isin(token_ids, self.values)
+        return np.isin(token_ids, self.numbers)
 
     def _slice_mask(self, positions: np.ndarray, prompt_len: int) -> np.ndarray:
         start, stop, step = self.values
@@ -148,8 +148,13 @@ class Positions:
             return None
         if prompt_token_ids is None:
             return 0
-        hits = np.flatnonzero(np.isin(np.asarray(prompt_token_ids), self.values))
+        hits = np.flatnonzero(np.isin(np.asarray(prompt_token_ids), self.numbers))
         return int(hits[0]) if len(hits) else prompt_len
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The values of a list or of ``token_ids``."""
+        return tuple(v for v in self.values if v is not None)
 
     @property
     def needs_token_ids(self) -> bool:
@@ -167,7 +172,7 @@ def _in_range(value, field: str) -> int:
     return int(value)
 
 
-def _ints(values: Sequence, field: str) -> tuple[int, ...]:
+def _ints(values: Sequence | np.ndarray, field: str) -> tuple[int, ...]:
     if len(values) > MAX_LIST:
         raise WeirError(f"{len(values)} entries, more than the limit of {MAX_LIST}; use a slice or a keyword", field)
     for i, value in enumerate(values):

@@ -59,6 +59,7 @@ class Drain:
         self._context.term()
 
     def _send_rows(self, lease: Lease, entries: list[Entry]) -> None:
+        assert lease.read is not None, "a lease is sent only after it was shipped"
         rows = lease.read()
         first = 0
         while first < len(entries):

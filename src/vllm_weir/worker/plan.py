@@ -14,10 +14,11 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.spec.hooks import Site
+from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.request import ResolvedSpec
 
 STAGES = 3
-"""Points in time at one tap: before resid_post's interventions, between them and the next block's resid_pre's, after."""
+"""Moments at one tap: before resid_post's interventions, between those and the next block's resid_pre's, after both."""
 
 
 def tap_of(site: Site) -> int:
@@ -39,7 +40,7 @@ class Tracked:
     reply: str
     prompt_len: int
     prompt_token_ids: np.ndarray | None
-    wishes: list[tuple[tuple[int, ...], object]]
+    wishes: list[tuple[tuple[int, ...], Positions]]
     """(columns, Positions) pairs, columns restricted to the taps of this pipeline stage."""
     profiles: dict[int, int] = field(default_factory=dict)
     """Combination of wishes (bit mask) -> profile."""
@@ -90,7 +91,7 @@ class Planner:
     ) -> None:
         """Start following a request; one with the same id (a resumed request) is replaced."""
         self.remove(request_id)
-        by_positions: dict[object, set[int]] = {}
+        by_positions: dict[Positions, set[int]] = {}
         for wish in spec.wishes:
             column = column_of(wish.site, wish.before)
             if column in self.columns:

@@ -58,7 +58,7 @@ class Ring:
         """Start moving the lease's rows, which the step just issued writes, to host memory; sets ``lease.read``."""
         rows = self.buffer[lease.start : lease.start + lease.rows]
         if not self._cuda:
-            lease.read = lambda: memoryview(rows.view(torch.uint8).numpy()).cast("B")
+            lease.read = lambda: _bytes(rows)
             return
         target = self._mirror[lease.start : lease.start + lease.rows]
         written = torch.cuda.Event()
@@ -71,7 +71,7 @@ class Ring:
 
         def read() -> memoryview:
             copied.synchronize()
-            return memoryview(target.view(torch.uint8).numpy()).cast("B")
+            return _bytes(target)
 
         lease.read = read
 
@@ -93,3 +93,8 @@ class Ring:
         if head + rows <= self.capacity:
             return head
         return 0 if rows <= tail else None
+
+
+def _bytes(rows: torch.Tensor) -> memoryview:
+    """The memory of contiguous rows on the host, without a copy."""
+    return rows.view(torch.uint8).numpy().data.cast("B")

@@ -67,11 +67,15 @@ def find_trunk(model: torch.nn.Module, num_layers: int, settings: Settings) -> T
     wanted = set()
     for layer in layers:
         if layer >= num_layers:
-            raise WeirError(f"block {layer} does not exist: the model has blocks 0..{num_layers - 1}", "settings.layers")
+            raise WeirError(
+                f"block {layer} does not exist: the model has blocks 0..{num_layers - 1}", "settings.layers"
+            )
         if "resid_pre" in settings.hooks or layer == 0:
             wanted.add(layer)
         if "resid_post" in settings.hooks:
             wanted.add(layer + 1)
     here = {0} if 0 in blocks else set()
     here |= {i + 1 for i in blocks}
-    return Trunk(blocks, tuple(sorted(wanted & here)), "hidden_states", "residual" if "residual" in parameters else None)
+    return Trunk(
+        blocks, tuple(sorted(wanted & here)), "hidden_states", "residual" if "residual" in parameters else None
+    )

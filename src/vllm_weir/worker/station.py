@@ -38,6 +38,8 @@ class ModelFacts:
     max_tokens: int
     ships_rows: bool
     """Whether this rank sends rows: the first of its tensor-parallel group, since all of them hold the same stream."""
+    runner: str = ""
+    """Which of vLLM's model runners drives it."""
 
 
 def ring_rows(settings: Settings, d_model: int, itemsize: int) -> int:
@@ -124,6 +126,7 @@ class Station:
         """What this worker serves, for the caller's process."""
         return {
             "ok": True,
+            "runner": self.facts.runner,
             "taps": list(self.taps),
             "num_layers": self.facts.num_layers,
             "d_model": self.facts.d_model,
@@ -144,9 +147,11 @@ class _PlanWriter:
         self._cuda = tensors.plan.is_cuda
         self._dirty = 0
         self._turn = 0
-        self._staging = [torch.empty(tensors.plan.shape, dtype=torch.int32, pin_memory=True) for _ in range(STAGING)] if (
-            self._cuda
-        ) else [torch.empty(tensors.plan.shape, dtype=torch.int32)]
+        self._staging = (
+            [torch.empty(tensors.plan.shape, dtype=torch.int32, pin_memory=True) for _ in range(STAGING)]
+            if (self._cuda)
+            else [torch.empty(tensors.plan.shape, dtype=torch.int32)]
+        )
         self._copied = [torch.cuda.Event() for _ in range(STAGING)] if self._cuda else []
 
     def write(self, plan: StepPlan, start: int) -> None:

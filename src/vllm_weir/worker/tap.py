@@ -118,4 +118,3 @@ def _own(block: torch.nn.Module, tap: int, tensors: TapTensors, side: str) -> No
     block.register_buffer(f"weir_{side}_tap", number, persistent=False)
     for name in ("plan", "ranks", "ring"):
         block.register_buffer(f"weir_{name}", getattr(tensors, name), persistent=False)
-

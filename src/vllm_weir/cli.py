@@ -1,0 +1,42 @@
+"""The command `weir`."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Read the activations of models served by vLLM.")
+
+
+@app.callback()
+def main() -> None:
+    """Read the activations of models served by vLLM."""
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    live: Annotated[bool, typer.Option(help="Start an engine and compare its rows with transformers.")] = True,
+    model: Annotated[str | None, typer.Option(help="Model for the live test; default: the shipped one.")] = None,
+) -> None:
+    """Show versions, platform and every seam, run a self-test; exit code 0 if all is well, 1 if not."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm_weir.doctor import examine, show
+
+    found = examine(live, model)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        show(found)
+    raise typer.Exit(0 if found.healthy else 1)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from vllm_weir import __version__
+
+    typer.echo(__version__)

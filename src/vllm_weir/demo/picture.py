@@ -1,0 +1,97 @@
+"""The demo's two pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+INK, FAINT = "#222222", "#8a8a8a"
+LINES = ("#2166ac", "#b35806")
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One text's scores.
+
+    Attributes:
+        title: what the text is.
+        words: its tokens, [tokens].
+        scores: [layers, tokens].
+    """
+
+    title: str
+    words: Sequence[str]
+    scores: torch.Tensor
+
+
+def heat_map(strips: Sequence[Strip], path: Path, caption: str) -> Path:
+    """Layers x tokens, one panel a text, with the words under the columns; all panels share one scale."""
+    plt = _pyplot()
+    longest = max(len(s.words) for s in strips)
+    layers = max(len(s.scores) for s in strips)
+    every = torch.cat([s.scores.abs().flatten() for s in strips])
+    # The few largest scores must not wash out the rest.
+    limit = float(every.quantile(0.98)) or 1.0
+    height = max(1.1, 0.17 * layers)
+    figure, axes = plt.subplots(
+        len(strips),
+        1,
+        figsize=(max(6.0, 1.6 + 0.19 * longest), len(strips) * (height + 1.25) + 0.4),
+        squeeze=False,
+        layout="constrained",
+    )
+    image = None
+    for axis, strip in zip(axes[:, 0], strips, strict=True):
+        image = axis.imshow(
+            strip.scores.numpy(), origin="lower", aspect="auto", cmap="RdBu", vmin=-limit, vmax=limit,
+            interpolation="nearest",
+        )  # fmt: skip
+        axis.set_title(strip.title, loc="left", fontsize=9, color=INK)
+        axis.set_xticks(range(len(strip.words)), strip.words, rotation=90, fontsize=6.5)
+        axis.set_yticks(range(0, len(strip.scores), max(1, len(strip.scores) // 8)))
+        axis.tick_params(length=0, labelsize=6.5, colors=INK)
+        axis.set_ylabel("block", fontsize=8, color=INK)
+        for side in axis.spines.values():
+            side.set_visible(False)
+    bar = figure.colorbar(image, ax=axes[:, 0].tolist(), pad=0.01, fraction=0.02, extend="both")
+    bar.set_label(caption, fontsize=7.5, color=INK)
+    bar.ax.tick_params(labelsize=6.5)
+    return _save(plt, figure, path)
+
+
+def curves(named: dict[str, Sequence[float]], path: Path, label: str) -> Path:
+    """One line per name over the layers, named at its right end."""
+    plt = _pyplot()
+    figure, axis = plt.subplots(figsize=(6.2, 3.2), layout="constrained")
+    for (name, values), colour in zip(named.items(), LINES, strict=False):
+        axis.plot(range(len(values)), values, marker="o", markersize=4, color=colour, label=name)
+    axis.axhline(0.5, color=FAINT, linewidth=0.8, linestyle=":")
+    low = min(0.45, *(min(v) for v in named.values()))
+    axis.set_ylim(low - 0.02, 1.02)
+    axis.set_xlabel("block (residual stream leaving it)", fontsize=8.5)
+    axis.set_ylabel(label, fontsize=8.5)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.tick_params(labelsize=8, colors=INK)
+    axis.legend(frameon=False, fontsize=8, loc="center right")
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    return _save(plt, figure, path)
+
+
+def _pyplot():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _save(plt, figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+    return path

@@ -1,0 +1,125 @@
+"""Reading stories with vLLM: what is kept of every row, and what the reading cost."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import vllm_weir as weir
+
+BATCH = 50
+"""Stories in flight at once: bounds the memory that a large model's rows take here."""
+MAX_TOKENS = 512
+SAMPLED = 8
+"""Tokens kept of each story, evenly spread over its second half, where its mood is known."""
+
+
+@dataclass
+class Reading:
+    """Stories as the model read them.
+
+    Attributes:
+        last: the row at each story's last token, [layers, stories, d].
+        mean: the mean of each story's rows from its second token on, [layers, stories, d].
+        sampled: rows at `SAMPLED` tokens of each story, [layers, stories * SAMPLED, d], stories one after the other.
+        rows: every row of the stories that were to be kept, [layers, tokens, d] each.
+        tokens: those stories' token ids.
+        count, size: rows captured and their bytes.
+        seconds: time from the call to the last row's arrival.
+    """
+
+    last: torch.Tensor
+    mean: torch.Tensor
+    sampled: torch.Tensor
+    rows: list[torch.Tensor]
+    tokens: list[list[int]]
+    count: int
+    size: int
+    seconds: float
+
+
+def compiler() -> str | None:
+    """A C++ compiler, which torch.compile needs on CPU, or None."""
+    return next((found for name in ("g++", "clang++", "c++") if (found := shutil.which(name))), None)
+
+
+def context_length(model: str) -> int:
+    """Tokens to make room for: a story's, or what the model has."""
+    from transformers import AutoConfig
+
+    text = AutoConfig.from_pretrained(model).get_text_config()
+    return min(MAX_TOKENS, getattr(text, "max_position_embeddings", None) or MAX_TOKENS)
+
+
+def start_engine(model: str, dtype: Literal["auto", "float32"], eager: bool) -> Any:
+    """A stock ``vllm.LLM``; Weir comes with it because it is installed."""
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    memory = {"kv_cache_memory_bytes": 1 << 30} if current_platform.is_cpu() else {"gpu_memory_utilization": 0.6}
+    return LLM(
+        model,
+        dtype=dtype,
+        max_model_len=context_length(model),
+        enforce_eager=eager,
+        seed=0,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        **memory,
+    )
+
+
+def read(
+    llm: Any, texts: Sequence[str], keep: Sequence[int] = (), advance: Callable[[int], Any] | None = None
+) -> Reading:
+    """Run `texts` through the model and reduce their rows; `keep` says of which stories all rows are kept.
+
+    `advance` is told after every batch how many stories it held.
+    """
+    from vllm import SamplingParams
+
+    params = weir.params(
+        SamplingParams(max_tokens=1, temperature=0), capture=weir.Capture("resid_post", positions="prompt")
+    )
+    last, mean, sampled, rows, tokens = [], [], [], {}, {}
+    count = size = 0
+    seconds = 0.0
+    for first in range(0, len(texts), BATCH):
+        batch = list(texts[first : first + BATCH])
+        started = time.perf_counter()
+        outputs = llm.generate(batch, params, use_tqdm=False)
+        stacks = [torch.stack([out.activations[site] for site in out.activations.sites]) for out in outputs]
+        seconds += time.perf_counter() - started
+        for i, (out, stack) in enumerate(zip(outputs, stacks, strict=True), first):
+            count += stack.shape[0] * stack.shape[1]
+            size += stack.nbytes
+            last.append(stack[:, -1].float())
+            # The first token says nothing of the story, and in most models its rows are far larger than all others.
+            mean.append(stack[:, 1:].float().mean(1))
+            length = stack.shape[1]
+            sampled.append(stack[:, torch.linspace(length // 2, length - 1, SAMPLED).long()])
+            if i in keep:
+                rows[i], tokens[i] = stack.float(), list(out.prompt_token_ids)
+        if advance is not None:
+            advance(len(batch))
+    return Reading(
+        last=torch.stack(last, 1),
+        mean=torch.stack(mean, 1),
+        sampled=torch.cat(sampled, 1),
+        rows=[rows[i] for i in keep],
+        tokens=[tokens[i] for i in keep],
+        count=count,
+        size=size,
+        seconds=seconds,
+    )
+
+
+def is_local(model: str) -> bool:
+    """Whether `model` is a directory rather than a name on the hub."""
+    return Path(model).is_dir()

@@ -1,0 +1,205 @@
+"""The demo: read stories with vLLM, fit a probe a layer on what Weir captured, and draw what it sees."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from vllm_weir.api import demo_model
+from vllm_weir.demo import probe as pr
+from vllm_weir.demo.picture import Strip, curves, heat_map
+from vllm_weir.demo.reading import SAMPLED, Reading, compiler, is_local, read, start_engine
+from vllm_weir.demo.reference import parameter_count, reference_rows, worst_error
+from vllm_weir.demo.stories import Story, make_stories
+
+app = typer.Typer(add_completion=False)
+console = Console(highlight=False, soft_wrap=True)
+
+MIN_AUC, MAX_ERROR = 0.95, 1e-5
+"""What the shipped model must reach, else the exit code is 1."""
+LARGE = 1_000_000_000
+"""Parameters from which on transformers, in fp32 on the CPU, is not asked for a comparison."""
+TRAIN_SEED, HELD_OUT_SEED = 2001, 2002
+COMPARED = 4
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """Held-out measures of one layer's probes."""
+
+    auc_last: float
+    auc_mean: float
+    accuracy: float
+    cosine: float
+
+
+@app.command()
+def main(
+    model: Annotated[str, typer.Argument(help="Directory or hub id; default: the model that ships with Weir.")] = "",
+    train: Annotated[int, typer.Option(help="Stories to fit the probes on.", min=20)] = 200,
+    held_out: Annotated[int, typer.Option(help="Stories to measure them on.", min=10)] = 100,
+    out: Annotated[Path, typer.Option(help="Where the pictures go.")] = Path("out/demo"),
+    compiled: Annotated[
+        bool | None, typer.Option("--compile/--eager", help="With torch.compile or without; default: with on a GPU.")
+    ] = None,
+) -> None:
+    """Read stories with vLLM, fit a linear probe per layer on the captured rows, and draw what it sees."""
+    started = time.perf_counter()
+    shipped = not model or Path(model).resolve() == Path(demo_model()).resolve()
+    model = model or demo_model()
+    _quiet(model)
+    parameters = parameter_count(model)
+    small = parameters is not None and parameters <= LARGE
+    if compiled is None:
+        # On CPU compiling this model takes longer than the demo itself.
+        compiled = torch.cuda.is_available()
+    if compiled and not torch.cuda.is_available() and compiler() is None:
+        raise typer.BadParameter(
+            "torch.compile needs a C++ compiler on CPU, and there is none on PATH", param_hint="--compile"
+        )
+
+    name = "the model that ships with Weir" if shipped else model
+    size = f"{parameters / 1e6:.1f} M parameters" if parameters else "size unknown"
+    console.print(f"[bold]Weir demo[/] on {name} ({size})")
+    with console.status("starting vLLM" + (" and compiling the model" if compiled else "")):
+        llm = start_engine(model, "float32" if small else "auto", eager=not compiled)
+    how = "with torch.compile" if compiled else "without torch.compile (--compile for it)"
+    console.print(f"vLLM is up after {time.perf_counter() - started:.0f} s, {how}")
+
+    stories = make_stories(train, TRAIN_SEED), make_stories(held_out, HELD_OUT_SEED)
+    shown = [_first(stories[1], "positive"), _first(stories[1], "negative")]
+    keep = list(dict.fromkeys([*shown, *range(COMPARED)]))
+    with Progress(
+        TextColumn("reading stories"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    ) as bar:
+        task = bar.add_task("", total=train + held_out)
+        seen, held = (
+            read(llm, [s.text for s in part], kept, lambda n: bar.advance(task, n))
+            for part, kept in zip(stories, ((), keep), strict=True)
+        )
+    _print_cost(seen, held)
+
+    labels = tuple(torch.tensor([s.sentiment == "positive" for s in part]) for part in stories)
+    probes, results = _fit(seen, held, *labels)
+    _print_results(results)
+
+    error = _compare(model, held, parameters)
+    words = [[llm.get_tokenizer().decode([i]).strip() or "␣" for i in ids] for ids in held.tokens]
+    pictures = _draw(probes, results, held, words, [stories[1][i] for i in shown], out)
+    console.print(f"Pictures: {pictures[0]}\n          {pictures[1]}   ({time.perf_counter() - started:.0f} s in all)")
+    if shipped and not _promises_kept(results, error):
+        raise typer.Exit(1)
+
+
+def _quiet(model: str) -> None:
+    """Settings that vLLM and the hub client read on import."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if not torch.cuda.is_available():
+        # One process fewer that has to import vLLM, which is most of the demo's time on CPU.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning,ignore::DeprecationWarning")
+    if is_local(model):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def _first(stories: list[Story], sentiment: str) -> int:
+    return next(i for i, story in enumerate(stories) if story.sentiment == sentiment)
+
+
+def _fit(
+    seen: Reading, held: Reading, labels: torch.Tensor, held_labels: torch.Tensor
+) -> tuple[list[pr.Probe], list[LayerResult]]:
+    """For each layer a probe that reads any token (returned), and what probes on last tokens and means achieve."""
+    probes, results = [], []
+    for layer in range(len(seen.last)):
+        of_last = pr.fit_probe(seen.last[layer], labels)
+        of_mean = pr.fit_probe(seen.mean[layer], labels)
+        scores = of_last.score(held.last[layer])
+        results.append(
+            LayerResult(
+                auc_last=pr.auc(scores, held_labels),
+                auc_mean=pr.auc(of_mean.score(held.mean[layer]), held_labels),
+                accuracy=pr.accuracy(scores, held_labels),
+                cosine=pr.cosine(of_last.weight, pr.mean_difference(seen.last[layer], labels)),
+            )
+        )
+        # Tokens of one story are alike, so this one needs a firmer hand.
+        probes.append(pr.fit_probe(seen.sampled[layer], labels.repeat_interleave(SAMPLED), l2=0.05))
+    return probes, results
+
+
+def _print_cost(seen: Reading, held: Reading) -> None:
+    count, seconds = seen.count + held.count, seen.seconds + held.seconds
+    console.print(
+        f"Captured {count:,} rows ({(seen.size + held.size) / 1e6:.0f} MB, resid_post of {len(seen.last)} layers at "
+        f"every prompt token) in {seconds:.1f} s: {count / seconds:,.0f} rows/s, delivered as tensors"
+    )
+
+
+def _print_results(results: list[LayerResult]) -> None:
+    table = Table(title="Is the story happy? Linear probes, held-out stories", title_justify="left")
+    table.add_column("layer", justify="right")
+    for head in ("AUC\nlast token", "AUC\nmean of tokens", "accuracy\nlast token", "cosine to\nmean difference"):
+        table.add_column(head, justify="right")
+    best = max(range(len(results)), key=lambda i: results[i].auc_last)
+    for layer, r in enumerate(results):
+        cells = (f"{r.auc_last:.3f}", f"{r.auc_mean:.3f}", f"{r.accuracy:.2f}", f"{r.cosine:+.2f}")
+        table.add_row(str(layer), *cells, style="bold" if layer == best else None)
+    console.print(table)
+
+
+def _compare(model: str, held: Reading, parameters: int | None) -> float | None:
+    """The error against transformers over a handful of stories, printed; None where it was not measured."""
+    if parameters is None or parameters > LARGE:
+        why = "transformers cannot build this model" if parameters is None else "the model has over 1 B parameters"
+        console.print(f"Not compared with transformers: {why}")
+        return None
+    with console.status("comparing with transformers"):
+        error = worst_error(held.rows, reference_rows(model, held.tokens))
+    rows = sum(r.shape[0] * r.shape[1] for r in held.rows)
+    console.print(f"Against transformers in fp32, {rows:,} rows: max|difference| / max|reference| = {error:.1e}")
+    return error
+
+
+def _draw(
+    probes: list[pr.Probe],
+    results: list[LayerResult],
+    held: Reading,
+    words: list[list[str]],
+    shown: list[Story],
+    out: Path,
+) -> tuple[Path, Path]:
+    strips = []
+    for story, rows, text in zip(shown, held.rows, words, strict=False):
+        scores = torch.stack([probe.score(r) for probe, r in zip(probes, rows, strict=True)])[:, 1:]
+        strips.append(Strip(f"A {story.sentiment} held-out story", text[1:], scores))
+    caption = "log-odds that the story\nis positive (blue) or negative (red)"
+    return (
+        heat_map(strips, out / "probe_scores.png", caption),
+        curves(
+            {"last token": [r.auc_last for r in results], "mean of tokens": [r.auc_mean for r in results]},
+            out / "auc_per_layer.png",
+            "held-out AUC",
+        ),
+    )
+
+
+def _promises_kept(results: list[LayerResult], error: float | None) -> bool:
+    best = max(r.auc_last for r in results)
+    if best < MIN_AUC:
+        console.print(f"[red]FAILED[/]: the best layer's AUC is {best:.3f}, less than {MIN_AUC}")
+    if error is None or error > MAX_ERROR:
+        console.print(f"[red]FAILED[/]: the error against transformers is {error}, more than {MAX_ERROR:g}")
+    return best >= MIN_AUC and error is not None and error <= MAX_ERROR

@@ -1,0 +1,182 @@
+"""Drop-in `LLM` and `AsyncLLM`: vLLM's own, with ``hidden_states`` on every output (the vllm-probe-hook surface)."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import vllm
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM as _AsyncLLM
+
+from vllm_weir.api import params
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.activations import Activations
+from vllm_weir.spec.capture import Capture, parse_layers
+from vllm_weir.spec.request import WIRE_KEY, RequestSpec
+
+Layers = Literal["all"] | Sequence[int] | Sequence[str] | int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which hidden states outputs carry."""
+
+    layers: Literal["all"] | tuple[int, ...]
+    prefill: bool
+    decode: bool
+    last_prefill: bool
+    last_decode: bool
+
+    @classmethod
+    def parse(cls, layers: Layers, include_prefill, include_decode, last_prefill_token, last_decode_token) -> Wanted:
+        """From the constructor's arguments; ``["all"]`` means ``"all"``."""
+        if isinstance(layers, (list, tuple)) and list(layers) == ["all"]:
+            layers = "all"
+        return cls(
+            parse_layers(layers, "layers"),
+            include_prefill or last_prefill_token,
+            include_decode or last_decode_token,
+            last_prefill_token,
+            last_decode_token,
+        )
+
+    def ask(self, sampling_params: SamplingParams) -> SamplingParams:
+        """A copy of `sampling_params` that captures what is wanted, besides what it captures already."""
+        own = (sampling_params.extra_args or {}).get(WIRE_KEY)
+        captures = list(RequestSpec.parse(own).capture) if own is not None else []
+        if self.prefill and self.layers != ():
+            captures.append(Capture("resid_post", self.layers, "last_prompt" if self.last_prefill else "prompt"))
+        if self.decode and self.layers != ():
+            captures.append(Capture("resid_post", self.layers, "sampled"))
+        return params(sampling_params, capture=captures)
+
+    def attach(self, output: Any) -> Any:
+        """Give a RequestOutput and its completions ``hidden_states`` and ``prefill_hidden_states``, with aliases."""
+        prompt_len = len(output.prompt_token_ids)
+        for completion in output.outputs:
+            _set(completion, *self._split(completion.activations, prompt_len))
+        first = min(output.outputs, key=lambda o: o.index)
+        _set(output, first.hidden_states, first.prefill_hidden_states)
+        return output
+
+    def _split(self, acts: Activations | None, prompt_len: int) -> tuple[dict, dict]:
+        decode: dict[int, torch.Tensor] = {}
+        prefill: dict[int, torch.Tensor] = {}
+        if acts is None:
+            return decode, prefill
+        for site in acts.sites:
+            if site.hook != "resid_post" or (self.layers != "all" and site.layer not in self.layers):
+                continue
+            rows, at = acts[site], acts.positions_of(*site)
+            if self.decode:
+                sampled = rows[at >= prompt_len - 1]
+                decode[site.layer] = sampled[-1:] if self.last_decode else sampled
+            if self.prefill:
+                low = prompt_len - 1 if self.last_prefill else 0
+                prefill[site.layer] = rows[(at >= low) & (at < prompt_len)]
+        return decode, prefill
+
+
+def _set(target: Any, decode: dict, prefill: dict) -> None:
+    target.hidden_states = target.hidden = decode
+    target.prefill_hidden_states = target.prefill_hidden = prefill
+
+
+class LLM(vllm.LLM):
+    """``vllm.LLM`` whose outputs carry the residual stream leaving each wanted block.
+
+    Args:
+        model: as in vLLM; so is every other argument (``enforce_eager`` is not needed).
+        layers: blocks, ``"all"`` or ``["all"]``; layer i is the stream leaving block i.
+        include_decode: ``output.hidden_states`` (alias ``hidden``): ``{layer: [output tokens, d_model]}``, row j being
+            the row that output token j was sampled from.
+        include_prefill: ``output.prefill_hidden_states`` (alias ``prefill_hidden``): ``{layer: [prompt tokens, d]}``.
+        last_prefill_token: only the prompt's last row ([1, d]).
+        last_decode_token: only the last output token's row ([1, d]).
+
+    Any number of instances may live in one process. With ``n > 1`` each ``output.outputs[i]`` carries its own.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        layers: Layers = "all",
+        *,
+        include_prefill: bool = False,
+        include_decode: bool = True,
+        last_prefill_token: bool = False,
+        last_decode_token: bool = False,
+        **engine_args: Any,
+    ) -> None:
+        self._wanted = Wanted.parse(layers, include_prefill, include_decode, last_prefill_token, last_decode_token)
+        super().__init__(model=model, **engine_args)
+
+    def generate(self, prompts, sampling_params=None, **kwargs):
+        """``vllm.LLM.generate``; outputs carry hidden states."""
+        return [self._wanted.attach(o) for o in super().generate(prompts, self._ask(sampling_params), **kwargs)]
+
+    def chat(self, messages, sampling_params=None, **kwargs):
+        """``vllm.LLM.chat``; outputs carry hidden states."""
+        return [self._wanted.attach(o) for o in super().chat(messages, self._ask(sampling_params), **kwargs)]
+
+    def remove_hooks(self) -> None:
+        """Stop capturing; later outputs carry empty dicts."""
+        self._wanted = Wanted((), False, False, False, False)
+
+    def _ask(self, sampling_params):
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, Sequence):
+            return [self._wanted.ask(p) for p in sampling_params]
+        if not isinstance(sampling_params, SamplingParams):
+            raise WeirError(f"expected SamplingParams, got {type(sampling_params).__name__}", "sampling_params")
+        return self._wanted.ask(sampling_params)
+
+
+class AsyncLLM:
+    """vLLM's ``AsyncLLM`` with hidden states on every streamed output; arguments as `LLM`.
+
+    Attributes:
+        engine: the ``vllm.v1.engine.async_llm.AsyncLLM`` underneath, for everything that is not here.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        layers: Layers = "all",
+        *,
+        include_prefill: bool = False,
+        include_decode: bool = True,
+        last_prefill_token: bool = False,
+        last_decode_token: bool = False,
+        **engine_args: Any,
+    ) -> None:
+        self._wanted = Wanted.parse(layers, include_prefill, include_decode, last_prefill_token, last_decode_token)
+        self.engine = _AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **engine_args))
+
+    async def generate(
+        self, prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        """Stream outputs; each carries the hidden states of the tokens in it (with vLLM's default, all so far)."""
+        asked = self._wanted.ask(sampling_params or SamplingParams())
+        async for output in self.engine.generate(prompt, asked, request_id or uuid.uuid4().hex, **kwargs):
+            # Rows may still be on their way: wait for them beside the event loop, not in it.
+            yield await asyncio.to_thread(self._wanted.attach, output)
+
+    async def abort(self, request_id: str) -> None:
+        """Abort a request."""
+        await self.engine.abort(request_id)
+
+    def remove_hooks(self) -> None:
+        """Stop capturing; later outputs carry empty dicts."""
+        self._wanted = Wanted((), False, False, False, False)
+
+    def shutdown(self) -> None:
+        """Stop the engine."""
+        self.engine.shutdown()
