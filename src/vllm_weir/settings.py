@@ -68,7 +68,7 @@ class Settings(BaseModel):
 
     def graph_identity(self) -> str:
         """Digest of everything that changes the traced graph; part of vLLM's compile-cache key."""
-        text = f"weir-tap {TAP_VERSION} {sorted(set(self.hooks))} {self.layers}"
+        text = f"weir-tap {TAP_VERSION} {sorted(set(self.hooks))} {self.layers} {self.unverified_models}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -93,7 +93,8 @@ def test_articles_and_capitals(sample):
     words = text.replace('"', "").split()
     for word, following in itertools.pairwise(words):
         if word in ("a", "an"):
-            assert (word == "an") == (following[0] in "aeiou"), (word, following)
+            sounds_like_a_vowel = following[0] in "aeiou" or following.startswith("hour")
+            assert (word == "an") == sounds_like_a_vowel, (word, following)
     assert "{" not in text and "}" not in text
     assert all(s.lstrip('"')[0].isupper() for story in sample for s in story.sentences)
 

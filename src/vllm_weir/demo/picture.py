@@ -34,7 +34,7 @@ def heat_map(strips: Sequence[Strip], path: Path, caption: str) -> Path:
     layers = max(len(s.scores) for s in strips)
     every = torch.cat([s.scores.abs().flatten() for s in strips])
     # The few largest scores must not wash out the rest.
-    limit = float(every.quantile(0.98)) or 1.0
+    limit = float(every.quantile(0.95)) or 1.0
     height = max(1.1, 0.17 * layers)
     figure, axes = plt.subplots(
         len(strips),

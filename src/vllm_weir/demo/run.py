@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -57,7 +58,10 @@ def main(
     shipped = not model or Path(model).resolve() == Path(demo_model()).resolve()
     model = model or demo_model()
     _quiet(model)
-    parameters = parameter_count(model)
+    try:
+        parameters = parameter_count(model)
+    except OSError as e:
+        raise typer.BadParameter(f"no model at {model}: {str(e).splitlines()[0]}", param_hint="MODEL") from None
     small = parameters is not None and parameters <= LARGE
     if compiled is None:
         # On CPU compiling this model takes longer than the demo itself.
@@ -105,11 +109,11 @@ def _quiet(model: str) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not torch.cuda.is_available():
         # One process fewer that has to import vLLM, which is most of the demo's time on CPU.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning,ignore::DeprecationWarning")
+    warnings.filterwarnings("ignore", category=FutureWarning)
     if is_local(model):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

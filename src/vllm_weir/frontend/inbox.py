@@ -66,7 +66,7 @@ def _receive(context: zmq.Context, socket: zmq.Socket, stop: threading.Event, st
 def deliver(store: Store, token: str, head: bytes, payload) -> None:
     """One message into the store; rows nobody waits for are dropped. Raises ValueError for a malformed message."""
     header = mail.decode(head)
-    if not secrets.compare_digest(header.token, token):
+    if not secrets.compare_digest(header.token.encode(), token.encode()):
         raise ValueError("wrong token")
     for request_id, reason in header.failures.items():
         if (pending := store.get(request_id)) is not None:

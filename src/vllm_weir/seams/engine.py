@@ -73,6 +73,9 @@ def new_completion_output(original, _status):
         if tracker is not None:
             delta = self.output_kind.name == "DELTA"
             generated = self.detokenizer.output_token_ids
+            if not delta:
+                # vLLM hands out the list that it goes on appending to; rows and tokens of one output must agree.
+                output.token_ids = list(output.token_ids)
             reason = None if finish_reason is None else str(finish_reason)
             setattr(output, _VIEW, tracker.view(generated, delta, reason, self.num_cached_tokens))
         return output

@@ -16,7 +16,7 @@ def lens_capture(value: object) -> Capture | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise WeirError("expected true, a list of ints, or that as JSON", LENS_CAPTURE_KEY) from None
     if value is False or value == []:
         return None

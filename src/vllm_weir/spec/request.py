@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.hooks import Site
 from vllm_weir.spec.positions import Positions
 
 WIRE_KEY = "weir"
 WIRE_VERSION = 1
-MAX_CAPTURES = 64
+MAX_CAPTURES = 62  # with vllm-lens's key 63 selectors: the planner keeps one bit of an int64 for each
 MAX_WIRE_CHARS = 64 << 20
 
 
@@ -37,10 +37,10 @@ class RequestSpec:
             raise WeirError(f"expected an object, got {type(data).__name__}", path)
         for key in data:
             if key not in ("v", "capture", "interventions"):
-                raise WeirError("unknown key; known are v, capture, interventions", f"{path}.{str(key)[:40]}")
+                raise WeirError("unknown key; known are v, capture, interventions", f"{path}.{brief(key)}")
         version = data.get("v")
         if version != WIRE_VERSION or isinstance(version, bool):
-            raise WeirError(f"this Weir speaks version {WIRE_VERSION}, got {str(version)[:40]}", f"{path}.v")
+            raise WeirError(f"this Weir speaks version {WIRE_VERSION}, got {brief(version)}", f"{path}.v")
         if data.get("interventions"):
             raise WeirError("interventions are not available in this version", f"{path}.interventions")
         return cls(parse_captures(data.get("capture", ()), "capture"))

@@ -1,0 +1,107 @@
+"""What the engine tests share: prompts, requests, and the check of every row against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.check import expected_positions
+from tests.support.models import make_model
+from tests.support.oracle import Oracle, rel_err
+
+BOUND = 1e-5
+SELECTORS: list[Any] = [
+    "all",
+    "prompt",
+    "generated",
+    "last_prompt",
+    "sampled",
+    [0, -1, 5],
+    "2:40:3",
+    {"token_ids": [7, 9]},
+    "-4:",
+    -2,
+]
+LENGTHS = (64, 33, 17, 1, 2, 100, 64, 50, 8, 3)
+
+
+@lru_cache(maxsize=2)
+def oracle(model_dir: Path) -> Oracle:
+    return Oracle(model_dir)
+
+
+def directory(root: Path, family: str = "llama", shape: str = "a") -> Path:
+    return make_model(family, shape, root)
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    return [(7 * seed + 3 * j + j * j) % 500 + 5 for j in range(length)]
+
+
+def prompts(lengths: Sequence[int] = LENGTHS) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": tokens(n, i)} for i, n in enumerate(lengths)]
+
+
+def sampling(max_tokens: int = 8, **more: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | more)
+
+
+def asking(selector: Any, num_layers: int, max_tokens: int = 8, **more: Any) -> tuple[Any, dict]:
+    """SamplingParams that capture every resid_post and the first two resid_pre, and which selectors each site has."""
+    import vllm_weir as weir
+
+    capture = [weir.Capture("resid_post", positions=selector), weir.Capture("resid_pre", [0, 1], selector)]
+    wanted = {("resid_post", layer): [selector] for layer in range(num_layers)}
+    wanted |= {("resid_pre", layer): [selector] for layer in (0, 1)}
+    return weir.params(sampling(max_tokens, **more), capture=capture), wanted
+
+
+def ids_of(out: Any, completion: Any = None) -> list[int]:
+    return list(out.prompt_token_ids) + list((completion or out.outputs[0]).token_ids)
+
+
+def verify(out: Any, wanted: Mapping[tuple[str, int], Iterable[Any]], truth: Oracle, completion: Any = None) -> float:
+    """The rows of a finished sequence are those of `wanted` (site -> its selectors), each once, each right."""
+    completion = completion or out.outputs[0]
+    acts, ids = completion.activations, ids_of(out, completion)
+    P, G = len(out.prompt_token_ids), len(completion.token_ids)
+    assert {tuple(s) for s in acts.sites} == set(wanted)
+    reference = truth.rows(ids[:-1])
+    worst = 0.0
+    for site, selectors in wanted.items():
+        at = sorted({p for s in selectors for p in expected_positions(s, P, G, ids)})
+        assert acts.positions_of(*site).tolist() == at, (site, list(selectors))
+        assert acts.token_ids_of(*site).tolist() == [ids[p] for p in at]
+        assert acts[site].shape == (len(at), truth.hidden_size)
+        assert completion.receipt.captured[site] == len(at)
+        if at:
+            worst = max(worst, rel_err(acts[site], reference[site][at]))
+    assert completion.receipt.prompt_tokens == P and completion.receipt.generated_tokens == G
+    assert completion.receipt.complete
+    assert worst <= BOUND, f"max|d| / max|ref| = {worst:.2e}"
+    return worst
+
+
+def same_rows(a: Any, b: Any, bound: float = BOUND) -> None:
+    """Two Activations hold the same sites, positions and (to within rounding) rows."""
+    assert a.sites == b.sites
+    for site in a.sites:
+        assert torch.equal(a.positions_of(*site), b.positions_of(*site))
+        assert a[site].shape == b[site].shape
+        if len(a[site]):
+            assert rel_err(a[site], b[site]) <= bound
+
+
+def desk(llm: Any) -> Any:
+    return llm.llm_engine.output_processor._weir_desk
+
+
+def scheduler(llm: Any) -> Any:
+    """The scheduler of an engine that runs in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler

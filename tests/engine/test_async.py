@@ -1,0 +1,196 @@
+"""AsyncLLM in processes of its own: streams, slow readers, aborts, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+import vllm_weir as weir
+from tests.engine.common import SELECTORS, asking, directory, ids_of, oracle, prompts, sampling, tokens, verify
+from tests.support.check import expected_positions
+from tests.support.engines import DEFAULTS
+from tests.support.oracle import rel_err
+
+pytestmark = pytest.mark.engine
+CLOSE_OTHERS = True
+LAYERS = 4
+
+
+class Served:
+    """An AsyncLLM and the one event loop that it lives in."""
+
+    def __init__(self, model_dir):
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.loop = asyncio.new_event_loop()
+        args = AsyncEngineArgs(model=str(model_dir), **DEFAULTS)
+        self.engine = self.call(self._start(AsyncLLM, args))
+
+    async def _start(self, cls, args):
+        return cls.from_engine_args(args)
+
+    def call(self, awaitable):
+        return self.loop.run_until_complete(asyncio.wait_for(awaitable, 120))
+
+    def close(self):
+        self.engine.shutdown()
+        rest = asyncio.all_tasks(self.loop)
+        for task in rest:
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def served(root):
+    made = Served(directory(root))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def truth(root):
+    return oracle(directory(root))
+
+
+def kind(name):
+    from vllm.sampling_params import RequestOutputKind
+
+    return {"output_kind": RequestOutputKind[name]}
+
+
+async def stream(engine, prompt, params, name, pause=0.0):
+    found = []
+    async for out in engine.generate(prompt, params, name):
+        found.append(out)
+        if pause:
+            await asyncio.sleep(pause)
+    return found
+
+
+def test_cumulative_outputs_grow_to_the_final_rows(served, truth):
+    async def many():
+        asked = [asking(s, LAYERS, max_tokens=20, **kind("CUMULATIVE")) for s in SELECTORS]
+        jobs = [stream(served.engine, p, a, f"c{i}") for i, (p, (a, _)) in enumerate(zip(prompts(), asked))]
+        return await asyncio.gather(*jobs), [w for _, w in asked]
+
+    found, wanted = served.call(many())
+    assert any(len(outs) > 5 for outs in found)
+    for outs, sites in zip(found, wanted, strict=True):
+        verify(outs[-1], sites, truth)
+        final, P = outs[-1].activations, len(outs[-1].prompt_token_ids)
+        for out in outs[:-1]:
+            assert not out.receipt.complete
+            ids = ids_of(out)
+            assert ids == ids_of(outs[-1])[: len(ids)] and out.receipt.generated_tokens == len(ids) - P
+            for site, (selector,) in sites.items():
+                at = expected_positions(selector, P, len(out.outputs[0].token_ids), ids)
+                assert out.activations.positions_of(*site).tolist() == at
+                assert out.activations[site].equal(final[site][: len(at)])
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.05], ids=["fast", "slow"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_deltas_add_up_to_all_rows(served, truth, pause, n):
+    """A slow reader finds outputs merged; no row is lost, and none comes twice."""
+
+    async def many():
+        params = [asking(s, LAYERS, max_tokens=30, n=n, temperature=0.8, seed=5, **kind("DELTA"))[0] for s in SELECTORS]
+        jobs = [
+            stream(served.engine, p, a, f"d{n}{pause}{i}", pause) for i, (p, a) in enumerate(zip(prompts(), params))
+        ]
+        return await asyncio.gather(*jobs)
+
+    found = served.call(many())
+    merged = False
+    for outs, selector in zip(found, SELECTORS, strict=True):
+        P = len(outs[0].prompt_token_ids)
+        for index in range(n):
+            parts = [c for out in outs for c in out.outputs if c.index == index]
+            ids = list(outs[0].prompt_token_ids) + [t for c in parts for t in c.token_ids]
+            assert len(ids) == P + 30
+            merged |= any(len(c.token_ids) > 1 for c in parts)
+            reference = truth.rows(ids[:-1])
+            at = expected_positions(selector, P, 30, ids)
+            for site in parts[0].activations.sites:
+                assert [p for c in parts for p in c.activations.positions_of(*site).tolist()] == at
+                rows = torch.cat([c.activations[site] for c in parts])
+                if at:
+                    assert rel_err(rows, reference[tuple(site)][at]) <= 1e-5
+    if pause:
+        assert merged, "no outputs were merged: this shows nothing about slow readers"
+
+
+def test_a_slow_reader_of_cumulative_outputs(served, truth):
+    params, wanted = asking("all", LAYERS, max_tokens=30, **kind("CUMULATIVE"))
+    outs = served.call(stream(served.engine, prompts([20])[0], params, "slow", 0.05))
+    assert len(outs) < 30
+    verify(outs[-1], wanted, truth)
+
+
+def test_abort_midway(served, truth):
+    params, wanted = asking("all", LAYERS, max_tokens=150, **kind("CUMULATIVE"))
+
+    async def leave():
+        """One reader walks away, one asks for the abort, one stays."""
+        stays = asyncio.create_task(stream(served.engine, prompts([20])[0], params, "stays"))
+
+        async def walk_away():
+            async for out in served.engine.generate(prompts([9])[0], params, "walks"):
+                if len(out.outputs[0].token_ids) > 3:
+                    return
+
+        async def abort():
+            last = None
+            async for out in served.engine.generate({"prompt_token_ids": tokens(9)}, params, "aborted"):
+                last = out
+                if len(out.outputs[0].token_ids) > 3:
+                    await served.engine.abort("aborted")
+            return last
+
+        _, last = await asyncio.gather(walk_away(), abort())
+        return last, await stays
+
+    last, stays = served.call(leave())
+    assert len(last.outputs[0].token_ids) < 150 and not last.receipt.complete
+    reference = truth.rows(ids_of(last)[:-1])
+    for site in last.activations.sites:
+        at = last.activations.positions_of(*site)
+        assert len(at) and rel_err(last.activations[site], reference[tuple(site)][at]) <= 1e-5
+    verify(stays[-1], wanted, truth)
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "field"),
+    [
+        ({"weir": {"v": 1, "capture": [{"layers": [99]}]}}, "capture[0].layers"),
+        ({"weir": "{"}, "weir"),
+        ({"weir": {"v": 1, "capture": [{"hook": "attn_out"}]}}, "capture[0].hook"),
+        ({"apply_steering_vectors": [1]}, "apply_steering_vectors"),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_bad_wish_is_a_weir_error_and_the_client_s_mistake(served, truth, extra_args, field, n):
+    from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    params = sampling(4, n=n, temperature=1.0, extra_args=extra_args, **kind("CUMULATIVE"))
+    with pytest.raises(weir.WeirError) as e:
+        served.call(stream(served.engine, prompts([5])[0], params, f"bad{n}{field}"))
+    assert e.value.field == field and not isinstance(e.value, EngineGenerateError)
+    assert isinstance(e.value, VLLMClientError)
+    good, wanted = asking("all", LAYERS, max_tokens=3, **kind("CUMULATIVE"))
+    verify(served.call(stream(served.engine, prompts([5])[0], good, f"good{n}{field}"))[-1], wanted, truth)
+
+
+def test_nothing_is_left_in_the_engine(served):
+    async def usage():
+        await stream(served.engine, prompts([3])[0], sampling(2), "last")
+        await asyncio.sleep(0.5)
+        return await served.engine.collective_rpc("weir_usage")
+
+    assert served.call(usage()) == [{"requests": 0, "ring_rows_in_flight": 0}]
+    assert not served.engine.output_processor.request_states

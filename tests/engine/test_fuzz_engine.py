@@ -1,0 +1,73 @@
+"""Arbitrary wishes on a live engine: refused with the field's name or honoured in full, and the engine goes on."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+import vllm_weir as weir
+from tests.engine.common import asking, desk, directory, oracle, prompts, sampling, scheduler, verify
+from tests.support.engines import get_llm
+from tests.unit.wishes import any_extra_args, sensible_captures
+
+pytestmark = pytest.mark.engine
+FUZZ = settings(
+    max_examples=120,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+LAYERS = 4
+
+
+@FUZZ
+@given(extra_args=any_extra_args(LAYERS, deepest=90))  # deeper, and vLLM cannot copy its own parameters
+def check_refused_or_honoured(llm, truth, seen, extra_args):
+    params = sampling(2, extra_args=extra_args)
+    try:
+        (out,) = llm.generate(prompts([6]), params, use_tqdm=False)
+    except weir.WeirError as e:
+        assert e.field, e
+        assert not llm.llm_engine.has_unfinished_requests() and not scheduler(llm).requests
+        seen["refused"] += 1
+        return
+    assert len(out.outputs[0].token_ids) == 2
+    acts = out.activations
+    ids = list(out.prompt_token_ids) + list(out.outputs[0].token_ids)
+    reference = truth.rows(ids[:-1])
+    for site in acts.sites if acts is not None else ():
+        at = acts.positions_of(*site)
+        assert at.tolist() == sorted(set(at.tolist()))
+        rows = acts[site].float()
+        bound = 1e-5 if acts[site].dtype.itemsize == 4 else 1e-2
+        if len(at):
+            expected = reference[tuple(site)][at]
+            assert (rows - expected).abs().max() <= bound * expected.abs().max()
+    seen["honoured"] += 1
+
+
+@FUZZ
+@given(captures=sensible_captures(LAYERS))
+def check_honoured(llm, truth, seen, captures):
+    capture = [weir.Capture(hook, layers, positions) for hook, layers, positions in captures]
+    wanted: dict = {}
+    for hook, layers, positions in captures:
+        for layer in range(LAYERS) if layers == "all" else layers:
+            wanted.setdefault((hook, layer), []).append(positions)
+    (out,) = llm.generate(prompts([6]), weir.params(sampling(3), capture=capture), use_tqdm=False)
+    verify(out, wanted, truth)
+    seen["honoured"] += 1
+
+
+def test_fuzzed_requests_on_a_live_engine(root):
+    llm, truth = get_llm(directory(root)), oracle(directory(root))
+    seen = {"refused": 0, "honoured": 0}
+    check_refused_or_honoured(llm, truth, seen)
+    assert min(seen.values()) >= 10, seen
+    check_honoured(llm, truth, seen)
+    params, wanted = asking("all", LAYERS)
+    for out in llm.generate(prompts([5, 30]), params, use_tqdm=False):
+        verify(out, wanted, truth)
+    assert sum(seen.values()) >= 200, seen
+    assert desk(llm).refusal is None

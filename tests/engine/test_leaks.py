@@ -1,0 +1,96 @@
+"""Nothing stays behind: 1,000 short requests, a third of them aborted midway."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import pytest
+
+import vllm_weir as weir
+from tests.engine.common import SELECTORS, asking, desk, directory, oracle, prompts, sampling, scheduler, tokens, verify
+from tests.support.engines import get_llm
+
+pytestmark = pytest.mark.engine
+
+
+def assert_nothing_is_held(llm):
+    llm.llm_engine.step()  # a worker learns of the last finished requests with the next step
+    assert llm.collective_rpc("weir_usage") == [{"requests": 0, "ring_rows_in_flight": 0}]
+    gc.collect()
+    assert len(desk(llm).store) == 0
+    assert not llm.llm_engine.output_processor.request_states
+    assert not scheduler(llm).requests
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_1000_requests_a_third_aborted(root):
+    llm = get_llm(directory(root))
+    engine, draw = llm.llm_engine, random.Random(5)
+    finished, aborted = set(), set()
+    waiting = [f"q-{i}" for i in range(1000)]
+    live: list[str] = []
+    while waiting or engine.has_unfinished_requests():
+        while waiting and len(live) < 60:
+            request_id = waiting.pop()
+            number = int(request_id[2:])
+            selector = SELECTORS[number % len(SELECTORS)]
+            params = weir.params(sampling(1 + number % 5), capture=weir.Capture("resid_post", [number % 4], selector))
+            engine.add_request(request_id, {"prompt_token_ids": tokens(1 + number % 23, number)}, params)
+            live.append(request_id)
+            if number % 3 == 0 and draw.random() < 0.3:  # some never run at all
+                engine.abort_request([request_id])
+                live.remove(request_id)
+                aborted.add(request_id)
+        for out in engine.step():
+            if out.finished:
+                assert out.activations is not None and out.receipt.complete
+                finished.add(out.request_id)
+                live.remove(out.request_id)
+        for request_id in [r for r in live if int(r[2:]) % 3 == 0 and draw.random() < 0.5]:
+            engine.abort_request([request_id])
+            live.remove(request_id)
+            aborted.add(request_id)
+    del out
+    assert len(finished) + len(aborted) == 1000 and len(aborted) > 200
+    assert_nothing_is_held(llm)
+
+
+def test_rows_live_as_long_as_their_output(root):
+    llm, truth = get_llm(directory(root)), oracle(directory(root))
+    params, wanted = asking("all", truth.num_layers)
+    kept = llm.generate(prompts([4, 5]), params, use_tqdm=False)
+    llm.generate(prompts([4] * 20), params, use_tqdm=False)
+    assert len(desk(llm).store) == 2
+    for out in kept:
+        verify(out, wanted, truth)
+    del kept, out
+    assert_nothing_is_held(llm)
+
+
+def test_an_aborted_request_gives_the_rows_it_has_and_harms_nobody(root):
+    from vllm.sampling_params import RequestOutputKind
+
+    llm, truth = get_llm(directory(root)), oracle(directory(root))
+    params, wanted = asking("all", truth.num_layers, max_tokens=30)
+    params.output_kind = RequestOutputKind.CUMULATIVE
+    engine, last = llm.llm_engine, {}
+    for name in ("gone", "stays"):
+        engine.add_request(name, {"prompt_token_ids": tokens(9)}, params)
+    for step in range(200):
+        if step == 5:
+            engine.abort_request(["gone"])
+        for out in engine.step():
+            last[out.request_id] = out
+        if not engine.has_unfinished_requests():
+            break
+    assert not last["gone"].receipt.complete and len(last["gone"].outputs[0].token_ids) < 30
+    ids = list(last["gone"].prompt_token_ids) + list(last["gone"].outputs[0].token_ids)
+    reference = truth.rows(ids[:-1])
+    rows = last["gone"].activations
+    assert rows.positions.tolist() == list(range(len(ids) - 1))
+    for site in rows.sites:
+        assert (rows[site] - reference[tuple(site)]).abs().max() <= 1e-5 * reference[tuple(site)].abs().max()
+    verify(last["stays"], wanted, truth)
+    del last, out, rows
+    assert_nothing_is_held(llm)

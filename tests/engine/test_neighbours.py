@@ -1,0 +1,59 @@
+"""Requests without keys get the same bits: beside capturing requests, without any, and without the plugin."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vllm_weir as weir
+from tests.engine.common import asking, directory, oracle, prompts, same_rows, sampling, verify
+from tests.support.engines import get_llm
+
+pytestmark = pytest.mark.engine
+ROOT = Path(__file__).parents[2]
+
+
+def run(model_dir: Path, out: Path, *words: str, **env: str) -> list:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.workload", str(model_dir), str(out), *words],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if not k.startswith("WEIR_")} | env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def test_tokens_and_logprobs_are_bit_identical(root, tmp_path):
+    model_dir = directory(root)
+    idle = run(model_dir, tmp_path / "idle.json")
+    beside = run(model_dir, tmp_path / "beside.json", "capture")
+    without = run(model_dir, tmp_path / "without.json", WEIR_DISABLE="1")
+    assert len(idle) == 20 and all(len(tokens) == 16 and numbers for _, tokens, _, numbers in idle)
+    assert beside == idle
+    assert without == idle
+
+
+def test_rows_do_not_depend_on_who_is_in_the_batch(root):
+    llm, truth = get_llm(directory(root), enable_prefix_caching=False), oracle(directory(root))
+    batch = prompts([20, 31, 7, 64, 1, 50, 33, 12])
+    params, wanted = asking("all", truth.num_layers)
+    together = llm.generate(batch, params, use_tqdm=False)
+    for prompt, out in list(zip(batch, together))[-2:]:
+        verify(out, wanted, truth)
+        (alone,) = llm.generate(prompt, params, use_tqdm=False)
+        assert alone.outputs[0].token_ids == out.outputs[0].token_ids
+        same_rows(out.activations, alone.activations)
+    plain = sampling(4)
+    mixed = llm.generate(batch, [plain if i % 2 else params for i in range(8)], use_tqdm=False)
+    assert [out.activations is None for out in mixed] == [bool(i % 2) for i in range(8)]
+    with pytest.raises(weir.WeirError):
+        llm.generate(batch, weir.params(plain, capture=weir.Capture(layers=9)), use_tqdm=False)

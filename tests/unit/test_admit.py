@@ -1,0 +1,161 @@
+"""Admission: whatever comes is refused with the name of the field, or resolved exactly as asked."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.wishes import any_extra_args, sensible_captures
+from vllm_weir import Capture, Site, WeirError
+from vllm_weir.frontend.admit import EngineFacts, admit, carries_keys, engine_form
+from vllm_weir.spec.request import RequestSpec, ResolvedSpec
+
+LAYERS = 4
+FACTS = EngineFacts(frozenset(range(LAYERS + 1)), LAYERS, 128, "float32", 1024)
+FUZZ = settings(max_examples=2000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+def attempt(extra_args, facts=FACTS):
+    """What the engine would receive, or the refusal."""
+    try:
+        admitted = admit(extra_args, facts)
+        return admitted, engine_form(admitted, "ipc:///x#t", 6, [1, 2, 3, 4, 5, 6], facts, True)
+    except WeirError as e:
+        assert e.field, e
+        assert e.message
+        return None, e
+
+
+@FUZZ
+@given(extra_args=any_extra_args(LAYERS))
+def test_fuzzed_wishes_are_refused_by_field_or_resolved(extra_args):
+    admitted, wire = attempt(extra_args)
+    if admitted is None:
+        return
+    for wish in admitted.spec.wishes:
+        assert wish.site.hook in ("resid_pre", "resid_post") and 0 <= wish.site.layer < LAYERS
+        assert admitted.dtypes[wish.site] in ("float32", "float16", "bfloat16")
+    again = ResolvedSpec.from_wire(wire["wishes"])
+    assert set(again.wishes) == set(admitted.spec.wishes)
+    assert wire["first"] is None or wire["first"] >= 0
+    assert wire["width"] == len({(w.site, w.before) for w in admitted.spec.wishes})
+
+
+@settings(max_examples=300, deadline=None)
+@given(captures=sensible_captures(LAYERS))
+def test_sensible_wishes_are_never_refused(captures):
+    spec = RequestSpec(tuple(Capture(h, layers, p) for h, layers, p in captures))
+    admitted, _ = attempt({"weir": spec.to_json()})
+    assert admitted is not None
+    wanted = {Site(h, i) for h, layers, _ in captures for i in (range(LAYERS) if layers == "all" else layers)}
+    assert set(admitted.spec.sites) == wanted
+    assert list(admitted.spec.sites) == sorted(wanted, key=lambda s: (s.layer, s.hook == "resid_post"))
+
+
+def weir(**capture):
+    return {"weir": {"v": 1, "capture": [capture]}}
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "field"),
+    [
+        ({"weir": "{"}, "weir"),
+        ({"weir": "[" * 100_000}, "weir"),
+        ({"weir": []}, "weir"),
+        ({"weir": False}, "weir"),
+        ({"weir": {"capture": []}}, "weir.v"),
+        ({"weir": {"v": 2}}, "weir.v"),
+        ({"weir": {"v": True}}, "weir.v"),
+        ({"weir": {"v": 10**5000}}, "weir.v"),
+        ({"weir": {"v": 1, "captures": []}}, "weir.captures"),
+        ({"weir": {"v": 1, "capture": "all"}}, "capture"),
+        ({"weir": {"v": 1, "capture": [{}] * 63}}, "capture"),
+        ({"weir": {"v": 1, "interventions": [{"op": "add"}]}}, "weir.interventions"),
+        ({"weir": {"v": 1, "interventions": [{"b64": "%%", "dtype": "float32", "shape": [2]}]}}, "weir.interventions"),
+        ({"weir": {"v": 1, "capture": [{}, 7]}}, "capture[1]"),
+        (weir(hook="nonsense"), "capture[0].hook"),
+        (weir(hook="resid_mid"), "capture[0].hook"),
+        (weir(hook="attn_out"), "capture[0].hook"),
+        (weir(hook=7), "capture[0].hook"),
+        (weir(hook="blocks." + "9" * 5000 + ".hook_resid_post"), "capture[0].hook"),
+        (weir(hook="blocks.9.hook_resid_post"), "capture[0].layers"),
+        (weir(hook="blocks.1.hook_resid_post", layers=[2]), "capture[0].layers"),
+        (weir(layers=[0, 4]), "capture[0].layers"),
+        (weir(layers=-1), "capture[0].layers"),
+        (weir(layers=1.0), "capture[0].layers[0]"),
+        (weir(layers=float("nan")), "capture[0].layers[0]"),
+        (weir(layers=[float("inf")]), "capture[0].layers[0]"),
+        (weir(layers=[True]), "capture[0].layers[0]"),
+        (weir(layers=[10**30]), "capture[0].layers[0]"),
+        (weir(layers=[10**5000]), "capture[0].layers[0]"),
+        (weir(layers=list(range(70_000))), "capture[0].layers"),
+        (weir(layers={"token_ids": [1]}), "capture[0].layers"),
+        (weir(positions="1:2:0"), "capture[0].positions"),
+        (weir(positions="everything"), "capture[0].positions"),
+        (weir(positions=[0] * 70_000), "capture[0].positions"),
+        (weir(positions=[[0]]), "capture[0].positions[0]"),
+        (weir(positions=True), "capture[0].positions"),
+        (weir(positions={"token_ids": [-1]}), "capture[0].positions.token_ids"),
+        (weir(positions={"token_ids": "7"}), "capture[0].positions.token_ids"),
+        (weir(positions={"tokens": [1]}), "capture[0].positions"),
+        (weir(before=1), "capture[0].before"),
+        (weir(dtype="int8"), "capture[0].dtype"),
+        (weir(compress="zstd"), "capture[0].compress"),
+        (weir(sink="/etc/passwd"), "capture[0].sink"),
+        (weir(layer=1), "capture[0].layer"),
+        ({"weir": {"v": 1, "capture": [{"dtype": "float16"}, {"layers": 1}]}}, "capture[1].dtype"),
+        ({"weir": {"v": 1, "capture": [{"before": True}, {"layers": 1}]}}, "capture[1].before"),
+        ({"output_residual_stream": [4]}, "output_residual_stream.layers"),
+        ({"output_residual_stream": "["}, "output_residual_stream"),
+        ({"output_residual_stream": "[" * 100_000}, "output_residual_stream"),
+        ({"apply_steering_vectors": [{"activations": [float("nan")]}]}, "apply_steering_vectors"),
+    ],
+)
+def test_refusals_name_the_field(extra_args, field):
+    assert carries_keys(extra_args)
+    admitted, refusal = attempt(extra_args)
+    assert admitted is None
+    assert refusal.field == field
+    assert str(refusal).startswith(f"{field}: ")
+
+
+def test_an_untapped_site_is_refused():
+    facts = EngineFacts(frozenset({0, 1}), LAYERS, 128, "float32", 1024)
+    for hook, layer in (("resid_post", 0), ("resid_pre", 0), ("resid_pre", 1)):
+        assert attempt(weir(hook=hook, layers=layer), facts)[0] is not None
+    admitted, refusal = attempt(weir(layers=[0, 1]), facts)
+    assert admitted is None and refusal.field == "capture[0].layers" and "not tapped" in refusal.message
+
+
+def test_token_ids_need_tokens():
+    with pytest.raises(WeirError) as e:
+        admit(weir(positions={"token_ids": [1]}), FACTS, has_token_ids=False)
+    assert e.value.field == "capture[0].positions"
+
+
+@pytest.mark.parametrize(("chunked", "length", "fits"), [(True, 10_000, True), (False, 128, True), (False, 129, False)])
+def test_a_step_must_fit_the_ring(chunked, length, fits):
+    admitted = admit({"weir": {"v": 1, "capture": [{}, {"hook": "resid_pre"}]}}, FACTS)
+    if fits:
+        assert engine_form(admitted, "", length, None, FACTS, chunked)["width"] == 8
+    else:
+        with pytest.raises(WeirError, match="buffer_bytes"):
+            engine_form(admitted, "", length, None, FACTS, chunked)
+
+
+def test_facts_from_reports():
+    good = {"ok": True, "taps": [0, 1], "num_layers": 2, "d_model": 8, "dtype": "float32", "ring_rows": 10}
+    merged = EngineFacts.merge([good, good | {"taps": [2], "ring_rows": 0}, good | {"ring_rows": 7}])
+    assert merged == EngineFacts(frozenset({0, 1, 2}), 2, 8, "float32", 7)
+    with pytest.raises(WeirError, match="because"):
+        EngineFacts.merge([good, {"ok": False, "reason": "because"}])
+    with pytest.raises(WeirError):
+        EngineFacts.merge([])
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(st.text(max_size=8).filter(lambda k: k != "weir"), st.integers(), max_size=3))
+def test_other_keys_are_not_ours(extra_args):
+    assert not carries_keys(extra_args)
+    assert not carries_keys(None) and not carries_keys({"weir": None})

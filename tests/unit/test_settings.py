@@ -1,0 +1,122 @@
+"""Engine settings, the step budget and the wire forms."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.wishes import sensible_captures
+from vllm_weir import Capture, WeirError
+from vllm_weir.scheduler import StepBudget, hit_limit
+from vllm_weir.settings import Settings, disabled
+from vllm_weir.spec.request import RequestSpec
+
+
+def load(own=None, **environ):
+    return Settings.load({} if own is None else {"weir": own}, environ)
+
+
+def test_defaults_and_precedence():
+    assert load() == Settings()
+    assert load({"layers": [2, 0]}, WEIR_LAYERS="1", WEIR_TIMEOUT="9") == Settings(layers=[0, 2], timeout=9)
+    assert load(WEIR_HOOKS="resid_pre, post_block", WEIR_LAYERS="3,1").hooks == ("resid_pre", "resid_post")
+    assert load(WEIR_LAYERS="all").layers == "all"
+    assert Settings.load(None, {}) == Settings.load({"other": 1}, {}) == Settings()
+    assert load({"hooks": "post_block"}).hooks == ("resid_post",)
+
+
+@pytest.mark.parametrize(
+    ("own", "environ", "field"),
+    [
+        ({"hooks": ["nonsense"]}, {}, "settings.hooks"),
+        ({"hooks": []}, {}, "settings.hooks"),
+        ({"hooks": [3]}, {}, "settings.hooks"),
+        ({"hooks": 3}, {}, "settings.hooks"),
+        ({"hooks": ["attn_out"]}, {}, "settings.hooks"),
+        ({"layers": [-1]}, {}, "settings.layers"),
+        ({"layers": "some"}, {}, "settings.layers"),
+        ({"layers": 1.5}, {}, "settings.layers"),
+        ({"buffer_bytes": 10}, {}, "settings.buffer_bytes"),
+        ({"buffer_bytes": "much"}, {}, "settings.buffer_bytes"),
+        ({"buffer_bytes": True}, {}, "settings.buffer_bytes"),
+        ({"overflow": "drop"}, {}, "settings.overflow"),
+        ({"timeout": float("nan")}, {}, "settings.timeout"),
+        ({"timeout": 0}, {}, "settings.timeout"),
+        ({"timeout": float("inf")}, {}, "settings.timeout"),
+        ({"unverified_models": "yes"}, {}, "settings.unverified_models"),
+        ({"hoooks": ["resid_post"]}, {}, "settings.hoooks"),
+        ([], {}, "additional_config.weir"),
+        ("hooks", {}, "additional_config.weir"),
+        (None, {"WEIR_LAYERS": "1,x"}, "WEIR_LAYERS"),
+        (None, {"WEIR_HOOKS": "nonsense"}, "settings.hooks"),
+        (None, {"WEIR_BUFFER_BYTES": "-1"}, "settings.buffer_bytes"),
+    ],
+)
+def test_bad_settings_name_the_field(own, environ, field):
+    with pytest.raises(WeirError) as e:
+        Settings.load({} if own is None else {"weir": own}, environ)
+    assert e.value.field == field or e.value.field.startswith(field + ".")
+
+
+def test_what_changes_the_graph_changes_its_identity():
+    same = [load(), load({"layers": "all"}), load({"buffer_bytes": 1 << 20, "timeout": 3})]
+    assert len({s.graph_identity() for s in same}) == 1
+    assert load({"layers": [1, 0]}).graph_identity() == load({"layers": [0, 1, 1]}).graph_identity()
+    # Which models are tapped at all is part of the graph, and the environment is not in vLLM's own key.
+    others = [{"layers": [0]}, {"layers": [0, 1]}, {"hooks": ["resid_pre"]}, {"hooks": ["resid_pre", "resid_post"]}]
+    others.append({"unverified_models": "allow"})
+    identities = {load(o).graph_identity() for o in others} | {load().graph_identity()}
+    assert len(identities) == len(others) + 1
+    both = [load({"hooks": h}).graph_identity() for h in (["resid_pre", "resid_post"], ["resid_post", "resid_pre"])]
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize(("text", "off"), [("", 0), ("0", 0), ("false", 0), ("No", 0), ("1", 1), ("true", 1), ("x", 1)])
+def test_the_off_switch(text, off):
+    assert disabled({"WEIR_DISABLE": text}) == bool(off) and not disabled({})
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    ring=st.integers(1, 500),
+    widths=st.dictionaries(st.text(max_size=3), st.integers(1, 30), max_size=6),
+    gone=st.sets(st.text(max_size=3)),
+    limit=st.integers(1, 300),
+)
+def test_step_budget(ring, widths, gone, limit):
+    budget = StepBudget(ring)
+    assert budget.tokens({}, limit) == limit
+    for name, width in widths.items():
+        budget.join(name, {"width": width})
+    live = set(widths) - gone
+    tokens = budget.tokens(live, limit)
+    assert 1 <= tokens <= limit
+    widest = max((widths[r] for r in live), default=0)
+    if ring >= widest:
+        assert tokens * widest <= ring
+        assert tokens == limit or (tokens + 1) * widest > ring, "smaller than need be"
+    assert budget.tokens((), limit) == limit, "a finished request still counts"
+
+
+def test_hit_limit():
+    assert hit_limit(None) is None and hit_limit({}) is None
+    assert hit_limit({"first": 0}) == 0 and hit_limit({"first": None}) is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(captures=sensible_captures(9), before=st.booleans(), dtype=st.sampled_from([None, "float16", "float32"]))
+def test_wire_round_trip(captures, before, dtype):
+    spec = RequestSpec(tuple(Capture(h, layers, p, before, dtype) for h, layers, p in captures))
+    wire = spec.to_json()
+    text = json.dumps(wire)
+    assert RequestSpec.parse(wire) == RequestSpec.parse(text) == RequestSpec.parse(text.encode()) == spec
+    assert json.loads(text) == wire and RequestSpec.parse(spec) is spec and bool(spec)
+
+
+def test_errors_survive_pickling_between_processes():
+    again = pickle.loads(pickle.dumps(WeirError("why", "where")))  # noqa: S301
+    assert (again.field, again.message, str(again)) == ("where", "why", "where: why")
