@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 
+def brief(value: object, limit: int = 40) -> str:
+    """The start of what a caller sent, for an error message; huge numbers and deep nesting have no text."""
+    try:
+        return str(value)[:limit]
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} too large to show"
+
+
 class WeirError(ValueError):
     """A request, setting or result that Weir refuses or cannot deliver.
 

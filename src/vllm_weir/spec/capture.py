@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.hooks import normalise_hook, split_transformer_lens
 from vllm_weir.spec.positions import MAX_LIST, Positions
 
@@ -57,7 +57,7 @@ class Capture:
         if self.compress is not None:
             raise WeirError("no compression is available; leave compress out", f"{at}.compress")
         if self.sink != "memory":
-            raise WeirError(f"unknown sink {str(self.sink)[:40]!r}; the one available is 'memory'", f"{at}.sink")
+            raise WeirError(f"unknown sink {brief(self.sink)!r}; the one available is 'memory'", f"{at}.sink")
 
     @classmethod
     def from_json(cls, data: object, path: str = "capture") -> Capture:
@@ -69,7 +69,7 @@ class Capture:
         known = {"hook", "layers", "positions", "before", "dtype", "compress", "sink"}
         for key in data:
             if key not in known:
-                raise WeirError(f"unknown key; known are {', '.join(sorted(known))}", f"{path}.{str(key)[:40]}")
+                raise WeirError(f"unknown key; known are {', '.join(sorted(known))}", f"{path}.{brief(key)}")
         return cls(**data, path=path)
 
     def to_json(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def parse_dtype(dtype: object, field: str) -> str | None:
     """One of DTYPES, or None; accepts torch dtypes."""
     if dtype is None:
         return None
-    name = str(dtype).removeprefix("torch.")
+    name = brief(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise WeirError(f"unknown dtype {name[:40]!r}; choose from {', '.join(DTYPES)}", field)
     return name

@@ -6,14 +6,14 @@ import difflib
 import re
 from typing import NamedTuple
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import WeirError, brief
 
 HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 """Hook points in the order in which a token meets them inside a block."""
 
 ALIASES = {"post_block": "resid_post", "pre_attn": "resid_pre", "post_attn": "resid_mid"}
 
-_TRANSFORMER_LENS = re.compile(r"^blocks\.(\d+)\.hook_(\w+)$")
+_TRANSFORMER_LENS = re.compile(r"^blocks\.(\d{1,9})\.hook_(\w+)$")
 
 
 class Site(NamedTuple):
@@ -53,4 +53,4 @@ def parse_site(key: object) -> Site:
         return site
     if isinstance(key, tuple) and len(key) == 2 and isinstance(key[1], int) and not isinstance(key[1], bool):
         return Site(normalise_hook(key[0]), key[1])
-    raise WeirError(f"a site is a pair (hook, layer), got {str(key)[:80]}", "site")
+    raise WeirError(f"a site is a pair (hook, layer), got {brief(key, 80)}", "site")

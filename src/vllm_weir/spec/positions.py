@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import WeirError, brief
 
 KEYWORDS = ("all", "prompt", "generated", "last_prompt", "sampled")
 MAX_LIST = 65_536
@@ -67,7 +67,9 @@ class Positions:
     @classmethod
     def _parse_token_ids(cls, selector: dict, field: str) -> Positions:
         if set(selector) != {"token_ids"}:
-            raise WeirError(f"a selector dict has the one key 'token_ids', got {sorted(map(str, selector))[:5]}", field)
+            raise WeirError(
+                f"a selector dict has the one key 'token_ids', got {sorted(map(brief, selector))[:5]}", field
+            )
         ids = selector["token_ids"]
         if _is_int(ids):
             ids = [ids]
@@ -168,7 +170,7 @@ def _is_int(value: object) -> bool:
 
 def _in_range(value, field: str) -> int:
     if not -_LIMIT <= value <= _LIMIT:
-        raise WeirError(f"position {str(value)[:40]} is out of range", field)
+        raise WeirError(f"position {brief(value)} is out of range", field)
     return int(value)
 
 

@@ -1,0 +1,106 @@
+"""The steered reference: transformers with forward hooks that do each intervention's arithmetic from its definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tests.support.check import expected_positions
+from tests.support.oracle import Oracle, Site
+
+
+class SteeredOracle(Oracle):
+    """An Oracle under interventions; `rows` and `greedy` take a list of them."""
+
+    def steered(
+        self, token_ids: Sequence[int], prompt_len: int, interventions: Sequence[Any]
+    ) -> tuple[dict, torch.Tensor]:
+        """(rows by site, logits [n, vocab]) with the interventions at their positions. Rows are after them."""
+        handles = []
+        found: dict[Site, torch.Tensor] = {}
+        ids = list(token_ids)
+        # As many rows as tokens: everything given here has gone through the model.
+        generated = len(ids) - prompt_len + 1
+
+        def change(h: torch.Tensor, hook: str, layer: int) -> torch.Tensor:
+            h = h.clone()
+            for item in interventions:
+                layers = range(self.num_layers) if item.layers == "all" else item.layers
+                if item.hook == hook and layer in layers:
+                    at = expected_positions(item.positions.to_json(), prompt_len, generated, ids)
+                    h[0, at] = _apply(item, h[0, at])
+            found[hook, layer] = h[0].detach().clone()
+            return h
+
+        def after(layer):
+            def hook(_m, _a, out):
+                if isinstance(out, tuple):
+                    return (change(out[0], "resid_post", layer), *out[1:])
+                return change(out, "resid_post", layer)
+
+            return hook
+
+        def before(layer):
+            def hook(_m, args, kwargs):
+                if args:
+                    return (change(args[0], "resid_pre", layer), *args[1:]), kwargs
+                return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"], "resid_pre", layer)}
+
+            return hook
+
+        for layer, block in enumerate(self.blocks):
+            handles.append(block.register_forward_pre_hook(before(layer), with_kwargs=True))
+            handles.append(block.register_forward_hook(after(layer)))
+        try:
+            with torch.no_grad():
+                logits = self.model(torch.tensor([ids]), use_cache=False).logits[0]
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found, logits
+
+    def steered_greedy(self, prompt: Sequence[int], n: int, interventions: Sequence[Any]) -> list[int]:
+        """`n` greedy tokens under the interventions."""
+        ids = list(prompt)
+        for _ in range(n):
+            ids.append(int(self.steered(ids, len(prompt), interventions)[1][-1].argmax()))
+        return ids[len(prompt) :]
+
+
+def _apply(item: Any, h: torch.Tensor) -> torch.Tensor:
+    kind = type(item).__name__
+    get = lambda name: torch.from_numpy(getattr(item, name).array.copy())
+    if kind == "Add":
+        v = get("vector")
+        if v.ndim == 2:
+            k = min(len(v), len(h))
+            h = h.clone()
+            step = (
+                v[:k] / v[:k].norm(dim=1, keepdim=True) * h[:k].norm(dim=1, keepdim=True) if item.norm_match else v[:k]
+            )
+            h[:k] += item.scale * step
+            return h
+        return h + item.scale * (h.norm(dim=-1, keepdim=True) * v / v.norm() if item.norm_match else v)
+    if kind == "Ablate":
+        q, _ = torch.linalg.qr(torch.atleast_2d(get("directions")).double().T)
+        return (h.double() - (h.double() @ q) @ q.T).float()
+    if kind == "Clamp":
+        u = get("direction")
+        u = u / u.norm()
+        along = h @ u
+        target = torch.full_like(along, item.value) if item.value is not None else along.clamp(item.min, item.max)
+        return h + item.strength * (target - along)[:, None] * u
+    if kind == "Replace":
+        v = get("values")
+        if v.ndim == 2:
+            k = min(len(v), len(h))
+            h = h.clone()
+            h[:k] = (1 - item.alpha) * h[:k] + item.alpha * v[:k]
+            return h
+        return (1 - item.alpha) * h + item.alpha * v
+    if kind == "LowRank":
+        r, w, b = get("R"), get("W"), get("b")
+        return h + (h @ w.T + b - h @ r.T) @ r
+    raise AssertionError(kind)
