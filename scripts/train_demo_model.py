@@ -466,8 +466,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--eval-only", action="store_true", help="measure what --out holds")
     parser.add_argument("--eval-prompts", type=int, default=60)
-    parser.add_argument("--steer-layers", type=int, nargs="+", default=[2, 3])
-    parser.add_argument("--steer-scales", type=float, nargs="+", default=[1, 1.5, 2, 3])
+    parser.add_argument("--steer-layers", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--steer-scales", type=float, nargs="+", default=[2, 4, 6])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.eval_only:

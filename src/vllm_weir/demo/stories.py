@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from . import lexicon as lx
 from .grammar import (
@@ -158,6 +160,9 @@ def sentiment_of(text: str) -> float | None:
     return (positive - negative) / (positive + negative)
 
 
+T = TypeVar("T")
+
+
 class _Composer:
     """Fills templates for one story, keeping its characters and labels."""
 
@@ -169,9 +174,9 @@ class _Composer:
         cast = [(name, gender) for name, gender, reg in NAMES if reg == register]
         self.used: set[str] = set()
         # Two people of one family would read as the same person.
-        (self.hero, self.gender), companion = rng.sample(cast, 2)
-        while companion[0].split()[-1] == self.hero.split()[-1]:
-            companion = rng.choice(cast)
+        self.hero, self.gender = _draw(rng, cast)
+        others = [person for person in cast if person[0].split()[-1] != self.hero.split()[-1]]
+        companion = _draw(rng, others)
         self.companion = companion[0]
 
     def _phrase(self, slot: str) -> str:
@@ -186,14 +191,14 @@ class _Composer:
         if slot in lx.REGISTER_SLOTS:
             return self._fresh(lx.REGISTER_SLOTS[slot][self.register])
         if slot in lx.NEUTRAL_SLOTS:
-            return self.rng.choice(lx.NEUTRAL_SLOTS[slot])
+            return _draw(self.rng, lx.NEUTRAL_SLOTS[slot])
         phrases = lx.TOPIC_SLOTS[self.topic][slot]
-        return self._fresh(phrases) if slot in ("did", "activity") else self.rng.choice(phrases)
+        return self._fresh(phrases) if slot in ("did", "activity") else _draw(self.rng, phrases)
 
     def _fresh(self, phrases: tuple[str, ...]) -> str:
         """Draw a phrase that the story has not used, while there is one."""
         left = [phrase for phrase in phrases if phrase not in self.used]
-        phrase = self.rng.choice(left or phrases)
+        phrase = _draw(self.rng, left or phrases)
         self.used.add(phrase)
         return phrase
 
@@ -209,7 +214,18 @@ class _Composer:
     def sentences(self, stage: str, count: int) -> list[str]:
         """Distinct templates of a stage, filled."""
         templates = TEMPLATES.get((stage, self.register), ()) + TEMPLATES.get((stage, "any"), ())
-        return [SLOT.sub(self._fill, t) for t in self.rng.sample(templates, count)]
+        chosen: list[str] = []
+        for _ in range(count):
+            chosen.append(_draw(self.rng, [t for t in templates if t not in chosen]))
+        return [SLOT.sub(self._fill, t) for t in chosen]
+
+
+def _draw(rng: random.Random, options: Sequence[T]) -> T:
+    """One of `options`, the k-th with a weight of 1/k (Zipf).
+
+    As in natural text a choice has a favourite, so a greedy continuation does not hang on the last bits of a logit.
+    """
+    return rng.choices(options, [1 / (k + 1) for k in range(len(options))])[0]
 
 
 def _rng(source: random.Random | int) -> random.Random:

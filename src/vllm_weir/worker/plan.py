@@ -42,7 +42,9 @@ class Selectors:
 
     def __init__(self, distinct: Sequence[Positions], prompt_len: int, prompt_ids: np.ndarray | None) -> None:
         if len(distinct) > 62:
-            raise WeirError(f"{len(distinct)} different position selectors in one request; at most 62 are served")
+            raise WeirError(
+                f"{len(distinct)} different position selectors in one request; at most 62 are served", "interventions"
+            )
         self.distinct = list(distinct)
         self.prompt_len = prompt_len
         self.by_token = [bit for bit, s in enumerate(self.distinct) if s.needs_token_ids]
@@ -282,25 +284,28 @@ class Planner:
                 at = np.flatnonzero(codes == code)
                 active = [k for k, (_, _, bit) in enumerate(steering.moves) if int(code) >> bit & 1]
                 steered.append(Steered(steering.request_id, steering.reply, tuple(active), positions[at]))
+                groups = [(at, -1)]
                 if any(steering.moves[k][0].per_position for k in active):
-                    for i in at:
-                        programs[first_token + i] = self._program(steering, int(code), int(positions[i]))
-                    continue
-                programs[first_token + at] = self._program(steering, int(code))
+                    groups = [(at[k : k + 1], int(positions[i])) for k, i in enumerate(at)]
                 open_bits = [bit for bit in selectors.by_token if int(code) >> bit & 1]
-                unknown = at[positions[at] >= selectors.prompt_len]
-                if open_bits and len(unknown):
-                    lookups.append(self._lookup(steering, int(code), open_bits, first_token + unknown))
+                for some, position in groups:
+                    programs[first_token + some] = self._program(steering, int(code), position)
+                    unknown = some[positions[some] >= selectors.prompt_len]
+                    if open_bits and len(unknown):
+                        tokens = first_token + unknown
+                        lookups.append(self._lookup(steering, int(code), open_bits, tokens, position))
         return steered, lookups
 
-    def _lookup(self, steering: Steering, code: int, open_bits: list[int], tokens: np.ndarray) -> Lookup:
+    def _lookup(
+        self, steering: Steering, code: int, open_bits: list[int], tokens: np.ndarray, position: int
+    ) -> Lookup:
         choices = []
         for combination in range(1 << len(open_bits)):
             chosen = code
             for j, bit in enumerate(open_bits):
                 if not combination >> j & 1:
                     chosen &= ~(1 << bit)
-            choices.append(self._program(steering, chosen) if chosen else -1)
+            choices.append(self._program(steering, chosen, position) if chosen else -1)
         sets = tuple(steering.selectors.distinct[bit].numbers for bit in open_bits)
         return Lookup(tokens, sets, np.asarray(choices, np.int32))
 

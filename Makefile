@@ -1,0 +1,41 @@
+# The two commands of the README are `make demo` and `make test`; both make the environment first.
+
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.ready
+BIN := $(VENV)/bin
+# auto: vLLM for CUDA where an NVIDIA GPU answers, for CPU elsewhere.
+FLAVOUR ?= auto
+MODEL ?=
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test unit lint clean
+
+help:
+	@echo "make demo [MODEL=<directory or hub id>]   run the demo (under 5 minutes with the set-up)"
+	@echo "make test                                 every test that needs no GPU"
+	@echo "make unit | lint | venv | clean           fast tests | ruff and mypy | the environment | remove what was built"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml scripts/setup_env.py
+	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --flavour $(FLAVOUR) --stamp $(STAMP)
+
+demo: $(STAMP)
+	@$(BIN)/python -m vllm_weir.demo $(MODEL) $(ARGS)
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest $(ARGS)
+
+unit: $(STAMP)
+	@$(BIN)/python -m pytest tests/unit $(ARGS)
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests scripts examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,38 @@
+"""Every example runs as a user would run it, and prints what it is for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SAYS = {
+    "capture.py": ("resid_post[5]", "torch.float32", "nothing captured", "complete=True"),
+    "stream.py": ("rows [", "together ["),
+    "drop_in.py": ("block 2: output [8, ", "block 5: output [8, "),
+}
+
+
+def test_every_example_is_known() -> None:
+    assert {path.name for path in EXAMPLES} == set(SAYS)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example(path: Path, tmp_path: Path) -> None:
+    # Compile caches live under the home directory as usual: the examples share what they can.
+    env = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    # What other tests set for engines in their own process must not reach this one.
+    env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    done = subprocess.run(
+        [sys.executable, str(path)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=800, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    for text in SAYS[path.name]:
+        assert text in done.stdout, done.stdout[-2000:]
