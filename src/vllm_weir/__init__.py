@@ -1,12 +1,14 @@
-"""Weir: read the activations of language models served by stock vLLM, at vLLM's own speed."""
+"""Weir: read and steer the activations of language models served by stock vLLM, at vLLM's own speed."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_weir.api import demo_model, params
+from vllm_weir.api import clear_global, demo_model, list_vectors, params, register, set_global, unregister
 from vllm_weir.errors import WeirError
-from vllm_weir.spec import Capture, Site
+from vllm_weir.spec import Ablate, Add, Capture, Clamp, LowRank, Replace, Site
+from vllm_weir.spec.lens import SteeringVector
+from vllm_weir.spec.tiers import from_tiers
 
 if TYPE_CHECKING:
     from vllm_weir.drop_in import LLM, AsyncLLM
@@ -15,15 +17,28 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "Ablate",
     "Activations",
+    "Add",
     "AsyncLLM",
     "Capture",
+    "Clamp",
+    "LowRank",
     "Receipt",
+    "Replace",
     "Site",
+    "SteeringVector",
     "WeirError",
     "__version__",
+    "clear_global",
     "demo_model",
+    "from_tiers",
+    "list",
+    "list_vectors",
     "params",
+    "register",
+    "set_global",
+    "unregister",
 ]
 
 _LAZY = {
@@ -36,6 +51,8 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     # vLLM loads its plugins in every process; what needs torch or vLLM is imported only when it is used.
+    if name == "list":  # the public name; a plain global would shadow the built-in in this file
+        return list_vectors
     if name in _LAZY:
         import importlib
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_weir.errors import WeirError
 from vllm_weir.spec.capture import Capture
-from vllm_weir.spec.request import WIRE_KEY, RequestSpec, parse_captures
+from vllm_weir.spec.interventions import Intervention
+from vllm_weir.spec.request import WIRE_KEY, RequestSpec, parse_captures, parse_interventions
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -19,14 +19,14 @@ def params(
     sampling_params: SamplingParams | None = None,
     *,
     capture: Capture | Mapping[str, Any] | Sequence[Capture | Mapping[str, Any]] = (),
-    interventions: Sequence[Any] = (),
+    interventions: Intervention | Mapping[str, Any] | Sequence[Intervention | Mapping[str, Any]] = (),
 ) -> SamplingParams:
     """A copy of `sampling_params` that carries what is asked of Weir.
 
     Args:
         sampling_params: vLLM's own; never changed. None stands for ``SamplingParams()``.
         capture: one `Capture` or a list of them (or their wire form).
-        interventions: not available in this version; must be empty.
+        interventions: one intervention or a list of them (or their wire form), applied in the order given.
 
     Returns:
         A new ``SamplingParams`` whose ``extra_args["weir"]`` is plain JSON data; usable in any number of requests.
@@ -38,12 +38,52 @@ def params(
         from vllm import SamplingParams as Params
 
         sampling_params = Params()
-    if interventions:
-        raise WeirError("interventions are not available in this version", "interventions")
-    spec = RequestSpec(parse_captures(capture, "capture"))
+    spec = RequestSpec(parse_captures(capture, "capture"), parse_interventions(interventions, "interventions"))
     out = copy.copy(sampling_params)
     out.extra_args = {**(sampling_params.extra_args or {}), WIRE_KEY: spec.to_json()}
     return out
+
+
+def register(llm: Any, name: str, vector: Any) -> str:
+    """Keep `vector` ([d_model] or [n, d_model]) under `name` for requests to this engine; returns its digest.
+
+    A name stands for what it means when a request is admitted: registering it again affects later requests only, and
+    their KV cache entries never mix, because what is cached is keyed by content.
+
+    Raises:
+        WeirError: for a vector that is none, or an engine that Weir does not serve.
+    """
+    return _desk(llm).shelf.put(name, vector)
+
+
+def unregister(llm: Any, name: str) -> None:
+    """Forget a name; requests already admitted go on. Raises WeirError if there is no such name."""
+    _desk(llm).shelf.remove(name)
+
+
+def list_vectors(llm: Any) -> dict[str, dict[str, Any]]:
+    """Registered vectors: name -> {"digest", "shape"}."""
+    return _desk(llm).shelf.names()
+
+
+def set_global(llm: Any, interventions: Any) -> None:
+    """Interventions that every request admitted from now on undergoes, before its own; replaces earlier ones.
+
+    Raises:
+        WeirError: naming the field that is wrong; then nothing changes.
+    """
+    _desk(llm).set_always(parse_interventions(interventions, "interventions"))
+
+
+def clear_global(llm: Any) -> None:
+    """Requests admitted from now on undergo only their own interventions."""
+    _desk(llm).set_always(())
+
+
+def _desk(llm: Any) -> Any:
+    from vllm_weir.seams.engine import desk_of
+
+    return desk_of(llm)
 
 
 def demo_model() -> str:

@@ -102,7 +102,9 @@ def _self_test(found: Diagnosis, model: str) -> None:
     output = llm.generate([PROMPT], asked, use_tqdm=False)[0]
     ids = list(output.prompt_token_ids) + list(output.outputs[0].token_ids)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    stack = [m for m in reference.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == report["num_layers"]][0]
+    stack = next(
+        m for m in reference.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == report["num_layers"]
+    )
     streams: dict[tuple[str, int], torch.Tensor] = {}
     for layer, block in enumerate(stack):
         block.register_forward_hook(

@@ -1,4 +1,4 @@
-"""Framing of what workers send to the caller's process: a msgpack header and the rows' raw bytes. No pickle."""
+"""Framing of what workers send to the caller's process, and of the vectors they fetch from it. msgpack, no pickle."""
 
 from __future__ import annotations
 
@@ -14,21 +14,38 @@ class Piece(msgspec.Struct, array_like=True):
     start: int
 
 
+class Span(msgspec.Struct, array_like=True):
+    """Positions (int32) of one request at which the interventions `moves` (their indices) were applied."""
+
+    request_id: str
+    moves: list[int]
+    positions: bytes
+
+
 class Header(msgspec.Struct, array_like=True):
-    """What the payload beside it holds, or which requests failed and why."""
+    """What the payload beside it holds, what was steered, or which requests failed and why."""
 
     token: str
     d_model: int
     dtype: str
-    pieces: list[Piece]
+    pieces: list[Piece] = []
+    spans: list[Span] = []
     failures: dict[str, str] = {}
+
+
+class Wanted(msgspec.Struct, array_like=True):
+    """A worker asks for vectors by digest; the answer is their float32 bytes, one frame each, empty if unknown."""
+
+    token: str
+    digests: list[str]
 
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Header).decode
+decode_wanted = msgspec.msgpack.Decoder(Wanted).decode
 
 
-def split_reply(reply: str) -> tuple[str, str]:
-    """Socket address and token of a reply address."""
-    address, _, token = reply.rpartition("#")
-    return address, token
+def split_reply(reply: str) -> tuple[str, str, str]:
+    """Address for rows, address for vectors, and token of a reply address."""
+    rows, vectors, token = reply.split("#")
+    return rows, vectors, token

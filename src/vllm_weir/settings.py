@@ -12,8 +12,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from vllm_weir.errors import WeirError
 from vllm_weir.spec.capture import parse_layers
 from vllm_weir.spec.hooks import normalise_hook
+from vllm_weir.spec.sizes import Sizes
 
-TAP_VERSION = 1
+TAP_VERSION = 2
 """Raised whenever the tap's traced form changes, so that no compiled graph of another form is reused."""
 
 
@@ -25,6 +26,10 @@ class Settings(BaseModel):
         layers: blocks to tap, ``"all"`` or a list.
         buffer_bytes: size of the ring on the device, and of its mirror in host memory.
         overflow: what happens when the ring is full: ``"wait"`` holds the step back until rows have left.
+        vector_bytes: size of the device table of steering vectors (float32 rows of the model's width); requests wait
+            in the queue while it is full.
+        max_programs: different combinations of interventions that tokens of live requests can have.
+        max_instructions: terms of all those combinations together.
         timeout: seconds that ``out.activations`` waits for rows still on their way before it raises.
         unverified_models: ``"refuse"`` (default) or ``"allow"`` architectures whose sites no test has compared with
             transformers.
@@ -39,6 +44,9 @@ class Settings(BaseModel):
     layers: Annotated[Any, AfterValidator(lambda v: parse_layers(v, "layers"))] = "all"
     buffer_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 42)] = 256 << 20
     overflow: Literal["wait"] = "wait"
+    vector_bytes: Annotated[int, Field(ge=1 << 12, le=1 << 40)] = 32 << 20
+    max_programs: Annotated[int, Field(ge=1, le=1 << 20)] = 8192
+    max_instructions: Annotated[int, Field(ge=1, le=1 << 24)] = 65_536
     timeout: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     unverified_models: Literal["refuse", "allow"] = "refuse"
 
@@ -65,6 +73,10 @@ class Settings(BaseModel):
             first = e.errors()[0]
             place = ".".join(str(p) for p in first["loc"])
             raise WeirError(first["msg"], f"settings.{place}") from None
+
+    def table_sizes(self, d_model: int) -> Sizes:
+        """Rows of the device tables."""
+        return Sizes(max(1, self.vector_bytes // (4 * d_model)), self.max_programs, self.max_instructions)
 
     def graph_identity(self) -> str:
         """Digest of everything that changes the traced graph; part of vLLM's compile-cache key."""

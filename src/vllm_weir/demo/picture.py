@@ -1,4 +1,4 @@
-"""The demo's two pictures."""
+"""The demo's pictures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 INK, FAINT = "#222222", "#8a8a8a"
 LINES = ("#2166ac", "#b35806")
+RED = "#b2182b"
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,38 @@ def curves(named: dict[str, Sequence[float]], path: Path, label: str) -> Path:
     axis.legend(frameon=False, fontsize=8, loc="center right")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+    return _save(plt, figure, path)
+
+
+def doses(
+    scales: Sequence[float],
+    shares: dict[str, Sequence[float]],
+    scores: Sequence[Sequence[float]],
+    path: Path,
+    label: str,
+) -> Path:
+    """Shares by scale on the left, one line a name; on the right a dot for each text's score, and their mean."""
+    plt = _pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.4), layout="constrained")
+    at = range(len(scales))
+    for (name, values), colour in zip(shares.items(), (LINES[0], RED, FAINT), strict=False):
+        dashes = "--" if colour == FAINT else "-"
+        left.plot(at, [100 * v for v in values], dashes, marker="o", markersize=4, color=colour, label=name)
+    left.set_ylim(-4, 104)
+    left.set_ylabel("% of stories", fontsize=8.5)
+    left.legend(frameon=False, fontsize=8, loc="center left")
+    for place, values in zip(at, scores, strict=True):
+        right.plot([place] * len(values), values, "o", markersize=3, alpha=0.35, color=FAINT, markeredgewidth=0)
+    means = [sum(values) / len(values) for values in scores]
+    right.plot(at, means, marker="o", markersize=4, color=INK)
+    right.axhline(0, color=FAINT, linewidth=0.8, linestyle=":")
+    right.set_ylabel(label, fontsize=8.5)
+    for axis in (left, right):
+        axis.set_xticks(at, [f"{s:+g}" if s else "0" for s in scales], fontsize=8)
+        axis.set_xlabel("scale of the steering vector (not evenly spaced)", fontsize=8.5)
+        axis.tick_params(labelsize=8, colors=INK)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
     return _save(plt, figure, path)
 
 

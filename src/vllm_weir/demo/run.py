@@ -1,4 +1,4 @@
-"""The demo: read stories with vLLM, fit a probe a layer on what Weir captured, and draw what it sees."""
+"""The demo: read stories with vLLM, fit a probe a layer on what Weir captured, then steer along what was found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from rich.table import Table
 
 from vllm_weir.api import demo_model
 from vllm_weir.demo import probe as pr
-from vllm_weir.demo.picture import Strip, curves, heat_map
+from vllm_weir.demo import steering
+from vllm_weir.demo.picture import Strip, curves, doses, heat_map
 from vllm_weir.demo.reading import SAMPLED, Reading, compiler, is_local, read, start_engine
 from vllm_weir.demo.reference import parameter_count, reference_rows, worst_error
 from vllm_weir.demo.stories import Story, make_stories
@@ -53,7 +54,7 @@ def main(
         bool | None, typer.Option("--compile/--eager", help="With torch.compile or without; default: with on a GPU.")
     ] = None,
 ) -> None:
-    """Read stories with vLLM, fit a linear probe per layer on the captured rows, and draw what it sees."""
+    """Read stories with vLLM, fit a linear probe per layer on the captured rows, and steer the mood of new ones."""
     started = time.perf_counter()
     shipped = not model or Path(model).resolve() == Path(demo_model()).resolve()
     model = model or demo_model()
@@ -98,9 +99,12 @@ def main(
 
     error = _compare(model, held, parameters)
     words = [[llm.get_tokenizer().decode([i]).strip() or "␣" for i in ids] for ids in held.tokens]
-    pictures = _draw(probes, results, held, words, [stories[1][i] for i in shown], out)
-    console.print(f"Pictures: {pictures[0]}\n          {pictures[1]}   ({time.perf_counter() - started:.0f} s in all)")
-    if shipped and not _promises_kept(results, error):
+    pictures = [*_draw(probes, results, held, words, [stories[1][i] for i in shown], out)]
+    told = _steer(llm, seen, probes, labels[0], shipped)
+    pictures.append(_draw_doses(told, shipped, out))
+    console.print("Pictures: " + "\n          ".join(map(str, pictures)), end="")
+    console.print(f"   ({time.perf_counter() - started:.0f} s in all)")
+    if shipped and not _promises_kept(results, error, told):
         raise typer.Exit(1)
 
 
@@ -200,10 +204,32 @@ def _draw(
     )
 
 
-def _promises_kept(results: list[LayerResult], error: float | None) -> bool:
+def _steer(llm, seen: Reading, probes: list[pr.Probe], labels: torch.Tensor, shipped: bool) -> list[steering.Dose]:
+    """Stories steered along the difference of the two moods' mean rows at the middle block, printed."""
+    layer = len(probes) // 2
+    vector = pr.mean_difference(seen.mean[layer], labels)
+    with console.status("writing steered stories"):
+        told = steering.tell(llm, vector, layer, probes[layer], console)
+    steering.print_doses(console, told, layer, float(vector.norm()), grammar=shipped)
+    steering.print_story(console, told)
+    return told
+
+
+def _draw_doses(told: list[steering.Dose], shipped: bool, out: Path) -> Path:
+    shares = {"positive": [d.share(1) for d in told], "negative": [d.share(-1) for d in told]}
+    if shipped:
+        shares["well-formed"] = [d.well_formed for d in told]
+    scores = [[s.score for s in d.stories] for d in told]
+    return doses([d.scale for d in told], shares, scores, out / "dose_response.png", "probe's log-odds of positive")
+
+
+def _promises_kept(results: list[LayerResult], error: float | None, told: list[steering.Dose]) -> bool:
     best = max(r.auc_last for r in results)
+    broken = steering.failures(told)
+    for sentence in broken:
+        console.print(f"[red]FAILED[/]: {sentence}")
     if best < MIN_AUC:
         console.print(f"[red]FAILED[/]: the best layer's AUC is {best:.3f}, less than {MIN_AUC}")
     if error is None or error > MAX_ERROR:
         console.print(f"[red]FAILED[/]: the error against transformers is {error}, more than {MAX_ERROR:g}")
-    return best >= MIN_AUC and error is not None and error <= MAX_ERROR
+    return best >= MIN_AUC and error is not None and error <= MAX_ERROR and not broken

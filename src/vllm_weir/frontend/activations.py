@@ -25,6 +25,9 @@ class Receipt:
 
     Attributes:
         captured: site -> rows returned.
+        steered: per intervention, in the order in which they apply (global ones first): site -> rows changed there.
+            Empty for one that changes nothing (a zero vector, a scale of 0).
+        shared: per intervention, prompt positions whose steered KV came from the prefix cache instead.
         prompt_tokens, generated_tokens: P and G of this sequence (G so far, while streaming).
         cached_tokens: prompt tokens whose KV came from the prefix cache.
         hit_limit: first wanted position, which a prefix-cache hit was not allowed to pass; None for no limit.
@@ -32,6 +35,8 @@ class Receipt:
     """
 
     captured: dict[Site, int] = field(default_factory=dict)
+    steered: tuple[dict[Site, int], ...] = ()
+    shared: tuple[int, ...] = ()
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
@@ -42,6 +47,7 @@ class Receipt:
         """Plain JSON data; sites as ``"resid_post.10"``."""
         out = asdict(self)
         out["captured"] = {f"{s.hook}.{s.layer}": n for s, n in self.captured.items()}
+        out["steered"] = [{f"{s.hook}.{s.layer}": n for s, n in sites.items()} for sites in self.steered]
         return out
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.spec.hooks import Site
-from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY, lens_capture
+from vllm_weir.spec.interventions import Intervention, Move
+from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY, lens_capture, lens_interventions
 from vllm_weir.spec.request import WIRE_KEY, RequestSpec, ResolvedSpec, Wish
-from vllm_weir.worker.plan import tap_of
+from vllm_weir.spec.sizes import Sizes
+from vllm_weir.worker.plan import Selectors, tap_of
 
+MAX_TOKEN_SELECTORS = 4
 KEYS = (WIRE_KEY, LENS_CAPTURE_KEY, LENS_STEER_KEY)
 """Keys of ``SamplingParams.extra_args`` that are Weir's to honour or refuse."""
 
@@ -47,11 +52,26 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class Admitted:
-    """A request that may enter: its resolved spec, returned dtypes, and whether it came by vllm-lens's key."""
+    """A request that may enter.
+
+    Attributes:
+        spec: its captures, resolved.
+        dtypes: dtype of the rows it gets back, by site.
+        lens_layers: blocks asked for by vllm-lens's key.
+        moves: its interventions, resolved; None stands for one that changes nothing (a zero vector, a scale of 0).
+        rows: the vectors they use, by digest.
+    """
 
     spec: ResolvedSpec
     dtypes: dict[Site, str]
-    lens_layers: tuple[int, ...]
+    lens_layers: tuple[int, ...] = ()
+    moves: tuple[Move | None, ...] = ()
+    rows: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def effective(self) -> list[Move]:
+        """The interventions that change something, in order."""
+        return [m for m in self.moves if m is not None]
 
 
 def carries_keys(extra_args: Mapping[str, Any] | None) -> bool:
@@ -59,13 +79,26 @@ def carries_keys(extra_args: Mapping[str, Any] | None) -> bool:
     return extra_args is not None and any(extra_args.get(key) is not None for key in KEYS)
 
 
-def admit(extra_args: Mapping[str, Any], facts: EngineFacts, has_token_ids: bool = True) -> Admitted:
+def unknown_reference(ref: str, field: str) -> np.ndarray:
+    """The lookup of an engine that keeps no vectors."""
+    raise WeirError(f"no vector is registered under {ref!r}", field)
+
+
+def admit(
+    extra_args: Mapping[str, Any],
+    facts: EngineFacts,
+    has_token_ids: bool = True,
+    lookup: Callable[[str, str], np.ndarray] = unknown_reference,
+    always: Sequence[Intervention] = (),
+) -> Admitted:
     """Check and resolve a request's keys.
 
     Args:
         extra_args: ``SamplingParams.extra_args``; not changed.
         facts: the engine.
         has_token_ids: False for prompts given as embeddings.
+        lookup: (reference, field) -> array, or raises WeirError.
+        always: interventions that every request undergoes, before its own.
 
     Raises:
         WeirError: naming the field, for anything that cannot be done exactly as asked.
@@ -78,8 +111,9 @@ def admit(extra_args: Mapping[str, Any], facts: EngineFacts, has_token_ids: bool
         if lens is not None:
             lens_layers = lens.resolve_layers(facts.num_layers)
             captures = (*captures, lens)
-    if extra_args.get(LENS_STEER_KEY):
-        raise WeirError("interventions are not available in this version", LENS_STEER_KEY)
+    interventions = (*always, *spec.interventions)
+    if extra_args.get(LENS_STEER_KEY) is not None:
+        interventions += lens_interventions(extra_args[LENS_STEER_KEY])
     wishes: list[Wish] = []
     dtypes: dict[Site, str] = {}
     before: dict[Site, bool] = {}
@@ -95,13 +129,46 @@ def admit(extra_args: Mapping[str, Any], facts: EngineFacts, has_token_ids: bool
             if dtypes.setdefault(site, dtype) != dtype:
                 raise WeirError(f"{site} is asked for in both {dtypes[site]} and {dtype}", f"{capture.path}.dtype")
             wishes.append(Wish(site, capture.positions, capture.before))
-    return Admitted(ResolvedSpec(tuple(wishes)), dtypes, lens_layers)
+    moves, rows = _lower(interventions, facts, lookup, has_token_ids)
+    return Admitted(ResolvedSpec(tuple(wishes)), dtypes, lens_layers, moves, rows)
+
+
+def _lower(interventions, facts: EngineFacts, lookup, has_token_ids: bool):
+    moves: list[Move | None] = []
+    rows: dict[str, np.ndarray] = {}
+    for intervention in interventions:
+        if intervention.positions.needs_token_ids and not has_token_ids:
+            raise WeirError(
+                "the prompt is given as embeddings, so it has no token ids", f"{intervention.path}.positions"
+            )
+        layers = intervention.resolve_layers(facts.num_layers)
+        for layer in layers:
+            _check_tapped(Site(intervention.hook, layer), facts, intervention.path)
+        lowered = intervention.lower(facts.d_model, lookup)
+        if not lowered.instructions or not layers:
+            moves.append(None)
+            continue
+        rows.update(lowered.rows)
+        moves.append(
+            Move(intervention.hook, layers, intervention.positions, lowered.per_position, lowered.instructions)
+        )
+    return tuple(moves), rows
 
 
 def engine_form(
-    admitted: Admitted, reply: str, prompt_len: int, prompt_ids: Sequence[int] | None, facts: EngineFacts, chunked: bool
-) -> dict[str, Any]:
-    """What travels with the request to scheduler and workers."""
+    admitted: Admitted,
+    reply: str,
+    prompt_ids: Sequence[int] | None,
+    prompt_len: int,
+    max_tokens: int,
+    facts: EngineFacts,
+    chunked: bool,
+    sizes: Sizes,
+) -> dict[str, Any] | None:
+    """What travels with the request to scheduler and workers; None if it asks for nothing that needs them."""
+    moves = admitted.effective
+    if not admitted.spec.wishes and not moves:
+        return None
     width = len({(w.site, w.before) for w in admitted.spec.wishes})
     if width > facts.ring_rows or (not chunked and width * prompt_len > facts.ring_rows):
         raise WeirError(
@@ -111,10 +178,46 @@ def engine_form(
         )
     return {
         "wishes": admitted.spec.to_wire(),
+        "moves": [m.to_wire() for m in moves],
         "reply": reply,
         "first": admitted.spec.first(prompt_len, prompt_ids),
         "width": width,
+        "needs": _needs(admitted, prompt_ids, prompt_len, max_tokens, sizes) if moves else None,
     }
+
+
+def _needs(admitted: Admitted, prompt_ids, prompt_len: int, max_tokens: int, sizes: Sizes) -> list[Any]:
+    """[vector digests, programs, instructions] that the request can come to hold; refused if it can never fit."""
+    moves = admitted.effective
+    ids = None if prompt_ids is None else np.asarray(prompt_ids, np.int64)
+    selectors = Selectors(list(dict.fromkeys(m.positions for m in moves)), prompt_len, ids)
+    if len(selectors.by_token) > MAX_TOKEN_SELECTORS:
+        raise WeirError(f"at most {MAX_TOKEN_SELECTORS} different token_ids selectors can steer", "interventions")
+    positions = np.arange(prompt_len + max_tokens)
+    codes, counts = np.unique(selectors.codes(positions), return_counts=True)
+    programs = nodes = 0
+    for code, count in zip(codes.tolist(), counts.tolist(), strict=True):
+        active = [m for m in moves if code >> selectors.distinct.index(m.positions) & 1]
+        if not active:
+            continue
+        times = 1 << sum(code >> bit & 1 for bit in selectors.by_token)
+        ranked = [m for m in active if m.per_position]
+        if ranked:
+            times *= min(count, 1 + sum(len(m.instructions) for m in ranked))
+        programs += times
+        nodes += times * sum(len(m.layers) * (1 if m.per_position else len(m.instructions)) for m in active)
+    needed = (
+        ("vectors", len(admitted.rows), sizes.vectors, "vector_bytes"),
+        ("programs", programs, sizes.programs, "max_programs"),
+        ("instructions", nodes, sizes.nodes, "max_instructions"),
+    )
+    for name, need, capacity, setting in needed:
+        if need > capacity:
+            raise WeirError(
+                f"needs {need} {name}, the engine's table holds {capacity}; raise the setting {setting}",
+                "interventions",
+            )
+    return [sorted(admitted.rows), programs, nodes]
 
 
 def _check_tapped(site: Site, facts: EngineFacts, path: str) -> None:

@@ -10,9 +10,11 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import EngineFacts, admit, engine_form
 from vllm_weir.frontend.inbox import Inbox
+from vllm_weir.frontend.shelf import Shelf
 from vllm_weir.frontend.store import Pending, Store
 from vllm_weir.frontend.view import View
 from vllm_weir.settings import Settings
+from vllm_weir.spec.interventions import Intervention
 from vllm_weir.spec.request import WIRE_KEY
 
 
@@ -57,6 +59,8 @@ class Desk:
         self.settings = settings
         self.refusal = refusal
         self.store = Store()
+        self.shelf = Shelf()
+        self.always: tuple[Intervention, ...] = ()
         self.facts: EngineFacts | None = None
         self._chunked = chunked
         self._host = host
@@ -78,18 +82,31 @@ class Desk:
         return self.facts
 
     def admit(
-        self, request_id: str, extra_args: Mapping[str, Any], prompt_ids: Sequence[int] | None, prompt_len: int
-    ) -> tuple[Tracker, dict[str, Any]]:
+        self,
+        request_id: str,
+        extra_args: Mapping[str, Any],
+        prompt_ids: Sequence[int] | None,
+        prompt_len: int,
+        max_tokens: int,
+    ) -> tuple[Tracker, dict[str, Any] | None]:
         """Check one sequence's request; returns its tracker and the wire form for the engine, or raises WeirError."""
         facts = self.require_facts()
-        admitted = admit(extra_args, facts, prompt_ids is not None)
+        admitted = admit(extra_args, facts, prompt_ids is not None, self.shelf.find, self.always)
         if self._inbox is None:
             self._inbox = Inbox(self.store, self._host)
-        wire = engine_form(admitted, self._inbox.reply, prompt_len, prompt_ids, facts, self._chunked)
+        sizes = self.settings.table_sizes(facts.d_model)
+        reply = self._inbox.reply
+        wire = engine_form(admitted, reply, prompt_ids, prompt_len, max_tokens, facts, self._chunked, sizes)
         ids = np.full(prompt_len, -1, np.int64) if prompt_ids is None else np.asarray(prompt_ids, np.int64)
         pending = Pending(request_id, admitted, ids)
         self.store.open(pending)
-        return Tracker(pending, wire["first"], facts.d_model, self.settings.timeout), wire
+        first = wire["first"] if wire is not None else None
+        return Tracker(pending, first, facts.d_model, self.settings.timeout), wire
+
+    def set_always(self, interventions: Sequence[Intervention]) -> None:
+        """Interventions for every request admitted from now on; checked against the engine, or WeirError."""
+        admit({}, self.require_facts(), True, self.shelf.find, interventions)
+        self.always = tuple(interventions)
 
     def close(self) -> None:
         """Stop receiving."""

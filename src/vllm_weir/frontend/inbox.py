@@ -31,36 +31,53 @@ class Inbox:
     def __init__(self, store: Store, host: str | None = None) -> None:
         self._token = secrets.token_hex(16)
         context = zmq.Context()
-        socket = context.socket(zmq.PULL)
-        socket.setsockopt(zmq.RCVHWM, 64)
-        folder = None
-        if host is None:
-            folder = tempfile.mkdtemp(prefix="weir-")
-            address = f"ipc://{folder}/rows"
-            socket.bind(address)
-        else:
-            address = f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
-        self.reply = f"{address}#{self._token}"
+        rows, vectors = context.socket(zmq.PULL), context.socket(zmq.ROUTER)
+        rows.setsockopt(zmq.RCVHWM, 64)
+        folder = None if host is not None else tempfile.mkdtemp(prefix="weir-")
+        addresses = [_bind(socket, host, folder, name) for socket, name in ((rows, "rows"), (vectors, "vectors"))]
+        self.reply = "#".join([*addresses, self._token])
         stop = threading.Event()
         thread = threading.Thread(
-            target=_receive, args=(context, socket, stop, store, self._token), name="weir-inbox", daemon=True
+            target=_serve, args=(context, rows, vectors, stop, store, self._token), name="weir-inbox", daemon=True
         )
         thread.start()
         self.close = weakref.finalize(self, _close, stop, thread, folder)
 
 
-def _receive(context: zmq.Context, socket: zmq.Socket, stop: threading.Event, store: Store, token: str) -> None:
+def _bind(socket: zmq.Socket, host: str | None, folder: str | None, name: str) -> str:
+    if host is not None:
+        return f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
+    address = f"ipc://{folder}/{name}"
+    socket.bind(address)
+    return address
+
+
+def _serve(context, rows: zmq.Socket, vectors: zmq.Socket, stop: threading.Event, store: Store, token: str) -> None:
     poller = zmq.Poller()
-    poller.register(socket, zmq.POLLIN)
+    poller.register(rows, zmq.POLLIN)
+    poller.register(vectors, zmq.POLLIN)
     while not stop.is_set():
-        if poller.poll(200):
+        for socket, _ in poller.poll(200):
             frames = socket.recv_multipart(copy=False)
             try:
-                deliver(store, token, frames[0].bytes, frames[1].buffer if len(frames) > 1 else b"")
+                if socket is rows:
+                    deliver(store, token, frames[0].bytes, frames[1].buffer if len(frames) > 1 else b"")
+                else:
+                    socket.send_multipart([frames[0].bytes, b"", *lend(store, token, frames[-1].bytes)])
             except (msgspec.MsgspecError, ValueError, RuntimeError) as e:
                 logger.error("Weir dropped a message that it could not read: %s", e)
-    socket.close(linger=0)
+    rows.close(linger=0)
+    vectors.close(linger=0)
     context.term()
+
+
+def lend(store: Store, token: str, request: bytes) -> list[bytes]:
+    """Vectors a worker asks for, float32 bytes each, empty for unknown ones. Raises ValueError for a wrong token."""
+    wanted = mail.decode_wanted(request)
+    if not secrets.compare_digest(wanted.token.encode(), token.encode()):
+        raise ValueError("wrong token")
+    rows = (store.vector(digest) for digest in wanted.digests)
+    return [b"" if row is None else np.ascontiguousarray(row, "<f4").tobytes() for row in rows]
 
 
 def deliver(store: Store, token: str, head: bytes, payload) -> None:
@@ -71,6 +88,9 @@ def deliver(store: Store, token: str, head: bytes, payload) -> None:
     for request_id, reason in header.failures.items():
         if (pending := store.get(request_id)) is not None:
             pending.fail(reason)
+    for span in header.spans:
+        if (pending := store.get(span.request_id)) is not None:
+            pending.add_span(span.moves, np.frombuffer(span.positions, "<i4"))
     if not header.pieces:
         return
     # The rows stay where they were received: every tensor is a view that keeps the message alive.

@@ -30,6 +30,7 @@ class Pending:
         self._column = {w.site: column_of(w.site, w.before) for w in admitted.spec.wishes}
         self._chunks: dict[int, list[tuple[np.ndarray, torch.Tensor]]] = {c: [] for c in self._column.values()}
         self._have: dict[int, np.ndarray] = {c: np.zeros(0, bool) for c in self._column.values()}
+        self._steered: list[np.ndarray] = [np.zeros(0, bool) for _ in admitted.effective]
         self._failure: str | None = None
         self._changed = threading.Condition()
 
@@ -39,13 +40,33 @@ class Pending:
             for k, column in enumerate(columns):
                 if column in self._chunks:
                     self._chunks[column].append((positions, rows[:, k]))
-                    have = self._have[column]
-                    if positions[-1] >= len(have):
-                        grown = np.zeros(max(2 * len(have), int(positions[-1]) + 1), bool)
-                        grown[: len(have)] = have
-                        self._have[column] = have = grown
-                    have[positions] = True
+                    self._have[column] = _mark(self._have[column], positions)
             self._changed.notify_all()
+
+    def add_span(self, moves: list[int], positions: np.ndarray) -> None:
+        """The worker applied `moves` (indices into the effective interventions) at `positions` (int32 [n])."""
+        with self._changed:
+            for move in moves:
+                self._steered[move] = _mark(self._steered[move], positions)
+            self._changed.notify_all()
+
+    def await_steered(self, move: int, positions: np.ndarray, timeout: float) -> None:
+        """Wait for word that `move` was applied at all of `positions`.
+
+        Raises:
+            WeirError: if the worker reported a failure, or the word does not come within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while self._failure is None and not _covers(self._steered[move], positions):
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise WeirError(f"intervention {move} was not confirmed at every position within {timeout:g} s")
+            self.check()
+
+    def check(self) -> None:
+        """Raise WeirError if the worker reported a failure."""
+        if self._failure is not None:
+            raise WeirError(f"this request failed in the worker: {self._failure}")
 
     def fail(self, reason: str) -> None:
         """The rows will not come."""
@@ -69,8 +90,7 @@ class Pending:
                         f"{len(missing)} of {len(positions)} rows of {site} did not arrive within {timeout:g} s "
                         f"(first missing position {missing[0] if missing else '-'}); the worker's log says why"
                     )
-            if self._failure is not None:
-                raise WeirError(f"the rows of this request were lost: {self._failure}")
+            self.check()
             return self._gather(column, positions)
 
     def arrived(self, site: Site, positions: np.ndarray) -> np.ndarray:
@@ -84,10 +104,7 @@ class Pending:
         return position < len(have) and bool(have[position])
 
     def _complete(self, column: int, positions: np.ndarray) -> bool:
-        if not len(positions):
-            return True
-        have = self._have[column]
-        return int(positions[-1]) < len(have) and bool(have[positions].all())
+        return _covers(self._have[column], positions)
 
     def _gather(self, column: int, positions: np.ndarray) -> torch.Tensor:
         chunks = self._chunks[column]
@@ -108,6 +125,21 @@ class Pending:
         return torch.cat([r for _, r in chunks])[torch.from_numpy(where[positions])]
 
 
+def _mark(have: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """`have` with `positions` (ascending) set, grown if need be."""
+    if positions[-1] >= len(have):
+        grown = np.zeros(max(2 * len(have), int(positions[-1]) + 1), bool)
+        grown[: len(have)] = have
+        have = grown
+    have[positions] = True
+    return have
+
+
+def _covers(have: np.ndarray, positions: np.ndarray) -> bool:
+    """Whether all of `positions` (ascending) are set."""
+    return not len(positions) or (int(positions[-1]) < len(have) and bool(have[positions].all()))
+
+
 class Store:
     """Live requests of one engine by internal id. Holds them weakly: whoever drops a request drops its rows."""
 
@@ -120,6 +152,14 @@ class Store:
     def open(self, pending: Pending) -> None:
         """Accept rows for a request from now on."""
         self._pending[pending.request_id] = pending
+
+    def vector(self, digest: str) -> np.ndarray | None:
+        """A steering vector that a live request uses."""
+        for pending in list(self._pending.values()):
+            row = pending.admitted.rows.get(digest)
+            if row is not None:
+                return row
+        return None
 
     def get(self, request_id: str) -> Pending | None:
         """The request, or None if nobody waits for it any more."""

@@ -9,6 +9,7 @@ import torch
 
 from vllm_weir.frontend.activations import Activations, Receipt, empty_like, tokens_at
 from vllm_weir.frontend.store import Pending
+from vllm_weir.spec.hooks import Site
 
 
 @dataclass
@@ -42,14 +43,42 @@ class View:
     def activations(self) -> Activations:
         """The rows; raises WeirError if they were lost."""
         if self._made is None:
+            self.pending.check()
             self._made = self._assemble()
         return self._made
+
+    def verify(self) -> tuple[tuple[dict[Site, int], ...], tuple[int, ...]]:
+        """What was steered and what was shared, as in `Receipt`; raises WeirError if that is not what was asked."""
+        tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
+        every = np.arange(len(tokens))
+        steered: list[dict[Site, int]] = []
+        shared: list[int] = []
+        number = 0
+        for move in self.pending.admitted.moves:
+            if move is None:
+                steered.append({})
+                shared.append(0)
+                continue
+            wanted = np.flatnonzero(move.positions.mask(every, len(self.pending.prompt_token_ids), tokens))
+            if move.per_position:
+                kept = [k for k, term in enumerate(move.instructions[: len(wanted)]) if term.u]
+                wanted = wanted[kept]
+            cached = int((wanted < self.cached_tokens).sum())
+            if not self.aborted:
+                self.pending.await_steered(number, wanted[cached:], self.timeout)
+            number += 1
+            steered.append({Site(move.hook, layer): len(wanted) - cached for layer in move.layers})
+            shared.append(cached)
+        return tuple(steered), tuple(shared)
 
     def receipt(self) -> Receipt:
         """What was done for this sequence up to this output."""
         acts = self.activations()
+        steered, shared = self.verify()
         return Receipt(
             captured={site: len(acts[site]) for site in acts.sites},
+            steered=steered,
+            shared=shared,
             prompt_tokens=len(self.pending.prompt_token_ids),
             generated_tokens=len(self.generated),
             cached_tokens=self.cached_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 
-from vllm_weir.scheduler import StepBudget, hit_limit
+from vllm_weir.scheduler import CacheKeys, StepBudget, WaitingRoom, hit_limit
 from vllm_weir.settings import Settings
 from vllm_weir.spec.request import WIRE_KEY
 from vllm_weir.worker.station import ring_rows
@@ -46,38 +46,87 @@ def get_computed_blocks(original, _status):
     return wrapper
 
 
-_budgets: weakref.WeakKeyDictionary[object, StepBudget] = weakref.WeakKeyDictionary()
+class _Room:
+    """What Weir keeps beside one scheduler."""
 
-
-def _budget(scheduler) -> StepBudget:
-    if scheduler not in _budgets:
-        config = scheduler.vllm_config
+    def __init__(self, config) -> None:
         settings = Settings.load(config.additional_config)
-        model = config.model_config
-        _budgets[scheduler] = StepBudget(ring_rows(settings, model.get_hidden_size(), model.dtype.itemsize))
-    return _budgets[scheduler]
+        d_model = config.model_config.get_hidden_size()
+        self.budget = StepBudget(ring_rows(settings, d_model, config.model_config.dtype.itemsize))
+        self.waiting = WaitingRoom(settings.table_sizes(d_model))
+
+
+_rooms: weakref.WeakKeyDictionary[object, _Room] = weakref.WeakKeyDictionary()
+_keys: weakref.WeakKeyDictionary[object, CacheKeys] = weakref.WeakKeyDictionary()
+
+
+def block_hash_extra_keys(original, _status):
+    def wrapper(request, start_token_idx, end_token_idx, *args, **kwargs):
+        keys, *rest = original(request, start_token_idx, end_token_idx, *args, **kwargs)
+        wire = wire_of(request)
+        if wire is None or not wire["moves"]:
+            return keys, *rest
+        if request not in _keys:
+            _keys[request] = CacheKeys(wire, request.num_prompt_tokens)
+        tokens = request.all_token_ids[start_token_idx:end_token_idx]
+        digest = _keys[request].of_block(start_token_idx, tokens)
+        if digest is not None:
+            keys = (*(keys or ()), ("weir", digest))
+        return keys, *rest
+
+    return wrapper
 
 
 def scheduler_add_request(original, _status):
     def wrapper(self, request, *args, **kwargs):
         wire = wire_of(request)
-        if wire is not None:
-            _budget(self).join(request.request_id, wire)
-        return original(self, request, *args, **kwargs)
+        if wire is None:
+            return original(self, request, *args, **kwargs)
+        if self not in _rooms:
+            _rooms[self] = _Room(self.vllm_config)
+        room = _rooms[self]
+        if wire["wishes"]:
+            room.budget.join(request.request_id, wire)
+        if wire["needs"] is None or room.waiting.enter(request.request_id, request, wire["needs"]):
+            return original(self, request, *args, **kwargs)
+        return None
 
     return wrapper
 
 
 def schedule(original, _status):
     def wrapper(self, *args, **kwargs):
-        budget = _budgets.get(self)
-        if budget is None:
+        room = _rooms.get(self)
+        if room is None:
             return original(self, *args, **kwargs)
+        for request in room.waiting.release(self.requests):
+            # Not through add_request: it has been admitted to the tables already.
+            _plain_add_request(self, request)
         limit = self.max_num_scheduled_tokens
-        self.max_num_scheduled_tokens = budget.tokens(self.requests, limit)
+        self.max_num_scheduled_tokens = room.budget.tokens(self.requests, limit)
         try:
             return original(self, *args, **kwargs)
         finally:
             self.max_num_scheduled_tokens = limit
+
+    return wrapper
+
+
+def _plain_add_request(scheduler, request) -> None:
+    type(scheduler).add_request.__wrapped__(scheduler, request)
+
+
+def finish_requests(original, _status):
+    def wrapper(self, request_ids, *args, **kwargs):
+        room = _rooms.get(self)
+        if room is not None and len(room.waiting):
+            if request_ids is None:
+                leaving = room.waiting.ids()
+            else:
+                request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+                leaving = request_ids
+            for request_id in leaving:
+                room.waiting.leave(request_id)
+        return original(self, request_ids, *args, **kwargs)
 
     return wrapper

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -35,7 +36,8 @@ def add_request(original, status):
     def wrapper(self, request, *args, **kwargs):
         params = request.sampling_params
         tracker = None
-        if params is not None and carries_keys(params.extra_args):
+        desk = getattr(self, _DESK, None)
+        if params is not None and (carries_keys(params.extra_args) or (desk is not None and desk.always)):
             try:
                 tracker = _admit(self, request, status)
             except WeirError as e:
@@ -58,10 +60,12 @@ def _admit(output_processor, request, status):
     ids = request.prompt_token_ids
     length = len(ids) if ids is not None else len(request.prompt_embeds)
     params = request.sampling_params
-    tracker, wire = desk.admit(request.request_id, params.extra_args, ids, length)
+    tracker, wire = desk.admit(request.request_id, params.extra_args or {}, ids, length, params.max_tokens)
     # The engine gets a copy with its own wire form; the caller's object, and its siblings', stay as they are.
     params = copy.copy(params)
-    params.extra_args = {k: v for k, v in params.extra_args.items() if k not in KEYS} | {WIRE_KEY: wire}
+    params.extra_args = {k: v for k, v in (params.extra_args or {}).items() if k not in KEYS}
+    if wire is not None:
+        params.extra_args[WIRE_KEY] = wire
     request.sampling_params = params
     return tracker
 
@@ -77,7 +81,11 @@ def new_completion_output(original, _status):
                 # vLLM hands out the list that it goes on appending to; rows and tokens of one output must agree.
                 output.token_ids = list(output.token_ids)
             reason = None if finish_reason is None else str(finish_reason)
-            setattr(output, _VIEW, tracker.view(generated, delta, reason, self.num_cached_tokens))
+            view = tracker.view(generated, delta, reason, self.num_cached_tokens)
+            setattr(output, _VIEW, view)
+            if reason is not None and self.queue is None:
+                # A synchronous caller has nothing else to do; an asynchronous one is checked in generate().
+                view.verify()
         return output
 
     return wrapper
@@ -166,6 +174,36 @@ def _check_settings(args, kwargs) -> None:
     config = kwargs.get("vllm_config", args[0] if args else None)
     if config is not None:
         Settings.load(config.additional_config)
+
+
+def async_llm_generate(original, _status):
+    async def wrapper(self, *args, **kwargs):
+        async for output in original(self, *args, **kwargs):
+            for completion in output.outputs if output.finished else ():
+                view = getattr(completion, _VIEW, None)
+                if view is not None:
+                    await asyncio.to_thread(_verify, view)
+            yield output
+
+    return wrapper
+
+
+def _verify(view) -> None:
+    try:
+        view.verify()
+    except WeirError as e:
+        raise WeirRequestError(e.message, e.field) from None
+
+
+def desk_of(llm) -> Desk:
+    """The desk of an ``LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in; raises WeirError if it has none."""
+    engine = llm
+    for attribute in ("llm_engine", "engine"):
+        engine = getattr(engine, attribute, engine)
+    desk = getattr(getattr(engine, "output_processor", None), _DESK, None)
+    if desk is None:
+        raise WeirError(f"{type(llm).__name__} is no engine that Weir serves; see `weir doctor`", "llm")
+    return desk
 
 
 def async_llm_add_request(original, _status):

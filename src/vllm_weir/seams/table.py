@@ -81,12 +81,19 @@ SEAMS: tuple[Seam, ...] = (
          "settings are checked", "engine:async_llm_init"),
     Seam(f"{_V1}.engine.async_llm", "AsyncLLM.add_request", FRONTEND,
          "the workers are asked what they serve, once", "engine:async_llm_add_request", ("params",)),
+    Seam(f"{_V1}.engine.async_llm", "AsyncLLM.generate", FRONTEND,
+         "a steered request that was not steered as asked fails", "engine:async_llm_generate"),
     Seam(f"{_V1}.core.kv_cache_manager", "KVCacheManager.get_computed_blocks", CORE,
          "a prefix-cache hit never passes a wanted position", "core:get_computed_blocks", ("request",)),
+    Seam(f"{_V1}.core.kv_cache_utils", "generate_block_hash_extra_keys", CORE,
+         "KV written under an intervention has keys of its own", "core:block_hash_extra_keys",
+         ("request", "start_token_idx", "end_token_idx")),
     Seam(f"{_V1}.core.sched.scheduler", "Scheduler.add_request", CORE,
-         "capturing requests are known to the step budget", "core:scheduler_add_request", ("request",)),
+         "requests wait while the steering tables are full", "core:scheduler_add_request", ("request",)),
+    Seam(f"{_V1}.core.sched.scheduler", "Scheduler.finish_requests", CORE,
+         "waiting requests can be aborted", "core:finish_requests", ("request_ids",)),
     Seam(f"{_V1}.core.sched.scheduler", "Scheduler.schedule", CORE,
-         "a step never records more rows than the ring holds", "core:schedule"),
+         "waiting requests are let in; a step never records more rows than the ring holds", "core:schedule"),
     Seam(f"{_V1}.worker.worker_base", "WorkerWrapperBase.init_device", WORKER,
          "the worker and its runner are taken hold of", "worker:init_device"),
     Seam(f"{_V1}.worker.gpu_worker", "Worker.load_model", WORKER, "the taps are placed once the model is loaded"),
@@ -157,7 +164,8 @@ def _hold(seam: Seam, status: Status, _module: object) -> None:
         wrapper: Any = functools.wraps(original)(_maker(seam)(original, status))
         wrapper.__weir__ = seam.path
         owner_name, _, attribute = seam.name.rpartition(".")
-        setattr(getattr(importlib.import_module(seam.module), owner_name), attribute, wrapper)
+        module = importlib.import_module(seam.module)
+        setattr(getattr(module, owner_name) if owner_name else module, attribute, wrapper)
     except (ImportError, AttributeError, TypeError, ValueError) as e:
         status.problems[seam.path] = str(e)
         logger.error("Weir could not hold %s: %s", seam.path, e)

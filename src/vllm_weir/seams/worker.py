@@ -120,7 +120,8 @@ def _v1_spans(runner):
             result = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
             batch = runner.input_batch
             n = batch.num_reqs
-            station.plan_step(batch.req_ids[:n], num_scheduled_tokens[:n], batch.num_computed_tokens_cpu[:n])
+            computed = batch.num_computed_tokens_cpu[:n]
+            station.plan_step(batch.req_ids[:n], num_scheduled_tokens[:n], computed, runner.input_ids.gpu)
             return result
 
         runner._prepare_inputs = wrapper
@@ -136,7 +137,8 @@ def _v2_spans(runner):
         def wrapper(*args, **kwargs):
             batch = prepare(*args, **kwargs)
             n = batch.num_reqs
-            station.plan_step(batch.req_ids, batch.num_scheduled_tokens[:n], batch.num_computed_tokens_np[:n])
+            computed = batch.num_computed_tokens_np[:n]
+            station.plan_step(batch.req_ids, batch.num_scheduled_tokens[:n], computed, batch.input_ids)
             return batch
 
         runner.prepare_inputs = wrapper

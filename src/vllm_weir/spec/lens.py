@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.capture import Capture
+from vllm_weir.spec.interventions import Add, Intervention
+from vllm_weir.spec.positions import Positions
+from vllm_weir.spec.vectors import Vector
 
 LENS_CAPTURE_KEY = "output_residual_stream"
 LENS_STEER_KEY = "apply_steering_vectors"
@@ -21,3 +27,88 @@ def lens_capture(value: object) -> Capture | None:
     if value is False or value == []:
         return None
     return Capture("resid_post", layers="all" if value is True else value, path=LENS_CAPTURE_KEY)
+
+
+@dataclass(frozen=True, eq=False)
+class SteeringVector:
+    """vllm-lens's steering vector.
+
+    Args:
+        activations: [layers, d_model], added at every position, or [layers, positions, d_model].
+        layer_indices: the block after which each ``activations[i]`` is added.
+        scale: factor.
+        norm_match: scale each row of `activations` to the L2 norm of the stream it is added to.
+        position_indices: absolute positions for 3-D activations; None means 0, 1, ...
+    """
+
+    activations: Any
+    layer_indices: Sequence[int]
+    scale: float = 1.0
+    norm_match: bool = False
+    position_indices: Sequence[int] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON data; ``apply_steering_vectors`` takes it as it takes the object."""
+        return {
+            "activations": Vector.parse(self.activations, "activations", (2, 3)).to_json(),
+            "layer_indices": list(self.layer_indices),
+            "scale": self.scale,
+            "norm_match": self.norm_match,
+            "position_indices": None if self.position_indices is None else list(self.position_indices),
+        }
+
+
+def lens_interventions(value: object) -> tuple[Intervention, ...]:
+    """``apply_steering_vectors``: a list of SteeringVectors (Weir's or vllm-lens's own), dicts, or that as JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise WeirError("not valid JSON", LENS_STEER_KEY) from None
+    if isinstance(value, Mapping) or hasattr(value, "activations"):
+        value = [value]
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise WeirError(f"expected a list of steering vectors, got {type(value).__name__}", LENS_STEER_KEY)
+    return tuple(i for k, v in enumerate(value) for i in _lens_one(v, f"{LENS_STEER_KEY}[{k}]"))
+
+
+_FIELDS = ("activations", "layer_indices", "scale", "norm_match", "position_indices")
+
+
+def _lens_one(vector: Any, path: str) -> list[Intervention]:
+    if not isinstance(vector, Mapping):
+        vector = {name: getattr(vector, name) for name in _FIELDS if hasattr(vector, name)}
+    for key in vector:
+        if key not in _FIELDS:
+            raise WeirError(f"unknown key; known are {', '.join(_FIELDS)}", f"{path}.{brief(key)}")
+    for key in ("activations", "layer_indices"):
+        if key not in vector:
+            raise WeirError("missing", f"{path}.{key}")
+    array = Vector.parse(_lens_tensor(vector["activations"]), f"{path}.activations", (2, 3)).array
+    layers, positions = vector["layer_indices"], vector.get("position_indices")
+    if array is None:
+        raise WeirError("a reference is not a vllm-lens form", f"{path}.activations")
+    if not isinstance(layers, Sequence) or len(layers) != len(array):
+        raise WeirError(f"activations hold {len(array)} layers; name as many", f"{path}.layer_indices")
+    same = {"scale": vector.get("scale", 1.0), "norm_match": vector.get("norm_match", False), "path": path}
+    if array.ndim == 2:
+        return [Add(Vector(row), layer, **same) for row, layer in zip(array, layers, strict=True)]
+    at = Positions.parse(list(range(array.shape[1])) if positions is None else positions, f"{path}.position_indices")
+    absolute = at.numbers
+    if at.kind != "list" or len(absolute) > array.shape[1] or any(p < 0 for p in absolute):
+        raise WeirError(f"expected at most {array.shape[1]} absolute positions", f"{path}.position_indices")
+    if len(set(absolute)) != len(absolute):
+        raise WeirError("a position is named twice", f"{path}.position_indices")
+    order = sorted(range(len(absolute)), key=absolute.__getitem__)
+    ascending = [absolute[k] for k in order]
+    return [
+        Add(Vector(rows[order]), layer, positions=ascending, **same) for rows, layer in zip(array, layers, strict=True)
+    ]
+
+
+def _lens_tensor(value: Any) -> Any:
+    """vllm-lens's tensor form {data: base64, dtype, shape} as Weir's; anything else as it is."""
+    if isinstance(value, Mapping) and "data" in value:
+        dtype = str(value.get("dtype", "float32")).removeprefix("torch.")
+        return {"b64": value["data"], "dtype": dtype, "shape": value.get("shape")}
+    return value

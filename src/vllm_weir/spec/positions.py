@@ -67,7 +67,9 @@ class Positions:
     @classmethod
     def _parse_token_ids(cls, selector: dict, field: str) -> Positions:
         if set(selector) != {"token_ids"}:
-            raise WeirError(f"a selector dict has one key, 'token_ids', not {sorted(map(brief, selector))[:5]}", field)
+            raise WeirError(
+                f"a selector dict has the one key 'token_ids', got {sorted(map(brief, selector))[:5]}", field
+            )
         ids = selector["token_ids"]
         if _is_int(ids):
             ids = [ids]

@@ -12,11 +12,13 @@ import numpy as np
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.hooks import Site
+from vllm_weir.spec.interventions import Intervention, parse_intervention
 from vllm_weir.spec.positions import Positions
 
 WIRE_KEY = "weir"
 WIRE_VERSION = 1
 MAX_CAPTURES = 62  # with vllm-lens's key 63 selectors: the planner keeps one bit of an int64 for each
+MAX_INTERVENTIONS = 1024
 MAX_WIRE_CHARS = 64 << 20
 
 
@@ -25,6 +27,7 @@ class RequestSpec:
     """What one request asks of Weir."""
 
     capture: tuple[Capture, ...] = ()
+    interventions: tuple[Intervention, ...] = ()
 
     @classmethod
     def parse(cls, data: object, path: str = WIRE_KEY) -> RequestSpec:
@@ -41,16 +44,19 @@ class RequestSpec:
         version = data.get("v")
         if version != WIRE_VERSION or isinstance(version, bool):
             raise WeirError(f"this Weir speaks version {WIRE_VERSION}, got {brief(version)}", f"{path}.v")
-        if data.get("interventions"):
-            raise WeirError("interventions are not available in this version", f"{path}.interventions")
-        return cls(parse_captures(data.get("capture", ()), "capture"))
+        return cls(
+            parse_captures(data.get("capture", ()), "capture"),
+            parse_interventions(data.get("interventions", ()), "interventions"),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The wire form."""
-        return {"v": WIRE_VERSION, "capture": [c.to_json() for c in self.capture]}
-
-    def __bool__(self) -> bool:
-        return bool(self.capture)
+        out: dict[str, Any] = {"v": WIRE_VERSION}
+        if self.capture:
+            out["capture"] = [c.to_json() for c in self.capture]
+        if self.interventions:
+            out["interventions"] = [i.to_json() for i in self.interventions]
+        return out
 
 
 def parse_captures(captures: object, path: str) -> tuple[Capture, ...]:
@@ -64,6 +70,21 @@ def parse_captures(captures: object, path: str) -> tuple[Capture, ...]:
     if len(captures) > MAX_CAPTURES:
         raise WeirError(f"{len(captures)} captures in one request, more than the limit of {MAX_CAPTURES}", path)
     return tuple(Capture.from_json(c, f"{path}[{i}]") for i, c in enumerate(captures))
+
+
+def parse_interventions(interventions: object, path: str) -> tuple[Intervention, ...]:
+    """One Intervention, its wire form, or a list of either."""
+    if isinstance(interventions, (Intervention, Mapping)):
+        interventions = [interventions]
+    if interventions is None:
+        interventions = ()
+    if isinstance(interventions, (str, bytes)) or not isinstance(interventions, Sequence):
+        raise WeirError(f"expected a list of interventions, got {type(interventions).__name__}", path)
+    if len(interventions) > MAX_INTERVENTIONS:
+        raise WeirError(
+            f"{len(interventions)} interventions in one request, more than the limit of {MAX_INTERVENTIONS}", path
+        )
+    return tuple(parse_intervention(x, f"{path}[{i}]") for i, x in enumerate(interventions))
 
 
 def _loads(text: str | bytes, path: str) -> Any:

@@ -9,7 +9,7 @@ import threading
 import zmq
 
 from vllm_weir import mail
-from vllm_weir.worker.plan import Entry
+from vllm_weir.worker.plan import Entry, Steered
 from vllm_weir.worker.ring import Lease, Ring
 
 logger = logging.getLogger(__name__)
@@ -30,13 +30,13 @@ class Drain:
         self._thread = threading.Thread(target=self._run, name="weir-drain", daemon=True)
         self._thread.start()
 
-    def send(self, lease: Lease, entries: list[Entry]) -> None:
-        """Queue a step's rows; `entries` are grouped by reply address, as the planner lays them out."""
-        self._jobs.put((lease, entries))
+    def send(self, lease: Lease | None, entries: list[Entry], steered: list[Steered]) -> None:
+        """Queue what a step did; `entries` are grouped by reply address, as the planner lays them out."""
+        self._jobs.put((lease, entries, steered))
 
     def fail(self, reply: str, request_id: str, reason: str) -> None:
         """Tell a reader that a request's rows will not come, and why."""
-        self._jobs.put((reply, request_id, reason))
+        self._jobs.put((reply, {request_id: reason}))
 
     def close(self) -> None:
         """Send what is queued, then stop."""
@@ -45,11 +45,14 @@ class Drain:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if len(job) == 3:
-                reply, request_id, reason = job
-                self._post(reply, [], {request_id: reason}, b"")
+            if len(job) == 2:
+                reply, failures = job
+                self._post(reply, b"", failures=failures)
                 continue
-            lease, entries = job
+            lease, entries, steered = job
+            self._send_spans(steered)
+            if lease is None:
+                continue
             try:
                 self._send_rows(lease, entries)
             finally:
@@ -72,12 +75,20 @@ class Drain:
                 pieces.append(mail.Piece(e.request_id, list(e.columns), positions, e.start - start))
                 last += 1
             end = entries[last].start if last < len(entries) else lease.rows
-            self._post(reply, pieces, {}, rows[start * self._row_bytes : end * self._row_bytes])
+            self._post(reply, rows[start * self._row_bytes : end * self._row_bytes], pieces=pieces)
             first = last
 
-    def _post(self, reply: str, pieces: list[mail.Piece], failures: dict[str, str], payload) -> None:
-        address, token = mail.split_reply(reply)
-        header = mail.Header(token, self._d_model, self._dtype, pieces, failures)
+    def _send_spans(self, steered: list[Steered]) -> None:
+        by_reply: dict[str, list[mail.Span]] = {}
+        for s in steered:
+            span = mail.Span(s.request_id, list(s.moves), s.positions.astype("<i4").tobytes())
+            by_reply.setdefault(s.reply, []).append(span)
+        for reply, spans in by_reply.items():
+            self._post(reply, b"", spans=spans)
+
+    def _post(self, reply: str, payload, **content) -> None:
+        address, _, token = mail.split_reply(reply)
+        header = mail.Header(token, self._d_model, self._dtype, **content)
         try:
             self._socket(address).send_multipart([mail.encode(header), payload], copy=True)
         except zmq.ZMQError as e:

@@ -1,23 +1,25 @@
 """The tap: one opaque custom op a site, traced into the model's graph by forward hooks on module instances.
 
 The op reads everything from tensors (the site's number, the step's plan, the tables, the ring), so every layer's graph
-is the same and nothing about it changes from step to step. It is declared to mutate the stream, which keeps the
-compiler from moving or dropping it.
+is the same and nothing about it changes from step to step. It mutates the stream in place, so it is seen by everything
+downstream, and the compiler can neither move nor drop it.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
+from vllm_weir.spec.interventions import AFFINE, BLEND, CLAMP, CONST, NORM
 from vllm_weir.worker.plan import STAGES
+from vllm_weir.worker.programs import AFTER_POST, LAST
 
 _LIBRARY = torch.library.Library("weir", "DEF")
-_SCHEMA = "Tensor(a!) hidden, {residual}Tensor tap, Tensor plan, Tensor ranks, Tensor ring) -> ()"
-_LIBRARY.define("tap(" + _SCHEMA.format(residual=""))
-_LIBRARY.define("tap_residual(" + _SCHEMA.format(residual="Tensor(b!) residual, "))
+_TABLES = "Tensor tap, Tensor plan, Tensor ranks, Tensor ring, Tensor heads, Tensor ints, Tensor floats, Tensor vectors"
+_LIBRARY.define(f"tap(Tensor(a!) hidden, {_TABLES}) -> ()")
+_LIBRARY.define(f"tap_residual(Tensor(a!) hidden, Tensor(b!) residual, {_TABLES}) -> ()")
 
 
 @dataclass(frozen=True)
@@ -25,44 +27,92 @@ class TapTensors:
     """What the taps of one worker share.
 
     Attributes:
-        plan: int32 [2, max tokens], slot and profile of every token of the step, -1 for none.
+        plan: int32 [3, max tokens], slot, profile and program of every token of the step, -1 for none.
         ranks: int32 [max profiles, columns], place of a column in a profile, -1 if it is not wanted.
         ring: [rows, d_model] in the model's dtype.
+        heads, ints, floats, vectors: the tables of `vllm_weir.worker.programs.ProgramTable`.
     """
 
     plan: torch.Tensor
     ranks: torch.Tensor
     ring: torch.Tensor
+    heads: torch.Tensor
+    ints: torch.Tensor
+    floats: torch.Tensor
+    vectors: torch.Tensor
 
 
-def _tap_cpu(hidden, residual, tap, plan, ranks, ring) -> None:
-    slots = plan[0, : hidden.shape[0]]
-    tokens = (slots >= 0).nonzero().squeeze(1)
+def _tap_cpu(hidden, residual, tap, plan, ranks, ring, heads, ints, floats, vectors) -> None:
+    n, tap = hidden.shape[0], int(tap)
+    slots, profiles, programs = plan[:, :n]
+    nodes = torch.where(programs >= 0, heads[programs.clamp(min=0).long(), tap], -1)
+    ranked = ranks[profiles.clamp(min=0).long(), tap * STAGES : (tap + 1) * STAGES]
+    ranked = torch.where((slots >= 0)[:, None], ranked, -1)
+    tokens = ((nodes >= 0) | (ranked >= 0).any(1)).nonzero().squeeze(1)
     if not len(tokens):
         return
-    column = int(tap) * STAGES
-    per_stage = ranks[plan[1, tokens].long(), column : column + STAGES]
-    wanted = (per_stage >= 0).any(1)
-    if not wanted.any():
-        return
-    tokens, per_stage = tokens[wanted], per_stage[wanted]
-    rows = hidden[tokens] if residual is None else hidden[tokens] + residual[tokens]
+    stream = hidden[tokens] if residual is None else hidden[tokens] + residual[tokens]
+    nodes, ranked, slots = nodes[tokens], ranked[tokens], slots[tokens]
+    h = stream.float()
     for stage in range(STAGES):
-        ranked = per_stage[:, stage]
-        at = ranked >= 0
+        if stage:
+            nodes, h = _run(nodes, h, stage == STAGES - 1, ints, floats, vectors)
+        at = ranked[:, stage] >= 0
         if at.any():
-            ring[(slots[tokens[at]] + ranked[at]).long()] = rows[at].to(ring.dtype)
+            ring[(slots[at] + ranked[at, stage]).long()] = h[at].to(ring.dtype)
+    steered = programs[tokens] >= 0
+    steered &= heads[programs[tokens].clamp(min=0).long(), tap] >= 0
+    if steered.any():
+        hidden[tokens[steered]] = h[steered].to(hidden.dtype)
+        if residual is not None:
+            residual[tokens[steered]] = 0
 
 
-def _tap_cuda(hidden, residual, tap, plan, ranks, ring) -> None:
+def _run(nodes, h, past_post: bool, ints, floats, vectors):
+    """Follow each row's chain as far as the stage goes; returns where it stopped, and the new rows (float32)."""
+    nodes, h = nodes.clone(), h.clone()
+    for start in nodes[nodes >= 0].unique().tolist():
+        at = (nodes == start).nonzero().squeeze(1)
+        rows, delta, node = h[at], torch.zeros_like(h[at]), start
+        while node >= 0:
+            kind, u, w, following, flags = ints[node].tolist()
+            if flags & AFTER_POST and not past_post:
+                break
+            a, b, lo, hi = floats[node].tolist()
+            if kind == BLEND:
+                delta += a * (vectors[u] - rows)
+            else:
+                delta += _factor(kind, rows, vectors[w] if w >= 0 else None, a, b, lo, hi) * vectors[u]
+            if flags & LAST:
+                rows, delta = rows + delta, torch.zeros_like(delta)
+            node = following
+        h[at], nodes[at] = rows, node
+    return nodes, h
+
+
+def _factor(kind: int, rows, w, a: float, b: float, lo: float, hi: float):
+    """c(h) of an instruction for rows [n, d]: a float, or a tensor [n, 1]."""
+    if kind == CONST:
+        return a
+    if kind == NORM:
+        return a * rows.norm(dim=1, keepdim=True)
+    along = (rows * w).sum(1, keepdim=True)
+    if kind == AFFINE:
+        return a * along + b
+    if kind == CLAMP:
+        return a * (along.clamp(lo, hi) - along)
+    raise AssertionError(f"unknown instruction {kind}")
+
+
+def _tap_cuda(hidden, residual, *tables) -> None:
     from vllm_weir.worker.tap_triton import launch
 
-    launch(hidden, residual, tap, plan, ranks, ring)
+    launch(hidden, residual, *tables)
 
 
 def _plain(implementation):
-    def tap(hidden, tap, plan, ranks, ring):
-        implementation(hidden, None, tap, plan, ranks, ring)
+    def tap(hidden, *tables):
+        implementation(hidden, None, *tables)
 
     return tap
 
@@ -96,25 +146,34 @@ def place_input_tap(block: torch.nn.Module, tap: int, tensors: TapTensors, hidde
         r = None
         if residual_at >= 0:
             r = args[residual_at] if residual_at < len(args) else kwargs.get(residual)
-        _apply(h, r, module.weir_pre_tap, module.weir_plan, module.weir_ranks, module.weir_ring)
+        _apply(module, module.weir_pre_tap, h, r)
 
     block.register_forward_pre_hook(before_block, with_kwargs=True)
 
 
 def _after_block(module, _args, output):
     hidden, residual = output if isinstance(output, tuple) else (output, None)
-    _apply(hidden, residual, module.weir_post_tap, module.weir_plan, module.weir_ranks, module.weir_ring)
+    _apply(module, module.weir_post_tap, hidden, residual)
 
 
-def _apply(hidden, residual, tap, plan, ranks, ring) -> None:
+def _apply(module, tap, hidden, residual) -> None:
+    tables = (
+        module.weir_plan,
+        module.weir_ranks,
+        module.weir_ring,
+        module.weir_heads,
+        module.weir_ints,
+        module.weir_floats,
+        module.weir_vectors,
+    )
     if residual is None:
-        torch.ops.weir.tap(hidden, tap, plan, ranks, ring)
+        torch.ops.weir.tap(hidden, tap, *tables)
     else:
-        torch.ops.weir.tap_residual(hidden, residual, tap, plan, ranks, ring)
+        torch.ops.weir.tap_residual(hidden, residual, tap, *tables)
 
 
 def _own(block: torch.nn.Module, tap: int, tensors: TapTensors, side: str) -> None:
     number = torch.tensor(tap, dtype=torch.int32, device=tensors.plan.device)
     block.register_buffer(f"weir_{side}_tap", number, persistent=False)
-    for name in ("plan", "ranks", "ring"):
-        block.register_buffer(f"weir_{name}", getattr(tensors, name), persistent=False)
+    for entry in fields(tensors):
+        block.register_buffer(f"weir_{entry.name}", getattr(tensors, entry.name), persistent=False)

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
+from vllm_weir.spec import interventions as kinds
+from vllm_weir.worker import programs
 from vllm_weir.worker.plan import STAGES
+
+_NORM = tl.constexpr(kinds.NORM)
+_AFFINE = tl.constexpr(kinds.AFFINE)
+_CLAMP = tl.constexpr(kinds.CLAMP)
+_BLEND = tl.constexpr(kinds.BLEND)
+_LAST = tl.constexpr(programs.LAST)
+_AFTER_POST = tl.constexpr(programs.AFTER_POST)
+_INTS = tl.constexpr(len(programs.INT_FIELDS))
+_FLOATS = tl.constexpr(len(programs.FLOAT_FIELDS))
+
+
+@triton.jit
+def _term(node, h, ints, floats, vectors, d_model, offsets, inside):
+    """What one instruction adds to the row `h`."""
+    kind = tl.load(ints + node * _INTS)
+    u = tl.load(ints + node * _INTS + 1).to(tl.int64)
+    w = tl.load(ints + node * _INTS + 2).to(tl.int64)
+    a = tl.load(floats + node * _FLOATS)
+    direction = tl.load(vectors + u * d_model + offsets, mask=inside, other=0.0)
+    factor = a
+    if kind == _NORM:
+        factor = a * tl.sqrt(tl.sum(h * h, axis=0))
+    if w >= 0:
+        along = tl.sum(h * tl.load(vectors + w * d_model + offsets, mask=inside, other=0.0), axis=0)
+        if kind == _AFFINE:
+            factor = a * along + tl.load(floats + node * _FLOATS + 1)
+        if kind == _CLAMP:
+            low = tl.load(floats + node * _FLOATS + 2)
+            high = tl.load(floats + node * _FLOATS + 3)
+            factor = a * (tl.minimum(tl.maximum(along, low), high) - along)
+    out = factor * direction
+    if kind == _BLEND:
+        out = a * (direction - h)
+    return out
 
 
 @triton.jit
@@ -17,50 +52,72 @@ def _tap(
     plan,
     ranks,
     ring,
+    heads,
+    ints,
+    floats,
+    vectors,
     hidden_stride,
     residual_stride,
     plan_width,
     rank_width,
+    num_taps,
     d_model,
     HAS_RESIDUAL: tl.constexpr,
     STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(plan + token, mask=token < plan_width, other=-1).to(tl.int64)
-    if slot >= 0:
-        profile = tl.load(plan + plan_width + token).to(tl.int64)
+    planned = token < plan_width
+    slot = tl.load(plan + token, mask=planned, other=-1).to(tl.int64)
+    program = tl.load(plan + 2 * plan_width + token, mask=planned, other=-1).to(tl.int64)
+    if (slot >= 0) | (program >= 0):
         site = tl.load(tap).to(tl.int64)
+        node = tl.load(heads + program * num_taps + site, mask=program >= 0, other=-1).to(tl.int64)
+        profile = tl.load(plan + plan_width + token, mask=slot >= 0, other=0).to(tl.int64)
         at = ranks + profile * rank_width + site * STAGES
-        r0 = tl.load(at)
-        r1 = tl.load(at + 1)
-        r2 = tl.load(at + 2)
-        if (r0 >= 0) | (r1 >= 0) | (r2 >= 0):
-            for start in range(0, d_model, BLOCK):
-                offsets = start + tl.arange(0, BLOCK)
-                inside = offsets < d_model
-                row = tl.load(hidden + token * hidden_stride + offsets, mask=inside)
-                if HAS_RESIDUAL:
-                    row = row + tl.load(residual + token * residual_stride + offsets, mask=inside)
-                tl.store(ring + (slot + r0) * d_model + offsets, row, mask=inside & (r0 >= 0))
-                tl.store(ring + (slot + r1) * d_model + offsets, row, mask=inside & (r1 >= 0))
-                tl.store(ring + (slot + r2) * d_model + offsets, row, mask=inside & (r2 >= 0))
+        r0 = tl.load(at, mask=slot >= 0, other=-1)
+        r1 = tl.load(at + 1, mask=slot >= 0, other=-1)
+        r2 = tl.load(at + 2, mask=slot >= 0, other=-1)
+        if (node >= 0) | (r0 >= 0) | (r1 >= 0) | (r2 >= 0):
+            offsets = tl.arange(0, BLOCK)
+            inside = offsets < d_model
+            row = tl.load(hidden + token * hidden_stride + offsets, mask=inside, other=0.0)
+            if HAS_RESIDUAL:
+                row = row + tl.load(residual + token * residual_stride + offsets, mask=inside, other=0.0)
+            tl.store(ring + (slot + r0) * d_model + offsets, row, mask=inside & (r0 >= 0))
+            steered = node >= 0
+            h = row.to(tl.float32)
+            delta = tl.zeros_like(h)
+            flags = tl.load(ints + node * _INTS + 4, mask=node >= 0, other=0)
+            while (node >= 0) & ((flags & _AFTER_POST) == 0):
+                delta += _term(node, h, ints, floats, vectors, d_model, offsets, inside)
+                if (flags & _LAST) != 0:
+                    h = h + delta
+                    delta = delta * 0.0
+                node = tl.load(ints + node * _INTS + 3).to(tl.int64)
+                flags = tl.load(ints + node * _INTS + 4, mask=node >= 0, other=0)
+            tl.store(ring + (slot + r1) * d_model + offsets, h.to(row.dtype), mask=inside & (r1 >= 0))
+            while node >= 0:
+                delta += _term(node, h, ints, floats, vectors, d_model, offsets, inside)
+                if (tl.load(ints + node * _INTS + 4) & _LAST) != 0:
+                    h = h + delta
+                    delta = delta * 0.0
+                node = tl.load(ints + node * _INTS + 3).to(tl.int64)
+            tl.store(ring + (slot + r2) * d_model + offsets, h.to(row.dtype), mask=inside & (r2 >= 0))
+            tl.store(hidden + token * hidden_stride + offsets, h.to(row.dtype), mask=inside & steered)
+            if HAS_RESIDUAL:
+                nothing = (h * 0.0).to(row.dtype)
+                tl.store(residual + token * residual_stride + offsets, nothing, mask=inside & steered)
 
 
-def launch(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-    tap: torch.Tensor,
-    plan: torch.Tensor,
-    ranks: torch.Tensor,
-    ring: torch.Tensor,
-) -> None:
-    """Write the wanted rows of ``hidden (+ residual)``, both [tokens, d_model], into `ring`."""
+def launch(hidden, residual, tap, plan, ranks, ring, heads, ints, floats, vectors) -> None:
+    """Record and steer rows of ``hidden (+ residual)``, both [tokens, d_model], as the plan says."""
     tokens, d_model = hidden.shape
     if not tokens:
         return
     if hidden.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
         raise ValueError("the tap needs rows that are contiguous in memory")
+    block = triton.next_power_of_2(d_model)
     _tap[(tokens,)](
         hidden,
         hidden if residual is None else residual,
@@ -68,13 +125,18 @@ def launch(
         plan,
         ranks,
         ring,
+        heads,
+        ints,
+        floats,
+        vectors,
         hidden.stride(0),
         0 if residual is None else residual.stride(0),
         plan.shape[1],
         ranks.shape[1],
+        heads.shape[1],
         d_model,
         HAS_RESIDUAL=residual is not None,
         STAGES=STAGES,
-        BLOCK=min(2048, triton.next_power_of_2(d_model)),
-        num_warps=4,
+        BLOCK=block,
+        num_warps=4 if block <= 2048 else 8,
     )

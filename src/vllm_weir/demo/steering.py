@@ -1,0 +1,185 @@
+"""The demo's second half: write stories steered towards one mood or the other, and judge what comes out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import vllm_weir as weir
+from vllm_weir.demo.probe import Probe
+from vllm_weir.demo.stories import openings, sentiment_of, well_formed
+
+SCALES = (-6.0, -3.0, -1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0, 3.0, 6.0)
+SHOWN = (-1.0, 0.0, 1.0)
+OPENINGS, SEED, MAX_TOKENS = 20, 2003, 28
+MIN_FLIPPED = MIN_WELL_FORMED = 0.8
+"""What the shipped model must reach at some scale in each direction, else the exit code is 1."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """A story's steered continuation.
+
+    Attributes:
+        opening, text: the neutral prompt, and what the model wrote after it.
+        mood: balance of the generator's positive and negative words in `text`, None if it has none.
+        score: mean log-odds of the probe over the rows of `text`, read again without steering.
+        well_formed: whether the generator's grammar could have produced the story.
+    """
+
+    opening: str
+    text: str
+    mood: float | None
+    score: float
+    well_formed: bool
+
+    @property
+    def sign(self) -> int:
+        """1 for a positive story, -1 for a negative one, 0 for neither."""
+        return 0 if not self.mood else 1 if self.mood > 0 else -1
+
+
+@dataclass(frozen=True)
+class Dose:
+    """All stories written at one scale.
+
+    Attributes:
+        scale: the vector's factor.
+        stories: one for each opening.
+        flipped: of the stories that were of the other mood without steering, the share that is now of the one
+            steered to; None without steering, or if there were none.
+    """
+
+    scale: float
+    stories: list[Told]
+    flipped: float | None
+
+    def share(self, sign: int) -> float:
+        """Share of stories with this sign."""
+        return sum(s.sign == sign for s in self.stories) / len(self.stories)
+
+    @property
+    def well_formed(self) -> float:
+        """Share of stories that the grammar could have produced."""
+        return sum(s.well_formed for s in self.stories) / len(self.stories)
+
+    @property
+    def score(self) -> float:
+        """Mean of the stories' probe scores."""
+        return sum(s.score for s in self.stories) / len(self.stories)
+
+    @property
+    def keeps_promise(self) -> bool:
+        """Whether the mood flips while the language stays intact."""
+        return self.flipped is not None and self.flipped >= MIN_FLIPPED and self.well_formed >= MIN_WELL_FORMED
+
+
+def tell(llm: Any, vector: torch.Tensor, layer: int, probe: Probe, console: Console) -> list[Dose]:
+    """Continue neutral openings at every scale, all in one batch.
+
+    Args:
+        llm: the engine.
+        vector: float [d], added times the scale to ``resid_post[layer]`` at every generated token.
+        layer: the block that `vector` and `probe` belong to.
+        probe: reads the mood off one row.
+        console: gets a line about what was done.
+    """
+    from vllm import SamplingParams
+
+    plain = SamplingParams(max_tokens=MAX_TOKENS, temperature=0)
+    steered = [
+        weir.params(plain, interventions=weir.Add(vector, layer, scale, positions="generated")) for scale in SCALES
+    ]
+    prompts = openings(OPENINGS, SEED)
+    started = time.perf_counter()
+    outputs = llm.generate(prompts * len(SCALES), [p for p in steered for _ in prompts], use_tqdm=False)
+    seconds = time.perf_counter() - started
+    changed = sum(n for out in outputs for sites in out.receipt.steered for n in sites.values())
+    console.print(
+        f"Wrote {len(outputs)} stories at {len(SCALES)} scales in one batch in {seconds:.1f} s; Weir changed "
+        f"{changed:,} rows of resid_post[{layer}]"
+    )
+    stories = [
+        Told(prompt, text, sentiment_of(text), score, well_formed(prompt + text))
+        for prompt, text, score in zip(
+            prompts * len(SCALES),
+            (o.outputs[0].text for o in outputs),
+            _scores(llm, outputs, layer, probe),
+            strict=True,
+        )
+    ]
+    by_scale = {scale: stories[i * OPENINGS : (i + 1) * OPENINGS] for i, scale in enumerate(SCALES)}
+    return [Dose(scale, told, flipped(told, by_scale[0.0], scale)) for scale, told in by_scale.items()]
+
+
+def _scores(llm: Any, outputs: Sequence[Any], layer: int, probe: Probe) -> list[float]:
+    """Mean probe score over each output's tokens, in a second pass that nothing steers."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    once = SamplingParams(max_tokens=1, temperature=0)
+    prompts, params = [], []
+    for out in outputs:
+        # Of the opening only the keys and values are needed, so it may come from the prefix cache.
+        start = len(out.prompt_token_ids)
+        prompts.append(TokensPrompt(prompt_token_ids=[*out.prompt_token_ids, *out.outputs[0].token_ids]))
+        params.append(weir.params(once, capture=weir.Capture("resid_post", layer, f"{start}:")))
+    again = llm.generate(prompts, params, use_tqdm=False)
+    return [float(probe.score(out.activations["resid_post", layer]).mean()) for out in again]
+
+
+def flipped(told: Sequence[Told], unsteered: Sequence[Told], scale: float) -> float | None:
+    """Share of the stories of the other mood in `unsteered` that have the mood of `scale` in `told`."""
+    sign = 1 if scale > 0 else -1
+    others = [new for new, old in zip(told, unsteered, strict=True) if old.sign == -sign]
+    return sum(s.sign == sign for s in others) / len(others) if scale and others else None
+
+
+def _signed(scale: float) -> str:
+    return f"{scale:+g}" if scale else "0"
+
+
+def print_doses(console: Console, doses: Sequence[Dose], layer: int, norm: float, grammar: bool) -> None:
+    """A row for each scale; `grammar`: whether the model can be expected to know the generator's."""
+    table = Table(
+        title=f"Steered: scale x (mean of happy rows - mean of sad rows), norm {norm:.1f}, after block {layer}",
+        title_justify="left",
+    )
+    for head in ("scale", "positive\nstories", "negative\nstories", "flipped", "probe's\nlog-odds"):
+        table.add_column(head, justify="right")
+    if grammar:
+        table.add_column("well-\nformed", justify="right")
+    for dose in doses:
+        turned = "" if dose.flipped is None else f"{dose.flipped:.0%}"
+        cells = [_signed(dose.scale), f"{dose.share(1):.0%}", f"{dose.share(-1):.0%}", turned, f"{dose.score:+.1f}"]
+        if grammar:
+            cells.append(f"{dose.well_formed:.0%}")
+        table.add_row(*cells, style="bold" if dose.keeps_promise else None)
+    console.print(table)
+
+
+def print_story(console: Console, doses: Sequence[Dose]) -> None:
+    """One opening and what follows it at three scales: the first that goes both ways."""
+    shown = [dose for dose in doses if dose.scale in SHOWN]
+    columns = list(zip(*(dose.stories for dose in shown), strict=True))
+    stories = next((c for c in columns if c[0].sign == -1 and c[-1].sign == 1), columns[0])
+    table = Table(title=f"[italic]{stories[0].opening}[/] ...", title_justify="left", width=116)
+    for dose in shown:
+        table.add_column(f"scale {_signed(dose.scale)}", ratio=1)
+    table.add_row(*(s.text.strip() for s in stories))
+    console.print(table)
+
+
+def failures(doses: Sequence[Dose]) -> list[str]:
+    """What of the shipped model's promise was not kept, as sentences."""
+    return [
+        f"no {name} scale flips {MIN_FLIPPED:.0%} of the stories with {MIN_WELL_FORMED:.0%} of them well-formed"
+        for name, sign in (("positive", 1), ("negative", -1))
+        if not any(dose.keeps_promise for dose in doses if dose.scale * sign > 0)
+    ]

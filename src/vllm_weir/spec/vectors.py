@@ -1,0 +1,125 @@
+"""Vectors on the wire: inline as base64 or lists, or by reference; content-addressed, float32, checked."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_weir.errors import WeirError, brief
+
+MAX_ROWS = 8192
+MAX_ELEMENTS = 1 << 26
+_DTYPES = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
+
+
+@dataclass(frozen=True, eq=False)
+class Vector:
+    """One vector or matrix: a float32 array, or the name or digest of one that the engine's process keeps."""
+
+    array: np.ndarray | None = None
+    ref: str = ""
+
+    @classmethod
+    def parse(cls, value: Any, field: str, ndim: tuple[int, ...] = (1, 2)) -> Vector:
+        """From a torch tensor, numpy array, nested list, or a wire form; raises WeirError naming `field`."""
+        if isinstance(value, Vector):
+            return value
+        if isinstance(value, str):
+            value = {"ref": value}
+        if isinstance(value, Mapping):
+            if set(value) == {"ref"}:
+                if not isinstance(value["ref"], str) or not 0 < len(value["ref"]) <= 256:
+                    raise WeirError("a reference is a name or a digest", f"{field}.ref")
+                return cls(ref=value["ref"])
+            value = _decode(value, field)
+        return cls(array=_checked(value, field, ndim))
+
+    def to_json(self) -> dict[str, Any]:
+        """The wire form."""
+        if self.array is None:
+            return {"ref": self.ref}
+        data = base64.b64encode(np.ascontiguousarray(self.array, "<f4").tobytes()).decode()
+        return {"b64": data, "dtype": "float32", "shape": list(self.array.shape)}
+
+    @property
+    def digest(self) -> str:
+        """Digest of the content; of a reference, what it refers to by name."""
+        return digest_of(self.array) if self.array is not None else self.ref
+
+
+def digest_of(array: np.ndarray) -> str:
+    """Content address of a float32 array: shape and bytes."""
+    head = f"{list(array.shape)}".encode()
+    return hashlib.sha256(head + np.ascontiguousarray(array, "<f4").tobytes()).hexdigest()[:32]
+
+
+def _decode(value: Mapping, field: str) -> np.ndarray:
+    for key in value:
+        if key not in ("b64", "dtype", "shape"):
+            raise WeirError("unknown key; a vector is {ref} or {b64, dtype, shape}", f"{field}.{brief(key)}")
+    dtype, shape, text = value.get("dtype"), value.get("shape"), value.get("b64")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise WeirError(f"choose from {', '.join(_DTYPES)}", f"{field}.dtype")
+    if not isinstance(shape, (list, tuple)) or not shape or not all(type(n) is int and n > 0 for n in shape):
+        raise WeirError("shape is a list of positive ints", f"{field}.shape")
+    count = 1
+    for n in shape:
+        count *= n
+    if count > MAX_ELEMENTS:
+        raise WeirError(f"{count} elements, more than the limit of {MAX_ELEMENTS}", f"{field}.shape")
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except (binascii.Error, TypeError, ValueError):
+        raise WeirError("not valid base64", f"{field}.b64") from None
+    array = np.frombuffer(
+        raw[: len(raw) // np.dtype(_DTYPES[dtype]).itemsize * np.dtype(_DTYPES[dtype]).itemsize], _DTYPES[dtype]
+    )
+    if len(raw) != count * array.itemsize:
+        raise WeirError(f"{len(raw)} bytes do not make shape {list(shape)[:4]} of {dtype}", f"{field}.b64")
+    if dtype == "bfloat16":
+        array = (array.astype("<u4") << 16).view("<f4")
+    return array.reshape(shape)
+
+
+def _checked(value: Any, field: str, ndim: tuple[int, ...]) -> np.ndarray:
+    if hasattr(value, "detach"):  # a torch tensor, without importing torch for those who have none
+        value = value.detach().cpu().float().numpy()
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError):
+        raise WeirError("not a rectangular array of numbers", field) from None
+    if array.dtype.kind not in "fiu":
+        raise WeirError(f"expected numbers, got {array.dtype}", field)
+    if array.ndim not in ndim or array.size == 0:
+        raise WeirError(f"expected {' or '.join(map(str, ndim))} dimensions, got shape {list(array.shape)}", field)
+    if array.size > MAX_ELEMENTS:
+        raise WeirError(f"{array.size} elements, more than the limit of {MAX_ELEMENTS}", field)
+    if array.ndim == 2 and len(array) > MAX_ROWS:
+        raise WeirError(f"{len(array)} rows, more than the limit of {MAX_ROWS}", field)
+    with np.errstate(over="ignore"):
+        out = np.array(array, np.float32)
+    if not np.isfinite(out).all():
+        raise WeirError("contains NaN or Inf (or overflows float32)", field)
+    out.setflags(write=False)
+    return out
+
+
+def number(value: Any, field: str, minimum: float | None = None) -> float:
+    """A finite float; raises WeirError naming `field`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
+        raise WeirError(f"expected a number, got {type(value).__name__}", field)
+    try:
+        out = float(value)
+    except OverflowError:
+        out = float("inf")
+    if not abs(out) <= 3e38:
+        raise WeirError(f"{out} is not a finite float32", field)
+    if minimum is not None and out < minimum:
+        raise WeirError(f"must be at least {minimum:g}, got {out:g}", field)
+    return out

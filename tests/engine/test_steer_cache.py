@@ -1,0 +1,188 @@
+"""Steering and the prefix cache: what is shared, what is not; preemption and re-registered names."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import vllm_weir as weir
+from tests.support.engines import close_all, get_llm
+from tests.support.oracle import rel_err
+from tests.support.steered import check, directory, idle, prompt, sampling, scheduler, tokens, truth, vectors
+
+pytestmark = pytest.mark.engine
+ENGINE = dict(block_size=32, max_num_seqs=128, max_num_batched_tokens=4096)
+P = 100  # three blocks and four tokens
+CAPTURE = weir.Capture("resid_post", positions="sampled")  # starts at the prompt's last token: hits up to 96
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_engines():
+    yield
+    close_all()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    model_dir = directory()
+    return get_llm(model_dir, **ENGINE), truth(model_dir)
+
+
+def conditions(d):
+    """name -> (interventions, undergone by all requests?, what they do to the prompt's three blocks)."""
+    v = vectors(21)
+    a, b = 2 * v(d), 2 * v(d)
+    return {
+        "clean": ([], False, (0, 0, 0)),
+        "A": ([weir.Add(a, 1)], False, ("A", "A", "A")),
+        "B": ([weir.Add(b, 1)], False, ("B", "B", "B")),
+        "A in generation": ([weir.Add(a, 1, positions="generated")], False, (0, 0, 0)),
+        "A from 64": ([weir.Add(a, 1, positions="64:")], False, (0, 0, "A")),
+        "A for all": ([weir.Add(a, 1)], True, ("A", "A", "A")),
+        "nothing": ([weir.Add(a, 1, scale=0.0)], False, (0, 0, 0)),
+        "last layer": ([weir.Add(b, 3, positions=[P - 1])], False, (0, 0, 0)),
+    }
+
+
+def run(llm, condition, length=P, max_tokens=6, ids=None):
+    interventions, everybody, _ = condition
+    params = weir.params(
+        sampling(max_tokens), capture=CAPTURE, interventions=() if everybody else interventions
+    )
+    if everybody:
+        weir.set_global(llm, interventions)
+    try:
+        (out,) = llm.generate({"prompt_token_ids": ids or tokens(length, 5)}, params, use_tqdm=False)
+    finally:
+        weir.clear_global(llm)
+    return out
+
+
+def shared(first, second):
+    same = 0
+    for one, other in zip(first, second, strict=True):
+        if one != other:
+            break
+        same += 32
+    return same
+
+
+def test_every_condition_after_every_other(engine):
+    llm, oracle = engine
+    every = conditions(oracle.hidden_size)
+    cold = {}
+    for name, condition in every.items():
+        llm.reset_prefix_cache()
+        cold[name] = run(llm, condition)
+        assert cold[name].num_cached_tokens == 0
+        check(cold[name], condition[0], oracle)
+    distinct = {tuple(cold[n].outputs[0].token_ids) for n in ("clean", "A", "B", "A in generation", "A from 64")}
+    assert len(distinct) == 5  # else nothing below could fail
+    for first, second in itertools.product(every, repeat=2):
+        llm.reset_prefix_cache()
+        run(llm, every[first])
+        out = run(llm, every[second])
+        assert out.num_cached_tokens == shared(every[first][2], every[second][2]), (first, second)
+        assert out.outputs[0].token_ids == cold[second].outputs[0].token_ids, (first, second)
+        for site in out.activations.sites:
+            assert rel_err(out.activations[site], cold[second].activations[site]) <= 1e-5, (first, second)
+        check(out, every[second][0], oracle)
+        for sites, cached, item in zip(out.receipt.steered, out.receipt.shared, every[second][0], strict=True):
+            if sites:
+                start = {"all": 0, "generated": P, "64:": 64}.get(str(item.positions.to_json()), P - 1)
+                assert cached == max(0, out.num_cached_tokens - start)
+                end = P if item.positions.kind == "list" else P + 5
+                assert set(sites.values()) == {end - start - cached}
+
+
+def test_kv_of_generated_tokens_has_keys_too(engine):
+    """The second prompt holds the first one's answer: a block written while steered is not a clean one."""
+    llm, oracle = engine
+    every = conditions(oracle.hidden_size)
+    answer = list(run(llm, every["A in generation"], max_tokens=40).outputs[0].token_ids)
+    longer = tokens(P, 5) + answer  # 140 tokens; block 3 ended at 128, partly prompt and partly generated
+    for first, second, want in (
+        ("A in generation", "clean", 96),
+        ("clean", "clean", 128),
+        ("A", "A", 128),
+        ("A in generation", "A in generation", 96),  # for the second request position 100 is its prompt's
+        ("clean", "A in generation", 128),
+        ("A", "A in generation", 0),
+    ):
+        llm.reset_prefix_cache()
+        # Forced along the same tokens, so that only what was done to them can tell the blocks apart.
+        ids, asked = tokens(P, 5), every[first]
+        made = list(run(llm, asked, max_tokens=40, ids=ids).outputs[0].token_ids)
+        out = run(llm, every[second], ids=ids + made)
+        assert out.num_cached_tokens == want, (first, second)
+        check(out, every[second][0], oracle)
+    assert len(longer) == 140
+
+
+def test_a_name_registered_again_means_the_new_vector(engine):
+    llm, oracle = engine
+    v = vectors(22)
+    old, new = 2 * v(oracle.hidden_size), 2 * v(oracle.hidden_size)
+    params = weir.params(sampling(6), capture=CAPTURE, interventions=weir.Add("mood", 1))
+    llm.reset_prefix_cache()
+    outs = []
+    for vector, cached in ((old, 0), (old, 96), (new, 0), (old, 96), (new, 96)):
+        weir.register(llm, "mood", vector)
+        (out,) = llm.generate(prompt(P, 5), params, use_tqdm=False)
+        assert out.num_cached_tokens == cached
+        check(out, [weir.Add(vector, 1)], oracle)
+        outs.append(list(out.outputs[0].token_ids))
+    assert outs[0] == outs[1] == outs[3] != outs[2] == outs[4]
+    # The same content shares, however it is referred to.
+    digest = weir.register(llm, "other name", new)
+    for reference in ("other name", digest, new):
+        (out,) = llm.generate(
+            prompt(P, 5), weir.params(sampling(6), interventions=weir.Add(reference, 1)), use_tqdm=False
+        )
+        assert out.num_cached_tokens == 96
+    weir.unregister(llm, "mood")
+    weir.unregister(llm, "other name")
+
+
+def test_many_conditions_at_once_on_one_prompt(engine):
+    """Equal prompts under different interventions, in one batch, on a warm and on a cold cache."""
+    llm, oracle = engine
+    cases = [c for c, everybody, _ in conditions(oracle.hidden_size).values() if not everybody] * 3
+    params = [weir.params(sampling(6), capture=CAPTURE, interventions=c) for c in cases]
+    llm.reset_prefix_cache()
+    for _ in range(2):
+        for out, case in zip(llm.generate([prompt(P, 5)] * len(cases), params, use_tqdm=False), cases, strict=True):
+            check(out, case, oracle)
+    assert idle(llm)
+
+
+def test_preemption_in_the_middle():
+    model_dir = directory()
+    llm, oracle = get_llm(model_dir, block_size=32, max_num_seqs=8, num_gpu_blocks_override=12), truth(model_dir)
+    core, preempted = scheduler(llm), []
+    original = core._preempt_request
+    core._preempt_request = lambda request, *a, **k: (preempted.append(request.num_computed_tokens), original(request, *a, **k))[1]
+    d, v = oracle.hidden_size, vectors(23)
+    cases = [
+        [weir.Add(v(d), 1, 2.0)],
+        [weir.Add(v(d), 1, 2.0, positions="generated")],
+        [weir.Add(v(d), [0, 2], positions="prompt"), weir.Clamp(v(d), 1, value=2.0, positions="generated")],
+        [weir.Replace(v(20, d), 1, positions="40:")],
+        [weir.Add(3 * v(d), 1, hook="resid_pre", positions={"token_ids": list(range(0, 500, 3))})],
+        [weir.Ablate(v(3, d), "all", positions="sampled")],
+    ]
+    everything = [weir.Capture("resid_post"), weir.Capture("resid_pre", 1)]
+    try:
+        outs = llm.generate(
+            [prompt(40, 60 + k) for k in range(len(cases))],
+            [weir.params(sampling(40), capture=everything, interventions=c) for c in cases],
+            use_tqdm=False,
+        )
+    finally:
+        core._preempt_request = original
+    assert preempted and max(preempted) > 45
+    for out, case in zip(outs, cases, strict=True):
+        check(out, case, oracle)
+        assert out.activations["resid_post", 0].shape[0] == 79
+    assert idle(llm)

@@ -1,0 +1,114 @@
+"""Steering where caller, scheduler and workers are different processes: AsyncLLM, tensor parallelism."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import vllm_weir as weir
+from tests.support.engines import DEFAULTS, close_all, get_llm
+from tests.support.oracle import rel_err
+from tests.support.steered import check, directory, idle, prompt, sampling, tokens, truth, vectors
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+CLOSE_OTHERS = True
+EVERYTHING = [weir.Capture("resid_post"), weir.Capture("resid_pre")]
+D = 128
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_engines():
+    close_all()
+    yield
+    close_all()
+
+
+def cases(seed):
+    v = vectors(seed)
+    return [
+        [weir.Add(v(D), 1, 2.0)],
+        [weir.Ablate(v(3, D), "all", positions="generated")],
+        [weir.Clamp(v(D), 2, value=3.0, positions="prompt"), weir.Add(v(2, D), 0, positions=[1, -1])],
+        [],
+        [weir.Replace(v(D), 1, alpha=0.5, positions={"token_ids": list(range(0, 500, 2))})],
+        [weir.LowRank(v(2, D) / 10, v(2, D) / 10, v(2), 3, hook="resid_pre")],
+    ]
+
+
+def test_async_engine():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    model_dir = directory()
+    oracle = truth(model_dir)
+    asked = cases(61)
+
+    async def one(engine, k, params, name):
+        last = None
+        async for out in engine.generate(prompt(12 + 9 * k, k), params, name):
+            last = out
+        return last
+
+    async def main():
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model_dir), block_size=32, **DEFAULTS))
+        try:
+            for turn in range(2):
+                params = [
+                    weir.params(
+                        sampling(6, output_kind=RequestOutputKind.CUMULATIVE), capture=EVERYTHING, interventions=c
+                    )
+                    for c in asked
+                ]
+                outs = await asyncio.gather(*(one(engine, k, p, f"t{turn}-{k}") for k, p in enumerate(params)))
+                for out, case in zip(outs, asked, strict=True):
+                    check(out, case, oracle)
+                    assert len(out.receipt.steered) == len(case)
+            weir.register(engine, "calm", asked[0][0].vector.array.copy())
+            named = weir.params(sampling(6), capture=EVERYTHING, interventions=weir.Add("calm", 1, 2.0))
+            check(await one(engine, 0, named, "named"), asked[0], oracle)
+            with pytest.raises(weir.WeirError) as caught:
+                await one(engine, 0, weir.params(sampling(6), interventions=weir.Add([1.0] * 5, 1)), "bad")
+            assert caught.value.field == "interventions[0].vector"
+            weir.set_global(engine, asked[0])
+            out = await one(engine, 0, sampling(6), "global")
+            assert list(out.outputs[0].token_ids) == oracle.steered_greedy(tokens(12, 0), 6, asked[0])
+            weir.clear_global(engine)
+            streamed, seen = weir.params(sampling(6), interventions=asked[0]), None
+            async for out in engine.generate(prompt(20, 3), streamed, "aborted"):
+                seen = out
+                break
+            assert seen is not None
+            out = await one(engine, 1, sampling(3), "plain")
+            assert list(out.outputs[0].token_ids) == oracle.greedy(tokens(21, 1), 3)
+            await asyncio.sleep(0.2)
+            await one(engine, 1, sampling(2), "plain again")
+            (held,) = await engine.collective_rpc("weir_usage")
+            assert not any(held.values()), held
+        finally:
+            engine.shutdown()
+
+    asyncio.run(asyncio.wait_for(main(), 240))
+
+
+def test_two_ranks_equal_one():
+    model_dir = directory()
+    oracle, asked = truth(model_dir), cases(62)
+    prompts = [prompt(12 + 9 * k, k) for k in range(len(asked))]
+    params = [weir.params(sampling(6), capture=EVERYTHING, interventions=c) for c in asked]
+    runs = []
+    for more in ({}, dict(tensor_parallel_size=2, env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})):
+        llm = get_llm(model_dir, block_size=32, **more)
+        outs = llm.generate(prompts, params, use_tqdm=False)
+        for out, case in zip(outs, asked, strict=True):
+            check(out, case, oracle, 1e-4)
+        assert len(llm.collective_rpc("weir_usage")) == (2 if more else 1)
+        assert idle(llm)
+        runs.append(outs)
+        close_all()
+    for one, two in zip(*runs, strict=True):
+        assert one.outputs[0].token_ids == two.outputs[0].token_ids
+        assert one.receipt.steered == two.receipt.steered
+        for site in one.activations.sites:
+            assert rel_err(two.activations[site], one.activations[site]) <= 1e-4

@@ -1,0 +1,265 @@
+"""What is refused, what waits, and what fails loudly when a worker cannot do as asked."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+import torch
+
+import vllm_weir as weir
+from tests.support.engines import close_all, get_llm
+from tests.support.steered import check, directory, idle, prompt, sampling, scheduler, tokens, truth, usage, vectors
+from vllm_weir.worker.drain import Drain
+from vllm_weir.worker.fetch import Fetcher
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
+ROWS = 8
+# 8 vectors of 128 float32, blocks 1 and 2 only, and little patience.
+SMALL = dict(
+    block_size=32,
+    max_num_seqs=64,
+    additional_config={"weir": {"layers": [1, 2], "vector_bytes": ROWS * 4 * 128, "timeout": 2.0}},
+)
+D = 128
+GOOD = torch.ones(D)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_engines():
+    yield
+    close_all()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    model_dir = directory()
+    return get_llm(model_dir, **SMALL), truth(model_dir)
+
+
+def raw(**changes):
+    return {"op": "add", "vector": weir.Add(GOOD).vector.to_json(), "layers": [1]} | changes
+
+
+def inline(data, dtype="float32", shape=(D,)):
+    return {"b64": data, "dtype": dtype, "shape": list(shape)}
+
+
+def base(array):
+    return base64.b64encode(array.numpy().tobytes()).decode()
+
+
+REFUSED = {
+    "nan": (raw(vector=inline(base(torch.full((D,), float("nan"))))), "interventions[0].vector"),
+    "inf": (raw(vector=[float("inf")] * D), "interventions[0].vector"),
+    "wrong width": (raw(vector=[1.0] * (D + 1)), "interventions[0].vector"),
+    "layer out of range": (raw(layers=[4]), "interventions[0].layers"),
+    "negative layer": (raw(layers=-1), "interventions[0].layers"),
+    "10,001 rows": (raw(vector=[[1.0]] * 10_001), "interventions[0].vector"),
+    "unknown name": (raw(vector={"ref": "nobody"}), "interventions[0].vector"),
+    "garbage": (raw(vector=inline("$$$$")), "interventions[0].vector.b64"),
+    "truncated": (raw(vector=inline(base(GOOD)[:-4])), "interventions[0].vector.b64"),
+    "untapped": (raw(layers=[3]), "interventions[0].layers"),
+    "untapped all": (raw(layers="all"), "interventions[0].layers"),
+    "unknown op": (raw(op="shout"), "interventions[0].op"),
+    "no op": ({"vector": [1.0] * D}, "interventions[0].op"),
+    "unknown key": (raw(volume=3), "interventions[0].volume"),
+    "path": (raw(path="x"), "interventions[0].path"),
+    "unknown vector key": (raw(vector={"b64": "", "size": 1}), "interventions[0].vector.size"),
+    "attn_out": (raw(hook="attn_out"), "interventions[0].hook"),
+    "missing vector": ({"op": "add", "layers": [1]}, "interventions[0].vector"),
+    "too many vectors": (raw(vector=torch.randn(ROWS + 1, D).tolist()), "interventions"),
+    "zero direction": ({"op": "ablate", "directions": [0.0] * D, "layers": 1}, "interventions[0].directions"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_it_enters(engine, name):
+    llm, oracle = engine
+    item, field = REFUSED[name]
+    params = sampling(3)
+    params.extra_args = {"weir": {"v": 1, "interventions": [item]}}
+    with pytest.raises(weir.WeirError) as caught:
+        llm.generate(prompt(9), params, use_tqdm=False)
+    assert caught.value.field == field and field in str(caught.value)
+    (out,) = llm.generate(prompt(9), sampling(3), use_tqdm=False)
+    assert list(out.outputs[0].token_ids) == oracle.greedy(tokens(9), 3)
+
+
+def test_10_001_interventions_are_refused(engine):
+    llm, _ = engine
+    params = sampling(3)
+    params.extra_args = {"weir": {"v": 1, "interventions": [raw()] * 10_001}}
+    with pytest.raises(weir.WeirError) as caught:
+        llm.generate(prompt(9), params, use_tqdm=False)
+    assert caught.value.field == "interventions"
+
+
+def test_one_bad_request_among_good_ones_leaves_nothing(engine):
+    llm, oracle = engine
+    bad = sampling(3)
+    bad.extra_args = {"weir": {"v": 1, "interventions": [raw(layers=[9])]}}
+    good = weir.params(sampling(3), interventions=weir.Add(GOOD, 1))
+    with pytest.raises(weir.WeirError):
+        llm.generate([prompt(9, k) for k in range(3)], [good, bad, good], use_tqdm=False)
+    (out,) = llm.generate(prompt(9), sampling(3), use_tqdm=False)
+    assert list(out.outputs[0].token_ids) == oracle.greedy(tokens(9), 3)
+    assert idle(llm)
+
+
+def waiting_cases(v):
+    """Four vectors each: two requests fill the table."""
+    return [
+        [weir.Ablate(v(2, D), 1), weir.Add(v(D), 2, 2.0), weir.Add(v(D), 1, positions="generated")] for _ in range(8)
+    ]
+
+
+def test_a_full_table_lets_requests_wait(engine):
+    llm, oracle = engine
+    cases = waiting_cases(vectors(31))
+    capture = [weir.Capture("resid_post", [1, 2])]
+    params = [weir.params(sampling(4 + k % 3), capture=capture, interventions=c) for k, c in enumerate(cases)]
+    prompts = [prompt(12 + k, 70 + k) for k in range(8)]
+    alone = [llm.generate(p, s, use_tqdm=False)[0] for p, s in zip(prompts, params, strict=True)]
+    core, seen = scheduler(llm), []
+    schedule = core.schedule
+
+    def watch(*args, **kwargs):
+        out = schedule(*args, **kwargs)
+        seen.append(sum("weir" in (r.sampling_params.extra_args or {}) for r in core.running))
+        held = llm.collective_rpc("weir_usage")[0]
+        assert held["vectors"] <= ROWS
+        return out
+
+    core.schedule = watch
+    try:
+        plain = sampling(5)
+        outs = llm.generate(prompts + [prompt(9)], [*params, plain], use_tqdm=False)
+    finally:
+        del core.schedule
+    assert max(seen) == 2
+    for out, one, case in zip(outs, alone, cases, strict=False):
+        check(out, case, oracle)
+        assert out.outputs[0].token_ids == one.outputs[0].token_ids
+    assert list(outs[-1].outputs[0].token_ids) == oracle.greedy(tokens(9), 5)
+    assert idle(llm), usage(llm)
+
+
+def test_requests_that_share_vectors_do_not_wait(engine):
+    llm, oracle = engine
+    case = waiting_cases(vectors(32))[0]
+    core, seen = scheduler(llm), []
+    schedule = core.schedule
+
+    def watch(*args, **kwargs):
+        out = schedule(*args, **kwargs)
+        seen.append(len(core.running))
+        return out
+
+    core.schedule = watch
+    try:
+        outs = llm.generate(
+            [prompt(12, k) for k in range(8)], weir.params(sampling(4), interventions=case), use_tqdm=False
+        )
+    finally:
+        del core.schedule
+    assert max(seen) == 8 and len(outs) == 8
+    assert idle(llm)
+
+
+def test_waiting_requests_can_be_aborted(engine):
+    llm, oracle = engine
+    cases = waiting_cases(vectors(33))
+    lowlevel = llm.llm_engine
+    for k, case in enumerate(cases):
+        params = weir.params(sampling(6), capture=weir.Capture("resid_post", 1), interventions=case)
+        lowlevel.add_request(f"w{k}", prompt(10, 80 + k), params)
+    lowlevel.step()
+    lowlevel.abort_request(["w0", "w4", "w5"])  # one that runs, two that wait
+    done = {}
+    for _ in range(200):
+        if not lowlevel.has_unfinished_requests():
+            break
+        done |= {o.request_id: o for o in lowlevel.step() if o.finished}
+    assert not lowlevel.has_unfinished_requests()
+    left = {name for name, o in done.items() if o.outputs[0].finish_reason == "length"}
+    assert left == {"w1", "w2", "w3", "w6", "w7"}
+    for name in left:
+        check(done[name], cases[int(name[1:])], oracle)
+    assert idle(llm), usage(llm)
+
+
+def test_words_of_steering_that_never_come_fail_the_request(engine, monkeypatch):
+    llm, oracle = engine
+    steered = weir.params(sampling(3), interventions=weir.Add(GOOD, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Drain, "_send_spans", lambda self, steered: None)
+        with pytest.raises(weir.WeirError, match="confirmed"):
+            llm.generate(prompt(9), steered, use_tqdm=False)
+    after(llm, oracle, steered)
+
+
+def test_a_vector_that_cannot_be_fetched_fails_the_request(engine, monkeypatch):
+    llm, oracle = engine
+    fresh = weir.params(sampling(3), interventions=weir.Add(vectors(34)(D), 1))
+
+    def fetch(self, reply, digests):
+        raise ValueError("nobody answers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Fetcher, "fetch", fetch)
+        with pytest.raises(weir.WeirError, match="nobody answers"):
+            llm.generate(prompt(9), fresh, use_tqdm=False)
+    after(llm, oracle, fresh)
+
+
+def test_a_failure_takes_no_neighbour_with_it(engine, monkeypatch):
+    llm, oracle = engine
+    fresh = weir.params(sampling(3), interventions=weir.Add(vectors(35)(D), 1))
+
+    def fetch(self, reply, digests):
+        raise ValueError("nobody answers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Fetcher, "fetch", fetch)
+        with pytest.raises(weir.WeirError):
+            llm.generate([prompt(9, k) for k in range(3)], [sampling(6), fresh, sampling(2)], use_tqdm=False)
+    after(llm, oracle, fresh)
+
+
+def after(llm, oracle, params):
+    """The engine answers, one request in and one out, and the next steered one is served."""
+    (out,) = llm.generate(prompt(9, 3), sampling(3), use_tqdm=False)
+    assert list(out.outputs[0].token_ids) == oracle.greedy(tokens(9, 3), 3)
+    assert out.prompt_token_ids == tokens(9, 3)
+    (out,) = llm.generate(prompt(9, 4), params, use_tqdm=False)
+    assert out.receipt.steered == ({("resid_post", 1): 11},)
+    assert idle(llm), usage(llm)
+
+
+def test_a_receipt_counts_what_was_done(engine):
+    llm, oracle = engine
+    llm.reset_prefix_cache()
+    items = [
+        weir.Add(GOOD, [1, 2], positions="prompt"),
+        weir.Add(GOOD, 1, positions=[0, 40, 200]),
+        weir.Ablate(GOOD, 2, positions="generated"),
+        weir.Add(GOOD, 1, 0.0),
+        weir.Replace(torch.ones(3, D), 1, positions="38:"),
+    ]
+    params = weir.params(sampling(5), capture=weir.Capture("resid_post", 1, "sampled"), interventions=items)
+    for cached in (0, 64):
+        (out,) = llm.generate(prompt(70), params, use_tqdm=False)
+        check(out, items, oracle)
+        assert out.receipt.cached_tokens == cached == out.num_cached_tokens
+        a, b = ("resid_post", 1), ("resid_post", 2)
+        gone = (cached, 2 if cached else 0, 0, 0, 3 if cached else 0)
+        assert out.receipt.shared == gone
+        assert out.receipt.steered == (
+            {a: 70 - gone[0], b: 70 - gone[0]},
+            {a: 2 - gone[1]},
+            {b: 4},
+            {},
+            {a: 3 - gone[4]},
+        )
+        assert out.receipt.captured == {a: 5} and out.receipt.complete

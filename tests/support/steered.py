@@ -1,0 +1,196 @@
+"""The steered reference: transformers with forward hooks that do each intervention's arithmetic from its definition."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.check import expected_positions
+from tests.support.models import make_model
+from tests.support.oracle import Oracle, Site, rel_err
+
+
+class SteeredOracle(Oracle):
+    """An Oracle under interventions; `rows` and `greedy` take a list of them."""
+
+    def steered(
+        self, token_ids: Sequence[int], prompt_len: int, interventions: Sequence[Any]
+    ) -> tuple[dict, torch.Tensor]:
+        """(rows by site, logits [n, vocab]) with the interventions at their positions. Rows are after them."""
+        handles = []
+        found: dict[Site, torch.Tensor] = {}
+        ids = list(token_ids)
+        # As many rows as tokens: everything given here has gone through the model.
+        generated = len(ids) - prompt_len + 1
+
+        def change(h: torch.Tensor, hook: str, layer: int) -> torch.Tensor:
+            h = h.clone()
+            for item in interventions:
+                layers = range(self.num_layers) if item.layers == "all" else item.layers
+                if item.hook == hook and layer in layers:
+                    at = expected_positions(item.positions.to_json(), prompt_len, generated, ids)
+                    h[0, at] = _apply(item, h[0, at])
+            found[hook, layer] = h[0].detach().clone()
+            return h
+
+        def after(layer):
+            def hook(_m, _a, out):
+                if isinstance(out, tuple):
+                    return (change(out[0], "resid_post", layer), *out[1:])
+                return change(out, "resid_post", layer)
+
+            return hook
+
+        def before(layer):
+            def hook(_m, args, kwargs):
+                if args:
+                    return (change(args[0], "resid_pre", layer), *args[1:]), kwargs
+                return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"], "resid_pre", layer)}
+
+            return hook
+
+        for layer, block in enumerate(self.blocks):
+            handles.append(block.register_forward_pre_hook(before(layer), with_kwargs=True))
+            handles.append(block.register_forward_hook(after(layer)))
+        try:
+            with torch.no_grad():
+                logits = self.model(torch.tensor([ids], device=self.model.device), use_cache=False).logits[0]
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found, logits
+
+    def steered_greedy(self, prompt: Sequence[int], n: int, interventions: Sequence[Any]) -> list[int]:
+        """`n` greedy tokens under the interventions."""
+        ids = list(prompt)
+        for _ in range(n):
+            ids.append(int(self.steered(ids, len(prompt), interventions)[1][-1].argmax()))
+        return ids[len(prompt) :]
+
+
+def _apply(item: Any, h: torch.Tensor) -> torch.Tensor:
+    kind = type(item).__name__
+    get = lambda name: torch.from_numpy(getattr(item, name).array.copy()).to(h.device)
+    if kind == "Add":
+        v = get("vector")
+        if v.ndim == 2:
+            k = min(len(v), len(h))
+            h = h.clone()
+            step = (
+                v[:k] / v[:k].norm(dim=1, keepdim=True) * h[:k].norm(dim=1, keepdim=True) if item.norm_match else v[:k]
+            )
+            h[:k] += item.scale * step
+            return h
+        return h + item.scale * (h.norm(dim=-1, keepdim=True) * v / v.norm() if item.norm_match else v)
+    if kind == "Ablate":
+        q, _ = torch.linalg.qr(torch.atleast_2d(get("directions")).double().T)
+        return (h.double() - (h.double() @ q) @ q.T).float()
+    if kind == "Clamp":
+        u = get("direction")
+        u = u / u.norm()
+        along = h @ u
+        target = torch.full_like(along, item.value) if item.value is not None else along.clamp(item.min, item.max)
+        return h + item.strength * (target - along)[:, None] * u
+    if kind == "Replace":
+        v = get("values")
+        if v.ndim == 2:
+            k = min(len(v), len(h))
+            h = h.clone()
+            h[:k] = (1 - item.alpha) * h[:k] + item.alpha * v[:k]
+            return h
+        return (1 - item.alpha) * h + item.alpha * v
+    if kind == "LowRank":
+        r, w, b = get("R"), get("W"), get("b")
+        return h + (h @ w.T + b - h @ r.T) @ r
+    raise AssertionError(kind)
+
+
+@lru_cache(maxsize=8)
+def directory(family: str = "llama", shape: str = "a") -> Path:
+    """A tiny model, made once per test process."""
+    return make_model(family, shape)
+
+
+@lru_cache(maxsize=3)
+def truth(model_dir: Path) -> SteeredOracle:
+    """Its reference."""
+    return SteeredOracle(model_dir)
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    """Token ids of a prompt; different seeds share no prefix."""
+    return [(7 * seed + 3 * j + j * j) % 500 + 5 for j in range(length)]
+
+
+def prompt(length: int, seed: int = 0) -> dict[str, list[int]]:
+    """The same as vLLM takes it."""
+    return {"prompt_token_ids": tokens(length, seed)}
+
+
+def sampling(max_tokens: int = 6, **more: Any) -> Any:
+    """Greedy SamplingParams."""
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | more)
+
+
+def scheduler(llm: Any) -> Any:
+    """The scheduler of an engine that runs in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+@contextlib.contextmanager
+def chunks(llm: Any, size: int | None) -> Iterator[None]:
+    """Steps of at most `size` tokens while it lasts; None leaves the engine as it is."""
+    core = scheduler(llm)
+    before = core.max_num_scheduled_tokens
+    core.max_num_scheduled_tokens = size or before
+    try:
+        yield
+    finally:
+        core.max_num_scheduled_tokens = before
+
+
+def usage(llm: Any) -> dict[str, int]:
+    """What the workers hold for requests, the largest over ranks, once what they were sent has arrived."""
+    llm.generate(prompt(3, 91), sampling(1), use_tqdm=False)  # the step in which the finished ones leave
+    for _ in range(100):
+        found = llm.collective_rpc("weir_usage")
+        if not any(f["ring_rows_in_flight"] for f in found):
+            break
+        time.sleep(0.02)
+    return {name: max(f[name] for f in found) for name in found[0]}
+
+
+def idle(llm: Any) -> bool:
+    """Whether nothing is left of any request."""
+    return not any(usage(llm).values())
+
+
+def vectors(seed: int) -> Any:
+    """A function of shape -> random tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator)
+
+
+def check(
+    out: Any, interventions: Sequence[Any], oracle: SteeredOracle, bound: float = 1e-5, completion: Any = None
+) -> float:
+    """Rows (wherever captured) and greedy tokens are those of the reference under `interventions`."""
+    completion = completion or out.outputs[0]
+    ids, made = list(out.prompt_token_ids), list(completion.token_ids)
+    rows, logits = oracle.steered((ids + made)[:-1], len(ids), interventions)
+    worst = 0.0
+    for site in completion.activations.sites:
+        at = completion.activations.positions_of(*site)
+        if len(at):
+            worst = max(worst, rel_err(completion.activations[site], rows[tuple(site)][at]))
+    assert worst <= bound, f"{interventions}: max|d| / max|ref| = {worst:.2e}"
+    assert made == logits[len(ids) - 1 :].argmax(-1).tolist(), interventions
+    return worst
