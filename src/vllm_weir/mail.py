@@ -47,5 +47,5 @@ decode_wanted = msgspec.msgpack.Decoder(Wanted).decode
 
 def split_reply(reply: str) -> tuple[str, str, str]:
     """Address for rows, address for vectors, and token of a reply address."""
-    rows, vectors, token = reply.split("#")
+    rows, vectors, token = reply.split("\t")
     return rows, vectors, token

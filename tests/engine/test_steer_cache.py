@@ -47,9 +47,7 @@ def conditions(d):
 
 def run(llm, condition, length=P, max_tokens=6, ids=None):
     interventions, everybody, _ = condition
-    params = weir.params(
-        sampling(max_tokens), capture=CAPTURE, interventions=() if everybody else interventions
-    )
+    params = weir.params(sampling(max_tokens), capture=CAPTURE, interventions=() if everybody else interventions)
     if everybody:
         weir.set_global(llm, interventions)
     try:
@@ -162,7 +160,10 @@ def test_preemption_in_the_middle():
     llm, oracle = get_llm(model_dir, block_size=32, max_num_seqs=8, num_gpu_blocks_override=12), truth(model_dir)
     core, preempted = scheduler(llm), []
     original = core._preempt_request
-    core._preempt_request = lambda request, *a, **k: (preempted.append(request.num_computed_tokens), original(request, *a, **k))[1]
+    core._preempt_request = lambda request, *a, **k: (
+        preempted.append(request.num_computed_tokens),
+        original(request, *a, **k),
+    )[1]
     d, v = oracle.hidden_size, vectors(23)
     cases = [
         [weir.Add(v(d), 1, 2.0)],

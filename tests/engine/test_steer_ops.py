@@ -145,9 +145,7 @@ def test_resid_pre_is_seen_by_its_own_attention_and_not_by_the_block_before():
         llm, oracle = get_llm(model_dir, **ENGINE), truth(model_dir)
         case = [weir.Add(3 * vectors(1)(oracle.hidden_size), 2, hook="resid_pre", positions=[4])]
         steered, plain = (
-            llm.generate(
-                prompt(20), weir.params(sampling(1), capture=EVERYTHING, interventions=i), use_tqdm=False
-            )[0]
+            llm.generate(prompt(20), weir.params(sampling(1), capture=EVERYTHING, interventions=i), use_tqdm=False)[0]
             for i in (case, [])
         )
         check(steered, case, oracle)
@@ -169,9 +167,9 @@ def test_rows_before_the_steered_position_are_bit_identical(size, at):
     case = [weir.Add(4 * vectors(3)(oracle.hidden_size), [0, 2], positions=at)]
     with chunks(llm, size):
         plain, steered = (
-            llm.generate(
-                prompt(30, 4), weir.params(sampling(8), capture=EVERYTHING, interventions=i), use_tqdm=False
-            )[0]
+            llm.generate(prompt(30, 4), weir.params(sampling(8), capture=EVERYTHING, interventions=i), use_tqdm=False)[
+                0
+            ]
             for i in ([], case)
         )
     check(steered, case, oracle)

@@ -193,9 +193,7 @@ def test_a_global_that_can_never_fit_is_refused(engine):
 def test_every_sequence_of_n_is_steered(engine):
     llm, oracle = engine
     case = [weir.Add(2 * vectors(47)(D), 1), weir.Clamp(vectors(48)(D), 2, value=3.0, positions="generated")]
-    params = weir.params(
-        sampling(6, n=4, temperature=1.5, seed=3), capture=EVERYTHING, interventions=case
-    )
+    params = weir.params(sampling(6, n=4, temperature=1.5, seed=3), capture=EVERYTHING, interventions=case)
     (out,) = llm.generate(prompt(20, 3), params, use_tqdm=False)
     assert len({tuple(o.token_ids) for o in out.outputs}) > 1
     ids = tokens(20, 3)

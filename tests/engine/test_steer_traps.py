@@ -109,9 +109,9 @@ def test_trap_09_attention_sees_what_is_done_to_its_input(family, hook):
     check(out, case, oracle)
     # Position 8 meets position 2 in attention alone.
     assert (out.activations["resid_post", 1][8] - plain.activations["resid_post", 1][8]).abs().max() > 1e-3
-    assert torch.equal(out.activations["resid_post", 0], plain.activations["resid_post", 0][: len(plain.activations["resid_post", 0])]) or (
-        rel_err(out.activations["resid_post", 0][:40], plain.activations["resid_post", 0][:40]) <= 1e-6
-    )
+    assert torch.equal(
+        out.activations["resid_post", 0], plain.activations["resid_post", 0][: len(plain.activations["resid_post", 0])]
+    ) or (rel_err(out.activations["resid_post", 0][:40], plain.activations["resid_post", 0][:40]) <= 1e-6)
 
 
 def test_trap_11_a_name_is_its_content(engine):

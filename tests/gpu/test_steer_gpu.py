@@ -31,7 +31,6 @@ def shipped(graphs=None, **more):
 def test_the_triton_tap_equals_the_cpu_op(d_model, dtype):
     from vllm_weir.spec.interventions import Ablate, Add, Clamp, LowRank, Move, Replace
     from vllm_weir.spec.sizes import Sizes
-    from vllm_weir.worker import tap as taps
     from vllm_weir.worker.programs import ProgramTable
 
     rng = np.random.default_rng(0)

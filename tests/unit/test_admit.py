@@ -10,9 +10,11 @@ from tests.unit.wishes import any_extra_args, sensible_captures
 from vllm_weir import Capture, Site, WeirError
 from vllm_weir.frontend.admit import EngineFacts, admit, carries_keys, engine_form
 from vllm_weir.spec.request import RequestSpec, ResolvedSpec
+from vllm_weir.spec.sizes import Sizes
 
 LAYERS = 4
 FACTS = EngineFacts(frozenset(range(LAYERS + 1)), LAYERS, 128, "float32", 1024)
+SIZES = Sizes(64, 64, 1024)
 FUZZ = settings(max_examples=2000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
@@ -20,7 +22,7 @@ def attempt(extra_args, facts=FACTS):
     """What the engine would receive, or the refusal."""
     try:
         admitted = admit(extra_args, facts)
-        return admitted, engine_form(admitted, "ipc:///x#t", 6, [1, 2, 3, 4, 5, 6], facts, True)
+        return admitted, engine_form(admitted, "reply", [1, 2, 3, 4, 5, 6], 6, 8, facts, True, SIZES)
     except WeirError as e:
         assert e.field, e
         assert e.message
@@ -36,6 +38,9 @@ def test_fuzzed_wishes_are_refused_by_field_or_resolved(extra_args):
     for wish in admitted.spec.wishes:
         assert wish.site.hook in ("resid_pre", "resid_post") and 0 <= wish.site.layer < LAYERS
         assert admitted.dtypes[wish.site] in ("float32", "float16", "bfloat16")
+    if wire is None:
+        assert not admitted.spec.wishes and not admitted.effective
+        return
     again = ResolvedSpec.from_wire(wire["wishes"])
     assert set(again.wishes) == set(admitted.spec.wishes)
     assert wire["first"] is None or wire["first"] >= 0
@@ -71,8 +76,8 @@ def weir(**capture):
         ({"weir": {"v": 1, "captures": []}}, "weir.captures"),
         ({"weir": {"v": 1, "capture": "all"}}, "capture"),
         ({"weir": {"v": 1, "capture": [{}] * 63}}, "capture"),
-        ({"weir": {"v": 1, "interventions": [{"op": "add"}]}}, "weir.interventions"),
-        ({"weir": {"v": 1, "interventions": [{"b64": "%%", "dtype": "float32", "shape": [2]}]}}, "weir.interventions"),
+        ({"weir": {"v": 1, "interventions": [{"op": "add"}]}}, "interventions[0].vector"),
+        ({"weir": {"v": 1, "interventions": [{"b64": "%%", "dtype": "float32", "shape": [2]}]}}, "interventions[0].op"),
         ({"weir": {"v": 1, "capture": [{}, 7]}}, "capture[1]"),
         (weir(hook="nonsense"), "capture[0].hook"),
         (weir(hook="resid_mid"), "capture[0].hook"),
@@ -109,7 +114,7 @@ def weir(**capture):
         ({"output_residual_stream": [4]}, "output_residual_stream.layers"),
         ({"output_residual_stream": "["}, "output_residual_stream"),
         ({"output_residual_stream": "[" * 100_000}, "output_residual_stream"),
-        ({"apply_steering_vectors": [{"activations": [float("nan")]}]}, "apply_steering_vectors"),
+        ({"apply_steering_vectors": [{"activations": [float("nan")]}]}, "apply_steering_vectors[0].layer_indices"),
     ],
 )
 def test_refusals_name_the_field(extra_args, field):
@@ -138,10 +143,10 @@ def test_token_ids_need_tokens():
 def test_a_step_must_fit_the_ring(chunked, length, fits):
     admitted = admit({"weir": {"v": 1, "capture": [{}, {"hook": "resid_pre"}]}}, FACTS)
     if fits:
-        assert engine_form(admitted, "", length, None, FACTS, chunked)["width"] == 8
+        assert engine_form(admitted, "", None, length, 8, FACTS, chunked, SIZES)["width"] == 8
     else:
         with pytest.raises(WeirError, match="buffer_bytes"):
-            engine_form(admitted, "", length, None, FACTS, chunked)
+            engine_form(admitted, "", None, length, 8, FACTS, chunked, SIZES)
 
 
 def test_facts_from_reports():

@@ -12,9 +12,12 @@ from tests.unit.wishes import sensible_captures
 from vllm_weir import Site, WeirError
 from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.request import ResolvedSpec, Wish
+from vllm_weir.spec.sizes import Sizes
 from vllm_weir.worker.plan import STAGES, Planner, column_of
 
 LAYERS = 4
+from vllm_weir.worker.programs import ProgramTable
+
 COLUMNS = frozenset(range((LAYERS + 1) * STAGES))
 
 
@@ -50,6 +53,12 @@ def rows_of(plan, planner, batch):
     return by_entries
 
 
+def planner_of(columns, profiles):
+    return Planner(
+        columns, (LAYERS + 1) * STAGES, profiles, ProgramTable(Sizes(4, 4, 4), LAYERS + 1, range(LAYERS + 1), 8)
+    )
+
+
 def step(planner, batch):
     names, counts, computed = zip(*batch, strict=True)
     return planner.plan(names, counts, computed)
@@ -59,7 +68,7 @@ def step(planner, batch):
 @given(data=st.data())
 def test_every_wanted_row_exactly_once(data):
     """Random wishes, chunkings, batch orders, joins, leaves, recomputations, neighbours without wishes."""
-    planner = Planner(COLUMNS, (LAYERS + 1) * STAGES, 512)
+    planner = planner_of(COLUMNS, 512)
     count = data.draw(st.integers(1, 5))
     state = {}
     for i in range(count):
@@ -79,7 +88,7 @@ def test_every_wanted_row_exactly_once(data):
                     continue
                 s["joined"] = True
                 if s["captures"] is not None:
-                    planner.add(
+                    planner.read(
                         name, data.draw(st.sampled_from("ab")), spec_of(s["captures"]), s["P"], s["ids"][: s["P"]]
                     )
             if s["at"] > 1 and not data.draw(st.integers(0, 7)):
@@ -92,7 +101,7 @@ def test_every_wanted_row_exactly_once(data):
         found = rows_of(plan, planner, batch) if plan is not None else {}
         assert plan is None or found
         if plan is not None:
-            replies = [planner.requests[e.request_id].reply for e in plan.entries]
+            replies = [planner.reading[e.request_id].reply for e in plan.entries]
             assert replies == sorted(replies)
         for name, n, computed in batch:
             s = state[name]
@@ -119,7 +128,7 @@ def _wanted(s, positions):
 
 
 def assert_free(planner, size):
-    assert not planner.requests and not planner._users and not planner._profile_of and not planner._columns_of
+    assert not planner.reading and not planner._users and not planner._profile_of and not planner._columns_of
     assert sorted(planner._free) == list(range(size))
 
 
@@ -134,15 +143,16 @@ def test_columns_are_distinct_and_of_their_tap():
 
 
 def test_profiles_are_shared_and_freed():
-    planner = Planner(COLUMNS, (LAYERS + 1) * STAGES, 2)
+    planner = planner_of(COLUMNS, 2)
     wish = spec_of([("resid_post", [1], "all")])
     for i in range(50):
-        planner.add(f"r{i}", "a", wish, 5, None)
+        planner.read(f"r{i}", "a", wish, 5, None)
     batch = [(f"r{i}", 1, 0) for i in range(50)]
     assert len({int(p) for p in step(planner, batch).profiles}) == 1
-    planner.add("r0", "a", spec_of([("resid_post", [2], "all")]), 5, None)  # replaced under its id
+    planner.remove("r0")
+    planner.read("r0", "a", spec_of([("resid_post", [2], "all")]), 5, None)  # joins again under its id
     assert len({int(p) for p in step(planner, batch).profiles}) == 2
-    planner.add("x", "a", spec_of([("resid_post", [3], "all")]), 5, None)
+    planner.read("x", "a", spec_of([("resid_post", [3], "all")]), 5, None)
     with pytest.raises(WeirError, match="more than 2"):
         step(planner, [("x", 1, 0)])
     planner.remove("r0")
@@ -153,25 +163,25 @@ def test_profiles_are_shared_and_freed():
 
 
 def test_63_selectors_in_one_request():
-    planner = Planner(COLUMNS, (LAYERS + 1) * STAGES, 512)
-    planner.add("r", "a", spec_of([("resid_post", [i % LAYERS], [i]) for i in range(63)]), 70, None)
+    planner = planner_of(COLUMNS, 512)
+    planner.read("r", "a", spec_of([("resid_post", [i % LAYERS], [i]) for i in range(63)]), 70, None)
     found = rows_of(step(planner, [("r", 70, 0)]), planner, [("r", 70, 0)])
     assert {(c, p) for _, c, p in found} == {(column_of(Site("resid_post", i % LAYERS), False), i) for i in range(63)}
 
 
 def test_a_stage_of_a_pipeline_fills_its_own_columns_only():
     mine = frozenset(c for c in COLUMNS if c // STAGES >= 3)
-    planner = Planner(mine, (LAYERS + 1) * STAGES, 16)
-    planner.add("none", "a", spec_of([("resid_post", [0, 1], "all")]), 3, None)
-    assert not planner.requests and step(planner, [("none", 3, 0)]) is None
-    planner.add("some", "a", spec_of([("resid_post", "all", "all")]), 3, None)
+    planner = planner_of(mine, 16)
+    planner.read("none", "a", spec_of([("resid_post", [0, 1], "all")]), 3, None)
+    assert not planner.reading and step(planner, [("none", 3, 0)]) is None
+    planner.read("some", "a", spec_of([("resid_post", "all", "all")]), 3, None)
     plan = step(planner, [("none", 3, 0), ("some", 3, 0)])
     assert plan.rows == 6 and set(plan.entries[0].columns) <= mine
 
 
 def test_request_ids_match_whole():
-    planner = Planner(COLUMNS, (LAYERS + 1) * STAGES, 16)
-    planner.add("a", "x", spec_of([("resid_post", [0], "all")]), 3, None)
+    planner = planner_of(COLUMNS, 16)
+    planner.read("a", "x", spec_of([("resid_post", [0], "all")]), 3, None)
     assert step(planner, [("a-b", 3, 0), ("ab", 3, 0)]) is None
     planner.remove("a-b")
     assert step(planner, [("a-b", 3, 0), ("a", 3, 0)]).slots.tolist() == [-1, -1, -1, 0, 1, 2]

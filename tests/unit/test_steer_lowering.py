@@ -91,9 +91,7 @@ def interventions(draw):
         return weir.Ablate(draw(st.one_of(nonzero, matrix(1, 3, st.sampled_from(list(torch.eye(D) + 0.5))))), **at)
     if kind == "clamp":
         low = draw(numbers)
-        bounds = draw(
-            st.sampled_from([dict(value=low), dict(min=low), dict(max=low), dict(min=low, max=low + 1)])
-        )
+        bounds = draw(st.sampled_from([dict(value=low), dict(min=low), dict(max=low), dict(min=low, max=low + 1)]))
         return weir.Clamp(draw(nonzero), strength=draw(numbers), **bounds, **at)
     if kind == "replace":
         return weir.Replace(draw(st.one_of(rows, matrix(1, 4))), alpha=draw(numbers), **at)

@@ -136,7 +136,7 @@ def test_rows_are_waited_for():
 def test_a_failure_is_raised_not_waited_for():
     store = Store()
     pending, _ = opened(store, [("resid_post", [0], "all")], 1)
-    deliver(store, "t", mail.encode(mail.Header("t", D, "float32", [], {"r": "the disc is full", "x": "-"})), b"")
+    deliver(store, "t", mail.encode(mail.Header("t", D, "float32", failures={"r": "the disc is full", "x": "-"})), b"")
     with pytest.raises(WeirError, match="the disc is full"):
         pending.take(Site("resid_post", 0), np.arange(1), 60)
 
@@ -168,11 +168,15 @@ def test_the_store_holds_nothing_by_itself():
 )
 def test_mail_round_trip(name, columns, positions, failures):
     piece = mail.Piece(name, columns, np.asarray(positions, "<i4").tobytes(), 3)
-    header = mail.decode(mail.encode(mail.Header("token", D, "bfloat16", [piece], failures)))
+    header = mail.decode(mail.encode(mail.Header("token", D, "bfloat16", [piece], failures=failures)))
     assert (header.token, header.d_model, header.dtype, header.failures) == ("token", D, "bfloat16", failures)
     (again,) = header.pieces
     assert again == piece and np.frombuffer(again.positions, "<i4").tolist() == positions
 
 
 def test_reply_addresses():
-    assert mail.split_reply("ipc:///tmp/a#b/rows#secret") == ("ipc:///tmp/a#b/rows", "secret")
+    assert mail.split_reply("ipc:///a#b/rows\tipc:///a#b/vectors\tsecret") == (
+        "ipc:///a#b/rows",
+        "ipc:///a#b/vectors",
+        "secret",
+    )

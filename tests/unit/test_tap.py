@@ -26,11 +26,11 @@ def test_tap_equals_a_naive_loop(seed, tokens, d, residual, dtype):
     for profile in range(profiles):
         columns = np.flatnonzero(draw.random(taps * STAGES) < 0.4)
         ranks[profile, columns] = np.arange(len(columns))
-    plan = np.full((2, tokens + 3), -1, np.int32)
+    plan = np.full((3, tokens + 3), -1, np.int32)
     row = 0
     for token in range(tokens):
         if draw.random() < 0.6:
-            plan[:, token] = row, draw.integers(profiles)
+            plan[:2, token] = row, draw.integers(profiles)
             row += int((ranks[plan[1, token]] >= 0).sum())
     hidden = torch.from_numpy(draw.standard_normal((tokens, d))).to(dtype)
     other = torch.from_numpy(draw.standard_normal((tokens, d))).to(dtype) if residual else None
@@ -39,12 +39,18 @@ def test_tap_equals_a_naive_loop(seed, tokens, d, residual, dtype):
     for tap in range(taps):
         expected = ring.clone()
         for token in range(tokens):
-            slot, profile = plan[:, token]
+            slot, profile = plan[:2, token]
             for stage in range(STAGES):
                 rank = ranks[profile, tap * STAGES + stage] if slot >= 0 else -1
                 if rank >= 0:
                     expected[slot + rank] = hidden[token] + other[token] if residual else hidden[token]
-        tensors = (torch.tensor(tap, dtype=torch.int32), torch.from_numpy(plan), torch.from_numpy(ranks), ring)
+        tensors = (
+            torch.tensor(tap, dtype=torch.int32),
+            torch.from_numpy(plan),
+            torch.from_numpy(ranks),
+            ring,
+            *no_programs(taps, d),
+        )
         if residual:
             torch.ops.weir.tap_residual(hidden, other, *tensors)
         else:
@@ -52,6 +58,12 @@ def test_tap_equals_a_naive_loop(seed, tokens, d, residual, dtype):
         assert ring.equal(expected)
     assert hidden.equal(before)
     assert bool((ring[row] == 7.0).all())
+
+
+def no_programs(taps, d):
+    """Empty tables: heads, ints, floats, vectors."""
+    heads, ints = torch.full((1, taps), -1, dtype=torch.int32), torch.full((1, 5), -1, dtype=torch.int32)
+    return heads, ints, torch.zeros(1, 4), torch.zeros(1, d)
 
 
 class Block(torch.nn.Module):
@@ -67,11 +79,11 @@ class Block(torch.nn.Module):
 
 def captured(block, call, hidden_name="hidden_states", residual_name="residual"):
     """What taps 0 (input) and 1 (output) record for every token."""
-    plan = torch.tensor([[0, 2], [0, 0]], dtype=torch.int32)
+    plan = torch.tensor([[0, 2], [0, 0], [-1, -1]], dtype=torch.int32)
     ranks = torch.full((1, 2 * STAGES), -1, dtype=torch.int32)
     ranks[0, 2], ranks[0, STAGES + 1] = 0, 1
     ring = torch.zeros(4, 3)
-    tensors = TapTensors(plan, ranks, ring)
+    tensors = TapTensors(plan, ranks, ring, *no_programs(2, 3))
     place_input_tap(block, 0, tensors, hidden_name, residual_name)
     place_output_tap(block, 1, tensors)
     call(block)
@@ -94,5 +106,5 @@ def test_arguments_are_found_by_name_however_they_are_passed():
 
 
 def test_the_planner_s_tables_are_what_the_tap_reads():
-    planner = Planner(frozenset(range(6)), 6, 4)
+    planner = Planner(frozenset(range(6)), 6, 4, None)
     assert planner.ranks.shape == (4, 6) and planner.ranks.dtype == np.int32 and (planner.ranks == -1).all()

@@ -35,7 +35,7 @@ class Inbox:
         rows.setsockopt(zmq.RCVHWM, 64)
         folder = None if host is not None else tempfile.mkdtemp(prefix="weir-")
         addresses = [_bind(socket, host, folder, name) for socket, name in ((rows, "rows"), (vectors, "vectors"))]
-        self.reply = "#".join([*addresses, self._token])
+        self.reply = "\t".join([*addresses, self._token])
         stop = threading.Event()
         thread = threading.Thread(
             target=_serve, args=(context, rows, vectors, stop, store, self._token), name="weir-inbox", daemon=True

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from vllm_weir.spec.interventions import Move
     from vllm_weir.worker.programs import ProgramTable
 
+MAX_SELECTORS = 63
+"""What the bits of an int64 can tell apart."""
 STAGES = 3
 """Moments at one tap: before resid_post's interventions, between those and the next block's resid_pre's, after both."""
 
@@ -41,9 +43,10 @@ class Selectors:
     """A request's distinct selectors; positions get a code, the bit mask of the selectors that choose them."""
 
     def __init__(self, distinct: Sequence[Positions], prompt_len: int, prompt_ids: np.ndarray | None) -> None:
-        if len(distinct) > 62:
+        if len(distinct) > MAX_SELECTORS:
             raise WeirError(
-                f"{len(distinct)} different position selectors in one request; at most 62 are served", "interventions"
+                f"{len(distinct)} different position selectors in one request; at most {MAX_SELECTORS} are served",
+                "interventions",
             )
         self.distinct = list(distinct)
         self.prompt_len = prompt_len
