@@ -51,12 +51,11 @@ class RequestSpec:
 
     def to_json(self) -> dict[str, Any]:
         """The wire form."""
-        out: dict[str, Any] = {"v": WIRE_VERSION}
-        if self.capture:
-            out["capture"] = [c.to_json() for c in self.capture]
-        if self.interventions:
-            out["interventions"] = [i.to_json() for i in self.interventions]
-        return out
+        return {
+            "v": WIRE_VERSION,
+            "capture": [c.to_json() for c in self.capture],
+            "interventions": [i.to_json() for i in self.interventions],
+        }
 
 
 def parse_captures(captures: object, path: str) -> tuple[Capture, ...]:
