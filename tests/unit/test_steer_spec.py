@@ -63,7 +63,9 @@ def test_a_vector_is_accepted_or_refused_by_name(value):
 @given(
     st.dictionaries(
         st.one_of(
-            st.sampled_from(["op", "vector", "layers", "scale", "hook", "positions", "direction", "value", "R", "path"]),
+            st.sampled_from(
+                ["op", "vector", "layers", "scale", "hook", "positions", "direction", "value", "R", "path"]
+            ),
             st.integers(),
         ),
         st.one_of(junk, st.sampled_from(list(KINDS))),
@@ -77,7 +79,15 @@ def test_an_intervention_is_accepted_or_refused_by_name(value):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.one_of(junk, st.fixed_dictionaries({"activations": junk, "layer_indices": junk}, optional={"scale": junk, "norm_match": junk, "position_indices": junk})))
+@given(
+    st.one_of(
+        junk,
+        st.fixed_dictionaries(
+            {"activations": junk, "layer_indices": junk},
+            optional={"scale": junk, "norm_match": junk, "position_indices": junk},
+        ),
+    )
+)
 def test_a_lens_value_is_accepted_or_refused_by_name(value):
     try:
         lens_interventions(value)
@@ -177,7 +187,9 @@ def test_too_many_selectors_are_refused_by_name():
     from vllm_weir.frontend.admit import engine_form
     from vllm_weir.spec.sizes import Sizes
 
-    admitted = admit({"weir": {"v": 1, "interventions": [weir.Add(GOOD, 1, positions=k).to_json() for k in range(63)]}}, FACTS)
+    admitted = admit(
+        {"weir": {"v": 1, "interventions": [weir.Add(GOOD, 1, positions=k).to_json() for k in range(63)]}}, FACTS
+    )
     with pytest.raises(WeirError) as caught:
         engine_form(admitted, "a#b#c", None, 100, 5, FACTS, True, Sizes(100, 1000, 1000))
     assert caught.value.field == "interventions"
@@ -185,12 +197,21 @@ def test_too_many_selectors_are_refused_by_name():
 
 def test_lens_forms_mean_the_same():
     rows = torch.randn(2, 3, D, generator=torch.Generator().manual_seed(1))
-    more = dict(layer_indices=[0, 2], scale=1.5, norm_match=True, position_indices=[4, 0, 2])
+    more = {"layer_indices": [0, 2], "scale": 1.5, "norm_match": True, "position_indices": [4, 0, 2]}
     live = weir.SteeringVector(rows, **more)
     plain = live.to_json()
     data = base64.b64encode(rows.numpy().tobytes()).decode()
     theirs = plain | {"activations": {"data": data, "dtype": "torch.float32", "shape": [2, 3, D]}}
-    forms = [[live], live, [plain], plain, json.dumps([plain]), json.dumps(plain), SimpleNamespace(activations=rows, **more), [theirs]]
+    forms = [
+        [live],
+        live,
+        [plain],
+        plain,
+        json.dumps([plain]),
+        json.dumps(plain),
+        SimpleNamespace(activations=rows, **more),
+        [theirs],
+    ]
     read = [[i.to_json() for i in lens_interventions(f)] for f in forms]
     assert all(r == read[0] for r in read)
     first, second = lens_interventions(live)
@@ -233,20 +254,28 @@ def test_tiers_become_positions():
         ("resid_post", (0,), "generated", 1.0, 3.0),
     ]
     assert weir.from_tiers() == []
-    assert weir.from_tiers(steering_module_ref="mod", modules={"mod": {"prefill_vectors": {"post_mlp": {0: m}}}})[0].positions.to_json() == "prompt"
+    assert (
+        weir.from_tiers(steering_module_ref="mod", modules={"mod": {"prefill_vectors": {"post_mlp": {0: m}}}})[
+            0
+        ].positions.to_json()
+        == "prompt"
+    )
 
 
 def test_tiers_refuse_by_name():
     a = [1.0] * D
     for kwargs, field in (
-        (dict(steering_vectors={"nowhere": {1: a}}), "steering_vectors.nowhere.1.hook"),
-        (dict(prefill_steering_vectors={"post_mlp": a}), "prefill_steering_vectors.post_mlp"),
-        (dict(decode_steering_vectors={"post_mlp": {"x": a}}), "decode_steering_vectors.post_mlp.x"),
-        (dict(steering_vectors={"post_mlp": {1: {"vector": a, "scale": float("nan")}}}), "steering_vectors.post_mlp.1.scale"),
-        (dict(steering_vectors={"post_mlp": {1: [float("nan")] * D}}), "steering_vectors.post_mlp.1.vector"),
-        (dict(steering_module_ref="gone"), "steering_module_ref"),
-        (dict(steering_module_ref=("gone", 1.0), modules={}), "steering_module_ref"),
-        (dict(steering_module_ref=("m", "x"), modules={"m": {}}), "steering_module_ref[1]"),
+        ({"steering_vectors": {"nowhere": {1: a}}}, "steering_vectors.nowhere.1.hook"),
+        ({"prefill_steering_vectors": {"post_mlp": a}}, "prefill_steering_vectors.post_mlp"),
+        ({"decode_steering_vectors": {"post_mlp": {"x": a}}}, "decode_steering_vectors.post_mlp.x"),
+        (
+            {"steering_vectors": {"post_mlp": {1: {"vector": a, "scale": float("nan")}}}},
+            "steering_vectors.post_mlp.1.scale",
+        ),
+        ({"steering_vectors": {"post_mlp": {1: [float("nan")] * D}}}, "steering_vectors.post_mlp.1.vector"),
+        ({"steering_module_ref": "gone"}, "steering_module_ref"),
+        ({"steering_module_ref": ("gone", 1.0), "modules": {}}, "steering_module_ref"),
+        ({"steering_module_ref": ("m", "x"), "modules": {"m": {}}}, "steering_module_ref[1]"),
     ):
         with pytest.raises(WeirError) as caught:
             weir.from_tiers(**kwargs)

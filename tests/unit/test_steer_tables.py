@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vllm_weir as weir
-from tests.unit.test_steer_lowering import D, Bench, move_of
+from tests.unit.test_steer_lowering import Bench, D, move_of
 from vllm_weir.errors import WeirError
 from vllm_weir.scheduler import CacheKeys, WaitingRoom
 from vllm_weir.spec.sizes import Sizes
@@ -32,7 +32,7 @@ def usage(bench):
     return bench.table.usage()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(steps)
 def test_joining_and_leaving_leaks_nothing(sequence):
     bench = Bench(vectors=40, programs=60, nodes=300)
@@ -55,7 +55,8 @@ def test_joining_and_leaving_leaks_nothing(sequence):
         for digest, slot in table._vector_slots.of.items():
             if digest in digests:
                 assert np.array_equal(
-                    table.vectors[slot], next(move_of(i)[1][digest] for x in live.values() for i in x if digest in move_of(i)[1])
+                    table.vectors[slot],
+                    next(move_of(i)[1][digest] for x in live.values() for i in x if digest in move_of(i)[1]),
                 )
     for name in live:
         bench.planner.remove(name)

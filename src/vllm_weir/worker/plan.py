@@ -296,9 +296,7 @@ class Planner:
                         lookups.append(self._lookup(steering, int(code), open_bits, tokens, position))
         return steered, lookups
 
-    def _lookup(
-        self, steering: Steering, code: int, open_bits: list[int], tokens: np.ndarray, position: int
-    ) -> Lookup:
+    def _lookup(self, steering: Steering, code: int, open_bits: list[int], tokens: np.ndarray, position: int) -> Lookup:
         choices = []
         for combination in range(1 << len(open_bits)):
             chosen = code
