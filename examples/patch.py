@@ -1,6 +1,6 @@
 """Activation patching: rows of one prompt put into another, block by block, to find where the mood is.
 
-The two prompts differ in two words. Patched into the sad prompt are the happy prompt's rows, either at the words that
+The two prompts differ in three words. Patched into the sad prompt are the happy prompt's rows, either at the words that
 differ or at the last token: low blocks hold the mood at the words, high blocks have moved it to the last token.
 
 python examples/patch.py
@@ -13,8 +13,8 @@ from vllm import LLM, SamplingParams
 
 import vllm_weir as weir
 
-HAPPY = "Tom went to the garden. The garden was lovely, and Tom smiled happily. Tom was so"
-SAD = "Tom went to the garden. The garden was awful, and Tom frowned sadly. Tom was so"
+HAPPY = "Tom went to the garden. Tom grinned happily, for the garden was lovely. Tom was so"
+SAD = "Tom went to the garden. Tom frowned sadly, for the garden was awful. Tom was so"
 
 
 def main(model: str) -> None:
@@ -24,7 +24,7 @@ def main(model: str) -> None:
     plain = SamplingParams(max_tokens=4, temperature=0)
     read = weir.params(plain, capture=weir.Capture("resid_post", positions="prompt"))
     happy, sad = llm.generate([HAPPY, SAD], read, use_tqdm=False)
-    print(f"happy prompt: ...so{happy.outputs[0].text}\nsad prompt:   ...so{sad.outputs[0].text}\n")
+    print(f"happy prompt: ...Tom was so{happy.outputs[0].text}\nsad prompt:   ...Tom was so{sad.outputs[0].text}\n")
 
     pairs = zip(happy.prompt_token_ids, sad.prompt_token_ids, strict=True)
     places = {"words": [i for i, (a, b) in enumerate(pairs) if a != b], "last": [len(sad.prompt_token_ids) - 1]}

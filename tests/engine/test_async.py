@@ -192,5 +192,5 @@ def test_nothing_is_left_in_the_engine(served):
         await asyncio.sleep(0.5)
         return await served.engine.collective_rpc("weir_usage")
 
-    assert served.call(usage()) == [{"requests": 0, "ring_rows_in_flight": 0}]
+    assert not any(n for held in served.call(usage()) for n in held.values())
     assert not served.engine.output_processor.request_states

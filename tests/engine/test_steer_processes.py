@@ -98,7 +98,7 @@ def test_two_ranks_equal_one():
     prompts = [prompt(12 + 9 * k, k) for k in range(len(asked))]
     params = [weir.params(sampling(6), capture=EVERYTHING, interventions=c) for c in asked]
     runs = []
-    for more in ({}, dict(tensor_parallel_size=2, env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})):
+    for more in ({}, {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}):
         llm = get_llm(model_dir, block_size=32, **more)
         outs = llm.generate(prompts, params, use_tqdm=False)
         for out, case in zip(outs, asked, strict=True):

@@ -16,11 +16,11 @@ from vllm_weir.worker.fetch import Fetcher
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 ROWS = 8
 # 8 vectors of 128 float32, blocks 1 and 2 only, and little patience.
-SMALL = dict(
-    block_size=32,
-    max_num_seqs=64,
-    additional_config={"weir": {"layers": [1, 2], "vector_bytes": ROWS * 4 * 128, "timeout": 2.0}},
-)
+SMALL = {
+    "block_size": 32,
+    "max_num_seqs": 64,
+    "additional_config": {"weir": {"layers": [1, 2], "vector_bytes": ROWS * 4 * 128, "timeout": 2.0}},
+}
 D = 128
 GOOD = torch.ones(D)
 
@@ -134,7 +134,7 @@ def test_a_full_table_lets_requests_wait(engine):
     core.schedule = watch
     try:
         plain = sampling(5)
-        outs = llm.generate(prompts + [prompt(9)], [*params, plain], use_tqdm=False)
+        outs = llm.generate([*prompts, prompt(9)], [*params, plain], use_tqdm=False)
     finally:
         del core.schedule
     assert max(seen) == 2
@@ -146,7 +146,7 @@ def test_a_full_table_lets_requests_wait(engine):
 
 
 def test_requests_that_share_vectors_do_not_wait(engine):
-    llm, oracle = engine
+    llm, _oracle = engine
     case = waiting_cases(vectors(32))[0]
     core, seen = scheduler(llm), []
     schedule = core.schedule
@@ -263,3 +263,15 @@ def test_a_receipt_counts_what_was_done(engine):
             {a: 3 - gone[4]},
         )
         assert out.receipt.captured == {a: 5} and out.receipt.complete
+
+
+def test_a_global_that_can_never_fit_is_refused(engine):
+    llm, _oracle = engine
+    try:
+        with pytest.raises(weir.WeirError) as caught:
+            weir.set_global(llm, [weir.Add(vectors(36)(ROWS + 1, D), 1)])
+        assert caught.value.field == "interventions"
+        (out,) = llm.generate(prompt(9, 3), sampling(3), use_tqdm=False)
+        assert out.receipt is None
+    finally:
+        weir.clear_global(llm)

@@ -24,7 +24,7 @@ from tests.support.steered import (
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
-ENGINE = dict(block_size=32, max_num_seqs=128, max_num_batched_tokens=4096)
+ENGINE = {"block_size": 32, "max_num_seqs": 128, "max_num_batched_tokens": 4096}
 EVERYTHING = [weir.Capture("resid_post"), weir.Capture("resid_pre")]
 D = 128
 
@@ -54,7 +54,7 @@ class Theirs:
 def test_vllm_lens_key(engine, shape, norm_match):
     llm, oracle = engine
     v = vectors(41)
-    more = dict(layer_indices=[2, 0], scale=0.6, norm_match=norm_match)
+    more = {"layer_indices": [2, 0], "scale": 0.6, "norm_match": norm_match}
     if shape == "2-D":
         rows, at = v(2, D), "all"
         want = [weir.Add(rows[k], layer, 0.6, norm_match=norm_match) for k, layer in ((0, 2), (1, 0))]
@@ -176,20 +176,6 @@ def test_globals(engine):
     assert idle(llm)
 
 
-def test_a_global_that_can_never_fit_is_refused(engine):
-    llm, oracle = engine
-    desk = llm.llm_engine.output_processor._weir_desk
-    rows = desk.settings.table_sizes(D).vectors
-    item = weir.Replace(vectors(45)(1, D).expand(8192, D), 1)
-    many = [weir.Add(vectors(46 + k)(4096, D), 1) for k in range(rows // 4096 + 1)]
-    try:
-        with pytest.raises(weir.WeirError):
-            weir.set_global(llm, many)
-    finally:
-        weir.clear_global(llm)
-    assert item.values.array.shape == (8192, D)
-
-
 def test_every_sequence_of_n_is_steered(engine):
     llm, oracle = engine
     case = [weir.Add(2 * vectors(47)(D), 1), weir.Clamp(vectors(48)(D), 2, value=3.0, positions="generated")]
@@ -238,8 +224,8 @@ def adapter(model_dir, where):
             tensors[f"base_model.model.{path}.lora_B.weight"] = b
             added[f"{path}.weight"] = 2.0 * b @ a
     save_file(tensors, where / "adapter_model.safetensors")
-    config = dict(peft_type="LORA", r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], bias="none")
-    config |= dict(task_type="CAUSAL_LM", base_model_name_or_path=str(model_dir), lora_dropout=0.0)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
+    config |= {"task_type": "CAUSAL_LM", "base_model_name_or_path": str(model_dir), "lora_dropout": 0.0}
     (where / "adapter_config.json").write_text(json.dumps(config))
     return added
 
@@ -258,9 +244,17 @@ def test_lora_and_steering_compose(tmp_path):
     case = [weir.Add(2 * vectors(51)(D), 1), weir.Ablate(vectors(52)(D), "all", positions="generated")]
     request = LoRARequest("tiny", 1, str(tmp_path))
     params = weir.params(sampling(6), capture=EVERYTHING, interventions=case)
-    outs = llm.generate([prompt(70, 4)] * 2, params, lora_request=[request, None], use_tqdm=False)
+    # Not in one batch: on CPU stock vLLM itself then gives the adapter to both.
     for _ in range(2):
-        check(outs[0], case, merged)
-        check(outs[1], case, truth(model_dir))
-        outs = llm.generate([prompt(70, 4)] * 2, params, lora_request=[request, None], use_tqdm=False)
-    assert outs[0].outputs[0].token_ids != outs[1].outputs[0].token_ids
+        ((one,), (other,)) = (
+            llm.generate(prompt(70, 4), params, lora_request=adapted, use_tqdm=False) for adapted in (request, None)
+        )
+        check(one, case, merged)
+        check(other, case, truth(model_dir))
+        assert one.outputs[0].token_ids != other.outputs[0].token_ids
+    cached = [
+        llm.generate(prompt(70, 4), weir.params(sampling(1), interventions=c), lora_request=r, use_tqdm=False)[0]
+        for c, r in ((case, request), (case, None), ([], request), ([], None), (case, request))
+    ]
+    # An adapter's blocks, steered or not, are its own; the first two meet what the loop left.
+    assert [out.num_cached_tokens for out in cached] == [64, 64, 0, 0, 64]

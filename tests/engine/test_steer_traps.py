@@ -11,10 +11,10 @@ import vllm_weir as weir
 from tests.support.engines import close_all, get_llm
 from tests.support.oracle import rel_err
 from tests.support.steered import check, chunks, directory, prompt, sampling, scheduler, tokens, truth, vectors
-from vllm_weir.worker.station import Station
+from vllm_weir.worker.plan import Planner
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
-ENGINE = dict(block_size=32, max_num_seqs=128, max_num_batched_tokens=4096)
+ENGINE = {"block_size": 32, "max_num_seqs": 128, "max_num_batched_tokens": 4096}
 EVERYTHING = [weir.Capture("resid_post"), weir.Capture("resid_pre")]
 D = 128
 
@@ -48,7 +48,7 @@ def test_trap_01_positions_are_absolute_in_every_chunk_and_step(engine):
         assert out.receipt.steered == ({("resid_post", 1): 3},)
         before = oracle.steered((tokens(40, 2) + list(out.outputs[0].token_ids))[:-1], 40, [])[0]
         moved = (out.activations["resid_post", 1] - before["resid_post", 1]).abs().amax(1)
-        assert torch.equal(out.activations["resid_post", 0][:40], plain.activations["resid_post", 0][:40]) or size
+        assert rel_err(out.activations["resid_post", 0][:40], plain.activations["resid_post", 0][:40]) <= 1e-6
         assert all(moved[p] > 1 for p in (0, 20, 41))
 
 
@@ -93,14 +93,14 @@ def test_trap_08_both_halves_of_the_stream_are_steered(family):
         check(out, case, oracle)
         if isinstance(case[0], weir.Replace):
             for site in (("resid_post", 1), ("resid_pre", 2)):
-                assert torch.equal(out.activations[site], row.expand(45, D))
+                assert rel_err(out.activations[site], row.expand(45, D)) <= 1e-6
         if isinstance(case[0], weir.Clamp):
             along = out.activations["resid_post", 1] @ (row / row.norm())
             assert (along - 7).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt2"])
 @pytest.mark.parametrize("hook", ["pre_attn", "resid_pre"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "qwen2", "llama"])
 def test_trap_09_attention_sees_what_is_done_to_its_input(family, hook):
     model_dir = directory(family)
     llm, oracle = get_llm(model_dir, **ENGINE), truth(model_dir)
@@ -109,9 +109,9 @@ def test_trap_09_attention_sees_what_is_done_to_its_input(family, hook):
     check(out, case, oracle)
     # Position 8 meets position 2 in attention alone.
     assert (out.activations["resid_post", 1][8] - plain.activations["resid_post", 1][8]).abs().max() > 1e-3
-    assert torch.equal(
-        out.activations["resid_post", 0], plain.activations["resid_post", 0][: len(plain.activations["resid_post", 0])]
-    ) or (rel_err(out.activations["resid_post", 0][:40], plain.activations["resid_post", 0][:40]) <= 1e-6)
+    same = slice(0, 40)  # beyond the prompt other tokens follow
+    a, b = out.activations["resid_post", 0][same], plain.activations["resid_post", 0][same]
+    assert torch.equal(a, b)
 
 
 def test_trap_11_a_name_is_its_content(engine):
@@ -152,13 +152,10 @@ def test_trap_16_equal_requests_share_and_a_failed_plan_fails(engine, monkeypatc
         raise ValueError("no row map")
 
     with monkeypatch.context() as patch:
-        from vllm_weir.worker.plan import Planner
-
         patch.setattr(Planner, "plan", broken)
         with pytest.raises(weir.WeirError, match="no row map"):
             ask(llm, case, 20, capture=())
     check(ask(llm, case, 20), case, oracle)
-    assert Station is not None
 
 
 def test_trap_10_tokens_computed_again_keep_their_own_steering():

@@ -76,7 +76,10 @@ class SteeredOracle(Oracle):
 
 def _apply(item: Any, h: torch.Tensor) -> torch.Tensor:
     kind = type(item).__name__
-    get = lambda name: torch.from_numpy(getattr(item, name).array.copy()).to(h.device)
+
+    def get(name):
+        return torch.from_numpy(getattr(item, name).array.copy()).to(h.device)
+
     if kind == "Add":
         v = get("vector")
         if v.ndim == 2:

@@ -197,7 +197,7 @@ def test_too_many_selectors_are_refused_by_name():
 
 def test_lens_forms_mean_the_same():
     rows = torch.randn(2, 3, D, generator=torch.Generator().manual_seed(1))
-    more = dict(layer_indices=[0, 2], scale=1.5, norm_match=True, position_indices=[4, 0, 2])
+    more = {"layer_indices": [0, 2], "scale": 1.5, "norm_match": True, "position_indices": [4, 0, 2]}
     live = weir.SteeringVector(rows, **more)
     plain = live.to_json()
     data = base64.b64encode(rows.numpy().tobytes()).decode()
@@ -265,17 +265,17 @@ def test_tiers_become_positions():
 def test_tiers_refuse_by_name():
     a = [1.0] * D
     for kwargs, field in (
-        (dict(steering_vectors={"nowhere": {1: a}}), "steering_vectors.nowhere.1.hook"),
-        (dict(prefill_steering_vectors={"post_mlp": a}), "prefill_steering_vectors.post_mlp"),
-        (dict(decode_steering_vectors={"post_mlp": {"x": a}}), "decode_steering_vectors.post_mlp.x"),
+        ({"steering_vectors": {"nowhere": {1: a}}}, "steering_vectors.nowhere.1.hook"),
+        ({"prefill_steering_vectors": {"post_mlp": a}}, "prefill_steering_vectors.post_mlp"),
+        ({"decode_steering_vectors": {"post_mlp": {"x": a}}}, "decode_steering_vectors.post_mlp.x"),
         (
-            dict(steering_vectors={"post_mlp": {1: {"vector": a, "scale": float("nan")}}}),
+            {"steering_vectors": {"post_mlp": {1: {"vector": a, "scale": float("nan")}}}},
             "steering_vectors.post_mlp.1.scale",
         ),
-        (dict(steering_vectors={"post_mlp": {1: [float("nan")] * D}}), "steering_vectors.post_mlp.1.vector"),
-        (dict(steering_module_ref="gone"), "steering_module_ref"),
-        (dict(steering_module_ref=("gone", 1.0), modules={}), "steering_module_ref"),
-        (dict(steering_module_ref=("m", "x"), modules={"m": {}}), "steering_module_ref[1]"),
+        ({"steering_vectors": {"post_mlp": {1: [float("nan")] * D}}}, "steering_vectors.post_mlp.1.vector"),
+        ({"steering_module_ref": "gone"}, "steering_module_ref"),
+        ({"steering_module_ref": ("gone", 1.0), "modules": {}}, "steering_module_ref"),
+        ({"steering_module_ref": ("m", "x"), "modules": {"m": {}}}, "steering_module_ref[1]"),
     ):
         with pytest.raises(WeirError) as caught:
             weir.from_tiers(**kwargs)

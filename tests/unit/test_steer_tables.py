@@ -32,7 +32,7 @@ def usage(bench):
     return bench.table.usage()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(steps)
 def test_joining_and_leaving_leaks_nothing(sequence):
     bench = Bench(vectors=40, programs=60, nodes=300)

@@ -17,7 +17,7 @@ from vllm_weir.demo.stories import openings, sentiment_of, well_formed
 
 SCALES = (-6.0, -3.0, -1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0, 3.0, 6.0)
 SHOWN = (-1.0, 0.0, 1.0)
-OPENINGS, SEED, MAX_TOKENS = 20, 2003, 28
+OPENINGS, SEED, MAX_TOKENS = 30, 2003, 28
 MIN_FLIPPED = MIN_WELL_FORMED = 0.8
 """What the shipped model must reach at some scale in each direction, else the exit code is 1."""
 
@@ -85,7 +85,7 @@ def tell(llm: Any, vector: torch.Tensor, layer: int, probe: Probe, console: Cons
 
     Args:
         llm: the engine.
-        vector: float [d], added times the scale to ``resid_post[layer]`` at every generated token.
+        vector: float [d], added times the scale to ``resid_post[layer]`` at every position.
         layer: the block that `vector` and `probe` belong to.
         probe: reads the mood off one row.
         console: gets a line about what was done.
@@ -93,9 +93,7 @@ def tell(llm: Any, vector: torch.Tensor, layer: int, probe: Probe, console: Cons
     from vllm import SamplingParams
 
     plain = SamplingParams(max_tokens=MAX_TOKENS, temperature=0)
-    steered = [
-        weir.params(plain, interventions=weir.Add(vector, layer, scale, positions="generated")) for scale in SCALES
-    ]
+    steered = [weir.params(plain, interventions=weir.Add(vector, layer, scale, positions="all")) for scale in SCALES]
     prompts = openings(OPENINGS, SEED)
     started = time.perf_counter()
     outputs = llm.generate(prompts * len(SCALES), [p for p in steered for _ in prompts], use_tqdm=False)

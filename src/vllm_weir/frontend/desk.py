@@ -105,7 +105,9 @@ class Desk:
 
     def set_always(self, interventions: Sequence[Intervention]) -> None:
         """Interventions for every request admitted from now on; checked against the engine, or WeirError."""
-        admit({}, self.require_facts(), True, self.shelf.find, interventions)
+        facts = self.require_facts()
+        admitted = admit({}, facts, True, self.shelf.find, interventions)
+        engine_form(admitted, "", None, 1, 1, facts, self._chunked, self.settings.table_sizes(facts.d_model))
         self.always = tuple(interventions)
 
     def close(self) -> None:

@@ -81,12 +81,22 @@ def new_completion_output(original, _status):
                 # vLLM hands out the list that it goes on appending to; rows and tokens of one output must agree.
                 output.token_ids = list(output.token_ids)
             reason = None if finish_reason is None else str(finish_reason)
-            view = tracker.view(generated, delta, reason, self.num_cached_tokens)
-            setattr(output, _VIEW, view)
-            if reason is not None and self.queue is None:
-                # A synchronous caller has nothing else to do; an asynchronous one is checked in generate().
-                view.verify()
+            setattr(output, _VIEW, tracker.view(generated, delta, reason, self.num_cached_tokens))
         return output
+
+    return wrapper
+
+
+def run_engine(original, _status):
+    def wrapper(self, *args, **kwargs):
+        outputs = original(self, *args, **kwargs)
+        # Not before: raising between two steps would leave the rest of the batch in the engine.
+        for output in outputs:
+            for completion in output.outputs if isinstance(output, RequestOutput) else ():
+                view = getattr(completion, _VIEW, None)
+                if view is not None:
+                    _verify(view)
+        return outputs
 
     return wrapper
 

@@ -77,6 +77,8 @@ SEAMS: tuple[Seam, ...] = (
          "outputs merged for a slow reader keep their rows", "engine:merge_outputs", ("next_output", "aggregate")),
     Seam(f"{_V1}.engine.llm_engine", "LLMEngine.__init__", FRONTEND,
          "settings are checked and the workers asked what they serve", "engine:llm_engine_init"),
+    Seam("vllm.entrypoints.llm", "LLM._run_engine", FRONTEND,
+         "a steered request that was not steered as asked fails, once the batch is done", "engine:run_engine"),
     Seam(f"{_V1}.engine.async_llm", "AsyncLLM.__init__", FRONTEND,
          "settings are checked", "engine:async_llm_init"),
     Seam(f"{_V1}.engine.async_llm", "AsyncLLM.add_request", FRONTEND,

@@ -63,7 +63,7 @@ def _decode(value: Mapping, field: str) -> np.ndarray:
     for key in value:
         if key not in ("b64", "dtype", "shape"):
             raise WeirError("unknown key; a vector is {ref} or {b64, dtype, shape}", f"{field}.{brief(key)}")
-    dtype, shape, text = value.get("dtype"), value.get("shape"), value.get("b64")
+    dtype, shape, text = value.get("dtype"), value.get("shape"), value.get("b64", "")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise WeirError(f"choose from {', '.join(_DTYPES)}", f"{field}.dtype")
     if not isinstance(shape, (list, tuple)) or not shape or not all(type(n) is int and n > 0 for n in shape):
