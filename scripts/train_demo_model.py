@@ -256,9 +256,7 @@ def perplexity(model, tokenizer, n: int = 400) -> float:
     total, count = 0.0, 0
     texts = [story.text + EOS for story in make_stories(n, HELD_OUT)]
     for i in range(0, n, 50):
-        batch = tokenizer(
-            texts[i : i + 50], return_tensors="pt", padding=True, padding_side="right"
-        )
+        batch = tokenizer(texts[i : i + 50], return_tensors="pt", padding=True, padding_side="right")
         labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
         loss = model(input_ids=batch.input_ids, labels=labels).loss
         tokens = int((labels[:, 1:] != -100).sum())
@@ -273,10 +271,7 @@ def block_outputs(model, tokenizer, stories) -> tuple[torch.Tensor, torch.Tensor
     Both are of shape (layers, stories, hidden); ``<bos>`` is left out of the mean.
     """
     seen: list[torch.Tensor] = []
-    hooks = [
-        layer.register_forward_hook(lambda _m, _a, out: seen.append(_hidden(out)))
-        for layer in model.model.layers
-    ]
+    hooks = [layer.register_forward_hook(lambda _m, _a, out: seen.append(_hidden(out))) for layer in model.model.layers]
     last, mean = [], []
     for i in range(0, len(stories), 50):
         texts = [story.text for story in stories[i : i + 50]]
@@ -327,8 +322,7 @@ def probe(model, tokenizer, n: int = 400) -> dict:
     """Sentiment probes on every block's output."""
     train_set, test_set = make_stories(n, PROBE_TRAIN), make_stories(n, PROBE_TEST)
     y, test_y = (
-        torch.tensor([float(story.sentiment == "positive") for story in stories])
-        for stories in (train_set, test_set)
+        torch.tensor([float(story.sentiment == "positive") for story in stories]) for stories in (train_set, test_set)
     )
     result = {}
     names = ("last_token", "mean_over_tokens")
@@ -345,9 +339,7 @@ def probe(model, tokenizer, n: int = 400) -> dict:
 
 
 @torch.no_grad()
-def continuations(
-    model, tokenizer, prompts, temperature: float, seed: int = 0, layer=None, vector=None
-) -> list[str]:
+def continuations(model, tokenizer, prompts, temperature: float, seed: int = 0, layer=None, vector=None) -> list[str]:
     """Continue prompts to the end of the story, optionally steered.
 
     Temperature 0 is greedy decoding.
@@ -447,9 +439,7 @@ def evaluate(out: Path, args) -> dict:
     }
     report["probe_auc_by_layer"] = probe(model, tokenizer)
     print(json.dumps(report, indent=2), flush=True)
-    report["steering"] = steer(
-        model, tokenizer, args.steer_layers, args.steer_scales, args.eval_prompts
-    )
+    report["steering"] = steer(model, tokenizer, args.steer_layers, args.steer_scales, args.eval_prompts)
     return report
 
 
@@ -462,7 +452,8 @@ def main() -> None:
     parser.add_argument("--story-steps", type=int, default=3500)
     parser.add_argument("--first-pass-from", type=Path, help="repeat the second pass on this model")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="measuring uses the CPU")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="for training; measuring uses the CPU")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--eval-only", action="store_true", help="measure what --out holds")
     parser.add_argument("--eval-prompts", type=int, default=60)

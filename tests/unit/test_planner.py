@@ -14,9 +14,9 @@ from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.request import ResolvedSpec, Wish
 from vllm_weir.spec.sizes import Sizes
 from vllm_weir.worker.plan import STAGES, Planner, column_of
+from vllm_weir.worker.programs import ProgramTable
 
 LAYERS = 4
-from vllm_weir.worker.programs import ProgramTable
 
 COLUMNS = frozenset(range((LAYERS + 1) * STAGES))
 

@@ -299,3 +299,13 @@ def test_the_shelf_keeps_content():
         with pytest.raises(WeirError) as caught:
             call()
         assert caught.value.field == field
+
+
+def test_a_global_intervention_keeps_what_its_name_meant():
+    from vllm_weir.frontend.shelf import Shelf
+
+    shelf = Shelf()
+    shelf.put("mood", np.ones(8))
+    kept = Add("mood", 1).with_arrays(shelf.find)
+    shelf.remove("mood")
+    assert kept.lower(8, shelf.find).rows and kept.vector.array.tolist() == [1.0] * 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +84,7 @@ def curves(named: dict[str, Sequence[float]], path: Path, label: str) -> Path:
 
 def doses(
     scales: Sequence[float],
-    shares: dict[str, Sequence[float]],
+    shares: Mapping[str, Sequence[float]],
     scores: Sequence[Sequence[float]],
     path: Path,
     label: str,

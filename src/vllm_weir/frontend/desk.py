@@ -108,7 +108,8 @@ class Desk:
         facts = self.require_facts()
         admitted = admit({}, facts, True, self.shelf.find, interventions)
         engine_form(admitted, "", None, 1, 1, facts, self._chunked, self.settings.table_sizes(facts.d_model))
-        self.always = tuple(interventions)
+        # What a name means now, so that forgetting or reusing the name later changes nothing.
+        self.always = tuple(i.with_arrays(self.shelf.find) for i in interventions)
 
     def close(self) -> None:
         """Stop receiving."""

@@ -11,6 +11,7 @@ An instruction adds ``c(h) * u`` to a row h (float32), where every c of one inte
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -131,6 +132,15 @@ class Intervention:
                     f"block {layer} does not exist: the model has blocks 0..{num_layers - 1}", f"{self.path}.layers"
                 )
         return layers
+
+    def with_arrays(self, lookup: Callable[[str, str], np.ndarray]) -> Intervention:
+        """A copy whose references are resolved. `lookup`: as for `lower`."""
+        out = copy.copy(self)
+        for name in self.vectors:
+            vector: Vector = getattr(self, name)
+            if vector.array is None:
+                object.__setattr__(out, name, Vector(array=lookup(vector.ref, f"{self.path}.{name}")))
+        return out
 
     def lower(self, d_model: int, lookup: Callable[[str, str], np.ndarray]) -> Lowered:
         """Instructions for a model; none if the intervention changes nothing.
