@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import vllm_weir as weir
 from tests.engine.common import SELECTORS, asking, directory, oracle, prompts, sampling, verify
 from tests.support.engines import get_llm
+from tests.support.models import FAMILIES
+from tests.support.oracle import rel_err
+from tests.support.steered import SteeredOracle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 CLOSE_OTHERS = True
@@ -43,9 +47,24 @@ def test_settings_switched_between_starts_on_one_cache(root, cache):
     check_all(compiled(model_dir, cache), truth)
 
 
-def test_compiled_gemma2(root, cache):
-    model_dir = directory(root, "gemma2")
-    check_all(compiled(model_dir, cache), oracle(model_dir))
+# One family in every run; a start with compilation takes a minute, so the others are for `pytest -m slow`.
+COMPILED = ["gemma2", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "gemma2")]
+
+
+@pytest.mark.parametrize("family", COMPILED)
+def test_compiled_rows_and_steering(root, cache, family):
+    model_dir = directory(root, family)
+    llm, truth = compiled(model_dir, cache), SteeredOracle(model_dir)
+    check_all(llm, truth)
+    vector = torch.randn(truth.hidden_size, generator=torch.Generator().manual_seed(1))
+    moves = [weir.Add(vector, 1, 2.0), weir.Ablate(vector, 1, hook="resid_pre", positions="generated")]
+    params = weir.params(sampling(), capture=[weir.Capture(), weir.Capture("resid_pre")], interventions=moves)
+    for out in llm.generate(prompts(), params, use_tqdm=False):
+        prompt, got = list(out.prompt_token_ids), list(out.outputs[0].token_ids)
+        rows, _ = truth.steered((prompt + got)[:-1], len(prompt), moves)
+        assert got == truth.steered_greedy(prompt, len(got), moves)
+        for site in out.activations.sites:
+            assert rel_err(out.activations[site], rows[tuple(site)]) <= 1e-5
 
 
 def test_the_compile_key_follows_hooks_and_layers(root, monkeypatch):

@@ -306,6 +306,6 @@ def test_a_global_intervention_keeps_what_its_name_meant():
 
     shelf = Shelf()
     shelf.put("mood", np.ones(8))
-    kept = Add("mood", 1).with_arrays(shelf.find)
+    kept = weir.Add("mood", 1).with_arrays(shelf.find)
     shelf.remove("mood")
     assert kept.lower(8, shelf.find).rows and kept.vector.array.tolist() == [1.0] * 8

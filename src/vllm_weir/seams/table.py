@@ -16,9 +16,9 @@ from vllm_weir.seams.imports import when_imported
 logger = logging.getLogger(__name__)
 
 RAN = ("0.26.0", "0.32.0")
-"""vLLM versions on which the test suite ran (0.26.0 on an H200 with runner V2, 0.32.0 on CPU with runner V1)."""
+"""vLLM versions that ran: 0.32.0 on CPU with runner V1 (all tests), 0.26.0 on H200s with runner V2 (tests/gpu)."""
 READ = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.33.0")
-"""vLLM versions whose released source has every seam with these parameters, but on which nothing was run."""
+"""vLLM versions whose released source has every seam (scripts/check_seams.py), but on which nothing was run."""
 
 WORKER, CORE, FRONTEND, EVERYWHERE = "worker", "engine core", "caller", "everywhere"
 

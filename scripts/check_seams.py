@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Check Weir's seam table against the source of a vLLM that is not installed.
+
+    pip download --no-deps vllm==0.33.0 && unzip -q vllm-0.33.0*.whl -d src033
+    python scripts/check_seams.py src033 [more folders that hold a vllm/ package]
+
+Prints one line a folder; exit code 1 if a seam is missing or has lost a parameter.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+from vllm_weir.seams.table import SEAMS, Seam
+
+
+def main(folders: list[str]) -> int:
+    """Check every folder; returns the exit code."""
+    failed = False
+    for folder in folders:
+        problems = [f"{seam.path}: {why}" for seam in SEAMS if (why := check(Path(folder), seam))]
+        failed |= bool(problems)
+        print(f"{folder}: {len(SEAMS) - len(problems)} of {len(SEAMS)} seams as expected", *problems, sep="\n  ")
+    return int(failed)
+
+
+def check(root: Path, seam: Seam) -> str:
+    """What is wrong with a seam in the source below `root`; empty if nothing is."""
+    path = root / (seam.module.replace(".", "/") + ".py")
+    if not path.exists():
+        return "the module does not exist"
+    owner, _, name = seam.name.rpartition(".")
+    function = find(root, path, owner, name)
+    if function is None:
+        return "not found"
+    arguments = function.args
+    names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    missing = set(seam.needs) - names
+    return f"no parameter {', '.join(sorted(missing))}" if missing else ""
+
+
+def find(root: Path, path: Path, owner: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The definition of `name` in class `owner` (or its bases, across files), or at module level."""
+    tree = ast.parse(path.read_text())
+    scope = tree.body
+    if owner:
+        wanted = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == owner), None)
+        if wanted is None:
+            return None
+        scope = wanted.body
+    for node in scope:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
+            return node
+    for base in wanted.bases if owner else ():
+        base_name = base.value if isinstance(base, ast.Subscript) else base
+        if isinstance(base_name, ast.Name):
+            elsewhere = imported_from(root, tree, base_name.id) or path
+            found = find(root, elsewhere, base_name.id, name) if elsewhere.exists() else None
+            if found is not None:
+                return found
+    return None
+
+
+def imported_from(root: Path, tree: ast.Module, name: str) -> Path | None:
+    """The file that `name` is imported from, or None if it is defined here."""
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module and any((a.asname or a.name) == name for a in node.names):
+            return root / (node.module.replace(".", "/") + ".py")
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
