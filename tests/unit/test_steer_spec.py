@@ -188,7 +188,7 @@ def test_too_many_selectors_are_refused_by_name():
     from vllm_weir.spec.sizes import Sizes
 
     admitted = admit(
-        {"weir": {"v": 1, "interventions": [weir.Add(GOOD, 1, positions=k).to_json() for k in range(63)]}}, FACTS
+        {"weir": {"v": 1, "interventions": [weir.Add(GOOD, 1, positions=k).to_json() for k in range(64)]}}, FACTS
     )
     with pytest.raises(WeirError) as caught:
         engine_form(admitted, "reply", None, 100, 5, FACTS, True, Sizes(100, 1000, 1000))
