@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Read and steer the activations of models served by vLLM.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Read and steer models served by vLLM.")
 
 
 @app.callback()
