@@ -215,3 +215,26 @@ def test_positions_of_a_planner_are_those_of_the_selector():
         bench.join(f"r{k}", [weir.Add(torch.ones(D) * (k + 1), 1, positions=selector)], 6)
         programs = bench.programs([f"r{k}"], [10], [0])
         assert (programs >= 0).tolist() == Positions.parse(selector).mask(np.arange(10), 6).tolist()
+
+
+def test_rows_by_position_of_two_moves_do_not_take_each_other_s_program():
+    """At 1 only the first move acts and at 2 only the second, each with the same rank and the same selectors around."""
+    x, y, nothing = torch.ones(D), 2 * torch.eye(D)[0], torch.zeros(D)
+    first = weir.Add(torch.stack([x, x, nothing, x]), 1, positions=[0, 1, 2, 3])
+    second = weir.Add(torch.stack([nothing, y, y]), 1, positions=[1, 2, 3])
+    bench = Bench()
+    bench.join("r", [first, second], 4)
+    h = torch.zeros(4, D)
+    got = bench.run(2, bench.programs(["r"], [4], [0]), h, None)
+    assert torch.equal(got, torch.stack([x, x, y, x + y]))
+    bench.planner.remove("r")
+    assert not any(bench.table.usage().values())
+
+
+def test_a_pipeline_stage_vouches_for_its_own_moves_only():
+    bench = Bench()
+    bench.table = ProgramTable(Sizes(16, 16, 64), TAPS, {0, 1}, D)
+    bench.planner.table = bench.table
+    bench.join("r", [weir.Add(torch.ones(D), 0), weir.Add(torch.ones(D), 2)], 3)
+    (steered,) = bench.planner.plan(["r"], [3], [0]).steered
+    assert steered.moves == (0,)

@@ -54,6 +54,8 @@ class _Room:
         d_model = config.model_config.get_hidden_size()
         self.budget = StepBudget(ring_rows(settings, d_model, config.model_config.dtype.itemsize))
         self.waiting = WaitingRoom(settings.table_sizes(d_model))
+        self.enqueue = None
+        """The scheduler's own add_request, unbound: for requests that have been admitted to the tables already."""
 
 
 _rooms: weakref.WeakKeyDictionary[object, _Room] = weakref.WeakKeyDictionary()
@@ -85,6 +87,7 @@ def scheduler_add_request(original, _status):
         if self not in _rooms:
             _rooms[self] = _Room(self.vllm_config)
         room = _rooms[self]
+        room.enqueue = original
         if wire["wishes"]:
             room.budget.join(request.request_id, wire)
         if wire["needs"] is None or room.waiting.enter(request.request_id, request, wire["needs"]):
@@ -100,8 +103,7 @@ def schedule(original, _status):
         if room is None:
             return original(self, *args, **kwargs)
         for request in room.waiting.release(self.requests):
-            # Not through add_request: it has been admitted to the tables already.
-            _plain_add_request(self, request)
+            room.enqueue(self, request)
         limit = self.max_num_scheduled_tokens
         self.max_num_scheduled_tokens = room.budget.tokens(self.requests, limit)
         try:
@@ -110,10 +112,6 @@ def schedule(original, _status):
             self.max_num_scheduled_tokens = limit
 
     return wrapper
-
-
-def _plain_add_request(scheduler, request) -> None:
-    type(scheduler).add_request.__wrapped__(scheduler, request)
 
 
 def finish_requests(original, _status):

@@ -93,8 +93,10 @@ class Steering:
     moves: list[tuple[Move, str, int]]
     """(move, digest, bit of its selector), in the order in which they apply."""
     vectors: tuple[str, ...]
+    local: frozenset[int]
+    """Moves with a site at this worker's taps: those it can vouch for."""
     programs: dict[tuple, tuple[object, int]] = field(default_factory=dict)
-    """Code and ranks -> (key, number) of a held program."""
+    """(digest, rank) of every active move -> (key, number) of a held program."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,8 @@ class Planner:
         )
         self.table.hold_vectors(vectors, fetch)
         placed = [(m, m.digest, distinct.index(m.positions)) for m in moves]
-        self.steering[request_id] = Steering(request_id, reply, selectors, placed, vectors)
+        local = frozenset(k for k, m in enumerate(moves) if self.table.local(m))
+        self.steering[request_id] = Steering(request_id, reply, selectors, placed, vectors, local)
 
     def remove(self, request_id: str) -> None:
         """Stop following a request; unknown ids are fine (most requests carry no keys)."""
@@ -286,7 +289,9 @@ class Planner:
             for code in np.unique(codes[codes > 0]):
                 at = np.flatnonzero(codes == code)
                 active = [k for k, (_, _, bit) in enumerate(steering.moves) if int(code) >> bit & 1]
-                steered.append(Steered(steering.request_id, steering.reply, tuple(active), positions[at]))
+                vouched = tuple(k for k in active if k in steering.local)
+                if vouched:
+                    steered.append(Steered(steering.request_id, steering.reply, vouched, positions[at]))
                 groups = [(at, -1)]
                 if any(steering.moves[k][0].per_position for k in active):
                     groups = [(at[k : k + 1], int(positions[i])) for k, i in enumerate(at)]
@@ -321,12 +326,12 @@ class Planner:
                 if rank >= len(move.instructions) or not move.instructions[rank].u:
                     continue
             active.append((move, digest, rank))
-        ranks = tuple(rank for _, _, rank in active)
-        held = steering.programs.get((code, ranks))
+        if not active:
+            return -1
+        identity = tuple((digest, rank) for _, digest, rank in active)
+        held = steering.programs.get(identity)
         if held is None:
-            if not active:
-                return -1
-            held = steering.programs[code, ranks] = self.table.take(active)
+            held = steering.programs[identity] = self.table.take(active)
         return held[1]
 
 
