@@ -1,36 +1,81 @@
-"""Framing of what workers send to the caller's process, and of the vectors they fetch from it. msgpack, no pickle."""
+"""Framing of what workers tell the caller's process, and of the vectors they fetch from it. msgpack, no pickle.
+
+A message has three frames: the `Header`, marks of rows that have arrived, and marks of what was steered. Marks are
+int32 arrays, so that a step of hundreds of requests is one small message. A fourth frame holds the rows themselves
+when the reader cannot map the worker's memory.
+"""
 
 from __future__ import annotations
 
 import msgspec
 
+MARK_FIELDS = ("strand", "rank", "position", "count", "stride")
+"""Rows `rank`.. of a strand are those of `count` positions from `position`, `stride` apart; rank -1: dropped."""
+STEER_FIELDS = ("group", "position", "count", "stride")
+"""A group's interventions were applied at these positions."""
 
-class Piece(msgspec.Struct, array_like=True):
-    """Rows of one request: ``len(positions) / 4`` tokens times ``len(columns)`` rows, row-major, from row `start`."""
 
+class Opened(msgspec.Struct, array_like=True):
+    """A strand: rows of one request that share their columns."""
+
+    strand: int
     request_id: str
     columns: list[int]
-    positions: bytes
+
+
+class Placed(msgspec.Struct, array_like=True):
+    """Ranks from `rank` on lie at row `start` of the worker's arena, [columns, capacity, d_model]."""
+
+    strand: int
+    rank: int
+    capacity: int
     start: int
 
 
-class Span(msgspec.Struct, array_like=True):
-    """Positions (int32) of one request at which the interventions `moves` (their indices) were applied."""
+class Retired(msgspec.Struct, array_like=True):
+    """An extent holds `filled` ranks and will get no more."""
 
+    strand: int
+    rank: int
+    filled: int
+    start: int
+
+
+class Group(msgspec.Struct, array_like=True):
+    """A number for some interventions (their indices) of a request."""
+
+    group: int
     request_id: str
     moves: list[int]
-    positions: bytes
+
+
+class News(msgspec.Struct, array_like=True):
+    """What changed in the layout of one reader's rows."""
+
+    opened: list[Opened] = []
+    placed: list[Placed] = []
+    retired: list[Retired] = []
+    closed: list[int] = []
+    groups: list[Group] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.opened or self.placed or self.retired or self.closed or self.groups)
 
 
 class Header(msgspec.Struct, array_like=True):
-    """What the payload beside it holds, what was steered, or which requests failed and why."""
+    """What the frames beside it hold, or which requests failed and why.
+
+    `pressure` is the share of the worker's arena in use; `spill` asks the reader to empty its retired extents.
+    """
 
     token: str
+    worker: str
     d_model: int
     dtype: str
-    pieces: list[Piece] = []
-    spans: list[Span] = []
+    news: News = msgspec.field(default_factory=News)
     failures: dict[str, str] = {}
+    pressure: float = 0.0
+    spill: bool = False
 
 
 class Wanted(msgspec.Struct, array_like=True):
@@ -40,12 +85,33 @@ class Wanted(msgspec.Struct, array_like=True):
     digests: list[str]
 
 
+class Hello(msgspec.Struct, array_like=True):
+    """A worker introduces its arena: `rows` rows of `row_bytes` bytes; the file descriptor comes along."""
+
+    token: str
+    worker: str
+    rows: int
+    row_bytes: int
+
+
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Header).decode
 decode_wanted = msgspec.msgpack.Decoder(Wanted).decode
+decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
-def split_reply(reply: str) -> tuple[str, str, str]:
-    """Address for rows, address for vectors, and token of a reply address."""
-    rows, vectors, token = reply.split("\t")
-    return rows, vectors, token
+class Reply(msgspec.Struct, frozen=True):
+    """Where a caller's process listens: for messages, for questions about vectors, and for arenas ("" if remote)."""
+
+    rows: str
+    vectors: str
+    arenas: str
+    token: str
+
+    @classmethod
+    def parse(cls, text: str) -> Reply:
+        """From the form that travels with a request."""
+        return cls(*text.split("\t"))
+
+    def __str__(self) -> str:
+        return "\t".join((self.rows, self.vectors, self.arenas, self.token))

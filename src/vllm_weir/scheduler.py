@@ -15,6 +15,7 @@ import numpy as np
 
 from vllm_weir.spec.interventions import Move
 from vllm_weir.spec.sizes import Sizes
+from vllm_weir.worker.select import STAGES
 
 
 def hit_limit(wire: Mapping[str, Any] | None) -> int | None:
@@ -54,10 +55,16 @@ class CacheKeys:
 
 
 class StepBudget:
-    """Bounds a step's tokens so that what it records fits the ring."""
+    """Bounds a step's tokens so that what it records has room.
 
-    def __init__(self, ring_rows: int) -> None:
-        self._ring_rows = ring_rows
+    Args:
+        ring_rows: rows that the ring holds.
+        host_rows: rows that one step may take of the host buffer.
+        streams_above: steps of more tokens than this leave the ring tap by tap; None if none do.
+    """
+
+    def __init__(self, ring_rows: int, host_rows: int, streams_above: int | None = None) -> None:
+        self._ring_rows, self._host_rows, self._streams_above = ring_rows, host_rows, streams_above
         self._widths: dict[str, int] = {}
 
     def join(self, request_id: str, wire: Mapping[str, Any]) -> None:
@@ -71,7 +78,15 @@ class StepBudget:
         self._widths = {r: w for r, w in self._widths.items() if r in live}
         if not self._widths:
             return limit
-        return max(1, min(limit, self._ring_rows // max(self._widths.values())))
+        width = max(self._widths.values())
+        limit = min(limit, self._host_rows // width)
+        if limit * width > self._ring_rows and not self._streams(limit, width):
+            limit = self._ring_rows // width
+        return max(1, limit)
+
+    def _streams(self, tokens: int, width: int) -> bool:
+        above = self._streams_above
+        return above is not None and above * width <= self._ring_rows and tokens * STAGES <= self._ring_rows
 
 
 class WaitingRoom:

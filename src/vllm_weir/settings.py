@@ -14,6 +14,8 @@ from vllm_weir.spec.capture import parse_layers
 from vllm_weir.spec.hooks import normalise_hook
 from vllm_weir.spec.sizes import Sizes
 
+STEP_SHARE = 8
+"""A step records no more rows than this part of the host buffer."""
 TAP_VERSION = 2
 """Raised whenever the tap's traced form changes, so that no compiled graph of another form is reused."""
 
@@ -24,8 +26,11 @@ class Settings(BaseModel):
     Attributes:
         hooks: hook points to tap; ``resid_post`` serves ``resid_pre`` too.
         layers: blocks to tap, ``"all"`` or a list.
-        buffer_bytes: size of the ring on the device, and of its mirror in host memory.
-        overflow: what happens when the ring is full: ``"wait"`` holds the step back until rows have left.
+        buffer_bytes: size of the ring on the device.
+        host_bytes: most pinned, shared host memory for rows, from which results reach the caller without a copy; it is
+            taken as needed. 0: a quarter of the machine's memory, at most 32 GiB.
+        overflow: what happens when the host memory is full: ``"wait"`` holds the step back until there is room (and
+            fails the request after `timeout`), ``"drop"`` goes on without the rows and says so in the receipt.
         vector_bytes: size of the device table of steering vectors (float32 rows of the model's width); requests wait
             in the queue while it is full.
         max_programs: different combinations of interventions that tokens of live requests can have.
@@ -43,7 +48,8 @@ class Settings(BaseModel):
     ] = ("resid_post",)
     layers: Annotated[Any, AfterValidator(lambda v: parse_layers(v, "layers"))] = "all"
     buffer_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 42)] = 256 << 20
-    overflow: Literal["wait"] = "wait"
+    host_bytes: Annotated[int, Field(ge=0, le=1 << 44)] = 0
+    overflow: Literal["wait", "drop"] = "wait"
     vector_bytes: Annotated[int, Field(ge=1 << 12, le=1 << 40)] = 32 << 20
     max_programs: Annotated[int, Field(ge=1, le=1 << 20)] = 8192
     max_instructions: Annotated[int, Field(ge=1, le=1 << 24)] = 65_536
@@ -77,6 +83,21 @@ class Settings(BaseModel):
     def table_sizes(self, d_model: int) -> Sizes:
         """Rows of the device tables."""
         return Sizes(max(1, self.vector_bytes // (4 * d_model)), self.max_programs, self.max_instructions)
+
+    def ring_rows(self, d_model: int, itemsize: int) -> int:
+        """Rows that the ring holds."""
+        return self.buffer_bytes // (d_model * itemsize)
+
+    def host_rows(self, d_model: int, itemsize: int) -> int:
+        """Rows that the host buffer holds."""
+        size = self.host_bytes
+        if not size:
+            size = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4, 32 << 30)
+        return max(1, size // (d_model * itemsize))
+
+    def step_rows(self, d_model: int, itemsize: int) -> int:
+        """Rows that one step may take of the host buffer."""
+        return max(1, self.host_rows(d_model, itemsize) // STEP_SHARE)
 
     def graph_identity(self) -> str:
         """Digest of everything that changes the traced graph; part of vLLM's compile-cache key."""

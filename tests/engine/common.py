@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -105,3 +107,17 @@ def desk(llm: Any) -> Any:
 def scheduler(llm: Any) -> Any:
     """The scheduler of an engine that runs in this process."""
     return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def assert_nothing_is_held(llm):
+    """Nothing of any request is left in the engine, its worker or the caller's process."""
+    llm.llm_engine.step()  # a worker learns of the last finished requests with the next step
+    gc.collect()
+    assert len(desk(llm).store) == 0
+    deadline = time.monotonic() + 1  # that a tensor is gone is told by one thread to another
+    while any(n for held in llm.collective_rpc("weir_usage") for n in held.values()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(n for held in llm.collective_rpc("weir_usage") for n in held.values())
+    assert not llm.llm_engine.output_processor.request_states
+    assert not scheduler(llm).requests
+    assert not llm.llm_engine.has_unfinished_requests()

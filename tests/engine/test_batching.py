@@ -128,8 +128,8 @@ def test_a_ring_smaller_than_the_batch(root):
     outs = llm.generate(prompts([60] * 12 + [1, 2, 3, 4] * 6), params, use_tqdm=False)
     for out in outs:
         verify(out, wanted, truth)
-    llm.llm_engine.step()  # a worker learns of the last finished requests with the next step
-    assert not any(n for held in llm.collective_rpc("weir_usage") for n in held.values())
+    del out, outs
+    assert_nothing_is_held(llm)
 
 
 def test_a_capture_that_cannot_fit_the_ring_is_refused(root):

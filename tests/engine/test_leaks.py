@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import gc
 import random
 
 import pytest
 
 import vllm_weir as weir
-from tests.engine.common import SELECTORS, asking, desk, directory, oracle, prompts, sampling, scheduler, tokens, verify
+from tests.engine.common import (
+    SELECTORS,
+    asking,
+    assert_nothing_is_held,
+    desk,
+    directory,
+    oracle,
+    prompts,
+    sampling,
+    tokens,
+    verify,
+)
 from tests.support.engines import get_llm
 
 pytestmark = pytest.mark.engine
-
-
-def assert_nothing_is_held(llm):
-    llm.llm_engine.step()  # a worker learns of the last finished requests with the next step
-    assert not any(n for held in llm.collective_rpc("weir_usage") for n in held.values())
-    gc.collect()
-    assert len(desk(llm).store) == 0
-    assert not llm.llm_engine.output_processor.request_states
-    assert not scheduler(llm).requests
-    assert not llm.llm_engine.has_unfinished_requests()
 
 
 def test_1000_requests_a_third_aborted(root):

@@ -13,8 +13,9 @@ from vllm_weir import Site, WeirError
 from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.request import ResolvedSpec, Wish
 from vllm_weir.spec.sizes import Sizes
-from vllm_weir.worker.plan import STAGES, Planner, column_of
+from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
+from vllm_weir.worker.select import STAGES, column_of
 
 LAYERS = 4
 

@@ -14,6 +14,7 @@ from vllm_weir import Capture, WeirError
 from vllm_weir.scheduler import StepBudget, hit_limit
 from vllm_weir.settings import Settings, disabled
 from vllm_weir.spec.request import RequestSpec
+from vllm_weir.worker.select import STAGES
 
 
 def load(own=None, **environ):
@@ -43,7 +44,8 @@ def test_defaults_and_precedence():
         ({"buffer_bytes": 10}, {}, "settings.buffer_bytes"),
         ({"buffer_bytes": "much"}, {}, "settings.buffer_bytes"),
         ({"buffer_bytes": True}, {}, "settings.buffer_bytes"),
-        ({"overflow": "drop"}, {}, "settings.overflow"),
+        ({"overflow": "grow"}, {}, "settings.overflow"),
+        ({"host_bytes": -1}, {}, "settings.host_bytes"),
         ({"timeout": float("nan")}, {}, "settings.timeout"),
         ({"timeout": 0}, {}, "settings.timeout"),
         ({"timeout": float("inf")}, {}, "settings.timeout"),
@@ -83,12 +85,14 @@ def test_the_off_switch(text, off):
 @settings(max_examples=300, deadline=None)
 @given(
     ring=st.integers(1, 500),
+    host=st.integers(1, 500),
+    above=st.one_of(st.none(), st.integers(0, 100)),
     widths=st.dictionaries(st.text(max_size=3), st.integers(1, 30), max_size=6),
     gone=st.sets(st.text(max_size=3)),
     limit=st.integers(1, 300),
 )
-def test_step_budget(ring, widths, gone, limit):
-    budget = StepBudget(ring)
+def test_step_budget(ring, host, above, widths, gone, limit):
+    budget = StepBudget(ring, host, above)
     assert budget.tokens({}, limit) == limit
     for name, width in widths.items():
         budget.join(name, {"width": width})
@@ -96,9 +100,13 @@ def test_step_budget(ring, widths, gone, limit):
     tokens = budget.tokens(live, limit)
     assert 1 <= tokens <= limit
     widest = max((widths[r] for r in live), default=0)
-    if ring >= widest:
-        assert tokens * widest <= ring
-        assert tokens == limit or (tokens + 1) * widest > ring, "smaller than need be"
+    if min(ring, host) >= widest > 0:
+        assert tokens * widest <= host
+        fits = tokens * widest <= ring
+        streams = above is not None and above * widest <= ring and tokens * STAGES <= ring
+        assert fits or (streams and tokens > above)
+        more = (tokens + 1) * widest
+        assert tokens == limit or more > host or (more > ring and not streams) or tokens * widest > ring - widest
     assert budget.tokens((), limit) == limit, "a finished request still counts"
 
 

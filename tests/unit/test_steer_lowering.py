@@ -16,8 +16,9 @@ from vllm_weir.spec.interventions import Move
 from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.request import RequestSpec
 from vllm_weir.spec.sizes import Sizes
-from vllm_weir.worker.plan import STAGES, Planner, tap_of
+from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
+from vllm_weir.worker.select import STAGES, tap_of
 from vllm_weir.worker.tap import _tap_cpu
 
 D, LAYERS = 8, 3

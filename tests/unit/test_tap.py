@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_weir.worker.plan import STAGES, Planner
+from vllm_weir.worker.plan import Planner
+from vllm_weir.worker.select import STAGES
 from vllm_weir.worker.tap import TapTensors, place_input_tap, place_output_tap
 
 

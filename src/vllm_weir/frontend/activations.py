@@ -25,6 +25,8 @@ class Receipt:
 
     Attributes:
         captured: site -> rows returned.
+        dropped: site -> rows that were asked for and are missing because the worker's host buffer was full (only with
+            the setting ``overflow="drop"``).
         steered: per intervention, in the order in which they apply (global ones first): site -> rows changed there.
             Empty for one that changes nothing (a zero vector, a scale of 0).
         shared: per intervention, prompt positions whose steered KV came from the prefix cache instead.
@@ -35,6 +37,7 @@ class Receipt:
     """
 
     captured: dict[Site, int] = field(default_factory=dict)
+    dropped: dict[Site, int] = field(default_factory=dict)
     steered: tuple[dict[Site, int], ...] = ()
     shared: tuple[int, ...] = ()
     prompt_tokens: int = 0
@@ -46,7 +49,8 @@ class Receipt:
     def to_dict(self) -> dict:
         """Plain JSON data; sites as ``"resid_post.10"``."""
         out = asdict(self)
-        out["captured"] = {f"{s.hook}.{s.layer}": n for s, n in self.captured.items()}
+        for name in ("captured", "dropped"):
+            out[name] = {f"{s.hook}.{s.layer}": n for s, n in getattr(self, name).items()}
         out["steered"] = [{f"{s.hook}.{s.layer}": n for s, n in sites.items()} for sites in self.steered]
         return out
 
@@ -158,7 +162,7 @@ class Activations(Mapping):
         every = list(by_site.values())
         if not every:
             return torch.zeros(0, dtype=torch.int64)
-        if any(not torch.equal(every[0], other) for other in every[1:]):
+        if any(other is not every[0] and not torch.equal(every[0], other) for other in every[1:]):
             raise WeirError(f"the sites have different rows; use .{name}_of(hook, layer)")
         return every[0]
 

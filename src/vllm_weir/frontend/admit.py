@@ -14,7 +14,7 @@ from vllm_weir.spec.interventions import Intervention, Move
 from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY, lens_capture, lens_interventions
 from vllm_weir.spec.request import WIRE_KEY, RequestSpec, ResolvedSpec, Wish
 from vllm_weir.spec.sizes import Sizes
-from vllm_weir.worker.plan import Selectors, tap_of
+from vllm_weir.worker.select import Selectors, tap_of
 
 MAX_TOKEN_SELECTORS = 4
 KEYS = (WIRE_KEY, LENS_CAPTURE_KEY, LENS_STEER_KEY)
@@ -182,6 +182,7 @@ def engine_form(
         "reply": reply,
         "first": admitted.spec.first(prompt_len, prompt_ids),
         "width": width,
+        "most": max_tokens,
         "needs": _needs(admitted, prompt_ids, prompt_len, max_tokens, sizes) if moves else None,
     }
 

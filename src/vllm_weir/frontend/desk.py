@@ -98,7 +98,7 @@ class Desk:
         reply = self._inbox.reply
         wire = engine_form(admitted, reply, prompt_ids, prompt_len, max_tokens, facts, self._chunked, sizes)
         ids = np.full(prompt_len, -1, np.int64) if prompt_ids is None else np.asarray(prompt_ids, np.int64)
-        pending = Pending(request_id, admitted, ids)
+        pending = Pending(request_id, admitted, ids, self.store)
         self.store.open(pending)
         first = wire["first"] if wire is not None else None
         return Tracker(pending, first, facts.d_model, self.settings.timeout), wire

@@ -1,27 +1,33 @@
-"""The inbox: a socket of the caller's process on which workers deliver rows."""
+"""The inbox: where workers deliver to the caller's process. One thread serves all of it."""
 
 from __future__ import annotations
 
+import array
 import logging
+import os
 import secrets
 import shutil
+import socket
+import struct
 import tempfile
 import threading
 import weakref
 
 import msgspec
 import numpy as np
-import torch
 import zmq
 
 from vllm_weir import mail
+from vllm_weir.frontend.mirror import Mirror
 from vllm_weir.frontend.store import Store
 
 logger = logging.getLogger(__name__)
+TIMEOUT = 10.0
+MAX_HELLO = 4096
 
 
 class Inbox:
-    """Receives rows for a Store on a thread of its own.
+    """Receives rows for a Store.
 
     Args:
         store: where rows go.
@@ -29,46 +35,129 @@ class Inbox:
     """
 
     def __init__(self, store: Store, host: str | None = None) -> None:
-        self._token = secrets.token_hex(16)
         context = zmq.Context()
-        rows, vectors = context.socket(zmq.PULL), context.socket(zmq.ROUTER)
-        rows.setsockopt(zmq.RCVHWM, 64)
-        folder = None if host is not None else tempfile.mkdtemp(prefix="weir-")
-        addresses = [_bind(socket, host, folder, name) for socket, name in ((rows, "rows"), (vectors, "vectors"))]
-        self.reply = "\t".join([*addresses, self._token])
-        stop = threading.Event()
-        thread = threading.Thread(
-            target=_serve, args=(context, rows, vectors, stop, store, self._token), name="weir-inbox", daemon=True
-        )
+        folder = tempfile.mkdtemp(prefix="weir-")
+        desk = _Desk(store, context, folder, host)
+        self.reply = str(desk.reply)
+        thread = threading.Thread(target=desk.serve, name="weir-inbox", daemon=True)
         thread.start()
-        self.close = weakref.finalize(self, _close, stop, thread, folder)
+        self.close = weakref.finalize(self, _close, desk, thread, folder)
 
 
-def _bind(socket: zmq.Socket, host: str | None, folder: str | None, name: str) -> str:
+class _Desk:
+    """What the thread works with; it must not refer to the Inbox, whose end stops it."""
+
+    def __init__(self, store: Store, context: zmq.Context, folder: str, host: str | None) -> None:
+        self.store, self.context = store, context
+        self.stop = False
+        self.rows, self.vectors = context.socket(zmq.PULL), context.socket(zmq.ROUTER)
+        self.rows.setsockopt(zmq.RCVHWM, 64)
+        self.arenas = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.arenas.bind(f"{folder}/arenas")
+        self.arenas.listen(64)
+        self.reply = mail.Reply(
+            _bind(self.rows, host, folder, "rows"),
+            _bind(self.vectors, host, folder, "vectors"),
+            f"{folder}/arenas",
+            secrets.token_hex(16),
+        )
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self.mirrors: dict[str, Mirror] = {}
+        self.lines: dict[int, tuple[socket.socket, str]] = {}
+
+    def ring(self) -> None:
+        """Wake the thread; safe while garbage is collected."""
+        if not self.stop:
+            os.eventfd_write(self.bell, 1)
+
+    def serve(self) -> None:
+        poller = zmq.Poller()
+        for source in (self.rows, self.vectors, self.arenas.fileno(), self.bell):
+            poller.register(source, zmq.POLLIN)
+        while not self.stop:
+            for source, _ in poller.poll():
+                try:
+                    self._handle(source, poller)
+                except (msgspec.MsgspecError, ValueError, KeyError, RuntimeError, OSError, StopIteration) as e:
+                    logger.error("Weir dropped a message that it could not read: %s: %s", type(e).__name__, e)
+            self._return_pieces()
+        for line, _ in self.lines.values():
+            line.close()
+        self.arenas.close()
+        self.rows.close(linger=0)
+        self.vectors.close(linger=0)
+        self.context.term()
+        os.close(self.bell)
+
+    def _handle(self, source, poller: zmq.Poller) -> None:
+        if source is self.rows:
+            frames = self.rows.recv_multipart(copy=False)
+            deliver(self.store, self.reply.token, [f.buffer for f in frames], self._mirror)
+        elif source is self.vectors:
+            name, *_, question = self.vectors.recv_multipart()
+            self.vectors.send_multipart([name, b"", *lend(self.store, self.reply.token, question)])
+        elif source == self.bell:
+            os.eventfd_read(self.bell)
+        elif source == self.arenas.fileno():
+            line, worker = self._accept()
+            self.lines[line.fileno()] = (line, worker)
+            poller.register(line.fileno(), zmq.POLLIN)
+        else:  # workers say nothing more on their lines: this one has gone
+            line, _ = self.lines.pop(source)
+            poller.unregister(source)
+            line.close()
+
+    def _accept(self) -> tuple[socket.socket, str]:
+        line, _ = self.arenas.accept()
+        try:
+            line.settimeout(TIMEOUT)
+            data, fds = _receive(line)
+            for extra in fds[1:]:
+                os.close(extra)
+            hello = mail.decode_hello(data)
+            if not fds or not secrets.compare_digest(hello.token.encode(), self.reply.token.encode()):
+                raise ValueError("wrong token")
+            self.mirrors[hello.worker] = Mirror(fds[0], hello.rows, hello.row_bytes, self.ring)
+            line.sendall(b"k")
+        except BaseException:
+            line.close()
+            raise
+        return line, hello.worker
+
+    def _mirror(self, worker: str) -> Mirror:
+        if worker not in self.mirrors:
+            self.mirrors[worker] = Mirror()
+        return self.mirrors[worker]
+
+    def _return_pieces(self) -> None:
+        for line, worker in list(self.lines.values()):
+            dropped = self.mirrors[worker].dropped
+            if dropped:
+                starts = array.array("q", (dropped.popleft() for _ in range(len(dropped))))
+                try:
+                    line.sendall(starts.tobytes())
+                except OSError as e:  # the worker has gone, and its memory with it
+                    logger.debug("a worker went away: %s", e)
+
+
+def _receive(line: socket.socket) -> tuple[bytes, list[int]]:
+    """A message with its length before it, and the file descriptors that came along."""
+    data, fds, _, _ = socket.recv_fds(line, MAX_HELLO, 4)
+    (length,) = struct.unpack_from("<I", data)
+    while len(data) < 4 + min(length, MAX_HELLO):
+        more = line.recv(MAX_HELLO)
+        if not more:
+            raise ValueError("the message is cut off")
+        data += more
+    return data[4 : 4 + length], fds
+
+
+def _bind(zsocket: zmq.Socket, host: str | None, folder: str, name: str) -> str:
     if host is not None:
-        return f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
+        return f"tcp://{host}:{zsocket.bind_to_random_port(f'tcp://{host}')}"
     address = f"ipc://{folder}/{name}"
-    socket.bind(address)
+    zsocket.bind(address)
     return address
-
-
-def _serve(context, rows: zmq.Socket, vectors: zmq.Socket, stop: threading.Event, store: Store, token: str) -> None:
-    poller = zmq.Poller()
-    poller.register(rows, zmq.POLLIN)
-    poller.register(vectors, zmq.POLLIN)
-    while not stop.is_set():
-        for socket, _ in poller.poll(200):
-            frames = socket.recv_multipart(copy=False)
-            try:
-                if socket is rows:
-                    deliver(store, token, frames[0].bytes, frames[1].buffer if len(frames) > 1 else b"")
-                else:
-                    socket.send_multipart([frames[0].bytes, b"", *lend(store, token, frames[-1].bytes)])
-            except (msgspec.MsgspecError, ValueError, RuntimeError) as e:
-                logger.error("Weir dropped a message that it could not read: %s", e)
-    rows.close(linger=0)
-    vectors.close(linger=0)
-    context.term()
 
 
 def lend(store: Store, token: str, request: bytes) -> list[bytes]:
@@ -80,34 +169,19 @@ def lend(store: Store, token: str, request: bytes) -> list[bytes]:
     return [b"" if row is None else np.ascontiguousarray(row, "<f4").tobytes() for row in rows]
 
 
-def deliver(store: Store, token: str, head: bytes, payload) -> None:
+def deliver(store: Store, token: str, frames, mirror_of) -> None:
     """One message into the store; rows nobody waits for are dropped. Raises ValueError for a malformed message."""
-    header = mail.decode(head)
+    header = mail.decode(frames[0])
     if not secrets.compare_digest(header.token.encode(), token.encode()):
         raise ValueError("wrong token")
-    for request_id, reason in header.failures.items():
-        if (pending := store.get(request_id)) is not None:
-            pending.fail(reason)
-    for span in header.spans:
-        if (pending := store.get(span.request_id)) is not None:
-            pending.add_span(span.moves, np.frombuffer(span.positions, "<i4"))
-    if not header.pieces:
-        return
-    # The rows stay where they were received: every tensor is a view that keeps the message alive.
-    rows = torch.frombuffer(payload, dtype=getattr(torch, header.dtype)).view(-1, header.d_model)
-    for piece in header.pieces:
-        pending = store.get(piece.request_id)
-        if pending is None:
-            continue
-        positions = np.frombuffer(piece.positions, "<i4")
-        count = len(positions) * len(piece.columns)
-        block = rows[piece.start : piece.start + count].view(len(positions), len(piece.columns), header.d_model)
-        pending.add(piece.columns, positions, block)
+    marks = np.frombuffer(frames[1], "<i4").reshape(-1, len(mail.MARK_FIELDS))
+    steered = np.frombuffer(frames[2], "<i4").reshape(-1, len(mail.STEER_FIELDS))
+    store.receive(header, mirror_of(header.worker), marks, steered, frames[3] if len(frames) > 3 else b"")
 
 
-def _close(stop: threading.Event, thread: threading.Thread, folder: str | None) -> None:
-    stop.set()
+def _close(desk: _Desk, thread: threading.Thread, folder: str) -> None:
+    desk.stop = True
+    os.eventfd_write(desk.bell, 1)
     if thread is not threading.current_thread():
         thread.join(timeout=2)
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,18 +1,44 @@
-"""The store: rows of live requests, keyed by position, so a recomputed row overwrites and none comes twice."""
+"""The store: rows of live requests, keyed by position, so a recomputed row replaces the older and none comes twice."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
+from vllm_weir import mail
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import Admitted
+from vllm_weir.frontend.mirror import Mirror
+from vllm_weir.frontend.strips import Extent, Strip
 from vllm_weir.spec.hooks import Site
-from vllm_weir.worker.plan import column_of
+from vllm_weir.worker.select import column_of
+
+FOLD = 64
+"""Messages whose marks are kept unread; reading many at once costs little more than reading one."""
+CROWDED = 0.5
+"""Share of a worker's buffer in use from which rows are handed out as copies."""
+
+
+class Group:
+    """Some interventions of a request, and at which positions each was applied."""
+
+    def __init__(self, steered: list[np.ndarray], moves: Sequence[int]) -> None:
+        self._steered, self._moves = steered, moves
+
+    def mark(self, marks: np.ndarray) -> None:
+        """int array [n, 3] of position, count, stride."""
+        if (marks[:, 1] == 1).all():
+            positions = np.sort(marks[:, 0])
+        else:
+            positions = np.unique(np.concatenate([np.arange(p, p + n * s, s) for p, n, s in marks.tolist()]))
+        for move in self._moves:
+            self._steered[move] = _mark(self._steered[move], positions)
 
 
 class Pending:
@@ -21,34 +47,20 @@ class Pending:
     Attributes:
         admitted: what was asked.
         prompt_token_ids: int64 [P]; -1 where a prompt was given as embeddings.
+        strips: rows that have come, later strips replacing earlier ones where they overlap.
+        steered: per intervention, bool array by position.
     """
 
-    def __init__(self, request_id: str, admitted: Admitted, prompt_token_ids: np.ndarray) -> None:
+    def __init__(self, request_id: str, admitted: Admitted, prompt_token_ids: np.ndarray, store: Store) -> None:
         self.request_id = request_id
         self.admitted = admitted
         self.prompt_token_ids = prompt_token_ids
+        self.strips: list[Strip] = []
+        self.groups: list[Group] = []
+        self.steered: list[np.ndarray] = [np.zeros(0, bool) for _ in admitted.effective]
+        self.failure: str | None = None
+        self._store = store
         self._column = {w.site: column_of(w.site, w.before) for w in admitted.spec.wishes}
-        self._chunks: dict[int, list[tuple[np.ndarray, torch.Tensor]]] = {c: [] for c in self._column.values()}
-        self._have: dict[int, np.ndarray] = {c: np.zeros(0, bool) for c in self._column.values()}
-        self._steered: list[np.ndarray] = [np.zeros(0, bool) for _ in admitted.effective]
-        self._failure: str | None = None
-        self._changed = threading.Condition()
-
-    def add(self, columns: list[int], positions: np.ndarray, rows: torch.Tensor) -> None:
-        """Rows [n, len(columns), d] at `positions` (int32 [n], ascending)."""
-        with self._changed:
-            for k, column in enumerate(columns):
-                if column in self._chunks:
-                    self._chunks[column].append((positions, rows[:, k]))
-                    self._have[column] = _mark(self._have[column], positions)
-            self._changed.notify_all()
-
-    def add_span(self, moves: list[int], positions: np.ndarray) -> None:
-        """The worker applied `moves` (indices into the effective interventions) at `positions` (int32 [n])."""
-        with self._changed:
-            for move in moves:
-                self._steered[move] = _mark(self._steered[move], positions)
-            self._changed.notify_all()
 
     def await_steered(self, move: int, positions: np.ndarray, timeout: float) -> None:
         """Wait for word that `move` was applied at all of `positions`.
@@ -56,88 +68,120 @@ class Pending:
         Raises:
             WeirError: if the worker reported a failure, or the word does not come within `timeout` seconds.
         """
-        deadline = time.monotonic() + timeout
-        with self._changed:
-            while self._failure is None and not _covers(self._steered[move], positions):
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise WeirError(f"intervention {move} was not confirmed at every position within {timeout:g} s")
-            self.check()
+        if not self._store.wait(lambda: self.failure is not None or _covers(self.steered[move], positions), timeout):
+            raise WeirError(f"intervention {move} was not confirmed at every position within {timeout:g} s")
+        self.check()
 
     def check(self) -> None:
         """Raise WeirError if the worker reported a failure."""
-        if self._failure is not None:
-            raise WeirError(f"this request failed in the worker: {self._failure}")
+        if self.failure is not None:
+            raise WeirError(f"this request failed in the worker: {self.failure}")
 
-    def fail(self, reason: str) -> None:
-        """The rows will not come."""
-        with self._changed:
-            self._failure = reason
-            self._changed.notify_all()
-
-    def take(self, site: Site, positions: np.ndarray, timeout: float) -> torch.Tensor:
-        """Rows [len(positions), d] of `site`, waiting for those still on their way.
+    def take(self, sites: Sequence[Site], positions: np.ndarray, timeout: float) -> dict[Site, Taken]:
+        """Rows of `sites` at `positions` (ascending), waiting for those still on their way.
 
         Raises:
             WeirError: if the worker reported a failure, or the rows do not come within `timeout` seconds.
         """
-        column = self._column[site]
-        deadline = time.monotonic() + timeout
-        with self._changed:
-            while self._failure is None and not self._complete(column, positions):
-                if not self._changed.wait(deadline - time.monotonic()):
-                    missing = [int(p) for p in positions if not self._has(column, p)]
+        columns = [self._column[site] for site in sites]
+        if not self._store.wait(lambda: self.failure is not None or self._complete(columns, positions), timeout):
+            for site, column in zip(sites, columns, strict=True):
+                there = self._locate(column, positions).there
+                missing = positions[~there]
+                if len(missing):
                     raise WeirError(
                         f"{len(missing)} of {len(positions)} rows of {site} did not arrive within {timeout:g} s "
-                        f"(first missing position {missing[0] if missing else '-'}); the worker's log says why"
+                        f"(first missing position {missing[0]}); the worker's log says why"
                     )
-            self.check()
-            return self._gather(column, positions)
+        self.check()
+        return self._gather(sites, columns, positions)
 
-    def arrived(self, site: Site, positions: np.ndarray) -> np.ndarray:
-        """Those of `positions` whose rows are here; for requests that were aborted."""
-        column = self._column[site]
-        with self._changed:
-            return np.asarray([p for p in positions if self._has(column, p)], np.int64)
+    def arrived(self, sites: Sequence[Site], positions: np.ndarray) -> dict[Site, Taken]:
+        """As `take`, of those rows that are here; for requests that were aborted."""
+        self._store.fold()
+        out = {}
+        for site in sites:
+            column = self._column[site]
+            there = self._locate(column, positions).there
+            out.update(self._gather([site], [column], positions[there]))
+        return out
 
-    def _has(self, column: int, position: int) -> bool:
-        have = self._have[column]
-        return position < len(have) and bool(have[position])
+    def _complete(self, columns: list[int], positions: np.ndarray) -> bool:
+        seen: set[tuple[int, ...]] = set()
+        for column in columns:
+            key = self._strips_of(column)
+            if key not in seen:
+                seen.add(key)
+                if not self._locate(column, positions).there.all():
+                    return False
+        return True
 
-    def _complete(self, column: int, positions: np.ndarray) -> bool:
-        return _covers(self._have[column], positions)
+    def _strips_of(self, column: int) -> tuple[int, ...]:
+        return tuple(k for k, strip in enumerate(self.strips) if column in strip.columns)
 
-    def _gather(self, column: int, positions: np.ndarray) -> torch.Tensor:
-        chunks = self._chunks[column]
-        if not len(positions) or not chunks:
-            return torch.empty(0)
-        total = sum(len(p) for p, _ in chunks)
-        where = np.full(max(int(p[-1]) for p, _ in chunks) + 1, -1, np.int64)
-        at = 0
-        for held, _ in chunks:
-            where[held] = np.arange(at, at + len(held))
-            at += len(held)
-        if len(chunks) > 1 and total > 2 * len(where):
-            # Many recomputed rows: keep one copy of each.
-            kept = np.flatnonzero(where >= 0)
-            rows = torch.cat([r for _, r in chunks])[torch.from_numpy(where[kept])]
-            self._chunks[column] = [(kept.astype(np.int32), rows)]
-            return self._gather(column, positions)
-        return torch.cat([r for _, r in chunks])[torch.from_numpy(where[positions])]
+    def _locate(self, column: int, positions: np.ndarray) -> Where:
+        """Where the rows of a column are."""
+        strips = self._strips_of(column)
+        where = Where(np.full(len(positions), -1), np.zeros(len(positions), np.int64), np.zeros(len(positions), bool))
+        for k in strips:
+            have = self.strips[k].positions
+            rank = np.searchsorted(have, positions)
+            found = np.zeros(len(positions), bool)
+            inside = rank < len(have)
+            found[inside] = have[rank[inside]] == positions[inside]
+            where.strip[found], where.rank[found] = k, rank[found]
+            dropped = self.strips[k].dropped
+            if len(dropped):
+                where.dropped |= np.isin(positions, dropped)
+        return where
+
+    def _gather(self, sites: Sequence[Site], columns: list[int], positions: np.ndarray) -> dict[Site, Taken]:
+        found: dict[tuple[int, ...], Where] = {}
+        out = {}
+        for site, column in zip(sites, columns, strict=True):
+            key = self._strips_of(column)
+            where = found.get(key)
+            if where is None:
+                where = found[key] = self._locate(column, positions)
+            out[site] = self._collect(column, positions, where)
+        return out
+
+    def _collect(self, column: int, positions: np.ndarray, where: Where) -> Taken:
+        have = where.strip >= 0
+        kept, strips, ranks = positions, where.strip, where.rank
+        if not have.all():
+            kept, strips, ranks = positions[have], strips[have], ranks[have]
+        if not len(kept):
+            return Taken(kept, None)
+        breaks = np.flatnonzero(np.diff(strips)) + 1
+        pieces: list[torch.Tensor] = []
+        for some in np.split(np.arange(len(kept)), breaks) if len(breaks) else [slice(None)]:
+            strip = self.strips[int(strips[some][0])]
+            pieces += strip.gather(column, ranks[some])
+        if len(pieces) > 1:
+            return Taken(kept, torch.cat(pieces))
+        crowded = any(self.strips[k].mirror.pressure > CROWDED for k in self._strips_of(column))
+        return Taken(kept, pieces[0].clone() if crowded else pieces[0])
 
 
-def _mark(have: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """`have` with `positions` (ascending) set, grown if need be."""
-    if positions[-1] >= len(have):
-        grown = np.zeros(max(2 * len(have), int(positions[-1]) + 1), bool)
-        grown[: len(have)] = have
-        have = grown
-    have[positions] = True
-    return have
+class Where:
+    """For each position: the number of the strip that has its row (-1: none), the row's rank there, and whether the
+    worker has dropped it."""
+
+    def __init__(self, strip: np.ndarray, rank: np.ndarray, dropped: np.ndarray) -> None:
+        self.strip, self.rank, self.dropped = strip, rank, dropped
+
+    @property
+    def there(self) -> np.ndarray:
+        """Whether there is nothing more to wait for."""
+        return (self.strip >= 0) | self.dropped
 
 
-def _covers(have: np.ndarray, positions: np.ndarray) -> bool:
-    """Whether all of `positions` (ascending) are set."""
-    return not len(positions) or (int(positions[-1]) < len(have) and bool(have[positions].all()))
+class Taken:
+    """Rows [n, d] at `positions` [n]; None for no rows."""
+
+    def __init__(self, positions: np.ndarray, rows: torch.Tensor | None) -> None:
+        self.positions, self.rows = positions, rows
 
 
 class Store:
@@ -145,6 +189,12 @@ class Store:
 
     def __init__(self) -> None:
         self._pending: WeakValueDictionary[str, Pending] = WeakValueDictionary()
+        self._strips: WeakValueDictionary[tuple[str, int], Strip] = WeakValueDictionary()
+        self._groups: WeakValueDictionary[tuple[str, int], Group] = WeakValueDictionary()
+        self._widths: dict[tuple[str, int], int] = {}
+        """Columns of open strands whose rows come in messages."""
+        self._unread: list[tuple[str, np.ndarray, np.ndarray]] = []
+        self._changed = threading.Condition(threading.RLock())
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -164,3 +214,115 @@ class Store:
     def get(self, request_id: str) -> Pending | None:
         """The request, or None if nobody waits for it any more."""
         return self._pending.get(request_id)
+
+    def wait(self, done, timeout: float) -> bool:
+        """Wait until `done` says so, asking whenever something has arrived; False if `timeout` seconds went by."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while True:
+                self.fold()
+                if done():
+                    return True
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+
+    def receive(self, header: mail.Header, mirror: Mirror, marks: np.ndarray, steered: np.ndarray, payload) -> None:
+        """One message: `marks` int32 [n, 5], `steered` int32 [n, 4], `payload` bytes of rows or empty."""
+        worker, news = header.worker, header.news
+        dtype = getattr(torch, header.dtype)
+        mirror.pressure = header.pressure
+        with self._changed:
+            for request_id, reason in header.failures.items():
+                if (pending := self.get(request_id)) is not None:
+                    pending.failure = reason
+            for opened in news.opened:
+                if not mirror.shared:
+                    self._widths[worker, opened.strand] = len(opened.columns)
+                if (pending := self.get(opened.request_id)) is not None:
+                    self._strips[worker, opened.strand] = strip = Strip(opened.columns, mirror)
+                    pending.strips.append(strip)
+            for placed in news.placed:
+                owner = self._strips.get((worker, placed.strand))
+                if owner is not None:
+                    rows = mirror.piece(placed.start, len(owner.columns), placed.capacity, header.d_model, dtype)
+                    owner.extents.append(Extent(placed.rank, rows, own=not mirror.shared))
+                elif mirror.shared:
+                    mirror.drop(placed.start)
+            for group in news.groups:
+                if (pending := self.get(group.request_id)) is not None:
+                    self._groups[worker, group.group] = made = Group(pending.steered, group.moves)
+                    pending.groups.append(made)
+            if len(payload):
+                self._unpack(worker, marks, torch.frombuffer(payload, dtype=dtype), header.d_model)
+            for strand in news.closed:
+                self._widths.pop((worker, strand), None)
+            if len(marks) or len(steered):
+                self._unread.append((worker, marks, steered))
+            if len(self._unread) > FOLD or news.retired:
+                self.fold()
+            for retired in news.retired:
+                owner = self._strips.get((worker, retired.strand))
+                for extent in owner.extents if owner is not None else ():
+                    if extent.rank == retired.rank:
+                        extent.filled = retired.filled
+            self._changed.notify_all()
+        if header.spill:
+            self._spill(mirror)
+
+    def fold(self) -> None:
+        """Read the marks that have come."""
+        with self._changed:
+            unread, self._unread = self._unread, []
+            for worker in {w for w, _, _ in unread}:
+                for kind, targets in ((1, self._strips), (2, self._groups)):
+                    marks = np.concatenate([m[kind] for m in unread if m[0] == worker])
+                    for number, some in _split(marks):
+                        target = targets.get((worker, number))
+                        if target is not None:
+                            target.mark(some)
+
+    def _unpack(self, worker: str, marks: np.ndarray, rows: torch.Tensor, d_model: int) -> None:
+        at = 0
+        for number, rank, _, count, _ in marks.tolist():
+            if rank < 0:
+                continue
+            width = self._widths[worker, number]
+            piece = rows[at : at + width * count * d_model].view(width, count, d_model)
+            at += width * count * d_model
+            strip = self._strips.get((worker, number))
+            if strip is not None:
+                extent = next(x for x in reversed(strip.extents) if x.rank <= rank)
+                extent.rows[:, rank - extent.rank : rank - extent.rank + count] = piece
+
+    def _spill(self, mirror: Mirror) -> None:
+        """Copy what a worker's buffer holds and nobody has looked at into memory of this process."""
+        for strip in [s for s in self._strips.values() if s.mirror is mirror]:
+            for extent, copy in strip.take_out():
+                with self._changed:
+                    extent.rows, extent.own = copy, True
+
+
+def _split(marks: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """(number, the rest of its rows in order) for each number in the first column."""
+    if not len(marks):
+        return []
+    marks = marks[np.argsort(marks[:, 0], kind="stable")]
+    bounds = [0, *(np.flatnonzero(np.diff(marks[:, 0])) + 1).tolist(), len(marks)]
+    return [(int(marks[a, 0]), marks[a:b, 1:]) for a, b in itertools.pairwise(bounds)]
+
+
+def _mark(have: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """`have` with `positions` (ascending) set, grown if need be."""
+    if positions[-1] >= len(have):
+        grown = np.zeros(max(2 * len(have), int(positions[-1]) + 1), bool)
+        grown[: len(have)] = have
+        have = grown
+    have[positions] = True
+    return have
+
+
+def _covers(have: np.ndarray, positions: np.ndarray) -> bool:
+    """Whether all of `positions` (ascending) are set."""
+    return not len(positions) or (int(positions[-1]) < len(have) and bool(have[positions].all()))

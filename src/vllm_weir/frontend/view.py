@@ -49,6 +49,9 @@ class View:
 
     def verify(self) -> tuple[tuple[dict[Site, int], ...], tuple[int, ...]]:
         """What was steered and what was shared, as in `Receipt`; raises WeirError if that is not what was asked."""
+        if not self.pending.admitted.moves:
+            self.pending.check()
+            return (), ()
         tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
         every = np.arange(len(tokens))
         steered: list[dict[Site, int]] = []
@@ -77,6 +80,7 @@ class View:
         steered, shared = self.verify()
         return Receipt(
             captured={site: len(acts[site]) for site in acts.sites},
+            dropped=self._dropped(acts),
             steered=steered,
             shared=shared,
             prompt_tokens=len(self.pending.prompt_token_ids),
@@ -86,20 +90,44 @@ class View:
             complete=self.finished and not self.aborted,
         )
 
+    def _dropped(self, acts: Activations) -> dict[Site, int]:
+        if self.aborted:
+            return {}
+        admitted, prompt_len = self.pending.admitted, len(self.pending.prompt_token_ids)
+        tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
+        out = {}
+        for sites in admitted.spec.by_positions():
+            wanted = int((admitted.spec.expected(sites[0], prompt_len, tokens) >= self.start).sum())
+            out.update({s: wanted - len(acts[s]) for s in sites if len(acts[s]) < wanted})
+        return out
+
     def _assemble(self) -> Activations:
-        admitted = self.pending.admitted
+        admitted, prompt_len = self.pending.admitted, len(self.pending.prompt_token_ids)
         tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
         rows, positions, token_ids = {}, {}, {}
-        for site in admitted.spec.sites:
-            wanted = admitted.spec.expected(site, len(self.pending.prompt_token_ids), tokens)
+        for sites in admitted.spec.by_positions():
+            wanted = admitted.spec.expected(sites[0], prompt_len, tokens)
             wanted = wanted[wanted >= self.start]
             if self.aborted:
-                wanted = self.pending.arrived(site, wanted)
-            if len(wanted):
-                taken = self.pending.take(site, wanted, self.timeout).to(getattr(torch, admitted.dtypes[site]))
+                taken = self.pending.arrived(sites, wanted)
             else:
-                taken = empty_like(self.d_model, admitted.dtypes[site])
-            rows[site] = taken
-            positions[site] = torch.from_numpy(wanted)
-            token_ids[site] = torch.from_numpy(tokens[wanted].astype(np.int64))
-        return Activations(rows, positions, token_ids, admitted.lens_layers)
+                taken = self.pending.take(sites, wanted, self.timeout)
+            at, ids = torch.from_numpy(wanted), torch.from_numpy(tokens[wanted].astype(np.int64))
+            for site in sites:
+                found, dtype = taken[site], admitted.dtypes[site]
+                rows[site] = empty_like(self.d_model, dtype) if found.rows is None else found.rows.to(DTYPES[dtype])
+                if len(found.positions) == len(wanted):
+                    positions[site], token_ids[site] = at, ids
+                else:
+                    positions[site] = torch.from_numpy(found.positions)
+                    token_ids[site] = torch.from_numpy(tokens[found.positions].astype(np.int64))
+        order = admitted.spec.sites
+        return Activations(
+            {s: rows[s] for s in order},
+            {s: positions[s] for s in order},
+            {s: token_ids[s] for s in order},
+            admitted.lens_layers,
+        )
+
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}

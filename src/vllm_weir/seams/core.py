@@ -8,7 +8,6 @@ import weakref
 from vllm_weir.scheduler import CacheKeys, StepBudget, WaitingRoom, hit_limit
 from vllm_weir.settings import Settings
 from vllm_weir.spec.request import WIRE_KEY
-from vllm_weir.worker.station import ring_rows
 
 
 def wire_of(request):
@@ -52,10 +51,19 @@ class _Room:
     def __init__(self, config) -> None:
         settings = Settings.load(config.additional_config)
         d_model = config.model_config.get_hidden_size()
-        self.budget = StepBudget(ring_rows(settings, d_model, config.model_config.dtype.itemsize))
+        size = (d_model, config.model_config.dtype.itemsize)
+        self.budget = StepBudget(settings.ring_rows(*size), settings.step_rows(*size), _streams_above(config))
         self.waiting = WaitingRoom(settings.table_sizes(d_model))
         self.enqueue = None
         """The scheduler's own add_request, unbound: for requests that have been admitted to the tables already."""
+
+
+def _streams_above(config) -> int | None:
+    """Tokens of the largest step that can be replayed from a CUDA graph; None if no step's rows are streamed."""
+    if config.device_config.device_type != "cuda" or not config.use_v2_model_runner:
+        return None
+    compilation = config.compilation_config
+    return compilation.max_cudagraph_capture_size or 0 if compilation.cudagraph_mode.name != "NONE" else 0
 
 
 _rooms: weakref.WeakKeyDictionary[object, _Room] = weakref.WeakKeyDictionary()

@@ -106,7 +106,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_RUNNER_1, "GPUModelRunner._dummy_run", WORKER, "runner V1: dummy passes record nothing", None,
          ("num_tokens",), variant="V1"),
     Seam(_RUNNER_2, "GPUModelRunner.prepare_inputs", WORKER, "runner V2: the batch's order and spans", None,
-         ("scheduler_output",), variant="V2"),
+         ("scheduler_output", "batch_desc"), variant="V2"),
     Seam(_RUNNER_2, "GPUModelRunner.execute_model", WORKER, "runner V2: requests join and leave, rows are sent", None,
          ("scheduler_output", "dummy_run"), variant="V2"),
     Seam(_RUNNER_2, "GPUModelRunner._dummy_run", WORKER, "runner V2: dummy passes record nothing", None,

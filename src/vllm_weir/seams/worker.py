@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 
 from vllm_weir.errors import WeirError
@@ -131,6 +132,8 @@ def _v1_spans(runner):
 
 def _v2_spans(runner):
     prepare = runner.prepare_inputs
+    # Its place among the arguments differs from version to version.
+    at = list(inspect.signature(prepare).parameters).index("batch_desc")
 
     def hold(station: Station) -> None:
         @functools.wraps(prepare)
@@ -138,7 +141,9 @@ def _v2_spans(runner):
             batch = prepare(*args, **kwargs)
             n = batch.num_reqs
             computed = batch.num_computed_tokens_np[:n]
-            station.plan_step(batch.req_ids, batch.num_scheduled_tokens[:n], computed, batch.input_ids)
+            desc = kwargs["batch_desc"] if "batch_desc" in kwargs else args[at]
+            graph = desc.cg_mode.name != "NONE"
+            station.plan_step(batch.req_ids, batch.num_scheduled_tokens[:n], computed, batch.input_ids, graph)
             return batch
 
         runner.prepare_inputs = wrapper

@@ -121,8 +121,8 @@ class Positions:
         return np.isin(token_ids, self.numbers)
 
     def _slice_mask(self, positions: np.ndarray, prompt_len: int) -> np.ndarray:
-        start, stop, step = self.values
-        first = 0 if start is None else max(0, start + prompt_len if start < 0 else start)
+        _, stop, step = self.values
+        first = self._start(prompt_len)
         chosen = positions >= first
         if stop is not None:
             chosen &= positions < (stop + prompt_len if stop < 0 else stop)
@@ -142,8 +142,7 @@ class Positions:
             reached = [v for v in _resolve(self.values, prompt_len) if v >= 0]
             return min(reached, default=None)
         if self.kind == "slice":
-            start, stop, _ = self.values
-            low = 0 if start is None else max(0, start + prompt_len if start < 0 else start)
+            stop, low = self.values[1], self._start(prompt_len)
             high = None if stop is None else (stop + prompt_len if stop < 0 else stop)
             return low if high is None or high > low else None
         if not self.values:
@@ -152,6 +151,44 @@ class Positions:
             return 0
         hits = np.flatnonzero(np.isin(np.asarray(prompt_token_ids), self.numbers))
         return int(hits[0]) if len(hits) else prompt_len
+
+    def steady(self, prompt_len: int) -> tuple[int, bool] | None:
+        """(position, selected): from that position on the answer never changes; None if it keeps changing.
+
+        For ``token_ids`` the answer is the superset that `mask` gives while the tokens are unknown.
+        """
+        if self.kind == "all":
+            return 0, True
+        if self.kind in ("prompt", "last_prompt"):
+            return prompt_len, False
+        if self.kind in ("generated", "token_ids"):
+            return prompt_len, True
+        if self.kind == "sampled":
+            return prompt_len - 1, True
+        if self.kind == "list":
+            return max(_resolve(self.values, prompt_len), default=-1) + 1, False
+        _, stop, step = self.values
+        if stop is not None:
+            return max(0, stop + prompt_len if stop < 0 else stop), False
+        return (self._start(prompt_len), True) if step in (None, 1) else None
+
+    def rank(self, position: int, prompt_len: int) -> int:
+        """How many selected positions come before the selected `position`; not for ``token_ids``."""
+        if self.kind in ("all", "prompt"):
+            return position
+        if self.kind == "generated":
+            return position - prompt_len
+        if self.kind in ("last_prompt", "sampled"):
+            return position - prompt_len + 1
+        if self.kind == "list":
+            return sum(0 <= v < position for v in set(_resolve(self.values, prompt_len)))
+        if self.kind == "slice":
+            return (position - self._start(prompt_len)) // (self.values[2] or 1)
+        raise AssertionError("the rank among positions chosen by token is unknown")
+
+    def _start(self, prompt_len: int) -> int:
+        start = self.values[0]
+        return 0 if start is None else max(0, start + prompt_len if start < 0 else start)
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -117,6 +117,16 @@ class ResolvedSpec:
 
         return tuple(sorted({w.site for w in self.wishes}, key=lambda s: (s.layer, HOOKS.index(s.hook))))
 
+    def by_positions(self) -> list[list[Site]]:
+        """The distinct sites, those with the same selectors together."""
+        selectors: dict[Site, set[Positions]] = {}
+        for w in self.wishes:
+            selectors.setdefault(w.site, set()).add(w.positions)
+        groups: dict[frozenset[Positions], list[Site]] = {}
+        for site, chosen in selectors.items():
+            groups.setdefault(frozenset(chosen), []).append(site)
+        return list(groups.values())
+
     def first(self, prompt_len: int, prompt_token_ids: Sequence[int] | None) -> int | None:
         """The first wanted position, or None: a prefix-cache hit must not pass it."""
         starts = {w.positions: w.positions.first(prompt_len, prompt_token_ids) for w in self.wishes}

@@ -1,42 +1,65 @@
-"""The drain: a thread that sends rows to the processes that asked for them, and then frees their place in the ring."""
+"""The drain: a thread that waits until a step's rows have arrived in host memory, and then tells their readers."""
 
 from __future__ import annotations
 
 import logging
 import queue
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
+import numpy as np
+import torch
 import zmq
 
 from vllm_weir import mail
-from vllm_weir.worker.plan import Entry, Steered
-from vllm_weir.worker.ring import Lease, Ring
+from vllm_weir.worker.arena import Arena
+from vllm_weir.worker.link import Link
 
 logger = logging.getLogger(__name__)
 SEND_TIMEOUT_MS = 60_000
 
 
-class Drain:
-    """Sends each step's rows on; a reader that cannot be reached loses its rows, never the engine its pace."""
+@dataclass
+class Parcel:
+    """What one step has to tell; keys are reply addresses."""
 
-    def __init__(self, ring: Ring, d_model: int, dtype: str) -> None:
-        self.ring = ring
-        self._d_model = d_model
-        self._dtype = dtype
-        self._row_bytes = ring.buffer[0].numel() * ring.buffer.element_size()
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+    arrived: Callable[[], None]
+    news: dict[str, mail.News] = field(default_factory=dict)
+    marks: dict[str, np.ndarray] = field(default_factory=dict)
+    steered: dict[str, np.ndarray] = field(default_factory=dict)
+    failures: dict[str, dict[str, str]] = field(default_factory=dict)
+    spill: bool = False
+
+
+class Drain:
+    """Tells readers what has arrived; one that cannot be reached loses its rows, never the engine its pace.
+
+    Args:
+        rows: the host buffer, [rows, d_model].
+        arena: which parts of it are in use.
+        link: knows which readers map the buffer.
+        worker: this worker's name.
+    """
+
+    def __init__(self, rows: torch.Tensor, arena: Arena, link: Link, worker: str) -> None:
+        self._rows, self._arena, self._link, self._worker = rows, arena, link, worker
+        self._dtype = str(rows.dtype).removeprefix("torch.")
+        self._far: dict[int, tuple[int, list[mail.Placed]]] = {}
+        """Strand -> (columns, extents), for readers that get their rows in messages."""
+        self._jobs: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
         self._context = zmq.Context()
         self._sockets: dict[str, zmq.Socket] = {}
         self._thread = threading.Thread(target=self._run, name="weir-drain", daemon=True)
         self._thread.start()
 
-    def send(self, lease: Lease | None, entries: list[Entry], steered: list[Steered]) -> None:
-        """Queue what a step did; `entries` are grouped by reply address, as the planner lays them out."""
-        self._jobs.put((lease, entries, steered))
+    def send(self, parcel: Parcel) -> None:
+        """Tell the readers once the rows have arrived."""
+        self._jobs.put(parcel)
 
     def fail(self, reply: str, request_id: str, reason: str) -> None:
         """Tell a reader that a request's rows will not come, and why."""
-        self._jobs.put((reply, {request_id: reason}))
+        self._jobs.put(Parcel(lambda: None, failures={reply: {request_id: reason}}))
 
     def close(self) -> None:
         """Send what is queued, then stop."""
@@ -44,53 +67,66 @@ class Drain:
         self._thread.join(timeout=10)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if len(job) == 2:
-                reply, failures = job
-                self._post(reply, b"", failures=failures)
-                continue
-            lease, entries, steered = job
-            self._send_spans(steered)
-            if lease is None:
-                continue
-            try:
-                self._send_rows(lease, entries)
-            finally:
-                self.ring.release(lease)
+        while (parcel := self._jobs.get()) is not None:
+            parcel.arrived()
+            replies = parcel.news.keys() | parcel.marks.keys() | parcel.steered.keys() | parcel.failures.keys()
+            for reply in sorted(replies):
+                self._tell(reply, parcel)
         for socket in self._sockets.values():
             socket.close(linger=1000)
         self._context.term()
 
-    def _send_rows(self, lease: Lease, entries: list[Entry]) -> None:
-        assert lease.read is not None, "a lease is sent only after it was shipped"
-        rows = lease.read()
-        first = 0
-        while first < len(entries):
-            reply, start = entries[first].reply, entries[first].start
-            last = first
-            pieces = []
-            while last < len(entries) and entries[last].reply == reply:
-                e = entries[last]
-                positions = e.positions.astype("<i4").tobytes()
-                pieces.append(mail.Piece(e.request_id, list(e.columns), positions, e.start - start))
-                last += 1
-            end = entries[last].start if last < len(entries) else lease.rows
-            self._post(reply, rows[start * self._row_bytes : end * self._row_bytes], pieces=pieces)
-            first = last
+    def _tell(self, reply: str, parcel: Parcel) -> None:
+        to = mail.Reply.parse(reply)
+        news = parcel.news.get(reply) or mail.News()
+        header = mail.Header(
+            to.token,
+            self._worker,
+            self._rows.shape[1],
+            self._dtype,
+            news,
+            parcel.failures.get(reply, {}),
+            self._arena.pressure,
+            parcel.spill,
+        )
+        marks = parcel.marks.get(reply, _NONE)
+        frames = [mail.encode(header), _bytes(marks), _bytes(parcel.steered.get(reply, _NONE))]
+        near = not (news or len(marks)) or self._link.maps(reply)
+        if not near:
+            frames.append(self._fetch(news, marks))
+        self._post(to.rows, frames)
+        for extent in news.retired:
+            self._arena.let_go(extent.start)
+            if not near:
+                self._arena.let_go(extent.start)
+        for strand in news.closed:
+            self._far.pop(strand, None)
 
-    def _send_spans(self, steered: list[Steered]) -> None:
-        by_reply: dict[str, list[mail.Span]] = {}
-        for s in steered:
-            span = mail.Span(s.request_id, list(s.moves), s.positions.astype("<i4").tobytes())
-            by_reply.setdefault(s.reply, []).append(span)
-        for reply, spans in by_reply.items():
-            self._post(reply, b"", spans=spans)
+    def _fetch(self, news: mail.News, marks: np.ndarray) -> bytes:
+        """The marked rows themselves, [columns, count, d_model] for each mark."""
+        for strand in news.opened:
+            self._far[strand.strand] = (len(strand.columns), [])
+        for placed in news.placed:
+            self._far[placed.strand][1].append(placed)
+        parts = []
+        for number, rank, _, count, _ in marks.tolist():
+            if rank < 0:
+                continue
+            width, extents = self._far[number]
+            extent = next(x for x in reversed(extents) if x.rank <= rank)
+            rows = self._rows[extent.start : extent.start + width * extent.capacity].view(width, extent.capacity, -1)
+            parts.append(
+                rows[:, rank - extent.rank : rank - extent.rank + count]
+                .contiguous()
+                .view(torch.uint8)
+                .numpy()
+                .tobytes()
+            )
+        return b"".join(parts)
 
-    def _post(self, reply: str, payload, **content) -> None:
-        address, _, token = mail.split_reply(reply)
-        header = mail.Header(token, self._d_model, self._dtype, **content)
+    def _post(self, address: str, frames: list[bytes]) -> None:
         try:
-            self._socket(address).send_multipart([mail.encode(header), payload], copy=True)
+            self._socket(address).send_multipart(frames, copy=True)
         except zmq.ZMQError as e:
             # The reader's own wait for these rows raises; the engine and the other readers go on.
             logger.error("Weir could not deliver rows to %s: %s", address, e)
@@ -105,3 +141,10 @@ class Drain:
             socket.connect(address)
             self._sockets[address] = socket
         return self._sockets[address]
+
+
+_NONE = np.zeros((0, 5), np.int32)
+
+
+def _bytes(marks: np.ndarray) -> bytes:
+    return np.ascontiguousarray(marks, "<i4").tobytes()

@@ -19,14 +19,14 @@ class Fetcher:
 
     def fetch(self, reply: str, digests: list[str]) -> dict[str, np.ndarray]:
         """Rows [d_model] float32 by digest; raises ValueError if one cannot be had."""
-        _, address, token = mail.split_reply(reply)
+        to = mail.Reply.parse(reply)
         socket = self._context.socket(zmq.REQ)
         try:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
             socket.setsockopt(zmq.SNDTIMEO, TIMEOUT_MS)
-            socket.connect(address)
-            socket.send(mail.encode(mail.Wanted(token, digests)))
+            socket.connect(to.vectors)
+            socket.send(mail.encode(mail.Wanted(to.token, digests)))
             frames = socket.recv_multipart()
         except zmq.ZMQError as e:
             raise ValueError(f"the caller's process did not answer: {e}") from None

@@ -1,73 +1,38 @@
 """The plan of one step: what every scheduled token is to record and to undergo. Pure numpy.
 
-A token that is captured gets a *profile* (the set of taps whose rows are wanted) and a *slot* (the ring row of its
-first wanted tap); the tap at place k of the profile writes ring row ``slot + k``. So only wanted rows are written, and
-everything one step captures is one contiguous piece of the ring. A token that is steered gets a *program*.
+A token that is captured gets a *profile* (the set of columns whose rows are wanted) and a *slot* (the ring row of its
+first wanted column); the column at place k of the profile goes to ring row ``slot + k``. So only wanted rows are
+written. A token that is steered gets a *program*. Where the rows go from the ring is said by `jobs`.
+
+Most tokens of most steps are the one new token of a request for which nothing changes any more from token to token:
+those are planned all at once from the arrays of `Seats`. The others are planned one request after the other.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_weir import mail
 from vllm_weir.errors import WeirError
-from vllm_weir.spec.hooks import Site
 from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.request import ResolvedSpec
+from vllm_weir.worker.arena import Arena
+from vllm_weir.worker.seats import Seats
+from vllm_weir.worker.select import NEVER, Selectors, column_of
+from vllm_weir.worker.step import Draft, Lookup, StepPlan
+from vllm_weir.worker.strands import Strand, Strands
 
 if TYPE_CHECKING:
     from vllm_weir.spec.interventions import Move
     from vllm_weir.worker.programs import ProgramTable
 
-MAX_SELECTORS = 63
-"""What the bits of an int64 can tell apart."""
-STAGES = 3
-"""Moments at one tap: before resid_post's interventions, between those and the next block's resid_pre's, after both."""
-
-
-def tap_of(site: Site) -> int:
-    """The tap that serves a residual-stream site: tap 0 is what enters block 0, tap L+1 what leaves block L."""
-    return site.layer if site.hook == "resid_pre" else site.layer + 1
-
-
-def column_of(site: Site, before: bool) -> int:
-    """Column of the rank table: the tap and the stage at which the site's row is read."""
-    stage = (1 if before else 2) if site.hook == "resid_pre" else (0 if before else 1)
-    return tap_of(site) * STAGES + stage
-
-
-class Selectors:
-    """A request's distinct selectors; positions get a code, the bit mask of the selectors that choose them."""
-
-    def __init__(self, distinct: Sequence[Positions], prompt_len: int, prompt_ids: np.ndarray | None) -> None:
-        if len(distinct) > MAX_SELECTORS:
-            raise WeirError(
-                f"{len(distinct)} different position selectors in one request; at most {MAX_SELECTORS} are served",
-                "interventions",
-            )
-        self.distinct = list(distinct)
-        self.prompt_len = prompt_len
-        self.by_token = [bit for bit, s in enumerate(self.distinct) if s.needs_token_ids]
-        self._prompt_ids = prompt_ids if self.by_token else None
-
-    def codes(self, positions: np.ndarray) -> np.ndarray:
-        """int64 [n]. A selector by token takes every generated position: its token is only on the device."""
-        tokens = None
-        if self._prompt_ids is not None:
-            tokens = np.full(len(positions), -1, np.int64)
-            known = positions < len(self._prompt_ids)
-            tokens[known] = self._prompt_ids[positions[known]]
-        codes = np.zeros(len(positions), np.int64)
-        for bit, selector in enumerate(self.distinct):
-            if selector.needs_token_ids and tokens is not None:
-                chosen = selector.mask(positions, self.prompt_len, tokens) | (positions >= self.prompt_len)
-            else:
-                chosen = selector.mask(positions, self.prompt_len)
-            codes |= chosen.astype(np.int64) << bit
-        return codes
+ESTIMATE = 4096
+"""Generated tokens that are looked ahead to guess how many rows a request will have."""
 
 
 @dataclass
@@ -78,9 +43,13 @@ class Reading:
     reply: str
     selectors: Selectors
     columns: list[tuple[int, ...]]
-    """Per selector, the columns it wants that this pipeline stage's taps can fill."""
+    """Per selector, the columns it wants that this worker fills."""
+    most: int
+    """Tokens that the request can generate."""
     profiles: dict[int, int] = field(default_factory=dict)
     """Code -> profile."""
+    strands: dict[int, Strand] = field(default_factory=dict)
+    """Profile -> strand."""
 
 
 @dataclass
@@ -97,78 +66,53 @@ class Steering:
     """Moves with a site at this worker's taps: those it can vouch for."""
     programs: dict[tuple, tuple[object, int]] = field(default_factory=dict)
     """(digest, rank) of every active move -> (key, number) of a held program."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Rows of one request in one step: ``len(positions) * len(columns)`` ring rows from `start`, row-major."""
-
-    request_id: str
-    reply: str
-    columns: tuple[int, ...]
-    positions: np.ndarray
-    start: int
-
-
-@dataclass(frozen=True)
-class Steered:
-    """Positions of one request that undergo `moves` (their indices) in one step."""
-
-    request_id: str
-    reply: str
-    moves: tuple[int, ...]
-    positions: np.ndarray
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """Tokens whose program hangs on which token they are: bit j of the index into `programs` says whether it is in
-    `token_sets` [j]."""
-
-    tokens: np.ndarray
-    token_sets: tuple[tuple[int, ...], ...]
-    programs: np.ndarray
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """`slots`, `profiles` and `programs` are int32 [tokens], -1 for none; slots count from 0 within the step."""
-
-    slots: np.ndarray
-    profiles: np.ndarray
-    programs: np.ndarray
-    rows: int
-    entries: list[Entry]
-    steered: list[Steered]
-    lookups: list[Lookup]
+    groups: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Moves -> number under which the reader knows them."""
 
 
 class Planner:
     """Keeps the live requests and turns a step's batch into a StepPlan.
 
     Args:
-        columns: columns (see `column_of`) that this worker's taps can fill.
+        columns: columns (see `column_of`) that this worker fills.
         num_columns: width of the rank table.
         max_profiles: height of the rank table.
         table: where programs live.
+        strands: where rows go; None for a planner whose rows go nowhere in particular.
     """
 
-    def __init__(self, columns: frozenset[int], num_columns: int, max_profiles: int, table: ProgramTable) -> None:
+    def __init__(
+        self,
+        columns: frozenset[int],
+        num_columns: int,
+        max_profiles: int,
+        table: ProgramTable,
+        strands: Strands | None = None,
+    ) -> None:
         self.columns = columns
         self.ranks = np.full((max_profiles, num_columns), -1, np.int32)
         self.ranks_changed = False
         self.table = table
+        self.strands = strands or Strands(Arena(1 << 50))
         self.reading: dict[str, Reading] = {}
         self.steering: dict[str, Steering] = {}
+        self.seats = Seats()
+        self.columns_of: dict[int, tuple[int, ...]] = {}
         self._profile_of: dict[tuple[int, ...], int] = {}
-        self._columns_of: dict[int, tuple[int, ...]] = {}
         self._users: dict[int, int] = {}
         self._free = list(range(max_profiles - 1, -1, -1))
+        self._group_numbers = itertools.count()
 
     def read(
-        self, request_id: str, reply: str, spec: ResolvedSpec, prompt_len: int, prompt_ids: Sequence[int] | None
+        self,
+        request_id: str,
+        reply: str,
+        spec: ResolvedSpec,
+        prompt_len: int,
+        prompt_ids: Sequence[int] | None,
+        most: int = ESTIMATE,
     ) -> None:
-        """Start capturing for a request."""
+        """Start capturing for a request that can generate `most` tokens."""
         by_positions: dict[Positions, set[int]] = {}
         for wish in spec.wishes:
             column = column_of(wish.site, wish.before)
@@ -177,7 +121,8 @@ class Planner:
         if by_positions:
             columns = [tuple(sorted(c)) for c in by_positions.values()]
             selectors = Selectors(list(by_positions), prompt_len, _array(prompt_ids))
-            self.reading[request_id] = Reading(request_id, reply, selectors, columns)
+            self.reading[request_id] = Reading(request_id, reply, selectors, columns, min(most, ESTIMATE))
+            self.seats.take(request_id)
 
     def steer(
         self,
@@ -198,20 +143,24 @@ class Planner:
         placed = [(m, m.digest, distinct.index(m.positions)) for m in moves]
         local = frozenset(k for k, m in enumerate(moves) if self.table.local(m))
         self.steering[request_id] = Steering(request_id, reply, selectors, placed, vectors, local)
+        self.seats.take(request_id)
 
     def remove(self, request_id: str) -> None:
         """Stop following a request; unknown ids are fine (most requests carry no keys)."""
         reading = self.reading.pop(request_id, None)
+        for strand in reading.strands.values() if reading else ():
+            self.strands.close(strand)
         for profile in reading.profiles.values() if reading else ():
             self._users[profile] -= 1
             if not self._users[profile]:
-                del self._users[profile], self._profile_of[self._columns_of.pop(profile)]
+                del self._users[profile], self._profile_of[self.columns_of.pop(profile)]
                 self._free.append(profile)
         steering = self.steering.pop(request_id, None)
         if steering is not None:
             for key, _ in steering.programs.values():
                 self.table.give_back(key)
             self.table.drop_vectors(steering.vectors)
+        self.seats.leave(request_id)
 
     def plan(
         self, request_ids: Sequence[str], num_tokens: Sequence[int], num_computed: Sequence[int]
@@ -225,40 +174,120 @@ class Planner:
         """
         if not self.reading and not self.steering:
             return None
-        reads: list[tuple[Reading, int, np.ndarray, np.ndarray]] = []
-        steers: list[tuple[Steering, int, np.ndarray, np.ndarray]] = []
-        token = 0
-        for request_id, n, computed in zip(request_ids, num_tokens, num_computed, strict=True):
-            n, computed = int(n), int(computed)
-            reading, steering = self.reading.get(request_id), self.steering.get(request_id)
-            if reading is not None or steering is not None:
-                positions = np.arange(computed, computed + n)
-                if reading is not None and (codes := reading.selectors.codes(positions)).any():
-                    reads.append((reading, token, positions, codes))
-                if steering is not None and (codes := steering.selectors.codes(positions)).any():
-                    steers.append((steering, token, positions, codes))
-            token += n
-        if not reads and not steers:
-            return None
-        slots, profiles, programs = np.full((3, token), -1, np.int32)
-        entries, rows = self._lay_out(slots, profiles, reads)
-        steered, lookups = self._programme(programs, steers)
-        return StepPlan(slots, profiles, programs, rows, entries, steered, lookups)
+        counts, computed = np.asarray(num_tokens, np.int64), np.asarray(num_computed, np.int64)
+        draft = Draft(int(counts.sum()))
+        firsts = np.cumsum(counts) - counts
+        seats = self.seats.of(request_ids)
+        steady = (counts == 1) & (computed >= self.seats.ready[seats])
+        followed = steady.nonzero()[0]
+        if len(followed):
+            steady[followed] = self._plan_steady(draft, seats[followed], firsts[followed], computed[followed])
+        for k in ((seats != 0) & ~steady).nonzero()[0]:
+            request_id = request_ids[k]
+            try:
+                self._plan_one(draft, request_id, int(firsts[k]), int(computed[k]), int(counts[k]))
+            except WeirError as e:
+                live = self.reading.get(request_id) or self.steering[request_id]
+                draft.failures.append((live.reply, request_id, str(e)))
+                draft.forget(int(firsts[k]), int(counts[k]))
+                self.remove(request_id)
+        return draft.finish(self.seats.replies)
 
-    def _lay_out(self, slots, profiles, reads) -> tuple[list[Entry], int]:
-        entries: list[Entry] = []
-        row = 0
-        # One reply address after the other, so that what goes to one reader is contiguous too.
-        for reading, first_token, positions, codes in sorted(reads, key=lambda r: r[0].reply):
-            for code in np.unique(codes[codes > 0]):
-                profile = self._profile(reading, int(code))
-                columns = self._columns_of[profile]
-                at = np.flatnonzero(codes == code)
-                slots[first_token + at] = row + np.arange(len(at), dtype=np.int32) * len(columns)
-                profiles[first_token + at] = profile
-                entries.append(Entry(reading.request_id, reading.reply, columns, positions[at], row))
-                row += len(at) * len(columns)
-        return entries, row
+    def _plan_steady(self, draft: Draft, seats, firsts, computed) -> np.ndarray:
+        """Plan tokens of requests that go on as they did; returns for which of them that was possible."""
+        of, strands = self.seats, self.strands
+        at = of.strand[seats]
+        reads = at >= 0
+        x = at[reads]
+        fits = np.ones(len(seats), bool)
+        fits[reads] = (strands.rank[x] < strands.limit[x]) & (strands.last[x] < computed[reads])
+        if not fits.all():
+            seats, firsts, computed, reads = seats[fits], firsts[fits], computed[fits], reads[fits]
+            x = of.strand[seats][reads]
+        if len(x):
+            rank, tokens, positions = strands.rank[x], firsts[reads], computed[reads]
+            draft.profiles[tokens] = of.profile[seats[reads]]
+            draft.take(of.reply[seats[reads]], strands, x, rank, tokens, positions, of.width[seats[reads]])
+            strands.rank[x] += 1
+            strands.last[x] = positions
+        programs = of.program[seats]
+        draft.programs[firsts] = programs
+        vouched = of.group[seats] >= 0
+        if vouched.any():
+            draft.steer(of.reply[seats[vouched]], of.group[seats[vouched]], computed[vouched])
+        return fits
+
+    def _plan_one(self, draft: Draft, request_id: str, first: int, computed: int, n: int) -> None:
+        reading, steering = self.reading.get(request_id), self.steering.get(request_id)
+        positions = np.arange(computed, computed + n)
+        seat = self.seats.number(request_id)
+        if reading is not None:
+            self._read_one(draft, reading, first, positions)
+        if steering is not None:
+            self._steer_one(draft, steering, first, positions)
+        self._settle(seat, reading, steering, computed + n)
+
+    def _read_one(self, draft: Draft, reading: Reading, first: int, positions: np.ndarray) -> None:
+        codes = reading.selectors.codes(positions)
+        seat = self.seats.number(reading.request_id)
+        self.seats.speak_to(seat, reading.reply)
+        for code in np.unique(codes[codes > 0]):
+            profile = self._profile(reading, int(code))
+            at = np.flatnonzero(codes == code)
+            strand = self._strand(reading, int(code), profile, int(positions[at[0]]))
+            done = 0
+            for rank, row, pitch, count in self.strands.place(strand, len(at)):
+                some = at[done : done + count]
+                draft.profiles[first + some] = profile
+                draft.take_run(self.seats.reply[seat], strand, rank, row, pitch, first + some, positions[some])
+                done += count
+            self.strands.last[strand.index] = positions[at[-1]]
+            if done < len(at):
+                draft.drop(self.seats.reply[seat], strand.number, positions[at[done:]])
+
+    def _strand(self, reading: Reading, code: int, profile: int, position: int) -> Strand:
+        strand = reading.strands.get(profile)
+        if strand is not None and self.strands.last[strand.index] >= position:
+            # Computed again after a preemption: a new strand, so that rows already handed out do not change.
+            self.strands.close(strand)
+            strand = None
+        if strand is None:
+            prompt_len = reading.selectors.prompt_len
+            codes = reading.selectors.codes(np.arange(position, prompt_len + reading.most - 1))
+            rows = int((codes == code).sum())
+            in_prompt = int((codes[: max(0, prompt_len - position)] == code).sum())
+            columns = self.columns_of[profile]
+            strand = self.strands.open(reading.request_id, reading.reply, columns, in_prompt, max(rows, 1))
+            reading.strands[profile] = strand
+        return strand
+
+    def _settle(self, seat: int, reading: Reading | None, steering: Steering | None, following: int) -> None:
+        """Let the next tokens be planned with everybody's, if nothing changes any more from `following` on."""
+        of = self.seats
+        of.ready[seat] = NEVER
+        of.strand[seat] = of.program[seat] = of.group[seat] = -1
+        if reading is not None:
+            start, code = reading.selectors.steady()
+            if following < start:
+                return
+            if code:
+                profile = reading.profiles.get(code)
+                if profile is None or profile not in reading.strands:
+                    return
+                strand = reading.strands[profile]
+                of.strand[seat], of.profile[seat] = strand.index, profile
+                of.width[seat] = len(strand.columns)
+        if steering is not None:
+            start, code = steering.selectors.steady()
+            active = [k for k, (_, _, bit) in enumerate(steering.moves) if code >> bit & 1]
+            if following < start or any(
+                steering.moves[k][0].per_position or steering.moves[k][0].positions.needs_token_ids for k in active
+            ):
+                return
+            if active:
+                of.program[seat] = self._program(steering, code)
+                of.group[seat] = self._group(steering, active)
+        of.ready[seat] = following
 
     def _profile(self, reading: Reading, code: int) -> int:
         if code in reading.profiles:
@@ -273,7 +302,7 @@ class Planner:
             if not self._free:
                 raise WeirError(f"more than {len(self.ranks)} different site sets are wanted at once", "capture")
             profile = self._free.pop()
-            self._profile_of[key], self._columns_of[profile] = profile, key
+            self._profile_of[key], self.columns_of[profile] = profile, key
             self.ranks[profile] = -1
             self.ranks[profile, list(key)] = np.arange(len(key))
             self.ranks_changed = True
@@ -281,28 +310,39 @@ class Planner:
         self._users[profile] = self._users.get(profile, 0) + 1
         return profile
 
-    def _programme(self, programs, steers) -> tuple[list[Steered], list[Lookup]]:
-        steered: list[Steered] = []
-        lookups: list[Lookup] = []
-        for steering, first_token, positions, codes in steers:
-            selectors = steering.selectors
-            for code in np.unique(codes[codes > 0]):
-                at = np.flatnonzero(codes == code)
-                active = [k for k, (_, _, bit) in enumerate(steering.moves) if int(code) >> bit & 1]
-                vouched = tuple(k for k in active if k in steering.local)
-                if vouched:
-                    steered.append(Steered(steering.request_id, steering.reply, vouched, positions[at]))
-                groups = [(at, -1)]
-                if any(steering.moves[k][0].per_position for k in active):
-                    groups = [(at[k : k + 1], int(positions[i])) for k, i in enumerate(at)]
-                open_bits = [bit for bit in selectors.by_token if int(code) >> bit & 1]
-                for some, position in groups:
-                    programs[first_token + some] = self._program(steering, int(code), position)
-                    unknown = some[positions[some] >= selectors.prompt_len]
-                    if open_bits and len(unknown):
-                        tokens = first_token + unknown
-                        lookups.append(self._lookup(steering, int(code), open_bits, tokens, position))
-        return steered, lookups
+    def _steer_one(self, draft: Draft, steering: Steering, first: int, positions: np.ndarray) -> None:
+        selectors = steering.selectors
+        codes = selectors.codes(positions)
+        seat = self.seats.number(steering.request_id)
+        self.seats.speak_to(seat, steering.reply)
+        for code in np.unique(codes[codes > 0]):
+            at = np.flatnonzero(codes == code)
+            active = [k for k, (_, _, bit) in enumerate(steering.moves) if int(code) >> bit & 1]
+            group = self._group(steering, active)
+            if group >= 0:
+                draft.steer_run(self.seats.reply[seat], group, positions[at])
+            groups = [(at, -1)]
+            if any(steering.moves[k][0].per_position for k in active):
+                groups = [(at[k : k + 1], int(positions[i])) for k, i in enumerate(at)]
+            open_bits = [bit for bit in selectors.by_token if int(code) >> bit & 1]
+            for some, position in groups:
+                draft.programs[first + some] = self._program(steering, int(code), position)
+                unknown = some[positions[some] >= selectors.prompt_len]
+                if open_bits and len(unknown):
+                    tokens = first + unknown
+                    draft.lookups.append(self._lookup(steering, int(code), open_bits, tokens, position))
+
+    def _group(self, steering: Steering, active: list[int]) -> int:
+        """The number of the moves among `active` that this worker vouches for, or -1 if there are none."""
+        vouched = tuple(k for k in active if k in steering.local)
+        if not vouched:
+            return -1
+        group = steering.groups.get(vouched)
+        if group is None:
+            group = steering.groups[vouched] = next(self._group_numbers)
+            news = self.strands.news.setdefault(steering.reply, mail.News())
+            news.groups.append(mail.Group(group, steering.request_id, list(vouched)))
+        return group
 
     def _lookup(self, steering: Steering, code: int, open_bits: list[int], tokens: np.ndarray, position: int) -> Lookup:
         choices = []
@@ -322,7 +362,7 @@ class Planner:
                 continue
             rank = -1
             if move.per_position:
-                rank = rank_of(move.positions, position, steering.selectors.prompt_len)
+                rank = move.positions.rank(position, steering.selectors.prompt_len)
                 if rank >= len(move.instructions) or not move.instructions[rank].u:
                     continue
             active.append((move, digest, rank))
@@ -333,11 +373,6 @@ class Planner:
         if held is None:
             held = steering.programs[identity] = self.table.take(active)
         return held[1]
-
-
-def rank_of(selector: Positions, position: int, prompt_len: int) -> int:
-    """How many selected positions come before a selected `position`."""
-    return int(selector.mask(np.arange(position), prompt_len).sum())
 
 
 def _array(ids: Sequence[int] | None) -> np.ndarray | None:

@@ -15,7 +15,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.spec.hooks import Site
 from vllm_weir.spec.interventions import Move
 from vllm_weir.spec.sizes import Sizes
-from vllm_weir.worker.plan import tap_of
+from vllm_weir.worker.select import tap_of
 
 LAST, AFTER_POST = 1, 2
 """Node flags: the last term of an intervention; the intervention belongs to the next block's resid_pre."""

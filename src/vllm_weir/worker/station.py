@@ -7,27 +7,43 @@ from __future__ import annotations
 
 import functools
 import logging
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.settings import Settings
 from vllm_weir.spec.interventions import Move
 from vllm_weir.spec.request import ResolvedSpec
-from vllm_weir.worker.drain import Drain
+from vllm_weir.worker.arena import Arena
+from vllm_weir.worker.drain import Drain, Parcel
 from vllm_weir.worker.fetch import Fetcher
-from vllm_weir.worker.plan import STAGES, Planner, StepPlan
+from vllm_weir.worker.hostmem import HostBuffer
+from vllm_weir.worker.link import Link
+from vllm_weir.worker.outlet import CpuOutlet, CudaOutlet, at_once
+from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.ring import Ring
-from vllm_weir.worker.sites import find_trunk
+from vllm_weir.worker.select import STAGES
+from vllm_weir.worker.sites import Trunk, find_trunk
+from vllm_weir.worker.step import StepPlan
+from vllm_weir.worker.strands import Strands
 from vllm_weir.worker.tables import PlanWriter, TableWriter
-from vllm_weir.worker.tap import TapTensors, place_input_tap, place_output_tap
+from vllm_weir.worker.tap import Switch, TapTensors, place_input_tap, place_output_tap, warm
+
+if TYPE_CHECKING:
+    from vllm_weir.worker.stream import Streamer
 
 logger = logging.getLogger(__name__)
 MAX_PROFILES = 4096
+STREAM_SHARE = 8
+"""A step without a CUDA graph is streamed if its rows would fill more than this part of the ring."""
+SPILL = 0.6
+"""Share of the host buffer in use from which readers are asked to take their rows out of it."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +61,6 @@ class ModelFacts:
     """Which of vLLM's model runners drives it."""
 
 
-def ring_rows(settings: Settings, d_model: int, itemsize: int) -> int:
-    """Rows that fit ``buffer_bytes``."""
-    return settings.buffer_bytes // (d_model * itemsize)
-
-
 class Station:
     """One per worker. Built once the model is loaded and before it is compiled."""
 
@@ -60,9 +71,19 @@ class Station:
         columns = frozenset(tap * STAGES + stage for tap in trunk.taps for stage in range(STAGES))
         num_columns = (facts.num_layers + 1) * STAGES
         self.table = ProgramTable(settings.table_sizes(facts.d_model), facts.num_layers + 1, trunk.taps, facts.d_model)
-        self.planner = Planner(columns if facts.ships_rows else frozenset(), num_columns, MAX_PROFILES, self.table)
-        capacity = ring_rows(settings, facts.d_model, facts.dtype.itemsize) if facts.ships_rows and trunk.taps else 1
-        self.ring = Ring(capacity, facts.d_model, facts.dtype, facts.device)
+        ships = facts.ships_rows and bool(trunk.taps)
+        size = (facts.d_model, facts.dtype.itemsize)
+        self.ring = Ring(settings.ring_rows(*size) if ships else 1, facts.d_model, facts.dtype, facts.device)
+        cuda = facts.device.type == "cuda"
+        self.host = HostBuffer(settings.host_rows(*size) if ships else 1, size[0] * size[1], cuda and ships)
+        self.arena = Arena(self.host.rows)
+        self.name = secrets.token_hex(8)
+        self.link = Link(self.host, self.arena, self.name)
+        self.strands = Strands(self.arena, settings.timeout if settings.overflow == "wait" else None)
+        self.strands.grant = self._grant
+        self.planner = Planner(columns if ships else frozenset(), num_columns, MAX_PROFILES, self.table, self.strands)
+        self._outlet = (CudaOutlet if cuda else CpuOutlet)(self.ring, self.host, facts.max_tokens)
+        self._step_rows = min(settings.ring_rows(*size), settings.step_rows(*size)) if ships else 0
         self._tables = TableWriter(self.table, facts.device)
         self.tensors = TapTensors(
             plan=torch.full((3, facts.max_tokens), -1, dtype=torch.int32, device=facts.device),
@@ -70,15 +91,32 @@ class Station:
             ring=self.ring.buffer,
             **self._tables.tensors,
         )
-        self.drain = Drain(self.ring, facts.d_model, str(facts.dtype).removeprefix("torch."))
+        self.switch = Switch(self.tensors.plan)
+        self.switch.pin()
+        if cuda:
+            warm(self.tensors, facts.d_model)
+        self.drain = Drain(self.host.view(facts.d_model, facts.dtype), self.arena, self.link, self.name)
         self._fetcher = Fetcher(facts.d_model)
         self._writer = PlanWriter(self.tensors.plan)
-        self._step: tuple[Any, StepPlan] | None = None
+        self._step: tuple[int, StepPlan] | None = None
+        self._failures: dict[str, dict[str, str]] = {}
+        numbers = self._place(trunk)
+        self._streamer: Streamer | None = None
+        if isinstance(self._outlet, CudaOutlet) and ships:
+            from vllm_weir.worker.stream import Streamer
+
+            self._streamer = Streamer(self.ring, self._outlet, self.tensors.ranks, numbers)
+
+    def _place(self, trunk: Trunk) -> dict[int, int]:
+        """Place the taps; returns each one's number by that number's address on the device."""
+        numbers = {}
         for tap in trunk.taps:
             if tap == 0:
-                place_input_tap(trunk.blocks[0], tap, self.tensors, trunk.hidden, trunk.residual)
-            elif tap - 1 in trunk.blocks:
-                place_output_tap(trunk.blocks[tap - 1], tap, self.tensors)
+                number = place_input_tap(trunk.blocks[0], tap, self.tensors, trunk.hidden, trunk.residual)
+            else:
+                number = place_output_tap(trunk.blocks[tap - 1], tap, self.tensors)
+            numbers[number.data_ptr()] = tap
+        return numbers
 
     def follow(self, new: Iterable[tuple[str, dict, int, Sequence[int] | None]], finished: Iterable[str]) -> None:
         """Requests that join (id, engine wire form, prompt length, prompt ids) and leave before the next step."""
@@ -95,12 +133,18 @@ class Station:
 
     def _join(self, request_id: str, wire: dict, prompt_len: int, prompt_ids: Sequence[int] | None) -> None:
         reply = wire["reply"]
-        if wire["wishes"]:
-            self.planner.read(request_id, reply, ResolvedSpec.from_wire(wire["wishes"]), prompt_len, prompt_ids)
+        if wire["wishes"] and self.planner.columns:
+            self.link.maps(reply)
+            spec = ResolvedSpec.from_wire(wire["wishes"])
+            self.planner.read(request_id, reply, spec, prompt_len, prompt_ids, wire["most"])
         if wire["moves"]:
             moves = [Move.from_wire(m) for m in wire["moves"]]
             fetch = functools.partial(self._fetcher.fetch, reply)
             self.planner.steer(request_id, reply, moves, prompt_len, prompt_ids, fetch)
+
+    def _grant(self, reply: str, start: int, rows: int) -> None:
+        self.host.prepare(start, rows)
+        self.link.grant(reply, start)
 
     def plan_step(
         self,
@@ -108,49 +152,72 @@ class Station:
         num_tokens: Sequence[int],
         num_computed: Sequence[int],
         input_ids: torch.Tensor,
+        graph: bool = True,
     ) -> None:
         """Tell the taps what the coming forward pass is to record and to change.
 
         Args:
             request_ids, num_tokens, num_computed: as in `Planner.plan`.
             input_ids: tokens of the step on the device, [>= tokens].
+            graph: whether the pass may be replayed from a CUDA graph.
         """
-        self._step = None
-        plan = lease = None
         try:
             plan = self.planner.plan(request_ids, num_tokens, num_computed)
-            lease = self.ring.reserve(plan.rows) if plan is not None and plan.rows else None
         except (WeirError, ValueError) as e:
             # What cannot be served fails its own requests; the engine and everybody else go on.
             logger.exception("Weir cannot plan this step")
-            self._fail(request_ids, str(e))
             plan = None
+            for request_id in request_ids:
+                live = self.planner.reading.get(request_id) or self.planner.steering.get(request_id)
+                if live is not None:
+                    self.drain.fail(live.reply, request_id, str(e))
+        start, streamer = 0, None
+        if plan is not None and plan.rows:
+            if not graph and plan.rows > self.ring.capacity // STREAM_SHARE:
+                streamer = self._streamer
+            if streamer is None:
+                start = self.ring.take(plan.rows)
+                self.ring.claim(start, plan.rows)
+        self._step = None if plan is None else (start, plan)
         if plan is None:
             self._writer.silence()
             return
+        for reply, request_id, reason in plan.failures:
+            logger.error("Weir cannot go on serving request %s: %s", request_id, reason)
+            self._failures.setdefault(reply, {})[request_id] = reason
         self._tables.flush()
         if self.planner.ranks_changed:
             self.tensors.ranks.copy_(torch.from_numpy(self.planner.ranks))
             self.planner.ranks_changed = False
-        self._writer.write(plan, lease.start if lease is not None else 0, input_ids)
-        self._step = (lease, plan)
-
-    def _fail(self, request_ids: Sequence[str], reason: str) -> None:
-        for request_id in request_ids:
-            live = self.planner.reading.get(request_id) or self.planner.steering.get(request_id)
-            if live is not None:
-                self.drain.fail(live.reply, request_id, reason)
+        if streamer is not None:
+            streamer.begin(plan, self.planner.columns_of)
+            plan.slots[plan.tokens] = np.arange(len(plan.tokens))
+        self.switch.launch = None if streamer is None else streamer.tap
+        self._writer.write(plan, start, input_ids)
 
     def end_step(self) -> None:
         """The forward pass has been issued: send its rows, and word of what was steered, on."""
-        if self._step is not None:
-            lease, plan = self._step
-            self._step = None
-            if lease is not None:
-                self.ring.ship(lease)
-            steered = plan.steered if self.facts.ships_rows else []
-            if lease is not None or steered:
-                self.drain.send(lease, plan.entries, steered)
+        step, self._step = self._step, None
+        if step is None and not self.strands.news:
+            return
+        parcel = Parcel(at_once, failures=self._failures)
+        self._failures = {}
+        if step is not None:
+            start, plan = step
+            if self._streamer is not None and self.switch.launch is not None:
+                self.switch.launch = None
+                parcel.arrived = self._streamer.end()
+            elif plan.rows:
+                parcel.arrived = self._outlet.ship(plan, start)
+            if self.facts.ships_rows:
+                parcel.marks, parcel.steered = plan.marks, plan.steered
+        parcel.spill = self.arena.pressure > SPILL
+        if parcel.spill:
+            self.strands.retire_all()
+        news = self.strands.take_news()
+        if self.facts.ships_rows:
+            parcel.news = news
+        self.drain.send(parcel)
 
     def silence(self) -> None:
         """The coming forward pass is a dummy: nothing is recorded or changed."""
@@ -166,10 +233,10 @@ class Station:
             "num_layers": self.facts.num_layers,
             "d_model": self.facts.d_model,
             "dtype": str(self.facts.dtype).removeprefix("torch."),
-            "ring_rows": self.ring.capacity if self.facts.ships_rows else 0,
+            "ring_rows": self._step_rows,
         }
 
     def usage(self) -> dict[str, int]:
         """What is held right now; all zero when no request is live."""
         live = self.planner.reading.keys() | self.planner.steering.keys()
-        return {"requests": len(live), "ring_rows_in_flight": self.ring.in_flight, **self.table.usage()}
+        return {"requests": len(live), "host_rows": self.arena.used, **self.table.usage()}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_weir.worker.plan import Lookup, StepPlan
 from vllm_weir.worker.programs import ProgramTable
+from vllm_weir.worker.step import Lookup, StepPlan
 
 STAGING = 4
 

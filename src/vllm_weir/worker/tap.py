@@ -8,13 +8,15 @@ downstream, and the compiler can neither move nor drop it.
 from __future__ import annotations
 
 import inspect
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 
 from vllm_weir.spec.interventions import AFFINE, BLEND, CLAMP, CONST, NORM
-from vllm_weir.worker.plan import STAGES
 from vllm_weir.worker.programs import AFTER_POST, LAST
+from vllm_weir.worker.select import STAGES
 
 _LIBRARY = torch.library.Library("weir", "DEF")
 _TABLES = "Tensor tap, Tensor plan, Tensor ranks, Tensor ring, Tensor heads, Tensor ints, Tensor floats, Tensor vectors"
@@ -40,6 +42,36 @@ class TapTensors:
     ints: torch.Tensor
     floats: torch.Tensor
     vectors: torch.Tensor
+
+
+class Switch:
+    """Whether the taps that share a plan act: in a CUDA graph as they are captured, elsewhere as they run.
+
+    A silent tap returns before it launches anything, so a graph captured silently has no trace of it. Must not be
+    turned while a forward pass is being issued.
+
+    Attributes:
+        launch: what taps do instead of their usual work, with the same arguments; None for the usual.
+    """
+
+    __slots__ = ("__weakref__", "launch", "live", "pinned")
+
+    def __init__(self, plan: torch.Tensor) -> None:
+        self.live = self.pinned = False
+        self.launch: Callable[..., None] | None = None
+        _switches[plan.data_ptr()] = self
+
+    def turn(self, live: bool) -> None:
+        """Live or silent, for the forward passes to come."""
+        self.live = live or self.pinned
+
+    def pin(self) -> None:
+        """Live for good."""
+        self.live = self.pinned = True
+
+
+_switches: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionary()
+"""By the address of the plan, the one thing of its engine that an op can be sure of."""
 
 
 def _tap_cpu(hidden, residual, tap, plan, ranks, ring, heads, ints, floats, vectors) -> None:
@@ -110,9 +142,24 @@ def _tap_cuda(hidden, residual, *tables) -> None:
     launch(hidden, residual, *tables)
 
 
-def _plain(implementation):
+def _act(usual: Callable[..., None], hidden, residual, tap, plan, *tables) -> None:
+    switch = _switches.get(plan.data_ptr())
+    if switch is None:
+        usual(hidden, residual, tap, plan, *tables)
+    elif switch.live:
+        (switch.launch or usual)(hidden, residual, tap, plan, *tables)
+
+
+def _plain(usual: Callable[..., None]) -> Callable[..., None]:
     def tap(hidden, *tables):
-        implementation(hidden, None, *tables)
+        _act(usual, hidden, None, *tables)
+
+    return tap
+
+
+def _summed(usual: Callable[..., None]) -> Callable[..., None]:
+    def tap(hidden, residual, *tables):
+        _act(usual, hidden, residual, *tables)
 
     return tap
 
@@ -123,20 +170,23 @@ def _nothing(*_) -> None:
 
 for _key, _implementation in (("CPU", _tap_cpu), ("CUDA", _tap_cuda)):
     _LIBRARY.impl("tap", _plain(_implementation), _key)
-    _LIBRARY.impl("tap_residual", _implementation, _key)
+    _LIBRARY.impl("tap_residual", _summed(_implementation), _key)
 _LIBRARY._register_fake("tap", _nothing)
 _LIBRARY._register_fake("tap_residual", _nothing)
 
 
-def place_output_tap(block: torch.nn.Module, tap: int, tensors: TapTensors) -> None:
-    """Tap what leaves `block`: a tensor, or (hidden, residual) whose sum is the stream."""
-    _own(block, tap, tensors, "post")
+def place_output_tap(block: torch.nn.Module, tap: int, tensors: TapTensors) -> torch.Tensor:
+    """Tap what leaves `block`: a tensor, or (hidden, residual) whose sum is the stream. Returns the tap's number."""
+    number = _own(block, tap, tensors, "post")
     block.register_forward_hook(_after_block)
+    return number
 
 
-def place_input_tap(block: torch.nn.Module, tap: int, tensors: TapTensors, hidden: str, residual: str | None) -> None:
+def place_input_tap(
+    block: torch.nn.Module, tap: int, tensors: TapTensors, hidden: str, residual: str | None
+) -> torch.Tensor:
     """Tap what enters `block`; `hidden` and `residual` name the forward arguments that carry the stream."""
-    _own(block, tap, tensors, "pre")
+    number = _own(block, tap, tensors, "pre")
     names = list(inspect.signature(block.forward).parameters)
     hidden_at = names.index(hidden)
     residual_at = names.index(residual) if residual else -1
@@ -149,6 +199,7 @@ def place_input_tap(block: torch.nn.Module, tap: int, tensors: TapTensors, hidde
         _apply(module, module.weir_pre_tap, h, r)
 
     block.register_forward_pre_hook(before_block, with_kwargs=True)
+    return number
 
 
 def _after_block(module, _args, output):
@@ -172,8 +223,18 @@ def _apply(module, tap, hidden, residual) -> None:
         torch.ops.weir.tap_residual(hidden, residual, tap, *tables)
 
 
-def _own(block: torch.nn.Module, tap: int, tensors: TapTensors, side: str) -> None:
+def warm(tensors: TapTensors, d_model: int) -> None:
+    """Compile the taps' kernels, so that the first live step does not wait for that; the plan must be empty."""
+    hidden, residual = tensors.ring.new_zeros(2, 1, d_model)
+    tap = torch.zeros((), dtype=torch.int32, device=hidden.device)
+    tables = [getattr(tensors, entry.name) for entry in fields(tensors)]
+    torch.ops.weir.tap(hidden, tap, *tables)
+    torch.ops.weir.tap_residual(hidden, residual, tap, *tables)
+
+
+def _own(block: torch.nn.Module, tap: int, tensors: TapTensors, side: str) -> torch.Tensor:
     number = torch.tensor(tap, dtype=torch.int32, device=tensors.plan.device)
     block.register_buffer(f"weir_{side}_tap", number, persistent=False)
     for entry in fields(tensors):
         block.register_buffer(f"weir_{entry.name}", getattr(tensors, entry.name), persistent=False)
+    return number

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from vllm_weir.spec import interventions as kinds
 from vllm_weir.worker import programs
-from vllm_weir.worker.plan import STAGES
+from vllm_weir.worker.select import STAGES
 
 _NORM = tl.constexpr(kinds.NORM)
 _AFFINE = tl.constexpr(kinds.AFFINE)

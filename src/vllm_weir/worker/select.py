@@ -1,0 +1,70 @@
+"""Which rows of a request are wanted, as numbers: taps, columns and selector codes. Pure numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_weir.errors import WeirError
+from vllm_weir.spec.hooks import Site
+from vllm_weir.spec.positions import Positions
+
+MAX_SELECTORS = 63
+"""What the bits of an int64 can tell apart."""
+STAGES = 3
+"""Moments at one tap: before resid_post's interventions, between those and the next block's resid_pre's, after both."""
+NEVER = np.iinfo(np.int64).max
+
+
+def tap_of(site: Site) -> int:
+    """The tap that serves a residual-stream site: tap 0 is what enters block 0, tap L+1 what leaves block L."""
+    return site.layer if site.hook == "resid_pre" else site.layer + 1
+
+
+def column_of(site: Site, before: bool) -> int:
+    """Column of the rank table: the tap and the stage at which the site's row is read."""
+    stage = (1 if before else 2) if site.hook == "resid_pre" else (0 if before else 1)
+    return tap_of(site) * STAGES + stage
+
+
+class Selectors:
+    """A request's distinct selectors; positions get a code, the bit mask of the selectors that choose them."""
+
+    def __init__(self, distinct: Sequence[Positions], prompt_len: int, prompt_ids: np.ndarray | None) -> None:
+        if len(distinct) > MAX_SELECTORS:
+            raise WeirError(
+                f"{len(distinct)} different position selectors in one request; at most {MAX_SELECTORS} are served",
+                "interventions",
+            )
+        self.distinct = list(distinct)
+        self.prompt_len = prompt_len
+        self.by_token = [bit for bit, s in enumerate(self.distinct) if s.needs_token_ids]
+        self._prompt_ids = prompt_ids if self.by_token else None
+
+    def codes(self, positions: np.ndarray) -> np.ndarray:
+        """int64 [n]. A selector by token takes every generated position: its token is only on the device."""
+        tokens = None
+        if self._prompt_ids is not None:
+            tokens = np.full(len(positions), -1, np.int64)
+            known = positions < len(self._prompt_ids)
+            tokens[known] = self._prompt_ids[positions[known]]
+        codes = np.zeros(len(positions), np.int64)
+        for bit, selector in enumerate(self.distinct):
+            if selector.needs_token_ids and tokens is not None:
+                chosen = selector.mask(positions, self.prompt_len, tokens) | (positions >= self.prompt_len)
+            else:
+                chosen = selector.mask(positions, self.prompt_len)
+            codes |= chosen.astype(np.int64) << bit
+        return codes
+
+    def steady(self) -> tuple[int, int]:
+        """(position, code): the code of that position and of all later ones; position NEVER if it keeps changing."""
+        start = code = 0
+        for bit, selector in enumerate(self.distinct):
+            steady = selector.steady(self.prompt_len)
+            if steady is None:
+                return NEVER, 0
+            start = max(start, steady[0])
+            code |= steady[1] << bit
+        return start, code

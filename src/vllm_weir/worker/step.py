@@ -1,0 +1,165 @@
+"""A step's plan, and the draft from which it is made. Pure numpy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_weir.worker.strands import Strand, Strands
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Tokens whose program hangs on which token they are: bit j of the index into `programs` says whether it is in
+    `token_sets` [j]."""
+
+    tokens: np.ndarray
+    token_sets: tuple[tuple[int, ...], ...]
+    programs: np.ndarray
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step does.
+
+    Attributes:
+        slots, profiles, programs: int32 [tokens], -1 for none; slots count from 0 within the step.
+        rows: ring rows that the step writes.
+        tokens: int64 [n], the captured tokens.
+        jobs: int64 [n, 4], for each: its slot, the arena row of its first column, arena rows from one column to the
+            next, and its number of columns.
+        runs: (start, end) in `jobs` of tokens that follow each other in the step and in the arena; the other jobs
+            stand alone.
+        marks: reply address -> int32 [m, 5], see `mail.MARK_FIELDS`.
+        steered: reply address -> int32 [m, 4], see `mail.STEER_FIELDS`.
+        lookups: programs still to be chosen on the device.
+        failures: (reply address, request, reason): requests that cannot be served any further.
+    """
+
+    slots: np.ndarray
+    profiles: np.ndarray
+    programs: np.ndarray
+    rows: int
+    tokens: np.ndarray
+    jobs: np.ndarray
+    runs: list[tuple[int, int]]
+    marks: dict[str, np.ndarray]
+    steered: dict[str, np.ndarray]
+    lookups: list[Lookup]
+    failures: list[tuple[str, str, str]]
+
+
+@dataclass
+class Draft:
+    """Collects what the tokens of one step do; numbers of replies are those of `Seats.replies`."""
+
+    size: int
+    lookups: list[Lookup] = field(default_factory=list)
+    failures: list[tuple[str, str, str]] = field(default_factory=list)
+    _tokens: list[np.ndarray] = field(default_factory=list)
+    _jobs: list[np.ndarray] = field(default_factory=list)
+    _runs: list[tuple[int, int]] = field(default_factory=list)
+    _marks: list[np.ndarray] = field(default_factory=list)
+    _steered: list[np.ndarray] = field(default_factory=list)
+    _forgotten: list[tuple[int, int]] = field(default_factory=list)
+    _taken: int = 0
+
+    def __post_init__(self) -> None:
+        self.profiles = np.full(self.size, -1, np.int32)
+        self.programs = np.full(self.size, -1, np.int32)
+
+    def take(self, replies, strands: Strands, x, ranks, tokens, positions, widths) -> None:
+        """One row of each strand `x` (indices), all arrays [n]."""
+        n = len(x)
+        jobs = np.empty((n, 4), np.int64)
+        jobs[:, 1], jobs[:, 2], jobs[:, 3] = strands.origin[x] + ranks, strands.pitch[x], widths
+        marks = np.ones((n, 6), np.int64)
+        marks[:, 0], marks[:, 1], marks[:, 2], marks[:, 3] = replies, strands.number[x], ranks, positions
+        self._add(tokens, jobs)
+        self._marks.append(marks)
+
+    def take_run(self, reply: int, strand: Strand, rank: int, row: int, pitch: int, tokens, positions) -> None:
+        """Rows `rank`.. of one strand, from arena row `row`; `tokens` and `positions` [n] ascending."""
+        n = len(tokens)
+        jobs = np.empty((n, 4), np.int64)
+        jobs[:, 1], jobs[:, 2], jobs[:, 3] = np.arange(row, row + n), pitch, len(strand.columns)
+        for start, end, _ in _runs(tokens):
+            if end - start > 1:
+                self._runs.append((self._taken + start, self._taken + end))
+        self._add(tokens, jobs)
+        self._marks.append(
+            np.array([(reply, strand.number, rank + a, positions[a], b - a, s) for a, b, s in _even_runs(positions)])
+        )
+
+    def drop(self, reply: int, number: int, positions) -> None:
+        """Rows that found no room."""
+        self._marks.append(np.array([(reply, number, -1, positions[a], b - a, s) for a, b, s in _even_runs(positions)]))
+
+    def steer(self, replies, groups, positions) -> None:
+        """One position of each group, all arrays [n]."""
+        marks = np.ones((len(groups), 5), np.int64)
+        marks[:, 0], marks[:, 1], marks[:, 2] = replies, groups, positions
+        self._steered.append(marks)
+
+    def steer_run(self, reply: int, group: int, positions) -> None:
+        """Positions of one group."""
+        self._steered.append(np.array([(reply, group, positions[a], b - a, s) for a, b, s in _even_runs(positions)]))
+
+    def forget(self, first: int, count: int) -> None:
+        """These tokens do nothing after all."""
+        self._forgotten.append((first, first + count))
+        self.profiles[first : first + count] = self.programs[first : first + count] = -1
+        self.lookups = [x for x in self.lookups if not first <= x.tokens[0] < first + count]
+
+    def finish(self, replies: Sequence[str]) -> StepPlan | None:
+        """The plan; None if nothing happens in the step."""
+        if not (self._tokens or self._steered or self._marks or self.failures):
+            return None
+        tokens = np.concatenate(self._tokens) if self._tokens else np.zeros(0, np.int64)
+        jobs = np.concatenate(self._jobs) if self._jobs else np.zeros((0, 4), np.int64)
+        for first, end in self._forgotten:
+            jobs[(tokens >= first) & (tokens < end), 3] = 0
+        ends = jobs[:, 3].cumsum()
+        jobs[:, 0] = ends - jobs[:, 3]
+        slots = np.full(self.size, -1, np.int32)
+        slots[tokens] = jobs[:, 0]
+        if self._forgotten:
+            slots[self.profiles < 0] = -1
+        rows = int(ends[-1]) if len(ends) else 0
+        marks, steered = _by_reply(self._marks, replies), _by_reply(self._steered, replies)
+        return StepPlan(
+            slots, self.profiles, self.programs, rows, tokens, jobs, self._runs, marks, steered, self.lookups,
+            self.failures,
+        )  # fmt: skip
+
+    def _add(self, tokens, jobs) -> None:
+        self._tokens.append(tokens)
+        self._jobs.append(jobs)
+        self._taken += len(tokens)
+
+
+def _runs(values: np.ndarray) -> list[tuple[int, int, int]]:
+    """(start, end, 1) of the longest runs of consecutive values."""
+    breaks = np.flatnonzero(np.diff(values) != 1) + 1
+    bounds = [0, *breaks.tolist(), len(values)]
+    return [(a, b, 1) for a, b in itertools.pairwise(bounds)]
+
+
+def _even_runs(values: np.ndarray) -> list[tuple[int, int, int]]:
+    """(start, end, stride): as `_runs`, or one run if all the steps are equal."""
+    steps = np.diff(values)
+    if len(steps) and (steps == steps[0]).all():
+        return [(0, len(values), int(steps[0]))]
+    return _runs(values)
+
+
+def _by_reply(parts: list[np.ndarray], replies: Sequence[str]) -> dict[str, np.ndarray]:
+    if not parts:
+        return {}
+    every = np.concatenate(parts).astype(np.int32)
+    if len(replies) == 1:
+        return {replies[0]: every[:, 1:]}
+    return {replies[k]: every[every[:, 0] == k, 1:] for k in np.unique(every[:, 0])}

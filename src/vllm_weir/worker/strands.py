@@ -1,0 +1,176 @@
+"""Strands: where the rows of a request go in host memory. Pure numpy.
+
+A strand is the sequence of one request's rows that share a set of columns; its row number `rank` is a token position,
+times one row for each column. It lives in extents of the arena, ``[columns, capacity, d_model]`` each, so that the
+rows of one site lie side by side and reach the caller without being copied again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_weir import mail
+from vllm_weir.errors import WeirError
+from vllm_weir.worker.arena import Arena
+
+FIRST_GENERATED = 256
+"""Generated tokens that a strand's first extent has room for, if so many can come; later ones double."""
+CROWDED = 0.4
+"""Share of the arena in use from which extents are made no larger than need be."""
+EXTENT_SHARE = 8
+"""No extent is larger than this part of the arena."""
+
+
+@dataclass
+class Strand:
+    """One strand; its counters stand in the arrays of `Strands` at `index`."""
+
+    number: int
+    index: int
+    request_id: str
+    reply: str
+    columns: tuple[int, ...]
+    prompt_rows: int
+    most_rows: int
+    extents: list[tuple[int, int, int]] = field(default_factory=list)
+    """(start in the arena, first rank, capacity); the last one is being filled."""
+
+
+class Strands:
+    """The live strands of one worker.
+
+    Attributes:
+        news: reply address -> what its reader must be told with the next step's rows.
+        patience: seconds to wait for room; None: rows that find none are dropped.
+        grant: called with the reply address, start and rows of every new piece of the arena.
+    """
+
+    def __init__(self, arena: Arena, patience: float | None = 0.0) -> None:
+        self.arena = arena
+        self.patience = patience
+        self.live: dict[int, Strand] = {}
+        self.news: dict[str, mail.News] = {}
+        self.grant: Callable[[str, int, int], None] = lambda reply, start, rows: None
+        self._numbers = itertools.count()
+        self._free: list[int] = []
+        self._grow_arrays(64)
+
+    def _grow_arrays(self, size: int) -> None:
+        old = len(self.rank) if self.live else 0
+        for name in ("number", "rank", "limit", "origin", "pitch", "last"):
+            array = np.zeros(size, np.int64)
+            if old:
+                array[:old] = getattr(self, name)
+            setattr(self, name, array)
+        self._free.extend(range(size - 1, old - 1, -1))
+
+    number: np.ndarray
+    rank: np.ndarray
+    """Rank of the next row."""
+    limit: np.ndarray
+    """First rank that the last extent has no room for."""
+    origin: np.ndarray
+    """Row of the arena where rank 0 of the first column would be, going by the last extent."""
+    pitch: np.ndarray
+    """Rows of the arena from one column to the next."""
+    last: np.ndarray
+    """Position of the latest row."""
+
+    def open(self, request_id: str, reply: str, columns: tuple[int, ...], prompt_rows: int, most_rows: int) -> Strand:
+        """A new strand, still without room."""
+        if not self._free:
+            self._grow_arrays(2 * len(self.rank))
+        index = self._free.pop()
+        strand = Strand(next(self._numbers), index, request_id, reply, columns, prompt_rows, most_rows)
+        self.live[index] = strand
+        self.number[index] = strand.number
+        self.rank[index] = self.limit[index] = self.origin[index] = self.pitch[index] = 0
+        self.last[index] = -1
+        self._news(reply).opened.append(mail.Opened(strand.number, request_id, list(columns)))
+        return strand
+
+    def close(self, strand: Strand) -> None:
+        """No more rows will come."""
+        self._retire(strand)
+        self._news(strand.reply).closed.append(strand.number)
+        del self.live[strand.index]
+        self._free.append(strand.index)
+
+    def place(self, strand: Strand, rows: int) -> list[tuple[int, int, int, int]]:
+        """Room for the next `rows` ranks: (first rank, arena row of it in the first column, pitch, count) per extent.
+
+        Fewer ranks than asked for are placed if there is no room for the rest and rows may be dropped.
+
+        Raises:
+            WeirError: if there is no room and rows may not be dropped.
+        """
+        placed = []
+        i = strand.index
+        while rows:
+            if self.rank[i] == self.limit[i] and not self._extend(strand, rows):
+                if self.patience is None:
+                    break
+                raise WeirError(
+                    "the host buffer is full and nothing in it was freed in time; drop results that are no longer "
+                    "needed, or raise the setting host_bytes",
+                    "capture",
+                )
+            count = int(min(rows, self.limit[i] - self.rank[i]))
+            rank = int(self.rank[i])
+            placed.append((rank, int(self.origin[i]) + rank, int(self.pitch[i]), count))
+            self.rank[i] += count
+            rows -= count
+        return placed
+
+    def retire_all(self) -> None:
+        """Close every extent, so that readers can take their rows out; strands go on in new ones."""
+        for strand in self.live.values():
+            self._retire(strand)
+
+    def take_news(self) -> dict[str, mail.News]:
+        """What readers must be told; it is told once."""
+        news, self.news = self.news, {}
+        return news
+
+    def _extend(self, strand: Strand, rows: int) -> bool:
+        i, width = strand.index, len(strand.columns)
+        rank = int(self.rank[i])
+        if rank < strand.prompt_rows:
+            generous = strand.prompt_rows - rank + min(FIRST_GENERATED, strand.most_rows - strand.prompt_rows)
+        else:
+            generous = min(max(FIRST_GENERATED, rank), strand.most_rows - rank)
+        if self.arena.pressure > CROWDED:
+            generous = max(rows, 16)
+        most = max(1, self.arena.capacity // (EXTENT_SHARE * width))
+        size = min(most, max(rows, generous))
+        least = min(size, rows, 16)
+        while (start := self.arena.allocate(size * width)) is None and size > least:
+            size = max(least, size // 2)
+        if start is None and self.patience:
+            start = self.arena.allocate(size * width, self.patience)
+        if start is None:
+            return False
+        self.grant(strand.reply, start, size * width)
+        self._retire(strand)
+        strand.extents.append((start, rank, size))
+        self.limit[i], self.origin[i], self.pitch[i] = rank + size, start - rank, size
+        self._news(strand.reply).placed.append(mail.Placed(strand.number, rank, size, start))
+        return True
+
+    def _retire(self, strand: Strand) -> None:
+        i = strand.index
+        for start, first, _ in strand.extents:
+            self._news(strand.reply).retired.append(
+                mail.Retired(strand.number, first, int(self.rank[i]) - first, start)
+            )
+        strand.extents.clear()
+        self.limit[i] = self.rank[i]
+
+    def _news(self, reply: str) -> mail.News:
+        if reply not in self.news:
+            self.news[reply] = mail.News()
+        return self.news[reply]

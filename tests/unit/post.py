@@ -1,0 +1,124 @@
+"""A worker's host side and a caller's store, joined without processes: what is planned is written and read back."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vllm_weir import mail
+from vllm_weir.frontend.mirror import Mirror
+from vllm_weir.frontend.store import Store
+from vllm_weir.spec.sizes import Sizes
+from vllm_weir.worker.arena import Arena
+from vllm_weir.worker.plan import Planner
+from vllm_weir.worker.programs import ProgramTable
+from vllm_weir.worker.select import STAGES
+from vllm_weir.worker.strands import Strands
+
+D = 4
+
+
+class SharedMirror(Mirror):
+    """Maps the worker's rows; what is dropped goes back to its arena."""
+
+    def __init__(self, rows: torch.Tensor, arena: Arena) -> None:
+        super().__init__()
+        self._rows, self._arena = rows, arena
+        self.lent: set[int] = set()
+
+    @property
+    def shared(self) -> bool:
+        return True
+
+    def piece(self, start, columns, capacity, d_model, dtype):
+        self.lent.add(start)
+        return self._rows[start : start + columns * capacity].view(columns, capacity, d_model)
+
+    def drop(self, start):
+        self._arena.let_go(start)
+
+
+class Post:
+    """One worker with `layers` blocks and a store that reads from it (by mapping its memory, or in messages)."""
+
+    def __init__(self, layers: int, rows: int = 4000, near: bool = True, patience: float | None = 0.0, profiles=512):
+        taps = layers + 1
+        self.columns = frozenset(range(taps * STAGES))
+        self.arena = Arena(rows)
+        self.rows = torch.full((rows, D), -1.0)
+        self.strands = Strands(self.arena, patience)
+        table = ProgramTable(Sizes(4, 4, 4), taps, range(taps), 8)
+        self.planner = Planner(self.columns, taps * STAGES, profiles, table, self.strands)
+        self.store = Store()
+        self.mirror = SharedMirror(self.rows, self.arena) if near else Mirror()
+        self.near = near
+        self._far: dict[int, tuple[int, list]] = {}
+
+    def step(self, batch, content, deliver=True):
+        """Run a step of (request, tokens, first position); `content(request, column, position)` -> row [D]."""
+        names, counts, computed = zip(*batch, strict=True) if batch else ((), (), ())
+        plan = self.planner.plan(names, counts, computed)
+        where = [(name, p) for name, n, first in batch for p in range(first, first + n)]
+        marks = steered = np.zeros((0, 5), np.int32)
+        if plan is not None:
+            self._check(plan, where)
+            for token, (_, row, pitch, width) in zip(plan.tokens.tolist(), plan.jobs.tolist(), strict=True):
+                name, position = where[token]
+                columns = self.planner.columns_of[int(plan.profiles[token])] if width else ()
+                assert len(columns) == width
+                for k, column in enumerate(columns):
+                    self.rows[row + k * pitch] = content(name, column, position)
+            marks = np.concatenate([*plan.marks.values(), marks])
+            steered = np.concatenate([*plan.steered.values(), np.zeros((0, 4), np.int32)])
+        message = (self.strands.take_news(), marks, steered)
+        if deliver:
+            self.deliver(message)
+        return plan, message
+
+    def deliver(self, message, spill=False):
+        """Hand a message to the store, as the drain and the inbox do."""
+        payload = b""
+        for reply, news in message[0].items() or [("", mail.News())]:
+            del reply
+            marks = message[1]
+            if not self.near:
+                payload = self._fetch(news, marks)
+            header = mail.Header("t", "w", D, "float32", news, pressure=self.arena.pressure, spill=spill)
+            header = mail.decode(mail.encode(header))
+            self.store.receive(header, self.mirror, marks, message[2], payload)
+            for extent in news.retired:
+                self.arena.let_go(extent.start)
+                if not self.near:
+                    self.arena.let_go(extent.start)
+
+    def _fetch(self, news, marks) -> bytes:
+        for opened in news.opened:
+            self._far[opened.strand] = (len(opened.columns), [])
+        for placed in news.placed:
+            self._far[placed.strand][1].append(placed)
+        parts = []
+        for number, rank, _, count, _ in marks.tolist():
+            if rank >= 0:
+                width, extents = self._far[number]
+                extent = next(x for x in reversed(extents) if x.rank <= rank)
+                rows = self.rows[extent.start : extent.start + width * extent.capacity].view(width, -1, D)
+                parts.append(rows[:, rank - extent.rank : rank - extent.rank + count].contiguous().numpy().tobytes())
+        return b"".join(parts)
+
+    def _check(self, plan, where) -> None:
+        """Slots are dense and disjoint, and what the tables say agrees with the jobs."""
+        assert len(plan.slots) == len(plan.profiles) == len(plan.programs) == len(where)
+        used = np.zeros(plan.rows, int)
+        for token, (slot, _, _, width) in zip(plan.tokens.tolist(), plan.jobs.tolist(), strict=True):
+            if width:
+                assert plan.slots[token] == slot
+                columns = np.flatnonzero(self.planner.ranks[plan.profiles[token]] >= 0)
+                assert len(columns) == width
+                used[slot + self.planner.ranks[plan.profiles[token], columns]] += 1
+        assert (used == 1).all()
+        silent = np.setdiff1d(np.arange(len(where)), plan.tokens)
+        assert (plan.slots[silent] == -1).all() and (plan.profiles[silent] == -1).all()
+        for a, b in plan.runs:
+            if plan.jobs[a:b, 3].all():
+                assert (np.diff(plan.tokens[a:b]) == 1).all() and (np.diff(plan.jobs[a:b, 1]) == 1).all()
+                assert len(set(plan.jobs[a:b, 2])) == 1 and b - a > 1
