@@ -24,7 +24,7 @@ class Opened(msgspec.Struct, array_like=True):
 
 
 class Placed(msgspec.Struct, array_like=True):
-    """Ranks from `rank` on lie at row `start` of the worker's arena, [columns, capacity, d_model]."""
+    """Ranks from `rank` on lie at row `start` of the worker's arena, [capacity, columns, d_model]."""
 
     strand: int
     rank: int

@@ -8,6 +8,7 @@ import vllm_weir as weir
 from tests.engine.common import (
     SELECTORS,
     asking,
+    assert_nothing_is_held,
     desk,
     directory,
     oracle,

@@ -56,11 +56,11 @@ def test_the_triton_tap_equals_the_cpu_op(d_model, dtype):
         table.hold_vectors(list(rows), lambda digests, rows=rows: {x: rows[x] for x in digests})
         numbers.append(table.take(active)[1])
     n = 64
-    plan = torch.full((3, 80), -1, dtype=torch.int32)
-    plan[0, :n] = torch.arange(n, dtype=torch.int32) * 3
-    plan[1, :n] = 0
-    plan[0, ::5] = -1
-    plan[2, :n] = torch.tensor(rng.choice(numbers, n), dtype=torch.int32)
+    plan = torch.full((80, 3), -1, dtype=torch.int32)
+    plan[:n, 0] = torch.arange(n, dtype=torch.int32) * 3
+    plan[:n, 1] = 0
+    plan[::5, 0] = -1
+    plan[:n, 2] = torch.tensor(rng.choice(numbers, n), dtype=torch.int32)
     ranks = torch.full((4, 9), -1, dtype=torch.int32)
     ranks[0, 3:6] = torch.arange(3, dtype=torch.int32)
     hidden, residual = (torch.from_numpy(v(n, d_model)).to(dtype) for _ in range(2))
@@ -77,7 +77,7 @@ def test_the_triton_tap_equals_the_cpu_op(d_model, dtype):
         scale = theirs.abs().max()
         # One bf16 step is 2^-8 of the value; float32 sums differ by their order only.
         assert (ours - theirs).abs().max() <= (scale / 128 if dtype == torch.bfloat16 else 2e-6 * scale * d_model**0.5)
-    plain = plan[2, :n] < 0
+    plain = plan[:n, 2] < 0
     assert torch.equal(results[1][0][plain], hidden[plain].float()) and torch.equal(
         results[1][1][plain], residual[plain].float()
     )

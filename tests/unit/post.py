@@ -32,7 +32,7 @@ class SharedMirror(Mirror):
 
     def piece(self, start, columns, capacity, d_model, dtype):
         self.lent.add(start)
-        return self._rows[start : start + columns * capacity].view(columns, capacity, d_model)
+        return self._rows[start : start + columns * capacity].view(capacity, columns, d_model)
 
     def drop(self, start):
         self._arena.let_go(start)
@@ -62,12 +62,12 @@ class Post:
         marks = steered = np.zeros((0, 5), np.int32)
         if plan is not None:
             self._check(plan, where)
-            for token, (_, row, pitch, width) in zip(plan.tokens.tolist(), plan.jobs.tolist(), strict=True):
+            for token, (_, row, width) in zip(plan.tokens.tolist(), plan.jobs.tolist(), strict=True):
                 name, position = where[token]
                 columns = self.planner.columns_of[int(plan.profiles[token])] if width else ()
                 assert len(columns) == width
                 for k, column in enumerate(columns):
-                    self.rows[row + k * pitch] = content(name, column, position)
+                    self.rows[row + k] = content(name, column, position)
             marks = np.concatenate([*plan.marks.values(), marks])
             steered = np.concatenate([*plan.steered.values(), np.zeros((0, 4), np.int32)])
         message = (self.strands.take_news(), marks, steered)
@@ -101,15 +101,15 @@ class Post:
             if rank >= 0:
                 width, extents = self._far[number]
                 extent = next(x for x in reversed(extents) if x.rank <= rank)
-                rows = self.rows[extent.start : extent.start + width * extent.capacity].view(width, -1, D)
-                parts.append(rows[:, rank - extent.rank : rank - extent.rank + count].contiguous().numpy().tobytes())
+                first = extent.start + (rank - extent.rank) * width
+                parts.append(self.rows[first : first + count * width].numpy().tobytes())
         return b"".join(parts)
 
     def _check(self, plan, where) -> None:
         """Slots are dense and disjoint, and what the tables say agrees with the jobs."""
         assert len(plan.slots) == len(plan.profiles) == len(plan.programs) == len(where)
         used = np.zeros(plan.rows, int)
-        for token, (slot, _, _, width) in zip(plan.tokens.tolist(), plan.jobs.tolist(), strict=True):
+        for token, (slot, _, width) in zip(plan.tokens.tolist(), plan.jobs.tolist(), strict=True):
             if width:
                 assert plan.slots[token] == slot
                 columns = np.flatnonzero(self.planner.ranks[plan.profiles[token]] >= 0)
@@ -119,6 +119,9 @@ class Post:
         silent = np.setdiff1d(np.arange(len(where)), plan.tokens)
         assert (plan.slots[silent] == -1).all() and (plan.profiles[silent] == -1).all()
         for a, b in plan.runs:
-            if plan.jobs[a:b, 3].all():
-                assert (np.diff(plan.tokens[a:b]) == 1).all() and (np.diff(plan.jobs[a:b, 1]) == 1).all()
-                assert len(set(plan.jobs[a:b, 2])) == 1 and b - a > 1
+            if plan.jobs[a:b, 2].all():
+                (width,) = set(plan.jobs[a:b, 2].tolist())
+                assert (np.diff(plan.tokens[a:b]) == 1).all() and (np.diff(plan.jobs[a:b, 1]) == width).all()
+                assert b - a > 1
+        whole = [(s + k, r + k) for s, r, n in plan.segments().tolist() for k in range(n)]
+        assert whole == [(s + k, r + k) for s, r, n in plan.jobs.tolist() for k in range(n)]

@@ -89,7 +89,7 @@ def test_every_wanted_row_exactly_once(near, rows, data):
 
     def flush():
         while late:
-            post.deliver(late.pop(0), spill=data.draw(st.booleans()))
+            post.deliver(late.pop(0), spill=post.arena.pressure > 0.4 or data.draw(st.booleans()))
 
     for clock in range(300):
         live = [r for r in requests.values() if r.at < r.end]
@@ -167,7 +167,7 @@ def test_rows_of_one_site_are_not_copied():
     acts = request.tracker.view([1] * 20, False, "length", 0).activations()
     low, high = post.rows.data_ptr(), post.rows.data_ptr() + post.rows.numel() * 4
     for site in acts.sites:
-        assert low <= acts[site].data_ptr() < high and acts[site].is_contiguous() and len(acts[site]) == 24
+        assert low <= acts[site].data_ptr() < high and acts[site].stride(1) == 1 and len(acts[site]) == 24
 
 
 def test_a_crowded_buffer_is_copied_out_of_and_freed():
@@ -179,17 +179,18 @@ def test_a_crowded_buffer_is_copied_out_of_and_freed():
     acts = request.tracker.view([1], False, "length", 0).activations()
     post.rows.zero_()
     assert acts["resid_post", 1][:, 1].tolist() == list(range(15)), "handed out while crowded, so a copy"
-    post.planner.remove("r0")
-    del acts
-    request2 = Request(post, "r1", [("resid_post", "all", "all")], 6, 1, [1] * 7)
-    request2.join()
-    (_, message) = post.step([("r1", 6, 0)], content, deliver=False)
+
+
+def test_rows_nobody_looked_at_are_taken_out_when_the_worker_asks():
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 6, 1, [1] * 7)
+    request.join()
+    (_, message) = post.step([("r0", 6, 0)], content, deliver=False)
     post.strands.retire_all()
     post.deliver(message)
     post.deliver(post.step([], content, deliver=False)[1], spill=True)
     post.rows.zero_()
-    request2.ids, request2.version = [1] * 7, dict.fromkeys(range(6), 0)
-    acts = request2.tracker.view([1], False, "length", 0).activations()
+    acts = request.tracker.view([1], False, "length", 0).activations()
     assert acts["resid_post", 2][:, 1].tolist() == list(range(6)), "taken out before it was overwritten"
 
 

@@ -27,12 +27,12 @@ def test_tap_equals_a_naive_loop(seed, tokens, d, residual, dtype):
     for profile in range(profiles):
         columns = np.flatnonzero(draw.random(taps * STAGES) < 0.4)
         ranks[profile, columns] = np.arange(len(columns))
-    plan = np.full((3, tokens + 3), -1, np.int32)
+    plan = np.full((tokens + 3, 3), -1, np.int32)
     row = 0
     for token in range(tokens):
         if draw.random() < 0.6:
-            plan[:2, token] = row, draw.integers(profiles)
-            row += int((ranks[plan[1, token]] >= 0).sum())
+            plan[token, :2] = row, draw.integers(profiles)
+            row += int((ranks[plan[token, 1]] >= 0).sum())
     hidden = torch.from_numpy(draw.standard_normal((tokens, d))).to(dtype)
     other = torch.from_numpy(draw.standard_normal((tokens, d))).to(dtype) if residual else None
     ring = torch.full((row + 1, d), 7.0, dtype=dtype)
@@ -40,7 +40,7 @@ def test_tap_equals_a_naive_loop(seed, tokens, d, residual, dtype):
     for tap in range(taps):
         expected = ring.clone()
         for token in range(tokens):
-            slot, profile = plan[:2, token]
+            slot, profile = plan[token, :2]
             for stage in range(STAGES):
                 rank = ranks[profile, tap * STAGES + stage] if slot >= 0 else -1
                 if rank >= 0:
@@ -80,7 +80,7 @@ class Block(torch.nn.Module):
 
 def captured(block, call, hidden_name="hidden_states", residual_name="residual"):
     """What taps 0 (input) and 1 (output) record for every token."""
-    plan = torch.tensor([[0, 2], [0, 0], [-1, -1]], dtype=torch.int32)
+    plan = torch.tensor([[0, 0, -1], [2, 0, -1]], dtype=torch.int32)
     ranks = torch.full((1, 2 * STAGES), -1, dtype=torch.int32)
     ranks[0, 2], ranks[0, STAGES + 1] = 0, 1
     ring = torch.zeros(4, 3)

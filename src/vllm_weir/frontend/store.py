@@ -83,93 +83,98 @@ class Pending:
         Raises:
             WeirError: if the worker reported a failure, or the rows do not come within `timeout` seconds.
         """
-        columns = [self._column[site] for site in sites]
-        if not self._store.wait(lambda: self.failure is not None or self._complete(columns, positions), timeout):
-            for site, column in zip(sites, columns, strict=True):
-                there = self._locate(column, positions).there
-                missing = positions[~there]
+        groups = self._groups_of(sites)
+        found: list[Where] = []
+
+        def complete() -> bool:
+            found[:] = [self._locate(strips, positions) for strips in self._strips_of(groups)]
+            return self.failure is not None or all(where.there.all() for where in found)
+
+        if not self._store.wait(complete, timeout):
+            for columns, where in zip(groups, found, strict=True):
+                missing = positions[~where.there]
                 if len(missing):
+                    site = next(s for s in sites if self._column[s] in columns)
                     raise WeirError(
                         f"{len(missing)} of {len(positions)} rows of {site} did not arrive within {timeout:g} s "
                         f"(first missing position {missing[0]}); the worker's log says why"
                     )
         self.check()
-        return self._gather(sites, columns, positions)
+        return self._gather(sites, groups, found, positions)
 
     def arrived(self, sites: Sequence[Site], positions: np.ndarray) -> dict[Site, Taken]:
         """As `take`, of those rows that are here; for requests that were aborted."""
         self._store.fold()
-        out = {}
+        groups = self._groups_of(sites)
+        found = [self._locate(strips, positions) for strips in self._strips_of(groups)]
+        return self._gather(sites, groups, found, positions)
+
+    def _groups_of(self, sites: Sequence[Site]) -> list[set[int]]:
+        """The sites' columns, those that lie in the same strips together."""
+        groups: dict[tuple[int, ...], set[int]] = {}
         for site in sites:
             column = self._column[site]
-            there = self._locate(column, positions).there
-            out.update(self._gather([site], [column], positions[there]))
-        return out
+            key = tuple(k for k, strip in enumerate(self.strips) if column in strip.columns)
+            groups.setdefault(key, set()).add(column)
+        return list(groups.values())
 
-    def _complete(self, columns: list[int], positions: np.ndarray) -> bool:
-        seen: set[tuple[int, ...]] = set()
-        for column in columns:
-            key = self._strips_of(column)
-            if key not in seen:
-                seen.add(key)
-                if not self._locate(column, positions).there.all():
-                    return False
-        return True
+    def _strips_of(self, groups: list[set[int]]) -> list[list[Strip]]:
+        return [[strip for strip in self.strips if not columns.isdisjoint(strip.columns)] for columns in groups]
 
-    def _strips_of(self, column: int) -> tuple[int, ...]:
-        return tuple(k for k, strip in enumerate(self.strips) if column in strip.columns)
-
-    def _locate(self, column: int, positions: np.ndarray) -> Where:
-        """Where the rows of a column are."""
-        strips = self._strips_of(column)
-        where = Where(np.full(len(positions), -1), np.zeros(len(positions), np.int64), np.zeros(len(positions), bool))
-        for k in strips:
-            have = self.strips[k].positions
+    def _locate(self, strips: list[Strip], positions: np.ndarray) -> Where:
+        """Where the rows at `positions` are; the last strip that has one counts."""
+        where = Where(strips, len(positions))
+        for k, strip in enumerate(strips):
+            have = strip.positions
             rank = np.searchsorted(have, positions)
             found = np.zeros(len(positions), bool)
             inside = rank < len(have)
             found[inside] = have[rank[inside]] == positions[inside]
             where.strip[found], where.rank[found] = k, rank[found]
-            dropped = self.strips[k].dropped
-            if len(dropped):
-                where.dropped |= np.isin(positions, dropped)
+            if len(strip.dropped):
+                where.dropped |= np.isin(positions, strip.dropped)
         return where
 
-    def _gather(self, sites: Sequence[Site], columns: list[int], positions: np.ndarray) -> dict[Site, Taken]:
-        found: dict[tuple[int, ...], Where] = {}
-        out = {}
-        for site, column in zip(sites, columns, strict=True):
-            key = self._strips_of(column)
-            where = found.get(key)
-            if where is None:
-                where = found[key] = self._locate(column, positions)
-            out[site] = self._collect(column, positions, where)
-        return out
+    def _gather(
+        self, sites: Sequence[Site], groups: list[set[int]], found: list[Where], positions: np.ndarray
+    ) -> dict[Site, Taken]:
+        by_column: dict[int, Taken] = {}
+        for columns, where in zip(groups, found, strict=True):
+            by_column.update(_collect(columns, where, positions))
+        return {site: by_column[self._column[site]] for site in sites}
 
-    def _collect(self, column: int, positions: np.ndarray, where: Where) -> Taken:
-        have = where.strip >= 0
-        kept, strips, ranks = positions, where.strip, where.rank
-        if not have.all():
-            kept, strips, ranks = positions[have], strips[have], ranks[have]
-        if not len(kept):
-            return Taken(kept, None)
-        breaks = np.flatnonzero(np.diff(strips)) + 1
-        pieces: list[torch.Tensor] = []
-        for some in np.split(np.arange(len(kept)), breaks) if len(breaks) else [slice(None)]:
-            strip = self.strips[int(strips[some][0])]
-            pieces += strip.gather(column, ranks[some])
-        if len(pieces) > 1:
-            return Taken(kept, torch.cat(pieces))
-        crowded = any(self.strips[k].mirror.pressure > CROWDED for k in self._strips_of(column))
-        return Taken(kept, pieces[0].clone() if crowded else pieces[0])
+
+def _collect(columns: set[int], where: Where, positions: np.ndarray) -> dict[int, Taken]:
+    have = where.strip >= 0
+    kept, strips, ranks = positions, where.strip, where.rank
+    if not have.all():
+        kept, strips, ranks = positions[have], strips[have], ranks[have]
+    if not len(kept):
+        return {column: Taken(kept, None) for column in columns}
+    crowded = any(strip.mirror.pressure > CROWDED for strip in where.strips)
+    bounds = [0, *(np.flatnonzero(np.diff(strips)) + 1).tolist(), len(kept)]
+    if len(bounds) == 2:
+        strip = where.strips[int(strips[0])]
+        rows = strip.gather(ranks)
+        every = (rows.clone() if crowded else rows).unbind(1)
+        return {column: Taken(kept, every[strip.columns[column]]) for column in columns}
+    pieces = [(where.strips[int(strips[a])], ranks[a:b]) for a, b in itertools.pairwise(bounds)]
+    gathered = [(strip, strip.gather(some)) for strip, some in pieces]
+    return {
+        column: Taken(kept, torch.cat([rows[:, strip.columns[column]] for strip, rows in gathered]))
+        for column in columns
+    }
 
 
 class Where:
-    """For each position: the number of the strip that has its row (-1: none), the row's rank there, and whether the
-    worker has dropped it."""
+    """For each position: the number (in `strips`) of the strip that has its row (-1: none), the row's rank there, and
+    whether the worker has dropped it."""
 
-    def __init__(self, strip: np.ndarray, rank: np.ndarray, dropped: np.ndarray) -> None:
-        self.strip, self.rank, self.dropped = strip, rank, dropped
+    def __init__(self, strips: list[Strip], size: int) -> None:
+        self.strips = strips
+        self.strip = np.full(size, -1)
+        self.rank = np.zeros(size, np.int64)
+        self.dropped = np.zeros(size, bool)
 
     @property
     def there(self) -> np.ndarray:
@@ -289,12 +294,12 @@ class Store:
             if rank < 0:
                 continue
             width = self._widths[worker, number]
-            piece = rows[at : at + width * count * d_model].view(width, count, d_model)
+            piece = rows[at : at + width * count * d_model].view(count, width, d_model)
             at += width * count * d_model
             strip = self._strips.get((worker, number))
             if strip is not None:
                 extent = next(x for x in reversed(strip.extents) if x.rank <= rank)
-                extent.rows[:, rank - extent.rank : rank - extent.rank + count] = piece
+                extent.rows[rank - extent.rank : rank - extent.rank + count] = piece
 
     def _spill(self, mirror: Mirror) -> None:
         """Copy what a worker's buffer holds and nobody has looked at into memory of this process."""

@@ -12,7 +12,7 @@ from vllm_weir.frontend.mirror import Mirror
 
 @dataclass
 class Extent:
-    """Ranks `rank`.. of a strip, [columns, capacity, d_model].
+    """Ranks `rank`.. of a strip, [capacity, columns, d_model].
 
     Attributes:
         filled: ranks that it holds, once no more will come.
@@ -62,21 +62,20 @@ class Strip:
         out = []
         for extent in self.extents:
             if extent.filled is not None and not extent.own:
-                out.append((extent, extent.rows[:, : extent.filled].clone()))
+                out.append((extent, extent.rows[: extent.filled].clone()))
         return out
 
-    def gather(self, column: int, ranks: np.ndarray) -> list[torch.Tensor]:
-        """Rows of a column at ascending `ranks`, in pieces [n, d]; without a copy where ranks follow each other."""
+    def gather(self, ranks: np.ndarray) -> torch.Tensor:
+        """Rows [n, columns, d] at `ranks` (ascending, at least one); not copied if they follow each other in memory."""
         pieces = []
-        k = self.columns[column]
-        for n, extent in enumerate(self.extents):
-            end = self.extents[n + 1].rank if n + 1 < len(self.extents) else np.iinfo(np.int64).max
-            low, high = np.searchsorted(ranks, (extent.rank, end))
+        for k, extent in enumerate(self.extents):
+            end = self.extents[k + 1].rank if k + 1 < len(self.extents) else int(ranks[-1]) + 1
+            low, high = np.searchsorted(ranks, (extent.rank, end)) if len(self.extents) > 1 else (0, len(ranks))
             if low == high:
                 continue
-            some = ranks[low:high] - extent.rank
-            if some[-1] - some[0] == len(some) - 1:
-                pieces.append(extent.rows[k, int(some[0]) : int(some[-1]) + 1])
+            first, last = int(ranks[low]) - extent.rank, int(ranks[high - 1]) - extent.rank
+            if last - first == high - low - 1:
+                pieces.append(extent.rows[first : last + 1])
             else:
-                pieces.append(extent.rows[k, torch.from_numpy(some)])
-        return pieces
+                pieces.append(extent.rows[torch.from_numpy(ranks[low:high] - extent.rank)])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -103,7 +103,7 @@ class Drain:
             self._far.pop(strand, None)
 
     def _fetch(self, news: mail.News, marks: np.ndarray) -> bytes:
-        """The marked rows themselves, [columns, count, d_model] for each mark."""
+        """The marked rows themselves, [count, columns, d_model] for each mark."""
         for strand in news.opened:
             self._far[strand.strand] = (len(strand.columns), [])
         for placed in news.placed:
@@ -114,14 +114,8 @@ class Drain:
                 continue
             width, extents = self._far[number]
             extent = next(x for x in reversed(extents) if x.rank <= rank)
-            rows = self._rows[extent.start : extent.start + width * extent.capacity].view(width, extent.capacity, -1)
-            parts.append(
-                rows[:, rank - extent.rank : rank - extent.rank + count]
-                .contiguous()
-                .view(torch.uint8)
-                .numpy()
-                .tobytes()
-            )
+            first = extent.start + (rank - extent.rank) * width
+            parts.append(self._rows[first : first + count * width].view(torch.uint8).numpy().tobytes())
         return b"".join(parts)
 
     def _post(self, address: str, frames: list[bytes]) -> None:

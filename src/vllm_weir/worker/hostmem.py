@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 import queue
 import threading
 
+import numpy as np
 import torch
 
 logger = logging.getLogger(__name__)
-BLOCK = 32 << 20
-"""Bytes that are pinned at once."""
-AHEAD = 8
+BLOCK = 64 << 20
+"""Bytes that are pinned at once, about."""
+AHEAD = 4
 """Blocks that are pinned in advance of the highest one in use."""
 
 
@@ -34,7 +36,11 @@ class HostBuffer:
         os.ftruncate(self.fd, size)
         self._map = mmap.mmap(self.fd, size)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._pinned = [not pin] * (-(-size // BLOCK))
+        # A row never straddles two blocks, and a page neither.
+        page = math.lcm(row_bytes, mmap.PAGESIZE)
+        self._block = max(page, BLOCK // page * page)
+        self._block_rows = self._block // row_bytes
+        self._pinned = [not pin] * (-(-size // self._block))
         self._lock = threading.Lock()
         self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -49,21 +55,39 @@ class HostBuffer:
 
     def prepare(self, start: int, rows: int) -> None:
         """Make sure that the device can write these rows."""
-        first, last = start * self.row_bytes // BLOCK, ((start + rows) * self.row_bytes - 1) // BLOCK
+        first, last = start // self._block_rows, (start + rows - 1) // self._block_rows
         for block in range(first, last + 1):
             if not self._pinned[block]:
                 self._pin(block)
         if self._thread is not None and not all(self._pinned[last : last + AHEAD // 2]):
             self._wanted.put(last)
 
-    def pieces(self, start: int, rows: int) -> list[tuple[int, int]]:
-        """(start, rows) of parts that lie in one pinned block each but for rows that straddle two."""
+    def split(self, segments: np.ndarray) -> np.ndarray:
+        """The same segments (source row, row here, rows), cut so that none crosses from one pinned block to the next.
+
+        The driver takes no copy that touches two blocks; block edges are row edges.
+        """
+        first, last = segments[:, 1] // self._block_rows, (segments[:, 1] + segments[:, 2] - 1) // self._block_rows
+        if (first == last).all():
+            return segments
+        parts = []
+        for source, row, rows in segments.tolist():
+            while rows:
+                n = min(rows, self._block_rows - row % self._block_rows)
+                parts.append((source, row, n))
+                source, row, rows = source + n, row + n, rows - n
+        return np.array(parts, np.int64)
+
+    def runs(self, row: int, width: int, count: int) -> list[tuple[int, int]]:
+        """(first, n): cuts `count` rows, `width` apart from `row` on, so that each run lies in one pinned block."""
         out = []
-        while rows:
-            edge = -(-((start * self.row_bytes // BLOCK + 1) * BLOCK) // self.row_bytes)
-            count = min(rows, max(1, edge - start))
-            out.append((start, count))
-            start, rows = start + count, rows - count
+        first = 0
+        while first < count:
+            at = row + first * width
+            edge = (at // self._block_rows + 1) * self._block_rows
+            n = min(count - first, -(-(edge - at) // width))
+            out.append((first, n))
+            first += n
         return out
 
     def close(self) -> None:
@@ -74,8 +98,8 @@ class HostBuffer:
         with self._lock:
             if self._pinned[block]:
                 return
-            start = block * BLOCK
-            size = min(BLOCK, len(self.bytes) - start)
+            start = block * self._block
+            size = min(self._block, len(self.bytes) - start)
             cudart = torch.cuda.cudart()
             torch.cuda.check_error(cudart.cudaHostRegister(self.bytes.data_ptr() + start, size, 0))
             self._pinned[block] = True

@@ -207,7 +207,7 @@ class Planner:
         if len(x):
             rank, tokens, positions = strands.rank[x], firsts[reads], computed[reads]
             draft.profiles[tokens] = of.profile[seats[reads]]
-            draft.take(of.reply[seats[reads]], strands, x, rank, tokens, positions, of.width[seats[reads]])
+            draft.take(of.reply[seats[reads]], strands, x, rank, tokens, positions)
             strands.rank[x] += 1
             strands.last[x] = positions
         programs = of.program[seats]
@@ -236,10 +236,10 @@ class Planner:
             at = np.flatnonzero(codes == code)
             strand = self._strand(reading, int(code), profile, int(positions[at[0]]))
             done = 0
-            for rank, row, pitch, count in self.strands.place(strand, len(at)):
+            for rank, row, count in self.strands.place(strand, len(at)):
                 some = at[done : done + count]
                 draft.profiles[first + some] = profile
-                draft.take_run(self.seats.reply[seat], strand, rank, row, pitch, first + some, positions[some])
+                draft.take_run(self.seats.reply[seat], strand, rank, row, first + some, positions[some])
                 done += count
             self.strands.last[strand.index] = positions[at[-1]]
             if done < len(at):
@@ -276,7 +276,6 @@ class Planner:
                     return
                 strand = reading.strands[profile]
                 of.strand[seat], of.profile[seat] = strand.index, profile
-                of.width[seat] = len(strand.columns)
         if steering is not None:
             start, code = steering.selectors.steady()
             active = [k for k, (_, _, bit) in enumerate(steering.moves) if code >> bit & 1]

@@ -16,7 +16,7 @@ class Seats:
     Attributes (arrays by seat):
         ready: first position from which the rest of the seat holds for every token.
         strand: index of the strand that its rows go to, -1 for none.
-        profile, width: what is recorded, and in how many rows.
+        profile: what is recorded.
         program: what its tokens undergo, -1 for nothing.
         group: number of the interventions to vouch for, -1 for none.
         reply: number of its reader in `replies`.
@@ -32,7 +32,6 @@ class Seats:
     ready: np.ndarray
     strand: np.ndarray
     profile: np.ndarray
-    width: np.ndarray
     program: np.ndarray
     group: np.ndarray
     reply: np.ndarray
@@ -74,7 +73,7 @@ class Seats:
 
     def _grow(self, size: int) -> None:
         old = len(self.ready) if self._of else 1
-        for name in ("ready", "strand", "profile", "width", "program", "group", "reply"):
+        for name in ("ready", "strand", "profile", "program", "group", "reply"):
             array = np.full(size, NEVER if name == "ready" else -1, np.int64)
             if self._of:
                 array[:old] = getattr(self, name)

@@ -82,11 +82,11 @@ class Station:
         self.strands = Strands(self.arena, settings.timeout if settings.overflow == "wait" else None)
         self.strands.grant = self._grant
         self.planner = Planner(columns if ships else frozenset(), num_columns, MAX_PROFILES, self.table, self.strands)
-        self._outlet = (CudaOutlet if cuda else CpuOutlet)(self.ring, self.host, facts.max_tokens)
+        self._outlet = (CudaOutlet if cuda else CpuOutlet)(self.ring, self.host)
         self._step_rows = min(settings.ring_rows(*size), settings.step_rows(*size)) if ships else 0
         self._tables = TableWriter(self.table, facts.device)
         self.tensors = TapTensors(
-            plan=torch.full((3, facts.max_tokens), -1, dtype=torch.int32, device=facts.device),
+            plan=torch.full((facts.max_tokens, 3), -1, dtype=torch.int32, device=facts.device),
             ranks=torch.full((MAX_PROFILES, num_columns), -1, dtype=torch.int32, device=facts.device),
             ring=self.ring.buffer,
             **self._tables.tensors,

@@ -29,8 +29,7 @@ class StepPlan:
         slots, profiles, programs: int32 [tokens], -1 for none; slots count from 0 within the step.
         rows: ring rows that the step writes.
         tokens: int64 [n], the captured tokens.
-        jobs: int64 [n, 4], for each: its slot, the arena row of its first column, arena rows from one column to the
-            next, and its number of columns.
+        jobs: int64 [n, 3], for each: its slot, the arena row of its first column, and its number of columns.
         runs: (start, end) in `jobs` of tokens that follow each other in the step and in the arena; the other jobs
             stand alone.
         marks: reply address -> int32 [m, 5], see `mail.MARK_FIELDS`.
@@ -50,6 +49,16 @@ class StepPlan:
     steered: dict[str, np.ndarray]
     lookups: list[Lookup]
     failures: list[tuple[str, str, str]]
+
+    def segments(self) -> np.ndarray:
+        """int64 [m, 3]: the fewest pieces (slot, arena row, rows) that hold all the step's rows."""
+        slots, rows, widths = self.jobs[self.jobs[:, 2] > 0].T
+        if not len(slots):
+            return np.zeros((0, 3), np.int64)
+        breaks = np.flatnonzero(rows[1:] != rows[:-1] + widths[:-1]) + 1
+        first = np.concatenate([[0], breaks])
+        ends = np.concatenate([slots[breaks], [self.rows]])
+        return np.stack([slots[first], rows[first], ends - slots[first]], 1)
 
 
 @dataclass
@@ -71,21 +80,21 @@ class Draft:
         self.profiles = np.full(self.size, -1, np.int32)
         self.programs = np.full(self.size, -1, np.int32)
 
-    def take(self, replies, strands: Strands, x, ranks, tokens, positions, widths) -> None:
+    def take(self, replies, strands: Strands, x, ranks, tokens, positions) -> None:
         """One row of each strand `x` (indices), all arrays [n]."""
         n = len(x)
-        jobs = np.empty((n, 4), np.int64)
-        jobs[:, 1], jobs[:, 2], jobs[:, 3] = strands.origin[x] + ranks, strands.pitch[x], widths
+        jobs = np.empty((n, 3), np.int64)
+        jobs[:, 1], jobs[:, 2] = strands.origin[x] + ranks * strands.width[x], strands.width[x]
         marks = np.ones((n, 6), np.int64)
         marks[:, 0], marks[:, 1], marks[:, 2], marks[:, 3] = replies, strands.number[x], ranks, positions
         self._add(tokens, jobs)
         self._marks.append(marks)
 
-    def take_run(self, reply: int, strand: Strand, rank: int, row: int, pitch: int, tokens, positions) -> None:
+    def take_run(self, reply: int, strand: Strand, rank: int, row: int, tokens, positions) -> None:
         """Rows `rank`.. of one strand, from arena row `row`; `tokens` and `positions` [n] ascending."""
         n = len(tokens)
-        jobs = np.empty((n, 4), np.int64)
-        jobs[:, 1], jobs[:, 2], jobs[:, 3] = np.arange(row, row + n), pitch, len(strand.columns)
+        jobs = np.empty((n, 3), np.int64)
+        jobs[:, 1], jobs[:, 2] = row + np.arange(n) * len(strand.columns), len(strand.columns)
         for start, end, _ in _runs(tokens):
             if end - start > 1:
                 self._runs.append((self._taken + start, self._taken + end))
@@ -119,11 +128,11 @@ class Draft:
         if not (self._tokens or self._steered or self._marks or self.failures):
             return None
         tokens = np.concatenate(self._tokens) if self._tokens else np.zeros(0, np.int64)
-        jobs = np.concatenate(self._jobs) if self._jobs else np.zeros((0, 4), np.int64)
+        jobs = np.concatenate(self._jobs) if self._jobs else np.zeros((0, 3), np.int64)
         for first, end in self._forgotten:
-            jobs[(tokens >= first) & (tokens < end), 3] = 0
-        ends = jobs[:, 3].cumsum()
-        jobs[:, 0] = ends - jobs[:, 3]
+            jobs[(tokens >= first) & (tokens < end), 2] = 0
+        ends = jobs[:, 2].cumsum()
+        jobs[:, 0] = ends - jobs[:, 2]
         slots = np.full(self.size, -1, np.int32)
         slots[tokens] = jobs[:, 0]
         if self._forgotten:

@@ -1,8 +1,8 @@
 """Strands: where the rows of a request go in host memory. Pure numpy.
 
 A strand is the sequence of one request's rows that share a set of columns; its row number `rank` is a token position,
-times one row for each column. It lives in extents of the arena, ``[columns, capacity, d_model]`` each, so that the
-rows of one site lie side by side and reach the caller without being copied again.
+times one row for each column. It lives in extents of the arena, ``[capacity, columns, d_model]`` each: what a step adds
+is one piece for the device's copy engine, and any site of it a tensor that needs no copying.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Strands:
 
     def _grow_arrays(self, size: int) -> None:
         old = len(self.rank) if self.live else 0
-        for name in ("number", "rank", "limit", "origin", "pitch", "last"):
+        for name in ("number", "rank", "limit", "origin", "width", "last"):
             array = np.zeros(size, np.int64)
             if old:
                 array[:old] = getattr(self, name)
@@ -74,9 +74,9 @@ class Strands:
     limit: np.ndarray
     """First rank that the last extent has no room for."""
     origin: np.ndarray
-    """Row of the arena where rank 0 of the first column would be, going by the last extent."""
-    pitch: np.ndarray
-    """Rows of the arena from one column to the next."""
+    """Row of the arena where rank 0 would be, going by the last extent."""
+    width: np.ndarray
+    """Number of columns."""
     last: np.ndarray
     """Position of the latest row."""
 
@@ -88,7 +88,8 @@ class Strands:
         strand = Strand(next(self._numbers), index, request_id, reply, columns, prompt_rows, most_rows)
         self.live[index] = strand
         self.number[index] = strand.number
-        self.rank[index] = self.limit[index] = self.origin[index] = self.pitch[index] = 0
+        self.rank[index] = self.limit[index] = self.origin[index] = 0
+        self.width[index] = len(columns)
         self.last[index] = -1
         self._news(reply).opened.append(mail.Opened(strand.number, request_id, list(columns)))
         return strand
@@ -100,8 +101,8 @@ class Strands:
         del self.live[strand.index]
         self._free.append(strand.index)
 
-    def place(self, strand: Strand, rows: int) -> list[tuple[int, int, int, int]]:
-        """Room for the next `rows` ranks: (first rank, arena row of it in the first column, pitch, count) per extent.
+    def place(self, strand: Strand, rows: int) -> list[tuple[int, int, int]]:
+        """Room for the next `rows` ranks: (first rank, its arena row, count) per extent.
 
         Fewer ranks than asked for are placed if there is no room for the rest and rows may be dropped.
 
@@ -121,7 +122,7 @@ class Strands:
                 )
             count = int(min(rows, self.limit[i] - self.rank[i]))
             rank = int(self.rank[i])
-            placed.append((rank, int(self.origin[i]) + rank, int(self.pitch[i]), count))
+            placed.append((rank, int(self.origin[i]) + rank * int(self.width[i]), count))
             self.rank[i] += count
             rows -= count
         return placed
@@ -157,7 +158,7 @@ class Strands:
         self.grant(strand.reply, start, size * width)
         self._retire(strand)
         strand.extents.append((start, rank, size))
-        self.limit[i], self.origin[i], self.pitch[i] = rank + size, start - rank, size
+        self.limit[i], self.origin[i] = rank + size, start - rank * width
         self._news(strand.reply).placed.append(mail.Placed(strand.number, rank, size, start))
         return True
 

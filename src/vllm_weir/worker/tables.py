@@ -24,7 +24,7 @@ class PlanWriter:
         self._copied = [torch.cuda.Event() for _ in range(copies)] if self._cuda else []
 
     def write(self, plan: StepPlan, start: int, input_ids: torch.Tensor) -> None:
-        """Plan of the step's tokens, slots shifted to the lease's `start`; later tokens are silenced."""
+        """Plan of the step's tokens, slots shifted to the ring's row `start`; later tokens are silenced."""
         n = len(plan.slots)
         self._put(n, (plan.slots + np.where(plan.slots >= 0, start, 0), plan.profiles, plan.programs))
         self._dirty = n
@@ -37,17 +37,17 @@ class PlanWriter:
             self._put(0, ())
             self._dirty = 0
 
-    def _put(self, n: int, rows) -> None:
+    def _put(self, n: int, columns) -> None:
         width = max(n, self._dirty)
         self._turn = (self._turn + 1) % len(self._staging)
         if self._cuda:
             self._copied[self._turn].synchronize()
         staging = self._staging[self._turn]
         host = staging.numpy()
-        host[:, n:width] = -1
-        for k, row in enumerate(rows):
-            host[k, :n] = row
-        self._plan[:, :width].copy_(staging[:, :width], non_blocking=True)
+        host[n:width] = -1
+        for k, column in enumerate(columns):
+            host[:n, k] = column
+        self._plan[:width].copy_(staging[:width], non_blocking=True)
         if self._cuda:
             self._copied[self._turn].record()
 
@@ -59,7 +59,7 @@ class PlanWriter:
         index = torch.zeros(len(tokens), dtype=torch.long, device=device)
         for j, members in enumerate(lookup.token_sets):
             index += torch.isin(ids, torch.tensor(members, dtype=ids.dtype, device=device)).long() << j
-        self._plan[2, tokens] = torch.from_numpy(lookup.programs).to(device)[index]
+        self._plan[tokens, 2] = torch.from_numpy(lookup.programs).to(device)[index]
 
 
 class TableWriter:

@@ -29,7 +29,7 @@ class TapTensors:
     """What the taps of one worker share.
 
     Attributes:
-        plan: int32 [3, max tokens], slot, profile and program of every token of the step, -1 for none.
+        plan: int32 [max tokens, 3], slot, profile and program of every token of the step, -1 for none.
         ranks: int32 [max profiles, columns], place of a column in a profile, -1 if it is not wanted.
         ring: [rows, d_model] in the model's dtype.
         heads, ints, floats, vectors: the tables of `vllm_weir.worker.programs.ProgramTable`.
@@ -76,7 +76,7 @@ _switches: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionar
 
 def _tap_cpu(hidden, residual, tap, plan, ranks, ring, heads, ints, floats, vectors) -> None:
     n, tap = hidden.shape[0], int(tap)
-    slots, profiles, programs = plan[:, :n]
+    slots, profiles, programs = plan[:n].unbind(1)
     nodes = torch.where(programs >= 0, heads[programs.clamp(min=0).long(), tap], -1)
     ranked = ranks[profiles.clamp(min=0).long(), tap * STAGES : (tap + 1) * STAGES]
     ranked = torch.where((slots >= 0)[:, None], ranked, -1)

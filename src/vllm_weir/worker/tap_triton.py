@@ -58,7 +58,7 @@ def _tap(
     vectors,
     hidden_stride,
     residual_stride,
-    plan_width,
+    plan_size,
     rank_width,
     num_taps,
     d_model,
@@ -67,13 +67,13 @@ def _tap(
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    planned = token < plan_width
-    slot = tl.load(plan + token, mask=planned, other=-1).to(tl.int64)
-    program = tl.load(plan + 2 * plan_width + token, mask=planned, other=-1).to(tl.int64)
+    planned = token < plan_size
+    slot = tl.load(plan + token * 3, mask=planned, other=-1).to(tl.int64)
+    program = tl.load(plan + token * 3 + 2, mask=planned, other=-1).to(tl.int64)
     if (slot >= 0) | (program >= 0):
         site = tl.load(tap).to(tl.int64)
         node = tl.load(heads + program * num_taps + site, mask=program >= 0, other=-1).to(tl.int64)
-        profile = tl.load(plan + plan_width + token, mask=slot >= 0, other=0).to(tl.int64)
+        profile = tl.load(plan + token * 3 + 1, mask=slot >= 0, other=0).to(tl.int64)
         at = ranks + profile * rank_width + site * STAGES
         r0 = tl.load(at, mask=slot >= 0, other=-1)
         r1 = tl.load(at + 1, mask=slot >= 0, other=-1)
@@ -131,7 +131,7 @@ def launch(hidden, residual, tap, plan, ranks, ring, heads, ints, floats, vector
         vectors,
         hidden.stride(0),
         0 if residual is None else residual.stride(0),
-        plan.shape[1],
+        plan.shape[0],
         ranks.shape[1],
         heads.shape[1],
         d_model,
