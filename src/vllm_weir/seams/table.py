@@ -63,6 +63,7 @@ class Seam:
 
 
 _V1 = "vllm.v1"
+_GRAPHS = f"{_V1}.worker.gpu.cudagraph_utils"
 _RUNNER_1, _RUNNER_2 = f"{_V1}.worker.gpu_model_runner", f"{_V1}.worker.gpu.model_runner"
 # fmt: off
 SEAMS: tuple[Seam, ...] = (
@@ -111,6 +112,17 @@ SEAMS: tuple[Seam, ...] = (
          ("scheduler_output", "dummy_run"), variant="V2"),
     Seam(_RUNNER_2, "GPUModelRunner._dummy_run", WORKER, "runner V2: dummy passes record nothing", None,
          ("num_tokens",), variant="V2"),
+    Seam(_RUNNER_2, "GPUModelRunner.capture_model", WORKER, "runner V2: its graphs are taken hold of", None,
+         variant="V2"),
+    Seam(_RUNNER_2, "GPUModelRunner.shutdown", WORKER, "runner V2: the live graphs are let go", None, variant="V2"),
+    Seam(_GRAPHS, "ModelCudaGraphManager.capture", WORKER, "runner V2: a second set of graphs, with live taps", None,
+         variant="V2"),
+    Seam(_GRAPHS, "CudaGraphManager.dispatch", WORKER, "runner V2: a step replays from the set it needs", None,
+         ("num_reqs", "num_tokens"), variant="V2"),
+    Seam("vllm.compilation.cuda_graph", "CUDAGraphWrapper.clear_graphs", WORKER,
+         "runner V2: the piecewise graphs of both sets", variant="V2"),
+    Seam("vllm.compilation.monitor", "validate_cudagraph_capturing_enabled", WORKER,
+         "runner V2: live graphs may be captured while the engine serves", variant="V2"),
 )
 # fmt: on
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from collections.abc import Iterator
 
 from vllm_weir.errors import WeirError
+from vllm_weir.seams import graphs
 from vllm_weir.seams.core import wire_of
 from vllm_weir.settings import Settings
 from vllm_weir.worker.station import ModelFacts, Station
@@ -43,17 +45,18 @@ def _report(status, station, reason=None):
 def _place(worker, status) -> None:
     runner, config = worker.model_runner, worker.vllm_config
     try:
-        station = Station(
-            runner.get_model(),
-            _facts(runner, config, worker.use_v2_model_runner),
-            Settings.load(config.additional_config),
-        )
+        settings = Settings.load(config.additional_config)
+        station = Station(runner.get_model(), _facts(runner, config, worker.use_v2_model_runner), settings)
         spans = _v2_spans(runner) if worker.use_v2_model_runner else _v1_spans(runner)
     except (WeirError, AttributeError, TypeError) as e:
         # The engine serves plain requests; those with Weir's keys are told this reason.
         logger.error("Weir does not serve this model: %s", e)
         worker.weir_report = functools.partial(_report, status, None, str(e))
         return
+    if worker.use_v2_model_runner:
+        worker.weir_graphs = graphs.hold(runner, station, config, settings.graphs == "eager")
+    elif config.compilation_config.cudagraph_mode.name != "NONE":
+        station.switch.pin()  # runner V1 has one set of graphs, with live taps
     _hold_execute_model(runner, station)
     _hold_dummy_run(runner, station)
     spans(station)
@@ -89,11 +92,20 @@ def _hold_execute_model(runner, station: Station) -> None:
             if (wire := wire_of(r)) is not None
         ]
         station.follow(new, scheduler_output.finished_req_ids)
+        station.begin_step(_starts(scheduler_output))
         output = execute_model(scheduler_output, *args, **kwargs)
         station.end_step()
         return output
 
     runner.execute_model = wrapper
+
+
+def _starts(scheduler_output) -> Iterator[tuple[str, int]]:
+    """Every scheduled request, and the position of its first token in the step: all ranks are told the same."""
+    cached = scheduler_output.scheduled_cached_reqs
+    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    for request in scheduler_output.scheduled_new_reqs:
+        yield request.req_id, request.num_computed_tokens
 
 
 def _prompt_len(new_request) -> int:

@@ -24,6 +24,7 @@ from vllm_weir.worker.drain import Drain, Parcel
 from vllm_weir.worker.fetch import Fetcher
 from vllm_weir.worker.hostmem import HostBuffer
 from vllm_weir.worker.link import Link
+from vllm_weir.worker.live import LiveRequests
 from vllm_weir.worker.outlet import CpuOutlet, CudaOutlet, at_once
 from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
@@ -91,21 +92,21 @@ class Station:
             ring=self.ring.buffer,
             **self._tables.tensors,
         )
-        self.switch = Switch(self.tensors.plan)
-        self.switch.pin()
         if cuda:
             warm(self.tensors, facts.d_model)
+        self.switch = Switch(self.tensors.plan)
+        self._live = LiveRequests()
         self.drain = Drain(self.host.view(facts.d_model, facts.dtype), self.arena, self.link, self.name)
         self._fetcher = Fetcher(facts.d_model)
         self._writer = PlanWriter(self.tensors.plan)
         self._step: tuple[int, StepPlan] | None = None
         self._failures: dict[str, dict[str, str]] = {}
-        numbers = self._place(trunk)
+        self.switch.numbers = self._place(trunk)
         self._streamer: Streamer | None = None
         if isinstance(self._outlet, CudaOutlet) and ships:
             from vllm_weir.worker.stream import Streamer
 
-            self._streamer = Streamer(self.ring, self._outlet, self.tensors.ranks, numbers)
+            self._streamer = Streamer(self.ring, self._outlet, self.tensors.ranks, self.switch.numbers)
 
     def _place(self, trunk: Trunk) -> dict[int, int]:
         """Place the taps; returns each one's number by that number's address on the device."""
@@ -121,10 +122,13 @@ class Station:
     def follow(self, new: Iterable[tuple[str, dict, int, Sequence[int] | None]], finished: Iterable[str]) -> None:
         """Requests that join (id, engine wire form, prompt length, prompt ids) and leave before the next step."""
         for request_id in finished:
+            self._live.leave(request_id)
             self.planner.remove(request_id)
         for request_id, wire, prompt_len, prompt_ids in new:
             self.planner.remove(request_id)  # a resumed request joins again
+            self._live.leave(request_id)
             try:
+                self._live.join(request_id, wire, prompt_len)
                 self._join(request_id, wire, prompt_len, prompt_ids)
             except (WeirError, KeyError, TypeError, ValueError) as e:
                 logger.exception("Weir cannot follow request %s", request_id)
@@ -146,6 +150,10 @@ class Station:
         self.host.prepare(start, rows)
         self.link.grant(reply, start)
 
+    def begin_step(self, starts: Iterable[tuple[str, int]]) -> None:
+        """Turn on the taps that the coming step needs, alike on all ranks; `starts` as in `LiveRequests.taps_in`."""
+        self.switch.turn(self._live.taps_in(starts))
+
     def plan_step(
         self,
         request_ids: Sequence[str],
@@ -163,6 +171,8 @@ class Station:
         """
         try:
             plan = self.planner.plan(request_ids, num_tokens, num_computed)
+            if plan is not None and not self.switch.live:
+                raise WeirError("a step that was planned without taps has something for them to do")
         except (WeirError, ValueError) as e:
             # What cannot be served fails its own requests; the engine and everybody else go on.
             logger.exception("Weir cannot plan this step")
@@ -222,6 +232,7 @@ class Station:
     def silence(self) -> None:
         """The coming forward pass is a dummy: nothing is recorded or changed."""
         self._step = None
+        self.switch.turn(0)
         self._writer.silence()
 
     def report(self) -> dict[str, Any]:

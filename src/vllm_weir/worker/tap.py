@@ -44,30 +44,46 @@ class TapTensors:
     vectors: torch.Tensor
 
 
+ALL = -1
+"""Mask of every tap; bit t of a mask stands for tap t."""
+
+
 class Switch:
-    """Whether the taps that share a plan act: in a CUDA graph as they are captured, elsewhere as they run.
+    """Which of the taps that share a plan act: in a CUDA graph as they are captured, elsewhere as they run.
 
     A silent tap returns before it launches anything, so a graph captured silently has no trace of it. Must not be
     turned while a forward pass is being issued.
 
     Attributes:
+        mask: the taps that act; 0 for none.
+        numbers: address of each tap's number on the device -> the number.
         launch: what taps do instead of their usual work, with the same arguments; None for the usual.
     """
 
-    __slots__ = ("__weakref__", "launch", "live", "pinned")
+    __slots__ = ("__weakref__", "launch", "mask", "numbers", "pinned")
 
     def __init__(self, plan: torch.Tensor) -> None:
-        self.live = self.pinned = False
+        self.mask, self.pinned = 0, False
+        self.numbers: dict[int, int] = {}
         self.launch: Callable[..., None] | None = None
         _switches[plan.data_ptr()] = self
 
-    def turn(self, live: bool) -> None:
-        """Live or silent, for the forward passes to come."""
-        self.live = live or self.pinned
+    @property
+    def live(self) -> bool:
+        """Whether any tap acts."""
+        return self.mask != 0
+
+    def turn(self, mask: int) -> None:
+        """These taps act in the forward passes to come, the others do not."""
+        self.mask = ALL if self.pinned else mask
 
     def pin(self) -> None:
-        """Live for good."""
-        self.live = self.pinned = True
+        """All act, for good."""
+        self.mask, self.pinned = ALL, True
+
+    def acts(self, tap: torch.Tensor) -> bool:
+        """Whether this tap does."""
+        return self.mask == ALL or bool(self.mask >> self.numbers[tap.data_ptr()] & 1)
 
 
 _switches: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionary()
@@ -146,7 +162,7 @@ def _act(usual: Callable[..., None], hidden, residual, tap, plan, *tables) -> No
     switch = _switches.get(plan.data_ptr())
     if switch is None:
         usual(hidden, residual, tap, plan, *tables)
-    elif switch.live:
+    elif switch.mask and switch.acts(tap):
         (switch.launch or usual)(hidden, residual, tap, plan, *tables)
 
 

@@ -1,0 +1,234 @@
+"""Two sets of CUDA graphs on runner V2: idle graphs hold no tap, live ones come when needed, rows and tokens agree."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.engines import close_all, get_llm
+from tests.support.models import make_model
+from tests.support.oracle import Oracle, rel_err
+
+pytestmark = pytest.mark.gpu
+MODES = {"full": {}, "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}}
+SIZES = (1, 2, 3, 5, 8, 16, 24, 40)
+ROUNDS = 32
+MAX_TOKENS = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def clean():
+    yield
+    close_all()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return make_model("llama", "a", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module", params=MODES)
+def mode(request):
+    """By module, so that the tests of one engine come together."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def oracle(directory):
+    return Oracle(directory)
+
+
+def engine(directory, mode="full", **more):
+    """Prompts of a round do not fit one step: prefill chunks and decodes share steps."""
+    arguments = dict(enforce_eager=False, kv_cache_memory_bytes=1 << 30, enable_prefix_caching=False)
+    arguments |= dict(max_num_batched_tokens=128, max_num_seqs=64)
+    return get_llm(directory, **(arguments | MODES[mode] | more))
+
+
+def rounds():
+    """(prompts, kinds) of every round; a round is all plain, all live, or mixed."""
+    rng = random.Random(3)
+    kinds = ["plain", "read", "steer", "prompt"]
+    for i in range(ROUNDS):
+        n = SIZES[i % len(SIZES)]
+        prompts = [[rng.randrange(5, 500) for _ in range(rng.choice((1, 7, 40, 150)))] for _ in range(n)]
+        if i % 3 == 0:
+            yield prompts, ["plain"] * n
+        elif i % 3 == 1:
+            yield prompts, [rng.choice(kinds[1:]) for _ in range(n)]
+        else:
+            yield prompts, [rng.choice(kinds) for _ in range(n)]
+
+
+def vector(d_model):
+    return torch.randn(d_model, generator=torch.Generator().manual_seed(2))
+
+
+def generate(llm, prompts, kinds, d_model, max_tokens=MAX_TOKENS):
+    from vllm import SamplingParams
+
+    import vllm_weir as weir
+
+    base = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    params = {
+        "plain": base,
+        "read": weir.params(base, capture=weir.Capture("resid_post")),
+        "prompt": weir.params(base, capture=weir.Capture("resid_post", positions="prompt")),
+        "steer": weir.params(
+            base, capture=weir.Capture("resid_post", 1), interventions=[weir.Add(vector(d_model), 1, 3.0)]
+        ),
+    }
+    prompts = [{"prompt_token_ids": p} for p in prompts]
+    return llm.generate(prompts, [params[k] for k in kinds], use_tqdm=False)
+
+
+def check_rows(out, kind, oracle):
+    ids = (list(out.prompt_token_ids) + list(out.outputs[0].token_ids))[:-1]
+    reference = oracle.rows(ids)
+    n = len(out.prompt_token_ids) if kind == "prompt" else len(ids)
+    assert len(out.activations.sites) == (1 if kind == "steer" else oracle.num_layers)
+    for site in out.activations.sites:
+        wanted = reference[tuple(site)][:n]
+        if kind == "steer":  # what comes before the addition at this block has not been steered
+            wanted = wanted + 3.0 * vector(oracle.hidden_size)
+        assert rel_err(out.activations[site], wanted) <= 5e-3, (kind, site)
+
+
+def sets(llm):
+    return llm.collective_rpc("weir_graphs")[0]
+
+
+def runner(llm):
+    return llm.collective_rpc(lambda worker: worker.model_runner)[0]
+
+
+@pytest.fixture(scope="module")
+def without_weir(directory, tmp_path_factory):
+    """Tokens of every round from an engine without Weir, in a process of its own; all requests plain."""
+    target = tmp_path_factory.mktemp("plain") / "tokens.json"
+    command = [sys.executable, "-m", "tests.gpu.test_graphs_gpu", str(directory), str(target)]
+    subprocess.run(command, env=os.environ | {"WEIR_DISABLE": "1"}, check=True)
+    return json.loads(target.read_text())
+
+
+def write_tokens(directory, target):
+    """What `without_weir` runs."""
+    llm = engine(directory)
+    tokens = []
+    for prompts, _ in rounds():
+        outs = generate(llm, prompts, ["plain"] * len(prompts), 1)
+        tokens.append([list(out.outputs[0].token_ids) for out in outs])
+    Path(target).write_text(json.dumps(tokens))
+
+
+def test_alternating_batches(directory, oracle, without_weir, mode):
+    llm = engine(directory, mode)
+    silent = dict(runner(llm).cudagraph_manager.graphs)
+    seen = [sets(llm)["live"]]
+    assert seen == [0]
+    for (prompts, kinds), plain in zip(rounds(), without_weir, strict=True):
+        outs = generate(llm, prompts, kinds, oracle.hidden_size)
+        for out, kind, expected in zip(outs, kinds, plain, strict=True):
+            if kind != "plain":
+                check_rows(out, kind, oracle)
+            if kind != "steer":
+                assert list(out.outputs[0].token_ids) == expected, kind
+        if all(k == "plain" for k in kinds):
+            assert sets(llm)["live"] == seen[-1], "a plain batch captured a graph"
+        seen.append(sets(llm)["live"])
+        assert runner(llm).cudagraph_manager.graphs == silent
+    report = sets(llm)
+    assert report["graphs"] == "lazy" and report["failed"] == 0
+    all_graphs = sum(map(len, runner(llm).cudagraph_manager._capture_descs.values()))
+    assert 0 < seen[-1] == len(report["captured_late"]) < all_graphs
+    took = [round(1000 * seconds) for *_, seconds, _ in report["captured_late"]]
+    used = [kept >> 20 for *_, kept in report["captured_late"]]
+    print(f"\n{mode}: {seen[-1]} of {all_graphs} live graphs, captured in {took} ms, MiB {used}")
+    assert llm.collective_rpc("weir_usage")[0]["ring_rows_in_flight"] == 0
+
+
+def kernels(llm, kind, oracle):
+    """Tap kernels of one request of 20 + 6 tokens; the graphs are there already."""
+    prompts = [[5 + i for i in range(20)]]
+    generate(llm, prompts, [kind], oracle.hidden_size)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        generate(llm, prompts, [kind], oracle.hidden_size)
+        torch.cuda.synchronize()
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(events) > 6 * oracle.num_layers
+    return sum(e.name == "_tap" for e in events)
+
+
+def test_idle_graphs_hold_no_tap(directory, oracle, mode):
+    llm = engine(directory, mode)
+    taps = len(llm.collective_rpc("weir_report")[0]["taps"])
+    counts = [kernels(llm, kind, oracle) for kind in ("plain", "read", "prompt", "plain")]
+    print(f"\n{mode}: tap kernels {counts}, {taps} taps")
+    assert counts == [0, taps * MAX_TOKENS, taps, 0]
+
+
+def test_a_failed_capture_serves_the_step_all_the_same(directory, oracle, mode, monkeypatch):
+    """The memory runs out in the middle of a capture; the next bucket's capture works again."""
+    from vllm_weir.worker import tap_triton
+
+    llm = engine(directory, mode)
+    prompts = [[5 + i + j for j in range(9)] for i in range(52)]
+    held = runner(llm).cudagraph_manager.capture.__self__
+    held._ready.clear()
+    for swap in itertools.chain(*held._swaps.values()):
+        swap.other.clear()
+    launch, fail = tap_triton.launch, itertools.count()
+
+    def failing(*tables):
+        if torch.cuda.is_current_stream_capturing() and next(fail) == 1:
+            raise torch.OutOfMemoryError("no memory left")
+        launch(*tables)
+
+    monkeypatch.setattr(tap_triton, "launch", failing)
+    for n, failed in ((52, 1), (52, 1), (60, 1)):
+        before = sets(llm)["live"]
+        batch = (prompts * 2)[:n]
+        for out in generate(llm, batch, ["read"] * n, oracle.hidden_size)[::7]:
+            check_rows(out, "read", oracle)
+        assert sets(llm)["failed"] == failed
+    assert sets(llm)["live"] > before
+
+
+def test_eager_setting(directory, oracle):
+    llm = engine(directory, additional_config={"weir": {"graphs": "eager"}})
+    captured = sets(llm)
+    assert captured["graphs"] == "eager" and captured["live"] == sum(
+        map(len, runner(llm).cudagraph_manager._capture_descs.values())
+    )
+    prompts, kinds = next(itertools.islice(rounds(), 2, None))
+    for out, kind in zip(generate(llm, prompts, kinds, oracle.hidden_size), kinds, strict=True):
+        if kind != "plain":
+            check_rows(out, kind, oracle)
+    assert sets(llm) == captured
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_ranks_capture_alike(directory, oracle, parallel):
+    llm = engine(directory, in_process=False, **{parallel: 2})
+    for prompts, kinds in itertools.islice(rounds(), 15):
+        outs = generate(llm, prompts, kinds, oracle.hidden_size)
+        for out, kind in zip(outs, kinds, strict=True):
+            if kind != "plain":
+                check_rows(out, kind, oracle)
+    first, second = llm.collective_rpc("weir_graphs")
+    print(f"\n{parallel}: {first['live']} live graphs, ms {[round(1000 * late[2]) for late in first['captured_late']]}")
+    assert first["live"] == second["live"] > 0 == first["failed"] == second["failed"]
+
+
+if __name__ == "__main__":
+    write_tokens(*sys.argv[1:])

@@ -1,0 +1,300 @@
+"""Two sets of CUDA graphs: which steps are live, what is captured when, and that vLLM's own graphs come back."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from vllm_weir.seams.graph_sets import MOST_SETS, GraphSets
+from vllm_weir.settings import Settings
+from vllm_weir.worker.live import LiveRequests
+from vllm_weir.worker.tap import ALL, Switch, TapTensors
+
+
+class Mode(enum.Enum):
+    NONE, PIECEWISE, FULL = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Desc:
+    cg_mode: Mode
+    num_tokens: int
+
+
+class FakeManager:
+    """As vLLM's CudaGraphManager: sizes 1, 2, 4 for decode (FULL) and 8 for the rest (PIECEWISE)."""
+
+    def __init__(self, station, pieces):
+        self.graphs, self.station, self.pieces = {}, station, pieces
+        self._capture_descs = {
+            Mode.PIECEWISE: [Desc(Mode.PIECEWISE, 8)],
+            Mode.FULL: [Desc(Mode.FULL, n) for n in (4, 2, 1)],
+        }
+        self.captured, self.fail = [], None
+
+    def capture(self, model, has_lora=False):
+        assert model == "model"
+        live = self.station.switch.live
+        for mode, descs in self._capture_descs.items():
+            for desc in descs:
+                for piece in self.pieces if mode is Mode.PIECEWISE else ():
+                    piece.concrete_cudagraph_entries[desc.num_tokens] = live
+                if self.fail:
+                    raise self.fail
+                if mode is Mode.FULL:
+                    assert desc not in self.graphs
+                    self.graphs[desc] = live
+                self.captured.append((desc.num_tokens, live))
+
+    def dispatch(self, num_tokens):
+        for descs in reversed(self._capture_descs.values()):
+            for desc in reversed(descs):
+                if desc.num_tokens >= num_tokens:
+                    return desc
+        return Desc(Mode.NONE, num_tokens)
+
+    def replay(self, desc):
+        """Whether the graph's taps are live; every piece must agree."""
+        if desc.cg_mode is Mode.FULL:
+            return self.graphs[desc]
+        (found,) = {piece.concrete_cudagraph_entries[desc.num_tokens] for piece in self.pieces}
+        return found
+
+
+class FakePiece:
+    def __init__(self):
+        self.concrete_cudagraph_entries = {}
+
+
+class FakeStation:
+    def __init__(self):
+        self.plan = torch.zeros(4, 3, dtype=torch.int32)
+        self.switch = Switch(self.plan)
+        self.silenced = 0
+
+    def silence(self):
+        self.switch.turn(0)
+        self.silenced += 1
+
+
+def build(lazy=True, agreed=lambda done: done):
+    station = FakeStation()
+    pieces = [FakePiece() for _ in range(3)]
+    manager = FakeManager(station, pieces)
+    sets = GraphSets(manager, station, lazy, lambda: pieces, contextlib.nullcontext, agreed)
+    manager.capture("model", has_lora=False)
+    return sets, manager, station
+
+
+def step(sets, manager, station, live, num_tokens):
+    """One step; returns the descriptor and whether the graph that was replayed is a live one."""
+    station.switch.turn(ALL if live else 0)
+    desc = manager.dispatch(num_tokens)
+    used = None if desc.cg_mode is Mode.NONE else manager.replay(desc)
+    assert station.switch.live is live
+    sets.settle()
+    return desc, used
+
+
+def test_start_up_captures_the_silent_set_alone():
+    _, manager, _ = build()
+    assert manager.captured == [(8, False), (4, False), (2, False), (1, False)]
+
+
+def test_a_step_replays_the_set_it_needs_and_captures_a_bucket_once():
+    sets, manager, station = build()
+    del manager.captured[:]
+    for live, n in [(False, 1), (True, 1), (False, 1), (True, 1), (True, 7), (False, 7), (True, 8), (True, 2)] * 3:
+        desc, used = step(sets, manager, station, live, n)
+        assert used is live and desc.num_tokens >= n
+    assert manager.captured == [(1, True), (8, True), (2, True)]
+    assert sets.report()["live"] == 3 and len(sets.report()["captured_late"]) == 3
+
+
+def test_outside_a_live_step_all_is_as_vllm_left_it():
+    sets, manager, station = build()
+    own, entries = manager.graphs, [p.concrete_cudagraph_entries for p in manager.pieces]
+    descs = manager._capture_descs
+    for n in (1, 8):
+        step(sets, manager, station, True, n)
+        assert manager.graphs is own and not any(own.values())
+        assert all(p.concrete_cudagraph_entries is e for p, e in zip(manager.pieces, entries, strict=True))
+        assert manager._capture_descs is descs
+
+
+def test_a_batch_too_large_for_a_graph_runs_without_one():
+    sets, manager, station = build()
+    assert step(sets, manager, station, True, 100) == (Desc(Mode.NONE, 100), None)
+
+
+def test_eager_captures_both_sets_at_start_up():
+    sets, manager, station = build(lazy=False)
+    assert manager.captured == [(n, live) for live in (False, True) for n in (8, 4, 2, 1)]
+    assert not station.switch.live
+    for n in (1, 2, 4, 8):
+        assert step(sets, manager, station, True, n)[1] is True
+    assert len(manager.captured) == 8
+
+
+@pytest.mark.parametrize("num_tokens", [2, 8])
+def test_a_failed_capture_runs_the_step_without_a_graph(num_tokens, caplog):
+    sets, manager, station = build()
+    manager.fail = torch.OutOfMemoryError("no memory left")
+    own = manager.graphs
+    for _ in range(3):
+        desc, used = step(sets, manager, station, True, num_tokens)
+        assert desc == Desc(Mode.NONE, num_tokens) and used is None
+        assert manager.graphs is own
+    assert len(caplog.records) == 1 and sets.report()["failed"] == 1
+    manager.fail = None
+    assert step(sets, manager, station, False, num_tokens)[1] is False
+    assert step(sets, manager, station, True, 1)[1] is True
+
+
+def test_a_capture_that_another_rank_failed_is_not_used():
+    sets, manager, station = build(agreed=lambda done: False)
+    assert step(sets, manager, station, True, 8)[0].cg_mode is Mode.NONE
+    assert sets._swaps["PIECEWISE"][0].sets == {ALL: {}}
+
+
+def test_capturing_again_starts_over():
+    sets, manager, station = build()
+    step(sets, manager, station, True, 1)
+    manager.graphs.clear()
+    manager.capture("model")
+    assert sets.report()["live"] == 0
+    assert step(sets, manager, station, True, 1)[1] is True
+
+
+def test_closing_lets_go_of_everything():
+    sets, manager, station = build()
+    step(sets, manager, station, True, 1)
+    sets.close()
+    assert sets._again is None and not sets._swaps
+    assert step(sets, manager, station, True, 1)[1] is None and step(sets, manager, station, False, 1)[1] is False
+
+
+def wire(*positions, moves=()):
+    return {
+        "wishes": [["resid_post", [0], p, False] for p in positions],
+        "moves": [["resid_post", [0], p, False, []] for p in moves],
+    }
+
+
+@pytest.mark.parametrize(
+    ("form", "prompt_only"),
+    [
+        (wire("all"), False),
+        (wire("prompt"), True),
+        (wire("last_prompt", [0, -1]), True),
+        (wire([0, 10]), False),
+        (wire("2:10"), True),
+        (wire("2:11"), False),
+        (wire(":-1:2"), True),
+        (wire("2:"), False),
+        (wire({"token_ids": [7]}), False),
+        (wire("prompt", moves=["generated"]), False),
+        (wire(moves=["prompt"]), True),
+    ],
+)
+def test_a_request_is_live_as_long_as_something_of_it_can_be_selected(form, prompt_only):
+    live = LiveRequests()
+    live.join("a", form, 10)
+    assert live.taps_in([("b", 0), ("a", 0)]) == live.taps_in([("a", 9)]) == 0b10
+    assert bool(live.taps_in([("a", 10)])) is not prompt_only
+    assert bool(live.taps_in([("b", 0), ("aa", 3)])) is not prompt_only
+    live.leave("a")
+    assert not live.taps_in([("a", 0)])
+    live.leave("a")
+
+
+def test_a_step_needs_the_taps_of_everyone_in_it():
+    live = LiveRequests()
+    live.join("a", {"wishes": [["resid_post", [2], "all", False]], "moves": []}, 5)
+    live.join("b", {"wishes": [], "moves": [["resid_pre", [0, 4], "prompt", False, []]]}, 5)
+    assert live.taps_in([("a", 0), ("b", 0)]) == 0b11001 and live.taps_in([("a", 0), ("b", 5)]) == 0b01000
+    live.leave("a")
+    assert live.taps_in([("b", 0)]) == 0b10001 and live.taps_in([("b", 5)]) == 0
+
+
+def test_sets_for_particular_taps():
+    """Up to a number of sets; then the smallest that has the taps needed, or the one with all of them."""
+    sets, manager, station = build()
+    del manager.captured[:]
+
+    def used(mask):
+        station.switch.turn(mask)
+        desc = manager.dispatch(1)
+        found = manager.replay(desc)
+        assert manager.graphs is sets._swaps["FULL"][0].sets[sets._mask_for(mask)]
+        sets.settle()
+        return found
+
+    masks = [1 << k for k in range(MOST_SETS - 1)] + [0b111]
+    for mask in masks * 2:
+        assert used(mask)
+    assert len(manager.captured) == MOST_SETS
+    assert sets._mask_for(0b11) == 0b111 and sets._mask_for(0b1) == 0b1 and sets._mask_for(1 << 60) == ALL
+    assert used(0b101) and len(manager.captured) == MOST_SETS
+    assert used(1 << 60) and used(1 << 61) and len(manager.captured) == MOST_SETS + 1
+    assert sets.report()["sets"] == MOST_SETS + 1
+
+
+def test_a_request_that_wants_nothing_is_not_live():
+    live = LiveRequests()
+    live.join("a", wire(), 10)
+    assert not live.taps_in([("a", 0)])
+
+
+def tensors(d=4):
+    return TapTensors(
+        plan=torch.zeros(2, 3, dtype=torch.int32),
+        ranks=torch.zeros(1, 3, dtype=torch.int32),
+        ring=torch.full((4, d), -1.0),
+        heads=torch.full((1, 1), -1, dtype=torch.int32),
+        ints=torch.zeros(1, 5, dtype=torch.int32),
+        floats=torch.zeros(1, 4),
+        vectors=torch.zeros(1, d),
+    )
+
+
+def tap(t):
+    t.ring.fill_(-1)
+    tap = torch.tensor(0, dtype=torch.int32)
+    torch.ops.weir.tap(torch.ones(2, 4), tap, *(getattr(t, name) for name in TapTensors.__dataclass_fields__))
+    return bool((t.ring == 1).any())
+
+
+def test_the_op_asks_the_switch_of_its_own_plan():
+    a, b = tensors(), tensors()
+    one, other = Switch(a.plan), Switch(b.plan)
+    one.turn(ALL)
+    assert tap(a) and not tap(b)
+    other.pin()
+    other.turn(0)
+    assert tap(b)
+    one.turn(0)
+    assert not tap(a)
+    del one
+    assert tap(a)  # nobody can turn it on: it must not be silent
+
+
+def test_setting():
+    assert Settings.load({}, {}).graphs == "lazy"
+    assert Settings.load({}, {"WEIR_GRAPHS": "eager"}).graphs == "eager"
+
+
+def test_only_the_taps_asked_for_act():
+    a = tensors()
+    switch = Switch(a.plan)
+    number = torch.tensor(0, dtype=torch.int32)
+    switch.numbers = {number.data_ptr(): 3}
+    for mask in (0b1000, 0b0111, ALL, 0):
+        switch.turn(mask)
+        a.ring.fill_(-1)
+        torch.ops.weir.tap(torch.ones(2, 4), number, *(getattr(a, name) for name in TapTensors.__dataclass_fields__))
+        assert bool((a.ring == 1).any()) is bool(mask >> 3 & 1)
