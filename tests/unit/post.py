@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import torch
 
@@ -24,15 +26,15 @@ class SharedMirror(Mirror):
     def __init__(self, rows: torch.Tensor, arena: Arena) -> None:
         super().__init__()
         self._rows, self._arena = rows, arena
-        self.lent: set[int] = set()
 
     @property
     def shared(self) -> bool:
         return True
 
     def piece(self, start, columns, capacity, d_model, dtype):
-        self.lent.add(start)
-        return self._rows[start : start + columns * capacity].view(capacity, columns, d_model)
+        memory = self._rows.numpy()[start : start + columns * capacity]
+        weakref.finalize(memory, self.drop, start).atexit = False
+        return torch.from_numpy(memory).view(capacity, columns, d_model)
 
     def drop(self, start):
         self._arena.let_go(start)
@@ -123,5 +125,5 @@ class Post:
                 (width,) = set(plan.jobs[a:b, 2].tolist())
                 assert (np.diff(plan.tokens[a:b]) == 1).all() and (np.diff(plan.jobs[a:b, 1]) == width).all()
                 assert b - a > 1
-        whole = [(s + k, r + k) for s, r, n in plan.segments().tolist() for k in range(n)]
+        whole = [(s + k, r + k) for s, r, n in plan.segments.tolist() for k in range(n)]
         assert whole == [(s + k, r + k) for s, r, n in plan.jobs.tolist() for k in range(n)]

@@ -237,5 +237,7 @@ def test_a_pipeline_stage_vouches_for_its_own_moves_only():
     bench.table = ProgramTable(Sizes(16, 16, 64), TAPS, {0, 1}, D)
     bench.planner.table = bench.table
     bench.join("r", [weir.Add(torch.ones(D), 0), weir.Add(torch.ones(D), 2)], 3)
-    (steered,) = bench.planner.plan(["r"], [3], [0]).steered
-    assert steered.moves == (0,)
+    ((number, position, count, stride),) = bench.planner.plan(["r"], [3], [0]).steered[REPLY].tolist()
+    assert (position, count, stride) == (0, 3, 1)
+    (group,) = bench.planner.strands.news[REPLY].groups
+    assert (group.group, group.request_id, group.moves) == (number, "r", [0])

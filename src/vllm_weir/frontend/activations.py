@@ -152,6 +152,8 @@ class Activations(Mapping):
             raise WeirError(f"cannot read {path}: {e}") from None
 
     def _site(self, key: object) -> Site:
+        if isinstance(key, tuple) and key in self._rows:
+            return key  # a Site is a pair, so a pair of the plain names finds it
         site = parse_site(key)
         if site not in self._rows:
             have = ", ".join(map(str, list(self._rows)[:8])) or "none"
@@ -172,11 +174,6 @@ class Activations(Mapping):
 
 
 _ENDS = ("", ".positions", ".token_ids")
-
-
-def empty_like(d_model: int, dtype: str) -> torch.Tensor:
-    """No rows."""
-    return torch.empty(0, d_model, dtype=getattr(torch, dtype))
 
 
 def tokens_at(prompt: np.ndarray, generated: np.ndarray) -> np.ndarray:

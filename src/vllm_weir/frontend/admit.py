@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from vllm_weir.spec.interventions import Intervention, Move
 from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY, lens_capture, lens_interventions
 from vllm_weir.spec.request import WIRE_KEY, RequestSpec, ResolvedSpec, Wish
 from vllm_weir.spec.sizes import Sizes
-from vllm_weir.worker.select import Selectors, tap_of
+from vllm_weir.worker.select import Selectors, column_of, tap_of
 
 MAX_TOKEN_SELECTORS = 4
 KEYS = (WIRE_KEY, LENS_CAPTURE_KEY, LENS_STEER_KEY)
@@ -68,7 +69,12 @@ class Admitted:
     moves: tuple[Move | None, ...] = ()
     rows: dict[str, np.ndarray] = field(default_factory=dict)
 
-    @property
+    @functools.cached_property
+    def columns(self) -> dict[Site, int]:
+        """Where workers record each site."""
+        return {w.site: column_of(w.site, w.before) for w in self.spec.wishes}
+
+    @functools.cached_property
     def effective(self) -> list[Move]:
         """The interventions that change something, in order."""
         return [m for m in self.moves if m is not None]
@@ -169,7 +175,7 @@ def engine_form(
     moves = admitted.effective
     if not admitted.spec.wishes and not moves:
         return None
-    width = len({(w.site, w.before) for w in admitted.spec.wishes})
+    width = admitted.spec.width
     if width > facts.ring_rows or (not chunked and width * prompt_len > facts.ring_rows):
         raise WeirError(
             f"this capture needs {width * (1 if chunked else prompt_len)} rows in one step, the buffer holds "
@@ -177,7 +183,7 @@ def engine_form(
             "capture",
         )
     return {
-        "wishes": admitted.spec.to_wire(),
+        "wishes": admitted.spec.wire,
         "moves": [m.to_wire() for m in moves],
         "reply": reply,
         "first": admitted.spec.first(prompt_len, prompt_ids),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admit import EngineFacts, admit, engine_form
+from vllm_weir.frontend.admit import KEYS, Admitted, EngineFacts, admit, engine_form
 from vllm_weir.frontend.inbox import Inbox
 from vllm_weir.frontend.shelf import Shelf
 from vllm_weir.frontend.store import Pending, Store
@@ -16,6 +18,10 @@ from vllm_weir.frontend.view import View
 from vllm_weir.settings import Settings
 from vllm_weir.spec.interventions import Intervention
 from vllm_weir.spec.request import WIRE_KEY
+
+MOST_KNOWN = 64
+"""Different sets of captures whose admission is remembered."""
+LONGEST_KNOWN = 1 << 16
 
 
 class Tracker:
@@ -65,6 +71,7 @@ class Desk:
         self._chunked = chunked
         self._host = host
         self._inbox: Inbox | None = None
+        self._known: OrderedDict[bytes, Admitted] = OrderedDict()
 
     def learn(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Take in the workers' reports; a failed one becomes the refusal of every request with keys."""
@@ -91,7 +98,7 @@ class Desk:
     ) -> tuple[Tracker, dict[str, Any] | None]:
         """Check one sequence's request; returns its tracker and the wire form for the engine, or raises WeirError."""
         facts = self.require_facts()
-        admitted = admit(extra_args, facts, prompt_ids is not None, self.shelf.find, self.always)
+        admitted = self._admitted(extra_args, prompt_ids is not None)
         if self._inbox is None:
             self._inbox = Inbox(self.store, self._host)
         sizes = self.settings.table_sizes(facts.d_model)
@@ -102,6 +109,19 @@ class Desk:
         self.store.open(pending)
         first = wire["first"] if wire is not None else None
         return Tracker(pending, first, facts.d_model, self.settings.timeout), wire
+
+    def _admitted(self, extra_args: Mapping[str, Any], has_token_ids: bool) -> Admitted:
+        """As `admit`. What only reads is remembered: thousands of requests ask for the same."""
+        key = None if self.always else _same_captures(extra_args, has_token_ids)
+        if key is not None and key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        admitted = admit(extra_args, self.require_facts(), has_token_ids, self.shelf.find, self.always)
+        if key is not None:
+            self._known[key] = admitted
+            if len(self._known) > MOST_KNOWN:
+                self._known.popitem(last=False)
+        return admitted
 
     def set_always(self, interventions: Sequence[Intervention]) -> None:
         """Interventions for every request admitted from now on; checked against the engine, or WeirError."""
@@ -115,3 +135,15 @@ class Desk:
         """Stop receiving."""
         if self._inbox is not None:
             self._inbox.close()
+
+
+def _same_captures(extra_args: Mapping[str, Any], has_token_ids: bool) -> bytes | None:
+    """Equal for requests that only read, and read the same; None for others."""
+    wish = extra_args.get(WIRE_KEY)
+    if not isinstance(wish, dict) or wish.get("interventions") or any(k in extra_args for k in KEYS if k != WIRE_KEY):
+        return None
+    try:
+        key = msgspec.json.encode([wish, has_token_ids])
+    except (TypeError, ValueError, RecursionError, OverflowError):
+        return None  # admission says what is wrong with it
+    return key if len(key) <= LONGEST_KNOWN else None

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -17,7 +18,6 @@ from vllm_weir.frontend.admit import Admitted
 from vllm_weir.frontend.mirror import Mirror
 from vllm_weir.frontend.strips import Extent, Strip
 from vllm_weir.spec.hooks import Site
-from vllm_weir.worker.select import column_of
 
 FOLD = 64
 """Messages whose marks are kept unread; reading many at once costs little more than reading one."""
@@ -60,7 +60,7 @@ class Pending:
         self.steered: list[np.ndarray] = [np.zeros(0, bool) for _ in admitted.effective]
         self.failure: str | None = None
         self._store = store
-        self._column = {w.site: column_of(w.site, w.before) for w in admitted.spec.wishes}
+        self._column = admitted.columns
 
     def await_steered(self, move: int, positions: np.ndarray, timeout: float) -> None:
         """Wait for word that `move` was applied at all of `positions`.
@@ -77,7 +77,7 @@ class Pending:
         if self.failure is not None:
             raise WeirError(f"this request failed in the worker: {self.failure}")
 
-    def take(self, sites: Sequence[Site], positions: np.ndarray, timeout: float) -> dict[Site, Taken]:
+    def take(self, sites: Sequence[Site], positions: np.ndarray, timeout: float) -> list[Taken]:
         """Rows of `sites` at `positions` (ascending), waiting for those still on their way.
 
         Raises:
@@ -91,39 +91,45 @@ class Pending:
             return self.failure is not None or all(where.there.all() for where in found)
 
         if not self._store.wait(complete, timeout):
-            for columns, where in zip(groups, found, strict=True):
+            for together, where in zip(groups, found, strict=True):
                 missing = positions[~where.there]
                 if len(missing):
-                    site = next(s for s in sites if self._column[s] in columns)
+                    site = together[0]
                     raise WeirError(
                         f"{len(missing)} of {len(positions)} rows of {site} did not arrive within {timeout:g} s "
                         f"(first missing position {missing[0]}); the worker's log says why"
                     )
         self.check()
-        return self._gather(sites, groups, found, positions)
+        return [self._collect(*both, positions) for both in zip(groups, found, strict=True)]
 
-    def arrived(self, sites: Sequence[Site], positions: np.ndarray) -> dict[Site, Taken]:
+    def arrived(self, sites: Sequence[Site], positions: np.ndarray) -> list[Taken]:
         """As `take`, of those rows that are here; for requests that were aborted."""
         self._store.fold()
         groups = self._groups_of(sites)
         found = [self._locate(strips, positions) for strips in self._strips_of(groups)]
-        return self._gather(sites, groups, found, positions)
+        return [self._collect(*both, positions) for both in zip(groups, found, strict=True)]
 
-    def _groups_of(self, sites: Sequence[Site]) -> list[set[int]]:
-        """The sites' columns, those that lie in the same strips together."""
-        groups: dict[tuple[int, ...], set[int]] = {}
+    def _groups_of(self, sites: Sequence[Site]) -> list[Sequence[Site]]:
+        """The sites, those that lie in the same strips together."""
+        if len(self.strips) == 1:
+            return [sites]
+        groups: dict[tuple[int, ...], list[Site]] = {}
         for site in sites:
             column = self._column[site]
             key = tuple(k for k, strip in enumerate(self.strips) if column in strip.columns)
-            groups.setdefault(key, set()).add(column)
+            groups.setdefault(key, []).append(site)
         return list(groups.values())
 
-    def _strips_of(self, groups: list[set[int]]) -> list[list[Strip]]:
-        return [[strip for strip in self.strips if not columns.isdisjoint(strip.columns)] for columns in groups]
+    def _strips_of(self, groups: list[Sequence[Site]]) -> list[list[Strip]]:
+        return [[strip for strip in self.strips if self._column[sites[0]] in strip.columns] for sites in groups]
 
     def _locate(self, strips: list[Strip], positions: np.ndarray) -> Where:
         """Where the rows at `positions` are; the last strip that has one counts."""
-        where = Where(strips, len(positions))
+        if len(strips) == 1 and not len(strips[0].dropped):
+            have = strips[0].positions
+            if len(have) >= len(positions) and np.array_equal(have[: len(positions)], positions):
+                return Where(strips, np.zeros(len(positions), np.int64), np.arange(len(positions)))
+        where = Where(strips, np.full(len(positions), -1), np.zeros(len(positions), np.int64))
         for k, strip in enumerate(strips):
             have = strip.positions
             rank = np.searchsorted(have, positions)
@@ -135,46 +141,40 @@ class Pending:
                 where.dropped |= np.isin(positions, strip.dropped)
         return where
 
-    def _gather(
-        self, sites: Sequence[Site], groups: list[set[int]], found: list[Where], positions: np.ndarray
-    ) -> dict[Site, Taken]:
-        by_column: dict[int, Taken] = {}
-        for columns, where in zip(groups, found, strict=True):
-            by_column.update(_collect(columns, where, positions))
-        return {site: by_column[self._column[site]] for site in sites}
-
-
-def _collect(columns: set[int], where: Where, positions: np.ndarray) -> dict[int, Taken]:
-    have = where.strip >= 0
-    kept, strips, ranks = positions, where.strip, where.rank
-    if not have.all():
-        kept, strips, ranks = positions[have], strips[have], ranks[have]
-    if not len(kept):
-        return {column: Taken(kept, None) for column in columns}
-    crowded = any(strip.mirror.pressure > CROWDED for strip in where.strips)
-    bounds = [0, *(np.flatnonzero(np.diff(strips)) + 1).tolist(), len(kept)]
-    if len(bounds) == 2:
-        strip = where.strips[int(strips[0])]
-        rows = strip.gather(ranks)
-        every = (rows.clone() if crowded else rows).unbind(1)
-        return {column: Taken(kept, every[strip.columns[column]]) for column in columns}
-    pieces = [(where.strips[int(strips[a])], ranks[a:b]) for a, b in itertools.pairwise(bounds)]
-    gathered = [(strip, strip.gather(some)) for strip, some in pieces]
-    return {
-        column: Taken(kept, torch.cat([rows[:, strip.columns[column]] for strip, rows in gathered]))
-        for column in columns
-    }
+    def _collect(self, sites: Sequence[Site], where: Where, positions: np.ndarray) -> Taken:
+        have = where.strip >= 0
+        strips, ranks = where.strip, where.rank
+        if not have.all():
+            positions, strips, ranks = positions[have], strips[have], ranks[have]
+        if not len(positions):
+            return Taken(sites, positions, {})
+        columns = [self._column[site] for site in sites]
+        crowded = any(strip.mirror.pressure > CROWDED for strip in where.strips)
+        bounds = [0, *(np.flatnonzero(np.diff(strips)) + 1).tolist(), len(positions)]
+        pieces = [(where.strips[int(strips[a])], ranks[a:b]) for a, b in itertools.pairwise(bounds)]
+        if len(pieces) == 1:
+            ((strip, ranks),) = pieces
+            rows = strip.gather(ranks)
+            every = (rows.clone() if crowded else rows).unbind(1)
+            return Taken(sites, positions, {s: every[strip.columns[c]] for s, c in zip(sites, columns, strict=True)})
+        gathered = [(strip, strip.gather(some)) for strip, some in pieces]
+        return Taken(
+            sites,
+            positions,
+            {
+                site: torch.cat([rows[:, strip.columns[column]] for strip, rows in gathered])
+                for site, column in zip(sites, columns, strict=True)
+            },
+        )
 
 
 class Where:
     """For each position: the number (in `strips`) of the strip that has its row (-1: none), the row's rank there, and
     whether the worker has dropped it."""
 
-    def __init__(self, strips: list[Strip], size: int) -> None:
-        self.strips = strips
-        self.strip = np.full(size, -1)
-        self.rank = np.zeros(size, np.int64)
-        self.dropped = np.zeros(size, bool)
+    def __init__(self, strips: list[Strip], strip: np.ndarray, rank: np.ndarray) -> None:
+        self.strips, self.strip, self.rank = strips, strip, rank
+        self.dropped = np.zeros(len(strip), bool)
 
     @property
     def there(self) -> np.ndarray:
@@ -182,11 +182,13 @@ class Where:
         return (self.strip >= 0) | self.dropped
 
 
+@dataclass(frozen=True)
 class Taken:
-    """Rows [n, d] at `positions` [n]; None for no rows."""
+    """Rows [n, d] of some sites at `positions` [n]; no tensors if there are no rows."""
 
-    def __init__(self, positions: np.ndarray, rows: torch.Tensor | None) -> None:
-        self.positions, self.rows = positions, rows
+    sites: Sequence[Site]
+    positions: np.ndarray
+    rows: dict[Site, torch.Tensor]
 
 
 class Store:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_weir.frontend.activations import Activations, Receipt, empty_like, tokens_at
+from vllm_weir.frontend.activations import Activations, Receipt, tokens_at
 from vllm_weir.frontend.store import Pending
 from vllm_weir.spec.hooks import Site
+from vllm_weir.spec.request import selected
 
 
 @dataclass
@@ -96,8 +97,8 @@ class View:
         admitted, prompt_len = self.pending.admitted, len(self.pending.prompt_token_ids)
         tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
         out = {}
-        for sites in admitted.spec.by_positions():
-            wanted = int((admitted.spec.expected(sites[0], prompt_len, tokens) >= self.start).sum())
+        for sites, selectors in admitted.spec.by_positions:
+            wanted = int((selected(selectors, prompt_len, tokens) >= self.start).sum())
             out.update({s: wanted - len(acts[s]) for s in sites if len(acts[s]) < wanted})
         return out
 
@@ -105,29 +106,28 @@ class View:
         admitted, prompt_len = self.pending.admitted, len(self.pending.prompt_token_ids)
         tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
         rows, positions, token_ids = {}, {}, {}
-        for sites in admitted.spec.by_positions():
-            wanted = admitted.spec.expected(sites[0], prompt_len, tokens)
-            wanted = wanted[wanted >= self.start]
+        for sites, selectors in admitted.spec.by_positions:
+            wanted = selected(selectors, prompt_len, tokens)
+            if self.start:
+                wanted = wanted[wanted >= self.start]
             if self.aborted:
-                taken = self.pending.arrived(sites, wanted)
+                parts = self.pending.arrived(sites, wanted)
             else:
-                taken = self.pending.take(sites, wanted, self.timeout)
-            at, ids = torch.from_numpy(wanted), torch.from_numpy(tokens[wanted].astype(np.int64))
-            for site in sites:
-                found, dtype = taken[site], admitted.dtypes[site]
-                rows[site] = empty_like(self.d_model, dtype) if found.rows is None else found.rows.to(DTYPES[dtype])
-                if len(found.positions) == len(wanted):
-                    positions[site], token_ids[site] = at, ids
-                else:
-                    positions[site] = torch.from_numpy(found.positions)
-                    token_ids[site] = torch.from_numpy(tokens[found.positions].astype(np.int64))
+                parts = self.pending.take(sites, wanted, self.timeout)
+            for taken in parts:
+                at = torch.from_numpy(taken.positions)
+                ids = torch.from_numpy(tokens[taken.positions])
+                found = taken.rows or {s: torch.empty(0, self.d_model) for s in taken.sites}
+                rows.update(found)
+                positions.update(dict.fromkeys(found, at))
+                token_ids.update(dict.fromkeys(found, ids))
+        for site, dtype in admitted.dtypes.items():
+            if rows[site].dtype != DTYPES[dtype]:
+                rows[site] = rows[site].to(DTYPES[dtype])
         order = admitted.spec.sites
-        return Activations(
-            {s: rows[s] for s in order},
-            {s: positions[s] for s in order},
-            {s: token_ids[s] for s in order},
-            admitted.lens_layers,
-        )
+        if tuple(rows) != order:
+            rows, positions, token_ids = ({s: by_site[s] for s in order} for by_site in (rows, positions, token_ids))
+        return Activations(rows, positions, token_ids, admitted.lens_layers)
 
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}

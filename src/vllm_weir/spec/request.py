@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.capture import Capture
-from vllm_weir.spec.hooks import Site
+from vllm_weir.spec.hooks import HOOKS, Site
 from vllm_weir.spec.interventions import Intervention, parse_intervention
 from vllm_weir.spec.positions import Positions
 
@@ -95,6 +96,17 @@ def _loads(text: str | bytes, path: str) -> Any:
         raise WeirError(f"not valid JSON ({type(e).__name__}: {str(e)[:80]})", path) from None
 
 
+def selected(selectors: Sequence[Positions], prompt_len: int, token_ids: np.ndarray) -> np.ndarray:
+    """Positions that any of `selectors` chooses among those of `token_ids` (the tokens at 0..n-1), ascending."""
+    every = np.arange(len(token_ids))
+    if any(s.kind == "all" for s in selectors):
+        return every
+    chosen = np.zeros(len(token_ids), bool)
+    for selector in selectors:
+        chosen |= selector.mask(every, prompt_len, token_ids)
+    return np.flatnonzero(chosen)
+
+
 @dataclass(frozen=True)
 class Wish:
     """One site at the positions one capture selects, resolved against a model."""
@@ -110,38 +122,39 @@ class ResolvedSpec:
 
     wishes: tuple[Wish, ...]
 
-    @property
+    @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
         """Distinct sites, ordered by block and then by place in the block."""
-        from vllm_weir.spec.hooks import HOOKS
-
         return tuple(sorted({w.site for w in self.wishes}, key=lambda s: (s.layer, HOOKS.index(s.hook))))
 
-    def by_positions(self) -> list[list[Site]]:
-        """The distinct sites, those with the same selectors together."""
-        selectors: dict[Site, set[Positions]] = {}
+    @functools.cached_property
+    def by_positions(self) -> tuple[tuple[tuple[Site, ...], tuple[Positions, ...]], ...]:
+        """The distinct sites, those with the same selectors together, and these selectors."""
+        selectors: dict[Site, dict[Positions, None]] = {}
         for w in self.wishes:
-            selectors.setdefault(w.site, set()).add(w.positions)
+            selectors.setdefault(w.site, {})[w.positions] = None
         groups: dict[frozenset[Positions], list[Site]] = {}
         for site, chosen in selectors.items():
             groups.setdefault(frozenset(chosen), []).append(site)
-        return list(groups.values())
+        return tuple((tuple(sites), tuple(chosen)) for chosen, sites in groups.items())
+
+    @functools.cached_property
+    def positions(self) -> tuple[Positions, ...]:
+        """The distinct selectors."""
+        return tuple(dict.fromkeys(w.positions for w in self.wishes))
+
+    @functools.cached_property
+    def width(self) -> int:
+        """Rows that a token can give."""
+        return len({(w.site, w.before) for w in self.wishes})
 
     def first(self, prompt_len: int, prompt_token_ids: Sequence[int] | None) -> int | None:
         """The first wanted position, or None: a prefix-cache hit must not pass it."""
-        starts = {w.positions: w.positions.first(prompt_len, prompt_token_ids) for w in self.wishes}
-        return min((s for s in starts.values() if s is not None), default=None)
+        starts = (s.first(prompt_len, prompt_token_ids) for s in self.positions)
+        return min((s for s in starts if s is not None), default=None)
 
-    def expected(self, site: Site, prompt_len: int, token_ids: np.ndarray) -> np.ndarray:
-        """Positions of `site` among those of `token_ids` (int [n], the tokens at 0..n-1): ascending int64 array."""
-        every = np.arange(len(token_ids))
-        chosen = np.zeros(len(token_ids), bool)
-        for wish in self.wishes:
-            if wish.site == site:
-                chosen |= wish.positions.mask(every, prompt_len, token_ids)
-        return np.flatnonzero(chosen)
-
-    def to_wire(self) -> list[list[Any]]:
+    @functools.cached_property
+    def wire(self) -> list[list[Any]]:
         """For the workers: [hook, layers, positions, before] per distinct selector."""
         groups: dict[tuple[str, Positions, bool], list[int]] = {}
         for w in self.wishes:
@@ -150,7 +163,7 @@ class ResolvedSpec:
 
     @classmethod
     def from_wire(cls, data: list[list[Any]]) -> ResolvedSpec:
-        """The inverse of `to_wire`."""
+        """The inverse of `wire`."""
         return cls(
             tuple(
                 Wish(Site(hook, layer), Positions.parse(positions), before)

@@ -26,7 +26,7 @@ class CpuOutlet:
 
     def ship(self, plan: StepPlan, start: int) -> Callable[[], None]:
         """Move what the step has written from ring row `start` on; returns what to call to wait for its arrival."""
-        for slot, row, rows in plan.segments().tolist():
+        for slot, row, rows in plan.segments.tolist():
             self._rows[row : row + rows] = self._ring[start + slot : start + slot + rows]
         return at_once
 
@@ -45,9 +45,7 @@ class CudaOutlet:
         written, copied = torch.cuda.Event(), torch.cuda.Event()
         written.record()
         self.stream.wait_event(written)
-        segments = plan.segments()
-        segments[:, 0] += start
-        self.send(segments)
+        self.send(plan.segments + (start, 0, 0))  # noqa: RUF005 - an array, not a tuple
         copied.record(self.stream)
         self._ring.leaves(start, plan.rows, copied)
         return copied.synchronize

@@ -24,7 +24,7 @@ from vllm_weir.spec.request import ResolvedSpec
 from vllm_weir.worker.arena import Arena
 from vllm_weir.worker.seats import Seats
 from vllm_weir.worker.select import NEVER, Selectors, column_of
-from vllm_weir.worker.step import Draft, Lookup, StepPlan
+from vllm_weir.worker.step import Draft, Lookup, Repeat, StepPlan
 from vllm_weir.worker.strands import Strand, Strands
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 ESTIMATE = 4096
 """Generated tokens that are looked ahead to guess how many rows a request will have."""
+
+MOST_SPECS = 64
+"""Specs of which is remembered what they want here."""
 
 
 @dataclass
@@ -102,6 +105,8 @@ class Planner:
         self._users: dict[int, int] = {}
         self._free = list(range(max_profiles - 1, -1, -1))
         self._group_numbers = itertools.count()
+        self._repeat: Repeat | None = None
+        self._specs: dict[int, tuple[ResolvedSpec, dict[Positions, tuple[int, ...]]]] = {}
 
     def read(
         self,
@@ -113,16 +118,27 @@ class Planner:
         most: int = ESTIMATE,
     ) -> None:
         """Start capturing for a request that can generate `most` tokens."""
-        by_positions: dict[Positions, set[int]] = {}
-        for wish in spec.wishes:
-            column = column_of(wish.site, wish.before)
-            if column in self.columns:
-                by_positions.setdefault(wish.positions, set()).add(column)
-        if by_positions:
-            columns = [tuple(sorted(c)) for c in by_positions.values()]
-            selectors = Selectors(list(by_positions), prompt_len, _array(prompt_ids))
-            self.reading[request_id] = Reading(request_id, reply, selectors, columns, min(most, ESTIMATE))
+        self._repeat = None
+        wanted = self._wanted(spec)
+        if wanted:
+            selectors = Selectors(list(wanted), prompt_len, _array(prompt_ids))
+            self.reading[request_id] = Reading(request_id, reply, selectors, list(wanted.values()), min(most, ESTIMATE))
             self.seats.take(request_id)
+
+    def _wanted(self, spec: ResolvedSpec) -> dict[Positions, tuple[int, ...]]:
+        """Per selector of a spec, the columns it wants that this worker fills; thousands of requests share a spec."""
+        known = self._specs.get(id(spec))
+        if known is None:
+            by_positions: dict[Positions, set[int]] = {}
+            for wish in spec.wishes:
+                column = column_of(wish.site, wish.before)
+                if column in self.columns:
+                    by_positions.setdefault(wish.positions, set()).add(column)
+            wanted = {positions: tuple(sorted(columns)) for positions, columns in by_positions.items()}
+            if len(self._specs) >= MOST_SPECS:
+                self._specs.clear()
+            known = self._specs[id(spec)] = (spec, wanted)  # held, so that its id stays its own
+        return known[1]
 
     def steer(
         self,
@@ -134,6 +150,7 @@ class Planner:
         fetch,
     ) -> None:
         """Start steering a request; raises WeirError if the tables cannot hold it. `fetch`: digests -> rows."""
+        self._repeat = None
         distinct = list(dict.fromkeys(m.positions for m in moves))
         selectors = Selectors(distinct, prompt_len, _array(prompt_ids))
         vectors = tuple(
@@ -147,6 +164,7 @@ class Planner:
 
     def remove(self, request_id: str) -> None:
         """Stop following a request; unknown ids are fine (most requests carry no keys)."""
+        self._repeat = None
         reading = self.reading.pop(request_id, None)
         for strand in reading.strands.values() if reading else ():
             self.strands.close(strand)
@@ -174,7 +192,11 @@ class Planner:
         """
         if not self.reading and not self.steering:
             return None
-        counts, computed = np.asarray(num_tokens, np.int64), np.asarray(num_computed, np.int64)
+        counts, computed = np.asarray(num_tokens, np.int64), np.array(num_computed, np.int64)
+        single = len(counts) == counts.sum()
+        if single and self._repeat is not None and (plan := self._repeat.next(request_ids, computed)) is not None:
+            return plan
+        self._repeat = None
         draft = Draft(int(counts.sum()))
         firsts = np.cumsum(counts) - counts
         seats = self.seats.of(request_ids)
@@ -182,7 +204,8 @@ class Planner:
         followed = steady.nonzero()[0]
         if len(followed):
             steady[followed] = self._plan_steady(draft, seats[followed], firsts[followed], computed[followed])
-        for k in ((seats != 0) & ~steady).nonzero()[0]:
+        others = ((seats != 0) & ~steady).nonzero()[0]
+        for k in others:
             request_id = request_ids[k]
             try:
                 self._plan_one(draft, request_id, int(firsts[k]), int(computed[k]), int(counts[k]))
@@ -191,7 +214,11 @@ class Planner:
                 draft.failures.append((live.reply, request_id, str(e)))
                 draft.forget(int(firsts[k]), int(counts[k]))
                 self.remove(request_id)
-        return draft.finish(self.seats.replies)
+        plan = draft.finish(self.seats.replies)
+        if single and plan is not None and not len(others):
+            x = self.seats.strand[seats[followed]]
+            self._repeat = Repeat(request_ids, computed, plan, self.strands, x[x >= 0])
+        return plan
 
     def _plan_steady(self, draft: Draft, seats, firsts, computed) -> np.ndarray:
         """Plan tokens of requests that go on as they did; returns for which of them that was possible."""
@@ -231,7 +258,7 @@ class Planner:
         codes = reading.selectors.codes(positions)
         seat = self.seats.number(reading.request_id)
         self.seats.speak_to(seat, reading.reply)
-        for code in np.unique(codes[codes > 0]):
+        for code in _distinct(codes):
             profile = self._profile(reading, int(code))
             at = np.flatnonzero(codes == code)
             strand = self._strand(reading, int(code), profile, int(positions[at[0]]))
@@ -253,9 +280,7 @@ class Planner:
             strand = None
         if strand is None:
             prompt_len = reading.selectors.prompt_len
-            codes = reading.selectors.codes(np.arange(position, prompt_len + reading.most - 1))
-            rows = int((codes == code).sum())
-            in_prompt = int((codes[: max(0, prompt_len - position)] == code).sum())
+            in_prompt, rows = reading.selectors.count(code, position, prompt_len + reading.most - 1)
             columns = self.columns_of[profile]
             strand = self.strands.open(reading.request_id, reading.reply, columns, in_prompt, max(rows, 1))
             reading.strands[profile] = strand
@@ -314,7 +339,7 @@ class Planner:
         codes = selectors.codes(positions)
         seat = self.seats.number(steering.request_id)
         self.seats.speak_to(seat, steering.reply)
-        for code in np.unique(codes[codes > 0]):
+        for code in _distinct(codes):
             at = np.flatnonzero(codes == code)
             active = [k for k, (_, _, bit) in enumerate(steering.moves) if int(code) >> bit & 1]
             group = self._group(steering, active)
@@ -372,6 +397,14 @@ class Planner:
         if held is None:
             held = steering.programs[identity] = self.table.take(active)
         return held[1]
+
+
+def _distinct(codes: np.ndarray) -> np.ndarray:
+    """The codes but 0, ascending."""
+    first = codes[0]
+    if first and (codes == first).all():
+        return codes[:1]
+    return np.unique(codes[codes > 0])
 
 
 def _array(ids: Sequence[int] | None) -> np.ndarray | None:

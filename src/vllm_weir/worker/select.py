@@ -44,6 +44,8 @@ class Selectors:
 
     def codes(self, positions: np.ndarray) -> np.ndarray:
         """int64 [n]. A selector by token takes every generated position: its token is only on the device."""
+        if len(self.distinct) == 1 and not self.by_token:
+            return self.distinct[0].mask(positions, self.prompt_len).astype(np.int64)
         tokens = None
         if self._prompt_ids is not None:
             tokens = np.full(len(positions), -1, np.int64)
@@ -57,6 +59,13 @@ class Selectors:
                 chosen = selector.mask(positions, self.prompt_len)
             codes |= chosen.astype(np.int64) << bit
         return codes
+
+    def count(self, code: int, start: int, end: int) -> tuple[int, int]:
+        """(of the prompt, altogether): positions from `start` to `end` (not included) that have `code`."""
+        if len(self.distinct) == 1 and self.distinct[0].kind == "all":
+            return max(0, self.prompt_len - start), end - start
+        codes = self.codes(np.arange(start, end))
+        return int((codes[: max(0, self.prompt_len - start)] == code).sum()), int((codes == code).sum())
 
     def steady(self) -> tuple[int, int]:
         """(position, code): the code of that position and of all later ones; position NEVER if it keeps changing."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -26,7 +27,7 @@ from vllm_weir.worker.hostmem import HostBuffer
 from vllm_weir.worker.link import Link
 from vllm_weir.worker.live import LiveRequests
 from vllm_weir.worker.outlet import CpuOutlet, CudaOutlet, at_once
-from vllm_weir.worker.plan import Planner
+from vllm_weir.worker.plan import MOST_SPECS, Planner
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.ring import Ring
 from vllm_weir.worker.select import STAGES
@@ -101,6 +102,7 @@ class Station:
         self._writer = PlanWriter(self.tensors.plan)
         self._step: tuple[int, StepPlan] | None = None
         self._failures: dict[str, dict[str, str]] = {}
+        self._specs: dict[bytes, ResolvedSpec] = {}
         self.switch.numbers = self._place(trunk)
         self._streamer: Streamer | None = None
         if isinstance(self._outlet, CudaOutlet) and ships:
@@ -139,12 +141,20 @@ class Station:
         reply = wire["reply"]
         if wire["wishes"] and self.planner.columns:
             self.link.maps(reply)
-            spec = ResolvedSpec.from_wire(wire["wishes"])
+            spec = self._spec(wire["wishes"])
             self.planner.read(request_id, reply, spec, prompt_len, prompt_ids, wire["most"])
         if wire["moves"]:
             moves = [Move.from_wire(m) for m in wire["moves"]]
             fetch = functools.partial(self._fetcher.fetch, reply)
             self.planner.steer(request_id, reply, moves, prompt_len, prompt_ids, fetch)
+
+    def _spec(self, wishes: list) -> ResolvedSpec:
+        key = msgspec.msgpack.encode(wishes)
+        if key not in self._specs:
+            if len(self._specs) >= MOST_SPECS:
+                self._specs.clear()
+            self._specs[key] = ResolvedSpec.from_wire(wishes)
+        return self._specs[key]
 
     def _grant(self, reply: str, start: int, rows: int) -> None:
         self.host.prepare(start, rows)

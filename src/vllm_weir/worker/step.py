@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -50,6 +51,7 @@ class StepPlan:
     lookups: list[Lookup]
     failures: list[tuple[str, str, str]]
 
+    @functools.cached_property
     def segments(self) -> np.ndarray:
         """int64 [m, 3]: the fewest pieces (slot, arena row, rows) that hold all the step's rows."""
         slots, rows, widths = self.jobs[self.jobs[:, 2] > 0].T
@@ -59,6 +61,44 @@ class StepPlan:
         first = np.concatenate([[0], breaks])
         ends = np.concatenate([slots[breaks], [self.rows]])
         return np.stack([slots[first], rows[first], ends - slots[first]], 1)
+
+
+class Repeat:
+    """A step in which everybody went on as before, one token each: the next such step differs by ones.
+
+    Args:
+        ids, computed: the batch, and position of each one's token.
+        plan: the step's plan.
+        strands, x: the strands that its rows went to, by index.
+    """
+
+    def __init__(self, ids: Sequence[str], computed: np.ndarray, plan: StepPlan, strands: Strands, x: np.ndarray):
+        self._ids, self._computed, self._plan, self._strands, self._x = list(ids), computed, plan, strands, x
+        self._left = int((strands.limit[x] - strands.rank[x]).min()) if len(x) else 1 << 62
+        self._even = len(x) > 0 and bool((plan.jobs[:, 2] == plan.jobs[0, 2]).all())
+
+    def next(self, ids: Sequence[str], computed: np.ndarray) -> StepPlan | None:
+        """The plan for the batch if it repeats the last one, one position on, else None."""
+        if self._left <= 0 or self._ids != ids or not np.array_equal(computed, self._computed + 1):
+            return None
+        last, x = self._plan, self._x
+        jobs = last.jobs + last.jobs[:, 2:] * (0, 1, 0)
+        marks = {reply: marks + _NEXT_MARK for reply, marks in last.marks.items()}
+        steered = {reply: marks + _NEXT_STEERED for reply, marks in last.steered.items()}
+        self._strands.rank[x] += 1
+        self._strands.last[x] += 1
+        plan = replace(last, jobs=jobs, marks=marks, steered=steered)
+        if self._even and "segments" in last.__dict__:
+            segments = last.segments.copy()
+            segments[:, 1] += jobs[0, 2]
+            plan.__dict__["segments"] = segments
+        self._left -= 1
+        self._computed, self._plan = computed, plan
+        return plan
+
+
+_NEXT_MARK = np.array((0, 1, 1, 0, 0), np.int32)
+_NEXT_STEERED = np.array((0, 1, 0, 0), np.int32)
 
 
 @dataclass
@@ -152,6 +192,8 @@ class Draft:
 
 def _runs(values: np.ndarray) -> list[tuple[int, int, int]]:
     """(start, end, 1) of the longest runs of consecutive values."""
+    if int(values[-1]) - int(values[0]) == len(values) - 1:
+        return [(0, len(values), 1)]
     breaks = np.flatnonzero(np.diff(values) != 1) + 1
     bounds = [0, *breaks.tolist(), len(values)]
     return [(a, b, 1) for a, b in itertools.pairwise(bounds)]
@@ -159,8 +201,10 @@ def _runs(values: np.ndarray) -> list[tuple[int, int, int]]:
 
 def _even_runs(values: np.ndarray) -> list[tuple[int, int, int]]:
     """(start, end, stride): as `_runs`, or one run if all the steps are equal."""
+    if int(values[-1]) - int(values[0]) == len(values) - 1:
+        return [(0, len(values), 1)]
     steps = np.diff(values)
-    if len(steps) and (steps == steps[0]).all():
+    if (steps == steps[0]).all():
         return [(0, len(values), int(steps[0]))]
     return _runs(values)
 
