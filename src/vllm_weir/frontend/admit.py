@@ -58,6 +58,7 @@ class Admitted:
     Attributes:
         spec: its captures, resolved.
         dtypes: dtype of the rows it gets back, by site.
+        dtype: the model's.
         lens_layers: blocks asked for by vllm-lens's key.
         moves: its interventions, resolved; None stands for one that changes nothing (a zero vector, a scale of 0).
         rows: the vectors they use, by digest.
@@ -65,6 +66,7 @@ class Admitted:
 
     spec: ResolvedSpec
     dtypes: dict[Site, str]
+    dtype: str
     lens_layers: tuple[int, ...] = ()
     moves: tuple[Move | None, ...] = ()
     rows: dict[str, np.ndarray] = field(default_factory=dict)
@@ -73,6 +75,19 @@ class Admitted:
     def columns(self) -> dict[Site, int]:
         """Where workers record each site."""
         return {w.site: column_of(w.site, w.before) for w in self.spec.wishes}
+
+    @functools.cached_property
+    def _grouped(self) -> dict[int, tuple[int, ...]]:
+        return {id(sites): tuple(map(self.columns.__getitem__, sites)) for sites, _ in self.spec.by_positions}
+
+    def columns_of(self, sites: Sequence[Site]) -> tuple[int, ...]:
+        """The sites' columns; quick for the groups of ``spec.by_positions``."""
+        return self._grouped.get(id(sites)) or tuple(map(self.columns.__getitem__, sites))
+
+    @functools.cached_property
+    def recast(self) -> dict[Site, str]:
+        """Sites whose rows are wanted in another dtype than the model's."""
+        return {site: dtype for site, dtype in self.dtypes.items() if dtype != self.dtype}
 
     @functools.cached_property
     def effective(self) -> list[Move]:
@@ -136,7 +151,7 @@ def admit(
                 raise WeirError(f"{site} is asked for in both {dtypes[site]} and {dtype}", f"{capture.path}.dtype")
             wishes.append(Wish(site, capture.positions, capture.before))
     moves, rows = _lower(interventions, facts, lookup, has_token_ids)
-    return Admitted(ResolvedSpec(tuple(wishes)), dtypes, lens_layers, moves, rows)
+    return Admitted(ResolvedSpec(tuple(wishes)), dtypes, facts.dtype, lens_layers, moves, rows)
 
 
 def _lower(interventions, facts: EngineFacts, lookup, has_token_ids: bool):

@@ -88,7 +88,7 @@ class Pending:
 
         def complete() -> bool:
             found[:] = [self._locate(strips, positions) for strips in self._strips_of(groups)]
-            return self.failure is not None or all(where.there.all() for where in found)
+            return self.failure is not None or all(where.all_in_first or where.there.all() for where in found)
 
         if not self._store.wait(complete, timeout):
             for together, where in zip(groups, found, strict=True):
@@ -126,9 +126,9 @@ class Pending:
     def _locate(self, strips: list[Strip], positions: np.ndarray) -> Where:
         """Where the rows at `positions` are; the last strip that has one counts."""
         if len(strips) == 1 and not len(strips[0].dropped):
-            have = strips[0].positions
-            if len(have) >= len(positions) and np.array_equal(have[: len(positions)], positions):
-                return Where(strips, np.zeros(len(positions), np.int64), np.arange(len(positions)))
+            have = strips[0].positions[: len(positions)]
+            if len(have) == len(positions) and (have == positions).all():
+                return Where(strips, np.zeros(len(positions), np.int64), np.arange(len(positions)), True)
         where = Where(strips, np.full(len(positions), -1), np.zeros(len(positions), np.int64))
         for k, strip in enumerate(strips):
             have = strip.positions
@@ -142,21 +142,25 @@ class Pending:
         return where
 
     def _collect(self, sites: Sequence[Site], where: Where, positions: np.ndarray) -> Taken:
-        have = where.strip >= 0
         strips, ranks = where.strip, where.rank
-        if not have.all():
-            positions, strips, ranks = positions[have], strips[have], ranks[have]
+        bounds = [0, len(positions)]
+        if not where.all_in_first:
+            have = strips >= 0
+            if not have.all():
+                positions, strips, ranks = positions[have], strips[have], ranks[have]
+            bounds = [0, *(np.flatnonzero(np.diff(strips)) + 1).tolist(), len(positions)]
         if not len(positions):
             return Taken(sites, positions, {})
-        columns = [self._column[site] for site in sites]
-        crowded = any(strip.mirror.pressure > CROWDED for strip in where.strips)
-        bounds = [0, *(np.flatnonzero(np.diff(strips)) + 1).tolist(), len(positions)]
+        columns = self.admitted.columns_of(sites)
         pieces = [(where.strips[int(strips[a])], ranks[a:b]) for a, b in itertools.pairwise(bounds)]
         if len(pieces) == 1:
-            ((strip, ranks),) = pieces
-            rows = strip.gather(ranks)
-            every = (rows.clone() if crowded else rows).unbind(1)
-            return Taken(sites, positions, {s: every[strip.columns[c]] for s, c in zip(sites, columns, strict=True)})
+            strip = pieces[0][0]
+            rows = strip.gather(pieces[0][1])
+            crowded = any(strip.mirror.pressure > CROWDED for strip in where.strips)
+            every: Sequence[torch.Tensor] = (rows.clone() if crowded else rows).unbind(1)
+            if columns != strip.order:
+                every = [every[strip.columns[column]] for column in columns]
+            return Taken(sites, positions, dict(zip(sites, every, strict=True)))
         gathered = [(strip, strip.gather(some)) for strip, some in pieces]
         return Taken(
             sites,
@@ -172,8 +176,8 @@ class Where:
     """For each position: the number (in `strips`) of the strip that has its row (-1: none), the row's rank there, and
     whether the worker has dropped it."""
 
-    def __init__(self, strips: list[Strip], strip: np.ndarray, rank: np.ndarray) -> None:
-        self.strips, self.strip, self.rank = strips, strip, rank
+    def __init__(self, strips: list[Strip], strip: np.ndarray, rank: np.ndarray, all_in_first: bool = False) -> None:
+        self.strips, self.strip, self.rank, self.all_in_first = strips, strip, rank, all_in_first
         self.dropped = np.zeros(len(strip), bool)
 
     @property

@@ -29,6 +29,7 @@ class Strip:
     """Rows by rank, and which position each rank is."""
 
     def __init__(self, columns: list[int], mirror: Mirror) -> None:
+        self.order = tuple(columns)
         self.columns = {column: k for k, column in enumerate(columns)}
         self.mirror = mirror
         self.extents: list[Extent] = []

@@ -117,13 +117,14 @@ class View:
             for taken in parts:
                 at = torch.from_numpy(taken.positions)
                 ids = torch.from_numpy(tokens[taken.positions])
-                found = taken.rows or {s: torch.empty(0, self.d_model) for s in taken.sites}
+                found = taken.rows or {
+                    s: torch.empty(0, self.d_model, dtype=DTYPES[admitted.dtype]) for s in taken.sites
+                }
                 rows.update(found)
                 positions.update(dict.fromkeys(found, at))
                 token_ids.update(dict.fromkeys(found, ids))
-        for site, dtype in admitted.dtypes.items():
-            if rows[site].dtype != DTYPES[dtype]:
-                rows[site] = rows[site].to(DTYPES[dtype])
+        for site, dtype in admitted.recast.items():
+            rows[site] = rows[site].to(DTYPES[dtype])
         order = admitted.spec.sites
         if tuple(rows) != order:
             rows, positions, token_ids = ({s: by_site[s] for s in order} for by_site in (rows, positions, token_ids))
