@@ -10,10 +10,11 @@ MODEL ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test unit lint clean
+.PHONY: help venv demo bench test unit lint clean
 
 help:
 	@echo "make demo [MODEL=<directory or hub id>]   run the demo (under 5 minutes with the set-up)"
+	@echo "make bench [ARGS=--smoke]                 stock vLLM, Weir and others, timed and checked (docs/bench.md)"
 	@echo "make test                                 every test that needs no GPU"
 	@echo "make unit | lint | venv | clean           fast tests | ruff and mypy | the environment | remove what was built"
 
@@ -24,6 +25,9 @@ $(STAMP): pyproject.toml scripts/setup_env.py
 
 demo: $(STAMP)
 	@$(BIN)/python -m vllm_weir.demo $(MODEL) $(ARGS)
+
+bench: $(STAMP)
+	@$(BIN)/weir bench $(ARGS)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(ARGS)

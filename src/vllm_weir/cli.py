@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
+from vllm_weir.bench.command import app as bench
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Read and steer models served by vLLM.")
+app.add_typer(bench, name="bench")
 
 
 @app.callback()
@@ -40,3 +43,7 @@ def version() -> None:
     from vllm_weir import __version__
 
     typer.echo(__version__)
+
+
+if __name__ == "__main__":
+    app()

@@ -9,10 +9,17 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from vllm_weir.seams import graph_sets
 from vllm_weir.seams.graph_sets import MOST_SETS, GraphSets
 from vllm_weir.settings import Settings
 from vllm_weir.worker.live import LiveRequests
 from vllm_weir.worker.tap import ALL, Switch, TapTensors
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Live graphs are captured when they are first asked for."""
+    monkeypatch.setattr(graph_sets, "WORTH_IT", {"FULL": 1, "PIECEWISE": 1})
 
 
 class Mode(enum.Enum):
@@ -124,6 +131,14 @@ def test_outside_a_live_step_all_is_as_vllm_left_it():
         assert manager.graphs is own and not any(own.values())
         assert all(p.concrete_cudagraph_entries is e for p, e in zip(manager.pieces, entries, strict=True))
         assert manager._capture_descs is descs
+
+
+def test_what_may_never_come_again_is_not_captured(monkeypatch):
+    monkeypatch.setattr(graph_sets, "WORTH_IT", {"FULL": 2, "PIECEWISE": 3})
+    sets, manager, station = build()
+    del manager.captured[:]
+    used = [step(sets, manager, station, True, n)[1] for n in (1, 8, 1, 8, 8, 8)]
+    assert used == [None, None, True, None, True, True] and manager.captured == [(1, True), (8, True)]
 
 
 def test_a_batch_too_large_for_a_graph_runs_without_one():

@@ -215,10 +215,13 @@ def _needs(admitted: Admitted, prompt_ids, prompt_len: int, max_tokens: int, siz
     selectors = Selectors(list(dict.fromkeys(m.positions for m in moves)), prompt_len, ids)
     if len(selectors.by_token) > MAX_TOKEN_SELECTORS:
         raise WeirError(f"at most {MAX_TOKEN_SELECTORS} different token_ids selectors can steer", "interventions")
-    positions = np.arange(prompt_len + max_tokens)
-    codes, counts = np.unique(selectors.codes(positions), return_counts=True)
+    if len(selectors.distinct) == 1 and not selectors.by_token and not any(m.per_position for m in moves):
+        codes, counts = [1], [1]
+    else:
+        every = np.unique(selectors.codes(np.arange(prompt_len + max_tokens)), return_counts=True)
+        codes, counts = (array.tolist() for array in every)
     programs = nodes = 0
-    for code, count in zip(codes.tolist(), counts.tolist(), strict=True):
+    for code, count in zip(codes, counts, strict=True):
         active = [m for m in moves if code >> selectors.distinct.index(m.positions) & 1]
         if not active:
             continue

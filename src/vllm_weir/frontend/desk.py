@@ -19,9 +19,8 @@ from vllm_weir.settings import Settings
 from vllm_weir.spec.interventions import Intervention
 from vllm_weir.spec.request import WIRE_KEY
 
-MOST_KNOWN = 64
-"""Different sets of captures whose admission is remembered."""
-LONGEST_KNOWN = 1 << 16
+MOST_KNOWN, LONGEST_KNOWN = 32 << 20, 1 << 20
+"""Bytes of all the wishes whose admission is remembered, and of one."""
 
 
 class Tracker:
@@ -72,6 +71,7 @@ class Desk:
         self._host = host
         self._inbox: Inbox | None = None
         self._known: OrderedDict[bytes, Admitted] = OrderedDict()
+        self._known_bytes = 0
 
     def learn(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Take in the workers' reports; a failed one becomes the refusal of every request with keys."""
@@ -111,16 +111,17 @@ class Desk:
         return Tracker(pending, first, facts.d_model, self.settings.timeout), wire
 
     def _admitted(self, extra_args: Mapping[str, Any], has_token_ids: bool) -> Admitted:
-        """As `admit`. What only reads is remembered: thousands of requests ask for the same."""
-        key = None if self.always else _same_captures(extra_args, has_token_ids)
+        """As `admit`; remembered, since thousands of requests ask for the same."""
+        key = None if self.always else _same_wish(extra_args, has_token_ids)
         if key is not None and key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
         admitted = admit(extra_args, self.require_facts(), has_token_ids, self.shelf.find, self.always)
         if key is not None:
             self._known[key] = admitted
-            if len(self._known) > MOST_KNOWN:
-                self._known.popitem(last=False)
+            self._known_bytes += len(key)
+            while self._known_bytes > MOST_KNOWN:
+                self._known_bytes -= len(self._known.popitem(last=False)[0])
         return admitted
 
     def set_always(self, interventions: Sequence[Intervention]) -> None:
@@ -137,13 +138,14 @@ class Desk:
             self._inbox.close()
 
 
-def _same_captures(extra_args: Mapping[str, Any], has_token_ids: bool) -> bytes | None:
-    """Equal for requests that only read, and read the same; None for others."""
+def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool) -> bytes | None:
+    """Equal for requests that ask for the same; None for those whose meaning hangs on more than what they say."""
     wish = extra_args.get(WIRE_KEY)
-    if not isinstance(wish, dict) or wish.get("interventions") or any(k in extra_args for k in KEYS if k != WIRE_KEY):
+    if not isinstance(wish, dict) or any(k in extra_args for k in KEYS if k != WIRE_KEY):
         return None
     try:
         key = msgspec.json.encode([wish, has_token_ids])
     except (TypeError, ValueError, RecursionError, OverflowError):
         return None  # admission says what is wrong with it
-    return key if len(key) <= LONGEST_KNOWN else None
+    # What a name refers to can change.
+    return key if len(key) <= LONGEST_KNOWN and b'"ref"' not in key else None

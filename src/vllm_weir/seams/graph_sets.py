@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,11 @@ logger = logging.getLogger(__name__)
 
 MOST_SETS = 8
 """Live sets for particular taps; batches that need others use the smallest that has theirs, or the one with all."""
+
+
+WORTH_IT = {"FULL": 2, "PIECEWISE": 4}
+"""The time a graph is asked for at which it is captured; steps before that run without. Decoding comes back to the same
+size again and again, a mixed batch's size may never come again."""
 
 
 class GraphSets:
@@ -46,6 +52,7 @@ class GraphSets:
         self._swaps: dict[str, list[_Swap]] = {}
         self._swapped: list[_Swap] = []
         self._masks: list[int] = []
+        self._asked: Counter[tuple[int, Any]] = Counter()
         self._ready: set[tuple[int, Any]] = set()
         self._failed: set[tuple[int, Any]] = set()
         self._late: list[tuple[Any, float, int]] = []
@@ -88,8 +95,11 @@ class GraphSets:
         return min((m for m in self._masks if m & needed == needed), key=int.bit_count, default=ALL)
 
     def _add(self, mask: int, desc: Any) -> bool:
-        """Capture one live graph now; False if there is none to be had."""
+        """Capture one live graph now; False if there is none to be had, or it is not worth it yet."""
         if not self.lazy or (mask, desc) in self._failed:
+            return False
+        self._asked[mask, desc] += 1
+        if self._asked[mask, desc] < WORTH_IT[desc.cg_mode.name]:
             return False
         swaps = self._swaps[desc.cg_mode.name]
         before = [dict(swap.sets.get(mask, {})) for swap in swaps]

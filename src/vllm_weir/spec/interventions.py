@@ -12,12 +12,14 @@ An instruction adds ``c(h) * u`` to a row h (float32), where every c of one inte
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
+import msgspec
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
@@ -387,7 +389,7 @@ class Move:
     per_position: bool
     instructions: tuple[Instruction, ...]
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """Content address of what this move does to a row at its sites."""
         text = json.dumps([self.hook, self.layers, self.instructions], separators=(",", ":"))
@@ -401,5 +403,11 @@ class Move:
     @classmethod
     def from_wire(cls, data: list[Any]) -> Move:
         """The inverse of `to_wire`."""
-        hook, layers, positions, per_position, ins = data
-        return cls(hook, tuple(layers), Positions.parse(positions), per_position, tuple(Instruction(*i) for i in ins))
+        return _move(msgspec.msgpack.encode(data))
+
+
+@functools.lru_cache(maxsize=4096)
+def _move(encoded: bytes) -> Move:
+    """Requests often carry the same moves, and one request's come to several places."""
+    hook, layers, positions, per_position, ins = msgspec.msgpack.decode(encoded)
+    return Move(hook, tuple(layers), Positions.parse(positions), per_position, tuple(Instruction(*i) for i in ins))

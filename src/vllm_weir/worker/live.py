@@ -26,8 +26,7 @@ class LiveRequests:
         mask, in_prompt = 0, True
         for hook, layers, positions, *_ in [*wire["wishes"], *wire["moves"]]:
             in_prompt = in_prompt and _in_prompt(Positions.parse(positions), prompt_len)
-            for layer in layers:
-                mask |= 1 << tap_of(Site(hook, layer))
+            mask |= _mask(hook, tuple(layers))
         if mask and in_prompt:
             self._in_prompt[request_id] = (prompt_len, mask)
         elif mask:
@@ -52,6 +51,11 @@ class LiveRequests:
                 if limited is not None and start < limited[0]:
                     mask |= limited[1]
         return mask
+
+
+@functools.lru_cache(maxsize=1024)
+def _mask(hook: str, layers: tuple[int, ...]) -> int:
+    return functools.reduce(operator.or_, (1 << tap_of(Site(hook, layer)) for layer in layers), 0)
 
 
 def _in_prompt(selector: Positions, prompt_len: int) -> bool:

@@ -163,33 +163,44 @@ class ProgramTable:
         return out
 
     def _write(self, key: object, number: int, active: Sequence[tuple[Move, str, int]]) -> None:
-        chains: dict[int, list[tuple]] = {}
+        chains = self._chains(active)
+        if sum(map(len, chains)) > len(self._free_nodes):
+            raise IndexError
+        used: list[int] = []
+        ints, floats = [], []
+        self.heads[number] = -1
+        for chain, taps in chains.items():
+            following = -1
+            for term, flags in reversed(chain):
+                at = self._free_nodes.pop()
+                u = self._vector_slots.of[term.u] if term.u else -1
+                w = self._vector_slots.of[term.w] if term.w else -1
+                used.append(at)
+                ints.append((term.kind, u, w, following, flags))
+                floats.append((term.a, term.b, term.lo, term.hi))
+                following = at
+            self.heads[number, taps] = following
+        if used:
+            self.ints[used], self.floats[used] = ints, floats
+        self._nodes_of[key] = used
+        self.changed["heads"].add(number)
+        self.changed["ints"].update(used)
+        self.changed["floats"].update(used)
+
+    def _chains(self, active: Sequence[tuple[Move, str, int]]) -> dict[tuple, list[int]]:
+        """What happens at a tap, as (instruction, flags) in order -> the taps at which it does."""
+        by_tap: dict[int, tuple] = {}
         for after_post in (0, AFTER_POST):
             for move, _, rank in active:
                 if (move.hook == "resid_pre") != bool(after_post):
                     continue
                 terms = move.instructions if rank < 0 else move.instructions[rank : rank + 1]
+                nodes = tuple((t, after_post | (LAST if t is terms[-1] else 0)) for t in terms)
                 for layer in move.layers:
-                    tap = tap_of(Site(move.hook, layer))
+                    tap = layer if after_post else layer + 1
                     if tap in self._local:
-                        nodes = chains.setdefault(tap, [])
-                        nodes += [(t, after_post | (LAST if t is terms[-1] else 0)) for t in terms]
-        if sum(map(len, chains.values())) > len(self._free_nodes):
-            raise IndexError
-        used: list[int] = []
-        self.heads[number] = -1
-        for tap, nodes in chains.items():
-            following = -1
-            for term, flags in reversed(nodes):
-                at = self._free_nodes.pop()
-                used.append(at)
-                u = self._vector_slots.of[term.u] if term.u else -1
-                w = self._vector_slots.of[term.w] if term.w else -1
-                self.ints[at] = (term.kind, u, w, following, flags)
-                self.floats[at] = (term.a, term.b, term.lo, term.hi)
-                following = at
-            self.heads[number, tap] = following
-        self._nodes_of[key] = used
-        self.changed["heads"].add(number)
-        self.changed["ints"].update(used)
-        self.changed["floats"].update(used)
+                        by_tap[tap] = by_tap.get(tap, ()) + nodes
+        chains: dict[tuple, list[int]] = {}
+        for tap, chain in by_tap.items():
+            chains.setdefault(chain, []).append(tap)
+        return chains

@@ -1,0 +1,78 @@
+"""Time over stock vLLM's as a chart, SVG and PNG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vllm_weir.bench.plan import CASES, SYSTEMS
+from vllm_weir.bench.report import TITLES, columns
+from vllm_weir.bench.result import CaseResult, Result
+
+COLOURS = {"stock": "#8a8a8a", "weir": "#2166ac", "vllm-lens": "#b35806", "native": "#5e3c99"}
+INK, FAINT = "#222222", "#8a8a8a"
+
+
+def draw_chart(result: Result, path: Path) -> list[Path]:
+    """One panel a size: a dot for each case and system at its ratio to stock, on a log scale; returns the files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    matplotlib.rcParams["svg.hashsalt"] = "weir"  # the same data give the same file
+    shown = [c for c in result.cases if c.system != "stock"]
+    sizes = [s for s in columns(result) if any(c.label == s for c in shown)]
+    cases = [c for c in CASES if c != "startup" and any(x.case == c for x in shown)]
+    largest = max([c.ratio_to_stock for c in shown if c.ratio_to_stock], default=1.1)
+    figure, axes = plt.subplots(
+        1, max(1, len(sizes)), figsize=(2.4 + 2.3 * max(1, len(sizes)), 1.5 + 0.62 * len(cases)), sharey=True,
+        squeeze=False, layout="constrained",
+    )  # fmt: skip
+    for axis, size in zip(axes[0], sizes, strict=False):
+        panel = [c for c in shown if c.label == size]
+        _panel(axis, size, cases if size != "start" else cases[:1], panel, largest)
+    axes[0][0].set_yticks(range(len(cases)), [TITLES[c].replace(", ", ",\n") for c in cases], fontsize=8)
+    axes[0][0].set_ylim(len(cases) - 0.4, -0.6)
+    names = [s for s in SYSTEMS if any(c.system == s for c in shown)]
+    marks = [plt.Line2D([], [], marker="o", linestyle="", color=COLOURS[n], label=n) for n in names]
+    figure.legend(handles=marks, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
+    title = f"Time over stock vLLM {result.vllm}'s in the same run: {result.model}, {result.device}"
+    figure.suptitle(title, fontsize=9.5, color=INK)
+    files = [path.with_suffix(".svg"), path.with_suffix(".png")]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        figure.savefig(file, dpi=160, metadata={"Date": None} if file.suffix == ".svg" else None)
+    plt.close(figure)
+    return files
+
+
+def _panel(axis: Any, size: str, cases: list[str], values: list[CaseResult], largest: float) -> None:
+    right = max(1.3, largest) * 1.6
+    axis.axvline(1.0, color=FAINT, linewidth=0.9)
+    axis.set_xscale("log")
+    axis.set_xlim(0.85, right)
+    ticks = [t for t in (1, 1.1, 1.5, 2, 3, 5, 10, 20, 50, 100) if t < right]
+    ticks = ticks if right < 4 else [t for t in ticks if t not in (1.1, 1.5)]
+    axis.set_xticks(ticks, [f"{t:g}x" for t in ticks], fontsize=7.5)
+    axis.minorticks_off()
+    axis.set_title(size, fontsize=9, color=INK)
+    for c in values:
+        case = "idle" if c.case == "startup" else c.case
+        if case not in cases:
+            continue
+        place = cases.index(case) + 0.2 * (SYSTEMS.index(c.system) - 2)
+        colour = COLOURS[c.system]
+        if c.ratio_to_stock is None:
+            axis.text(0.98, place, "did not finish" if c.note else "none", fontsize=7, color=colour, va="center",
+                      ha="right", transform=axis.get_yaxis_transform())  # fmt: skip
+            continue
+        filled = c.checked is not False
+        axis.plot(c.ratio_to_stock, place, "o" if filled else "x", color=colour, markersize=6)
+        text = f"{c.ratio_to_stock:.3f}" if c.ratio_to_stock < 1.995 else f"{c.ratio_to_stock:.1f}"
+        axis.annotate(
+            text, (c.ratio_to_stock, place), (5, 0), textcoords="offset points", fontsize=7, color=colour, va="center"
+        )
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    axis.tick_params(colors=INK, length=2)

@@ -1,0 +1,196 @@
+"""The result file: medians with their spread, what was checked, and what could not be measured and why."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, model_serializer
+
+from vllm_weir.bench.plan import Task
+
+WRONG = "WRONG ROWS"
+
+
+class CaseResult(BaseModel):
+    """One case of one system at one size.
+
+    Attributes:
+        batch / prefill: the size; neither for `startup`.
+        median_ms: milliseconds (a decode step, or a start); `ktok_s`: thousand prompt tokens a second. None: no figure,
+            `note` says why.
+        min, max: of the repeats, in the same unit.
+        ratio_to_stock: time over stock's in the same run; above 1 is slower than stock, for `ktok_s` too.
+        checked: whether what was delivered agreed with the reference; None if there is nothing to compare.
+    """
+
+    case: str
+    system: str
+    batch: int | None = None
+    prefill: str | None = None
+    median_ms: float | None = None
+    ktok_s: float | None = None
+    min: float | None = None
+    max: float | None = None
+    repeats: int = 0
+    ratio_to_stock: float | None = None
+    samples: list[float] = []
+    checked: bool | None = None
+    note: str | None = None
+    run: int = 0
+
+    @property
+    def median(self) -> float | None:
+        """The figure, whatever its unit."""
+        return self.ktok_s if self.prefill is not None else self.median_ms
+
+    @property
+    def label(self) -> str:
+        """``batch 32``, ``prefill 64x1024``, or ``start``."""
+        if self.prefill is not None:
+            return f"prefill {self.prefill}"
+        return "start" if self.batch is None else f"batch {self.batch}"
+
+    @model_serializer
+    def _write(self) -> dict[str, Any]:
+        size = {"prefill": self.prefill} if self.prefill is not None else {"batch": self.batch}
+        if self.batch is None and self.prefill is None:
+            size = {}
+        unit = "ktok_s" if self.prefill is not None else "median_ms"
+        out: dict[str, Any] = {"case": self.case, "system": self.system, **size, unit: self.median}
+        out |= {"min": self.min, "max": self.max, "repeats": self.repeats, "ratio_to_stock": self.ratio_to_stock}
+        out |= {"samples": self.samples, "checked": self.checked, "run": self.run}
+        return out | ({"note": self.note} if self.note else {})
+
+
+class Check(BaseModel):
+    """One comparison of delivered rows with a reference.
+
+    Attributes:
+        what: what was compared with what.
+        value, bound: the measured error, and the largest that passes.
+        rows: rows compared.
+        detail: further measures.
+    """
+
+    system: str
+    case: str
+    size: str
+    what: str
+    value: float
+    bound: float
+    rows: int
+    passed: bool
+    detail: dict[str, float] = {}
+    run: int = 0
+
+
+class Result(BaseModel):
+    """A result file; one of `merge` holds several runs, each with its own stock baseline."""
+
+    device: str
+    vllm: str
+    torch: str
+    model: str
+    cases: list[CaseResult] = []
+    checks: list[Check] = []
+    systems: dict[str, dict[str, Any]] = {}
+    runs: list[dict[str, Any]] = []
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+        return all(c.passed for c in self.checks)
+
+    def save(self, path: Path) -> None:
+        """Write JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Result:
+        """Read what `save` wrote."""
+        return cls.model_validate_json(path.read_text())
+
+
+def summarise(task: Task, samples: Sequence[float], note: str | None = None) -> CaseResult:
+    """A case from its repeats' figures (ms or ktok/s)."""
+    size: dict[str, Any] = {"batch": task.size.count}
+    if task.size.kind == "prefill":
+        size = {"prefill": f"{task.size.count}x{task.size.prompt}"}
+    return _with_samples(CaseResult(case=task.case, system=task.system, note=note, **size), samples)
+
+
+def startup(system: str, seconds: Sequence[float], note: str | None = None) -> CaseResult:
+    """The start of an engine, in ms."""
+    return _with_samples(CaseResult(case="startup", system=system, note=note), [1e3 * s for s in seconds])
+
+
+def _with_samples(case: CaseResult, samples: Sequence[float]) -> CaseResult:
+    if samples:
+        unit = "ktok_s" if case.prefill is not None else "median_ms"
+        figures = {unit: statistics.median(samples), "min": min(samples), "max": max(samples)}
+        return case.model_copy(update=figures | {"repeats": len(samples), "samples": list(samples)})
+    return case
+
+
+def set_ratios(cases: Iterable[CaseResult]) -> None:
+    """Fill `ratio_to_stock` from the same run's stock: its start for `startup`, its `idle` at that size else."""
+    cases = list(cases)
+    stock = {(c.run, c.case, c.label): c.median for c in cases if c.system == "stock"}
+    for c in cases:
+        base = stock.get((c.run, "startup" if c.case == "startup" else "idle", c.label))
+        if c.median and base:
+            c.ratio_to_stock = base / c.median if c.prefill is not None else c.median / base
+        else:
+            c.ratio_to_stock = None
+
+
+def merge(results: Sequence[Result]) -> Result:
+    """Several runs as one file; a later run's figure of a system other than stock replaces an earlier one's.
+
+    Raises:
+        ValueError: if they are not of one device, model and version.
+    """
+    first = results[0]
+    out = Result(device=first.device, vllm=first.vllm, torch=first.torch, model=first.model)
+    kept: dict[tuple[Any, ...], CaseResult] = {}
+    offset = 0
+    for result in results:
+        for field in ("device", "vllm", "torch", "model"):
+            if getattr(result, field) != getattr(first, field):
+                raise ValueError(f"{field} differs: {getattr(first, field)} and {getattr(result, field)}")
+        for case in result.cases:
+            case = case.model_copy(update={"run": case.run + offset})
+            key = (case.system, case.case, case.label, case.run if case.system == "stock" else None)
+            if case.median is not None or key not in kept:
+                kept[key] = case
+        out.checks += [c.model_copy(update={"run": c.run + offset}) for c in result.checks]
+        out.systems |= {name: about for name, about in result.systems.items() if _better(out.systems.get(name), about)}
+        out.runs += result.runs
+        offset += max(1, len(result.runs))
+    out.cases = list(kept.values())
+    used = {(c.run, c.system, c.case, c.label) for c in out.cases}
+    out.checks = [c for c in out.checks if (c.run, c.system, c.case, c.size) in used]
+    return out
+
+
+def _better(old: dict[str, Any] | None, new: dict[str, Any]) -> bool:
+    return old is None or old.get("status") != "measured" or new.get("status") == "measured"
+
+
+def mark_checks(result: Result) -> None:
+    """Write each check's outcome to its cases; a case that failed keeps its figure and says so."""
+    for case in result.cases:
+        mine = [
+            c
+            for c in result.checks
+            if (c.run, c.system, c.case, c.size) == (case.run, case.system, case.case, case.label)
+        ]
+        if mine:
+            case.checked = all(c.passed for c in mine)
+            failed = [f"{c.what}: {c.value:.2e} > {c.bound:.1e}" for c in mine if not c.passed]
+            if failed and WRONG not in (case.note or ""):
+                case.note = "; ".join([*([case.note] if case.note else []), f"{WRONG}: {', '.join(failed)}"])

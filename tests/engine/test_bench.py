@@ -1,0 +1,53 @@
+"""`weir bench --smoke` as a user runs it: stock vLLM and Weir, checked rows, and a result of the promised form."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CLOSE_OTHERS = True
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_smoke(tmp_path: Path) -> None:
+    out = tmp_path / "smoke.json"
+    command = [sys.executable, "-m", "vllm_weir.cli", "bench", "--smoke", "--model", "demo", "--repeats", "1"]
+    command += [
+        "--systems",
+        "stock,weir,native",
+        "--warmups",
+        "0",
+        "--batches",
+        "2",
+        "--tokens",
+        "4",
+        "--prefill",
+        "2x40",
+        "--out",
+        str(out),
+    ]
+    # The scheduler and the worker in the system's own process: half the start.
+    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    found = json.loads(out.read_text())
+    assert {"device", "vllm", "torch", "model", "cases", "checks", "systems", "runs"} <= set(found)
+    figures = {(c["system"], c["case"], c.get("batch"), c.get("prefill")): c for c in found["cases"]}
+    cases = ("idle", "steer_one", "steer_all_distinct", "capture_last_all_layers", "capture_all_all_layers")
+    for system, case in [("stock", "idle"), *(("weir", c) for c in cases)]:
+        for batch, prefill, unit in ((2, None, "median_ms"), (None, "2x40", "ktok_s")):
+            one = figures[system, case, batch, prefill]
+            assert one[unit] > 0 and one["min"] <= one[unit] <= one["max"] and one["repeats"] == 1
+            assert one["ratio_to_stock"] > 0
+            assert one["checked"] is (None if case == "idle" else True)
+    assert all(figures[s, "startup", None, None]["median_ms"] > 0 for s in ("stock", "weir"))
+    assert len(found["checks"]) == 8 and all(c["passed"] and c["rows"] for c in found["checks"])
+    # What cannot run here says why.
+    assert found["systems"]["native"]["status"] == "skipped" or found["systems"]["native"]["version"]
+    assert all(s["status"] == "measured" or s["reason"] for s in found["systems"].values())
