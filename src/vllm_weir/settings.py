@@ -35,6 +35,8 @@ class Settings(BaseModel):
             in the queue while it is full.
         max_programs: different combinations of interventions that tokens of live requests can have.
         max_instructions: terms of all those combinations together.
+        ship: which ranks of a tensor-parallel group send rows: the ``"first"`` (all hold the same stream), or every one
+            those of its share of the taps (``"split"``), over its own bus.
         graphs: when CUDA graphs with live taps are captured: ``"lazy"``, each as a step first needs it, or ``"eager"``,
             all at start-up.
         timeout: seconds that ``out.activations`` waits for rows still on their way before it raises.
@@ -55,6 +57,7 @@ class Settings(BaseModel):
     vector_bytes: Annotated[int, Field(ge=1 << 12, le=1 << 40)] = 32 << 20
     max_programs: Annotated[int, Field(ge=1, le=1 << 20)] = 8192
     max_instructions: Annotated[int, Field(ge=1, le=1 << 24)] = 65_536
+    ship: Literal["first", "split"] = "first"
     graphs: Literal["lazy", "eager"] = "lazy"
     timeout: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     unverified_models: Literal["refuse", "allow"] = "refuse"

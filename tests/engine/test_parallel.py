@@ -1,4 +1,4 @@
-"""Tensor parallelism: two ranks hold the same stream, one of them sends it."""
+"""Tensor parallelism: two ranks hold the same stream; one of them sends it, or each its share."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ def run(llm, layers):
     return llm.generate(prompts(), asked, use_tqdm=False)
 
 
-def test_two_ranks_give_the_rows_of_one(root):
+@pytest.mark.parametrize("ship", ["first", "split"])
+def test_two_ranks_give_the_rows_of_one(root, ship):
     model_dir = directory(root)
     truth = oracle(model_dir)
     one = run(get_llm(model_dir), truth.num_layers)
     for out in one:  # rows are assembled before their engine goes
         assert out.activations is not None
     close_all()
-    llm = get_llm(model_dir, tensor_parallel_size=2, env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})
+    env, settings = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, {"weir": {"ship": ship}}
+    llm = get_llm(model_dir, tensor_parallel_size=2, env=env, additional_config=settings)
     reports = llm.collective_rpc("weir_report")
-    assert len(reports) == 2 and sorted(bool(r["ring_rows"]) for r in reports) == [False, True]
+    assert len(reports) == 2 and sorted(bool(r["ring_rows"]) for r in reports) == [ship == "split", True]
     two = run(llm, truth.num_layers)
     for a, b in zip(one, two, strict=True):
         assert a.outputs[0].token_ids == b.outputs[0].token_ids

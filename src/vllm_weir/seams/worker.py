@@ -73,7 +73,8 @@ def _facts(runner, config, v2: bool) -> ModelFacts:
         dtype=config.model_config.dtype,
         device=runner.device,
         max_tokens=config.scheduler_config.max_num_batched_tokens + config.scheduler_config.max_num_seqs,
-        ships_rows=get_tp_group().is_first_rank,
+        rank=get_tp_group().rank_in_group,
+        ranks=get_tp_group().world_size,
         runner="V2" if v2 else "V1",
     )
 

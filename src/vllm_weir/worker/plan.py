@@ -93,6 +93,8 @@ class Planner:
         strands: Strands | None = None,
     ) -> None:
         self.columns = columns
+        self.vouches = True
+        """Whether this worker tells what was steered: one of a tensor-parallel group is enough."""
         self.ranks = np.full((max_profiles, num_columns), -1, np.int32)
         self.ranks_changed = False
         self.table = table
@@ -359,7 +361,7 @@ class Planner:
     def _group(self, steering: Steering, active: list[int]) -> int:
         """The number of the moves among `active` that this worker vouches for, or -1 if there are none."""
         vouched = tuple(k for k in active if k in steering.local)
-        if not vouched:
+        if not vouched or not self.vouches:
             return -1
         group = steering.groups.get(vouched)
         if group is None:

@@ -57,8 +57,9 @@ class ModelFacts:
     dtype: torch.dtype
     device: torch.device
     max_tokens: int
-    ships_rows: bool
-    """Whether this rank sends rows: the first of its tensor-parallel group, since all of them hold the same stream."""
+    rank: int = 0
+    ranks: int = 1
+    """This worker's place in its tensor-parallel group, all of which hold the same stream, and the group's size."""
     runner: str = ""
     """Which of vLLM's model runners drives it."""
 
@@ -70,10 +71,14 @@ class Station:
         self.facts = facts
         trunk = find_trunk(model, facts.num_layers, settings)
         self.taps = trunk.taps
-        columns = frozenset(tap * STAGES + stage for tap in trunk.taps for stage in range(STAGES))
+        if settings.ship == "split":
+            mine = trunk.taps[facts.rank :: facts.ranks]
+        else:
+            mine = trunk.taps if facts.rank == 0 else ()
+        ships = bool(mine)
+        columns = frozenset(tap * STAGES + stage for tap in mine for stage in range(STAGES))
         num_columns = (facts.num_layers + 1) * STAGES
         self.table = ProgramTable(settings.table_sizes(facts.d_model), facts.num_layers + 1, trunk.taps, facts.d_model)
-        ships = facts.ships_rows and bool(trunk.taps)
         size = (facts.d_model, facts.dtype.itemsize)
         self.ring = Ring(settings.ring_rows(*size) if ships else 1, facts.d_model, facts.dtype, facts.device)
         cuda = facts.device.type == "cuda"
@@ -83,7 +88,8 @@ class Station:
         self.link = Link(self.host, self.arena, self.name)
         self.strands = Strands(self.arena, settings.timeout if settings.overflow == "wait" else None)
         self.strands.grant = self._grant
-        self.planner = Planner(columns if ships else frozenset(), num_columns, MAX_PROFILES, self.table, self.strands)
+        self.planner = Planner(columns, num_columns, MAX_PROFILES, self.table, self.strands)
+        self.planner.vouches = facts.rank == 0
         self._outlet = (CudaOutlet if cuda else CpuOutlet)(self.ring, self.host)
         self._step_rows = min(settings.ring_rows(*size), settings.step_rows(*size)) if ships else 0
         self._tables = TableWriter(self.table, facts.device)
@@ -229,14 +235,11 @@ class Station:
                 parcel.arrived = self._streamer.end()
             elif plan.rows:
                 parcel.arrived = self._outlet.ship(plan, start)
-            if self.facts.ships_rows:
-                parcel.marks, parcel.steered = plan.marks, plan.steered
+            parcel.marks, parcel.steered = plan.marks, plan.steered
         parcel.spill = self.arena.pressure > SPILL
         if parcel.spill:
             self.strands.retire_all()
-        news = self.strands.take_news()
-        if self.facts.ships_rows:
-            parcel.news = news
+        parcel.news = self.strands.take_news()
         self.drain.send(parcel)
 
     def silence(self) -> None:
