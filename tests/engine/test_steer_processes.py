@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -84,6 +85,9 @@ def test_async_engine():
             assert list(out.outputs[0].token_ids) == oracle.greedy(tokens(21, 1), 3)
             await asyncio.sleep(0.2)
             await one(engine, 1, sampling(2), "plain again")
+            del out, outs, seen
+            gc.collect()
+            await asyncio.sleep(0.2)
             (held,) = await engine.collective_rpc("weir_usage")
             assert not any(held.values()), held
         finally:

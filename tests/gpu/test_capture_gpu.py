@@ -154,7 +154,7 @@ def test_bf16_rows(root, family, graphs):
             theirs = max(theirs, distance(noisy[key], exact[key]))
     print(f"\nbf16 {family} {graphs}: 1 - cosine {ours:.1e}, transformers in bf16 {theirs:.1e}")
     assert ours <= (max(1e-4, 2 * theirs) if family == "shipped" else 1e-4)
-    assert llm.collective_rpc("weir_usage")[0]["ring_rows_in_flight"] == 0
+    assert llm.collective_rpc("weir_usage")[0]["host_rows"] == 0
 
 
 def test_neighbours_are_bit_identical(root):

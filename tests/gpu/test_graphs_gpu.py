@@ -152,7 +152,7 @@ def test_alternating_batches(directory, oracle, without_weir, mode):
     took = [round(1000 * seconds) for *_, seconds, _ in report["captured_late"]]
     used = [kept >> 20 for *_, kept in report["captured_late"]]
     print(f"\n{mode}: {seen[-1]} of {all_graphs} live graphs, captured in {took} ms, MiB {used}")
-    assert llm.collective_rpc("weir_usage")[0]["ring_rows_in_flight"] == 0
+    assert llm.collective_rpc("weir_usage")[0]["host_rows"] == 0
 
 
 def kernels(llm, kind, oracle):

@@ -165,7 +165,7 @@ def usage(llm: Any) -> dict[str, int]:
     llm.generate(prompt(3, 91), sampling(1), use_tqdm=False)  # the step in which the finished ones leave
     for _ in range(100):
         found = llm.collective_rpc("weir_usage")
-        if not any(f["ring_rows_in_flight"] for f in found):
+        if not any(f["host_rows"] for f in found):
             break
         time.sleep(0.02)
     return {name: max(f[name] for f in found) for name in found[0]}

@@ -30,6 +30,8 @@ class Mode(enum.Enum):
 class Desc:
     cg_mode: Mode
     num_tokens: int
+    num_reqs: int | None = None
+    num_active_loras: int = 0
 
 
 class FakeManager:
@@ -57,12 +59,12 @@ class FakeManager:
                     self.graphs[desc] = live
                 self.captured.append((desc.num_tokens, live))
 
-    def dispatch(self, num_tokens):
+    def dispatch(self, num_reqs, num_tokens):
         for descs in reversed(self._capture_descs.values()):
             for desc in reversed(descs):
                 if desc.num_tokens >= num_tokens:
                     return desc
-        return Desc(Mode.NONE, num_tokens)
+        return Desc(Mode.NONE, num_tokens, num_reqs)
 
     def replay(self, desc):
         """Whether the graph's taps are live; every piece must agree."""
@@ -100,7 +102,7 @@ def build(lazy=True, agreed=lambda done: done):
 def step(sets, manager, station, live, num_tokens):
     """One step; returns the descriptor and whether the graph that was replayed is a live one."""
     station.switch.turn(ALL if live else 0)
-    desc = manager.dispatch(num_tokens)
+    desc = manager.dispatch(num_tokens, num_tokens)
     used = None if desc.cg_mode is Mode.NONE else manager.replay(desc)
     assert station.switch.live is live
     sets.settle()
@@ -143,7 +145,7 @@ def test_what_may_never_come_again_is_not_captured(monkeypatch):
 
 def test_a_batch_too_large_for_a_graph_runs_without_one():
     sets, manager, station = build()
-    assert step(sets, manager, station, True, 100) == (Desc(Mode.NONE, 100), None)
+    assert step(sets, manager, station, True, 100) == (Desc(Mode.NONE, 100, 100), None)
 
 
 def test_eager_captures_both_sets_at_start_up():
@@ -155,14 +157,14 @@ def test_eager_captures_both_sets_at_start_up():
     assert len(manager.captured) == 8
 
 
-@pytest.mark.parametrize("num_tokens", [2, 8])
+@pytest.mark.parametrize("num_tokens", [2, 3, 7])
 def test_a_failed_capture_runs_the_step_without_a_graph(num_tokens, caplog):
     sets, manager, station = build()
     manager.fail = torch.OutOfMemoryError("no memory left")
     own = manager.graphs
     for _ in range(3):
         desc, used = step(sets, manager, station, True, num_tokens)
-        assert desc == Desc(Mode.NONE, num_tokens) and used is None
+        assert desc == Desc(Mode.NONE, num_tokens, num_tokens) and used is None, "it must not be padded"
         assert manager.graphs is own
     assert len(caplog.records) == 1 and sets.report()["failed"] == 1
     manager.fail = None
@@ -243,7 +245,7 @@ def test_sets_for_particular_taps():
 
     def used(mask):
         station.switch.turn(mask)
-        desc = manager.dispatch(1)
+        desc = manager.dispatch(1, 1)
         found = manager.replay(desc)
         assert manager.graphs is sets._swaps["FULL"][0].sets[sets._mask_for(mask)]
         sets.settle()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class GraphSets:
         self.manager, self.lazy = manager, lazy
         self._station, self._pieces, self._late_capture, self._agreed = station, pieces, late_capture, agreed
         self._capture, self._dispatch = manager.capture, manager.dispatch
+        self._signature = inspect.signature(self._dispatch)
         self._again: Callable[[], None] | None = None
         self._swaps: dict[str, list[_Swap]] = {}
         self._swapped: list[_Swap] = []
@@ -79,11 +80,20 @@ class GraphSets:
             return desc
         mask = self._mask_for(self._station.switch.mask)
         if (mask, desc) not in self._ready and not self._add(mask, desc):
-            # The same sizes, so that other ranks' collectives and buffers fit; the taps launch as the step runs.
-            return replace(desc, cg_mode=type(desc.cg_mode).NONE)
+            return self._without_graph(desc, *args, **kwargs)
         self.settle()
         self._swap(mask, self._swaps[mode])
         return desc
+
+    def _without_graph(self, desc: Any, *args, **kwargs) -> Any:
+        """What vLLM dispatches to when it has no graph for a batch: its own sizes, unpadded. The taps launch as it runs."""
+        batch = self._signature.bind(*args, **kwargs).arguments
+        return type(desc)(
+            cg_mode=type(desc.cg_mode).NONE,
+            num_tokens=batch["num_tokens"],
+            num_reqs=batch["num_reqs"],
+            num_active_loras=desc.num_active_loras,
+        )
 
     def _mask_for(self, needed: int) -> int:
         """The set to replay from; from what all ranks know alike, so that they agree."""
