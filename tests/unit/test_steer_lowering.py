@@ -241,3 +241,15 @@ def test_a_pipeline_stage_vouches_for_its_own_moves_only():
     assert (position, count, stride) == (0, 3, 1)
     (group,) = bench.planner.strands.news[REPLY].groups
     assert (group.group, group.request_id, group.moves) == (number, "r", [0])
+
+
+def test_a_rank_that_vouches_for_nothing_steers_all_the_same():
+    """In the step that is planned by itself, in the first one with everybody's, and in its repetitions."""
+    told, silent = Bench(), Bench()
+    silent.planner.vouches = False
+    for bench in (told, silent):
+        bench.join("r", [weir.Add(torch.ones(D), 0)], 3)
+    for count, at in ((3, 0), (1, 3), (1, 4), (1, 5)):
+        plans = [bench.planner.plan(["r"], [count], [at]) for bench in (told, silent)]
+        assert plans[0].programs.tolist() == plans[1].programs.tolist() == [0] * count
+        assert plans[0].steered and not plans[1].steered

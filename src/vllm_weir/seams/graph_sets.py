@@ -86,7 +86,7 @@ class GraphSets:
         return desc
 
     def _without_graph(self, desc: Any, *args, **kwargs) -> Any:
-        """What vLLM dispatches to when it has no graph for a batch: its own sizes, unpadded. The taps launch as it runs."""
+        """What vLLM dispatches to when it has no graph for a batch: its own sizes, unpadded."""
         batch = self._signature.bind(*args, **kwargs).arguments
         return type(desc)(
             cg_mode=type(desc.cg_mode).NONE,

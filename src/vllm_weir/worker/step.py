@@ -165,7 +165,7 @@ class Draft:
 
     def finish(self, replies: Sequence[str]) -> StepPlan | None:
         """The plan; None if nothing happens in the step."""
-        if not (self._tokens or self._steered or self._marks or self.failures):
+        if not (self._tokens or self._steered or self._marks or self.failures or (self.programs >= 0).any()):
             return None
         tokens = np.concatenate(self._tokens) if self._tokens else np.zeros(0, np.int64)
         jobs = np.concatenate(self._jobs) if self._jobs else np.zeros((0, 3), np.int64)
