@@ -16,15 +16,27 @@ STEER_FIELDS = ("group", "position", "count", "stride")
 
 
 class Opened(msgspec.Struct, array_like=True):
-    """A strand: rows of one request that share their columns."""
+    """A strand: rows of one request that share their columns.
+
+    `kind` is ``"rows"``; for ``"scores"`` and ``"fold"`` each rank is a cell of arena rows instead, which holds
+    [columns, values] float32: products with directions, or a reduction of the prompt's rows.
+    """
 
     strand: int
     request_id: str
     columns: list[int]
+    kind: str = "rows"
+    values: int = 0
+    width: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Arena rows of a rank."""
+        return self.width or len(self.columns)
 
 
 class Placed(msgspec.Struct, array_like=True):
-    """Ranks from `rank` on lie at row `start` of the worker's arena, [capacity, columns, d_model]."""
+    """Ranks from `rank` on lie at row `start` of the worker's arena, [capacity, columns (or cell), d_model]."""
 
     strand: int
     rank: int

@@ -66,16 +66,21 @@ class StepBudget:
     def __init__(self, ring_rows: int, host_rows: int, streams_above: int | None = None) -> None:
         self._ring_rows, self._host_rows, self._streams_above = ring_rows, host_rows, streams_above
         self._widths: dict[str, int] = {}
+        self._whole: set[str] = set()
+        """Requests whose rows are treated on the device once a step is done: its rows must fit the ring."""
 
     def join(self, request_id: str, wire: Mapping[str, Any]) -> None:
         """A capturing request has entered the scheduler."""
         self._widths[request_id] = max(1, int(wire.get("width", 1)))
+        if wire.get("treatment"):
+            self._whole.add(request_id)
 
     def tokens(self, live: Mapping[str, Any], limit: int) -> int:
         """Tokens that the coming step may hold, at most `limit`; forgets requests that are no longer `live`."""
         if not self._widths:
             return limit
         self._widths = {r: w for r, w in self._widths.items() if r in live}
+        self._whole &= self._widths.keys()
         if not self._widths:
             return limit
         width = max(self._widths.values())
@@ -86,7 +91,12 @@ class StepBudget:
 
     def _streams(self, tokens: int, width: int) -> bool:
         above = self._streams_above
-        return above is not None and above * width <= self._ring_rows and tokens * STAGES <= self._ring_rows
+        return (
+            not self._whole
+            and above is not None
+            and above * width <= self._ring_rows
+            and tokens * STAGES <= self._ring_rows
+        )
 
 
 class WaitingRoom:

@@ -64,7 +64,7 @@ class Post:
         marks = steered = np.zeros((0, 5), np.int32)
         if plan is not None:
             self._check(plan, where)
-            for token, (_, row, width) in zip(plan.tokens.tolist(), plan.jobs.tolist(), strict=True):
+            for token, (_, row, width, *_) in zip(plan.tokens.tolist(), plan.jobs.tolist(), strict=True):
                 name, position = where[token]
                 columns = self.planner.columns_of[int(plan.profiles[token])] if width else ()
                 assert len(columns) == width
@@ -95,7 +95,7 @@ class Post:
 
     def _fetch(self, news, marks) -> bytes:
         for opened in news.opened:
-            self._far[opened.strand] = (len(opened.columns), [])
+            self._far[opened.strand] = (opened.rows, [])
         for placed in news.placed:
             self._far[placed.strand][1].append(placed)
         parts = []
@@ -111,7 +111,7 @@ class Post:
         """Slots are dense and disjoint, and what the tables say agrees with the jobs."""
         assert len(plan.slots) == len(plan.profiles) == len(plan.programs) == len(where)
         used = np.zeros(plan.rows, int)
-        for token, (slot, _, width) in zip(plan.tokens.tolist(), plan.jobs.tolist(), strict=True):
+        for token, (slot, _, width, *_) in zip(plan.tokens.tolist(), plan.jobs.tolist(), strict=True):
             if width:
                 assert plan.slots[token] == slot
                 columns = np.flatnonzero(self.planner.ranks[plan.profiles[token]] >= 0)
@@ -126,4 +126,4 @@ class Post:
                 assert (np.diff(plan.tokens[a:b]) == 1).all() and (np.diff(plan.jobs[a:b, 1]) == width).all()
                 assert b - a > 1
         whole = [(s + k, r + k) for s, r, n in plan.segments.tolist() for k in range(n)]
-        assert whole == [(s + k, r + k) for s, r, n in plan.jobs.tolist() for k in range(n)]
+        assert whole == [(s + k, r + k) for s, r, n, *_ in plan.jobs.tolist() for k in range(n)]

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from vllm_weir.errors import WeirError
+from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.hooks import Site
 from vllm_weir.spec.interventions import Intervention, Move
 from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY, lens_capture, lens_interventions
-from vllm_weir.spec.request import WIRE_KEY, RequestSpec, ResolvedSpec, Wish
+from vllm_weir.spec.request import WIRE_KEY, RequestSpec, ResolvedSpec, Treatment, Wish
 from vllm_weir.spec.sizes import Sizes
+from vllm_weir.spec.vectors import digest_of
 from vllm_weir.worker.select import Selectors, column_of, tap_of
 
 MAX_TOKEN_SELECTORS = 4
@@ -151,7 +154,40 @@ def admit(
                 raise WeirError(f"{site} is asked for in both {dtypes[site]} and {dtype}", f"{capture.path}.dtype")
             wishes.append(Wish(site, capture.positions, capture.before))
     moves, rows = _lower(interventions, facts, lookup, has_token_ids)
-    return Admitted(ResolvedSpec(tuple(wishes)), dtypes, facts.dtype, lens_layers, moves, rows)
+    treatment = _treatment(captures, facts, lookup, rows)
+    return Admitted(ResolvedSpec(tuple(wishes), treatment), dtypes, facts.dtype, lens_layers, moves, rows)
+
+
+def _treatment(captures: Sequence[Capture], facts: EngineFacts, lookup, rows: dict[str, np.ndarray]):
+    """The one treatment of all captures, or None; its directions are added to `rows`."""
+    found: set[Treatment] = set()
+    for capture in captures:
+        directions: list[str] = []
+        if capture.project is not None:
+            array = capture.project.array
+            if array is None:
+                array = lookup(capture.project.ref, f"{capture.path}.project")
+            for row in np.atleast_2d(array):
+                if len(row) != facts.d_model:
+                    raise WeirError(
+                        f"directions of {len(row)} values, the model's width is {facts.d_model}",
+                        f"{capture.path}.project",
+                    )
+                directions.append(digest_of(row))
+                rows[directions[-1]] = row
+        found.add(Treatment(capture.reduce, tuple(directions)))
+        if len(found) > 1:
+            raise WeirError(
+                "a request's captures all reduce and project alike, or none does; send separate requests",
+                f"{capture.path}.{'project' if capture.project is not None else 'reduce'}",
+            )
+        if capture.reduce is not None and capture.positions != captures[0].positions:
+            raise WeirError(
+                "captures that reduce do so over the same positions; send separate requests",
+                f"{capture.path}.positions",
+            )
+    plain = Treatment(None)
+    return next(iter(found)) if found and found != {plain} else None
 
 
 def _lower(interventions, facts: EngineFacts, lookup, has_token_ids: bool):
@@ -190,7 +226,7 @@ def engine_form(
     moves = admitted.effective
     if not admitted.spec.wishes and not moves:
         return None
-    width = admitted.spec.width
+    width = admitted.spec.width + admitted.spec.cell(facts.d_model, getattr(torch, facts.dtype).itemsize)
     if width > facts.ring_rows or (not chunked and width * prompt_len > facts.ring_rows):
         raise WeirError(
             f"this capture needs {width * (1 if chunked else prompt_len)} rows in one step, the buffer holds "
@@ -199,6 +235,7 @@ def engine_form(
         )
     return {
         "wishes": admitted.spec.wire,
+        "treatment": admitted.spec.treatment_wire,
         "moves": [m.to_wire() for m in moves],
         "reply": reply,
         "first": admitted.spec.first(prompt_len, prompt_ids),

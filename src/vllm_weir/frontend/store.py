@@ -77,51 +77,45 @@ class Pending:
         if self.failure is not None:
             raise WeirError(f"this request failed in the worker: {self.failure}")
 
-    def take(self, sites: Sequence[Site], positions: np.ndarray, timeout: float) -> list[Taken]:
-        """Rows of `sites` at `positions` (ascending), waiting for those still on their way.
+    def take(self, sites: Sequence[Site], positions: np.ndarray, timeout: float, kind: str = "rows") -> list[Taken]:
+        """Rows of `sites` at `positions` (ascending), or what is made of them, waiting for those still on their way.
 
         Raises:
             WeirError: if the worker reported a failure, or the rows do not come within `timeout` seconds.
         """
-        groups = self._groups_of(sites)
-        found: list[Where] = []
+        found: list[tuple[Sequence[Site], Where]] = []
 
         def complete() -> bool:
-            found[:] = [self._locate(strips, positions) for strips in self._strips_of(groups)]
-            return self.failure is not None or all(where.all_in_first or where.there.all() for where in found)
+            found[:] = [(some, self._locate(strips, positions)) for some, strips in self._groups(sites, kind)]
+            return self.failure is not None or all(w.all_in_first or w.there.all() for _, w in found)
 
         if not self._store.wait(complete, timeout):
-            for together, where in zip(groups, found, strict=True):
+            for some, where in found:
                 missing = positions[~where.there]
                 if len(missing):
-                    site = together[0]
                     raise WeirError(
-                        f"{len(missing)} of {len(positions)} rows of {site} did not arrive within {timeout:g} s "
+                        f"{len(missing)} of {len(positions)} rows of {some[0]} did not arrive within {timeout:g} s "
                         f"(first missing position {missing[0]}); the worker's log says why"
                     )
         self.check()
-        return [self._collect(*both, positions) for both in zip(groups, found, strict=True)]
+        return [self._collect(*both, positions) for both in found]
 
-    def arrived(self, sites: Sequence[Site], positions: np.ndarray) -> list[Taken]:
+    def arrived(self, sites: Sequence[Site], positions: np.ndarray, kind: str = "rows") -> list[Taken]:
         """As `take`, of those rows that are here; for requests that were aborted."""
         self._store.fold()
-        groups = self._groups_of(sites)
-        found = [self._locate(strips, positions) for strips in self._strips_of(groups)]
-        return [self._collect(*both, positions) for both in zip(groups, found, strict=True)]
+        groups = self._groups(sites, kind)
+        return [self._collect(some, self._locate(strips, positions), positions) for some, strips in groups]
 
-    def _groups_of(self, sites: Sequence[Site]) -> list[Sequence[Site]]:
-        """The sites, those that lie in the same strips together."""
-        if len(self.strips) == 1:
-            return [sites]
+    def _groups(self, sites: Sequence[Site], kind: str) -> list[tuple[Sequence[Site], list[Strip]]]:
+        """The sites, those that lie in the same strips together, with these strips."""
+        strips = [strip for strip in self.strips if strip.kind == kind]
+        columns = self.admitted.columns_of(sites)
+        if len(strips) == 1 and columns == strips[0].order:
+            return [(sites, strips)]
         groups: dict[tuple[int, ...], list[Site]] = {}
-        for site in sites:
-            column = self._column[site]
-            key = tuple(k for k, strip in enumerate(self.strips) if column in strip.columns)
-            groups.setdefault(key, []).append(site)
-        return list(groups.values())
-
-    def _strips_of(self, groups: list[Sequence[Site]]) -> list[list[Strip]]:
-        return [[strip for strip in self.strips if self._column[sites[0]] in strip.columns] for sites in groups]
+        for site, column in zip(sites, columns, strict=True):
+            groups.setdefault(tuple(k for k, s in enumerate(strips) if column in s.columns), []).append(site)
+        return [(some, [strips[k] for k in key]) for key, some in groups.items()]
 
     def _locate(self, strips: list[Strip], positions: np.ndarray) -> Where:
         """Where the rows at `positions` are; the last strip that has one counts."""
@@ -250,14 +244,14 @@ class Store:
                     pending.failure = reason
             for opened in news.opened:
                 if not mirror.shared:
-                    self._widths[worker, opened.strand] = len(opened.columns)
+                    self._widths[worker, opened.strand] = opened.rows
                 if (pending := self.get(opened.request_id)) is not None:
-                    self._strips[worker, opened.strand] = strip = Strip(opened.columns, mirror)
+                    self._strips[worker, opened.strand] = strip = Strip(opened, mirror)
                     pending.strips.append(strip)
             for placed in news.placed:
                 owner = self._strips.get((worker, placed.strand))
                 if owner is not None:
-                    rows = mirror.piece(placed.start, len(owner.columns), placed.capacity, header.d_model, dtype)
+                    rows = mirror.piece(placed.start, owner.rows, placed.capacity, header.d_model, dtype)
                     owner.extents.append(Extent(placed.rank, rows, own=not mirror.shared))
                 elif mirror.shared:
                     mirror.drop(placed.start)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_weir import mail
 from vllm_weir.frontend.mirror import Mirror
 
 
@@ -26,9 +27,16 @@ class Extent:
 
 
 class Strip:
-    """Rows by rank, and which position each rank is."""
+    """Rows by rank, and which position each rank is.
 
-    def __init__(self, columns: list[int], mirror: Mirror) -> None:
+    Attributes:
+        kind, values: see `vllm_weir.mail.Opened`.
+        rows: arena rows of a rank.
+    """
+
+    def __init__(self, opened: mail.Opened, mirror: Mirror) -> None:
+        columns = opened.columns
+        self.kind, self.values, self.rows = opened.kind, opened.values, opened.rows
         self.order = tuple(columns)
         self.columns = {column: k for k, column in enumerate(columns)}
         self.mirror = mirror
@@ -67,7 +75,10 @@ class Strip:
         return out
 
     def gather(self, ranks: np.ndarray) -> torch.Tensor:
-        """Rows [n, columns, d] at `ranks` (ascending, at least one); not copied if they follow each other in memory."""
+        """Rows [n, columns, d] at `ranks` (ascending, at least one); not copied if they follow each other in memory.
+
+        What was made of rows is float32 [n, columns, values].
+        """
         pieces = []
         for k, extent in enumerate(self.extents):
             end = self.extents[k + 1].rank if k + 1 < len(self.extents) else int(ranks[-1]) + 1
@@ -79,4 +90,8 @@ class Strip:
                 pieces.append(extent.rows[first : last + 1])
             else:
                 pieces.append(extent.rows[torch.from_numpy(ranks[low:high] - extent.rank)])
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if not self.values:
+            return rows
+        made = rows.reshape(len(rows), -1).view(torch.float32)[:, : len(self.order) * self.values]
+        return made.unflatten(1, (len(self.order), self.values))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from vllm_weir.frontend.activations import Activations, Receipt, tokens_at
-from vllm_weir.frontend.store import Pending
+from vllm_weir.frontend.store import Pending, Taken
 from vllm_weir.spec.hooks import Site
+from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.request import selected
 
 
@@ -94,41 +96,97 @@ class View:
     def _dropped(self, acts: Activations) -> dict[Site, int]:
         if self.aborted:
             return {}
-        admitted, prompt_len = self.pending.admitted, len(self.pending.prompt_token_ids)
-        tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
         out = {}
-        for sites, selectors in admitted.spec.by_positions:
-            wanted = int((selected(selectors, prompt_len, tokens) >= self.start).sum())
+        tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
+        for sites, selectors in self.pending.admitted.spec.by_positions:
+            wanted = len(self._wanted(selectors, tokens)[0])
             out.update({s: wanted - len(acts[s]) for s in sites if len(acts[s]) < wanted})
         return out
 
+    def _wanted(self, selectors: Sequence[Positions], tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(positions of the rows that belong here, positions that they are made from)."""
+        chosen = selected(selectors, len(self.pending.prompt_token_ids), tokens)
+        treatment = self.pending.admitted.spec.treatment
+        if treatment is not None and treatment.reduce is not None:
+            # A reduction is there once there is nothing more to reduce.
+            return (chosen[-1:], chosen) if self.finished else (chosen[:0], chosen[:0])
+        chosen = chosen[chosen >= self.start] if self.start else chosen
+        return chosen, chosen
+
     def _assemble(self) -> Activations:
-        admitted, prompt_len = self.pending.admitted, len(self.pending.prompt_token_ids)
+        admitted = self.pending.admitted
         tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
         rows, positions, token_ids = {}, {}, {}
         for sites, selectors in admitted.spec.by_positions:
-            wanted = selected(selectors, prompt_len, tokens)
-            if self.start:
-                wanted = wanted[wanted >= self.start]
-            if self.aborted:
-                parts = self.pending.arrived(sites, wanted)
-            else:
-                parts = self.pending.take(sites, wanted, self.timeout)
-            for taken in parts:
-                at = torch.from_numpy(taken.positions)
+            at, sources = self._wanted(selectors, tokens)
+            for taken in self._treated(sites, at, sources):
+                held = torch.from_numpy(taken.positions)
                 ids = torch.from_numpy(tokens[taken.positions])
-                found = taken.rows or {
-                    s: torch.empty(0, self.d_model, dtype=DTYPES[admitted.dtype]) for s in taken.sites
-                }
+                found = taken.rows or dict.fromkeys(taken.sites, self._nothing())
                 rows.update(found)
-                positions.update(dict.fromkeys(found, at))
+                positions.update(dict.fromkeys(found, held))
                 token_ids.update(dict.fromkeys(found, ids))
-        for site, dtype in admitted.recast.items():
+        for site, dtype in self._dtypes().items():
             rows[site] = rows[site].to(DTYPES[dtype])
         order = admitted.spec.sites
         if tuple(rows) != order:
             rows, positions, token_ids = ({s: by_site[s] for s in order} for by_site in (rows, positions, token_ids))
         return Activations(rows, positions, token_ids, admitted.lens_layers)
+
+    def _dtypes(self) -> dict[Site, str]:
+        """Sites whose rows have to be cast: products stay float32 unless asked for otherwise."""
+        admitted = self.pending.admitted
+        treatment = admitted.spec.treatment
+        return admitted.dtypes if treatment is not None and treatment.folds else admitted.recast
+
+    def _nothing(self) -> torch.Tensor:
+        treatment = self.pending.admitted.spec.treatment
+        if treatment is not None and treatment.directions:
+            return torch.empty(0, len(treatment.directions))
+        return torch.empty(0, self.d_model, dtype=DTYPES[self.pending.admitted.dtype])
+
+    def _treated(self, sites: Sequence[Site], at: np.ndarray, sources: np.ndarray) -> list[Taken]:
+        treatment = self.pending.admitted.spec.treatment
+        if treatment is None:
+            return self._take(sites, sources, "rows")
+        if treatment.directions:
+            scores = self._take(sites, sources, "scores")
+            return scores if treatment.reduce is None else [_reduce(treatment.reduce, at, scores, [])]
+        prompt_len = len(self.pending.prompt_token_ids)
+        in_prompt = sources[sources < prompt_len]
+        folds = self._take(sites, in_prompt[-1:], "fold")
+        later = self._take(sites, sources[len(in_prompt) :], "rows")
+        return [_reduce(treatment.reduce or "", at, later, folds, len(in_prompt))]
+
+    def _take(self, sites: Sequence[Site], positions: np.ndarray, kind: str) -> list[Taken]:
+        if self.aborted:
+            return self.pending.arrived(sites, positions, kind)
+        return self.pending.take(sites, positions, self.timeout, kind)
+
+
+def _reduce(how: str, at: np.ndarray, rows: list[Taken], folds: list[Taken], folded: int = 0) -> Taken:
+    """One row a site of its rows [n, k], and of what `folded` earlier ones were reduced to ([1, k], float32)."""
+    sites = [site for taken in rows or folds for site in taken.sites]
+    later = {site: part for taken in rows for site, part in taken.rows.items()}
+    earlier = {site: part for taken in folds for site, part in taken.rows.items()}
+    out = {}
+    for site in sites:
+        tail = later[site].float() if site in later else None
+        head = earlier.get(site)
+        if tail is None:
+            if head is None:
+                continue
+            whole = head
+        elif head is None:
+            whole = {"last": tail[-1:], "max": tail.amax(0, True), "mean": tail.mean(0, True)}[how]
+        elif how == "last":
+            whole = tail[-1:]
+        elif how == "max":
+            whole = torch.maximum(head, tail.amax(0, keepdim=True))
+        else:
+            whole = (head * folded + tail.sum(0, keepdim=True)) / (folded + len(tail))
+        out[site] = whole
+    return Taken(sites, at if out else at[:0], out)
 
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}

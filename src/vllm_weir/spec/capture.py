@@ -9,8 +9,11 @@ from typing import Any, Literal
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.hooks import normalise_hook, split_transformer_lens
 from vllm_weir.spec.positions import MAX_LIST, Positions
+from vllm_weir.spec.vectors import Vector
 
 DTYPES = ("float32", "float16", "bfloat16")
+REDUCTIONS = ("last", "mean", "max")
+MAX_DIRECTIONS = 256
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,11 @@ class Capture:
         before: rows as they are before the request's own interventions at that site (default: after them).
         dtype: ``"float32"``, ``"float16"``, ``"bfloat16"`` (or the torch dtype) of the returned rows; None keeps the
             model's.
+        reduce: ``"last"``, ``"mean"`` or ``"max"`` (elementwise) over the selected positions: one row a site instead of
+            one for each position, computed where the rows are born. All captures of a request reduce alike, over the
+            same positions.
+        project: directions [m, d_model] (or [d_model], or a registered name): instead of rows their dot products with
+            these, float32 [rows, m] (probe scores). All captures of a request project alike.
         compress: None; no compression is available yet.
         sink: ``"memory"``: the rows come back on the output.
 
@@ -37,6 +45,8 @@ class Capture:
     positions: Any = "all"
     before: bool = False
     dtype: Any = None
+    reduce: str | None = None
+    project: Any = None
     compress: None = None
     sink: str = "memory"
     path: str = field(default="capture", repr=False, compare=False)
@@ -54,6 +64,15 @@ class Capture:
         if not isinstance(self.before, bool):
             raise WeirError(f"before is true or false, got {type(self.before).__name__}", f"{at}.before")
         object.__setattr__(self, "dtype", parse_dtype(self.dtype, f"{at}.dtype"))
+        if self.reduce is not None and self.reduce not in REDUCTIONS:
+            raise WeirError(f"unknown {brief(self.reduce)!r}; choose from {', '.join(REDUCTIONS)}", f"{at}.reduce")
+        if self.project is not None:
+            vector = Vector.parse(self.project, f"{at}.project")
+            if vector.array is not None and vector.array.ndim == 2 and len(vector.array) > MAX_DIRECTIONS:
+                raise WeirError(
+                    f"{len(vector.array)} directions, more than the limit of {MAX_DIRECTIONS}", f"{at}.project"
+                )
+            object.__setattr__(self, "project", vector)
         if self.compress is not None:
             raise WeirError("no compression is available; leave compress out", f"{at}.compress")
         if self.sink != "memory":
@@ -66,7 +85,7 @@ class Capture:
             return data
         if not isinstance(data, dict):
             raise WeirError(f"a capture is an object, got {type(data).__name__}", path)
-        known = {"hook", "layers", "positions", "before", "dtype", "compress", "sink"}
+        known = {"hook", "layers", "positions", "before", "dtype", "reduce", "project", "compress", "sink"}
         for key in data:
             if key not in known:
                 raise WeirError(f"unknown key; known are {', '.join(sorted(known))}", f"{path}.{brief(key)}")
@@ -84,6 +103,10 @@ class Capture:
             out["before"] = True
         if self.dtype is not None:
             out["dtype"] = self.dtype
+        if self.reduce is not None:
+            out["reduce"] = self.reduce
+        if self.project is not None:
+            out["project"] = self.project.to_json()
         return out
 
     def resolve_layers(self, num_layers: int) -> tuple[int, ...]:

@@ -117,10 +117,36 @@ class Wish:
 
 
 @dataclass(frozen=True)
+class Treatment:
+    """What a request wants instead of its rows: a reduction of them, their products with directions, or both.
+
+    Attributes:
+        reduce: one of `vllm_weir.spec.capture.REDUCTIONS`, or None.
+        directions: digests of the directions; empty for none.
+    """
+
+    reduce: str | None
+    directions: tuple[str, ...] = ()
+
+    @property
+    def folds(self) -> bool:
+        """Whether rows themselves are reduced; products are few, and reduced when they are handed out."""
+        return not self.directions
+
+
+@dataclass(frozen=True)
 class ResolvedSpec:
     """A RequestSpec resolved against a model: every layer named, every site known to be tapped."""
 
     wishes: tuple[Wish, ...]
+    treatment: Treatment | None = None
+
+    def cell(self, d_model: int, itemsize: int) -> int:
+        """Rows of the ring that hold what the treatment makes of one token (0: nothing but the rows themselves)."""
+        if self.treatment is None:
+            return 0
+        values = d_model if self.treatment.folds else len(self.treatment.directions)
+        return -(-self.width * values * 4 // (d_model * itemsize))
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
@@ -161,13 +187,19 @@ class ResolvedSpec:
             groups.setdefault((w.site.hook, w.positions, w.before), []).append(w.site.layer)
         return [[hook, layers, positions.to_json(), before] for (hook, positions, before), layers in groups.items()]
 
+    @property
+    def treatment_wire(self) -> list[Any] | None:
+        """The treatment, for the workers."""
+        return None if self.treatment is None else [self.treatment.reduce, list(self.treatment.directions)]
+
     @classmethod
-    def from_wire(cls, data: list[list[Any]]) -> ResolvedSpec:
-        """The inverse of `wire`."""
+    def from_wire(cls, data: list[list[Any]], treatment: list[Any] | None = None) -> ResolvedSpec:
+        """The inverse of `wire` and `treatment_wire`."""
         return cls(
             tuple(
                 Wish(Site(hook, layer), Positions.parse(positions), before)
                 for hook, layers, positions, before in data
                 for layer in layers
-            )
+            ),
+            None if treatment is None else Treatment(treatment[0], tuple(treatment[1])),
         )

@@ -105,7 +105,7 @@ class Drain:
     def _fetch(self, news: mail.News, marks: np.ndarray) -> bytes:
         """The marked rows themselves, [count, columns, d_model] for each mark."""
         for strand in news.opened:
-            self._far[strand.strand] = (len(strand.columns), [])
+            self._far[strand.strand] = (strand.rows, [])
         for placed in news.placed:
             self._far[placed.strand][1].append(placed)
         parts = []

@@ -24,8 +24,12 @@ class CpuOutlet:
         self._ring = ring.buffer
         self._rows = host.view(ring.buffer.shape[1], ring.buffer.dtype)
 
-    def ship(self, plan: StepPlan, start: int) -> Callable[[], None]:
-        """Move what the step has written from ring row `start` on; returns what to call to wait for its arrival."""
+    def ship(self, plan: StepPlan, start: int, treat: Callable[[], None]) -> Callable[[], None]:
+        """Move what the step has written from ring row `start` on; returns what to call to wait for its arrival.
+
+        `treat` is called first, where what it does comes after the rows were written.
+        """
+        treat()
         for slot, row, rows in plan.segments.tolist():
             self._rows[row : row + rows] = self._ring[start + slot : start + slot + rows]
         return at_once
@@ -40,11 +44,14 @@ class CudaOutlet:
         self._row_bytes = host.row_bytes
         self._source, self._target = ring.buffer.data_ptr(), host.bytes.data_ptr()
 
-    def ship(self, plan: StepPlan, start: int) -> Callable[[], None]:
+    def ship(self, plan: StepPlan, start: int, treat: Callable[[], None]) -> Callable[[], None]:
         """As `CpuOutlet.ship`."""
         written, copied = torch.cuda.Event(), torch.cuda.Event()
         written.record()
         self.stream.wait_event(written)
+        if plan.treated:
+            with torch.cuda.stream(self.stream):
+                treat()
         self.send(plan.segments + (start, 0, 0))  # noqa: RUF005 - an array, not a tuple
         copied.record(self.stream)
         self._ring.leaves(start, plan.rows, copied)
@@ -52,6 +59,8 @@ class CudaOutlet:
 
     def send(self, segments: np.ndarray) -> None:
         """Copy pieces, int64 [m, 3] of ring row, arena row, rows."""
+        if not len(segments):
+            return
         parts = self._host.split(segments)
         size = self._row_bytes
         copy_pieces(

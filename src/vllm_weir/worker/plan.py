@@ -20,12 +20,12 @@ import numpy as np
 from vllm_weir import mail
 from vllm_weir.errors import WeirError
 from vllm_weir.spec.positions import Positions
-from vllm_weir.spec.request import ResolvedSpec
+from vllm_weir.spec.request import ResolvedSpec, Treatment
 from vllm_weir.worker.arena import Arena
 from vllm_weir.worker.seats import Seats
 from vllm_weir.worker.select import NEVER, Selectors, column_of
 from vllm_weir.worker.step import Draft, Lookup, Repeat, StepPlan
-from vllm_weir.worker.strands import Strand, Strands
+from vllm_weir.worker.strands import Cell, Strand, Strands
 
 if TYPE_CHECKING:
     from vllm_weir.spec.interventions import Move
@@ -49,10 +49,15 @@ class Reading:
     """Per selector, the columns it wants that this worker fills."""
     most: int
     """Tokens that the request can generate."""
+    treatment: Treatment | None
+    directions: int
+    """Number of the treatment's directions, -1 for none."""
     profiles: dict[int, int] = field(default_factory=dict)
     """Code -> profile."""
     strands: dict[int, Strand] = field(default_factory=dict)
     """Profile -> strand."""
+    fold: Strand | None = None
+    """What the prompt's rows are reduced into."""
 
 
 @dataclass
@@ -106,6 +111,8 @@ class Planner:
         self._profile_of: dict[tuple[int, ...], int] = {}
         self._users: dict[int, int] = {}
         self._free = list(range(max_profiles - 1, -1, -1))
+        self.row_bytes = 4
+        """Bytes of a row in ring and arena."""
         self._group_numbers = itertools.count()
         self._repeat: Repeat | None = None
         self._specs: dict[int, tuple[ResolvedSpec, dict[Positions, tuple[int, ...]]]] = {}
@@ -118,13 +125,19 @@ class Planner:
         prompt_len: int,
         prompt_ids: Sequence[int] | None,
         most: int = ESTIMATE,
+        directions: int = -1,
     ) -> None:
-        """Start capturing for a request that can generate `most` tokens."""
+        """Start capturing for a request that can generate `most` tokens.
+
+        `directions`: number of those that its treatment multiplies with.
+        """
         self._repeat = None
         wanted = self._wanted(spec)
         if wanted:
             selectors = Selectors(list(wanted), prompt_len, _array(prompt_ids))
-            self.reading[request_id] = Reading(request_id, reply, selectors, list(wanted.values()), min(most, ESTIMATE))
+            self.reading[request_id] = Reading(
+                request_id, reply, selectors, list(wanted.values()), min(most, ESTIMATE), spec.treatment, directions
+            )
             self.seats.take(request_id)
 
     def _wanted(self, spec: ResolvedSpec) -> dict[Positions, tuple[int, ...]]:
@@ -170,6 +183,8 @@ class Planner:
         reading = self.reading.pop(request_id, None)
         for strand in reading.strands.values() if reading else ():
             self.strands.close(strand)
+        if reading is not None and reading.fold is not None:
+            self.strands.close(reading.fold)
         for profile in reading.profiles.values() if reading else ():
             self._users[profile] -= 1
             if not self._users[profile]:
@@ -260,19 +275,52 @@ class Planner:
         codes = reading.selectors.codes(positions)
         seat = self.seats.number(reading.request_id)
         self.seats.speak_to(seat, reading.reply)
+        reply = int(self.seats.reply[seat])
         for code in _distinct(codes):
             profile = self._profile(reading, int(code))
             at = np.flatnonzero(codes == code)
+            if reading.treatment is not None and reading.treatment.folds:
+                in_prompt = at[positions[at] < reading.selectors.prompt_len]
+                if len(in_prompt):
+                    self._fold_one(draft, reading, profile, first + in_prompt, positions[in_prompt])
+                    at = at[len(in_prompt) :]
+            if not len(at):
+                continue
             strand = self._strand(reading, int(code), profile, int(positions[at[0]]))
             done = 0
             for rank, row, count in self.strands.place(strand, len(at)):
                 some = at[done : done + count]
                 draft.profiles[first + some] = profile
-                draft.take_run(self.seats.reply[seat], strand, rank, row, first + some, positions[some])
+                draft.take_run(reply, self.strands, strand, rank, row, first + some, positions[some])
                 done += count
             self.strands.last[strand.index] = positions[at[-1]]
             if done < len(at):
-                draft.drop(self.seats.reply[seat], strand.number, positions[at[done:]])
+                draft.drop(reply, strand.number, positions[at[done:]])
+
+    def _fold_one(
+        self, draft: Draft, reading: Reading, profile: int, tokens: np.ndarray, positions: np.ndarray
+    ) -> None:
+        """Reduce rows of the prompt; all tokens of the request want the same columns."""
+        strands, columns, d_model = self.strands, self.columns_of[profile], self.table.vectors.shape[1]
+        if reading.fold is not None and strands.last[reading.fold.index] >= positions[0]:
+            strands.close(reading.fold)  # computed again after a preemption: all of it
+            reading.fold = None
+        if reading.fold is None:
+            cell = Cell("fold", d_model, -(-len(columns) * d_model * 4 // self.row_bytes))
+            reading.fold = strands.open(reading.request_id, reading.reply, columns, 1, 1, cell)
+        draft.profiles[tokens] = profile
+        strands.last[reading.fold.index] = positions[-1]
+        prompt_len = reading.selectors.prompt_len
+        later, _ = reading.selectors.count(1, int(positions[-1]) + 1, prompt_len)
+        row, reply = None, int(self.seats.reply[self.seats.number(reading.request_id)])
+        if not later:
+            placed = strands.place(reading.fold, 1)
+            if not placed:
+                draft.drop(reply, reading.fold.number, positions[-1:])
+            else:
+                row = placed[0][1]
+        assert reading.treatment is not None
+        draft.fold(reply, strands, reading.fold, reading.treatment.reduce or "", tokens, positions, row)
 
     def _strand(self, reading: Reading, code: int, profile: int, position: int) -> Strand:
         strand = reading.strands.get(profile)
@@ -283,8 +331,13 @@ class Planner:
         if strand is None:
             prompt_len = reading.selectors.prompt_len
             in_prompt, rows = reading.selectors.count(code, position, prompt_len + reading.most - 1)
-            columns = self.columns_of[profile]
-            strand = self.strands.open(reading.request_id, reading.reply, columns, in_prompt, max(rows, 1))
+            columns, cell = self.columns_of[profile], None
+            if reading.treatment is not None and reading.treatment.directions:
+                values = len(reading.treatment.directions)
+                cell = Cell("scores", values, -(-len(columns) * values * 4 // self.row_bytes), reading.directions)
+            elif reading.treatment is not None:
+                in_prompt, rows = 0, rows - in_prompt
+            strand = self.strands.open(reading.request_id, reading.reply, columns, in_prompt, max(rows, 1), cell)
             reading.strands[profile] = strand
         return strand
 

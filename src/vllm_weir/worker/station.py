@@ -21,6 +21,7 @@ from vllm_weir.settings import Settings
 from vllm_weir.spec.interventions import Move
 from vllm_weir.spec.request import ResolvedSpec
 from vllm_weir.worker.arena import Arena
+from vllm_weir.worker.directions import Directions
 from vllm_weir.worker.drain import Drain, Parcel
 from vllm_weir.worker.fetch import Fetcher
 from vllm_weir.worker.hostmem import HostBuffer
@@ -36,6 +37,7 @@ from vllm_weir.worker.step import StepPlan
 from vllm_weir.worker.strands import Strands
 from vllm_weir.worker.tables import PlanWriter, TableWriter
 from vllm_weir.worker.tap import Switch, TapTensors, place_input_tap, place_output_tap, warm
+from vllm_weir.worker.treat import Treater
 
 if TYPE_CHECKING:
     from vllm_weir.worker.stream import Streamer
@@ -90,6 +92,8 @@ class Station:
         self.strands.grant = self._grant
         self.planner = Planner(columns, num_columns, MAX_PROFILES, self.table, self.strands)
         self.planner.vouches = facts.rank == 0
+        self.planner.row_bytes = self.host.row_bytes
+        self._treater = Treater(self.ring.buffer)
         self._outlet = (CudaOutlet if cuda else CpuOutlet)(self.ring, self.host)
         self._step_rows = min(settings.ring_rows(*size), settings.step_rows(*size)) if ships else 0
         self._tables = TableWriter(self.table, facts.device)
@@ -105,6 +109,7 @@ class Station:
         self._live = LiveRequests()
         self.drain = Drain(self.host.view(facts.d_model, facts.dtype), self.arena, self.link, self.name)
         self._fetcher = Fetcher(facts.d_model)
+        self._directions = Directions(self._fetcher, facts.device)
         self._writer = PlanWriter(self.tensors.plan)
         self._step: tuple[int, StepPlan] | None = None
         self._failures: dict[str, dict[str, str]] = {}
@@ -132,6 +137,7 @@ class Station:
         for request_id in finished:
             self._live.leave(request_id)
             self.planner.remove(request_id)
+            self._directions.release(request_id)
         for request_id, wire, prompt_len, prompt_ids in new:
             self.planner.remove(request_id)  # a resumed request joins again
             self._live.leave(request_id)
@@ -147,19 +153,22 @@ class Station:
         reply = wire["reply"]
         if wire["wishes"] and self.planner.columns:
             self.link.maps(reply)
-            spec = self._spec(wire["wishes"])
-            self.planner.read(request_id, reply, spec, prompt_len, prompt_ids, wire["most"])
+            spec = self._spec(wire["wishes"], wire["treatment"])
+            directions = -1
+            if spec.treatment is not None and spec.treatment.directions:
+                directions = self._directions.hold(request_id, spec.treatment.directions, reply)
+            self.planner.read(request_id, reply, spec, prompt_len, prompt_ids, wire["most"], directions)
         if wire["moves"]:
             moves = [Move.from_wire(m) for m in wire["moves"]]
             fetch = functools.partial(self._fetcher.fetch, reply)
             self.planner.steer(request_id, reply, moves, prompt_len, prompt_ids, fetch)
 
-    def _spec(self, wishes: list) -> ResolvedSpec:
-        key = msgspec.msgpack.encode(wishes)
+    def _spec(self, wishes: list, treatment: list | None) -> ResolvedSpec:
+        key = msgspec.msgpack.encode([wishes, treatment])
         if key not in self._specs:
             if len(self._specs) >= MOST_SPECS:
                 self._specs.clear()
-            self._specs[key] = ResolvedSpec.from_wire(wishes)
+            self._specs[key] = ResolvedSpec.from_wire(wishes, treatment)
         return self._specs[key]
 
     def _grant(self, reply: str, start: int, rows: int) -> None:
@@ -199,7 +208,7 @@ class Station:
                     self.drain.fail(live.reply, request_id, str(e))
         start, streamer = 0, None
         if plan is not None and plan.rows:
-            if not graph and plan.rows > self.ring.capacity // STREAM_SHARE:
+            if not graph and not plan.treated and plan.rows > self.ring.capacity // STREAM_SHARE:
                 streamer = self._streamer
             if streamer is None:
                 start = self.ring.take(plan.rows)
@@ -234,12 +243,16 @@ class Station:
                 self.switch.launch = None
                 parcel.arrived = self._streamer.end()
             elif plan.rows:
-                parcel.arrived = self._outlet.ship(plan, start)
+                parcel.arrived = self._outlet.ship(
+                    plan, start, functools.partial(self._treater.run, plan, start, self._directions.tensors)
+                )
             parcel.marks, parcel.steered = plan.marks, plan.steered
         parcel.spill = self.arena.pressure > SPILL
         if parcel.spill:
             self.strands.retire_all()
         parcel.news = self.strands.take_news()
+        for news in parcel.news.values():
+            self._treater.forget(news.closed)
         self.drain.send(parcel)
 
     def silence(self) -> None:

@@ -23,14 +23,35 @@ class Lookup:
 
 
 @dataclass(frozen=True)
+class Fold:
+    """Rows to be reduced into one for each column.
+
+    Attributes:
+        strand: number of the strand that the result goes to.
+        how: ``"last"``, ``"mean"`` or ``"max"``.
+        slots: int64 [n], ring row of each token's first column.
+        columns: how many.
+        cell: ring row at which the result is to be left, or -1: more rows are still to come.
+    """
+
+    strand: int
+    how: str
+    slots: np.ndarray
+    columns: int
+    cell: int
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """What one step does.
 
     Attributes:
         slots, profiles, programs: int32 [tokens], -1 for none; slots count from 0 within the step.
         rows: ring rows that the step writes.
-        tokens: int64 [n], the captured tokens.
-        jobs: int64 [n, 3], for each: its slot, the arena row of its first column, and its number of columns.
+        tokens: int64 [m], the captured tokens; one for each job unless something is treated.
+        folds: reductions to go on with.
+        jobs: int64 [n, 5], what is sent: ring row, arena row, number of rows, ring rows of the same token that stand
+            before it, and number of the directions with which those are multiplied to make it, or -1.
         runs: (start, end) in `jobs` of tokens that follow each other in the step and in the arena; the other jobs
             stand alone.
         marks: reply address -> int32 [m, 5], see `mail.MARK_FIELDS`.
@@ -45,6 +66,7 @@ class StepPlan:
     rows: int
     tokens: np.ndarray
     jobs: np.ndarray
+    folds: list[Fold]
     runs: list[tuple[int, int]]
     marks: dict[str, np.ndarray]
     steered: dict[str, np.ndarray]
@@ -53,14 +75,19 @@ class StepPlan:
 
     @functools.cached_property
     def segments(self) -> np.ndarray:
-        """int64 [m, 3]: the fewest pieces (slot, arena row, rows) that hold all the step's rows."""
-        slots, rows, widths = self.jobs[self.jobs[:, 2] > 0].T
+        """int64 [m, 3]: the fewest pieces (slot, arena row, rows) that hold all that is sent."""
+        slots, rows, widths, _, _ = self.jobs[self.jobs[:, 2] > 0].T
         if not len(slots):
             return np.zeros((0, 3), np.int64)
-        breaks = np.flatnonzero(rows[1:] != rows[:-1] + widths[:-1]) + 1
-        first = np.concatenate([[0], breaks])
-        ends = np.concatenate([slots[breaks], [self.rows]])
-        return np.stack([slots[first], rows[first], ends - slots[first]], 1)
+        follows = (rows[1:] == rows[:-1] + widths[:-1]) & (slots[1:] == slots[:-1] + widths[:-1])
+        first = np.concatenate([[0], np.flatnonzero(~follows) + 1])
+        ends = np.concatenate([first[1:], [len(slots)]]) - 1
+        return np.stack([slots[first], rows[first], slots[ends] + widths[ends] - slots[first]], 1)
+
+    @functools.cached_property
+    def treated(self) -> bool:
+        """Whether something is made of rows before it is sent."""
+        return bool(self.folds) or bool((self.jobs[:, 4] >= 0).any())
 
 
 class Repeat:
@@ -82,7 +109,7 @@ class Repeat:
         if self._left <= 0 or self._ids != ids or not np.array_equal(computed, self._computed + 1):
             return None
         last, x = self._plan, self._x
-        jobs = last.jobs + last.jobs[:, 2:] * (0, 1, 0)
+        jobs = last.jobs + last.jobs[:, 2:3] * (0, 1, 0, 0, 0)
         marks = {reply: marks + _NEXT_MARK for reply, marks in last.marks.items()}
         steered = {reply: marks + _NEXT_STEERED for reply, marks in last.steered.items()}
         self._strands.rank[x] += 1
@@ -109,6 +136,8 @@ class Draft:
     lookups: list[Lookup] = field(default_factory=list)
     failures: list[tuple[str, str, str]] = field(default_factory=list)
     _tokens: list[np.ndarray] = field(default_factory=list)
+    _totals: list[np.ndarray] = field(default_factory=list)
+    _folds: list[tuple[int, str, np.ndarray, int, int]] = field(default_factory=list)
     _jobs: list[np.ndarray] = field(default_factory=list)
     _runs: list[tuple[int, int]] = field(default_factory=list)
     _marks: list[np.ndarray] = field(default_factory=list)
@@ -123,25 +152,41 @@ class Draft:
     def take(self, replies, strands: Strands, x, ranks, tokens, positions) -> None:
         """One row of each strand `x` (indices), all arrays [n]."""
         n = len(x)
-        jobs = np.empty((n, 3), np.int64)
-        jobs[:, 1], jobs[:, 2] = strands.origin[x] + ranks * strands.width[x], strands.width[x]
+        width, lead = strands.width[x], strands.lead[x]
+        rows = strands.origin[x] + ranks * width
+        jobs = np.stack([tokens, rows, width, lead, strands.directions[x]], 1)
+        self._add(tokens, lead + width, jobs)
         marks = np.ones((n, 6), np.int64)
         marks[:, 0], marks[:, 1], marks[:, 2], marks[:, 3] = replies, strands.number[x], ranks, positions
-        self._add(tokens, jobs)
         self._marks.append(marks)
 
-    def take_run(self, reply: int, strand: Strand, rank: int, row: int, tokens, positions) -> None:
+    def take_run(self, reply: int, strands: Strands, strand: Strand, rank: int, row: int, tokens, positions) -> None:
         """Rows `rank`.. of one strand, from arena row `row`; `tokens` and `positions` [n] ascending."""
-        n = len(tokens)
-        jobs = np.empty((n, 3), np.int64)
-        jobs[:, 1], jobs[:, 2] = row + np.arange(n) * len(strand.columns), len(strand.columns)
+        n, i = len(tokens), strand.index
+        width, lead = int(strands.width[i]), int(strands.lead[i])
+        jobs = np.empty((n, 5), np.int64)
+        jobs[:, 0], jobs[:, 1] = tokens, row + np.arange(n) * width
+        jobs[:, 2:] = width, lead, strands.directions[i]
         for start, end, _ in _runs(tokens):
             if end - start > 1:
                 self._runs.append((self._taken + start, self._taken + end))
-        self._add(tokens, jobs)
+        self._add(tokens, np.full(n, lead + width), jobs)
         self._marks.append(
             np.array([(reply, strand.number, rank + a, positions[a], b - a, s) for a, b, s in _even_runs(positions)])
         )
+
+    def fold(self, reply: int, strands: Strands, strand: Strand, how: str, tokens, positions, row: int | None) -> None:
+        """Reduce the rows of `tokens`; the result goes to arena row `row` if there are no more to come."""
+        columns, last = len(strand.columns), tokens[-1:]
+        totals = np.full(len(tokens), columns)
+        jobs = np.zeros((0, 5), np.int64)
+        if row is not None:
+            cell = int(strands.width[strand.index])
+            totals[-1] += cell
+            jobs = np.array([(last[0], row, cell, columns, -1)], np.int64)
+            self._marks.append(np.array([(reply, strand.number, 0, positions[-1], 1, 1)]))
+        self._add(tokens, totals, jobs)
+        self._folds.append((strand.number, how, tokens, columns, -1 if row is None else int(last[0])))
 
     def drop(self, reply: int, number: int, positions) -> None:
         """Rows that found no room."""
@@ -168,26 +213,34 @@ class Draft:
         if not (self._tokens or self._steered or self._marks or self.failures or (self.programs >= 0).any()):
             return None
         tokens = np.concatenate(self._tokens) if self._tokens else np.zeros(0, np.int64)
-        jobs = np.concatenate(self._jobs) if self._jobs else np.zeros((0, 3), np.int64)
+        totals = np.concatenate(self._totals) if self._tokens else np.zeros(0, np.int64)
+        jobs = np.concatenate(self._jobs) if self._jobs else np.zeros((0, 5), np.int64)
         for first, end in self._forgotten:
-            jobs[(tokens >= first) & (tokens < end), 2] = 0
-        ends = jobs[:, 2].cumsum()
-        jobs[:, 0] = ends - jobs[:, 2]
+            totals[(tokens >= first) & (tokens < end)] = 0
+            jobs[(jobs[:, 0] >= first) & (jobs[:, 0] < end), 2] = 0
+            self._folds = [f for f in self._folds if not first <= f[2][0] < end]
+        ends = totals.cumsum()
         slots = np.full(self.size, -1, np.int32)
-        slots[tokens] = jobs[:, 0]
+        slots[tokens] = ends - totals
+        jobs[:, 0] = slots[jobs[:, 0]] + jobs[:, 3]
+        folds = [
+            Fold(number, how, slots[of].astype(np.int64), columns, -1 if cell < 0 else int(slots[cell]) + columns)
+            for number, how, of, columns, cell in self._folds
+        ]
         if self._forgotten:
             slots[self.profiles < 0] = -1
         rows = int(ends[-1]) if len(ends) else 0
         marks, steered = _by_reply(self._marks, replies), _by_reply(self._steered, replies)
         return StepPlan(
-            slots, self.profiles, self.programs, rows, tokens, jobs, self._runs, marks, steered, self.lookups,
+            slots, self.profiles, self.programs, rows, tokens, jobs, folds, self._runs, marks, steered, self.lookups,
             self.failures,
         )  # fmt: skip
 
-    def _add(self, tokens, jobs) -> None:
+    def _add(self, tokens, totals, jobs) -> None:
         self._tokens.append(tokens)
+        self._totals.append(totals)
         self._jobs.append(jobs)
-        self._taken += len(tokens)
+        self._taken += len(jobs)
 
 
 def _runs(values: np.ndarray) -> list[tuple[int, int, int]]:

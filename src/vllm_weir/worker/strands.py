@@ -40,6 +40,23 @@ class Strand:
     """(start in the arena, first rank, capacity); the last one is being filled."""
 
 
+@dataclass(frozen=True)
+class Cell:
+    """What a strand holds of a token (or of all of them) instead of rows: [columns, values] float32.
+
+    Attributes:
+        kind: ``"scores"`` or ``"fold"``.
+        values: per column.
+        rows: arena rows that it takes.
+        directions: number of the directions, -1 for none.
+    """
+
+    kind: str
+    values: int
+    rows: int
+    directions: int = -1
+
+
 class Strands:
     """The live strands of one worker.
 
@@ -61,7 +78,7 @@ class Strands:
 
     def _grow_arrays(self, size: int) -> None:
         old = len(self.rank) if self.live else 0
-        for name in ("number", "rank", "limit", "origin", "width", "last"):
+        for name in ("number", "rank", "limit", "origin", "width", "lead", "directions", "last"):
             array = np.zeros(size, np.int64)
             if old:
                 array[:old] = getattr(self, name)
@@ -76,12 +93,24 @@ class Strands:
     origin: np.ndarray
     """Row of the arena where rank 0 would be, going by the last extent."""
     width: np.ndarray
-    """Number of columns."""
+    """Arena rows of a rank: the number of columns, or the size of a cell."""
+    lead: np.ndarray
+    """Ring rows of a token that stand before those that are sent: what a cell is made from."""
+    directions: np.ndarray
+    """Number of the directions that a cell's products are with, -1 for none."""
     last: np.ndarray
     """Position of the latest row."""
 
-    def open(self, request_id: str, reply: str, columns: tuple[int, ...], prompt_rows: int, most_rows: int) -> Strand:
-        """A new strand, still without room."""
+    def open(
+        self,
+        request_id: str,
+        reply: str,
+        columns: tuple[int, ...],
+        prompt_rows: int,
+        most_rows: int,
+        cell: Cell | None = None,
+    ) -> Strand:
+        """A new strand, still without room; with a `cell` it holds that instead of rows."""
         if not self._free:
             self._grow_arrays(2 * len(self.rank))
         index = self._free.pop()
@@ -89,9 +118,18 @@ class Strands:
         self.live[index] = strand
         self.number[index] = strand.number
         self.rank[index] = self.limit[index] = self.origin[index] = 0
-        self.width[index] = len(columns)
+        self.width[index] = cell.rows if cell else len(columns)
+        self.lead[index] = len(columns) if cell else 0
+        self.directions[index] = cell.directions if cell else -1
         self.last[index] = -1
-        self._news(reply).opened.append(mail.Opened(strand.number, request_id, list(columns)))
+        self._news(reply).opened.append(
+            mail.Opened(
+                strand.number,
+                request_id,
+                list(columns),
+                *((cell.kind, cell.values, cell.rows) if cell else ()),
+            )
+        )
         return strand
 
     def close(self, strand: Strand) -> None:
@@ -138,7 +176,7 @@ class Strands:
         return news
 
     def _extend(self, strand: Strand, rows: int) -> bool:
-        i, width = strand.index, len(strand.columns)
+        i, width = strand.index, int(self.width[strand.index])
         rank = int(self.rank[i])
         if rank < strand.prompt_rows:
             generous = strand.prompt_rows - rank + min(FIRST_GENERATED, strand.most_rows - strand.prompt_rows)

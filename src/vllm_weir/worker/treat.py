@@ -1,0 +1,72 @@
+"""Treatments: what is made of rows on the device before anything is sent: reductions, and products with directions."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vllm_weir.worker.step import Fold, StepPlan
+
+
+class Treater:
+    """Works on a step's rows in the ring; on CUDA on the current stream.
+
+    Args:
+        ring: [rows, d_model]. Results are left in it as float32, in the rows that the plan keeps for them.
+    """
+
+    def __init__(self, ring: torch.Tensor) -> None:
+        self._ring = ring
+        words = ring.shape[1] * ring.element_size() // 4
+        self._cells = ring.view(torch.float32).view(len(ring), words) if words else ring
+        self._partial: dict[int, tuple[torch.Tensor, int]] = {}
+        """Strand -> reduction so far, float32 [columns, d_model] (a sum for the mean), and of how many rows."""
+
+    def run(self, plan: StepPlan, start: int, directions: dict[int, torch.Tensor]) -> None:
+        """Make what the plan wants of the rows from ring row `start` on; `directions`: number -> float32 [m, d]."""
+        for fold in plan.folds:
+            self._fold(fold, start)
+        jobs = plan.jobs[(plan.jobs[:, 4] >= 0) & (plan.jobs[:, 2] > 0)]
+        kinds = {(int(d), int(lead), int(cell)) for _, _, cell, lead, d in jobs}
+        for number, lead, cell in sorted(kinds):
+            some = jobs[(jobs[:, 4] == number) & (jobs[:, 3] == lead), 0] + start
+            rows = self._ring[self._index(some - lead, lead)].float()
+            if rows.is_cuda:
+                directions[number].record_stream(torch.cuda.current_stream())
+            self._leave(some, cell, (rows @ directions[number].T).view(len(some), -1))
+
+    def forget(self, strands: list[int]) -> None:
+        """These strands have ended."""
+        for number in strands:
+            self._partial.pop(number, None)
+
+    def _fold(self, fold: Fold, start: int) -> None:
+        rows = self._ring[self._index(fold.slots + start, fold.columns)].view(len(fold.slots), fold.columns, -1)
+        before, count = self._partial.pop(fold.strand, (None, 0))
+        if fold.how == "last":
+            result = rows[-1].float()
+        elif fold.how == "max":
+            result = rows.amax(0).float()
+            result = result if before is None else torch.maximum(before, result)
+        else:
+            result = rows.sum(0, dtype=torch.float32)
+            result = result if before is None else before + result
+        count += len(fold.slots)
+        if fold.cell < 0:
+            self._partial[fold.strand] = (result, count)
+            return
+        if fold.how == "mean":
+            result = result / count
+        words = self._cells.shape[1]
+        self._leave(np.array([fold.cell + start]), -(-result.numel() // words), result.view(1, -1))
+
+    def _index(self, slots: np.ndarray, width: int) -> torch.Tensor:
+        every = (slots[:, None] + np.arange(width)).ravel()
+        return torch.from_numpy(every).to(self._ring.device, non_blocking=True)
+
+    def _leave(self, slots: np.ndarray, cell: int, values: torch.Tensor) -> None:
+        """Values float32 [n, k] to the first words of `cell` ring rows each, from `slots` on."""
+        words = self._cells.shape[1]
+        padded = values.new_zeros(len(slots), cell * words)
+        padded[:, : values.shape[1]] = values
+        self._cells[self._index(slots, cell)] = padded.view(-1, words)

@@ -1,0 +1,133 @@
+"""Reductions and products with directions: what plain rows, reduced by hand, give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vllm_weir as weir
+from tests.engine.common import assert_nothing_is_held, directory, oracle, prompts, sampling, tokens
+from tests.support.check import expected_positions
+from tests.support.engines import get_llm
+from tests.support.steered import chunks
+
+pytestmark = pytest.mark.engine
+SELECTORS = ["all", "prompt", "generated", "last_prompt", "sampled", [0, 3, -1], "2:40:3", {"token_ids": [5, 6, 7, 8]}]
+REDUCE = {"last": lambda x: x[-1:], "mean": lambda x: x.mean(0, keepdim=True), "max": lambda x: x.amax(0, keepdim=True)}
+
+
+def asked(llm, selector, max_tokens=7, **treatment):
+    captures = [
+        weir.Capture("resid_post", [0, 2], selector, **treatment),
+        weir.Capture("resid_pre", [3], selector, **treatment),
+    ]
+    return weir.params(sampling(max_tokens), capture=captures)
+
+
+def expected(out, truth, selector, site):
+    ids = list(out.prompt_token_ids) + list(out.outputs[0].token_ids)
+    P, G = len(out.prompt_token_ids), len(out.outputs[0].token_ids)
+    at = expected_positions(selector, P, G, ids)
+    return at, truth.rows(ids[:-1])[tuple(site)][at].double()
+
+
+@pytest.mark.parametrize("size", [None, 7])
+def test_reductions(root, size):
+    """Every reduction over every kind of selector, in one batch, with whole and with chunked prompts."""
+    llm, truth = get_llm(directory(root)), oracle(directory(root))
+    cases = [(selector, how) for selector in SELECTORS for how in REDUCE]
+    with chunks(llm, size):
+        outs = llm.generate(
+            prompts([5 + k for k in range(len(cases))]), [asked(llm, s, reduce=h) for s, h in cases], use_tqdm=False
+        )
+    for out, (selector, how) in zip(outs, cases, strict=True):
+        acts = out.activations
+        for site in acts.sites:
+            at, rows = expected(out, truth, selector, site)
+            assert acts[site].shape == (min(1, len(at)), 128) and acts.positions_of(*site).tolist() == at[-1:]
+            if at:
+                reference = REDUCE[how](rows)
+                assert (acts[site].double() - reference).abs().max() <= 1e-5 * rows.abs().max()
+        assert set(out.receipt.captured.values()) == {min(1, len(at))} and not out.receipt.dropped
+    del out, outs, acts
+    assert_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("how", [None, *REDUCE])
+def test_products_with_directions(root, how):
+    llm, truth = get_llm(directory(root)), oracle(directory(root))
+    directions = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    directions[2] = directions[0]  # the same one twice
+    weir.register(llm, "probe", directions[1])
+    for project, D in ((directions, directions), ("probe", directions[1:2])):
+        with chunks(llm, 9):
+            ask = [asked(llm, s, reduce=how, project=project) for s in SELECTORS]
+            outs = llm.generate(prompts([6 + k for k in range(len(ask))]), ask, use_tqdm=False)
+        for out, selector in zip(outs, SELECTORS, strict=True):
+            for site in out.activations.sites:
+                at, rows = expected(out, truth, selector, site)
+                reference = rows @ D.double().T
+                got = out.activations[site]
+                assert got.dtype == torch.float32 and got.shape[1] == len(D)
+                if how is not None and at:
+                    reference, at = REDUCE[how](reference), at[-1:]
+                assert out.activations.positions_of(*site).tolist() == at and len(got) == len(at)
+                if at:
+                    assert (got.double() - reference).abs().max() <= 1e-5 * (
+                        rows.norm(dim=1).max() * D.norm(dim=1).max()
+                    )
+    weir.unregister(llm, "probe")
+
+
+def test_beside_plain_requests_and_steering(root):
+    """A batch of everything: treated rows see the request's own steering, neighbours their own rows."""
+    llm, truth = get_llm(directory(root)), oracle(directory(root))
+    v = torch.ones(128)
+    base = sampling(6)
+    steer = weir.Add(v, 1, 2.0, positions="prompt")
+    plain = weir.params(base, capture=weir.Capture("resid_post", [1]), interventions=steer)
+    mean = weir.params(base, capture=weir.Capture("resid_post", [1], reduce="mean"), interventions=steer)
+    score = weir.params(base, capture=weir.Capture("resid_post", [1], project=v), interventions=steer)
+    for _ in range(3):
+        outs = llm.generate(prompts([12] * 4), [plain, mean, score, base], use_tqdm=False)
+        again = llm.generate(prompts([12] * 4)[:3], [plain] * 3, use_tqdm=False)
+        rows = [o.activations["resid_post", 1] for o in again]
+        assert torch.allclose(outs[1].activations["resid_post", 1], rows[1].mean(0, keepdim=True), atol=1e-4)
+        assert torch.allclose(outs[2].activations["resid_post", 1], rows[2] @ v[:, None], atol=2e-3)
+        assert outs[3].outputs[0].token_ids == truth.greedy(tokens(12, 3), 6) and outs[3].activations is None
+
+
+def test_streaming_gives_a_reduction_when_it_is_complete(root):
+    from vllm.sampling_params import RequestOutputKind
+
+    llm = get_llm(directory(root))
+    for kind in (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA):
+        params = asked(llm, "all", 4, reduce="max")
+        params.output_kind = kind
+        llm.llm_engine.add_request("r", {"prompt_token_ids": tokens(9)}, params)
+        sizes = []
+        while llm.llm_engine.has_unfinished_requests():
+            sizes += [len(o.activations["resid_post", 0]) for o in llm.llm_engine.step()]
+        assert sizes == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("captures", "field"),
+    [
+        ([{"reduce": "sum"}], "capture[0].reduce"),
+        ([{"reduce": ["mean"]}], "capture[0].reduce"),
+        ([{"project": [1.0, 2.0]}], "capture[0].project"),
+        ([{"project": "nobody"}], "capture[0].project"),
+        ([{"project": [[float("nan")] * 128]}], "capture[0].project"),
+        ([{"project": torch.zeros(300, 128)}], "capture[0].project"),
+        ([{"layers": 0, "reduce": "mean"}, {"layers": 1}], "capture[1].reduce"),
+        ([{"layers": 0}, {"layers": 1, "project": torch.ones(128)}], "capture[1].project"),
+        ([{"layers": 0, "reduce": "mean"}, {"layers": 1, "reduce": "mean", "positions": 0}], "capture[1].positions"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(root, captures, field):
+    llm = get_llm(directory(root))
+    with pytest.raises(weir.WeirError) as e:
+        llm.generate(prompts([4]), weir.params(sampling(2), capture=captures), use_tqdm=False)
+    assert e.value.field == field
+    assert not llm.llm_engine.has_unfinished_requests()
