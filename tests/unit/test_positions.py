@@ -88,3 +88,20 @@ def test_long_lists_are_refused():
     Positions.parse(range(MAX_LIST))
     with pytest.raises(WeirError, match="slice"):
         Positions.parse(range(10**9))
+
+
+@settings(max_examples=500, deadline=None)
+@given(selector=selectors(), P=st.integers(1, 40))
+def test_rank_and_steady_are_what_the_mask_says(selector, P):
+    chosen = Positions.parse(selector)
+    every = np.arange(200)
+    mask = chosen.mask(every, P)
+    if not chosen.needs_token_ids:
+        for rank, position in enumerate(np.flatnonzero(mask)):
+            assert chosen.rank(int(position), P) == rank
+    steady = chosen.steady(P)
+    if steady is None:
+        assert chosen.kind == "slice" and chosen.values[2] not in (None, 1)
+    else:
+        start, selected = steady
+        assert (mask[max(0, start) :] == selected).all() or chosen.needs_token_ids
