@@ -17,6 +17,7 @@ SAYS = {
     "steer.py": ("scale -2: Anna", "scale +2: Anna", "({Site(hook='resid_post', layer=2): ", "rows changed: ({},)"),
     "patch.py": ("words, at [", "last token", "\n5 "),
     "lens.py": ("residual_stream: [2, ", "layer=2): 31}", "layer=3): 31}"),
+    "scores.py": ("scores, mean +", "scores, mean -", "highest score [["),
     "drop_in.py": ("block 2: output [8, ", "block 5: output [8, "),
 }
 

@@ -260,7 +260,8 @@ def steering_check(task: Task, reply: dict[str, Any], dtype: str) -> Check:
     what = reply.get("error") or f"after = before + vector, {reply['rows']} rows of {reply['layers']} blocks"
     value = min(reply.get("worst", 1e9), 1e9)
     # One rounding of the sum; two passes differ by what all blocks before have rounded.
-    bound = 1e-5 if dtype == "float32" else 2**-7 if reply.get("one_pass") else 2**-5
+    # Two bfloat16 passes of a deep model differ by several percent: what is not steered at all differs by more.
+    bound = 1e-5 if dtype == "float32" else 2**-7 if reply.get("one_pass") else 2**-3
     return Check(
         system=task.system,
         case=task.case,
