@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 
 import pytest
 import torch
@@ -193,7 +194,8 @@ def test_words_of_steering_that_never_come_fail_the_request(engine, monkeypatch)
     llm, oracle = engine
     steered = weir.params(sampling(3), interventions=weir.Add(GOOD, 1))
     with monkeypatch.context() as patch:
-        patch.setattr(Drain, "_send_spans", lambda self, steered: None)
+        send = Drain.send
+        patch.setattr(Drain, "send", lambda self, parcel: send(self, dataclasses.replace(parcel, steered={})))
         with pytest.raises(weir.WeirError, match="confirmed"):
             llm.generate(prompt(9), steered, use_tqdm=False)
     after(llm, oracle, steered)
