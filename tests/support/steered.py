@@ -160,7 +160,7 @@ def chunks(llm: Any, size: int | None) -> Iterator[None]:
 
 
 def usage(llm: Any) -> dict[str, int]:
-    """What the workers hold for requests, the largest over ranks; rows are as long there as a test has their outputs."""
+    """What the workers hold for requests, the largest over ranks; not rows, which live as long as their outputs."""
     llm.generate(prompt(3, 91), sampling(1), use_tqdm=False)  # the step in which the finished ones leave
     found = llm.collective_rpc("weir_usage")
     return {name: max(f[name] for f in found) for name in found[0] if name != "host_rows"}
