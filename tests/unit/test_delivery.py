@@ -70,7 +70,7 @@ class Request:
             assert acts[site].tolist() == expected, "a wrong row, or an older one"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(near=st.booleans(), rows=st.sampled_from([700, 4000]), data=st.data())
 def test_every_wanted_row_exactly_once(near, rows, data):
     """Random wishes, chunkings, batch orders, joins, leaves, preemptions, neighbours, late messages, small memory."""
