@@ -59,7 +59,7 @@ class Post:
     def step(self, batch, content, deliver=True):
         """Run a step of (request, tokens, first position); `content(request, column, position)` -> row [D]."""
         names, counts, computed = zip(*batch, strict=True) if batch else ((), (), ())
-        plan = self.planner.plan(names, counts, computed)
+        plan = self.planner.plan(list(names), counts, computed)
         where = [(name, p) for name, n, first in batch for p in range(first, first + n)]
         marks = steered = np.zeros((0, 5), np.int32)
         if plan is not None:

@@ -134,6 +134,11 @@ class Treatment:
         return not self.directions
 
 
+def cell_rows(columns: int, values: int, row_bytes: int) -> int:
+    """Rows of `row_bytes` bytes that hold float32 [columns, values]."""
+    return -(-columns * values * 4 // row_bytes)
+
+
 @dataclass(frozen=True)
 class ResolvedSpec:
     """A RequestSpec resolved against a model: every layer named, every site known to be tapped."""
@@ -146,7 +151,7 @@ class ResolvedSpec:
         if self.treatment is None:
             return 0
         values = d_model if self.treatment.folds else len(self.treatment.directions)
-        return -(-self.width * values * 4 // (d_model * itemsize))
+        return cell_rows(self.width, values, d_model * itemsize)
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:

@@ -20,7 +20,7 @@ import numpy as np
 from vllm_weir import mail
 from vllm_weir.errors import WeirError
 from vllm_weir.spec.positions import Positions
-from vllm_weir.spec.request import ResolvedSpec, Treatment
+from vllm_weir.spec.request import ResolvedSpec, Treatment, cell_rows
 from vllm_weir.worker.arena import Arena
 from vllm_weir.worker.seats import Seats
 from vllm_weir.worker.select import NEVER, Selectors, column_of
@@ -306,7 +306,7 @@ class Planner:
             strands.close(reading.fold)  # computed again after a preemption: all of it
             reading.fold = None
         if reading.fold is None:
-            cell = Cell("fold", d_model, -(-len(columns) * d_model * 4 // self.row_bytes))
+            cell = Cell("fold", d_model, cell_rows(len(columns), d_model, self.row_bytes))
             reading.fold = strands.open(reading.request_id, reading.reply, columns, 1, 1, cell)
         draft.profiles[tokens] = profile
         strands.last[reading.fold.index] = positions[-1]
@@ -334,7 +334,7 @@ class Planner:
             columns, cell = self.columns_of[profile], None
             if reading.treatment is not None and reading.treatment.directions:
                 values = len(reading.treatment.directions)
-                cell = Cell("scores", values, -(-len(columns) * values * 4 // self.row_bytes), reading.directions)
+                cell = Cell("scores", values, cell_rows(len(columns), values, self.row_bytes), reading.directions)
             elif reading.treatment is not None:
                 in_prompt, rows = 0, rows - in_prompt
             strand = self.strands.open(reading.request_id, reading.reply, columns, in_prompt, max(rows, 1), cell)

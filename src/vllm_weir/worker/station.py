@@ -194,10 +194,17 @@ class Station:
             input_ids: tokens of the step on the device, [>= tokens].
             graph: whether the pass may be replayed from a CUDA graph.
         """
+        start, streamer = 0, None
         try:
             plan = self.planner.plan(request_ids, num_tokens, num_computed)
             if plan is not None and not self.switch.live:
                 raise WeirError("a step that was planned without taps has something for them to do")
+            if plan is not None and plan.rows:
+                if not graph and not plan.treated and plan.rows > self.ring.capacity // STREAM_SHARE:
+                    streamer = self._streamer
+                if streamer is None:
+                    start = self.ring.take(plan.rows)
+                    self.ring.claim(start, plan.rows)
         except (WeirError, ValueError) as e:
             # What cannot be served fails its own requests; the engine and everybody else go on.
             logger.exception("Weir cannot plan this step")
@@ -206,13 +213,6 @@ class Station:
                 live = self.planner.reading.get(request_id) or self.planner.steering.get(request_id)
                 if live is not None:
                     self.drain.fail(live.reply, request_id, str(e))
-        start, streamer = 0, None
-        if plan is not None and plan.rows:
-            if not graph and not plan.treated and plan.rows > self.ring.capacity // STREAM_SHARE:
-                streamer = self._streamer
-            if streamer is None:
-                start = self.ring.take(plan.rows)
-                self.ring.claim(start, plan.rows)
         self._step = None if plan is None else (start, plan)
         if plan is None:
             self._writer.silence()

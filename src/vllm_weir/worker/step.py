@@ -101,25 +101,25 @@ class Repeat:
 
     def __init__(self, ids: Sequence[str], computed: np.ndarray, plan: StepPlan, strands: Strands, x: np.ndarray):
         self._ids, self._computed, self._plan, self._strands, self._x = list(ids), computed, plan, strands, x
-        self._left = int((strands.limit[x] - strands.rank[x]).min()) if len(x) else 1 << 62
         self._even = len(x) > 0 and bool((plan.jobs[:, 2] == plan.jobs[0, 2]).all())
 
     def next(self, ids: Sequence[str], computed: np.ndarray) -> StepPlan | None:
         """The plan for the batch if it repeats the last one, one position on, else None."""
-        if self._left <= 0 or self._ids != ids or not np.array_equal(computed, self._computed + 1):
+        last, x, strands = self._plan, self._x, self._strands
+        if self._ids != ids or not np.array_equal(computed, self._computed + 1):
             return None
-        last, x = self._plan, self._x
+        if (strands.rank[x] >= strands.limit[x]).any():  # the extent is full, or was retired meanwhile
+            return None
         jobs = last.jobs + last.jobs[:, 2:3] * (0, 1, 0, 0, 0)
         marks = {reply: marks + _NEXT_MARK for reply, marks in last.marks.items()}
         steered = {reply: marks + _NEXT_STEERED for reply, marks in last.steered.items()}
-        self._strands.rank[x] += 1
-        self._strands.last[x] += 1
+        strands.rank[x] += 1
+        strands.last[x] += 1
         plan = replace(last, jobs=jobs, marks=marks, steered=steered)
         if self._even and "segments" in last.__dict__:
             segments = last.segments.copy()
             segments[:, 1] += jobs[0, 2]
             plan.__dict__["segments"] = segments
-        self._left -= 1
         self._computed, self._plan = computed, plan
         return plan
 
