@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_weir.api import clear_global, demo_model, list_vectors, params, register, set_global, unregister
+from vllm_weir.api import (
+    clear_global,
+    demo_model,
+    list_vectors,
+    params,
+    register,
+    set_global,
+    sites,
+    sites_async,
+    unregister,
+)
 from vllm_weir.errors import WeirError
 from vllm_weir.spec import Ablate, Add, Capture, Clamp, LowRank, Replace, Site
 from vllm_weir.spec.lens import SteeringVector
 from vllm_weir.spec.tiers import from_tiers
+from vllm_weir.spec.verdict import SiteVerdict
 
 if TYPE_CHECKING:
     from vllm_weir.drop_in import LLM, AsyncLLM
@@ -27,6 +38,7 @@ __all__ = [
     "Receipt",
     "Replace",
     "Site",
+    "SiteVerdict",
     "SteeringVector",
     "WeirError",
     "__version__",
@@ -38,6 +50,8 @@ __all__ = [
     "params",
     "register",
     "set_global",
+    "sites",
+    "sites_async",
     "unregister",
 ]
 

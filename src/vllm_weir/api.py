@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.interventions import Intervention
 from vllm_weir.spec.request import WIRE_KEY, RequestSpec, parse_captures, parse_interventions
+from vllm_weir.spec.verdict import SiteVerdict
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -78,6 +79,30 @@ def set_global(llm: Any, interventions: Any) -> None:
 def clear_global(llm: Any) -> None:
     """Requests admitted from now on undergo only their own interventions."""
     _desk(llm).set_always(())
+
+
+def sites(llm: Any) -> list[SiteVerdict]:
+    """Every hook point of every block of the engine's model: whether it is served, and if not, why.
+
+    Args:
+        llm: ``LLM``, ``LLMEngine`` or Weir's drop-in; of an ``AsyncLLM`` use `sites_async`.
+
+    Raises:
+        WeirError: if Weir does not serve this engine at all; it says why.
+    """
+    return _verdicts(_desk(llm).require_facts())
+
+
+async def sites_async(engine: Any) -> list[SiteVerdict]:
+    """`sites` of an ``AsyncLLM``, whose workers can only be asked asynchronously."""
+    from vllm_weir.seams.engine import ask_workers
+
+    await ask_workers(engine)
+    return _verdicts(_desk(engine).require_facts())
+
+
+def _verdicts(facts: Any) -> list[SiteVerdict]:
+    return [SiteVerdict(*site, not why, why) for site, why in facts.sites.items()]
 
 
 def _desk(llm: Any) -> Any:

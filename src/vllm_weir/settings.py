@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -11,12 +12,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from vllm_weir.errors import WeirError
 from vllm_weir.spec.capture import parse_layers
-from vllm_weir.spec.hooks import normalise_hook
+from vllm_weir.spec.hooks import HOOKS, normalise_hook
 from vllm_weir.spec.sizes import Sizes
 
 STEP_SHARE = 8
 """A step records no more rows than this part of the host buffer."""
-TAP_VERSION = 2
+TAP_VERSION = 3
 """Raised whenever the tap's traced form changes, so that no compiled graph of another form is reused."""
 
 
@@ -24,7 +25,7 @@ class Settings(BaseModel):
     """What an engine taps and how much memory Weir may use for it.
 
     Attributes:
-        hooks: hook points to tap; ``resid_post`` serves ``resid_pre`` too.
+        hooks: hook points to tap; ``resid_post`` serves ``resid_pre`` too. Default: all that the model has.
         layers: blocks to tap, ``"all"`` or a list.
         buffer_bytes: size of the ring on the device.
         host_bytes: most pinned, shared host memory for rows, from which results reach the caller without a copy; it is
@@ -40,16 +41,17 @@ class Settings(BaseModel):
         graphs: when CUDA graphs with live taps are captured: ``"lazy"``, each as a step first needs it, or ``"eager"``,
             all at start-up.
         timeout: seconds that ``out.activations`` waits for rows still on their way before it raises.
-        unverified_models: ``"refuse"`` (default) or ``"allow"`` architectures whose sites no test has compared with
-            transformers.
+        refused: what becomes of hook points that were asked for here and that the model does not have, or that failed
+            their proof: requests for them fail (``"request"``), or the engine does not start (``"start"``).
+        describe: where hook points are in a model whose structure does not tell, see `vllm_weir.worker.families`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
     hooks: Annotated[
-        tuple[Literal["resid_pre", "resid_post"], ...],
+        tuple[Literal[HOOKS], ...],  # type: ignore[valid-type]
         Field(min_length=1),
-    ] = ("resid_post",)
+    ] = HOOKS
     layers: Annotated[Any, AfterValidator(lambda v: parse_layers(v, "layers"))] = "all"
     buffer_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 42)] = 256 << 20
     host_bytes: Annotated[int, Field(ge=0, le=1 << 44)] = 0
@@ -60,7 +62,8 @@ class Settings(BaseModel):
     ship: Literal["first", "split"] = "first"
     graphs: Literal["lazy", "eager"] = "lazy"
     timeout: Annotated[float, Field(gt=0, le=86_400)] = 120.0
-    unverified_models: Literal["refuse", "allow"] = "refuse"
+    refused: Literal["request", "start"] = "request"
+    describe: dict[str, Any] | None = None
 
     @classmethod
     def load(cls, additional_config: object, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -107,7 +110,7 @@ class Settings(BaseModel):
 
     def graph_identity(self) -> str:
         """Digest of everything that changes the traced graph; part of vLLM's compile-cache key."""
-        text = f"weir-tap {TAP_VERSION} {sorted(set(self.hooks))} {self.layers} {self.unverified_models}"
+        text = f"weir-tap {TAP_VERSION} {sorted(set(self.hooks))} {self.layers} {self.describe}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -119,6 +122,11 @@ def disabled(environ: Mapping[str, str] = os.environ) -> bool:
 def _from_text(name: str, text: str) -> Any:
     if name == "hooks":
         return [part.strip() for part in text.split(",") if part.strip()]
+    if name == "describe":
+        try:
+            return json.loads(text)
+        except ValueError as e:
+            raise WeirError(f"not valid JSON ({e})", "WEIR_DESCRIBE") from None
     if name == "layers" and text != "all":
         try:
             return [int(part) for part in text.split(",")]

@@ -14,7 +14,7 @@ from vllm_weir.spec.sizes import Sizes
 from vllm_weir.worker.arena import Arena
 from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
-from vllm_weir.worker.select import STAGES
+from vllm_weir.worker.select import STAGES, num_taps
 from vllm_weir.worker.strands import Strands
 
 D = 4
@@ -44,7 +44,7 @@ class Post:
     """One worker with `layers` blocks and a store that reads from it (by mapping its memory, or in messages)."""
 
     def __init__(self, layers: int, rows: int = 4000, near: bool = True, patience: float | None = 0.0, profiles=512):
-        taps = layers + 1
+        taps = num_taps(layers)
         self.columns = frozenset(range(taps * STAGES))
         self.arena = Arena(rows)
         self.rows = torch.full((rows, D), -1.0)

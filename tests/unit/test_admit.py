@@ -6,14 +6,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.wishes import any_extra_args, sensible_captures
+from tests.unit.wishes import any_extra_args, sensible_captures, served
 from vllm_weir import Capture, Site, WeirError
 from vllm_weir.frontend.admit import EngineFacts, admit, carries_keys, engine_form
+from vllm_weir.spec.hooks import HOOKS, place_of
 from vllm_weir.spec.request import RequestSpec, ResolvedSpec
 from vllm_weir.spec.sizes import Sizes
 
 LAYERS = 4
-FACTS = EngineFacts(frozenset(range(LAYERS + 1)), LAYERS, 128, "float32", 1024)
+FACTS = EngineFacts(served(LAYERS), LAYERS, 128, "float32", 1024)
 SIZES = Sizes(64, 64, 1024)
 FUZZ = settings(max_examples=2000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -36,7 +37,7 @@ def test_fuzzed_wishes_are_refused_by_field_or_resolved(extra_args):
     if admitted is None:
         return
     for wish in admitted.spec.wishes:
-        assert wish.site.hook in ("resid_pre", "resid_post") and 0 <= wish.site.layer < LAYERS
+        assert wish.site.hook in HOOKS and 0 <= wish.site.layer < LAYERS
         assert admitted.dtypes[wish.site] in ("float32", "float16", "bfloat16")
     if wire is None:
         assert not admitted.spec.wishes and not admitted.effective
@@ -55,7 +56,7 @@ def test_sensible_wishes_are_never_refused(captures):
     assert admitted is not None
     wanted = {Site(h, i) for h, layers, _ in captures for i in (range(LAYERS) if layers == "all" else layers)}
     assert set(admitted.spec.sites) == wanted
-    assert list(admitted.spec.sites) == sorted(wanted, key=lambda s: (s.layer, s.hook == "resid_post"))
+    assert list(admitted.spec.sites) == sorted(wanted, key=place_of)
 
 
 def weir(**capture):
@@ -80,8 +81,8 @@ def weir(**capture):
         ({"weir": {"v": 1, "interventions": [{"b64": "%%", "dtype": "float32", "shape": [2]}]}}, "interventions[0].op"),
         ({"weir": {"v": 1, "capture": [{}, 7]}}, "capture[1]"),
         (weir(hook="nonsense"), "capture[0].hook"),
-        (weir(hook="resid_mid"), "capture[0].hook"),
-        (weir(hook="attn_out"), "capture[0].hook"),
+        (weir(hook="embed", layers=1), "capture[0].layers"),
+        (weir(hook="final_norm", layers=[0, 2]), "capture[0].layers"),
         (weir(hook=7), "capture[0].hook"),
         (weir(hook="blocks." + "9" * 5000 + ".hook_resid_post"), "capture[0].hook"),
         (weir(hook="blocks.9.hook_resid_post"), "capture[0].layers"),
@@ -126,11 +127,14 @@ def test_refusals_name_the_field(extra_args, field):
 
 
 def test_an_untapped_site_is_refused():
-    facts = EngineFacts(frozenset({0, 1}), LAYERS, 128, "float32", 1024)
-    for hook, layer in (("resid_post", 0), ("resid_pre", 0), ("resid_pre", 1)):
+    gone = {Site("resid_post", 1), *(Site("attn_out", layer) for layer in range(LAYERS))}
+    facts = EngineFacts(served(LAYERS, gone), LAYERS, 128, "float32", 1024)
+    for hook, layer in (("resid_post", 0), ("resid_pre", 1), ("mlp_out", 1), ("embed", "all"), ("final_norm", 0)):
         assert attempt(weir(hook=hook, layers=layer), facts)[0] is not None
-    admitted, refusal = attempt(weir(layers=[0, 1]), facts)
-    assert admitted is None and refusal.field == "capture[0].layers" and "not tapped" in refusal.message
+    for hook, layers, field in (("resid_post", [0, 1], "layers"), ("attn_out", 0, "hook"), ("embed", 1, "layers")):
+        admitted, refusal = attempt(weir(hook=hook, layers=layers), facts)
+        assert admitted is None and refusal.field == f"capture[0].{field}"
+        assert "it is not there" in refusal.message or "has one embed" in refusal.message
 
 
 def test_token_ids_need_tokens():
@@ -150,9 +154,18 @@ def test_a_step_must_fit_the_ring(chunked, length, fits):
 
 
 def test_facts_from_reports():
-    good = {"ok": True, "taps": [0, 1], "num_layers": 2, "d_model": 8, "dtype": "float32", "ring_rows": 10}
-    merged = EngineFacts.merge([good, good | {"taps": [2], "ring_rows": 0}, good | {"ring_rows": 7}])
-    assert merged == EngineFacts(frozenset({0, 1, 2}), 2, 8, "float32", 7)
+    good = {
+        "ok": True,
+        "sites": [("resid_pre", 0, ""), ("resid_post", 0, "")],
+        "num_layers": 2,
+        "d_model": 8,
+        "dtype": "float32",
+        "ring_rows": 10,
+    }
+    later = [("resid_post", 1, ""), ("resid_post", 0, "not on this rank")]
+    merged = EngineFacts.merge([good, good | {"sites": later, "ring_rows": 0}, good | {"ring_rows": 7}])
+    verdicts = {Site("resid_pre", 0): "", Site("resid_post", 0): "not on this rank", Site("resid_post", 1): ""}
+    assert merged == EngineFacts(verdicts, 2, 8, "float32", 7)
     with pytest.raises(WeirError, match="because"):
         EngineFacts.merge([good, {"ok": False, "reason": "because"}])
     with pytest.raises(WeirError):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.check import expected_positions
 from tests.unit.post import Post
-from tests.unit.wishes import sensible_captures
+from tests.unit.wishes import sensible_captures, served
 from vllm_weir import Capture, Site, WeirError, mail
 from vllm_weir.frontend.admit import EngineFacts, admit
 from vllm_weir.frontend.desk import Tracker
@@ -24,7 +24,7 @@ from vllm_weir.spec.request import RequestSpec
 from vllm_weir.worker.select import column_of
 
 LAYERS, D = 3, 4
-FACTS = EngineFacts(frozenset(range(LAYERS + 1)), LAYERS, D, "float32", 1000)
+FACTS = EngineFacts(served(LAYERS), LAYERS, D, "float32", 1000)
 
 
 def opened(store, captures, prompt_ids, name="r", timeout=0.2):

@@ -13,11 +13,11 @@ from vllm_weir.spec.request import ResolvedSpec, Wish
 from vllm_weir.spec.sizes import Sizes
 from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
-from vllm_weir.worker.select import NEVER, STAGES, column_of
+from vllm_weir.worker.select import NEVER, STAGES, column_of, num_taps, tap_of
 
 LAYERS = 4
 
-COLUMNS = frozenset(range((LAYERS + 1) * STAGES))
+COLUMNS = frozenset(range(num_taps(LAYERS) * STAGES))
 
 
 def spec_of(captures) -> ResolvedSpec:
@@ -48,9 +48,8 @@ def rows_of(plan, planner, batch):
 
 
 def planner_of(columns, profiles):
-    return Planner(
-        columns, (LAYERS + 1) * STAGES, profiles, ProgramTable(Sizes(4, 4, 4), LAYERS + 1, range(LAYERS + 1), 8)
-    )
+    taps = num_taps(LAYERS)
+    return Planner(columns, taps * STAGES, profiles, ProgramTable(Sizes(4, 4, 4), taps, range(taps), 8))
 
 
 def step(planner, batch):
@@ -171,7 +170,7 @@ def test_63_selectors_in_one_request():
 
 
 def test_a_stage_of_a_pipeline_fills_its_own_columns_only():
-    mine = frozenset(c for c in COLUMNS if c // STAGES >= 3)
+    mine = frozenset(c for c in COLUMNS if c // STAGES > tap_of(Site("resid_post", 1)))
     planner = planner_of(mine, 16)
     planner.read("none", "a", spec_of([("resid_post", [0, 1], "all")]), 3, None)
     assert not planner.reading and step(planner, [("none", 3, 0)]) is None

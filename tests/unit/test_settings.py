@@ -37,7 +37,6 @@ def test_defaults_and_precedence():
         ({"hooks": []}, {}, "settings.hooks"),
         ({"hooks": [3]}, {}, "settings.hooks"),
         ({"hooks": 3}, {}, "settings.hooks"),
-        ({"hooks": ["attn_out"]}, {}, "settings.hooks"),
         ({"layers": [-1]}, {}, "settings.layers"),
         ({"layers": "some"}, {}, "settings.layers"),
         ({"layers": 1.5}, {}, "settings.layers"),
@@ -49,7 +48,9 @@ def test_defaults_and_precedence():
         ({"timeout": float("nan")}, {}, "settings.timeout"),
         ({"timeout": 0}, {}, "settings.timeout"),
         ({"timeout": float("inf")}, {}, "settings.timeout"),
-        ({"unverified_models": "yes"}, {}, "settings.unverified_models"),
+        ({"refused": "yes"}, {}, "settings.refused"),
+        ({"describe": "x"}, {}, "settings.describe"),
+        (None, {"WEIR_DESCRIBE": "{"}, "WEIR_DESCRIBE"),
         ({"hoooks": ["resid_post"]}, {}, "settings.hoooks"),
         ([], {}, "additional_config.weir"),
         ("hooks", {}, "additional_config.weir"),
@@ -70,7 +71,7 @@ def test_what_changes_the_graph_changes_its_identity():
     assert load({"layers": [1, 0]}).graph_identity() == load({"layers": [0, 1, 1]}).graph_identity()
     # Which models are tapped at all is part of the graph, and the environment is not in vLLM's own key.
     others = [{"layers": [0]}, {"layers": [0, 1]}, {"hooks": ["resid_pre"]}, {"hooks": ["resid_pre", "resid_post"]}]
-    others.append({"unverified_models": "allow"})
+    others.append({"describe": {"stack": "model.layers"}})
     identities = {load(o).graph_identity() for o in others} | {load().graph_identity()}
     assert len(identities) == len(others) + 1
     both = [load({"hooks": h}).graph_identity() for h in (["resid_pre", "resid_post"], ["resid_post", "resid_pre"])]

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 import vllm_weir as weir
 from tests.support.steered import _apply
 from vllm_weir.frontend.admit import unknown_reference
-from vllm_weir.spec.hooks import Site
+from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
 from vllm_weir.spec.interventions import Move
 from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.request import RequestSpec
 from vllm_weir.spec.sizes import Sizes
 from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
-from vllm_weir.worker.select import STAGES, tap_of
-from vllm_weir.worker.tap import _tap_cpu
+from vllm_weir.worker.select import STAGES, num_taps, tap_of
+from vllm_weir.worker.tap import _tap_cpu, numbered
 
 D, LAYERS = 8, 3
-TAPS = LAYERS + 1
+TAPS = num_taps(LAYERS)
 REPLY = "rows#vectors#token"
 
 
@@ -58,7 +58,7 @@ class Bench:
         ranks, ring = torch.full((8, TAPS * STAGES), -1, dtype=torch.int32), torch.zeros(1, D)
         tables = [torch.from_numpy(getattr(self.table, t)) for t in ("heads", "ints", "floats", "vectors")]
         h, residual = h.clone(), None if residual is None else residual.clone()
-        _tap_cpu(h, residual, torch.tensor(tap), plan, ranks, ring, *tables)
+        _tap_cpu(h, residual, numbered(tap), plan, ranks, ring, *tables)
         return h if residual is None else h + residual
 
 
@@ -74,7 +74,7 @@ def matrix(low: int, high: int, row=rows):
 where = st.fixed_dictionaries(
     {
         "layers": st.sampled_from([0, 1, [0, 2], "all"]),
-        "hook": st.sampled_from(["resid_pre", "resid_post"]),
+        "hook": st.sampled_from(BLOCK_HOOKS),
         "positions": st.sampled_from(["all", "prompt", "generated", "last_prompt", 2, [0, -1, 5], "1:7:2", "sampled"]),
     }
 )
@@ -108,7 +108,7 @@ def naive(items, h: torch.Tensor, tap: int, prompt_len: int) -> torch.Tensor:
     """A tap's stream [n, D] of positions 0 .. n-1: a block's resid_post, then the next one's resid_pre."""
     h = h.clone()
     every = np.arange(len(h))
-    for hook in ("resid_post", "resid_pre"):
+    for hook in ("embed", "attn_out", "resid_mid", "mlp_out", "resid_post", "resid_pre", "final_norm"):
         for item in items:
             if item.hook == hook and tap in {tap_of(Site(hook, x)) for x in item.resolve_layers(LAYERS)}:
                 at = np.flatnonzero(item.positions.mask(every, prompt_len))
@@ -226,7 +226,7 @@ def test_rows_by_position_of_two_moves_do_not_take_each_other_s_program():
     bench = Bench()
     bench.join("r", [first, second], 4)
     h = torch.zeros(4, D)
-    got = bench.run(2, bench.programs(["r"], [4], [0]), h, None)
+    got = bench.run(tap_of(Site("resid_post", 1)), bench.programs(["r"], [4], [0]), h, None)
     assert torch.equal(got, torch.stack([x, x, y, x + y]))
     bench.planner.remove("r")
     assert not any(bench.table.usage().values())
@@ -234,7 +234,7 @@ def test_rows_by_position_of_two_moves_do_not_take_each_other_s_program():
 
 def test_a_pipeline_stage_vouches_for_its_own_moves_only():
     bench = Bench()
-    bench.table = ProgramTable(Sizes(16, 16, 64), TAPS, {0, 1}, D)
+    bench.table = ProgramTable(Sizes(16, 16, 64), TAPS, range(7), D)
     bench.planner.table = bench.table
     bench.join("r", [weir.Add(torch.ones(D), 0), weir.Add(torch.ones(D), 2)], 3)
     ((number, position, count, stride),) = bench.planner.plan(["r"], [3], [0]).steered[REPLY].tolist()

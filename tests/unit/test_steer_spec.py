@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vllm_weir as weir
+from tests.unit.wishes import served
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import EngineFacts, admit
 from vllm_weir.frontend.shelf import Shelf
@@ -21,7 +22,7 @@ from vllm_weir.spec.lens import lens_interventions
 from vllm_weir.spec.vectors import Vector, digest_of
 
 D = 8
-FACTS = EngineFacts(frozenset(range(4)), 3, D, "float32", 1000)
+FACTS = EngineFacts(served(3, [("resid_mid", n) for n in range(3)]), 3, D, "float32", 1000)
 
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12), st.binary(max_size=12), st.just(10**400)
@@ -165,7 +166,7 @@ LATER = [
     (weir.Add(torch.ones(D + 1), 1), "vector"),
     (weir.Add(GOOD, 3), "layers"),
     (weir.Add("unknown", 1), "vector"),
-    (weir.Add(GOOD, 1, hook="attn_out"), "hook"),
+    (weir.Add(GOOD, 1, hook="embed"), "layers"),
     (weir.Add(GOOD, 1, hook="resid_mid"), "hook"),
     (weir.Ablate(torch.zeros(D), 1), "directions"),
     (weir.Clamp(torch.zeros(D), 1, value=1.0), "direction"),

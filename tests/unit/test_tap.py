@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_weir.worker.anchors import Anchor, Key
 from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.select import STAGES
-from vllm_weir.worker.tap import TapTensors, place_input_tap, place_output_tap
+from vllm_weir.worker.tap import TapTensors, numbered, place
 
 
 @settings(max_examples=300, deadline=None)
@@ -19,8 +20,9 @@ from vllm_weir.worker.tap import TapTensors, place_input_tap, place_output_tap
     d=st.integers(1, 9),
     residual=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    scale=st.sampled_from([1.0, 0.22, 3.0]),
 )
-def test_tap_equals_a_naive_loop(seed, tokens, d, residual, dtype):
+def test_tap_equals_a_naive_loop(seed, tokens, d, residual, dtype, scale):
     draw = np.random.default_rng(seed)
     taps, profiles = 3, 4
     ranks = np.full((profiles, taps * STAGES), -1, np.int32)
@@ -44,9 +46,10 @@ def test_tap_equals_a_naive_loop(seed, tokens, d, residual, dtype):
             for stage in range(STAGES):
                 rank = ranks[profile, tap * STAGES + stage] if slot >= 0 else -1
                 if rank >= 0:
-                    expected[slot + rank] = hidden[token] + other[token] if residual else hidden[token]
+                    value = hidden[token] + other[token] if residual else hidden[token]
+                    expected[slot + rank] = value * scale
         tensors = (
-            torch.tensor(tap, dtype=torch.int32),
+            numbered(tap, scale),
             torch.from_numpy(plan),
             torch.from_numpy(ranks),
             ring,
@@ -78,15 +81,18 @@ class Block(torch.nn.Module):
         return (hidden_states * 2, hidden_states * 3) if self.two else hidden_states * 2
 
 
-def captured(block, call, hidden_name="hidden_states", residual_name="residual"):
+def captured(block, call):
     """What taps 0 (input) and 1 (output) record for every token."""
     plan = torch.tensor([[0, 0, -1], [2, 0, -1]], dtype=torch.int32)
     ranks = torch.full((1, 2 * STAGES), -1, dtype=torch.int32)
     ranks[0, 2], ranks[0, STAGES + 1] = 0, 1
     ring = torch.zeros(4, 3)
     tensors = TapTensors(plan, ranks, ring, *no_programs(2, 3))
-    place_input_tap(block, 0, tensors, hidden_name, residual_name)
-    place_output_tap(block, 1, tensors)
+    model = torch.nn.ModuleDict({"block": block})
+    residual = Key("arg", 2, "residual")
+    place(model, Anchor("block", "before", Key("arg", 1, "hidden_states"), residual), 0, tensors)
+    both = (Key("out", 0), Key("out", 1)) if block.two else (Key("out", -1), None)
+    place(model, Anchor("block", "after", *both), 1, tensors)
     call(block)
     return ring.view(2, 2, 3)
 

@@ -12,13 +12,13 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.spec.capture import Capture
-from vllm_weir.spec.hooks import Site
+from vllm_weir.spec.hooks import Site, place_of
 from vllm_weir.spec.interventions import Intervention, Move
 from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY, lens_capture, lens_interventions
 from vllm_weir.spec.request import WIRE_KEY, RequestSpec, ResolvedSpec, Treatment, Wish
 from vllm_weir.spec.sizes import Sizes
 from vllm_weir.spec.vectors import digest_of
-from vllm_weir.worker.select import Selectors, column_of, tap_of
+from vllm_weir.worker.select import Selectors, column_of
 
 MAX_TOKEN_SELECTORS = 4
 KEYS = (WIRE_KEY, LENS_CAPTURE_KEY, LENS_STEER_KEY)
@@ -27,9 +27,13 @@ KEYS = (WIRE_KEY, LENS_CAPTURE_KEY, LENS_STEER_KEY)
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the workers reported: which taps stand, and the model's measures."""
+    """What the workers reported: which sites they serve, and the model's measures.
 
-    taps: frozenset[int]
+    Attributes:
+        sites: every site of the model -> why it is refused, empty if it is served.
+    """
+
+    sites: Mapping[Site, str]
     num_layers: int
     d_model: int
     dtype: str
@@ -46,12 +50,22 @@ class EngineFacts:
         first = reports[0]
         rows = [r["ring_rows"] for r in reports if r["ring_rows"] > 1]
         return cls(
-            taps=frozenset(t for r in reports for t in r["taps"]),
+            sites=_merge_sites(reports),
             num_layers=first["num_layers"],
             d_model=first["d_model"],
             dtype=first["dtype"],
             ring_rows=min(rows, default=0),
         )
+
+
+def _merge_sites(reports: Sequence[Mapping[str, Any]]) -> dict[Site, str]:
+    """Verdicts of all workers; a site that several speak of is served only if all serve it."""
+    sites: dict[Site, str] = {}
+    for report in reports:
+        for hook, layer, why in report["sites"]:
+            site = Site(hook, layer)
+            sites[site] = sites.get(site) or why
+    return dict(sorted(sites.items(), key=lambda entry: place_of(entry[0])))
 
 
 @dataclass(frozen=True)
@@ -283,10 +297,7 @@ def _needs(admitted: Admitted, prompt_ids, prompt_len: int, max_tokens: int, siz
 
 
 def _check_tapped(site: Site, facts: EngineFacts, path: str) -> None:
-    if site.hook not in ("resid_pre", "resid_post"):
-        raise WeirError(f"{site.hook} is not tapped; resid_pre and resid_post are", f"{path}.hook")
-    if tap_of(site) not in facts.taps:
-        raise WeirError(
-            f"{site} is not tapped by this engine; start it with a 'layers' / 'hooks' setting that includes it",
-            f"{path}.layers",
-        )
+    why = facts.sites.get(site, "no worker has this block")
+    if why:
+        elsewhere = any(s.hook == site.hook and not w for s, w in facts.sites.items())
+        raise WeirError(f"{site} is refused: {why}", f"{path}.{'layers' if elsewhere else 'hook'}")

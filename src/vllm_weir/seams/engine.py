@@ -218,18 +218,20 @@ def desk_of(llm) -> Desk:
 
 def async_llm_add_request(original, _status):
     async def wrapper(self, *args, **kwargs):
-        desk: Desk | None = getattr(self.output_processor, _DESK, None)
         params = kwargs.get("params", args[2] if len(args) > 2 else None)
-        if (
-            desk is not None
-            and desk.facts is None
-            and desk.refusal is None
-            and carries_keys(getattr(params, "extra_args", None))
-        ):
-            try:
-                desk.learn(await self.collective_rpc("weir_report"))
-            except Exception as e:  # as in llm_engine_init
-                desk.refusal = f"the workers did not report: {type(e).__name__}: {e}"
+        if carries_keys(getattr(params, "extra_args", None)):
+            await ask_workers(self)
         return await original(self, *args, **kwargs)
 
     return wrapper
+
+
+async def ask_workers(engine) -> None:
+    """Have an ``AsyncLLM``'s workers asked what they serve, once."""
+    engine = getattr(engine, "engine", engine)
+    desk: Desk | None = getattr(getattr(engine, "output_processor", None), _DESK, None)
+    if desk is not None and desk.facts is None and desk.refusal is None:
+        try:
+            desk.learn(await engine.collective_rpc("weir_report"))
+        except Exception as e:  # as in llm_engine_init
+            desk.refusal = f"the workers did not report: {type(e).__name__}: {e}"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from vllm_weir.errors import WeirError
 from vllm_weir.seams import graphs
 from vllm_weir.seams.core import wire_of
+from vllm_weir.seams.probe import find_sites
 from vllm_weir.settings import Settings
 from vllm_weir.worker.station import ModelFacts, Station
 
@@ -46,7 +47,9 @@ def _place(worker, status) -> None:
     runner, config = worker.model_runner, worker.vllm_config
     try:
         settings = Settings.load(config.additional_config)
-        station = Station(runner.get_model(), _facts(runner, config, worker.use_v2_model_runner), settings)
+        facts = _facts(runner, config, worker.use_v2_model_runner)
+        sites = find_sites(runner, config, facts, settings, worker.use_v2_model_runner)
+        station = Station(runner.get_model(), facts, settings, sites)
         spans = _v2_spans(runner) if worker.use_v2_model_runner else _v1_spans(runner)
     except (WeirError, AttributeError, TypeError) as e:
         # The engine serves plain requests; those with Weir's keys are told this reason.
@@ -68,7 +71,6 @@ def _facts(runner, config, v2: bool) -> ModelFacts:
     from vllm.distributed.parallel_state import get_tp_group
 
     return ModelFacts(
-        num_layers=config.model_config.get_total_num_hidden_layers(),
         d_model=config.model_config.get_hidden_size(),
         dtype=config.model_config.dtype,
         device=runner.device,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.spec.hooks import normalise_hook, split_transformer_lens
+from vllm_weir.spec.hooks import layers_of, normalise_hook, split_transformer_lens
 from vllm_weir.spec.positions import MAX_LIST, Positions
 from vllm_weir.spec.vectors import Vector
 
@@ -111,15 +111,8 @@ class Capture:
 
     def resolve_layers(self, num_layers: int) -> tuple[int, ...]:
         """Block indices for a model of `num_layers` blocks; raises WeirError if one is out of range."""
-        layers = parse_layers(self.layers, f"{self.path}.layers")
-        if layers == "all":
-            return tuple(range(num_layers))
-        for layer in layers:
-            if layer >= num_layers:
-                raise WeirError(
-                    f"block {layer} does not exist: the model has blocks 0..{num_layers - 1}", f"{self.path}.layers"
-                )
-        return layers
+        field = f"{self.path}.layers"
+        return layers_of(self.hook, parse_layers(self.layers, field), num_layers, field)
 
 
 def parse_layers(layers: object, field: str) -> Literal["all"] | tuple[int, ...]:

@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from vllm_weir.errors import WeirError, brief
 
-HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
-"""Hook points in the order in which a token meets them inside a block."""
+BLOCK_HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+"""Hook points of every block, in the order in which a token meets them."""
+MODEL_HOOKS = ("embed", "final_norm")
+"""Hook points that a model has once; their layer is 0."""
+HOOKS = ("embed", *BLOCK_HOOKS, "final_norm")
 
-ALIASES = {"post_block": "resid_post", "pre_attn": "resid_pre", "post_attn": "resid_mid"}
+ALIASES = {
+    "post_block": "resid_post",
+    "pre_attn": "resid_pre",
+    "post_attn": "resid_mid",
+    "ln_final.hook_normalized": "final_norm",
+}
 
 _TRANSFORMER_LENS = re.compile(r"^blocks\.(\d{1,9})\.hook_(\w+)$")
 
 
 class Site(NamedTuple):
-    """One hook point of one block."""
+    """One hook point of one block; `embed` and `final_norm` stand at layer 0."""
 
     hook: str
     layer: int
 
     def __str__(self) -> str:
-        return f"{self.hook}[{self.layer}]"
+        return self.hook if self.hook in MODEL_HOOKS else f"{self.hook}[{self.layer}]"
+
+
+def place_of(site: Site) -> tuple[bool, int, int]:
+    """Sorts sites in the order in which a token meets them."""
+    return site.hook == "final_norm", site.layer, HOOKS.index(site.hook)
 
 
 def normalise_hook(name: object, field: str = "hook") -> str:
@@ -45,12 +58,26 @@ def split_transformer_lens(name: object) -> Site | None:
 
 
 def parse_site(key: object) -> Site:
-    """A Site from ``("resid_post", 10)``, a Site, or ``"blocks.10.hook_resid_post"``."""
+    """A Site from ``("resid_post", 10)``, a Site, ``"blocks.10.hook_resid_post"``, ``"embed"`` or ``"final_norm"``."""
     if isinstance(key, str):
-        site = split_transformer_lens(key)
+        once = ALIASES.get(key, key).removeprefix("hook_")
+        site = Site(once, 0) if once in MODEL_HOOKS else split_transformer_lens(key)
         if site is None:
             raise WeirError(f"{key[:80]!r} is no site; use (hook, layer) or 'blocks.<layer>.hook_<hook>'", "site")
         return site
     if isinstance(key, tuple) and len(key) == 2 and isinstance(key[1], int) and not isinstance(key[1], bool):
         return Site(normalise_hook(key[0]), key[1])
     raise WeirError(f"a site is a pair (hook, layer), got {brief(key, 80)}", "site")
+
+
+def layers_of(hook: str, layers: Literal["all"] | tuple[int, ...], num_layers: int, field: str) -> tuple[int, ...]:
+    """Layers of `hook` that are meant, for a model of `num_layers` blocks; raises WeirError if one does not exist."""
+    last = 0 if hook in MODEL_HOOKS else num_layers - 1
+    if layers == "all":
+        return tuple(range(last + 1))
+    for layer in layers:
+        if layer > last:
+            if hook in MODEL_HOOKS:
+                raise WeirError(f"a model has one {hook}; leave layers out", field)
+            raise WeirError(f"block {layer} does not exist: the model has blocks 0..{last}", field)
+    return layers

@@ -24,7 +24,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.capture import parse_layers
-from vllm_weir.spec.hooks import normalise_hook, split_transformer_lens
+from vllm_weir.spec.hooks import layers_of, normalise_hook, split_transformer_lens
 from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.vectors import Vector, digest_of, number
 
@@ -126,14 +126,8 @@ class Intervention:
 
     def resolve_layers(self, num_layers: int) -> tuple[int, ...]:
         """Block indices; raises WeirError if one is out of range."""
-        layers = parse_layers(self.layers, f"{self.path}.layers")
-        layers = tuple(range(num_layers)) if layers == "all" else layers
-        for layer in layers:
-            if layer >= num_layers:
-                raise WeirError(
-                    f"block {layer} does not exist: the model has blocks 0..{num_layers - 1}", f"{self.path}.layers"
-                )
-        return layers
+        field = f"{self.path}.layers"
+        return layers_of(self.hook, parse_layers(self.layers, field), num_layers, field)
 
     def with_arrays(self, lookup: Callable[[str, str], np.ndarray]) -> Intervention:
         """A copy whose references are resolved. `lookup`: as for `lower`."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.capture import Capture
-from vllm_weir.spec.hooks import HOOKS, Site
+from vllm_weir.spec.hooks import Site, place_of
 from vllm_weir.spec.interventions import Intervention, parse_intervention
 from vllm_weir.spec.positions import Positions
 
@@ -155,8 +155,8 @@ class ResolvedSpec:
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
-        """Distinct sites, ordered by block and then by place in the block."""
-        return tuple(sorted({w.site for w in self.wishes}, key=lambda s: (s.layer, HOOKS.index(s.hook))))
+        """Distinct sites, in the order in which a token meets them."""
+        return tuple(sorted({w.site for w in self.wishes}, key=place_of))
 
     @functools.cached_property
     def by_positions(self) -> tuple[tuple[tuple[Site, ...], tuple[Positions, ...]], ...]:

@@ -117,6 +117,11 @@ class Planner:
         self._repeat: Repeat | None = None
         self._specs: dict[int, tuple[ResolvedSpec, dict[Positions, tuple[int, ...]]]] = {}
 
+    @property
+    def profiles_used(self) -> int:
+        """Rows of the rank table, from the first on, that hold all that are in use."""
+        return max(self._users, default=-1) + 1
+
     def read(
         self,
         request_id: str,

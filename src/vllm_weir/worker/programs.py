@@ -197,7 +197,7 @@ class ProgramTable:
                 terms = move.instructions if rank < 0 else move.instructions[rank : rank + 1]
                 nodes = tuple((t, after_post | (LAST if t is terms[-1] else 0)) for t in terms)
                 for layer in move.layers:
-                    tap = layer if after_post else layer + 1
+                    tap = tap_of(Site(move.hook, layer))
                     if tap in self._local:
                         by_tap[tap] = by_tap.get(tap, ()) + nodes
         chains: dict[tuple, list[int]] = {}

@@ -13,13 +13,29 @@ from vllm_weir.spec.positions import Positions
 MAX_SELECTORS = 63
 """What the bits of an int64 can tell apart."""
 STAGES = 3
-"""Moments at one tap: before resid_post's interventions, between those and the next block's resid_pre's, after both."""
+"""Moments at one tap: before its interventions, after them, and at a boundary of two blocks also after resid_pre's."""
+_IN_BLOCK = {"attn_out": 3, "resid_mid": 4, "mlp_out": 5}
 NEVER = np.iinfo(np.int64).max
 
 
 def tap_of(site: Site) -> int:
-    """The tap that serves a residual-stream site: tap 0 is what enters block 0, tap L+1 what leaves block L."""
-    return site.layer if site.hook == "resid_pre" else site.layer + 1
+    """The tap that serves a site: 0 the embedding, 1 the final norm, 2 what enters block 0; then four for each block L.
+
+    Those are 4L+3 `attn_out`, 4L+4 `resid_mid`, 4L+5 `mlp_out` and 4L+6, which is block L's `resid_post` and the next
+    one's `resid_pre`.
+    """
+    if site.hook == "embed":
+        return 0
+    if site.hook == "final_norm":
+        return 1
+    if site.hook in _IN_BLOCK:
+        return 4 * site.layer + _IN_BLOCK[site.hook]
+    return 4 * site.layer + (2 if site.hook == "resid_pre" else 6)
+
+
+def num_taps(num_layers: int) -> int:
+    """Taps of a model of `num_layers` blocks, those that are not placed included."""
+    return 4 * num_layers + 3
 
 
 def column_of(site: Site, before: bool) -> int:

@@ -1,81 +1,258 @@
-"""Where the taps go: the decoder blocks of a loaded model, and which of their hook points can be served."""
+"""Which hook points a loaded model has, where they are, and the proof that they mean what they are called.
+
+The model runs four times over a handful of tokens before it is compiled: once with its own weights, once with noise in
+every part of it to find the points by arithmetic (`resolve`), once more with something added at every point to see
+that it moves what lies downstream as it must; the first pass is then held against the design's identities. A point
+that fails any of it is refused, with the reason.
+"""
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.settings import Settings
+from vllm_weir.spec.hooks import BLOCK_HOOKS, MODEL_HOOKS, Site, place_of
+from vllm_weir.worker.anchors import Anchor, Key, parameters_of
+from vllm_weir.worker.families import Family
+from vllm_weir.worker.proof import Proof
+from vllm_weir.worker.resolve import Matcher, Points, Ports, resolve_block
+from vllm_weir.worker.select import tap_of
+from vllm_weir.worker.trace import Call, Recorder, Scene, Trace, noise
 
-VERIFIED = frozenset(
-    {
-        "GPT2LMHeadModel",
-        "Gemma2ForCausalLM",
-        "Gemma3ForCausalLM",
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "OPTForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-    }
-)
-"""Model classes whose blocks return the stream as a tensor or as (hidden, residual), compared with transformers."""
+INSIDE = ("attn_out", "resid_mid", "mlp_out")
+Run = Callable[[], None]
+"""Runs the model once, uncompiled, over a few tokens."""
 
 
-@dataclass(frozen=True)
-class Trunk:
-    """The decoder blocks of a model that live in this process.
+@dataclass
+class SiteMap:
+    """Verdicts on every site of the blocks that live in this process.
 
     Attributes:
-        blocks: block index -> module; those of other pipeline stages are absent.
-        taps: taps to place here: 0 is the first block's input, L+1 the output of block L.
-        hidden, residual: names of the forward arguments that carry the stream into a block; residual may be None.
+        num_layers: blocks of the whole model.
+        anchors: where the supported sites are; `resid_pre` past the first block here is where the last one ended.
+        refused: why the others are not supported.
     """
 
-    blocks: dict[int, torch.nn.Module]
-    taps: tuple[int, ...]
-    hidden: str
-    residual: str | None
+    num_layers: int
+    anchors: dict[Site, Anchor] = field(default_factory=dict)
+    refused: dict[Site, str] = field(default_factory=dict)
+
+    def refuse(self, hooks, layers, why: str) -> None:
+        """These sites are not supported, whatever was found."""
+        for layer in layers:
+            for hook in hooks:
+                self.anchors.pop(Site(hook, layer), None)
+                self.refused.setdefault(Site(hook, layer), why)
 
 
-def find_trunk(model: torch.nn.Module, num_layers: int, settings: Settings) -> Trunk:
-    """Find the blocks by structure; raises WeirError saying why a model cannot be tapped."""
-    name = type(model).__name__
-    if name not in VERIFIED and settings.unverified_models != "allow":
-        raise WeirError(
-            f"{name} is not among the verified model classes ({', '.join(sorted(VERIFIED))}); the setting "
-            "unverified_models='allow' taps it all the same, without a promise that its rows are the residual stream",
-            "model",
-        )
-    stacks = [
-        module
-        for path, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers and "vision" not in path
-    ]
-    if len(stacks) != 1:
-        raise WeirError(f"{name} has {len(stacks)} stacks of {num_layers} blocks; exactly one is needed", "model")
-    blocks = {i: block for i, block in enumerate(stacks[0]) if type(block).__name__ != "PPMissingLayer"}
-    if not blocks:
-        return Trunk({}, (), "", None)
-    parameters = inspect.signature(next(iter(blocks.values())).forward).parameters
-    if "hidden_states" not in parameters:
-        raise WeirError(f"the blocks of {name} take no argument named hidden_states", "model")
-    layers = range(num_layers) if settings.layers == "all" else settings.layers
-    wanted = set()
+def chosen(sites: SiteMap, settings: Settings) -> dict[int, Anchor]:
+    """Taps that the settings ask for and the model has here: tap -> place, in the order in which they are to act.
+
+    Raises:
+        WeirError: if a layer does not exist, or, with ``refused="start"``, if a site that was asked for is refused.
+    """
+    layers = range(sites.num_layers) if settings.layers == "all" else settings.layers
+    wanted = {Site(h, layer) for h in settings.hooks if h in BLOCK_HOOKS for layer in layers}
+    wanted |= {Site(h, 0) for h in settings.hooks if h in MODEL_HOOKS}
     for layer in layers:
-        if layer >= num_layers:
+        if layer >= sites.num_layers:
             raise WeirError(
-                f"block {layer} does not exist: the model has blocks 0..{num_layers - 1}", "settings.layers"
+                f"block {layer} does not exist: the model has blocks 0..{sites.num_layers - 1}", "settings.layers"
             )
-        if "resid_pre" in settings.hooks or layer == 0:
-            wanted.add(layer)
-        if "resid_post" in settings.hooks:
-            wanted.add(layer + 1)
-    here = {0} if 0 in blocks else set()
-    here |= {i + 1 for i in blocks}
-    return Trunk(
-        blocks, tuple(sorted(wanted & here)), "hidden_states", "residual" if "residual" in parameters else None
-    )
+    if "resid_post" in settings.hooks and 0 in layers:
+        wanted.add(Site("resid_pre", 0))
+    if settings.refused == "start":
+        for site in sorted(wanted & sites.refused.keys(), key=place_of):
+            raise WeirError(f"{site} is refused: {sites.refused[site]}", "settings.hooks")
+    placed: dict[int, Anchor] = {}
+    for site in sorted(wanted, key=place_of):
+        source = site
+        if site.hook == "resid_pre" and Site("resid_post", site.layer - 1) in sites.anchors:
+            source = Site("resid_post", site.layer - 1)
+        if site in sites.anchors and source in sites.anchors:
+            placed.setdefault(tap_of(site), sites.anchors[source])
+    return dict(sorted(placed.items(), key=lambda p: (p[0] == 1, p[0])))
+
+
+def find_scene(model, width: int, num_layers: int, family: Family, is_core, is_embedding) -> Scene:
+    """The decoder blocks of a model; raises WeirError saying why there are none to tap."""
+    name = type(model).__name__
+    stacks: dict[str, torch.nn.ModuleList] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, torch.nn.ModuleList) or any(path.startswith(f"{p}.") for p in stacks):
+            continue
+        if path == family.stack or (not family.stack and any(is_core(m) for m in module.modules())):
+            stacks[path] = module
+    if len(stacks) > 1:
+        stacks = {p: m for p, m in stacks.items() if len(m) == num_layers} or stacks
+    if len(stacks) != 1:
+        what = f"{len(stacks)} lists of blocks with attention ({', '.join(stacks) or 'none'})"
+        raise WeirError(f"{name} has {what}; exactly one is needed, or a description that names it", "model")
+    stack, modules = next(iter(stacks.items()))
+    blocks = {i: m for i, m in enumerate(modules) if type(m).__name__ != "PPMissingLayer"}
+    return Scene(model, stack, blocks, len(modules), width, is_core, is_embedding)
+
+
+def map_sites(scene: Scene, run: Run, dtype: torch.dtype, family: Family) -> SiteMap:
+    """Find and prove every site of a model."""
+    sites = SiteMap(scene.num_layers)
+    if not scene.blocks:
+        return sites
+    name = type(scene.model).__name__
+    cores = {path for block, path, _, module in scene.members() if block >= 0 and scene.is_core(module)}
+
+    modules = dict(scene.model.named_modules())
+
+    def mix(_block: int, path: str, call: Call, live) -> None:
+        # Without a key-value cache attention returns nothing of use, and all the tokens of the pass are the same.
+        if path in cores or scene.is_embedding(modules[path]):
+            _fill(path, call, live)
+
+    own = _record(Recorder(scene, leave=mix), run)
+    odd = [b for b in scene.blocks if len([c for c in own.blocks[b] if c.local == ""]) != 1]
+    if odd:
+        times = len([c for c in own.blocks[odd[0]] if c.local == ""])
+        why = f"block {odd[0]} of {name} runs {times} times in one pass, so a position has no single row there"
+        sites.refuse((*BLOCK_HOOKS, *MODEL_HOOKS), range(scene.num_layers), why)
+        return sites
+    matcher = Matcher(dtype)
+    choices = _ports(own, scene)
+    if not choices:
+        shapes = {str(k): s for k, s in own.blocks[min(scene.blocks)][0].shapes.items()}
+        why = f"the blocks of {name} do not hand on one stream of width {scene.width}: they are given {shapes}"
+        sites.refuse((*BLOCK_HOOKS, *MODEL_HOOKS), range(scene.num_layers), why)
+        return sites
+    best: tuple[int, Ports, dict[int, Points], dict[int, Trace]] | None = None
+    noisy = {mode: _noisy(scene, run, choices[0], mode, cores) for mode in ("children", "leaves")}
+    for ports in choices:
+        found, traces = _resolve(scene, noisy, ports, cores, family, matcher)
+        score = sum(len(p.anchors) for p in found.values()) + sum(p.proven for p in found.values())
+        if best is None or score > best[0]:
+            best = score, ports, found, traces
+    assert best is not None
+    _, ports, found, traces = best
+    Proof(scene, run, matcher, ports, found, traces, own, sites, noisy["children"]).conclude(cores)
+    return sites
+
+
+def _resolve(scene: Scene, noisy, ports: Ports, cores: set[str], family: Family, matcher: Matcher):
+    """Points of every block, by the pass in which most were found, and that pass."""
+    found: dict[int, Points] = {}
+    traces: dict[int, Trace] = {}
+    modules = dict(scene.model.named_modules())
+
+    def plain(path: str) -> bool:
+        return all(p.dim() < 2 for p in modules[path].parameters())
+
+    for block in scene.blocks:
+        prefix = f"{scene.stack}.{block}."
+        inside = {path.removeprefix(prefix) for path in cores if path.startswith(prefix)}
+        for trace in noisy.values():
+            calls = trace.blocks[block]
+            points = _from_family(scene, block, calls, family) or resolve_block(calls, ports, inside, plain, matcher)
+            if block not in found or len(points.anchors) > len(found[block].anchors):
+                found[block], traces[block] = points, trace
+    return found, traces
+
+
+def _from_family(scene: Scene, block: int, calls: list[Call], family: Family) -> Points | None:
+    if not family.points:
+        return None
+    path = f"{scene.stack}.{block}"
+    points = Points(kind="described")
+    called = {c.path for c in calls}
+    for hook in INSIDE:
+        anchor = family.anchor(hook, path, lambda p: parameters_of(scene.model.get_submodule(p)))
+        if anchor is None or anchor.module not in called:
+            points.refused[hook] = "the model's description does not name it, or names a module that is not called"
+        else:
+            points.anchors[hook] = anchor
+    return points
+
+
+def _ports(own: Trace, scene: Scene) -> list[Ports]:
+    """What may carry the stream, likeliest first: the tensors that one block returns and the next is given."""
+    pairs: dict[tuple, int] = {}
+    for block in scene.blocks:
+        call = own.blocks[block][0]
+        before = own.blocks[block - 1][0] if block - 1 in scene.blocks else None
+        if before is None:
+            continue
+        given = {call.pointers[k]: k for k in call.args}
+        links = tuple((o, given[before.pointers[o]]) for o in sorted(before.out) if before.pointers[o] in given)
+        if links:
+            pairs[links] = pairs.get(links, 0) + 1
+    if not pairs:
+        call = own.blocks[min(scene.blocks)][0]
+        named = {k.name: k for k in call.args}
+        hidden = named.get("hidden_states") or (next(iter(call.args)) if len(call.args) == 1 else None)
+        outs = sorted(call.out)
+        if hidden is None or not outs:
+            return []
+        residual = named.get("residual") or _residual_of(scene, min(scene.blocks))
+        pair = Ports(hidden, outs[0], residual, outs[1]) if len(outs) > 1 and residual else None
+        return [*([pair] if pair else []), Ports(hidden, outs[0])]
+    links = max(pairs, key=lambda p: (pairs[p], len(p)))
+    (hidden_out, hidden_in), *more = links
+    found = [Ports(hidden_in, hidden_out, more[0][1], more[0][0])] if more else []
+    return [*found, Ports(hidden_in, hidden_out), *(Ports(i, o) for o, i in more)]
+
+
+def _residual_of(scene: Scene, block: int) -> Key | None:
+    names = parameters_of(scene.blocks[block])
+    return Key("arg", names.index("residual"), "residual") if "residual" in names else None
+
+
+def _noisy(scene: Scene, run: Run, ports: Ports, mode: str, cores: set[str]) -> Trace:
+    """A pass with noise at every block's entrance and wherever a part of it ends."""
+    return _record(Recorder(scene, enter=enter_noise(ports), leave=leave_noise(scene, mode, cores)), run)
+
+
+def enter_noise(ports: Ports):
+    """Noise instead of a block's stream."""
+
+    def enter(_block: int, path: str, call: Call, live) -> None:
+        for key in (ports.hidden_in, ports.residual_in):
+            if key is not None and key in live:
+                live[key].copy_(noise(f"{path}:{key.name or key.index}", live[key]))
+
+    return enter
+
+
+def leave_noise(scene: Scene, mode: str, cores: set[str]):
+    """Noise instead of what parts of a block, and the embedding, leave behind.
+
+    Parts are the block's children, or with ``mode="leaves"`` modules that have no parts themselves: some blocks make
+    their additions deeper down.
+    """
+    modules = dict(scene.model.named_modules())
+
+    def leave(block: int, path: str, call: Call, live) -> None:
+        module = modules[path]
+        if block < 0:
+            part = scene.is_embedding(module)
+        elif mode == "children":
+            part = bool(call.local) and "." not in call.local
+        else:
+            part = path in cores or (bool(call.local) and next(module.children(), None) is None)
+        if part:
+            _fill(path, call, live)
+
+    return leave
+
+
+def _fill(path: str, call: Call, live) -> None:
+    keys = [k for k in live if k.kind == "arg"] or list(live)[:1]
+    for key in keys:
+        live[key].copy_(noise(f"{path}:{call.start}:{key.index}", live[key]))
+
+
+def _record(recorder: Recorder, run: Run) -> Trace:
+    with recorder.recording() as trace:
+        run()
+    return trace

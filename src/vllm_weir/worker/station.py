@@ -31,12 +31,12 @@ from vllm_weir.worker.outlet import CpuOutlet, CudaOutlet, at_once
 from vllm_weir.worker.plan import MOST_SPECS, Planner
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.ring import Ring
-from vllm_weir.worker.select import STAGES
-from vllm_weir.worker.sites import Trunk, find_trunk
+from vllm_weir.worker.select import STAGES, num_taps, tap_of
+from vllm_weir.worker.sites import SiteMap, chosen
 from vllm_weir.worker.step import StepPlan
 from vllm_weir.worker.strands import Strands
 from vllm_weir.worker.tables import PlanWriter, TableWriter
-from vllm_weir.worker.tap import Switch, TapTensors, place_input_tap, place_output_tap, warm
+from vllm_weir.worker.tap import Switch, TapTensors, place, warm
 from vllm_weir.worker.treat import Treater
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ SPILL = 0.6
 class ModelFacts:
     """What a station needs to know of the engine it stands in."""
 
-    num_layers: int
     d_model: int
     dtype: torch.dtype
     device: torch.device
@@ -69,18 +68,19 @@ class ModelFacts:
 class Station:
     """One per worker. Built once the model is loaded and before it is compiled."""
 
-    def __init__(self, model: torch.nn.Module, facts: ModelFacts, settings: Settings) -> None:
-        self.facts = facts
-        trunk = find_trunk(model, facts.num_layers, settings)
-        self.taps = trunk.taps
+    def __init__(self, model: torch.nn.Module, facts: ModelFacts, settings: Settings, sites: SiteMap) -> None:
+        self.facts, self.sites = facts, sites
+        placed = chosen(sites, settings)
+        self.taps = tuple(placed)
         if settings.ship == "split":
-            mine = trunk.taps[facts.rank :: facts.ranks]
+            mine = self.taps[facts.rank :: facts.ranks]
         else:
-            mine = trunk.taps if facts.rank == 0 else ()
+            mine = self.taps if facts.rank == 0 else ()
         ships = bool(mine)
         columns = frozenset(tap * STAGES + stage for tap in mine for stage in range(STAGES))
-        num_columns = (facts.num_layers + 1) * STAGES
-        self.table = ProgramTable(settings.table_sizes(facts.d_model), facts.num_layers + 1, trunk.taps, facts.d_model)
+        taps = num_taps(sites.num_layers)
+        num_columns = taps * STAGES
+        self.table = ProgramTable(settings.table_sizes(facts.d_model), taps, self.taps, facts.d_model)
         size = (facts.d_model, facts.dtype.itemsize)
         self.ring = Ring(settings.ring_rows(*size) if ships else 1, facts.d_model, facts.dtype, facts.device)
         cuda = facts.device.type == "cuda"
@@ -114,23 +114,14 @@ class Station:
         self._step: tuple[int, StepPlan] | None = None
         self._failures: dict[str, dict[str, str]] = {}
         self._specs: dict[bytes, ResolvedSpec] = {}
-        self.switch.numbers = self._place(trunk)
+        self.switch.numbers = {
+            place(model, anchor, tap, self.tensors).data_ptr(): tap for tap, anchor in placed.items()
+        }
         self._streamer: Streamer | None = None
         if isinstance(self._outlet, CudaOutlet) and ships:
             from vllm_weir.worker.stream import Streamer
 
             self._streamer = Streamer(self.ring, self._outlet, self.tensors.ranks, self.switch.numbers)
-
-    def _place(self, trunk: Trunk) -> dict[int, int]:
-        """Place the taps; returns each one's number by that number's address on the device."""
-        numbers = {}
-        for tap in trunk.taps:
-            if tap == 0:
-                number = place_input_tap(trunk.blocks[0], tap, self.tensors, trunk.hidden, trunk.residual)
-            else:
-                number = place_output_tap(trunk.blocks[tap - 1], tap, self.tensors)
-            numbers[number.data_ptr()] = tap
-        return numbers
 
     def follow(self, new: Iterable[tuple[str, dict, int, Sequence[int] | None]], finished: Iterable[str]) -> None:
         """Requests that join (id, engine wire form, prompt length, prompt ids) and leave before the next step."""
@@ -222,7 +213,8 @@ class Station:
             self._failures.setdefault(reply, {})[request_id] = reason
         self._tables.flush()
         if self.planner.ranks_changed:
-            self.tensors.ranks.copy_(torch.from_numpy(self.planner.ranks))
+            used = self.planner.profiles_used
+            self.tensors.ranks[:used].copy_(torch.from_numpy(self.planner.ranks[:used]))
             self.planner.ranks_changed = False
         if streamer is not None:
             streamer.begin(plan, self.planner.columns_of)
@@ -267,11 +259,19 @@ class Station:
             "ok": True,
             "runner": self.facts.runner,
             "taps": list(self.taps),
-            "num_layers": self.facts.num_layers,
+            "sites": self._verdicts(),
+            "num_layers": self.sites.num_layers,
             "d_model": self.facts.d_model,
             "dtype": str(self.facts.dtype).removeprefix("torch."),
             "ring_rows": self._step_rows,
         }
+
+    def _verdicts(self) -> list[tuple[str, int, str]]:
+        """(hook point, layer, why it is refused or "") of the sites of this worker's blocks."""
+        taps = set(self.taps)
+        untapped = "this engine does not tap it; start it with 'hooks' / 'layers' settings that include it"
+        found = [(*s, "" if tap_of(s) in taps else untapped) for s in self.sites.anchors]
+        return found + [(*s, why) for s, why in self.sites.refused.items()]
 
     def usage(self) -> dict[str, int]:
         """What is held right now; all zero when no request is live."""

@@ -7,7 +7,6 @@ downstream, and the compiler can neither move nor drop it.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -15,6 +14,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from vllm_weir.spec.interventions import AFFINE, BLEND, CLAMP, CONST, NORM
+from vllm_weir.worker.anchors import Anchor
 from vllm_weir.worker.programs import AFTER_POST, LAST
 from vllm_weir.worker.select import STAGES
 
@@ -91,7 +91,8 @@ _switches: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionar
 
 
 def _tap_cpu(hidden, residual, tap, plan, ranks, ring, heads, ints, floats, vectors) -> None:
-    n, tap = hidden.shape[0], int(tap)
+    n, scale = hidden.shape[0], float(tap[1].view(torch.float32))
+    tap = int(tap[0])
     slots, profiles, programs = plan[:n].unbind(1)
     nodes = torch.where(programs >= 0, heads[programs.clamp(min=0).long(), tap], -1)
     ranked = ranks[profiles.clamp(min=0).long(), tap * STAGES : (tap + 1) * STAGES]
@@ -100,6 +101,8 @@ def _tap_cpu(hidden, residual, tap, plan, ranks, ring, heads, ints, floats, vect
     if not len(tokens):
         return
     stream = hidden[tokens] if residual is None else hidden[tokens] + residual[tokens]
+    if scale != 1:
+        stream = stream * scale
     nodes, ranked, slots = nodes[tokens], ranked[tokens], slots[tokens]
     h = stream.float()
     for stage in range(STAGES):
@@ -111,7 +114,7 @@ def _tap_cpu(hidden, residual, tap, plan, ranks, ring, heads, ints, floats, vect
     steered = programs[tokens] >= 0
     steered &= heads[programs[tokens].clamp(min=0).long(), tap] >= 0
     if steered.any():
-        hidden[tokens[steered]] = h[steered].to(hidden.dtype)
+        hidden[tokens[steered]] = (h[steered] / scale).to(hidden.dtype)
         if residual is not None:
             residual[tokens[steered]] = 0
 
@@ -191,36 +194,34 @@ _LIBRARY._register_fake("tap", _nothing)
 _LIBRARY._register_fake("tap_residual", _nothing)
 
 
-def place_output_tap(block: torch.nn.Module, tap: int, tensors: TapTensors) -> torch.Tensor:
-    """Tap what leaves `block`: a tensor, or (hidden, residual) whose sum is the stream. Returns the tap's number."""
-    number = _own(block, tap, tensors, "post")
-    block.register_forward_hook(_after_block)
-    return number
+def place(model: torch.nn.Module, anchor: Anchor, tap: int, tensors: TapTensors) -> torch.Tensor:
+    """Tap the stream at `anchor`; taps at one place act in the order in which they are placed.
+
+    Returns the tap's number, a tensor of two: which tap it is, and the bits of the anchor's scale.
+    """
+    module = model.get_submodule(anchor.module)
+    name = f"weir_tap_{tap}"
+    module.register_buffer(name, numbered(tap, anchor.scale, tensors.plan.device), persistent=False)
+    for entry in fields(tensors):
+        module.register_buffer(f"weir_{entry.name}", getattr(tensors, entry.name), persistent=False)
+
+    def before(module, args, kwargs):
+        _apply(module, getattr(module, name), *anchor.tensors(args, kwargs, None))
+
+    def after(module, args, kwargs, output):
+        _apply(module, getattr(module, name), *anchor.tensors(args, kwargs, output))
+
+    if anchor.when == "before":
+        module.register_forward_pre_hook(before, with_kwargs=True)
+    else:
+        module.register_forward_hook(after, with_kwargs=True)
+    return getattr(module, name)
 
 
-def place_input_tap(
-    block: torch.nn.Module, tap: int, tensors: TapTensors, hidden: str, residual: str | None
-) -> torch.Tensor:
-    """Tap what enters `block`; `hidden` and `residual` name the forward arguments that carry the stream."""
-    number = _own(block, tap, tensors, "pre")
-    names = list(inspect.signature(block.forward).parameters)
-    hidden_at = names.index(hidden)
-    residual_at = names.index(residual) if residual else -1
-
-    def before_block(module, args, kwargs):
-        h = args[hidden_at] if hidden_at < len(args) else kwargs[hidden]
-        r = None
-        if residual_at >= 0:
-            r = args[residual_at] if residual_at < len(args) else kwargs.get(residual)
-        _apply(module, module.weir_pre_tap, h, r)
-
-    block.register_forward_pre_hook(before_block, with_kwargs=True)
-    return number
-
-
-def _after_block(module, _args, output):
-    hidden, residual = output if isinstance(output, tuple) else (output, None)
-    _apply(module, module.weir_post_tap, hidden, residual)
+def numbered(tap: int, scale: float = 1.0, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A tap's number, int32 [2]."""
+    bits = torch.tensor(scale, dtype=torch.float32).view(torch.int32)
+    return torch.stack([torch.tensor(tap, dtype=torch.int32), bits]).to(device)
 
 
 def _apply(module, tap, hidden, residual) -> None:
@@ -242,15 +243,7 @@ def _apply(module, tap, hidden, residual) -> None:
 def warm(tensors: TapTensors, d_model: int) -> None:
     """Compile the taps' kernels, so that the first live step does not wait for that; the plan must be empty."""
     hidden, residual = tensors.ring.new_zeros(2, 1, d_model)
-    tap = torch.zeros((), dtype=torch.int32, device=hidden.device)
+    tap = numbered(0, device=hidden.device)
     tables = [getattr(tensors, entry.name) for entry in fields(tensors)]
     torch.ops.weir.tap(hidden, tap, *tables)
     torch.ops.weir.tap_residual(hidden, residual, tap, *tables)
-
-
-def _own(block: torch.nn.Module, tap: int, tensors: TapTensors, side: str) -> torch.Tensor:
-    number = torch.tensor(tap, dtype=torch.int32, device=tensors.plan.device)
-    block.register_buffer(f"weir_{side}_tap", number, persistent=False)
-    for entry in fields(tensors):
-        block.register_buffer(f"weir_{entry.name}", getattr(tensors, entry.name), persistent=False)
-    return number

@@ -72,6 +72,7 @@ def _tap(
     program = tl.load(plan + token * 3 + 2, mask=planned, other=-1).to(tl.int64)
     if (slot >= 0) | (program >= 0):
         site = tl.load(tap).to(tl.int64)
+        scale = tl.load(tap + 1).to(tl.float32, bitcast=True)
         node = tl.load(heads + program * num_taps + site, mask=program >= 0, other=-1).to(tl.int64)
         profile = tl.load(plan + token * 3 + 1, mask=slot >= 0, other=0).to(tl.int64)
         at = ranks + profile * rank_width + site * STAGES
@@ -84,6 +85,7 @@ def _tap(
             row = tl.load(hidden + token * hidden_stride + offsets, mask=inside, other=0.0)
             if HAS_RESIDUAL:
                 row = row + tl.load(residual + token * residual_stride + offsets, mask=inside, other=0.0)
+            row = (row.to(tl.float32) * scale).to(row.dtype)
             tl.store(ring + (slot + r0) * d_model + offsets, row, mask=inside & (r0 >= 0))
             steered = node >= 0
             h = row.to(tl.float32)
@@ -104,7 +106,7 @@ def _tap(
                     delta = delta * 0.0
                 node = tl.load(ints + node * _INTS + 3).to(tl.int64)
             tl.store(ring + (slot + r2) * d_model + offsets, h.to(row.dtype), mask=inside & (r2 >= 0))
-            tl.store(hidden + token * hidden_stride + offsets, h.to(row.dtype), mask=inside & steered)
+            tl.store(hidden + token * hidden_stride + offsets, (h * (1.0 / scale)).to(row.dtype), mask=inside & steered)
             if HAS_RESIDUAL:
                 nothing = (h * 0.0).to(row.dtype)
                 tl.store(residual + token * residual_stride + offsets, nothing, mask=inside & steered)

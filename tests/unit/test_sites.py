@@ -1,0 +1,395 @@
+"""Hook points found by structure: toy blocks of every shape that real ones have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_weir.errors import WeirError
+from vllm_weir.settings import Settings
+from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
+from vllm_weir.worker.families import Family
+from vllm_weir.worker.sites import chosen, find_scene, map_sites
+
+D, TOKENS, LAYERS = 16, 6, 3
+INSIDE = ("attn_out", "resid_mid", "mlp_out")
+
+
+class Core(nn.Module):
+    """Mixes tokens; without a cache it returns rubbish, like vLLM's."""
+
+    def forward(self, q):
+        return torch.full_like(q, torch.nan)
+
+
+class Attention(nn.Module):
+    def __init__(self, wide: int = 2 * D):
+        super().__init__()
+        self.qkv, self.core, self.o_proj = nn.Linear(D, wide), Core(), nn.Linear(wide, D)
+
+    def forward(self, positions, hidden_states):
+        return self.o_proj(self.core(self.qkv(hidden_states)))
+
+
+class IntoArgument(nn.Module):
+    """Writes its result into an argument, as vLLM's linear attention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Attention()
+
+    def forward(self, hidden_states, output):
+        output.copy_(self.inner(None, hidden_states))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(D, 3 * D), nn.ReLU(), nn.Linear(3 * D, D)
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+class Norm(nn.Module):
+    """Plain, or fused with the addition before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(D) + 0.5)
+
+    def forward(self, x, residual=None):
+        if residual is not None:
+            residual.add_(x)  # in place, like the kernels
+            normed = residual / residual.pow(2).mean(-1, keepdim=True).sqrt() * self.weight
+            x.copy_(normed)
+            return x, residual
+        return x / x.pow(2).mean(-1, keepdim=True).sqrt() * self.weight
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.ln_2, self.ln_3, self.ln_4 = Norm(), Norm(), Norm(), Norm()
+        self.self_attn, self.mlp = Attention(), MLP()
+
+
+class Sequential(Block):
+    def forward(self, positions, hidden_states):
+        hidden_states = hidden_states + self.self_attn(positions, self.ln_1(hidden_states))
+        return hidden_states + self.mlp(self.ln_2(hidden_states))
+
+
+class Fused(Block):
+    def forward(self, positions, hidden_states, residual):
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.ln_1(hidden_states)
+        else:
+            hidden_states, residual = self.ln_1(hidden_states, residual)
+        hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
+        hidden_states, residual = self.ln_2(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class Sandwich(Block):
+    def forward(self, positions, hidden_states, residual):
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.ln_1(hidden_states)
+        else:
+            hidden_states, residual = self.ln_1(hidden_states, residual)
+        hidden_states = self.ln_3(self.self_attn(positions, hidden_states))
+        hidden_states, residual = self.ln_2(hidden_states, residual)
+        return self.ln_4(self.mlp(hidden_states)), residual
+
+
+class PostNorm(Block):
+    def forward(self, positions, hidden_states):
+        hidden_states = hidden_states + self.ln_1(self.self_attn(positions, hidden_states))
+        return hidden_states + self.ln_2(self.mlp(hidden_states))
+
+
+class Scaled(Block):
+    def forward(self, positions, hidden_states):
+        hidden_states = hidden_states + 0.22 * self.self_attn(positions, self.ln_1(hidden_states))
+        return hidden_states + 0.37 * self.mlp(self.ln_2(hidden_states))
+
+
+class Parallel(Block):
+    def forward(self, positions, hidden_states, residual):
+        """Hands on its input as a second tensor that nobody uses, like Cohere."""
+        normed = self.ln_1(hidden_states)
+        return hidden_states + self.self_attn(positions, normed) + self.mlp(normed), hidden_states
+
+
+class OutputArgument(Block):
+    def __init__(self):
+        super().__init__()
+        self.self_attn = IntoArgument()
+
+    def forward(self, positions, hidden_states):
+        out = torch.empty_like(hidden_states)
+        self.self_attn(hidden_states=self.ln_1(hidden_states), output=out)
+        hidden_states = hidden_states + out
+        return hidden_states + self.mlp(self.ln_2(hidden_states))
+
+
+class Deep(Block):
+    """Its parts add to the stream themselves."""
+
+    class Adds(nn.Module):
+        def __init__(self, part):
+            super().__init__()
+            self.part = part
+
+        def forward(self, x, stream):
+            return stream + (self.part(x) if isinstance(self.part, MLP) else self.part(None, x))
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Deep.Adds(self.self_attn), Deep.Adds(self.mlp)
+
+    def forward(self, positions, hidden_states):
+        hidden_states = self.first(self.ln_1(hidden_states), hidden_states)
+        return self.second(self.ln_2(hidden_states), hidden_states)
+
+
+class MixerOnly(Block):
+    def forward(self, positions, hidden_states):
+        return hidden_states + self.self_attn(positions, self.ln_1(hidden_states))
+
+
+class MLPOnly(Block):
+    def forward(self, positions, hidden_states):
+        return hidden_states + self.mlp(self.ln_1(hidden_states))
+
+
+class Joint(Block):
+    """What attention and MLP add comes out of one linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.join = nn.Linear(2 * D, D)
+
+    def forward(self, positions, hidden_states):
+        normed = self.ln_1(hidden_states)
+        both = torch.cat([self.self_attn(positions, normed), self.mlp(normed)], -1)
+        return hidden_states + self.join(both)
+
+
+class Weighted(Block):
+    """The stream itself is scaled, so nothing is simply added to it."""
+
+    def forward(self, positions, hidden_states, residual):
+        residual = hidden_states
+        hidden_states = 3 * residual + self.self_attn(positions, self.ln_1(hidden_states))
+        return 2 * hidden_states + self.mlp(self.ln_2(hidden_states)), residual
+
+
+class Model(nn.Module):
+    """Embedding, blocks, final norm."""
+
+    def __init__(self, kinds, fused=False, times=1, between=0.0, scale=1.0, positions=False):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(11, D)
+        self.layers = nn.ModuleList(kind() for kind in kinds)
+        self.norm = Norm()
+        self.wpe = nn.Embedding(TOKENS, D) if positions else None
+        self.fused, self.times, self.between, self.scale = fused, times, between, scale
+
+    def forward(self, ids):
+        positions = torch.arange(len(ids))
+        hidden, residual = self.embed_tokens(ids) * self.scale, None
+        if self.wpe is not None:
+            hidden = hidden + self.wpe(positions)
+        for layer in [*self.layers] * self.times:
+            if self.fused:
+                hidden, residual = layer(positions, hidden, residual)
+            else:
+                hidden = layer(positions, hidden)
+            hidden = hidden + self.between if self.between else hidden
+        if self.fused:
+            return self.norm(hidden, residual)[0] if not isinstance(layer, (Parallel, Weighted)) else self.norm(hidden)
+        return self.norm(hidden)
+
+
+def mapped(model, dtype=torch.float32, family=None):
+    torch.manual_seed(0)
+    model = model.to(dtype)
+    family = family or Family()
+    scene = find_scene(
+        model, D, LAYERS, family, lambda m: isinstance(m, Core), lambda m: m is getattr(model, "embed_tokens", None)
+    )
+    with torch.inference_mode():
+        return map_sites(scene, lambda: model(torch.zeros(TOKENS, dtype=torch.long)), dtype, family)
+
+
+def supported(sites, layer=1):
+    return {h for h in BLOCK_HOOKS if Site(h, layer) in sites.anchors}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "fused"),
+    [
+        (Sequential, False),
+        (Fused, True),
+        (Sandwich, True),
+        (PostNorm, False),
+        (Scaled, False),
+        (OutputArgument, False),
+        (Deep, False),
+    ],
+)
+def test_sequential_blocks_have_all_five(kind, fused, dtype):
+    sites = mapped(Model([kind] * LAYERS, fused), dtype)
+    assert not sites.refused
+    assert len(sites.anchors) == 5 * LAYERS + 2
+    assert sites.anchors[Site("final_norm", 0)].module == "norm"
+    assert sites.anchors[Site("embed", 0)] == sites.anchors[Site("resid_pre", 0)]
+
+
+def test_where_they_are():
+    sites = mapped(Model([Sandwich] * LAYERS, True))
+    where = {h: sites.anchors[Site(h, 1)] for h in BLOCK_HOOKS}
+    assert where["attn_out"].module == "layers.1.ln_3" and where["attn_out"].when == "after"
+    assert where["resid_mid"].module == "layers.1.ln_2" and where["resid_mid"].residual is not None
+    assert where["mlp_out"].module == "layers.1.ln_4"
+    assert where["resid_post"].residual is not None and where["resid_post"].module == "layers.1"
+    scaled = mapped(Model([Scaled] * LAYERS))
+    assert scaled.anchors[Site("attn_out", 0)].scale == pytest.approx(0.22, rel=1e-6)
+    assert scaled.anchors[Site("mlp_out", 0)].scale == pytest.approx(0.37, rel=1e-6)
+
+
+def test_a_parallel_block_has_no_resid_mid():
+    sites = mapped(Model([Parallel] * LAYERS, True))
+    assert supported(sites) == {"resid_pre", "attn_out", "mlp_out", "resid_post"}
+    assert "parallel" in sites.refused[Site("resid_mid", 1)]
+    assert sites.anchors[Site("resid_post", 1)].residual is None, "the second tensor is not part of the stream"
+
+
+def test_blocks_with_one_addition():
+    sites = mapped(Model([Sequential, MixerOnly, MLPOnly]))
+    assert supported(sites, 0) == set(BLOCK_HOOKS)
+    assert supported(sites, 1) == {"resid_pre", "attn_out", "resid_post"}
+    assert supported(sites, 2) == {"resid_pre", "mlp_out", "resid_post"}
+    assert "no MLP" in sites.refused[Site("mlp_out", 1)] and "no attention" in sites.refused[Site("attn_out", 2)]
+
+
+def test_what_cannot_be_told_apart_is_refused():
+    sites = mapped(Model([Joint] * LAYERS))
+    assert supported(sites) == {"resid_pre", "resid_post"}
+    assert "told apart" in sites.refused[Site("attn_out", 1)]
+
+
+def test_a_pair_whose_sum_is_not_shown_to_be_the_stream_is_refused():
+    sites = mapped(Model([Weighted] * LAYERS, True))
+    assert not supported(sites) & set(INSIDE)
+    assert all(a.residual is None or a.module == "norm" for a in sites.anchors.values())
+
+
+def test_a_block_that_runs_twice_has_no_points():
+    sites = mapped(Model([Sequential] * LAYERS, times=2))
+    assert not sites.anchors and "runs 2 times" in sites.refused[Site("resid_post", 0)]
+
+
+def test_what_is_added_between_blocks_parts_resid_pre_from_resid_post():
+    sites = mapped(Model([Sequential] * LAYERS, between=0.5))
+    assert "between block 0 and block 1" in sites.refused[Site("resid_pre", 1)]
+    assert supported(sites) == {"attn_out", "resid_mid", "mlp_out", "resid_post"}
+
+
+@pytest.mark.parametrize("scale", [1.0, 12.0])
+def test_embeddings(scale):
+    """A multiplier belongs to the embedding, positions do not."""
+    plain = mapped(Model([Sequential] * LAYERS, scale=scale))
+    assert plain.anchors[Site("embed", 0)].module == "layers.0"
+    added = mapped(Model([Sequential] * LAYERS, positions=True))
+    assert added.anchors[Site("embed", 0)].module == "embed_tokens"
+
+
+def test_shared_parts_are_refused():
+    model = Model([Sequential] * LAYERS)
+    model.layers[2].self_attn = model.layers[0].self_attn
+    sites = mapped(model)
+    assert "shared" in sites.refused[Site("attn_out", 0)] and Site("attn_out", 2) in sites.refused
+    assert supported(sites, 1) == set(BLOCK_HOOKS)
+
+
+def test_streams_of_another_shape_are_refused():
+    class Hyper(Block):
+        def forward(self, positions, hidden_states):
+            return hidden_states + self.self_attn(positions, hidden_states[:, :D]).repeat(1, 2)
+
+    class Streams(Model):
+        def forward(self, ids):
+            hidden = self.embed_tokens(ids).repeat(1, 2)
+            for layer in self.layers:
+                hidden = layer(None, hidden)
+            return self.norm(hidden[:, :D])
+
+    sites = mapped(Streams([Hyper] * LAYERS))
+    assert not supported(sites) and "do not hand on one stream" in sites.refused[Site("resid_post", 0)]
+
+
+def test_a_description_is_proven_too():
+    good = {"points": {"attn_out": "self_attn:out", "resid_mid": "ln_2:in:x", "mlp_out": "mlp:out"}}
+    assert not mapped(Model([Sequential] * LAYERS), family=Family.parse(good, "d")).refused
+    wrong = {"points": {"attn_out": "ln_1:out", "resid_mid": "ln_2:in:x", "mlp_out": "mlp:out"}}
+    sites = mapped(Model([Sequential] * LAYERS), family=Family.parse(wrong, "d"))
+    assert "attn_out" not in supported(sites) and sites.refused[Site("attn_out", 1)]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [[], {"x": 1}, {"stack": 3}, {"points": {"embed": "a:out"}}, {"points": {"attn_out": "a"}},
+     {"points": {"attn_out": "a:out:x"}}, {"points": {"mlp_out": "a:in:b+c+d"}}, {"points": {"mlp_out": 3}}],
+)  # fmt: skip
+def test_bad_descriptions_are_refused(bad):
+    with pytest.raises(WeirError) as e:
+        Family.parse(bad, "settings.describe")
+    assert e.value.field.startswith("settings.describe")
+
+
+def test_no_stack_or_two():
+    with pytest.raises(WeirError, match="0 lists of blocks"):
+        mapped(nn.Sequential(Norm()))
+    both = Model([Sequential] * LAYERS)
+    both.others = nn.ModuleList(Sequential() for _ in range(LAYERS))
+    with pytest.raises(WeirError, match="2 lists of blocks"):
+        mapped(both)
+    assert not mapped(both, family=Family("layers")).refused
+
+
+def test_a_stage_of_a_pipeline():
+    """Its first block's resid_pre belongs to the stage before, the following stage's to it."""
+
+    class PPMissingLayer(nn.Identity):
+        def forward(self, positions, hidden):
+            return hidden
+
+    model = Model([Sequential] * LAYERS)
+    model.layers[2] = PPMissingLayer()
+    first = mapped(model)
+    assert Site("resid_pre", 2) in first.anchors and Site("resid_post", 2) not in first.anchors
+    model = Model([Sequential] * LAYERS)
+    model.layers[0] = model.layers[1] = PPMissingLayer()
+    second = mapped(model)
+    assert Site("resid_pre", 2) not in {**second.anchors, **second.refused}
+    assert supported(second, 2) == {"attn_out", "resid_mid", "mlp_out", "resid_post"}
+    assert not set(chosen(first, Settings())) & set(chosen(second, Settings()))
+
+
+def test_what_the_settings_choose():
+    sites = mapped(Model([Parallel] * LAYERS, True))
+    every = chosen(sites, Settings())
+    assert len(every) == 2 + 1 + 3 * LAYERS
+    assert list(chosen(sites, Settings(hooks=("resid_post",), layers=[1]))) == [10]
+    assert list(chosen(sites, Settings(hooks=("resid_post",), layers=[0]))) == [2, 6]
+    assert list(chosen(sites, Settings(hooks=("mlp_out", "embed"), layers=[0]))) == [0, 5]
+    with pytest.raises(WeirError, match="parallel"):
+        chosen(sites, Settings(hooks=("resid_mid",), refused="start"))
+    with pytest.raises(WeirError, match="block 3 does not exist"):
+        chosen(sites, Settings(layers=[3]))
