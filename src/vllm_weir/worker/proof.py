@@ -158,6 +158,7 @@ class Proof:
             value = {h: self._value(self._own, block, sites.anchors.get(Site(h, block))) for h in BLOCK_HOOKS}
             checks = {
                 "sequential": [("resid_mid", ("resid_pre", "attn_out")), ("resid_post", ("resid_mid", "mlp_out"))],
+                "two mixers": [("resid_post", ("resid_mid", "mlp_out"))],
                 "parallel": [("resid_post", ("resid_pre", "attn_out", "mlp_out"))],
                 "attention only": [("resid_post", ("resid_pre", "attn_out"))],
                 "MLP only": [("resid_post", ("resid_pre", "mlp_out"))],
@@ -219,9 +220,9 @@ class Proof:
         stream = pre
         if at["resid_mid"] is not None:
             mid = self._value(trace, block, at["resid_mid"])
-            if a is None or mid is None:
+            if mid is None or (a is None and points.kind != "two mixers"):
                 return
-            stream = pre + a + self._what(Site("resid_mid", block))[: len(pre)]
+            stream = mid if a is None else pre + a + self._what(Site("resid_mid", block))[: len(pre)]
             if not self._m.same(mid, stream):
                 why = "what is added there does not arrive in the stream before the MLP"
                 self._sites.refuse(("attn_out", "resid_mid"), (block,), why)
@@ -230,7 +231,7 @@ class Proof:
             stream = pre + a
         if o is not None:
             stream = stream + o
-        complete = points.kind != "sequential" or o is not None
+        complete = points.kind not in ("sequential", "two mixers") or o is not None
         if complete and (a is not None or o is not None) and not self._m.same(post, stream):
             why = "what is added there does not arrive in the stream that leaves the block"
             self._sites.refuse(INSIDE, (block,), why)

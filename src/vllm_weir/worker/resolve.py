@@ -7,6 +7,7 @@ module is given ``mid = pre + c * a``, and it is left as ``post = mid + c' * o``
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ class Points:
     Attributes:
         anchors: of `attn_out`, `resid_mid`, `mlp_out`, as far as they were found.
         refused: hook point -> why it has none.
-        kind: "sequential", "parallel", "attention only", "MLP only" or "unknown".
+        kind: "sequential", "parallel", "two mixers", "attention only", "MLP only", "described" or "unknown".
     """
 
     anchors: dict[str, Anchor] = field(default_factory=dict)
@@ -111,7 +112,7 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
     Args:
         calls: of the block and everything in it, the block's own (local path "") first.
         ports: what carries the stream.
-        cores: local paths of modules that mix tokens.
+        cores: paths of modules that mix tokens.
         is_plain: whether a module (by path) does no more than scale: a norm, a dropout, an activation.
         m: compares.
     """
@@ -122,13 +123,13 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
     if pre is None or post is None or pre.shape != post.shape:
         points.refused = dict.fromkeys(("attn_out", "resid_mid", "mlp_out"), "the block's stream could not be followed")
         return points
-    mixed = [c for c in inside if c.local in cores]
+    mixed = [c for c in inside if c.path in cores]
     subtree = {c.local.split(".")[0] for c in mixed}
     outs = [s for c in inside for s in _left(c)]
     outs += [Source(whole, "after", k, v) for k, v in whole.left.items() if not m.same(v, post)]
     if mixed:
         begin, end = min(c.start for c in mixed), max(c.end for c in mixed)
-        if _sequential(points, inside, outs, pre, post, (begin, end), m):
+        if _sequential(points, inside, outs, pre, post, (begin, end), subtree, m):
             return points
         if _parallel(points, outs, subtree, post - pre, m):
             return points
@@ -150,26 +151,43 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
     return points
 
 
-def _sequential(points: Points, inside, outs, pre, post, mixing: tuple[int, int], m: Matcher) -> bool:
-    """``mid = pre + a`` and ``post = mid + o``."""
+def _sequential(points: Points, inside, outs, pre, post, mixing: tuple[int, int], subtree: set[str], m: Matcher):
+    """``mid = pre + a`` and ``post = mid + o``; whether it is so."""
     for call, hidden, residual, mid in _given(inside, after=mixing[1]):
         if mid.shape != pre.shape or m.same(mid, pre) or m.same(mid, post):
             continue
         before = [s for s in outs if mixing[0] < s.time < call.start]
         before += [Source(call, "before", k, call.args[k]) for k in (hidden, residual) if k is not None]
         a = _best(before, mid - pre, m)
-        if a is None:
+        if a is None and not _joined(before, subtree, mid - pre, m):
             continue
         o = _best([s for s in outs if s.time > call.start], post - mid, m)
-        points.kind = "sequential"
-        points.anchors["attn_out"] = a.source.anchor(a.scale)
         points.anchors["resid_mid"] = Anchor(call.path, "before", hidden, residual)
+        if a is not None:
+            points.kind = "sequential"
+            points.anchors["attn_out"] = a.source.anchor(a.scale)
+        else:
+            points.kind = "two mixers"
+            points.refused["attn_out"] = (
+                "this block adds what attention and what another mixer give, and no one tensor holds their sum"
+            )
         if o is None:
             points.refused["mlp_out"] = "no tensor was found that is what the MLP adds to the stream"
         else:
             points.anchors["mlp_out"] = o.source.anchor(o.scale)
         return True
     return False
+
+
+def _joined(sources: Sequence[Source], subtree: set[str], delta: torch.Tensor, m: Matcher) -> bool:
+    """Whether `delta` is made up by two parts of the block that both mix tokens."""
+    branches = [[s for s in sources if s.call.local.split(".")[0] == part] for part in sorted(subtree)]
+    return any(
+        m.factors(a.value, b.value, delta) is not None
+        for one, other in itertools.combinations(branches, 2)
+        for a in one
+        for b in other
+    )
 
 
 def _parallel(points: Points, outs, subtree: set[str], delta, m: Matcher) -> bool:

@@ -150,11 +150,9 @@ def _resolve(scene: Scene, noisy, ports: Ports, cores: set[str], family: Family,
         return all(p.dim() < 2 for p in modules[path].parameters())
 
     for block in scene.blocks:
-        prefix = f"{scene.stack}.{block}."
-        inside = {path.removeprefix(prefix) for path in cores if path.startswith(prefix)}
         for trace in noisy.values():
             calls = trace.blocks[block]
-            points = _from_family(scene, block, calls, family) or resolve_block(calls, ports, inside, plain, matcher)
+            points = _from_family(scene, block, calls, family) or resolve_block(calls, ports, cores, plain, matcher)
             if block not in found or len(points.anchors) > len(found[block].anchors):
                 found[block], traces[block] = points, trace
     return found, traces
@@ -225,7 +223,7 @@ def enter_noise(ports: Ports):
 
 
 def leave_noise(scene: Scene, mode: str, cores: set[str]):
-    """Noise instead of what parts of a block, and the embedding, leave behind.
+    """Noise instead of what parts of a block, the embedding and the final norm leave behind.
 
     Parts are the block's children, or with ``mode="leaves"`` modules that have no parts themselves: some blocks make
     their additions deeper down.
@@ -235,9 +233,9 @@ def leave_noise(scene: Scene, mode: str, cores: set[str]):
     def leave(block: int, path: str, call: Call, live) -> None:
         module = modules[path]
         if block < 0:
-            part = scene.is_embedding(module)
+            part = scene.is_embedding(module) or next(module.children(), None) is None
         elif mode == "children":
-            part = bool(call.local) and "." not in call.local
+            part = path in cores or (bool(call.local) and "." not in call.local)
         else:
             part = path in cores or (bool(call.local) and next(module.children(), None) is None)
         if part:

@@ -132,6 +132,7 @@ class Recorder:
         self.trace = Trace([[] for _ in range(scene.num_layers)], [])
         self._handles: list[Any] = []
         self._open: dict[int, list[Call]] = {}
+        self._within: list[int] = []
 
     @contextmanager
     def recording(self) -> Iterator[Trace]:
@@ -147,7 +148,6 @@ class Recorder:
 
     def _watch(self, block: int, path: str, local: str, module: torch.nn.Module) -> None:
         names = parameters_of(module)
-        calls = self.trace.outside if block == OUTSIDE else self.trace.blocks[block]
 
         def before(module, args, kwargs):
             given = arguments(names, args, kwargs)
@@ -159,7 +159,11 @@ class Recorder:
             self._write(path, "before", args, kwargs, None)
             call.pointers = {k: v.data_ptr() for k, v in live.items()}
             call.args = {k: _copy(v) for k, v in live.items()}
-            calls.append(call)
+            if local == "":
+                self._within.append(block)
+            # Where it is called counts: a module may be used by several blocks.
+            inside = self._within[-1] if self._within else OUTSIDE
+            (self.trace.outside if inside == OUTSIDE else self.trace.blocks[inside]).append(call)
             self._open.setdefault(id(module), []).append(call)
 
         def after(module, args, kwargs, output):
@@ -177,6 +181,8 @@ class Recorder:
             call.out = {k: _copy(v) for k, v in out.items()}
             call.pointers |= {k: v.data_ptr() for k, v in out.items()}
             call.end = self._tick()
+            if local == "":
+                self._within.pop()
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True))
