@@ -102,7 +102,7 @@ async def sites_async(engine: Any) -> list[SiteVerdict]:
 
 
 def _verdicts(facts: Any) -> list[SiteVerdict]:
-    return [SiteVerdict(*site, not why, why) for site, why in facts.sites.items()]
+    return [SiteVerdict(site.hook, site.layer, not why, why) for site, why in facts.sites.items()]
 
 
 def _desk(llm: Any) -> Any:

@@ -38,6 +38,30 @@ def doctor(
 
 
 @app.command()
+def sites(
+    model: Annotated[str, typer.Argument(help="Directory or hub id of the model.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
+    load_format: Annotated[str, typer.Option(help="vLLM's; 'dummy' needs the configuration only.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="vLLM's.")] = "auto",
+    trust_remote_code: Annotated[bool, typer.Option(help="vLLM's.")] = False,
+) -> None:
+    """Show which hook points of a model can be captured and steered, and why the others cannot."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm_weir.errors import WeirError
+    from vllm_weir.survey import show, survey
+
+    try:
+        verdicts = survey(model, load_format=load_format, dtype=dtype, trust_remote_code=trust_remote_code)
+    except WeirError as e:
+        typer.echo(str(e), err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        typer.echo(json.dumps([v._asdict() for v in verdicts], indent=2))
+    else:
+        show(model, verdicts)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     from vllm_weir import __version__

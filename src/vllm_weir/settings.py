@@ -25,7 +25,8 @@ class Settings(BaseModel):
     """What an engine taps and how much memory Weir may use for it.
 
     Attributes:
-        hooks: hook points to tap; ``resid_post`` serves ``resid_pre`` too. Default: all that the model has.
+        hooks: hook points to tap; ``resid_post`` serves ``resid_pre`` too. None: all that the model has, or, where
+            taps cannot be taken out of CUDA graphs (runner V1 on a GPU), `resid_pre` and `resid_post`.
         layers: blocks to tap, ``"all"`` or a list.
         buffer_bytes: size of the ring on the device.
         host_bytes: most pinned, shared host memory for rows, from which results reach the caller without a copy; it is
@@ -49,9 +50,9 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
     hooks: Annotated[
-        tuple[Literal[HOOKS], ...],  # type: ignore[valid-type]
+        tuple[Literal[HOOKS], ...] | None,  # type: ignore[valid-type]
         Field(min_length=1),
-    ] = HOOKS
+    ] = None
     layers: Annotated[Any, AfterValidator(lambda v: parse_layers(v, "layers"))] = "all"
     buffer_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 42)] = 256 << 20
     host_bytes: Annotated[int, Field(ge=0, le=1 << 44)] = 0
@@ -110,7 +111,7 @@ class Settings(BaseModel):
 
     def graph_identity(self) -> str:
         """Digest of everything that changes the traced graph; part of vLLM's compile-cache key."""
-        text = f"weir-tap {TAP_VERSION} {sorted(set(self.hooks))} {self.layers} {self.describe}"
+        text = f"weir-tap {TAP_VERSION} {sorted(set(self.hooks or ['*']))} {self.layers} {self.describe}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -168,7 +168,7 @@ def test_abort_midway(served, truth):
     [
         ({"weir": {"v": 1, "capture": [{"layers": [99]}]}}, "capture[0].layers"),
         ({"weir": "{"}, "weir"),
-        ({"weir": {"v": 1, "capture": [{"hook": "attn_out"}]}}, "capture[0].hook"),
+        ({"weir": {"v": 1, "capture": [{"hook": "attn_oat"}]}}, "capture[0].hook"),
         ({"apply_steering_vectors": [1]}, "apply_steering_vectors[0].activations"),
     ],
 )

@@ -67,7 +67,7 @@ REFUSED = {
     "unknown key": (raw(volume=3), "interventions[0].volume"),
     "path": (raw(path="x"), "interventions[0].path"),
     "unknown vector key": (raw(vector={"b64": "", "size": 1}), "interventions[0].vector.size"),
-    "attn_out": (raw(hook="attn_out"), "interventions[0].hook"),
+    "two embeddings": (raw(hook="embed", layers=[1]), "interventions[0].layers"),
     "missing vector": ({"op": "add", "layers": [1]}, "interventions[0].vector"),
     "too many vectors": (raw(vector=torch.randn(ROWS + 1, D).tolist()), "interventions"),
     "zero direction": ({"op": "ablate", "directions": [0.0] * D, "layers": 1}, "interventions[0].directions"),

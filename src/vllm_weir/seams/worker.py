@@ -47,6 +47,9 @@ def _place(worker, status) -> None:
     runner, config = worker.model_runner, worker.vllm_config
     try:
         settings = Settings.load(config.additional_config)
+        one_set = not worker.use_v2_model_runner and config.compilation_config.cudagraph_mode.name != "NONE"
+        if one_set and settings.hooks is None:
+            settings = settings.model_copy(update={"hooks": ("resid_pre", "resid_post")})
         facts = _facts(runner, config, worker.use_v2_model_runner)
         sites = find_sites(runner, config, facts, settings, worker.use_v2_model_runner)
         station = Station(runner.get_model(), facts, settings, sites)
@@ -58,7 +61,7 @@ def _place(worker, status) -> None:
         return
     if worker.use_v2_model_runner:
         worker.weir_graphs = graphs.hold(runner, station, config, settings.graphs == "eager")
-    elif config.compilation_config.cudagraph_mode.name != "NONE":
+    elif one_set:
         station.switch.pin()  # runner V1 has one set of graphs, with live taps
     _hold_execute_model(runner, station)
     _hold_dummy_run(runner, station)

@@ -165,12 +165,12 @@ class Proof:
             }
             checks["described"] = checks["sequential" if value["resid_mid"] is not None else "parallel"]
             for whole, parts in checks.get(kind, []):
-                tensors = [value[p] for p in parts]
-                if value[whole] is None or any(t is None for t in tensors):
+                left, right = value[whole], [t for p in parts if (t := value[p]) is not None]
+                if left is None or len(right) < len(parts):
                     continue
-                room = sum((t.abs() for t in tensors), value[whole].abs())
-                if not self._close(sum(tensors), value[whole], room):
-                    error = float((sum(tensors) - value[whole]).abs().max() / value[whole].abs().max())
+                total = torch.stack(right).sum(0)
+                if not self._close(total, left, torch.stack([left, *right]).abs().sum(0)):
+                    error = float((total - left).abs().max() / left.abs().max())
                     why = f"with the model's own weights {whole} is not {' + '.join(parts)} (off by {error:.1e})"
                     sites.refuse([h for h in (whole, *parts) if h in INSIDE], (block,), why)
 
@@ -182,14 +182,14 @@ class Proof:
         for mode in ("children", "leaves"):
             blocks = [b for b, t in self._noisy.items() if (t is self._outer) == (mode == "children")]
             outer = mode == "children"
-            writes = {}
+            writes: dict[Anchor, list[torch.Tensor]] = {}
             for site, anchor in sites.anchors.items():
                 inside = site.hook in ("resid_pre", *INSIDE) and site.layer in blocks
                 if inside or (outer and site.hook in ("embed", "final_norm")):
-                    writes.setdefault(anchor, {})[site] = self._what(site)
+                    writes.setdefault(anchor, []).append(self._what(site))
             if not writes:
                 continue
-            added = {anchor: sum(of.values()) for anchor, of in writes.items()}
+            added = {anchor: torch.stack(parts).sum(0) for anchor, parts in writes.items()}
             enter, leave = enter_noise(self._ports), leave_noise(self._scene, mode, cores)
             recorder = Recorder(self._scene, enter, leave, added)
             with recorder.recording() as trace:

@@ -15,7 +15,7 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.settings import Settings
-from vllm_weir.spec.hooks import BLOCK_HOOKS, MODEL_HOOKS, Site, place_of
+from vllm_weir.spec.hooks import BLOCK_HOOKS, HOOKS, MODEL_HOOKS, Site, place_of
 from vllm_weir.worker.anchors import Anchor, Key, parameters_of
 from vllm_weir.worker.families import Family
 from vllm_weir.worker.proof import Proof
@@ -57,14 +57,15 @@ def chosen(sites: SiteMap, settings: Settings) -> dict[int, Anchor]:
         WeirError: if a layer does not exist, or, with ``refused="start"``, if a site that was asked for is refused.
     """
     layers = range(sites.num_layers) if settings.layers == "all" else settings.layers
-    wanted = {Site(h, layer) for h in settings.hooks if h in BLOCK_HOOKS for layer in layers}
-    wanted |= {Site(h, 0) for h in settings.hooks if h in MODEL_HOOKS}
+    hooks = settings.hooks or HOOKS
+    wanted = {Site(h, layer) for h in hooks if h in BLOCK_HOOKS for layer in layers}
+    wanted |= {Site(h, 0) for h in hooks if h in MODEL_HOOKS}
     for layer in layers:
         if layer >= sites.num_layers:
             raise WeirError(
                 f"block {layer} does not exist: the model has blocks 0..{sites.num_layers - 1}", "settings.layers"
             )
-    if "resid_post" in settings.hooks and 0 in layers:
+    if "resid_post" in hooks and 0 in layers:
         wanted.add(Site("resid_pre", 0))
     if settings.refused == "start":
         for site in sorted(wanted & sites.refused.keys(), key=place_of):

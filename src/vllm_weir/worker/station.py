@@ -269,7 +269,7 @@ class Station:
     def _verdicts(self) -> list[tuple[str, int, str]]:
         """(hook point, layer, why it is refused or "") of the sites of this worker's blocks."""
         taps = set(self.taps)
-        untapped = "this engine does not tap it; start it with 'hooks' / 'layers' settings that include it"
+        untapped = "it is not tapped by this engine; start it with 'hooks' / 'layers' settings that include it"
         found = [(*s, "" if tap_of(s) in taps else untapped) for s in self.sites.anchors]
         return found + [(*s, why) for s, why in self.sites.refused.items()]
 
