@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
 
-class Key(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Key:
     """Which of a call's tensors: an argument, by name and by place, or an element of what is returned.
 
     `name` is empty for arguments of a function that takes ``*args``; `index` is -1 for an argument that is only given

@@ -156,7 +156,7 @@ class Proof:
         for block, points in self._found.items():
             sites, kind = self._sites, points.kind
             value = {h: self._value(self._own, block, sites.anchors.get(Site(h, block))) for h in BLOCK_HOOKS}
-            checks = {
+            checks: dict[str, list[tuple[str, tuple[str, ...]]]] = {
                 "sequential": [("resid_mid", ("resid_pre", "attn_out")), ("resid_post", ("resid_mid", "mlp_out"))],
                 "two mixers": [("resid_post", ("resid_mid", "mlp_out"))],
                 "parallel": [("resid_post", ("resid_pre", "attn_out", "mlp_out"))],
