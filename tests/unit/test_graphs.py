@@ -20,8 +20,15 @@ from vllm_weir.worker.tap import ALL, Switch, TapTensors, numbered
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    """Live graphs are captured when they are first asked for."""
+    """Live graphs are captured when they are first asked for, even if another would do."""
     monkeypatch.setattr(graph_sets, "WORTH_IT", {"FULL": 1, "PIECEWISE": 1})
+    monkeypatch.setattr(graph_sets, "WORTH_MORE", {"FULL": 1, "PIECEWISE": 1})
+
+
+@pytest.fixture
+def none_at_start(monkeypatch):
+    """No live graph is captured at start-up."""
+    monkeypatch.setattr(graph_sets, "_spaced", lambda descs: [])
 
 
 class Mode(enum.Enum):
@@ -45,7 +52,7 @@ class FakeManager:
             Mode.PIECEWISE: [Desc(Mode.PIECEWISE, 8)],
             Mode.FULL: [Desc(Mode.FULL, n) for n in (4, 2, 1)],
         }
-        self.captured, self.fail = [], None
+        self.captured, self.fail, self.fail_live = [], None, None
 
     def capture(self, model, has_lora=False):
         assert model == "model"
@@ -54,8 +61,8 @@ class FakeManager:
             for desc in descs:
                 for piece in self.pieces if mode is Mode.PIECEWISE else ():
                     piece.concrete_cudagraph_entries[desc.num_tokens] = live
-                if self.fail:
-                    raise self.fail
+                if error := self.fail or (live and self.fail_live):
+                    raise error
                 if mode is Mode.FULL:
                     assert desc not in self.graphs
                     self.graphs[desc] = live
@@ -111,12 +118,62 @@ def step(sets, manager, station, live, num_tokens):
     return desc, used
 
 
-def test_start_up_captures_the_silent_set_alone():
-    _, manager, _ = build()
-    assert manager.captured == [(8, False), (4, False), (2, False), (1, False)]
+def test_start_up_captures_the_silent_set_and_a_few_live_graphs():
+    sets, manager, station = build()
+    assert manager.captured == [(8, False), (4, False), (2, False), (1, False), (8, True), (4, True)]
+    assert sets.report()["live"] == 2 and not station.switch.live and not sets.report()["captured_late"]
 
 
-def test_a_step_replays_the_set_it_needs_and_captures_a_bucket_once():
+def test_a_wider_graph_serves_until_a_capture_is_worth_it(monkeypatch):
+    monkeypatch.setattr(graph_sets, "WORTH_MORE", {"FULL": 3, "PIECEWISE": 9})
+    sets, manager, station = build()
+    del manager.captured[:]
+    sizes = [step(sets, manager, station, True, n) for n in (1, 2, 1, 4, 1, 1)]
+    assert [(desc.num_tokens, live) for desc, live in sizes] == [(4, True)] * 4 + [(1, True)] * 2
+    assert manager.captured == [(1, True)]
+    station.switch.turn(0b10)  # a graph with more taps than are needed
+    assert manager.dispatch(4, 4).num_tokens == 4
+    sets.settle()
+    assert sets.report()["steps"] == {"wider": 4, "exact": 3} and manager.captured == [(1, True)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chosen"),
+    [
+        ([1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)], [512, 352, 240, 168, 112, 72, 48, 32, 16]),
+        ([1], [1]),
+        ([], []),
+        ([3, 20, 10], [20, 10]),
+    ],
+)
+def test_sizes_at_start_up(sizes, chosen):
+    descs = [Desc(Mode.FULL, n) for n in sizes]
+    assert [d.num_tokens for d in graph_sets._spaced(descs)] == chosen
+
+
+def test_only_a_graph_of_the_same_kind_serves():
+    sets, _, _ = build()
+    assert sets._serves(0b1, Desc(Mode.FULL, 3)) == (ALL, Desc(Mode.FULL, 4))
+    assert sets._serves(0b1, Desc(Mode.FULL, 3, num_active_loras=1)) is None
+    assert sets._serves(0b1, Desc(Mode.FULL, 5)) is None and sets._serves(0b1, Desc(Mode.NONE, 3)) is None
+    sets._ready = {(0b110, Desc(Mode.FULL, 8, 4)), (ALL, Desc(Mode.FULL, 8, 6)), (ALL, Desc(Mode.FULL, 16, 16))}
+    assert sets._serves(0b10, Desc(Mode.FULL, 8, 4)) == (0b110, Desc(Mode.FULL, 8, 4))
+    assert sets._serves(0b1, Desc(Mode.FULL, 8, 4)) == (ALL, Desc(Mode.FULL, 8, 6))
+    assert sets._serves(0b10, Desc(Mode.FULL, 8, 7)) == (ALL, Desc(Mode.FULL, 16, 16))
+
+
+def test_a_failure_at_start_up_leaves_the_silent_set(caplog):
+    station, pieces = FakeStation(), [FakePiece()]
+    manager = FakeManager(station, pieces)
+    sets = GraphSets(manager, station, True, lambda: pieces, contextlib.nullcontext, lambda done: done)
+    manager.fail_live = torch.OutOfMemoryError("no memory left")
+    manager.capture("model", has_lora=False)
+    assert sets.report()["live"] == 0 and sets.report()["failed"] == 2 and len(caplog.records) == 1
+    assert step(sets, manager, station, False, 4)[1] is False
+    assert step(sets, manager, station, True, 8)[0].cg_mode is Mode.NONE
+
+
+def test_a_step_replays_the_set_it_needs_and_captures_a_bucket_once(none_at_start):
     sets, manager, station = build()
     del manager.captured[:]
     for live, n in [(False, 1), (True, 1), (False, 1), (True, 1), (True, 7), (False, 7), (True, 8), (True, 2)] * 3:
@@ -137,7 +194,7 @@ def test_outside_a_live_step_all_is_as_vllm_left_it():
         assert manager._capture_descs is descs
 
 
-def test_what_may_never_come_again_is_not_captured(monkeypatch):
+def test_what_may_never_come_again_is_not_captured(none_at_start, monkeypatch):
     monkeypatch.setattr(graph_sets, "WORTH_IT", {"FULL": 2, "PIECEWISE": 3})
     sets, manager, station = build()
     del manager.captured[:]
@@ -160,7 +217,7 @@ def test_eager_captures_both_sets_at_start_up():
 
 
 @pytest.mark.parametrize("num_tokens", [2, 3, 7])
-def test_a_failed_capture_runs_the_step_without_a_graph(num_tokens, caplog):
+def test_a_failed_capture_runs_the_step_without_a_graph(none_at_start, num_tokens, caplog):
     sets, manager, station = build()
     manager.fail = torch.OutOfMemoryError("no memory left")
     own = manager.graphs
@@ -174,13 +231,13 @@ def test_a_failed_capture_runs_the_step_without_a_graph(num_tokens, caplog):
     assert step(sets, manager, station, True, 1)[1] is True
 
 
-def test_a_capture_that_another_rank_failed_is_not_used():
+def test_a_capture_that_another_rank_failed_is_not_used(none_at_start):
     sets, manager, station = build(agreed=lambda done: False)
     assert step(sets, manager, station, True, 8)[0].cg_mode is Mode.NONE
     assert sets._swaps["PIECEWISE"][0].sets == {ALL: {}}
 
 
-def test_capturing_again_starts_over():
+def test_capturing_again_starts_over(none_at_start):
     sets, manager, station = build()
     step(sets, manager, station, True, 1)
     manager.graphs.clear()
@@ -245,7 +302,7 @@ def test_a_step_needs_the_taps_of_everyone_in_it():
     assert live.taps_in([("b", 0)]) == prompt and live.taps_in([("b", 5)]) == 0
 
 
-def test_sets_for_particular_taps():
+def test_sets_for_particular_taps(none_at_start):
     """Up to a number of sets; then the smallest that has the taps needed, or the one with all of them."""
     sets, manager, station = build()
     del manager.captured[:]

@@ -27,6 +27,8 @@ class Tally:
     note: str | None = None
     closed: bool = False
     late: bool = False
+    graphs: int = 0
+    """CUDA graphs that were captured in the timed runs."""
 
     def spent(self) -> float:
         return sum(self.warm) + sum(self.timed)
@@ -37,7 +39,9 @@ class Tally:
 
     def result(self) -> CaseResult:
         """With each run as ms a step or thousand tokens a second."""
-        return summarise(self.task, [self.task.size.figure(s) for s in self.timed], self.note)
+        captured = f"{self.graphs} CUDA graphs were captured in the timed runs" if self.graphs else None
+        note = "; ".join(filter(None, [self.note, captured])) or None
+        return summarise(self.task, [self.task.size.figure(s) for s in self.timed], note)
 
 
 class Bench:
@@ -161,7 +165,7 @@ class Bench:
             shown = tally.result()
             figure = "-" if shown.median is None else f"{shown.median:.2f}"
             unit = "ms" if tally.task.size.kind == "decode" else "ktok/s"
-            note = f" ({tally.note})" if tally.note else ""
+            note = f" ({shown.note})" if shown.note else ""
             self.say(f"{tally.task.system}: {tally.task.case}, {tally.task.size.label}: {figure} {unit}{note}")
         self.write()
 
@@ -208,6 +212,8 @@ class Bench:
                 tally.close(f"failed: {reply['error']}")
             else:
                 into.append(reply["seconds"])
+                if into is tally.timed:
+                    tally.graphs += reply.get("graphs", 0)
                 if keep:
                     self.samples.append((task.system, Path(keep)))
 

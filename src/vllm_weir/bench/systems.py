@@ -74,6 +74,10 @@ class Stock:
     def clean(self, outputs: Sequence[Any]) -> None:
         """After the clock has stopped."""
 
+    def late_graphs(self, llm: Any) -> int:
+        """CUDA graphs that the engine has captured since its start-up."""
+        return 0
+
     def steered_pair(self, llm: Any, prompts: list[Any], vectors: torch.Tensor, case: str, size: Size) -> Any:
         """For `case`'s steering: the blocks that can be compared, rows before it there, and rows after it."""
         raise NotImplementedError
@@ -127,6 +131,11 @@ class Weir(Stock):
     def shape(self, case: str, delivered: Any, size: Size) -> tuple[int, ...]:
         shapes = {tuple(rows.shape) for rows in delivered}
         return (len(delivered), *shapes.pop()) if len(shapes) == 1 else (len(delivered), 0)
+
+    def late_graphs(self, llm: Any) -> int:
+        if not self.plan.cuda:
+            return 0
+        return sum(len(report.get("captured_late", ())) for report in llm.collective_rpc("weir_graphs"))
 
     def steered_pair(self, llm: Any, prompts: list[Any], vectors: torch.Tensor, case: str, size: Size) -> Any:
         import vllm_weir as weir

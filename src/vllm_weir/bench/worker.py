@@ -28,6 +28,7 @@ class Served:
         self.plan = plan
         self.system = system
         self.llm: Any = None
+        self._graphs = 0
 
     def hello(self) -> dict[str, Any]:
         """Whether the system can run here, and its version."""
@@ -53,22 +54,25 @@ class Served:
     def run(self, case: str, size: dict[str, Any], keep: str | None) -> dict[str, Any]:
         """One call of generate, timed until every output and every row asked for is here as a tensor.
 
+        The answer also says how many CUDA graphs were captured meanwhile.
+
         `keep` names a file for a few of the delivered rows.
         """
         of = Size.model_validate(size)
         prompts = [{"prompt_token_ids": ids} for ids in self.plan.prompts(of)]
         params = self.system.params(case, of)
-        before = time.perf_counter()
+        began = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         delivered = self.system.deliver(case, outputs)
-        seconds = time.perf_counter() - before
+        seconds = time.perf_counter() - began
         self._look(case, of, outputs, delivered)
         if keep and delivered:
             self._keep(case, of, outputs, delivered, keep)
         self.system.clean(outputs)
         del outputs, delivered
         gc.collect()
-        return {"seconds": seconds}
+        before, self._graphs = self._graphs, self.system.late_graphs(self.llm)
+        return {"seconds": seconds, "graphs": self._graphs - before}
 
     def _look(self, case: str, size: Size, outputs: list[Any], delivered: list[Any]) -> None:
         """Every output is whole, and so are its rows."""

@@ -111,6 +111,26 @@ class Admitted:
         """The interventions that change something, in order."""
         return [m for m in self.moves if m is not None]
 
+    @functools.cached_property
+    def moves_wire(self) -> list[Any]:
+        """Wire form of `effective`."""
+        return [m.to_wire() for m in self.effective]
+
+    @functools.cached_property
+    def simple_needs(self) -> tuple[int, int] | None:
+        """(programs, instructions) if one program serves every position that is steered at all, else None."""
+        moves = self.effective
+        if any(m.per_position or m.positions.needs_token_ids for m in moves):
+            return None
+        if any(m.positions != moves[0].positions for m in moves):
+            return None
+        return 1, sum(len(m.layers) * len(m.instructions) for m in moves)
+
+    @functools.cached_property
+    def digests(self) -> list[str]:
+        """Of its vectors, sorted."""
+        return sorted(self.rows)
+
 
 def carries_keys(extra_args: Mapping[str, Any] | None) -> bool:
     """Whether a request asks anything of Weir."""
@@ -250,7 +270,7 @@ def engine_form(
     return {
         "wishes": admitted.spec.wire,
         "treatment": admitted.spec.treatment_wire,
-        "moves": [m.to_wire() for m in moves],
+        "moves": admitted.moves_wire,
         "reply": reply,
         "first": admitted.spec.first(prompt_len, prompt_ids),
         "width": width,
@@ -261,27 +281,8 @@ def engine_form(
 
 def _needs(admitted: Admitted, prompt_ids, prompt_len: int, max_tokens: int, sizes: Sizes) -> list[Any]:
     """[vector digests, programs, instructions] that the request can come to hold; refused if it can never fit."""
-    moves = admitted.effective
-    ids = None if prompt_ids is None else np.asarray(prompt_ids, np.int64)
-    selectors = Selectors(list(dict.fromkeys(m.positions for m in moves)), prompt_len, ids)
-    if len(selectors.by_token) > MAX_TOKEN_SELECTORS:
-        raise WeirError(f"at most {MAX_TOKEN_SELECTORS} different token_ids selectors can steer", "interventions")
-    if len(selectors.distinct) == 1 and not selectors.by_token and not any(m.per_position for m in moves):
-        codes, counts = [1], [1]
-    else:
-        every = np.unique(selectors.codes(np.arange(prompt_len + max_tokens)), return_counts=True)
-        codes, counts = (array.tolist() for array in every)
-    programs = nodes = 0
-    for code, count in zip(codes, counts, strict=True):
-        active = [m for m in moves if code >> selectors.distinct.index(m.positions) & 1]
-        if not active:
-            continue
-        times = 1 << sum(code >> bit & 1 for bit in selectors.by_token)
-        ranked = [m for m in active if m.per_position]
-        if ranked:
-            times *= min(count, 1 + sum(len(m.instructions) for m in ranked))
-        programs += times
-        nodes += times * sum(len(m.layers) * (1 if m.per_position else len(m.instructions)) for m in active)
+    simple = admitted.simple_needs
+    programs, nodes = _count_needs(admitted.effective, prompt_ids, prompt_len, max_tokens) if simple is None else simple
     needed = (
         ("vectors", len(admitted.rows), sizes.vectors, "vector_bytes"),
         ("programs", programs, sizes.programs, "max_programs"),
@@ -293,7 +294,28 @@ def _needs(admitted: Admitted, prompt_ids, prompt_len: int, max_tokens: int, siz
                 f"needs {need} {name}, the engine's table holds {capacity}; raise the setting {setting}",
                 "interventions",
             )
-    return [sorted(admitted.rows), programs, nodes]
+    return [admitted.digests, programs, nodes]
+
+
+def _count_needs(moves: Sequence[Move], prompt_ids, prompt_len: int, max_tokens: int) -> tuple[int, int]:
+    """(programs, instructions), an upper bound: one program for each combination that a position can have."""
+    ids = None if prompt_ids is None else np.asarray(prompt_ids, np.int64)
+    selectors = Selectors(list(dict.fromkeys(m.positions for m in moves)), prompt_len, ids)
+    if len(selectors.by_token) > MAX_TOKEN_SELECTORS:
+        raise WeirError(f"at most {MAX_TOKEN_SELECTORS} different token_ids selectors can steer", "interventions")
+    every = np.unique(selectors.codes(np.arange(prompt_len + max_tokens)), return_counts=True)
+    programs = nodes = 0
+    for code, count in zip(*(array.tolist() for array in every), strict=True):
+        active = [m for m in moves if code >> selectors.distinct.index(m.positions) & 1]
+        if not active:
+            continue
+        times = 1 << sum(code >> bit & 1 for bit in selectors.by_token)
+        ranked = [m for m in active if m.per_position]
+        if ranked:
+            times *= min(count, 1 + sum(len(m.instructions) for m in ranked))
+        programs += times
+        nodes += times * sum(len(m.layers) * (1 if m.per_position else len(m.instructions)) for m in active)
+    return programs, nodes
 
 
 def _check_tapped(site: Site, facts: EngineFacts, path: str) -> None:

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from vllm_weir.errors import WeirError
@@ -70,7 +69,7 @@ class Desk:
         self._chunked = chunked
         self._host = host
         self._inbox: Inbox | None = None
-        self._known: OrderedDict[bytes, Admitted] = OrderedDict()
+        self._known: OrderedDict[tuple, tuple[Admitted, int]] = OrderedDict()
         self._known_bytes = 0
 
     def learn(self, reports: Sequence[Mapping[str, Any]]) -> None:
@@ -112,16 +111,17 @@ class Desk:
 
     def _admitted(self, extra_args: Mapping[str, Any], has_token_ids: bool) -> Admitted:
         """As `admit`; remembered, since thousands of requests ask for the same."""
-        key = None if self.always else _same_wish(extra_args, has_token_ids)
-        if key is not None and key in self._known:
-            self._known.move_to_end(key)
-            return self._known[key]
+        same = None if self.always else _same_wish(extra_args, has_token_ids)
+        if same is not None and (known := self._known.get(same[0])) is not None:
+            self._known.move_to_end(same[0])
+            return known[0]
         admitted = admit(extra_args, self.require_facts(), has_token_ids, self.shelf.find, self.always)
-        if key is not None:
-            self._known[key] = admitted
-            self._known_bytes += len(key)
+        if same is not None:
+            key, size = same
+            self._known[key] = (admitted, size)
+            self._known_bytes += size
             while self._known_bytes > MOST_KNOWN:
-                self._known_bytes -= len(self._known.popitem(last=False)[0])
+                self._known_bytes -= self._known.popitem(last=False)[1][1]
         return admitted
 
     def set_always(self, interventions: Sequence[Intervention]) -> None:
@@ -138,14 +138,39 @@ class Desk:
             self._inbox.close()
 
 
-def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool) -> bytes | None:
-    """Equal for requests that ask for the same; None for those whose meaning hangs on more than what they say."""
+def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool) -> tuple[tuple, int] | None:
+    """(key, about its bytes): the key is equal for requests that ask for the same; None for those whose meaning hangs
+    on more than what they say."""
     wish = extra_args.get(WIRE_KEY)
     if not isinstance(wish, dict) or any(k in extra_args for k in KEYS if k != WIRE_KEY):
         return None
+    size = [0]
     try:
-        key = msgspec.json.encode([wish, has_token_ids])
-    except (TypeError, ValueError, RecursionError, OverflowError):
-        return None  # admission says what is wrong with it
-    # What a name refers to can change.
-    return key if len(key) <= LONGEST_KNOWN and b'"ref"' not in key else None
+        key = (has_token_ids, _frozen(wish, size))
+    except (_UnlikeError, RecursionError):
+        return None  # admission says what is wrong with it, if anything is
+    return (key, size[0]) if size[0] <= LONGEST_KNOWN else None
+
+
+class _UnlikeError(Exception):
+    """Not plain JSON, or a name: what it refers to can change."""
+
+
+def _frozen(value: Any, size: list[int]) -> Any:
+    """A hashable equal of plain JSON data; strings are kept as they are, so that long ones are hashed only once."""
+    kind = type(value)
+    if kind is str:
+        size[0] += len(value)
+        return value
+    size[0] += 8
+    if kind is int or value is None:
+        return value
+    if kind is list:
+        return list, *[_frozen(v, size) for v in value]
+    if kind is dict:
+        if "ref" in value:
+            raise _UnlikeError
+        return dict, *value, *[_frozen(v, size) for v in value.values()]
+    if kind is bool or kind is float:
+        return kind, value  # 1, 1.0 and True are equal, but do not mean the same
+    raise _UnlikeError

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,14 @@ MOST_SETS = 8
 WORTH_IT = {"FULL": 2, "PIECEWISE": 4}
 """The time a graph is asked for at which it is captured; steps before that run without. Decoding comes back to the same
 size again and again, a mixed batch's size may never come again."""
+WORTH_MORE = {"FULL": 16, "PIECEWISE": 64}
+"""The same where a graph that is a little too large, or that has more taps, serves meanwhile: a capture takes as long
+as dozens of such steps lose."""
+MOST_ASKED = 4096
+"""Graphs that were asked for are counted up to this many different ones."""
+SPACING, SMALLEST = 0.7, 16
+"""Sizes of the live graphs, with all taps, that are captured at start-up: each at most this part of the next, down to
+this many tokens. Whatever a live step needs, one of them serves it; all sizes would take seconds."""
 
 
 class GraphSets:
@@ -33,7 +42,7 @@ class GraphSets:
 
     Attributes:
         manager: vLLM's CudaGraphManager, whose `capture` and `dispatch` are held.
-        lazy: whether live graphs are captured when first needed; if not, right after the silent ones.
+        lazy: whether live graphs are captured as they are needed, but for a few; if not, all after the silent ones.
     """
 
     def __init__(
@@ -57,6 +66,7 @@ class GraphSets:
         self._ready: set[tuple[int, Any]] = set()
         self._failed: set[tuple[int, Any]] = set()
         self._late: list[tuple[Any, float, int]] = []
+        self._steps: Counter[str] = Counter()
         manager.capture, manager.dispatch = self._capture_at_start, self._dispatch_step
 
     def _capture_at_start(self, *args, **kwargs) -> None:
@@ -68,10 +78,13 @@ class GraphSets:
             "FULL": [_Swap(self.manager, "graphs")],
             "PIECEWISE": [_Swap(piece, "concrete_cudagraph_entries") for piece in self._pieces()],
         }
+        descs = self.manager._capture_descs
         if not self.lazy:
-            descs = self.manager._capture_descs
             self._capture_live(ALL, descs)
             self._ready.update((ALL, desc) for of_mode in descs.values() for desc in of_mode)
+        else:
+            # All with one call: what an earlier graph leaves in the pool, only one on the same stream can use.
+            self._capture_guarded(ALL, {mode: _spaced(of_mode) for mode, of_mode in descs.items()})
 
     def _dispatch_step(self, *args, **kwargs) -> Any:
         desc = self._dispatch(*args, **kwargs)
@@ -79,11 +92,30 @@ class GraphSets:
         if not self._station.switch.live or mode == "NONE":
             return desc
         mask = self._mask_for(self._station.switch.mask)
-        if (mask, desc) not in self._ready and not self._add(mask, desc):
-            return self._without_graph(desc, *args, **kwargs)
+        chosen = (mask, desc)
+        if chosen not in self._ready:
+            other = self._serves(*chosen)
+            if not self._add(mask, desc, (WORTH_MORE if other else WORTH_IT)[mode]):
+                if other is None:
+                    self._steps["without"] += 1
+                    return self._without_graph(desc, *args, **kwargs)
+                chosen = other
+        self._steps["exact" if chosen == (mask, desc) else "wider"] += 1
         self.settle()
-        self._swap(mask, self._swaps[mode])
-        return desc
+        self._swap(chosen[0], self._swaps[mode])
+        return chosen[1]
+
+    def _serves(self, mask: int, desc: Any) -> tuple[int, Any] | None:
+        """The smallest live graph that has the taps and at least the size."""
+
+        def fits(m: int, d: Any) -> bool:
+            if m & mask != mask or d.num_tokens < desc.num_tokens:
+                return False
+            alike = replace(d, num_tokens=desc.num_tokens, num_reqs=desc.num_reqs) == desc
+            return alike and (d.num_reqs is None or d.num_reqs >= (desc.num_reqs or 0))
+
+        found = [(m, d) for m, d in self._ready if fits(m, d)]
+        return min(found, key=lambda x: (x[1].num_tokens, _taps(x[0])), default=None)
 
     def _without_graph(self, desc: Any, *args, **kwargs) -> Any:
         """What vLLM dispatches to when it has no graph for a batch: its own sizes, unpadded."""
@@ -97,38 +129,48 @@ class GraphSets:
 
     def _mask_for(self, needed: int) -> int:
         """The set to replay from; from what all ranks know alike, so that they agree."""
-        if needed in self._masks or not self.lazy:
-            return needed if needed in self._masks else ALL
-        if needed != ALL and len(self._masks) < MOST_SETS:
-            self._masks.append(needed)
+        if not self.lazy:
+            return ALL
+        if needed in self._masks or (needed != ALL and len(self._masks) < MOST_SETS):
             return needed
         return min((m for m in self._masks if m & needed == needed), key=int.bit_count, default=ALL)
 
-    def _add(self, mask: int, desc: Any) -> bool:
+    def _add(self, mask: int, desc: Any, worth_it: int) -> bool:
         """Capture one live graph now; False if there is none to be had, or it is not worth it yet."""
         if not self.lazy or (mask, desc) in self._failed:
             return False
+        if len(self._asked) >= MOST_ASKED:
+            self._asked.clear()
         self._asked[mask, desc] += 1
-        if self._asked[mask, desc] < WORTH_IT[desc.cg_mode.name]:
+        if self._asked[mask, desc] < worth_it:
             return False
-        swaps = self._swaps[desc.cg_mode.name]
-        before = [dict(swap.sets.get(mask, {})) for swap in swaps]
+        if mask != ALL and mask not in self._masks:
+            self._masks.append(mask)
         began, free = time.perf_counter(), _free_memory()
+        done = self._capture_guarded(mask, {desc.cg_mode: [desc]}, self._late_capture)
+        if done:
+            self._late.append((desc, time.perf_counter() - began, free - _free_memory()))
+            logger.info("Weir captured a live CUDA graph for %s in %.0f ms", desc, 1000 * self._late[-1][1])
+        return done
+
+    def _capture_guarded(self, mask: int, descs: dict[Any, list[Any]], around: Any = contextlib.nullcontext) -> bool:
+        """Capture live graphs; False if that failed on one of the ranks, and then it is as if none had been tried."""
+        swaps = [swap for mode in descs for swap in self._swaps[mode.name]]
+        every = {(mask, desc) for of_mode in descs.values() for desc in of_mode}
+        before = [dict(swap.sets.get(mask, {})) for swap in swaps]
         done = True
         try:
-            with self._late_capture():
-                self._capture_live(mask, {desc.cg_mode: [desc]})
+            with around():
+                self._capture_live(mask, descs)
         except (RuntimeError, AssertionError, AttributeError, TypeError, ValueError):
-            logger.exception("Weir could not capture a live CUDA graph for %s; such steps run without one", desc)
+            logger.exception("Weir could not capture live CUDA graphs for %s; such steps run without one", descs)
             done = False
         if not self._agreed(done):
             for swap, graphs in zip(swaps, before, strict=True):
                 swap.sets[mask] = graphs
-            self._failed.add((mask, desc))
+            self._failed |= every
             return False
-        self._late.append((desc, time.perf_counter() - began, free - _free_memory()))
-        logger.info("Weir captured a live CUDA graph for %s in %.0f ms", desc, 1000 * self._late[-1][1])
-        self._ready.add((mask, desc))
+        self._ready |= every
         return True
 
     def _capture_live(self, mask: int, descs: dict[Any, list[Any]]) -> None:
@@ -171,8 +213,22 @@ class GraphSets:
             "live": len(self._ready),
             "sets": len({mask for mask, _ in self._ready}),
             "failed": len(self._failed),
+            "steps": dict(self._steps),
             "captured_late": [(d.cg_mode.name, d.num_tokens, seconds, used) for d, seconds, used in self._late],
         }
+
+
+def _spaced(descs: list[Any]) -> list[Any]:
+    """A few of the sizes, descending: see SPACING."""
+    out: list[Any] = []
+    for desc in sorted(descs, key=lambda d: d.num_tokens, reverse=True):
+        if not out or (desc.num_tokens <= SPACING * out[-1].num_tokens and out[-1].num_tokens > SMALLEST):
+            out.append(desc)
+    return out
+
+
+def _taps(mask: int) -> int:
+    return 1 << 30 if mask == ALL else mask.bit_count()
 
 
 class _Swap:
