@@ -93,6 +93,7 @@ class FakeStation:
         self.plan = torch.zeros(4, 3, dtype=torch.int32)
         self.switch = Switch(self.plan)
         self.silenced = 0
+        self.wide = ALL
 
     def silence(self):
         self.switch.turn(0)

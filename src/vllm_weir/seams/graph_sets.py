@@ -33,8 +33,9 @@ as dozens of such steps lose."""
 MOST_ASKED = 4096
 """Graphs that were asked for are counted up to this many different ones."""
 SPACING, SMALLEST = 0.7, 16
-"""Sizes of the live graphs, with all taps, that are captured at start-up: each at most this part of the next, down to
-this many tokens. Whatever a live step needs, one of them serves it; all sizes would take seconds."""
+"""Sizes of the live graphs, with the taps between blocks, that are captured at start-up: each at most this part of the
+next, down to this many tokens. One of them serves whatever most live steps need; all sizes would take seconds, and the
+points inside blocks are four times as many launches."""
 
 
 class GraphSets:
@@ -84,7 +85,7 @@ class GraphSets:
             self._ready.update((ALL, desc) for of_mode in descs.values() for desc in of_mode)
         else:
             # All with one call: what an earlier graph leaves in the pool, only one on the same stream can use.
-            self._capture_guarded(ALL, {mode: _spaced(of_mode) for mode, of_mode in descs.items()})
+            self._capture_guarded(self._station.wide, {mode: _spaced(of_mode) for mode, of_mode in descs.items()})
 
     def _dispatch_step(self, *args, **kwargs) -> Any:
         desc = self._dispatch(*args, **kwargs)

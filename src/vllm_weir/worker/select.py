@@ -33,6 +33,11 @@ def tap_of(site: Site) -> int:
     return 4 * site.layer + (2 if site.hook == "resid_pre" else 6)
 
 
+def is_boundary(tap: int) -> bool:
+    """Whether a tap is on the stream between two blocks, before the first or after the last."""
+    return tap >= 2 and tap % 4 == 2
+
+
 def num_taps(num_layers: int) -> int:
     """Taps of a model of `num_layers` blocks, those that are not placed included."""
     return 4 * num_layers + 3

@@ -31,7 +31,7 @@ from vllm_weir.worker.outlet import CpuOutlet, CudaOutlet, at_once
 from vllm_weir.worker.plan import MOST_SPECS, Planner
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.ring import Ring
-from vllm_weir.worker.select import STAGES, num_taps, tap_of
+from vllm_weir.worker.select import STAGES, is_boundary, num_taps, tap_of
 from vllm_weir.worker.sites import SiteMap, chosen
 from vllm_weir.worker.step import StepPlan
 from vllm_weir.worker.strands import Strands
@@ -122,6 +122,11 @@ class Station:
             from vllm_weir.worker.stream import Streamer
 
             self._streamer = Streamer(self.ring, self._outlet, self.tensors.ranks, self.switch.numbers)
+
+    @property
+    def wide(self) -> int:
+        """Mask of the taps on the stream between blocks, which serve most requests."""
+        return sum(1 << tap for tap in self.taps if is_boundary(tap))
 
     def follow(self, new: Iterable[tuple[str, dict, int, Sequence[int] | None]], finished: Iterable[str]) -> None:
         """Requests that join (id, engine wire form, prompt length, prompt ids) and leave before the next step."""
