@@ -78,6 +78,7 @@ class Header(msgspec.Struct, array_like=True):
     """What the frames beside it hold, or which requests failed and why.
 
     `pressure` is the share of the worker's arena in use; `spill` asks the reader to empty its retired extents.
+    `broken` says why rows of this step are lost: every request that the reader still waits for fails.
     """
 
     token: str
@@ -88,6 +89,7 @@ class Header(msgspec.Struct, array_like=True):
     failures: dict[str, str] = {}
     pressure: float = 0.0
     spill: bool = False
+    broken: str = ""
 
 
 class Wanted(msgspec.Struct, array_like=True):

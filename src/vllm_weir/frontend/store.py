@@ -242,6 +242,9 @@ class Store:
             for request_id, reason in header.failures.items():
                 if (pending := self.get(request_id)) is not None:
                     pending.failure = reason
+            if header.broken:  # which requests had rows in the step, only the lost marks could have said
+                for pending in list(self._pending.values()):
+                    pending.failure = pending.failure or header.broken
             for opened in news.opened:
                 if not mirror.shared:
                     self._widths[worker, opened.strand] = opened.rows

@@ -68,39 +68,59 @@ class Drain:
 
     def _run(self) -> None:
         while (parcel := self._jobs.get()) is not None:
-            parcel.arrived()
+            broken = ""
+            try:
+                parcel.arrived()
+            except Exception as e:  # noqa: BLE001 - a dead thread would leave every reader waiting for its timeout
+                broken = _reason(e)
             replies = parcel.news.keys() | parcel.marks.keys() | parcel.steered.keys() | parcel.failures.keys()
             for reply in sorted(replies):
-                self._tell(reply, parcel)
+                self._tell(reply, parcel, broken)
         for socket in self._sockets.values():
             socket.close(linger=1000)
         self._context.term()
 
-    def _tell(self, reply: str, parcel: Parcel) -> None:
-        to = mail.Reply.parse(reply)
+    def _tell(self, reply: str, parcel: Parcel, broken: str) -> None:
+        """One reader's part of a parcel; `broken`: why its rows cannot be vouched for, if so."""
         news = parcel.news.get(reply) or mail.News()
-        header = mail.Header(
-            to.token,
-            self._worker,
-            self._rows.shape[1],
-            self._dtype,
-            news,
-            parcel.failures.get(reply, {}),
-            self._arena.pressure,
-            parcel.spill,
-        )
-        marks = parcel.marks.get(reply, _NONE)
-        frames = [mail.encode(header), _bytes(marks), _bytes(parcel.steered.get(reply, _NONE))]
-        near = not (news or len(marks)) or self._link.maps(reply)
-        if not near:
-            frames.append(self._fetch(news, marks))
-        self._post(to.rows, frames)
+        near = True
+        try:
+            near = self._announce(reply, parcel, news, broken)
+        except Exception as e:  # noqa: BLE001 - as above
+            self._excuse(reply, news, _reason(e))
         for extent in news.retired:
             self._arena.let_go(extent.start)
             if not near:
                 self._arena.let_go(extent.start)
         for strand in news.closed:
             self._far.pop(strand, None)
+
+    def _announce(self, reply: str, parcel: Parcel, news: mail.News, broken: str) -> bool:
+        """Send it; returns whether the reader maps the buffer."""
+        to = mail.Reply.parse(reply)
+        marks = _NONE if broken else parcel.marks.get(reply, _NONE)
+        steered = _NONE if broken else parcel.steered.get(reply, _NONE)
+        failures = parcel.failures.get(reply, {})
+        header = self._header(to, news, failures, parcel.spill, broken)
+        frames = [mail.encode(header), _bytes(marks), _bytes(steered)]
+        near = not (news or len(marks)) or self._link.maps(reply)
+        if not near:
+            frames.append(self._fetch(news, marks))
+        self._post(to.rows, frames)
+        return near
+
+    def _excuse(self, reply: str, news: mail.News, broken: str) -> None:
+        """Tell a reader that what was for it is lost: it fails the requests that wait."""
+        try:
+            to = mail.Reply.parse(reply)
+            self._post(to.rows, [mail.encode(self._header(to, news, {}, False, broken)), b"", b""])
+        except Exception:
+            logger.exception("Weir could not tell the reader %s; its requests fail by their timeout", reply)
+
+    def _header(self, to: mail.Reply, news: mail.News, failures: dict, spill: bool, broken: str) -> mail.Header:
+        d_model = self._rows.shape[1]
+        pressure = self._arena.pressure
+        return mail.Header(to.token, self._worker, d_model, self._dtype, news, failures, pressure, spill, broken)
 
     def _fetch(self, news: mail.News, marks: np.ndarray) -> bytes:
         """The marked rows themselves, [count, columns, d_model] for each mark."""
@@ -138,6 +158,11 @@ class Drain:
 
 
 _NONE = np.zeros((0, 5), np.int32)
+
+
+def _reason(error: Exception) -> str:
+    logger.error("Weir could not deliver a step's rows", exc_info=error)
+    return f"the worker could not deliver a step's rows: {type(error).__name__}: {error}"
 
 
 def _bytes(marks: np.ndarray) -> bytes:

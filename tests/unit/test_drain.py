@@ -1,0 +1,114 @@
+"""The drain: what one step breaks is told at once, and the thread goes on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from vllm_weir import mail
+from vllm_weir.frontend.inbox import deliver
+from vllm_weir.frontend.mirror import Mirror
+from vllm_weir.frontend.store import Store
+from vllm_weir.worker.arena import Arena
+from vllm_weir.worker.drain import Drain, Parcel
+
+D = 4
+
+
+class FakeLink:
+    """Knows whether readers map the buffer."""
+
+    def __init__(self, near: bool):
+        self.near, self.error = near, None
+
+    def maps(self, reply):
+        if self.error:
+            raise self.error
+        return self.near
+
+
+class Reader:
+    """The other end of a drain."""
+
+    def __init__(self, folder, near=True):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.PULL)
+        self.socket.setsockopt(zmq.RCVTIMEO, 5000)
+        self.socket.bind(f"ipc://{folder}/rows")
+        self.reply = str(mail.Reply(f"ipc://{folder}/rows", "", "", "t"))
+        self.rows = torch.arange(80.0).view(20, D)
+        self.arena, self.link = Arena(20), FakeLink(near)
+        self.drain = Drain(self.rows, self.arena, self.link, "w")
+
+    def hear(self):
+        frames = self.socket.recv_multipart()
+        return mail.decode(frames[0]), [len(f) for f in frames[1:]], frames
+
+    def parcel(self, arrived=lambda: None, **news):
+        mark = np.array([[1, 0, 0, 1, 1]], np.int32)
+        return Parcel(arrived, news={self.reply: mail.News(**news)}, marks={self.reply: mark})
+
+    def close(self):
+        self.drain.close()
+        self.socket.close(0)
+        self.context.term()
+
+
+@pytest.fixture(params=[True, False], ids=["mapped", "messages"])
+def reader(tmp_path, request):
+    made = Reader(tmp_path, request.param)
+    yield made
+    made.close()
+
+
+def fail():
+    raise RuntimeError("the device is lost")
+
+
+def opening(start):
+    return {"opened": [mail.Opened(1, "r", [3, 6])], "placed": [mail.Placed(1, 0, 2, start)]}
+
+
+def test_a_copy_that_failed_is_told_and_the_next_step_is_served(reader):
+    start = reader.arena.allocate(4)
+    reader.drain.send(reader.parcel(fail, **opening(start)))
+    header, sizes, _ = reader.hear()
+    assert "the device is lost" in header.broken and sizes[:2] == [0, 0] and header.news.opened
+    reader.drain.send(reader.parcel())
+    header, sizes, frames = reader.hear()
+    assert not header.broken and sizes[0] == 20
+    if not reader.link.near:
+        assert np.frombuffer(frames[3], np.float32).tolist() == list(range(8))
+
+
+def test_what_cannot_be_announced_is_excused_and_its_memory_let_go(reader):
+    start = reader.arena.allocate(4)
+    reader.arena.let_go(start)  # the reader's hold
+    reader.link.error = ValueError("no such reader")
+    reader.drain.send(reader.parcel(retired=[mail.Retired(1, 0, 1, start)]))
+    header, _, _ = reader.hear()
+    assert "no such reader" in header.broken and header.news.retired
+    reader.link.error = None
+    reader.drain.fail(reader.reply, "r", "because")
+    assert reader.hear()[0].failures == {"r": "because"}
+    assert reader.arena.used == 0
+
+
+def test_an_address_that_nobody_can_read_stops_nothing(reader):
+    reader.drain.send(Parcel(lambda: None, failures={"nonsense": {"r": "x"}}))
+    reader.drain.fail(reader.reply, "r", "because")
+    assert reader.hear()[0].failures == {"r": "because"}
+
+
+def test_the_reader_fails_every_request_that_it_waits_for():
+    class Waiting:
+        failure = None
+
+    store, one, other = Store(), Waiting(), Waiting()
+    other.failure = "its own reason"
+    store._pending["one"], store._pending["other"] = one, other
+    header = mail.Header("t", "w", D, "float32", broken="lost")
+    deliver(store, "t", [mail.encode(header), b"", b""], lambda worker: Mirror())
+    assert (one.failure, other.failure) == ("lost", "its own reason")
