@@ -177,3 +177,28 @@ def test_facts_from_reports():
 def test_other_keys_are_not_ours(extra_args):
     assert not carries_keys(extra_args)
     assert not carries_keys(None) and not carries_keys({"weir": None})
+
+
+def wish(**more):
+    return {"weir": {"v": 1, "capture": [{"hook": "resid_post", "layers": [1], **more}]}}
+
+
+def test_what_is_remembered_of_an_admission():
+    """Equal wishes share it; what JSON tells apart, and what Python would take for equal, does not."""
+    from vllm_weir.frontend.desk import LONGEST_KNOWN, _same_wish
+
+    def key(extra, ids=True):
+        found = _same_wish(extra, ids)
+        return found and found[0]
+
+    assert key(wish()) == key(wish()) is not None
+    apart = [wish(), wish(before=True), wish(before=1), wish(before=1.0), wish(before="1"), wish(before=None)]
+    apart += [wish(before=[]), wish(before={}), wish(before=["a", "b"]), wish(before={"a": "b"}), wish(layers="all")]
+    keys = [key(w) for w in apart] + [key(wish(), False)]
+    assert len(set(keys)) == len(keys) and None not in keys
+    assert key(wish(project={"ref": "name"})) is None and key(wish(before=object())) is None
+    assert key(wish() | {"apply_steering_vectors": []}) is None and key({"weir": "x"}) is None
+    assert key(wish(before="x" * LONGEST_KNOWN)) is None
+    endless = []
+    endless.append(endless)
+    assert key(wish(before=endless)) is None

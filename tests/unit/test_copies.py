@@ -1,0 +1,119 @@
+"""Copies out of the ring: how a large step is cut into pieces, and what the driver is told. No device is needed."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_weir.worker import dma
+from vllm_weir.worker.stream import ROWS_IN_A_RUN, _pieces
+
+
+class FakeDriver:
+    """Copies within this process's memory; counts the calls."""
+
+    def __init__(self, code=0):
+        self.code, self.calls = code, []
+
+    def cuMemcpyDtoHAsync_v2(self, target, source, size, stream):
+        self.calls.append((size.value, stream.value))
+        ctypes.memmove(target.value, source.value, size.value)
+        return self.code
+
+    def cuMemcpy2DAsync_v2(self, job, stream):
+        job = job._obj
+        self.calls.append((job.source_type, job.target_type, stream.value))
+        for k in range(job.height):
+            ctypes.memmove(job.target_host + k * job.target_pitch, job.source_device + k * job.source_pitch, job.width)
+        return self.code
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    fake = FakeDriver()
+    monkeypatch.setattr(dma, "_driver", lambda: fake)
+    monkeypatch.setattr(dma, "_batch", lambda: None)
+    return fake
+
+
+def test_pieces_without_the_batched_call(driver):
+    source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
+    at, to, sizes = np.array([0, 50]), np.array([10, 60]), np.array([5, 20])
+    dma.copy_pieces(target.ctypes.data + to, source.ctypes.data + at, sizes, 7)
+    assert driver.calls == [(5, 7), (20, 7)]
+    assert target[10:15].tolist() == [0, 1, 2, 3, 4] and target[60:80].tolist() == list(range(50, 70))
+    assert target.sum() == source[:5].sum() + source[50:70].sum()
+
+
+def test_the_batched_call_is_told_all_pieces(monkeypatch):
+    told = {}
+
+    def batch(targets, sources, sizes, count, attributes, first, kinds, failed, stream):
+        def read(address):
+            return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address)).tolist()
+
+        told.update(targets=read(targets), sources=read(sources), sizes=read(sizes), kinds=kinds, stream=stream)
+        told["order"] = ctypes.c_int.from_address(attributes).value
+        return 0
+
+    monkeypatch.setattr(dma, "_batch", lambda: batch)
+    strided = np.arange(6, dtype=np.int64).reshape(3, 2)
+    dma.copy_pieces(strided[:, 0], strided[:, 1], np.array([8, 9, 10]), 3)
+    assert told == dict(targets=[0, 2, 4], sources=[1, 3, 5], sizes=[8, 9, 10], kinds=1, stream=3, order=1)
+
+
+def test_rows_with_gaps(driver):
+    source, target = np.arange(24, dtype=np.uint8), np.zeros(60, np.uint8)
+    dma.copy_rows(target.ctypes.data, 15, source.ctypes.data, 6, 4, 9)
+    assert driver.calls == [(2, 1, 9)]
+    for k in range(4):
+        assert target[15 * k : 15 * k + 6].tolist() == source[6 * k : 6 * k + 6].tolist()
+        assert not target[15 * k + 6 : 15 * k + 15].any()
+
+
+def test_a_refused_copy_is_an_error(driver):
+    driver.code = 1
+    row = np.zeros(8, np.uint8)
+    with pytest.raises(RuntimeError, match="error 1"):
+        dma.copy_rows(row.ctypes.data, 4, row.ctypes.data, 4, 1, 0)
+    with pytest.raises(RuntimeError, match="error 1"):
+        dma.copy_pieces(*[np.array([row.ctypes.data])] * 2, np.array([1]), 0)
+
+
+def test_the_structure_has_the_size_that_the_driver_expects():
+    assert ctypes.sizeof(dma._Memcpy2D) == 128 and ctypes.sizeof(dma._Attributes) == 24
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tokens=st.lists(st.tuples(st.integers(1, 20), st.integers(-1, 2), st.booleans()), min_size=1, max_size=6),
+)
+def test_every_row_of_a_column_leaves_once(tokens):
+    """Tokens of several requests, one profile each; some rows are not sent, and profile 2 lacks the column."""
+    jobs, runs, profiles = [], [], []
+    row = 0
+    for count, profile, sent in tokens:
+        width = 0 if profile < 0 or not sent else profile + 2
+        if count > 1:
+            runs.append((len(jobs), len(jobs) + count))
+        for _ in range(count):
+            jobs.append((0, row, width, 0, -1))
+            profiles.append(profile)
+            row += max(width, 1)
+    plan = SimpleNamespace(jobs=np.array(jobs, np.int64), runs=runs)
+    places = {0: 1, 1: 0}
+    made, rest = _pieces(plan, np.array(profiles), places)
+    got = [(lane + k, first + k * width) for lane, first, width, n in made for k in range(n)]
+    got += [(lane, at) for lane, at, n in rest.tolist() if n == 1]
+    wanted = [
+        (lane, job[1] + places[profile])
+        for lane, (job, profile) in enumerate(zip(jobs, profiles, strict=True))
+        if profile in places and job[2]
+    ]
+    assert sorted(got) == wanted
+    assert all(n >= ROWS_IN_A_RUN for *_, n in made)
