@@ -43,7 +43,7 @@ def test_settings_switched_between_starts_on_one_cache(root, cache):
     for out in llm.generate(prompts(), first, use_tqdm=False):
         verify(out, {("resid_post", 0): ["all"]}, truth)
     with pytest.raises(weir.WeirError, match="not tapped"):
-        llm.generate(prompts(), weir.params(sampling(), capture=weir.Capture("resid_post", 1)), use_tqdm=False)
+        llm.generate(prompts(), weir.params(sampling(), capture=weir.Capture("resid_post", 2)), use_tqdm=False)
     check_all(compiled(model_dir, cache), truth)
 
 

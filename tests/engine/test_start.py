@@ -38,13 +38,14 @@ def test_an_untapped_block_is_refused_at_request_time(root):
     llm = get_llm(directory(root), additional_config={"weir": {"layers": [1]}})
     truth = oracle(directory(root))
     with pytest.raises(weir.WeirError, match="not tapped") as e:
-        llm.generate(prompts([4]), weir.params(sampling(), capture=weir.Capture(layers=0)), use_tqdm=False)
+        llm.generate(prompts([4]), weir.params(sampling(), capture=weir.Capture(layers=2)), use_tqdm=False)
     assert e.value.field == "capture[0].layers"
     with pytest.raises(weir.WeirError):
         llm.generate(prompts([4]), weir.params(sampling(), capture=weir.Capture()), use_tqdm=False)
-    capture = [weir.Capture(layers=1), weir.Capture("resid_pre", 2)]
+    # What leaves a block is what enters the next.
+    capture = [weir.Capture(layers=[0, 1]), weir.Capture("resid_pre", 2)]
     (out,) = llm.generate(prompts([9]), weir.params(sampling(), capture=capture), use_tqdm=False)
-    verify(out, {("resid_post", 1): ["all"], ("resid_pre", 2): ["all"]}, truth)
+    verify(out, {("resid_post", 0): ["all"], ("resid_post", 1): ["all"], ("resid_pre", 2): ["all"]}, truth)
 
 
 def test_a_block_that_does_not_exist_is_the_reason_of_every_refusal(root):

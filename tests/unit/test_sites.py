@@ -337,9 +337,31 @@ def test_streams_of_another_shape_are_refused():
 def test_a_description_is_proven_too():
     good = {"points": {"attn_out": "self_attn:out", "resid_mid": "ln_2:in:x", "mlp_out": "mlp:out"}}
     assert not mapped(Model([Sequential] * LAYERS), family=Family.parse(good, "d")).refused
-    wrong = {"points": {"attn_out": "ln_1:out", "resid_mid": "ln_2:in:x", "mlp_out": "mlp:out"}}
-    sites = mapped(Model([Sequential] * LAYERS), family=Family.parse(wrong, "d"))
-    assert "attn_out" not in supported(sites) and sites.refused[Site("attn_out", 1)]
+    by_place = {"points": good["points"] | {"resid_mid": "ln_2:in:0+1"}}
+    assert not mapped(Model([Fused] * LAYERS, True), family=Family.parse(by_place, "d")).refused
+    parallel = {"points": {"attn_out": "self_attn:out", "mlp_out": "mlp:out"}}
+    sites = mapped(Model([Parallel] * LAYERS, True), family=Family.parse(parallel, "d"))
+    assert supported(sites) == {"resid_pre", "attn_out", "mlp_out", "resid_post"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "left"),
+    [
+        ({"attn_out": "ln_1:out"}, {"mlp_out"}),
+        ({"resid_mid": "ln_1:in:x"}, set()),
+        ({"resid_mid": "ln_2:in:y"}, {"attn_out", "mlp_out"}),
+        ({"mlp_out": "ln_2:out"}, {"attn_out"}),
+        ({"mlp_out": "nothing:out"}, {"attn_out", "resid_mid"}),
+        ({"attn_out": "self_attn:out:1"}, set()),
+    ],
+)
+def test_what_is_described_wrongly_is_refused(changed, left):
+    good = {"attn_out": "self_attn:out", "resid_mid": "ln_2:in:x", "mlp_out": "mlp:out"}
+    sites = mapped(Model([Sequential] * LAYERS), family=Family.parse({"points": good | changed}, "d"))
+    found = supported(sites)
+    for hook in changed:
+        assert hook not in found and sites.refused[Site(hook, 1)]
+    assert found & set(INSIDE) <= left and found >= {"resid_pre", "resid_post"}
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,12 @@ class Anchor:
 def pick(key: Key, args: Sequence, kwargs: Mapping, output: Any) -> Any:
     """What `key` stands for in a call."""
     if key.kind == "out":
-        return output if key.index < 0 else output[key.index]
-    return kwargs[key.name] if key.name in kwargs else args[key.index] if key.index < len(args) else None
+        if isinstance(output, (tuple, list)):
+            return output[max(key.index, 0)] if key.index < len(output) else None
+        return output if key.index <= 0 else None
+    if key.name in kwargs:
+        return kwargs[key.name]
+    return args[key.index] if 0 <= key.index < len(args) else None
 
 
 def arguments(parameters: Sequence[str], args: Sequence, kwargs: Mapping) -> dict[Key, Any]:

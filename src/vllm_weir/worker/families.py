@@ -3,7 +3,8 @@
 A description is a mapping ``{"stack": path, "points": {hook point: place}}``, both parts optional. `stack` is the
 path of the list of blocks. A place is relative to the block: ``"self_attn:out"`` (what the module returns),
 ``"self_attn:out:1"`` (element 1 of it), ``"ln_2:in:hidden_states"`` (an argument of it), or
-``"ln_2:in:x+residual"`` (two, whose sum the point is). What is described is proven at load like what is found.
+``"ln_2:in:x+residual"`` (two, whose sum the point is; ``"ln_2:in:0+1"`` by place). What is described is proven at load
+like what is found.
 
 A package can describe its models in entry points of the group ``vllm_weir.models``, named after the model's class.
 """
@@ -11,12 +12,13 @@ A package can describe its models in entry points of the group ``vllm_weir.model
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.worker.anchors import Anchor, Key
+from vllm_weir.worker.anchors import Anchor
+from vllm_weir.worker.trace import Call
 
 GROUP = "vllm_weir.models"
 DESCRIBABLE = ("attn_out", "resid_mid", "mlp_out")
@@ -46,19 +48,22 @@ class Family:
             _split(place, f"{path}.points.{hook}")
         return cls(stack, dict(points))
 
-    def anchor(self, hook: str, block: str, parameters: Any) -> Anchor | None:
-        """Where `hook` is in the block of path `block`; None if it is not described.
-
-        `parameters`: path of a module -> names of its forward's parameters.
-        """
+    def anchor(self, hook: str, block: str, calls: Sequence[Call]) -> Anchor | None:
+        """Where `hook` is in the block of path `block`; None if none of the block's calls is what is described."""
         if hook not in self.points:
             return None
         module, when, names = _split(self.points[hook], f"points.{hook}")
         path = f"{block}.{module}" if module else block
+        call = next((c for c in calls if c.path == path), None)
+        if call is None:
+            return None
         if when == "out":
-            return Anchor(path, "after", Key("out", int(names[0]) if names else -1))
-        order = parameters(path)
-        keys = [Key("arg", order.index(n) if n in order else -1, n) for n in names]
+            wanted = int(names[0]) if names else 0
+            key = next((k for k in call.out if max(k.index, 0) == wanted), None)
+            return None if key is None else Anchor(path, "after", key)
+        keys = [next((k for k in call.args if n in (k.name, str(k.index))), None) for n in names]
+        if None in keys or keys[0] is None:
+            return None
         return Anchor(path, "before", keys[0], keys[1] if len(keys) > 1 else None)
 
 
@@ -78,6 +83,6 @@ def _split(place: object, path: str) -> tuple[str, str, list[str]]:
         return parts[0], "out", parts[2:]
     if len(parts) == 3 and parts[1] == "in":
         names = parts[2].split("+")
-        if 1 <= len(names) <= 2 and all(n.isidentifier() for n in names):
+        if 1 <= len(names) <= 2 and all(n.isidentifier() or n.isdigit() for n in names):
             return parts[0], "in", names
     raise WeirError(f"{brief(place)!r} is no place; write 'module:out', 'module:out:1' or 'module:in:argument'", path)

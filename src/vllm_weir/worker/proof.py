@@ -163,10 +163,18 @@ class Proof:
                 "attention only": [("resid_post", ("resid_pre", "attn_out"))],
                 "MLP only": [("resid_post", ("resid_pre", "mlp_out"))],
             }
-            checks["described"] = checks["sequential" if value["resid_mid"] is not None else "parallel"]
+            if kind == "described":
+                checks[kind] = checks["sequential" if value["resid_mid"] is not None else "parallel"]
+                if value["resid_mid"] is None and value["mlp_out"] is None:
+                    checks[kind] = checks["attention only"]
             for whole, parts in checks.get(kind, []):
                 left, right = value[whole], [t for p in parts if (t := value[p]) is not None]
                 if left is None or len(right) < len(parts):
+                    # What was found by arithmetic holds already; a description has nothing else to show for itself.
+                    if kind == "described":
+                        missing = ", ".join(h for h in (whole, *parts) if value[h] is None)
+                        why = f"nothing proves its description without {missing}"
+                        sites.refuse([h for h in (whole, *parts) if h in INSIDE], (block,), why)
                     continue
                 total = torch.stack(right).sum(0)
                 if not self._close(total, left, torch.stack([left, *right]).abs().sum(0)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -149,6 +149,26 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
         why = "attention and MLP reach the stream in one addition, so what each of them adds cannot be told apart"
     points.refused = dict.fromkeys(("attn_out", "resid_mid", "mlp_out"), why)
     return points
+
+
+def holds(anchors: Mapping[str, Anchor], calls: Sequence[Call], ports: Ports, m: Matcher) -> bool:
+    """Whether points found otherwise add up in the pass with noise."""
+
+    def value(hook: str) -> torch.Tensor | None:
+        anchor = anchors.get(hook)
+        call = next((c for c in calls if anchor is not None and c.path == anchor.module), None)
+        if anchor is None or call is None:
+            return None
+        return _stream(call.left if anchor.when == "after" else call.args, anchor.hidden, anchor.residual)
+
+    pre = _stream(calls[0].args, ports.hidden_in, ports.residual_in)
+    post = _stream(calls[0].left, ports.hidden_out, ports.residual_out)
+    a, mid, o = value("attn_out"), value("resid_mid"), value("mlp_out")
+    if pre is None or post is None:
+        return False
+    if mid is not None:
+        return (a is not None and m.same(pre + a, mid)) or (o is not None and m.same(mid + o, post))
+    return m.same(pre + sum(t for t in (a, o) if t is not None), post)
 
 
 def _sequential(points: Points, inside, outs, pre, post, mixing: tuple[int, int], subtree: set[str], m: Matcher):

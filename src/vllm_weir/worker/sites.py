@@ -19,7 +19,7 @@ from vllm_weir.spec.hooks import BLOCK_HOOKS, HOOKS, MODEL_HOOKS, Site, place_of
 from vllm_weir.worker.anchors import Anchor, Key, parameters_of
 from vllm_weir.worker.families import Family
 from vllm_weir.worker.proof import Proof
-from vllm_weir.worker.resolve import Matcher, Points, Ports, resolve_block
+from vllm_weir.worker.resolve import Matcher, Points, Ports, holds, resolve_block
 from vllm_weir.worker.select import tap_of
 from vllm_weir.worker.trace import Call, Recorder, Scene, Trace, noise
 
@@ -153,22 +153,24 @@ def _resolve(scene: Scene, noisy, ports: Ports, cores: set[str], family: Family,
     for block in scene.blocks:
         for trace in noisy.values():
             calls = trace.blocks[block]
-            points = _from_family(scene, block, calls, family) or resolve_block(calls, ports, cores, plain, matcher)
+            if family.points:
+                points = _from_family(scene, block, calls, family)
+                if not holds(points.anchors, calls, ports, matcher):
+                    points = Points(refused=dict.fromkeys(INSIDE, "what the model's description names does not add up"))
+            else:
+                points = resolve_block(calls, ports, cores, plain, matcher)
             if block not in found or len(points.anchors) > len(found[block].anchors):
                 found[block], traces[block] = points, trace
     return found, traces
 
 
-def _from_family(scene: Scene, block: int, calls: list[Call], family: Family) -> Points | None:
-    if not family.points:
-        return None
+def _from_family(scene: Scene, block: int, calls: list[Call], family: Family) -> Points:
     path = f"{scene.stack}.{block}"
     points = Points(kind="described")
-    called = {c.path for c in calls}
     for hook in INSIDE:
-        anchor = family.anchor(hook, path, lambda p: parameters_of(scene.model.get_submodule(p)))
-        if anchor is None or anchor.module not in called:
-            points.refused[hook] = "the model's description does not name it, or names a module that is not called"
+        anchor = family.anchor(hook, path, calls)
+        if anchor is None:
+            points.refused[hook] = "the model's description does not name it, or names what this block does not have"
         else:
             points.anchors[hook] = anchor
     return points

@@ -194,7 +194,9 @@ class Recorder:
 
     def _write(self, path: str, when: str, args, kwargs, output) -> None:
         for anchor, what in self._writes.items():
-            if anchor.module != path or anchor.when != when or pick(anchor.hidden, args, kwargs, output) is None:
+            if anchor.module != path or anchor.when != when:
+                continue
+            if not self._wide({anchor.hidden: pick(anchor.hidden, args, kwargs, output)}):
                 continue
             hidden, residual = anchor.tensors(args, kwargs, output)
             value = hidden.float() if residual is None else hidden.float() + residual.float()
