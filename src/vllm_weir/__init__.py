@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_weir.api import clear_global, demo_model, list_vectors, params, register, set_global, unregister
+from vllm_weir.api import (
+    clear_global,
+    demo_model,
+    flush,
+    list_vectors,
+    mark,
+    params,
+    register,
+    set_global,
+    sinks,
+    unregister,
+)
 from vllm_weir.errors import WeirError
 from vllm_weir.spec import Ablate, Add, Capture, Clamp, LowRank, Replace, Site
 from vllm_weir.spec.lens import SteeringVector
@@ -32,12 +43,15 @@ __all__ = [
     "__version__",
     "clear_global",
     "demo_model",
+    "flush",
     "from_tiers",
     "list",
     "list_vectors",
+    "mark",
     "params",
     "register",
     "set_global",
+    "sinks",
     "unregister",
 ]
 

@@ -10,8 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_weir.errors import WeirError
+from vllm_weir.spec.act_env import NAME as ACT
+from vllm_weir.spec.act_env import act_sink
 from vllm_weir.spec.capture import parse_layers
 from vllm_weir.spec.hooks import normalise_hook
+from vllm_weir.spec.sinks import parse_sinks
 from vllm_weir.spec.sizes import Sizes
 
 STEP_SHARE = 8
@@ -40,6 +43,9 @@ class Settings(BaseModel):
         graphs: when CUDA graphs with live taps are captured: ``"lazy"``, each as a step first needs it, or ``"eager"``,
             all at start-up.
         timeout: seconds that ``out.activations`` waits for rows still on their way before it raises.
+        sinks: name -> ``{consumer: options}``: where captures may send their rows, and with ``"capture"`` what a sink
+            gets of every request; see docs/consumers.md.
+        marked_bytes, marked_seconds: how much, and how long, rows wait for `weir.mark` (``keep="marked"``).
         unverified_models: ``"refuse"`` (default) or ``"allow"`` architectures whose sites no test has compared with
             transformers.
     """
@@ -60,6 +66,9 @@ class Settings(BaseModel):
     ship: Literal["first", "split"] = "first"
     graphs: Literal["lazy", "eager"] = "lazy"
     timeout: Annotated[float, Field(gt=0, le=86_400)] = 120.0
+    sinks: Annotated[Any, AfterValidator(parse_sinks)] = Field(default_factory=dict)
+    marked_bytes: Annotated[int, Field(ge=0, le=1 << 44)] = 1 << 30
+    marked_seconds: Annotated[float, Field(gt=0, le=604_800)] = 600.0
     unverified_models: Literal["refuse", "allow"] = "refuse"
 
     @classmethod
@@ -75,6 +84,11 @@ class Settings(BaseModel):
             if not isinstance(own, Mapping):
                 raise WeirError(f"expected an object, got {type(own).__name__}", "additional_config.weir")
             given.update(own)
+        if "sinks" in given:
+            given["sinks"] = parse_sinks(given["sinks"])
+        act = act_sink(environ)
+        if act is not None:
+            given["sinks"] = given.get("sinks", {}) | parse_sinks({ACT: act}, ACT)
         if isinstance(given.get("hooks"), str):
             given["hooks"] = [given["hooks"]]
         if isinstance(given.get("hooks"), (list, tuple)):

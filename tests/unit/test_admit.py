@@ -37,7 +37,7 @@ def test_fuzzed_wishes_are_refused_by_field_or_resolved(extra_args):
         return
     for wish in admitted.spec.wishes:
         assert wish.site.hook in ("resid_pre", "resid_post") and 0 <= wish.site.layer < LAYERS
-        assert admitted.dtypes[wish.site] in ("float32", "float16", "bfloat16")
+        assert admitted.parts[0].dtypes[wish.site] in ("float32", "float16", "bfloat16")
     if wire is None:
         assert not admitted.spec.wishes and not admitted.effective
         return

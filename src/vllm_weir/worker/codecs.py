@@ -1,0 +1,82 @@
+"""Codecs that live requests have their rows compressed with, on the device, each made once."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from vllm_weir import codec
+from vllm_weir.spec.compress import Compression
+
+IDLE = 4
+"""Codecs that are kept ready though no live request uses them."""
+CHUNK = 1 << 24
+"""Values that are encoded at once: what bounds the float32 copies that encoding makes."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A way to compress rows [n, d_model], ready to be used.
+
+    Attributes:
+        projection: float32 [d_model, k] on the device, None for a method without one.
+        record_bytes: bytes of a compressed row.
+    """
+
+    compression: Compression
+    projection: torch.Tensor | None
+    record_bytes: int
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """uint8 [n, record_bytes] of rows [n, d_model]."""
+        step = max(1, CHUNK // rows.shape[1])
+        if len(rows) <= step:
+            return codec.encode(rows, self.compression, self.projection)
+        out = torch.empty(len(rows), self.record_bytes, dtype=torch.uint8, device=rows.device)
+        for first in range(0, len(rows), step):
+            out[first : first + step] = codec.encode(rows[first : first + step], self.compression, self.projection)
+        return out
+
+
+class Codecs:
+    """Codecs by number, counted by the requests that use them."""
+
+    def __init__(self, d_model: int, device: torch.device) -> None:
+        self._d_model, self._device = d_model, device
+        self._numbers = itertools.count()
+        self._of: dict[Compression, int] = {}
+        self._codecs: dict[int, Codec] = {}
+        self._users: dict[Compression, set[str]] = {}
+        self._held: dict[str, Compression] = {}
+
+    def __getitem__(self, number: int) -> Codec:
+        return self._codecs[number]
+
+    def hold(self, request_id: str, compression: Compression) -> int:
+        """The number of a codec that `request_id` uses from now on."""
+        number = self._of.pop(compression, None)
+        if number is None:
+            number = next(self._numbers)
+            matrix = codec.projection(compression, self._d_model)
+            self._codecs[number] = Codec(
+                compression,
+                None if matrix is None else matrix.to(self._device),
+                compression.record_bytes(self._d_model),
+            )
+        self._of[compression] = number  # the last used is the last to go
+        self._users.setdefault(compression, set()).add(request_id)
+        self._held[request_id] = compression
+        return number
+
+    def release(self, request_id: str) -> None:
+        """A request has left; unknown ids are fine."""
+        compression = self._held.pop(request_id, None)
+        if compression is None:
+            return
+        self._users[compression].discard(request_id)
+        if not self._users[compression]:
+            del self._users[compression]
+        for idle in [c for c in self._of if c not in self._users][:-IDLE]:
+            del self._codecs[self._of.pop(idle)]
