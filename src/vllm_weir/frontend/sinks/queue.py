@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 
 class Item(Protocol):
@@ -17,7 +17,10 @@ class Item(Protocol):
         ...
 
 
-class BoundedQueue:
+ItemType = TypeVar("ItemType", bound=Item)
+
+
+class BoundedQueue(Generic[ItemType]):
     """First come, first served, one taker.
 
     Args:
@@ -27,13 +30,13 @@ class BoundedQueue:
 
     def __init__(self, limit: int, policy: str) -> None:
         self._limit, self._policy = limit, policy
-        self._items: deque[tuple[Item, int]] = deque()
+        self._items: deque[tuple[ItemType, int]] = deque()
         self._bytes = 0
         self._busy = 0
         self._stopped = False
         self._changed = threading.Condition()
 
-    def put(self, item: Item, patience: float) -> str:
+    def put(self, item: ItemType, patience: float) -> str:
         """``"in"``; without room ``"spill"`` (it is in, and is to be taken out of memory) or ``"drop"`` (it is not).
 
         With the policy ``"block"`` it waits up to `patience` seconds for room, and then is in as well.
@@ -57,7 +60,7 @@ class BoundedQueue:
             self._changed.notify_all()
             return verdict
 
-    def take(self) -> Item | None:
+    def take(self) -> ItemType | None:
         """The next item, waiting for it; None once the queue has stopped and is empty. `done` ends the work on it."""
         with self._changed:
             while not self._items:

@@ -43,7 +43,7 @@ class Runner:
             if isinstance(e, WeirError):
                 raise WeirError(e.message, f"{where}.{e.field}" if e.field else where) from None
             raise WeirError(f"it cannot be opened: {type(e).__name__}: {e}", where) from e
-        self._queue = BoundedQueue(definition.queue_bytes, definition.policy)
+        self._queue: BoundedQueue[Job] = BoundedQueue(definition.queue_bytes, definition.policy)
         self._call = threading.Lock()
         """Held while the consumer is called: `flush` comes from other threads."""
         self.sequences = self.dropped = self.failed = 0
@@ -118,7 +118,6 @@ class Runner:
 
     def _run(self) -> None:
         while (job := self._queue.take()) is not None:
-            assert isinstance(job, Job)
             self._serve(job)
             self._queue.done()
             del job  # or it would hold its rows until the next one comes
