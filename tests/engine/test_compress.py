@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import vllm_weir as weir
-from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling, tokens
-from tests.support.engines import get_llm
+from tests.engine.common import assert_nothing_is_held, directory, oracle, prompts, sampling, scheduler, tokens
+from tests.support.engines import close_all, get_llm
 from tests.support.steered import chunks
 from vllm_weir import codec
 from vllm_weir.spec.compress import Compression
@@ -72,7 +72,10 @@ def test_every_method_and_selector(root, size):
 
 def test_dtype_n_and_what_is_not_compressed(root):
     llm = get_llm(directory(root))
-    capture = [weir.Capture("resid_post", 1, compress="full8", dtype="bfloat16"), weir.Capture("resid_post", 2, compress="full8")]
+    capture = [
+        weir.Capture("resid_post", 1, compress="full8", dtype="bfloat16"),
+        weir.Capture("resid_post", 2, compress="full8"),
+    ]
     params = weir.params(sampling(4, n=2, temperature=1.0, seed=3), capture=capture)
     plain = weir.params(sampling(4, n=2, temperature=1.0, seed=3), capture=weir.Capture("resid_post", [1, 2]))
     out, twin = llm.generate(prompts([9, 9])[:1] * 2, [params, plain], use_tqdm=False)
@@ -116,6 +119,57 @@ def test_streaming(root):
         assert joined.equal(whole.compressed("resid_post", 0)[0])
 
 
+def decoded(out, how, truth, D=D):
+    """Every record decodes to the row that transformers computes, as well as the method can."""
+    ids = list(out.prompt_token_ids) + list(out.outputs[0].token_ids)
+    reference = truth.rows(ids[:-1])
+    for site in out.activations.sites:
+        rows = reference[tuple(site)][out.activations.positions_of(*site).numpy()].float()
+        if len(rows):
+            step = (rows.amax(1) - rows.amin(1)).max() / 255
+            assert (out.activations[site] - rows).abs().max() <= 0.51 * step + 1e-4 * rows.abs().max()
+
+
+def test_rows_survive_preemption(root):
+    """A KV cache that holds two of four requests to their ends: the others are thrown out and computed again."""
+    llm = get_llm(
+        directory(root),
+        block_size=32,
+        num_gpu_blocks_override=8,
+        max_model_len=160,
+        max_num_seqs=4,
+        max_num_batched_tokens=48,
+    )
+    truth, sched, preempted = oracle(directory(root)), scheduler(llm), []
+    preempt = sched._preempt_request
+
+    def counting(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    sched._preempt_request = counting
+    try:
+        asked_for = [
+            asked(s, "full8", 90) for s in ("all", "generated", "30:90:2", {"token_ids": list(range(0, 510, 2))})
+        ]
+        outs = llm.generate(prompts([30, 31, 40, 33]), asked_for, use_tqdm=False)
+    finally:
+        sched._preempt_request = preempt
+    assert preempted, "nothing was preempted: this test shows nothing"
+    for out in outs:
+        decoded(out, "full8", truth)
+        assert not out.receipt.dropped
+
+
+@pytest.mark.parametrize("settings", [{"buffer_bytes": 1 << 16}, {"host_bytes": 1 << 20}])
+def test_little_memory(root, settings):
+    """A ring of 128 rows, and host memory for 2,048: records take an eighth of a row's."""
+    llm, truth = get_llm(directory(root), additional_config={"weir": settings}), oracle(directory(root))
+    outs = llm.generate(prompts([100] * 10), [asked("all", "full8", 30)] * 10, use_tqdm=False)
+    for out in outs:
+        decoded(out, "full8", truth)
+
+
 def test_less_leaves_the_worker(root):
     """Records lie next to each other: the host memory in use is theirs, not that of the rows."""
     llm = get_llm(directory(root))
@@ -148,3 +202,18 @@ def test_what_cannot_be_done_is_refused(root, captures, field):
         llm.generate(prompts([4]), weir.params(sampling(2), capture=captures), use_tqdm=False)
     assert e.value.field.startswith(field)
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("ship", ["first", "split"])
+def test_two_ranks(root, ship):
+    close_all()
+    env, settings = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, {"weir": {"ship": ship}}
+    llm = get_llm(directory(root), tensor_parallel_size=2, env=env, additional_config=settings)
+    truth = oracle(directory(root))
+    cases = [(selector, how) for selector in SELECTORS[:3] for how in ("full8", "rp8")]
+    outs = llm.generate(prompts([20 + k for k in range(len(cases))]), [asked(*c) for c in cases], use_tqdm=False)
+    for out, (_, how) in zip(outs, cases):
+        assert len(out.activations.sites) == 3
+        if how == "full8":
+            decoded(out, how, truth)
+    close_all()

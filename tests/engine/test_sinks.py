@@ -36,7 +36,17 @@ class Notes(Consumer):
         if rows.request.prompt_tokens in Notes.fail:
             raise OSError(28, "No space left on device")
         data = rows.data.clone()
-        Notes.rows.append((self.label, rows.request, rows.site, rows.positions.clone(), rows.token_ids.clone(), data, rows.compression))
+        Notes.rows.append(
+            (
+                self.label,
+                rows.request,
+                rows.site,
+                rows.positions.clone(),
+                rows.token_ids.clone(),
+                data,
+                rows.compression,
+            )
+        )
 
     def finish(self, request):
         Notes.finished.append((self.label, request))
@@ -57,8 +67,13 @@ def notes(monkeypatch):
 @pytest.fixture
 def llm(root, notes):
     """An engine with a named sink, one with little room, and marks that are kept for two seconds."""
-    sinks = {"kept": {"notes": {"label": "kept"}}, "small": {"notes": {"label": "small"}, "policy": "drop", "queue_bytes": 1}}
-    return get_llm(directory(root), additional_config={"weir": {"sinks": sinks, "marked_seconds": 2.0, "timeout": 20.0}})
+    sinks = {
+        "kept": {"notes": {"label": "kept"}},
+        "small": {"notes": {"label": "small"}, "policy": "drop", "queue_bytes": 1},
+    }
+    return get_llm(
+        directory(root), additional_config={"weir": {"sinks": sinks, "marked_seconds": 2.0, "timeout": 20.0}}
+    )
 
 
 def to(sink, layers=(1, 2), positions="all", max_tokens=4, **more):
@@ -86,7 +101,10 @@ def test_rows_reach_their_sinks(llm, compress):
     params = [
         to("kept", compress=compress),
         weir.params(sampling(4), capture=both),
-        weir.params(sampling(4), capture=[weir.Capture("resid_post", compress=compress), weir.Capture("resid_pre", compress=compress)]),
+        weir.params(
+            sampling(4),
+            capture=[weir.Capture("resid_post", compress=compress), weir.Capture("resid_pre", compress=compress)],
+        ),
         sampling(4),
     ]
     outs = llm.generate(prompts([9, 9, 9, 9])[:1] * 4, params, use_tqdm=False)
@@ -227,7 +245,10 @@ def test_text_from_outside_sets_up_no_sink(llm):
 def test_a_sink_for_every_request(root):
     """Requests without keys are captured too; a request's own capture of the same site keeps its own positions."""
     sinks = {
-        "all": {"notes": {"label": "all"}, "capture": [{"hook": "resid_post", "layers": [1], "positions": "last_prompt"}]},
+        "all": {
+            "notes": {"label": "all"},
+            "capture": [{"hook": "resid_post", "layers": [1], "positions": "last_prompt"}],
+        },
         "norms": {"logging": {"seconds": 0}, "capture": {"layers": [2]}, "policy": "spill", "queue_bytes": 1},
         "broken": {"notes": {"label": "b"}, "capture": [], "required": False},
     }
@@ -273,6 +294,7 @@ def test_an_async_engine(root):
             AsyncEngineArgs(model=str(directory(root)), additional_config=weird, **DEFAULTS)
         )
         try:
+
             async def one(k, params):
                 last = None
                 async for out in engine.generate(prompts([5 + k])[0], params, f"r{k}"):

@@ -82,7 +82,9 @@ class Request:
 
 
 @settings(max_examples=60, deadline=None)
-@given(near=st.booleans(), rows=st.sampled_from([700, 4000]), how=st.sampled_from([None, None, "full8"]), data=st.data())
+@given(
+    near=st.booleans(), rows=st.sampled_from([700, 4000]), how=st.sampled_from([None, None, "full8"]), data=st.data()
+)
 def test_every_wanted_row_exactly_once(near, rows, how, data):
     """Random wishes, chunkings, batch orders, joins, leaves, preemptions, neighbours, late messages, small memory."""
     post = Post(LAYERS, rows, near)

@@ -137,8 +137,19 @@ def test_act_environment():
     assert found["filesystem"]["url"] == "/d" and found["capture"][0]["compress"] == {"method": "topk8", "k": 9}
     assert act(CAPTURE="1", MODE="rp8", RP_K="64", RP_SEED="0")["capture"][0]["compress"]["seed"] == 0
     assert "compress" not in act(CAPTURE="1", MODE="none")["capture"][0]
-    assert act(CAPTURE="1", RETURN="summary") == {"logging": {}, "capture": [{"hook": "resid_post", "layers": "all"}], "required": False}
-    for bad in ({"CAPTURE": "maybe"}, {"MODE": "rp9"}, {"RP_K": "0"}, {"RP_K": "x"}, {"RETURN": "all"}, {"PER_DIM": "x"}):
+    assert act(CAPTURE="1", RETURN="summary") == {
+        "logging": {},
+        "capture": [{"hook": "resid_post", "layers": "all"}],
+        "required": False,
+    }
+    for bad in (
+        {"CAPTURE": "maybe"},
+        {"MODE": "rp9"},
+        {"RP_K": "0"},
+        {"RP_K": "x"},
+        {"RETURN": "all"},
+        {"PER_DIM": "x"},
+    ):
         with pytest.raises(WeirError, match=f"VLLM_ACT_{next(iter(bad))}"):
             act(**{"CAPTURE": "1", **bad})
     sinks = Settings.load({"weir": {"sinks": {"own": {"logging": {}}}}}, {"VLLM_ACT_CAPTURE": "1"}).sinks

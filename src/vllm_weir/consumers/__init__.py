@@ -31,7 +31,9 @@ def find(name: str, path: str) -> type[Consumer]:
     try:
         found = entry.load()
     except Exception as e:
-        raise WeirError(f"the consumer {name!r} ({known[name]}) cannot be imported: {type(e).__name__}: {e}", path) from e
+        raise WeirError(
+            f"the consumer {name!r} ({known[name]}) cannot be imported: {type(e).__name__}: {e}", path
+        ) from e
     if not (isinstance(found, type) and issubclass(found, Consumer)):
         raise WeirError(f"{known[name]} is no vllm_weir.consumers.Consumer", path)
     return found

@@ -76,7 +76,5 @@ class Norms(Consumer):
         if not self._fresh:
             return
         for site, r in sorted(self.sites.items(), key=lambda item: (item[0].layer, HOOKS.index(item[0].hook))):
-            logger.info(
-                "%s: %d rows, norm mean %.4g, std %.3g, highest %.4g", site, r.rows, r.mean, r.std, r.highest
-            )
+            logger.info("%s: %d rows, norm mean %.4g, std %.3g, highest %.4g", site, r.rows, r.mean, r.std, r.highest)
         self._last, self._fresh = time.monotonic(), False

@@ -73,9 +73,7 @@ def make_parts(
             if of_part.setdefault(site, wanted) != wanted:
                 raise WeirError(f"{site} is asked for in both {of_part[site]} and {wanted}", f"{capture.path}.dtype")
             wishes.setdefault(key, []).append(Wish(site, capture.positions, capture.before))
-    parts = [
-        Part(ResolvedSpec(tuple(some), treatment), dtypes[key], dtype, *key) for key, some in wishes.items()
-    ]
+    parts = [Part(ResolvedSpec(tuple(some), treatment), dtypes[key], dtype, *key) for key, some in wishes.items()]
     if lens_layers:
         memory = parts[0]
         parts[0] = Part(memory.spec, memory.dtypes, dtype, lens_layers=lens_layers)

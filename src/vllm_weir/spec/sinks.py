@@ -72,9 +72,7 @@ class SinkDefinition:
             _canonical(data[name], f"{path}.{name}"),
             policy,
             room,
-            None
-            if captures is None
-            else tuple(_canonical(c, f"{path}.capture[{i}]") for i, c in enumerate(captures)),
+            None if captures is None else tuple(_canonical(c, f"{path}.capture[{i}]") for i, c in enumerate(captures)),
             parse_keep(data.get("keep", "always"), f"{path}.keep"),
             required,
         )
