@@ -73,7 +73,7 @@ class Post:
                 name, position = where[token]
                 wanted = self.planner.columns_of[int(plan.profiles[token])]
                 rows = torch.stack([content(name, column, position).float() for column in wanted])
-                records = codec.encode(rows, self.compression, codec.projection(self.compression, D))
+                records = codec.encode(rows, self.compression)
                 assert len(wanted) == columns and records.numel() == size
                 self.rows.view(-1).view(torch.uint8)[place : place + size] = records.view(-1)
             plain = [t for t in plan.tokens.tolist() if not len(plan.packs)]

@@ -106,7 +106,7 @@ def weir(**capture):
         (weir(positions={"tokens": [1]}), "capture[0].positions"),
         (weir(before=1), "capture[0].before"),
         (weir(dtype="int8"), "capture[0].dtype"),
-        (weir(compress="zstd"), "capture[0].compress"),
+        (weir(compress="zstd"), "capture[0].compress.method"),
         (weir(sink="/etc/passwd"), "capture[0].sink"),
         (weir(layer=1), "capture[0].layer"),
         ({"weir": {"v": 1, "capture": [{"dtype": "float16"}, {"layers": 1}]}}, "capture[1].dtype"),

@@ -77,7 +77,7 @@ class Request:
             records = torch.zeros(0, self.post.compression.record_bytes(D), dtype=torch.uint8)
             if expected:
                 rows = torch.tensor(expected, dtype=torch.float32)
-                records = codec.encode(rows, self.post.compression, codec.projection(self.post.compression, D))
+                records = codec.encode(rows, self.post.compression)
             assert acts.compressed(site)[0].equal(records), "a wrong row, or an older one"
 
 

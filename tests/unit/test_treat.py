@@ -83,7 +83,7 @@ def test_pieces_are_cut_at_block_edges(targets):
 
 
 def test_codecs_are_counted_and_a_few_idle_ones_kept():
-    codecs = Codecs(D, torch.device("cpu"))
+    codecs = Codecs(64, torch.device("cpu"))
     hows = [Compression.parse({"method": "rp8", "k": 32, "seed": s}, "c") for s in range(IDLE + 3)]
     numbers = [codecs.hold(f"r{k}", how) for k, how in enumerate(hows)]
     assert len(set(numbers)) == len(hows) and codecs.hold("again", hows[0]) == numbers[0]

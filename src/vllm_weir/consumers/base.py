@@ -73,9 +73,8 @@ class Rows:
         if self.compression is None:
             return self.data
         from vllm_weir import codec
-        from vllm_weir.spec.compress import Compression
 
-        return codec.decode(self.data, *Compression.from_header(self.compression))
+        return codec.decode(self.data, self.compression)
 
 
 class Consumer:

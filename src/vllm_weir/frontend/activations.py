@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from vllm_weir import codec
 from vllm_weir.errors import WeirError
-from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.hooks import Site, parse_site
 
 LENS_KEY = "residual_stream"
@@ -71,23 +70,18 @@ class Packed:
     """Compressed rows of one sequence.
 
     Attributes:
+        header: how the records are to be read, see docs/keep.md.
         records: site -> uint8 [rows, record_bytes].
         dtypes: site -> dtype of the decoded rows.
     """
 
-    compression: Compression
-    d_model: int
+    header: dict[str, Any]
     records: dict[Site, torch.Tensor]
     dtypes: dict[Site, torch.dtype]
 
-    @property
-    def header(self) -> dict[str, Any]:
-        """How the records are to be read."""
-        return self.compression.header(self.d_model)
-
     def decode(self, site: Site) -> torch.Tensor:
         """[rows, d_model]."""
-        return codec.decode(self.records[site], self.compression, self.d_model).to(self.dtypes[site])
+        return codec.decode(self.records[site], self.header).to(self.dtypes[site])
 
 
 class Activations(Mapping):

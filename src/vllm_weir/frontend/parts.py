@@ -99,7 +99,7 @@ def common_treatment(
                 directions.append(digest_of(row))
                 rows[directions[-1]] = row
         if capture.compress is not None:
-            capture.compress.check(d_model, f"{capture.path}.compress")
+            capture.compress.check(d_model)
         found.add(Treatment(capture.reduce, tuple(directions), capture.compress))
         if len(found) > 1:
             raise WeirError(

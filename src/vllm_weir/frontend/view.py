@@ -117,7 +117,7 @@ class View:
         treatment = self.pending.admitted.spec.treatment
         if treatment is None or treatment.compression is None:
             return None
-        return treatment.compression.header(self.d_model)
+        return treatment.compression.header(self.d_model, self.part.dtype)
 
     def _dropped(self, acts: Activations) -> dict[Site, int]:
         if self.aborted:
@@ -157,7 +157,8 @@ class View:
             rows, positions, token_ids = ({s: by_site[s] for s in order} for by_site in (rows, positions, token_ids))
         if part.spec.treatment is not None and part.spec.treatment.compression is not None:
             dtypes = {site: DTYPES[dtype] for site, dtype in part.dtypes.items()}
-            packed = Packed(part.spec.treatment.compression, self.d_model, rows, dtypes)
+            header = part.spec.treatment.compression.header(self.d_model, part.dtype)
+            packed = Packed(header, rows, dtypes)
             return Activations({}, positions, token_ids, part.lens_layers, packed)
         for site, dtype in self._dtypes().items():
             rows[site] = rows[site].to(DTYPES[dtype])

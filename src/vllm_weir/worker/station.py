@@ -111,7 +111,7 @@ class Station:
         self.drain = Drain(self.host.view(facts.d_model, facts.dtype), self.arena, self.link, self.name)
         self._fetcher = Fetcher(facts.d_model)
         self._directions = Directions(self._fetcher, facts.device)
-        self._codecs = Codecs(facts.d_model, facts.device)
+        self._codecs = Codecs(facts.d_model, facts.device, facts.dtype)
         self._writer = PlanWriter(self.tensors.plan)
         self._step: tuple[int, StepPlan] | None = None
         self._failures: dict[str, dict[str, str]] = {}

@@ -130,7 +130,8 @@ class Runner:
             self._folder.cleanup()
 
     def _serve(self, job: Job) -> None:
-        state, files = "written", ()
+        state = "written"
+        files: tuple[str, ...] = ()
         try:
             with self._call:
                 for rows in job.rows():
