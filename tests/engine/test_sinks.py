@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -22,10 +23,10 @@ class Notes(Consumer):
     """Keeps what it gets; `fail` names requests (by prompt length) that it cannot take, `gate` holds it up."""
 
     required = True
-    rows: list = []
-    finished: list = []
-    aborted: list = []
-    fail: set = set()
+    rows: ClassVar[list] = []
+    finished: ClassVar[list] = []
+    aborted: ClassVar[list] = []
+    fail: ClassVar[set] = set()
     gate = threading.Event()
 
     def __init__(self, label="notes"):

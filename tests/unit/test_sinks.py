@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -259,7 +260,7 @@ class Recorder(Consumer):
     """Notes what it is called with; `trouble` names the method that fails."""
 
     required = True
-    made: list = []
+    made: ClassVar[list] = []
 
     def __init__(self, trouble="", wait=0.0):
         self.calls, self.trouble, self.wait = [], trouble, wait

@@ -117,6 +117,9 @@ class Consumer:
     def abort(self, request: Finished) -> None:
         """The sequence's rows cannot all be taken: leave nothing of it behind."""
 
+    def tick(self) -> None:
+        """Called about once a second while no rows come."""
+
     def flush(self) -> None:
         """Make everything that was finished durable."""
 

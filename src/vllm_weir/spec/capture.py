@@ -35,9 +35,9 @@ class Capture:
             same positions.
         project: directions [m, d_model] (or [d_model], or a registered name): instead of rows their dot products with
             these, float32 [rows, m] (probe scores). All captures of a request project alike.
-        compress: ``"rp8"``, ``"full8"``, ``"topk8"``, ``"fp16"``, ``"fp8"``, ``"none"``, or ``{"method", "k", "seed"}``:
-            rows leave the device compressed, see docs/capture.md; what is returned is decoded to float32, or `dtype`.
-            All captures of a request compress alike, and none of them reduces or projects.
+        compress: ``"rp8"``, ``"full8"``, ``"topk8"``, ``"fp16"``, ``"fp8"``, ``"none"`` or ``{"method", "k", "seed"}``:
+            rows leave the device compressed, see docs/keep.md; what is returned is decoded to float32, or `dtype`. All
+            captures of a request compress alike, and none of them reduces or projects.
         sink: ``"memory"``: the rows come back on the output; otherwise the name of one of the engine's sinks, or
             ``{consumer: options}``, e.g. ``{"filesystem": {"url": "/data/rows", "layout": "sharded"}}``.
         keep: ``"always"``, or ``"marked"``: the sink gets the rows only if `weir.mark` asks for it in time.

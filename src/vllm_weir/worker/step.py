@@ -11,7 +11,6 @@ import numpy as np
 
 from vllm_weir.worker.strands import Strand, Strands
 
-
 PACKED = -2
 """A job whose number of directions is this or less is sent compressed, by codec ``PACKED - number``."""
 

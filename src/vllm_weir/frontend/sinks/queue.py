@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import deque
@@ -60,13 +61,18 @@ class BoundedQueue(Generic[ItemType]):
             self._changed.notify_all()
             return verdict
 
-    def take(self) -> ItemType | None:
-        """The next item, waiting for it; None once the queue has stopped and is empty. `done` ends the work on it."""
+    def take(self, patience: float | None = None) -> ItemType | None:
+        """The next item, waiting for it; None once the queue has stopped and is empty. `done` ends the work on it.
+
+        Raises:
+            queue.Empty: if nothing has come within `patience` seconds.
+        """
         with self._changed:
             while not self._items:
                 if self._stopped:
                     return None
-                self._changed.wait()
+                if not self._changed.wait(patience) and not self._items and not self._stopped:
+                    raise queue.Empty
             item, held = self._items.popleft()
             self._bytes -= held
             self._busy += 1

@@ -18,6 +18,7 @@ from vllm_weir.frontend.sinks.queue import BoundedQueue
 from vllm_weir.spec.sinks import SinkDefinition
 
 logger = logging.getLogger(__name__)
+TICK = 1.0
 CLOSING = 60.0
 """Seconds that a consumer has to take what is queued when its engine goes."""
 
@@ -117,17 +118,36 @@ class Runner:
         return thread
 
     def _run(self) -> None:
-        while (job := self._queue.take()) is not None:
+        while True:
+            try:
+                job = self._queue.take(TICK)
+            except queue.Empty:
+                self._tick()
+                continue
+            if job is None:
+                break
             self._serve(job)
             self._queue.done()
             del job  # or it would hold its rows until the next one comes
         try:
             with self._call:
                 self._consumer.close()
-        except Exception:  # noqa: BLE001 - other people's code; there is nobody left to tell but the log
+        except Exception:
             logger.exception("the sink %s did not close", self.name)
         if self._folder is not None:
             self._folder.cleanup()
+
+    def _tick(self) -> None:
+        try:
+            with self._call:
+                self._consumer.tick()
+        except Exception as e:  # as in `_serve`, but there is no request to tell
+            self._note(e)
+            logger.exception("the sink %s failed", self.name)
+
+    def _note(self, e: Exception) -> None:
+        self.failed += 1
+        self.last_error = f"{type(e).__name__}: {e}"
 
     def _serve(self, job: Job) -> None:
         state = "written"
@@ -138,10 +158,9 @@ class Runner:
                     self._consumer.take(rows)
                 files = tuple(str(file) for file in self._consumer.finish(job.request) or ())
             self.sequences += 1
-        except Exception as e:  # noqa: BLE001 - whatever a consumer raises is this request's failure, not the engine's
+        except Exception as e:
             logger.exception("the sink %s failed at request %s", self.name, job.request.name)
-            self.failed += 1
-            self.last_error = f"{type(e).__name__}: {e}"
+            self._note(e)
             state = f"failed: {self.last_error}"
             self._abort(job)
         job.over()
@@ -151,7 +170,7 @@ class Runner:
         try:
             with self._call:
                 self._consumer.abort(job.request)
-        except Exception:  # noqa: BLE001 - as above; the failure itself is on the ticket
+        except Exception:
             logger.exception("the sink %s could not undo request %s", self.name, job.request.name)
 
     def _spill(self) -> None:
