@@ -106,5 +106,7 @@ class Filesystem(Consumer):
         return f"{request.request_id}.{request.index}" if request.index else request.request_id
 
     def _files(self, name: str) -> list[str]:
-        files_of = getattr(self._writer, "files_of", None)
-        return [self._url] if files_of is None else list(files_of(name))
+        from vllm_weir.keep.gathered import safe_name
+
+        store = self._writer.store
+        return [store.describe(f"{safe_name(name)}.safetensors") if self._layout == "per_request" else self._url]

@@ -120,6 +120,13 @@ class View:
         return treatment.compression.header(self.d_model, self.part.dtype)
 
     def _dropped(self, acts: Activations) -> dict[Site, int]:
+        out = self.missing(acts)
+        for ticket in self.tickets:
+            out.update({site: max(n, out.get(site, 0)) for site, n in ticket.missing.items()})
+        return out
+
+    def missing(self, acts: Activations) -> dict[Site, int]:
+        """Site -> rows of this view that are not in `acts`, because the worker had no room for them."""
         if self.aborted:
             return {}
         out = {}

@@ -59,7 +59,7 @@ class Job:
             if self._file is not None:
                 yield from _read(self._file, self.request)
             elif self._view is not None:
-                yield from _assemble(self._view, self.request)
+                yield from self._assemble(self._view)
 
     def spill(self, folder: Path) -> None:
         """Put the rows into a temporary file, so that they hold no memory while they wait."""
@@ -69,7 +69,7 @@ class Job:
             handle, name = tempfile.mkstemp(dir=folder, prefix="weir-", suffix=".safetensors")
             os.close(handle)
             try:
-                _write(Path(name), _assemble(self._view, self.request))
+                _write(Path(name), self._assemble(self._view))
             except BaseException:
                 os.unlink(name)
                 raise
@@ -89,18 +89,18 @@ class Job:
         self.over()
         self.ticket.close("evicted")
 
+    def _assemble(self, view: View) -> Iterator[Rows]:
+        acts = view.activations()
+        self.ticket.missing = view.missing(acts)
+        for site in acts.sites:
+            data, header = acts.compressed(site) if acts.is_compressed else (acts[site], None)
+            yield Rows(self.request, site, acts.positions_of(*site), acts.token_ids_of(*site), data, header)
+
     def _let_go(self) -> None:
         self._view = None
         release, self._release = self._release, None
         if release is not None:
             release()
-
-
-def _assemble(view: View, request: Finished) -> Iterator[Rows]:
-    acts = view.activations()
-    for site in acts.sites:
-        data, header = acts.compressed(site) if acts.is_compressed else (acts[site], None)
-        yield Rows(request, site, acts.positions_of(*site), acts.token_ids_of(*site), data, header)
 
 
 def _write(path: Path, rows: Iterator[Rows]) -> None:

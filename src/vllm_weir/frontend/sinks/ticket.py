@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from vllm_weir.errors import WeirError
+from vllm_weir.spec.hooks import Site
 
 _OPEN = ("queued", "held")
 
@@ -17,11 +18,13 @@ class Ticket:
         required: whether the request fails with it.
         state: ``"queued"``, ``"held"``, ``"written"``, ``"dropped"``, ``"evicted"`` or ``"failed: <why>"``.
         files: what was written.
+        missing: site -> rows that the worker had no room for, and that the sink therefore has not got.
     """
 
     def __init__(self, sink: str, required: bool, state: str = "queued") -> None:
         self.sink, self.required, self.state = sink, required, state
         self.files: tuple[str, ...] = ()
+        self.missing: dict[Site, int] = {}
         self._over = threading.Event()
 
     def close(self, state: str, files: tuple[str, ...] = ()) -> None:
