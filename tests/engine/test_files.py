@@ -8,11 +8,11 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from vllm_weir.keep import load
 
 import vllm_weir as weir
 from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
 from tests.support.engines import get_llm
-from vllm_weir.keep import load
 
 pytestmark = pytest.mark.engine
 LAYOUTS = ["per_request", "packed", "sharded"]

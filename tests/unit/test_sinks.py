@@ -9,15 +9,18 @@ from typing import ClassVar
 import pytest
 import torch
 
-from vllm_weir import Capture, Site, WeirError, consumers
+from vllm_weir import Capture, Site, WeirError, codec, consumers
 from vllm_weir.consumers import Consumer, EngineInfo, Finished, Rows
+from vllm_weir.frontend.activations import Activations, Packed
 from vllm_weir.frontend.sinks.board import Board, check_sinks
+from vllm_weir.frontend.sinks.job import Job
 from vllm_weir.frontend.sinks.marks import MarkBuffer
 from vllm_weir.frontend.sinks.queue import BoundedQueue
 from vllm_weir.frontend.sinks.runner import Runner
 from vllm_weir.frontend.sinks.ticket import Ticket
 from vllm_weir.settings import Settings
 from vllm_weir.spec.act_env import act_sink
+from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.sinks import Sink, SinkDefinition, parse_sinks
 
 ENGINE = EngineInfo("m", 3, 4, "float32")
@@ -399,3 +402,81 @@ def test_a_board_closes_its_sinks():
     board.flush(1)
     del board
     assert [call[0] for call in Recorder.made[0].calls] == ["open", "flush", "close"]
+
+
+# Jobs
+
+
+class Looked:
+    """Stands in for a view."""
+
+    size = 100
+
+    def __init__(self, acts):
+        self.acts = acts
+
+    def activations(self):
+        if isinstance(self.acts, Exception):
+            raise self.acts
+        return self.acts
+
+    def missing(self, acts):
+        return {Site("resid_post", 1): 2}
+
+
+def acts_of(packed=False):
+    sites = [Site("resid_post", 1), Site("resid_pre", 2)]
+    at = {site: torch.arange(3) for site in sites}
+    rows = {site: torch.randn(3, 4).to(torch.bfloat16) for site in sites}
+    if not packed:
+        return Activations(rows, at, at)
+    how = Compression("full8")
+    records = {site: codec.encode(r, how) for site, r in rows.items()}
+    dtypes = dict.fromkeys(sites, torch.float32)
+    return Activations({}, at, at, (), Packed(how.header(4, "bfloat16"), records, dtypes))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_spilled_rows_are_the_same(tmp_path, packed):
+    acts, released = acts_of(packed), []
+    jobs = [Job(Looked(acts), Box().request, Ticket("s", True), lambda: released.append(1)) for _ in range(2)]
+    jobs[1].spill(tmp_path)
+    jobs[1].spill(tmp_path)
+    assert released == [1] and len(list(tmp_path.iterdir())) == 1
+    for a, b in zip(*(list(job.rows()) for job in jobs), strict=True):
+        assert a.site == b.site and a.compression == b.compression and (a.compression is None) != packed
+        assert a.positions.equal(b.positions) and a.token_ids.equal(b.token_ids)
+        assert a.data.equal(b.data) and a.data.dtype == b.data.dtype and a.decoded().equal(b.decoded())
+    assert jobs[0].ticket.missing == jobs[1].ticket.missing == {Site("resid_post", 1): 2}
+    for job in jobs:
+        job.over()
+        job.over()
+    assert released == [1, 1] and not list(tmp_path.iterdir()) and not list(jobs[0].rows())
+
+
+def test_rows_that_cannot_be_spilled_stay(tmp_path):
+    job = Job(Looked(WeirError("lost")), Box().request, Ticket("s", True), lambda: None)
+    with pytest.raises(WeirError, match="lost"):
+        job.spill(tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(WeirError, match="lost"):
+        list(job.rows())
+
+
+def test_a_runner_spills():
+    slow = runner(policy="spill", wait=0.02)
+    released = []
+    jobs = [
+        Job(
+            Looked(acts_of()),
+            Finished(f"r{k}", 0, f"r{k}", 1, 1, "stop"),
+            Ticket("s", True),
+            lambda: released.append(1),
+        )
+        for k in range(8)
+    ]
+    for job in jobs:
+        slow.offer(job, 0)
+    slow.flush(20)
+    assert [job.ticket.files for job in jobs] == [(f"/x/r{k}",) for k in range(8)] and len(released) == 8
+    slow.close()
