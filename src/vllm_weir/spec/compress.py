@@ -6,6 +6,7 @@ docs/keep.md explains every field.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -167,8 +168,7 @@ class Compression:
         out = cls(header.get("method", ""), header.get("k"), header.get("seed", 0), path=field)
         expected = out.header(header.get("d_model", 0), header.get("dtype", ""))
         for key in {*expected, *header}:
-            # bool equals int in Python and 1.0 equals 1, JSON text does not confuse them
-            if key not in expected or key not in header or repr(header[key]) != repr(expected[key]):
+            if key not in expected or key not in header or _text(header[key]) != _text(expected[key]):
                 raise WeirError("does not fit the rest of the header", f"{field}.{brief(key)}")
         return out
 
@@ -181,6 +181,14 @@ def header_bytes(header: Mapping[str, Any]) -> int:
 def _end(fields: list[dict[str, Any]]) -> int:
     last = fields[-1]
     return last["offset"] + ITEMSIZE[last["dtype"]] * (last["shape"][0] if last["shape"] else 1)
+
+
+def _text(value: object) -> str:
+    """JSON text: in Python 1 equals 1.0 and True, in text it does not."""
+    try:
+        return json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError):
+        return ""  # equal to nothing that a header holds
 
 
 def _is_int(value: object) -> bool:
