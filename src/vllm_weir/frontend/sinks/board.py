@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401 - whose end comes after ours only if it was announced before
 import json
 import threading
 import time
@@ -58,6 +59,7 @@ class Board:
         self._tidier: threading.Thread | None = None
         self._wake = threading.Event()
         self.close = weakref.finalize(self, _close, self._runners, self._own)
+        _close_before_exit(self)
 
     def open(self, engine: EngineInfo) -> None:
         """Set the settings' sinks up; raises WeirError if one refuses."""
@@ -225,6 +227,22 @@ def _keep_tidy(board_of: weakref.ref[Board], wake: threading.Event) -> None:
             return
         board.marks.tidy()
         del board
+
+
+_boards: weakref.WeakSet[Board] = weakref.WeakSet()
+
+
+def _close_before_exit(board: Board) -> None:
+    """Close it while consumers can still start threads, as their last files may need: ``atexit`` is too late."""
+    board.close.atexit = not hasattr(threading, "_register_atexit")
+    if not board.close.atexit and not _boards:
+        threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+    _boards.add(board)
+
+
+def _close_all() -> None:
+    for board in list(_boards):
+        board.close()
 
 
 def _close(runners: dict[str, Runner], own: OrderedDict[SinkDefinition, Runner]) -> None:

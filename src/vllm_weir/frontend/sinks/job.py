@@ -43,7 +43,7 @@ class Job:
         self._view: View | None = view
         self._release: Callable[[], None] | None = release
         self._file: Path | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def marked(self, metadata: dict[str, Any]) -> None:
         """The caller has marked the request."""
