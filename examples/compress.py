@@ -23,7 +23,7 @@ def main(model: str) -> None:
     params = [weir.params(plain, capture=weir.Capture("resid_post", compress=how)) for how in [None, *METHODS]]
     exact, *packed = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
     rows = exact.activations["resid_post", 1].float()
-    for how, out in zip(METHODS, packed, strict=True):
+    for out in packed:
         records, header = out.activations.compressed("resid_post", 1)
         near = torch.nn.functional.cosine_similarity(out.activations["resid_post", 1], rows).mean()
         share = rows.shape[1] * exact.activations["resid_post", 1].element_size() / records.shape[1]

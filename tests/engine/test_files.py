@@ -8,11 +8,11 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from vllm_weir.keep import load
 
 import vllm_weir as weir
 from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
 from tests.support.engines import get_llm
+from vllm_weir.keep import load
 
 pytestmark = pytest.mark.engine
 LAYOUTS = ["per_request", "packed", "sharded"]
@@ -60,6 +60,26 @@ def test_layouts_hold_the_rows(root, tmp_path, layout, compress):
     assert not [f for f in os.listdir(tmp_path / "rows") if f.endswith(".tmp")]
 
 
+def test_aborted_and_unmarked_requests_leave_nothing(root, tmp_path):
+    llm = get_llm(directory(root))
+    sink = {"filesystem": {"url": str(tmp_path / "rows")}}
+    kept = llm.generate(prompts([5]), to(sink), use_tqdm=False)[0]
+    for keep in ("always", "marked"):
+        llm.llm_engine.add_request("gone", prompts([30])[0], to(sink, max_tokens=50, keep=keep))
+        for _ in range(3):
+            llm.llm_engine.step()
+        llm.llm_engine.abort_request(["gone"])
+    held = llm.generate(prompts([6]), to(sink, keep="marked"), use_tqdm=False)[0]
+    weir.flush(llm)
+    assert len(load(str(tmp_path / "rows"))) == 1
+    (ticket,) = weir.mark(held.request_id, llm=llm, why="odd")
+    (file,) = ticket.wait(20)
+    assert os.path.dirname(file) == str(tmp_path / "rows") and len(load(str(tmp_path / "rows"))) == 2
+    assert os.path.exists(kept.receipt.files[0])
+    del kept, held, ticket
+    assert_nothing_is_held(llm)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_full_disk_fails_the_request_and_not_the_engine(root, layout):
     llm = get_llm(directory(root))
@@ -79,26 +99,6 @@ def test_a_full_disk_fails_the_request_and_not_the_engine(root, layout):
     weir.flush(llm)
     lengths = sorted(len(acts.positions) for acts in load(f"fulldisk://{layout}").values())
     assert lengths == [8, 10], "the failed one left nothing"
-
-
-def test_aborted_and_unmarked_requests_leave_nothing(root, tmp_path):
-    llm = get_llm(directory(root))
-    sink = {"filesystem": {"url": str(tmp_path / "rows")}}
-    kept = llm.generate(prompts([5]), to(sink), use_tqdm=False)[0]
-    for keep in ("always", "marked"):
-        llm.llm_engine.add_request("gone", prompts([30])[0], to(sink, max_tokens=50, keep=keep))
-        for _ in range(3):
-            llm.llm_engine.step()
-        llm.llm_engine.abort_request(["gone"])
-    held = llm.generate(prompts([6]), to(sink, keep="marked"), use_tqdm=False)[0]
-    weir.flush(llm)
-    assert len(load(str(tmp_path / "rows"))) == 1
-    (ticket,) = weir.mark(held.request_id, llm=llm, why="odd")
-    (file,) = ticket.wait(20)
-    assert os.path.dirname(file) == str(tmp_path / "rows") and len(load(str(tmp_path / "rows"))) == 2
-    assert os.path.exists(kept.receipt.files[0])
-    del kept, held, ticket
-    assert_nothing_is_held(llm)
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ class Receipt:
 
     Attributes:
         captured: site -> rows returned.
-        dropped: site -> rows that were asked for, here or for a sink, and are missing because the worker's host buffer was
-            full (only with the setting ``overflow="drop"``).
+        dropped: site -> rows that were asked for, here or for a sink, and are missing because the worker's host buffer
+            was full (only with the setting ``overflow="drop"``).
         steered: per intervention, in the order in which they apply (global ones first): site -> rows changed there.
             Empty for one that changes nothing (a zero vector, a scale of 0).
         shared: per intervention, prompt positions whose steered KV came from the prefix cache instead.

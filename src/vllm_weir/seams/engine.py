@@ -46,7 +46,8 @@ def add_request(original, status):
         original(self, request, *args, **kwargs)
         if tracker is not None:
             state = self.request_states[request.request_id]
-            tracker.name(getattr(state, "external_req_id", request.request_id), state.request_index)
+            caller = getattr(state, "external_req_id", None) or request.request_id  # versions without one keep the id
+            tracker.name(caller, state.request_index)
             setattr(state, _TRACKER, tracker)
 
     return wrapper
