@@ -33,6 +33,12 @@ class FullFileSystem(MemoryFileSystem):
 fsspec.register_implementation("fulldisk", FullFileSystem, clobber=True)
 
 
+@pytest.fixture
+def llm(root):
+    """Made here and not in a test: starting vLLM leaves a reference to the frame that it was started from."""
+    return get_llm(directory(root))
+
+
 def to(sink, compress=None, max_tokens=4, **more):
     capture = weir.Capture("resid_post", [1, 2], sink=sink, compress=compress, **more)
     return weir.params(sampling(max_tokens), capture=capture)
@@ -40,8 +46,7 @@ def to(sink, compress=None, max_tokens=4, **more):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("compress", [None, "full8"])
-def test_layouts_hold_the_rows(root, tmp_path, layout, compress):
-    llm = get_llm(directory(root))
+def test_layouts_hold_the_rows(llm, tmp_path, layout, compress):
     sink = {"filesystem": {"url": str(tmp_path / "rows"), "layout": layout, "ids": "caller", "fsync": True}}
     lengths = (5, 9, 30)
     plain = weir.params(sampling(4), capture=weir.Capture("resid_post", [1, 2], compress=compress))
@@ -60,8 +65,7 @@ def test_layouts_hold_the_rows(root, tmp_path, layout, compress):
     assert not [f for f in os.listdir(tmp_path / "rows") if f.endswith(".tmp")]
 
 
-def test_aborted_and_unmarked_requests_leave_nothing(root, tmp_path):
-    llm = get_llm(directory(root))
+def test_aborted_and_unmarked_requests_leave_nothing(llm, tmp_path):
     sink = {"filesystem": {"url": str(tmp_path / "rows")}}
     kept = llm.generate(prompts([5]), to(sink), use_tqdm=False)[0]
     for keep in ("always", "marked"):
@@ -81,8 +85,7 @@ def test_aborted_and_unmarked_requests_leave_nothing(root, tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_full_disk_fails_the_request_and_not_the_engine(root, layout):
-    llm = get_llm(directory(root))
+def test_a_full_disk_fails_the_request_and_not_the_engine(llm, layout):
     sink = {"filesystem": {"url": f"fulldisk://{layout}", "layout": layout, "flush_seconds": 0}}
     assert llm.generate(prompts([5]), to(sink), use_tqdm=False)[0].receipt.files
     FullFileSystem.full = True
@@ -115,8 +118,7 @@ def test_a_full_disk_fails_the_request_and_not_the_engine(root, layout):
         ({"url": "X", "colour": "red"}, None),
     ],
 )
-def test_what_cannot_be_opened_is_refused(root, tmp_path, options, field):
-    llm = get_llm(directory(root))
+def test_what_cannot_be_opened_is_refused(llm, tmp_path, options, field):
     if options.get("url") == "X":
         options = options | {"url": str(tmp_path / "rows")}
     with pytest.raises(weir.WeirError) as e:
