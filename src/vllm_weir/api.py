@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_weir.errors import WeirError
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.interventions import Intervention
 from vllm_weir.spec.request import WIRE_KEY, RequestSpec, parse_captures, parse_interventions
@@ -14,6 +16,8 @@ from vllm_weir.spec.verdict import SiteVerdict
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+
+    from vllm_weir.frontend.sinks.ticket import Ticket
 
 
 def params(
@@ -103,6 +107,52 @@ async def sites_async(engine: Any) -> list[SiteVerdict]:
 
 def _verdicts(facts: Any) -> list[SiteVerdict]:
     return [SiteVerdict(site.hook, site.layer, not why, why) for site, why in facts.sites.items()]
+
+
+def mark(request_id: str, *, llm: Any = None, **metadata: Any) -> list[Ticket]:
+    """Have the rows of a request written that were captured with ``keep="marked"``.
+
+    May be called while the request runs (its rows are written when it finishes) and for `marked_seconds` after it.
+
+    Args:
+        request_id: as on vLLM's output (``out.request_id``); all `n` sequences are meant.
+        llm: the engine, if there are several in this process that know the id.
+        metadata: plain JSON data that the sink keeps with the rows.
+
+    Returns:
+        One ticket for each sequence and sink whose rows are being written now: ``ticket.wait()`` gives the files.
+
+    Raises:
+        WeirError: if no such request is known, or its rows are gone.
+    """
+    from vllm_weir.frontend.desk import desks
+
+    try:
+        json.dumps(metadata, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise WeirError(f"not plain JSON data ({str(e)[:80]})", "metadata") from None
+    boards = [desk.board for desk in ([_desk(llm)] if llm is not None else desks())]
+    if not boards:
+        raise WeirError("there is no engine in this process", "request_id")
+    able = [board for board in boards if board.marks.has(request_id)]
+    if len(able) > 1:
+        raise WeirError(f"{len(able)} engines of this process have a request {request_id!r}; pass llm", "llm")
+    late = [board for board in boards if board.marks.had(request_id)]
+    return (able or late or boards)[0].mark(request_id, metadata)
+
+
+def flush(llm: Any, timeout: float = 600.0) -> None:
+    """Wait until every sink of the engine has taken the rows sent to it, and has made them durable.
+
+    Raises:
+        WeirError: if that takes longer than `timeout` seconds, or a sink fails.
+    """
+    _desk(llm).board.flush(timeout)
+
+
+def sinks(llm: Any) -> dict[str, dict[str, Any]]:
+    """The engine's open sinks: name -> what waits, what was taken, dropped and failed, and the last error."""
+    return _desk(llm).board.report()
 
 
 def _desk(llm: Any) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vllm_weir.api import demo_model, params
+from vllm_weir.errors import WeirError
 from vllm_weir.spec.capture import Capture
 
 BOUND_FP32 = 1e-5
@@ -24,6 +25,7 @@ class Diagnosis:
     verified_on: dict[str, list[str]] = field(default_factory=dict)
     runner: str = ""
     seams: list[dict[str, str]] = field(default_factory=list)
+    consumers: list[dict[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     self_test: dict[str, Any] = field(default_factory=dict)
 
@@ -58,6 +60,8 @@ def examine(live: bool = True, model: str | None = None) -> Diagnosis:
         return found
     found.seams, missing = _check_seams(seams.probe())
     found.problems += missing
+    found.consumers, broken = _check_consumers()
+    found.problems += broken
     if live and not found.problems:
         try:
             _self_test(found, model or demo_model())
@@ -78,6 +82,28 @@ def _check_seams(probed) -> tuple[list[dict[str, str]], list[str]]:
     if not any(runner_ok.values()):
         missing.append("neither model runner V1 nor V2 can be held")
     return rows, missing
+
+
+def _check_consumers() -> tuple[list[dict[str, str]], list[str]]:
+    """Every installed consumer, and the sinks that the environment sets up, with what is wrong."""
+    from vllm_weir import consumers
+    from vllm_weir.frontend.sinks.board import check_sinks
+    from vllm_weir.settings import Settings
+
+    rows, problems = [], []
+    for name, value in sorted(consumers.names().items()):
+        problem = ""
+        try:
+            consumers.find(name, "consumers")
+        except WeirError as e:
+            problem = e.message
+            problems.append(e.message)
+        rows.append({"consumer": name, "class": value, "problem": problem})
+    try:
+        check_sinks(Settings.load(None).sinks)
+    except WeirError as e:
+        problems.append(f"the environment's settings: {e}")
+    return rows, problems
 
 
 def _self_test(found: Diagnosis, model: str) -> None:
@@ -146,6 +172,9 @@ def show(found: Diagnosis) -> None:
         state = f"[red]{row['problem']}" if row["problem"] else "[green]found"
         table.add_row(row["seam"].replace("vllm.", "", 1), row["process"], row["purpose"], state)
     console.print(table)
+    for row in found.consumers:
+        state = f"[red]{row['problem']}" if row["problem"] else "[green]found"
+        console.print(f"consumer {row['consumer']} ({row['class']}): {state}", highlight=False)
     if found.self_test:
         t = found.self_test
         console.print(

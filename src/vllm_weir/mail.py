@@ -19,7 +19,8 @@ class Opened(msgspec.Struct, array_like=True):
     """A strand: rows of one request that share their columns.
 
     `kind` is ``"rows"``; for ``"scores"`` and ``"fold"`` each rank is a cell of arena rows instead, which holds
-    [columns, values] float32: products with directions, or a reduction of the prompt's rows.
+    [columns, values] float32: products with directions, or a reduction of the prompt's rows. For ``"packed"`` each
+    rank is [columns, values] bytes, compressed rows, and `width` counts bytes: ranks follow each other without gaps.
     """
 
     strand: int
@@ -31,12 +32,16 @@ class Opened(msgspec.Struct, array_like=True):
 
     @property
     def rows(self) -> int:
-        """Arena rows of a rank."""
+        """Arena rows of a rank (not of packed ones)."""
         return self.width or len(self.columns)
+
+    def rank_bytes(self, row_bytes: int) -> int:
+        """Bytes of a rank, where an arena row has `row_bytes`."""
+        return self.width if self.kind == "packed" else self.rows * row_bytes
 
 
 class Placed(msgspec.Struct, array_like=True):
-    """Ranks from `rank` on lie at row `start` of the worker's arena, [capacity, columns (or cell), d_model]."""
+    """Ranks from `rank` on lie from row `start` of the worker's arena on, `capacity` of them."""
 
     strand: int
     rank: int

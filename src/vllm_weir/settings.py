@@ -11,8 +11,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_weir.errors import WeirError
+from vllm_weir.spec.act_env import NAME as ACT
+from vllm_weir.spec.act_env import act_sink
 from vllm_weir.spec.capture import parse_layers
 from vllm_weir.spec.hooks import HOOKS, normalise_hook
+from vllm_weir.spec.sinks import parse_sinks
 from vllm_weir.spec.sizes import Sizes
 
 STEP_SHARE = 8
@@ -45,6 +48,9 @@ class Settings(BaseModel):
         refused: what becomes of hook points that were asked for here and that the model does not have, or that failed
             their proof: requests for them fail (``"request"``), or the engine does not start (``"start"``).
         describe: where hook points are in a model whose structure does not tell, see `vllm_weir.worker.families`.
+        sinks: name -> ``{consumer: options}``: where captures may send their rows, and with ``"capture"`` what a sink
+            gets of every request; see docs/consumers.md.
+        marked_bytes, marked_seconds: how much, and how long, rows wait for `weir.mark` (``keep="marked"``).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
@@ -65,6 +71,9 @@ class Settings(BaseModel):
     timeout: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     refused: Literal["request", "start"] = "request"
     describe: dict[str, Any] | None = None
+    sinks: Annotated[Any, AfterValidator(parse_sinks)] = Field(default_factory=dict)
+    marked_bytes: Annotated[int, Field(ge=0, le=1 << 44)] = 1 << 30
+    marked_seconds: Annotated[float, Field(gt=0, le=604_800)] = 600.0
 
     @classmethod
     def load(cls, additional_config: object, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -79,6 +88,11 @@ class Settings(BaseModel):
             if not isinstance(own, Mapping):
                 raise WeirError(f"expected an object, got {type(own).__name__}", "additional_config.weir")
             given.update(own)
+        if "sinks" in given:
+            given["sinks"] = parse_sinks(given["sinks"])
+        act = act_sink(environ)
+        if act is not None:
+            given["sinks"] = given.get("sinks", {}) | parse_sinks({ACT: act}, ACT)
         if isinstance(given.get("hooks"), str):
             given["hooks"] = [given["hooks"]]
         if isinstance(given.get("hooks"), (list, tuple)):

@@ -18,6 +18,13 @@ SAYS = {
     "patch.py": ("words, at [", "last token", "\n5 "),
     "lens.py": ("residual_stream: [2, ", "layer=2): 31}", "layer=3): 31}"),
     "scores.py": ("scores, mean +", "scores, mean -", "highest score [["),
+    "compress.py": ("full8: ", "fp8: ", "topk8: ", "rp8: 72 bytes a row", "of the rows themselves"),
+    "sink.py": (
+        "'archive': 'written', 'norms': 'written'",
+        "'archive': 'held'",
+        "marked ",
+        "archive: 2 sequences, 0 failed",
+    ),
     "drop_in.py": ("block 2: output [8, ", "block 5: output [8, "),
 }
 

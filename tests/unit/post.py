@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import torch
 
-from vllm_weir import mail
+from vllm_weir import codec, mail
 from vllm_weir.frontend.mirror import Mirror
 from vllm_weir.frontend.store import Store
 from vllm_weir.spec.sizes import Sizes
@@ -31,10 +31,11 @@ class SharedMirror(Mirror):
     def shared(self) -> bool:
         return True
 
-    def piece(self, start, columns, capacity, d_model, dtype):
-        memory = self._rows.numpy()[start : start + columns * capacity]
+    def piece(self, start, size):
+        first = start * self._rows.shape[1] * self._rows.element_size()
+        memory = self._rows.view(-1).view(torch.uint8).numpy()[first : first + size]
         weakref.finalize(memory, self.drop, start).atexit = False
-        return torch.from_numpy(memory).view(capacity, columns, d_model)
+        return torch.from_numpy(memory)
 
     def drop(self, start):
         self._arena.let_go(start)
@@ -49,8 +50,11 @@ class Post:
         self.arena = Arena(rows)
         self.rows = torch.full((rows, D), -1.0)
         self.strands = Strands(self.arena, patience)
-        table = ProgramTable(Sizes(4, 4, 4), taps, range(taps), 8)
+        table = ProgramTable(Sizes(4, 4, 4), taps, range(taps), D)
         self.planner = Planner(self.columns, taps * STAGES, profiles, table, self.strands)
+        self.planner.row_bytes = D * self.rows.element_size()
+        self.compression = None
+        """How the rows of those are compressed that ask for it."""
         self.store = Store()
         self.mirror = SharedMirror(self.rows, self.arena) if near else Mirror()
         self.near = near
@@ -64,7 +68,16 @@ class Post:
         marks = steered = np.zeros((0, 5), np.int32)
         if plan is not None:
             self._check(plan, where)
-            for token, (_, row, width, *_) in zip(plan.tokens.tolist(), plan.jobs.tolist(), strict=True):
+            for after, place, size, columns, _ in plan.packs.tolist():
+                (token,) = np.flatnonzero(plan.slots == after - columns)
+                name, position = where[token]
+                wanted = self.planner.columns_of[int(plan.profiles[token])]
+                rows = torch.stack([content(name, column, position).float() for column in wanted])
+                records = codec.encode(rows, self.compression)
+                assert len(wanted) == columns and records.numel() == size
+                self.rows.view(-1).view(torch.uint8)[place : place + size] = records.view(-1)
+            plain = [t for t in plan.tokens.tolist() if not len(plan.packs)]
+            for token, (_, row, width, *_) in zip(plain, plan.jobs.tolist(), strict=True):
                 name, position = where[token]
                 columns = self.planner.columns_of[int(plan.profiles[token])] if width else ()
                 assert len(columns) == width
@@ -95,7 +108,7 @@ class Post:
 
     def _fetch(self, news, marks) -> bytes:
         for opened in news.opened:
-            self._far[opened.strand] = (opened.rows, [])
+            self._far[opened.strand] = (opened.rank_bytes(self.planner.row_bytes), [])
         for placed in news.placed:
             self._far[placed.strand][1].append(placed)
         parts = []
@@ -103,14 +116,16 @@ class Post:
             if rank >= 0:
                 width, extents = self._far[number]
                 extent = next(x for x in reversed(extents) if x.rank <= rank)
-                first = extent.start + (rank - extent.rank) * width
-                parts.append(self.rows[first : first + count * width].numpy().tobytes())
+                first = extent.start * self.planner.row_bytes + (rank - extent.rank) * width
+                parts.append(self.rows.view(-1).view(torch.uint8)[first : first + count * width].numpy().tobytes())
         return b"".join(parts)
 
     def _check(self, plan, where) -> None:
         """Slots are dense and disjoint, and what the tables say agrees with the jobs."""
         assert len(plan.slots) == len(plan.profiles) == len(plan.programs) == len(where)
         used = np.zeros(plan.rows, int)
+        if len(plan.packs):  # these tests compress all requests or none
+            return
         for token, (slot, _, width, *_) in zip(plan.tokens.tolist(), plan.jobs.tolist(), strict=True):
             if width:
                 assert plan.slots[token] == slot

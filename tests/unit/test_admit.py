@@ -38,7 +38,7 @@ def test_fuzzed_wishes_are_refused_by_field_or_resolved(extra_args):
         return
     for wish in admitted.spec.wishes:
         assert wish.site.hook in HOOKS and 0 <= wish.site.layer < LAYERS
-        assert admitted.dtypes[wish.site] in ("float32", "float16", "bfloat16")
+        assert admitted.parts[0].dtypes[wish.site] in ("float32", "float16", "bfloat16")
     if wire is None:
         assert not admitted.spec.wishes and not admitted.effective
         return
@@ -107,7 +107,7 @@ def weir(**capture):
         (weir(positions={"tokens": [1]}), "capture[0].positions"),
         (weir(before=1), "capture[0].before"),
         (weir(dtype="int8"), "capture[0].dtype"),
-        (weir(compress="zstd"), "capture[0].compress"),
+        (weir(compress="zstd"), "capture[0].compress.method"),
         (weir(sink="/etc/passwd"), "capture[0].sink"),
         (weir(layer=1), "capture[0].layer"),
         ({"weir": {"v": 1, "capture": [{"dtype": "float16"}, {"layers": 1}]}}, "capture[1].dtype"),

@@ -14,21 +14,23 @@ from hypothesis import strategies as st
 from tests.support.check import expected_positions
 from tests.unit.post import Post
 from tests.unit.wishes import sensible_captures, served
-from vllm_weir import Capture, Site, WeirError, mail
+from vllm_weir import Capture, Site, WeirError, codec, mail
 from vllm_weir.frontend.admit import EngineFacts, admit
 from vllm_weir.frontend.desk import Tracker
 from vllm_weir.frontend.inbox import deliver
 from vllm_weir.frontend.mirror import Mirror
 from vllm_weir.frontend.store import Pending, Store
+from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.request import RequestSpec
 from vllm_weir.worker.select import column_of
+from vllm_weir.worker.step import PACKED
 
 LAYERS, D = 3, 4
 FACTS = EngineFacts(served(LAYERS), LAYERS, D, "float32", 1000)
 
 
-def opened(store, captures, prompt_ids, name="r", timeout=0.2):
-    spec = RequestSpec(tuple(Capture(h, layers, p) for h, layers, p in captures))
+def opened(store, captures, prompt_ids, name="r", timeout=0.2, compress=None):
+    spec = RequestSpec(tuple(Capture(h, layers, p, compress=compress) for h, layers, p in captures))
     admitted = admit({"weir": spec.to_json()}, FACTS)
     pending = Pending(name, admitted, np.asarray(prompt_ids), store)
     store.open(pending)
@@ -43,11 +45,13 @@ class Request:
         self.at, self.version = 0, {}
         self.pending = self.tracker = None
         if captures is not None:
-            self.pending, self.tracker = opened(post.store, captures, ids[:P], name)
+            self.pending, self.tracker = opened(post.store, captures, ids[:P], name, compress=post.compression)
 
     def join(self):
         if self.captures is not None:
-            self.post.planner.read(self.name, "here", self.pending.admitted.spec, self.P, self.ids[: self.P], self.G)
+            number = -1 if self.post.compression is None else PACKED
+            spec = self.pending.admitted.spec
+            self.post.planner.read(self.name, "here", spec, self.P, self.ids[: self.P], self.G, number)
 
     @property
     def end(self):
@@ -67,14 +71,24 @@ class Request:
             assert acts.token_ids_of(*site).tolist() == [self.ids[p] for p in sorted(at)]
             column = column_of(site, False)
             expected = [[column, p, self.version[p], float(self.name[1:])] for p in sorted(at)]
-            assert acts[site].tolist() == expected, "a wrong row, or an older one"
+            if self.post.compression is None:
+                assert acts[site].tolist() == expected, "a wrong row, or an older one"
+                continue
+            records = torch.zeros(0, self.post.compression.record_bytes(D), dtype=torch.uint8)
+            if expected:
+                rows = torch.tensor(expected, dtype=torch.float32)
+                records = codec.encode(rows, self.post.compression)
+            assert acts.compressed(site)[0].equal(records), "a wrong row, or an older one"
 
 
 @settings(max_examples=60, deadline=None)
-@given(near=st.booleans(), rows=st.sampled_from([700, 4000]), data=st.data())
-def test_every_wanted_row_exactly_once(near, rows, data):
+@given(
+    near=st.booleans(), rows=st.sampled_from([700, 4000]), how=st.sampled_from([None, None, "full8"]), data=st.data()
+)
+def test_every_wanted_row_exactly_once(near, rows, how, data):
     """Random wishes, chunkings, batch orders, joins, leaves, preemptions, neighbours, late messages, small memory."""
     post = Post(LAYERS, rows, near)
+    post.compression = how and Compression.parse(how, "compress")
     count = data.draw(st.integers(1, 5))
     requests = {}
     for i in range(count):

@@ -8,24 +8,38 @@ from hypothesis import strategies as st
 
 from tests.unit.wishes import sensible_captures
 from vllm_weir import Site
+from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.positions import Positions
-from vllm_weir.spec.request import ResolvedSpec, Wish
+from vllm_weir.spec.request import ResolvedSpec, Treatment, Wish
 from vllm_weir.spec.sizes import Sizes
 from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.select import NEVER, STAGES, column_of, num_taps, tap_of
+from vllm_weir.worker.step import PACKED
 
 LAYERS = 4
 
 COLUMNS = frozenset(range(num_taps(LAYERS) * STAGES))
 
 
-def spec_of(captures) -> ResolvedSpec:
+def spec_of(captures, compress=None) -> ResolvedSpec:
     wishes = []
     for hook, layers, positions in captures:
         for layer in range(LAYERS) if layers == "all" else layers:
             wishes.append(Wish(Site(hook, layer), Positions.parse(positions), False))
-    return ResolvedSpec(tuple(wishes))
+    return ResolvedSpec(tuple(wishes), compress and Treatment(None, (), Compression.parse(compress)))
+
+
+def places_of(plan):
+    """Token -> where its rows or records go; rows in arena rows, records in bytes that follow each other."""
+    token_at = {int(plan.slots[t]): t for t in plan.tokens.tolist()}
+    assert not (plan.jobs[:, 4] <= PACKED).any() and (plan.packs[:, 4] <= PACKED).all()
+    out = {token_at[slot - lead]: tuple(rest) for slot, *rest, lead, _ in plan.jobs.tolist()}
+    for after, place, size, columns, codec in plan.packs.tolist():
+        assert size == columns * 16, "eight values: two floats and eight codes, or eight halves"
+        out[token_at[after - columns]] = (place, size, codec)
+    assert len(out) == len(plan.tokens)
+    return out
 
 
 def rows_of(plan, planner, batch):
@@ -66,9 +80,11 @@ def test_planning_everybody_at_once_changes_nothing(data):
     for i in range(data.draw(st.integers(1, 4))):
         P, G = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 16))
         ids = data.draw(st.lists(st.integers(0, 20), min_size=P, max_size=P))
-        spec = spec_of(data.draw(sensible_captures(LAYERS)))
+        how = data.draw(st.sampled_from([None, "full8", "fp16"]))
+        spec = spec_of(data.draw(sensible_captures(LAYERS)), how)
+        codec = -1 if how is None else PACKED - (how == "fp16")
         for planner in (quick, slow):
-            planner.read(f"r{i}", data.draw(st.just("ab"[i % 2])), spec, P, ids, G)
+            planner.read(f"r{i}", data.draw(st.just("ab"[i % 2])), spec, P, ids, G, codec)
         state[f"r{i}"] = [P, G, 0]
     while state:
         batch = []
@@ -89,8 +105,7 @@ def test_planning_everybody_at_once_changes_nothing(data):
             assert (a.slots >= 0).tolist() == (b.slots >= 0).tolist() and a.profiles.tolist() == b.profiles.tolist()
             for plan in plans:
                 rows_of(plan, quick, batch)
-            places = [dict(zip(p.tokens.tolist(), p.jobs[:, 1:].tolist(), strict=True)) for p in plans]
-            assert places[0] == places[1]
+            assert places_of(a) == places_of(b)
             marks = [{r: sorted(flat(m)) for r, m in p.marks.items()} for p in plans]
             assert {r: m for r, m in marks[0].items() if m} == {r: m for r, m in marks[1].items() if m}
         for name, n, at in batch:

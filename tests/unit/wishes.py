@@ -95,8 +95,14 @@ def any_capture(num_layers: int, deepest: int):
         "positions": st.one_of(selectors(), selectors(), junk(deepest)),
         "before": st.one_of(st.booleans(), junk(deepest)),
         "dtype": st.one_of(st.sampled_from(["float32", "float16", "bfloat16", None, "int8"]), junk(deepest)),
-        "compress": st.one_of(st.none(), junk(deepest)),
-        "sink": st.one_of(st.just("memory"), junk(deepest)),
+        "compress": st.one_of(
+            st.sampled_from(
+                [None, "full8", "full8", "none", "rp9", {"method": "topk8", "k": 3}, {"method": "rp8", "k": 0}]
+            ),
+            junk(deepest),
+        ),
+        "sink": st.one_of(st.sampled_from(["memory", "nowhere", {"nothing": {}}]), junk(deepest)),
+        "keep": st.one_of(st.sampled_from(["always", "marked"]), junk(deepest)),
         "unknown": junk(deepest),
     }
     optional = st.sets(st.sampled_from(list(fields)), max_size=3)

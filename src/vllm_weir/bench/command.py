@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_weir.bench.plan import CASES, SYSTEMS, Plan
+from vllm_weir.bench.plan import CASES, OPTIONAL, SYSTEMS, Plan
 
 app = typer.Typer(add_completion=False, invoke_without_command=True, help="Time and check Weir beside others.")
 console = Console(highlight=False, soft_wrap=True)
@@ -20,7 +20,9 @@ console = Console(highlight=False, soft_wrap=True)
 def bench(
     context: typer.Context,
     systems: Annotated[str, typer.Option(help="Of stock, weir, vllm-lens, native; with commas.")] = ",".join(SYSTEMS),
-    cases: Annotated[str, typer.Option(help=f"Of {', '.join(CASES)}.")] = ",".join(CASES),
+    cases: Annotated[str, typer.Option(help=f"Of {', '.join(CASES)}.")] = ",".join(
+        c for c in CASES if c not in OPTIONAL
+    ),
     batches: Annotated[
         str | None, typer.Option(help="Requests at once, with commas, or 'none'. [1,32,256; CPU: 1,4]")
     ] = None,

@@ -8,13 +8,25 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 SYSTEMS = ("stock", "weir", "vllm-lens", "native")
-CASES = ("idle", "steer_one", "steer_all_distinct", "capture_last_all_layers", "capture_all_all_layers", "startup")
+CASES = (
+    "idle",
+    "steer_one",
+    "steer_all_distinct",
+    "capture_last_all_layers",
+    "capture_all_all_layers",
+    "capture_rp8",
+    "startup",
+)
+OPTIONAL = ("capture_rp8",)
+"""Cases that run only when they are named."""
+PACKED = {"method": "rp8", "k": 64}
+"""How `capture_rp8` compresses."""
 CAPTURES = ("capture_last_all_layers", "capture_all_all_layers")
 STEERS = ("steer_one", "steer_all_distinct")
 ABLE: dict[str, tuple[str, ...]] = {
     "stock": ("idle", "startup"),
     "weir": CASES,
-    "vllm-lens": CASES,
+    "vllm-lens": tuple(c for c in CASES if c != "capture_rp8"),
     "native": (*CAPTURES, "startup"),
 }
 """Cases that a system can do at all. Native engines have no idle: they extract for every request."""

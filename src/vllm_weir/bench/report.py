@@ -15,6 +15,7 @@ TITLES = {
     "steer_all_distinct": "steer all blocks, a vector per request",
     "capture_last_all_layers": "capture the last prompt token, all blocks",
     "capture_all_all_layers": "capture every token, all blocks",
+    "capture_rp8": "capture every token, all blocks, rp8 k=64",
     "startup": "start of the engine",
 }
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_weir.bench.plan import CAPTURES, Plan, Size
+from vllm_weir.bench.plan import CAPTURES, PACKED, Plan, Size
 
 
 class Stock:
@@ -115,12 +115,19 @@ class Weir(Stock):
         if case in CAPTURES:
             positions = "last_prompt" if case == "capture_last_all_layers" else "all"
             return [weir.params(base, capture=weir.Capture("resid_post", positions=positions))] * size.count
+        if case == "capture_rp8":
+            return [weir.params(base, capture=weir.Capture("resid_post", compress=PACKED))] * size.count
         if case == "idle":
             return [base] * size.count
         layers = self.steered_layers(case)
         return [weir.params(base, interventions=weir.Add(v, layers=layers)) for v in self.vectors(size.count)]
 
     def deliver(self, case: str, outputs: Sequence[Any]) -> list[Any]:
+        if case == "capture_rp8":
+            records = [[acts.compressed(site)[0] for site in acts.sites] for acts in (o.activations for o in outputs)]
+            if {(len(r), len(r[0])) for r in records} != {(self.plan.layers, len(outputs[0].activations.positions))}:
+                raise ValueError("records are missing")
+            return records
         if case not in CAPTURES:
             return []
         return [[acts[site] for site in acts.sites] for acts in (out.activations for out in outputs)]

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from vllm_weir import codec
 from vllm_weir.errors import WeirError
 from vllm_weir.spec.hooks import Site, parse_site
 
@@ -25,8 +27,8 @@ class Receipt:
 
     Attributes:
         captured: site -> rows returned.
-        dropped: site -> rows that were asked for and are missing because the worker's host buffer was full (only with
-            the setting ``overflow="drop"``).
+        dropped: site -> rows that were asked for, here or for a sink, and are missing because the worker's host buffer
+            was full (only with the setting ``overflow="drop"``).
         steered: per intervention, in the order in which they apply (global ones first): site -> rows changed there.
             Empty for one that changes nothing (a zero vector, a scale of 0).
         shared: per intervention, prompt positions whose steered KV came from the prefix cache instead.
@@ -34,6 +36,11 @@ class Receipt:
         cached_tokens: prompt tokens whose KV came from the prefix cache.
         hit_limit: first wanted position, which a prefix-cache hit was not allowed to pass; None for no limit.
         complete: False for a request that was aborted or is still streaming.
+        compression: header of the compression that the rows went through on the device (method, k, seed, ..); None
+            for rows as they are.
+        files: where sinks have written the rows.
+        sinks: sink -> what has become of the rows there: ``"queued"``, ``"written"``, ``"dropped"``, ``"held"`` (until
+            they are marked), ``"evicted"``, or ``"failed: <why>"``.
     """
 
     captured: dict[Site, int] = field(default_factory=dict)
@@ -45,6 +52,9 @@ class Receipt:
     cached_tokens: int = 0
     hit_limit: int | None = None
     complete: bool = True
+    compression: dict[str, Any] | None = None
+    files: tuple[str, ...] = ()
+    sinks: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict:
         """Plain JSON data; sites as ``"resid_post.10"``."""
@@ -53,6 +63,25 @@ class Receipt:
             out[name] = {f"{s.hook}.{s.layer}": n for s, n in getattr(self, name).items()}
         out["steered"] = [{f"{s.hook}.{s.layer}": n for s, n in sites.items()} for sites in self.steered]
         return out
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Compressed rows of one sequence.
+
+    Attributes:
+        header: how the records are to be read, see docs/keep.md.
+        records: site -> uint8 [rows, record_bytes].
+        dtypes: site -> dtype of the decoded rows.
+    """
+
+    header: dict[str, Any]
+    records: dict[Site, torch.Tensor]
+    dtypes: dict[Site, torch.dtype]
+
+    def decode(self, site: Site) -> torch.Tensor:
+        """[rows, d_model]."""
+        return codec.decode(self.records[site], self.header).to(self.dtypes[site])
 
 
 class Activations(Mapping):
@@ -68,8 +97,10 @@ class Activations(Mapping):
         positions: dict[Site, torch.Tensor],
         token_ids: dict[Site, torch.Tensor],
         lens_layers: tuple[int, ...] = (),
+        packed: Packed | None = None,
     ) -> None:
         self._rows = rows
+        self._packed = packed
         self._positions = positions
         self._token_ids = token_ids
         self._lens_layers = lens_layers
@@ -77,24 +108,53 @@ class Activations(Mapping):
     @property
     def sites(self) -> list[Site]:
         """The captured sites, by block and then by place in the block."""
-        return list(self._rows)
+        return list(self._positions)
+
+    def count(self, site: Site) -> int:
+        """Rows of a captured site."""
+        return len(self._positions[site])
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether the rows were compressed on the device."""
+        return self._packed is not None
+
+    def compressed(self, hook: object, layer: int | None = None) -> tuple[torch.Tensor, dict[str, Any]]:
+        """A site's rows as they left the device: (uint8 [rows, record_bytes], header that says how to read them).
+
+        Args:
+            hook, layer: a hook point and its block, or a site alone.
+
+        Raises:
+            WeirError: if the rows were not compressed.
+        """
+        if self._packed is None:
+            raise WeirError("these rows are not compressed; ask for Capture(..., compress=...)")
+        site = self._site(hook if layer is None else (hook, layer))
+        return self._packed.records[site], self._packed.header
 
     def __getitem__(self, key: object) -> torch.Tensor:
         if key == LENS_KEY and self._lens_layers:
-            return torch.stack([self._rows[Site("resid_post", layer)] for layer in self._lens_layers])
-        return self._rows[self._site(key)]
+            return torch.stack([self._row(Site("resid_post", layer)) for layer in self._lens_layers])
+        return self._row(self._site(key))
+
+    def _row(self, site: Site) -> torch.Tensor:
+        """A site's rows, decoded when they are first asked for."""
+        if site not in self._rows and self._packed is not None:
+            self._rows[site] = self._packed.decode(site)
+        return self._rows[site]
 
     def __iter__(self) -> Iterator[Site]:
-        return iter(self._rows)
+        return iter(self._positions)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._positions)
 
     def __contains__(self, key: object) -> bool:
         if key == LENS_KEY:
             return bool(self._lens_layers)
         try:
-            return parse_site(key) in self._rows
+            return parse_site(key) in self._positions
         except WeirError:
             return False
 
@@ -118,17 +178,17 @@ class Activations(Mapping):
 
     def to_dict(self) -> dict[tuple[str, int], torch.Tensor]:
         """Plain dict (hook, layer) -> tensor."""
-        return {(s.hook, s.layer): rows for s, rows in self._rows.items()}
+        return {(s.hook, s.layer): self._row(s) for s in self}
 
     def save(self, path: str | PathLike) -> Path:
         """Write a safetensors file: ``resid_post.10`` beside its ``.positions`` and ``.token_ids``."""
         tensors: dict[str, torch.Tensor] = {}
-        for site, rows in self._rows.items():
+        for site in self:
             name = f"{site.hook}.{site.layer}"
-            tensors[name] = rows.contiguous()
+            tensors[name] = self._row(site).contiguous()
             tensors[f"{name}.positions"] = self._positions[site].clone()
             tensors[f"{name}.token_ids"] = self._token_ids[site].clone()
-        meta = {"weir": "1", "sites": json.dumps([list(s) for s in self._rows]), "lens": json.dumps(self._lens_layers)}
+        meta = {"weir": "1", "sites": json.dumps([list(s) for s in self]), "lens": json.dumps(self._lens_layers)}
         path = Path(path)
         save_file(tensors, path, metadata=meta)
         return path
@@ -152,11 +212,11 @@ class Activations(Mapping):
             raise WeirError(f"cannot read {path}: {e}") from None
 
     def _site(self, key: object) -> Site:
-        if isinstance(key, tuple) and key in self._rows:
+        if isinstance(key, tuple) and key in self._positions:
             return key  # a Site is a pair, so a pair of the plain names finds it
         site = parse_site(key)
-        if site not in self._rows:
-            have = ", ".join(map(str, list(self._rows)[:8])) or "none"
+        if site not in self._positions:
+            have = ", ".join(map(str, list(self)[:8])) or "none"
             raise KeyError(f"{site} was not captured; captured: {have}")
         return site
 
@@ -169,8 +229,8 @@ class Activations(Mapping):
         return every[0]
 
     def __repr__(self) -> str:
-        shapes = ", ".join(f"{s}: {list(r.shape)}" for s, r in list(self._rows.items())[:4])
-        return f"Activations({shapes}{', ...' if len(self._rows) > 4 else ''})"
+        shapes = ", ".join(f"{s}: {list(self._row(s).shape)}" for s in self.sites[:4])
+        return f"Activations({shapes}{', ...' if len(self) > 4 else ''})"
 
 
 _ENDS = ("", ".positions", ".token_ids")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.parts import Part, common_treatment, make_parts
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.hooks import Site, place_of
 from vllm_weir.spec.interventions import Intervention, Move
 from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY, lens_capture, lens_interventions
-from vllm_weir.spec.request import WIRE_KEY, RequestSpec, ResolvedSpec, Treatment, Wish
+from vllm_weir.spec.request import WIRE_KEY, RequestSpec, ResolvedSpec
 from vllm_weir.spec.sizes import Sizes
-from vllm_weir.spec.vectors import digest_of
 from vllm_weir.worker.select import Selectors, column_of
 
 MAX_TOKEN_SELECTORS = 4
@@ -74,17 +74,15 @@ class Admitted:
 
     Attributes:
         spec: its captures, resolved.
-        dtypes: dtype of the rows it gets back, by site.
+        parts: these by where their rows go; the first is what comes back on the output.
         dtype: the model's.
-        lens_layers: blocks asked for by vllm-lens's key.
         moves: its interventions, resolved; None stands for one that changes nothing (a zero vector, a scale of 0).
         rows: the vectors they use, by digest.
     """
 
     spec: ResolvedSpec
-    dtypes: dict[Site, str]
+    parts: tuple[Part, ...]
     dtype: str
-    lens_layers: tuple[int, ...] = ()
     moves: tuple[Move | None, ...] = ()
     rows: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -95,16 +93,12 @@ class Admitted:
 
     @functools.cached_property
     def _grouped(self) -> dict[int, tuple[int, ...]]:
-        return {id(sites): tuple(map(self.columns.__getitem__, sites)) for sites, _ in self.spec.by_positions}
+        groups = [sites for part in self.parts for sites, _ in part.spec.by_positions]
+        return {id(sites): tuple(map(self.columns.__getitem__, sites)) for sites in groups}
 
     def columns_of(self, sites: Sequence[Site]) -> tuple[int, ...]:
-        """The sites' columns; quick for the groups of ``spec.by_positions``."""
+        """The sites' columns; quick for the groups of a part's ``spec.by_positions``."""
         return self._grouped.get(id(sites)) or tuple(map(self.columns.__getitem__, sites))
-
-    @functools.cached_property
-    def recast(self) -> dict[Site, str]:
-        """Sites whose rows are wanted in another dtype than the model's."""
-        return {site: dtype for site, dtype in self.dtypes.items() if dtype != self.dtype}
 
     @functools.cached_property
     def effective(self) -> list[Move]:
@@ -148,6 +142,8 @@ def admit(
     has_token_ids: bool = True,
     lookup: Callable[[str, str], np.ndarray] = unknown_reference,
     always: Sequence[Intervention] = (),
+    everyone: Sequence[Capture] = (),
+    sinks: Collection[str] = (),
 ) -> Admitted:
     """Check and resolve a request's keys.
 
@@ -157,6 +153,8 @@ def admit(
         has_token_ids: False for prompts given as embeddings.
         lookup: (reference, field) -> array, or raises WeirError.
         always: interventions that every request undergoes, before its own.
+        everyone: what sinks get of every request.
+        sinks: names of the engine's sinks.
 
     Raises:
         WeirError: naming the field, for anything that cannot be done exactly as asked.
@@ -172,56 +170,27 @@ def admit(
     interventions = (*always, *spec.interventions)
     if extra_args.get(LENS_STEER_KEY) is not None:
         interventions += lens_interventions(extra_args[LENS_STEER_KEY])
-    wishes: list[Wish] = []
-    dtypes: dict[Site, str] = {}
-    before: dict[Site, bool] = {}
-    for capture in captures:
-        if capture.positions.needs_token_ids and not has_token_ids:
-            raise WeirError("the prompt is given as embeddings, so it has no token ids", f"{capture.path}.positions")
-        for layer in capture.resolve_layers(facts.num_layers):
-            site = Site(capture.hook, layer)
-            _check_tapped(site, facts, capture.path)
-            if before.setdefault(site, capture.before) != capture.before:
-                raise WeirError(f"{site} is asked for both before and after interventions", f"{capture.path}.before")
-            dtype = capture.dtype or facts.dtype
-            if dtypes.setdefault(site, dtype) != dtype:
-                raise WeirError(f"{site} is asked for in both {dtypes[site]} and {dtype}", f"{capture.path}.dtype")
-            wishes.append(Wish(site, capture.positions, capture.before))
     moves, rows = _lower(interventions, facts, lookup, has_token_ids)
-    treatment = _treatment(captures, facts, lookup, rows)
-    return Admitted(ResolvedSpec(tuple(wishes), treatment), dtypes, facts.dtype, lens_layers, moves, rows)
-
-
-def _treatment(captures: Sequence[Capture], facts: EngineFacts, lookup, rows: dict[str, np.ndarray]):
-    """The one treatment of all captures, or None; its directions are added to `rows`."""
-    found: set[Treatment] = set()
+    captures = (*captures, *everyone)
     for capture in captures:
-        directions: list[str] = []
-        if capture.project is not None:
-            array = capture.project.array
-            if array is None:
-                array = lookup(capture.project.ref, f"{capture.path}.project")
-            for row in np.atleast_2d(array):
-                if len(row) != facts.d_model:
-                    raise WeirError(
-                        f"directions of {len(row)} values, the model's width is {facts.d_model}",
-                        f"{capture.path}.project",
-                    )
-                directions.append(digest_of(row))
-                rows[directions[-1]] = row
-        found.add(Treatment(capture.reduce, tuple(directions)))
-        if len(found) > 1:
+        if not capture.sink.memory and capture.sink.own is None and capture.sink.name not in sinks:
+            have = ", ".join(["memory", *sinks])
             raise WeirError(
-                "a request's captures all reduce and project alike, or none does; send separate requests",
-                f"{capture.path}.{'project' if capture.project is not None else 'reduce'}",
+                f"unknown sink {capture.sink.name!r}; this engine has {have}; {{consumer: options}} makes one",
+                f"{capture.path}.sink",
             )
-        if capture.reduce is not None and capture.positions != captures[0].positions:
-            raise WeirError(
-                "captures that reduce do so over the same positions; send separate requests",
-                f"{capture.path}.positions",
-            )
-    plain = Treatment(None)
-    return next(iter(found)) if found and found != {plain} else None
+    treatment = common_treatment(captures, facts.d_model, lookup, rows)
+    parts = make_parts(
+        captures,
+        facts.num_layers,
+        facts.dtype,
+        treatment,
+        has_token_ids,
+        lambda site, path: _check_tapped(site, facts, path),
+        lens_layers,
+    )
+    wishes = tuple(wish for part in parts for wish in part.spec.wishes)
+    return Admitted(ResolvedSpec(wishes, treatment), parts, facts.dtype, moves, rows)
 
 
 def _lower(interventions, facts: EngineFacts, lookup, has_token_ids: bool):

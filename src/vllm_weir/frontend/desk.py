@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from vllm_weir.consumers.base import EngineInfo, Finished
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admit import KEYS, Admitted, EngineFacts, admit, engine_form
+from vllm_weir.frontend.admit import KEYS, Admitted, EngineFacts, admit, carries_keys, engine_form
 from vllm_weir.frontend.inbox import Inbox
+from vllm_weir.frontend.parts import Part
 from vllm_weir.frontend.shelf import Shelf
+from vllm_weir.frontend.sinks.board import Board
+from vllm_weir.frontend.sinks.ticket import Ticket
 from vllm_weir.frontend.store import Pending, Store
 from vllm_weir.frontend.view import View
 from vllm_weir.settings import Settings
@@ -23,19 +29,47 @@ MOST_KNOWN, LONGEST_KNOWN = 32 << 20, 1 << 20
 
 
 class Tracker:
-    """Follows one sequence's outputs; while anything refers to it or its views, its rows are kept."""
+    """Follows one sequence's outputs; while anything refers to it or its views, its rows are kept.
 
-    def __init__(self, pending: Pending, first: int | None, d_model: int, timeout: float) -> None:
+    Args:
+        first: where a prefix-cache hit has to end.
+        board: the engine's sinks.
+        asked: whether the request itself asked for anything; others only have rows for sinks.
+        hold: whether whoever asks for views may be held up by sinks without room.
+    """
+
+    def __init__(
+        self,
+        pending: Pending,
+        first: int | None,
+        d_model: int,
+        timeout: float,
+        board: Board | None = None,
+        asked: bool = True,
+        hold: bool = False,
+    ) -> None:
         self.pending = pending
         self._first = first
         self._d_model = d_model
         self._timeout = timeout
+        self._board, self._asked, self._hold = board, asked, hold
+        self._caller, self._index = pending.request_id, 0
         self._seen = 0
+
+    def name(self, request_id: str, index: int) -> None:
+        """The id by which the caller knows the request, and which of its sequences this is."""
+        self._caller, self._index = request_id, index
+        if self._board is not None and any(part.keep == "marked" for part in self.pending.admitted.parts):
+            marks = self._board.marks
+            marks.join(self.pending.request_id, request_id)
+            weakref.finalize(self, marks.leave, self.pending.request_id).atexit = False
 
     def view(self, generated: Sequence[int], delta: bool, reason: str | None, cached_tokens: int) -> View:
         """The view for an output. `delta`: only rows that no earlier output held; `reason`: why it finished."""
+        memory, *others = self.pending.admitted.parts
         view = View(
             pending=self.pending,
+            part=memory,
             generated=np.asarray(generated, np.int64),
             start=self._seen if delta else 0,
             finished=reason is not None,
@@ -44,9 +78,25 @@ class Tracker:
             hit_limit=self._first,
             d_model=self._d_model,
             timeout=self._timeout,
+            asked=self._asked,
         )
         self._seen = view.end
+        if self._board is not None and others and reason is not None and not view.aborted:
+            view.tickets = self._deliver(self._board, view, others, reason)
         return view
+
+    def _deliver(self, board: Board, view: View, parts: Sequence[Part], reason: str) -> list[Ticket]:
+        request = Finished(
+            request_id=self._caller,
+            index=self._index,
+            name=self.pending.request_id,
+            prompt_tokens=len(self.pending.prompt_token_ids),
+            generated_tokens=len(view.generated),
+            finish_reason=reason,
+        )
+        views = [replace(view, part=part, start=0) for part in parts]
+        self.pending.claim(len(views) + bool(view.part.spec.wishes))
+        return board.deliver(self.pending.request_id, views, request, self.pending.unclaim, self._hold)
 
 
 class Desk:
@@ -57,27 +107,47 @@ class Desk:
         chunked: whether the engine splits long prompts.
         host: see `Inbox`.
         refusal: why no request with Weir's keys can be served; None if they can.
+        model: the engine's model, as sinks are told.
+        hold: see `Tracker`.
     """
 
-    def __init__(self, settings: Settings, chunked: bool, host: str | None = None, refusal: str | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        chunked: bool,
+        host: str | None = None,
+        refusal: str | None = None,
+        model: str = "",
+        hold: bool = False,
+    ) -> None:
         self.settings = settings
         self.refusal = refusal
         self.store = Store()
         self.shelf = Shelf()
         self.always: tuple[Intervention, ...] = ()
         self.facts: EngineFacts | None = None
+        self.board = Board(settings.sinks, settings.marked_bytes, settings.marked_seconds, settings.timeout)
+        self._model, self._hold = model, hold
         self._chunked = chunked
         self._host = host
         self._inbox: Inbox | None = None
         self._known: OrderedDict[tuple, tuple[Admitted, int]] = OrderedDict()
         self._known_bytes = 0
+        _desks.add(self)
 
     def learn(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Take in the workers' reports; a failed one becomes the refusal of every request with keys."""
         try:
-            self.facts = EngineFacts.merge(reports)
+            facts = EngineFacts.merge(reports)
+            self.board.open(EngineInfo(self._model, facts.num_layers, facts.d_model, facts.dtype))
+            self.facts = facts
         except WeirError as e:
-            self.refusal = e.message
+            self.refusal = str(e)
+
+    @property
+    def universal(self) -> bool:
+        """Whether requests without Weir's keys, too, are steered or have rows for sinks."""
+        return bool(self.always or self.board.everyone)
 
     def require_facts(self) -> EngineFacts:
         """The engine's facts; raises WeirError if this engine cannot serve Weir's keys."""
@@ -98,6 +168,7 @@ class Desk:
         """Check one sequence's request; returns its tracker and the wire form for the engine, or raises WeirError."""
         facts = self.require_facts()
         admitted = self._admitted(extra_args, prompt_ids is not None)
+        self.board.prepare(admitted.parts)
         if self._inbox is None:
             self._inbox = Inbox(self.store, self._host)
         sizes = self.settings.table_sizes(facts.d_model)
@@ -107,7 +178,8 @@ class Desk:
         pending = Pending(request_id, admitted, ids, self.store)
         self.store.open(pending)
         first = wire["first"] if wire is not None else None
-        return Tracker(pending, first, facts.d_model, self.settings.timeout), wire
+        asked = carries_keys(extra_args)
+        return Tracker(pending, first, facts.d_model, self.settings.timeout, self.board, asked, self._hold), wire
 
     def _admitted(self, extra_args: Mapping[str, Any], has_token_ids: bool) -> Admitted:
         """As `admit`; remembered, since thousands of requests ask for the same."""
@@ -115,7 +187,15 @@ class Desk:
         if same is not None and (known := self._known.get(same[0])) is not None:
             self._known.move_to_end(same[0])
             return known[0]
-        admitted = admit(extra_args, self.require_facts(), has_token_ids, self.shelf.find, self.always)
+        admitted = admit(
+            extra_args,
+            self.require_facts(),
+            has_token_ids,
+            self.shelf.find,
+            self.always,
+            self.board.everyone,
+            self.board.definitions,
+        )
         if same is not None:
             key, size = same
             self._known[key] = (admitted, size)
@@ -133,15 +213,26 @@ class Desk:
         self.always = tuple(i.with_arrays(self.shelf.find) for i in interventions)
 
     def close(self) -> None:
-        """Stop receiving."""
+        """Give the sinks what is queued, and stop receiving."""
+        self.board.close()
         if self._inbox is not None:
             self._inbox.close()
+
+
+_desks: weakref.WeakSet[Desk] = weakref.WeakSet()
+
+
+def desks() -> list[Desk]:
+    """Those of all live engines of this process."""
+    return list(_desks)
 
 
 def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool) -> tuple[tuple, int] | None:
     """(key, about its bytes): the key is equal for requests that ask for the same; None for those whose meaning hangs
     on more than what they say."""
     wish = extra_args.get(WIRE_KEY)
+    if not carries_keys(extra_args):
+        return (has_token_ids,), 8
     if not isinstance(wish, dict) or any(k in extra_args for k in KEYS if k != WIRE_KEY):
         return None
     size = [0]

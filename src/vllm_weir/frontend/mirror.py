@@ -37,14 +37,13 @@ class Mirror:
         """Whether rows arrive here without a copy."""
         return self._map is not None
 
-    def piece(self, start: int, columns: int, capacity: int, d_model: int, dtype: torch.dtype) -> torch.Tensor:
-        """[capacity, columns, d_model]; the worker hears when the last tensor that shares this memory is gone."""
+    def piece(self, start: int, size: int) -> torch.Tensor:
+        """uint8 [size] from row `start` on; the worker hears when the last tensor that shares this memory is gone."""
         if self._map is None:
-            return torch.empty(capacity, columns, d_model, dtype=dtype)
-        size = columns * capacity * self._row_bytes
+            return torch.empty(size, dtype=torch.uint8)
         memory = np.frombuffer(self._map, np.uint8, size, start * self._row_bytes)
         weakref.finalize(memory, self.drop, start).atexit = False
-        return torch.from_numpy(memory).view(dtype).view(capacity, columns, d_model)
+        return torch.from_numpy(memory)
 
     def drop(self, start: int) -> None:
         """The piece is not needed here; may be called from any thread, even while garbage is collected."""

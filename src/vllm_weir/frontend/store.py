@@ -60,7 +60,18 @@ class Pending:
         self.steered: list[np.ndarray] = [np.zeros(0, bool) for _ in admitted.effective]
         self.failure: str | None = None
         self._store = store
-        self._column = admitted.columns
+        self._claims, self._lock = 0, threading.Lock()
+
+    def claim(self, claims: int) -> None:
+        """The sequence has finished, and its rows are needed in so many places."""
+        self._claims = claims
+
+    def unclaim(self) -> None:
+        """One of the places needs them no longer; after the last one the memory is free, whoever holds an output."""
+        with self._lock:
+            self._claims -= 1
+            if self._claims == 0:
+                self.strips = []
 
     def await_steered(self, move: int, positions: np.ndarray, timeout: float) -> None:
         """Wait for word that `move` was applied at all of `positions`.
@@ -197,7 +208,7 @@ class Store:
         self._strips: WeakValueDictionary[tuple[str, int], Strip] = WeakValueDictionary()
         self._groups: WeakValueDictionary[tuple[str, int], Group] = WeakValueDictionary()
         self._widths: dict[tuple[str, int], int] = {}
-        """Columns of open strands whose rows come in messages."""
+        """Bytes of a rank of open strands whose rows come in messages."""
         self._unread: list[tuple[str, np.ndarray, np.ndarray]] = []
         self._changed = threading.Condition(threading.RLock())
 
@@ -247,14 +258,14 @@ class Store:
                     pending.failure = pending.failure or header.broken
             for opened in news.opened:
                 if not mirror.shared:
-                    self._widths[worker, opened.strand] = opened.rows
+                    self._widths[worker, opened.strand] = opened.rank_bytes(header.d_model * dtype.itemsize)
                 if (pending := self.get(opened.request_id)) is not None:
-                    self._strips[worker, opened.strand] = strip = Strip(opened, mirror)
+                    self._strips[worker, opened.strand] = strip = Strip(opened, mirror, header.d_model, dtype)
                     pending.strips.append(strip)
             for placed in news.placed:
                 owner = self._strips.get((worker, placed.strand))
                 if owner is not None:
-                    rows = mirror.piece(placed.start, owner.rows, placed.capacity, header.d_model, dtype)
+                    rows = owner.shaped(mirror.piece(placed.start, placed.capacity * owner.rank_bytes))
                     owner.extents.append(Extent(placed.rank, rows, own=not mirror.shared))
                 elif mirror.shared:
                     mirror.drop(placed.start)
@@ -263,7 +274,7 @@ class Store:
                     self._groups[worker, group.group] = made = Group(pending.steered, group.moves)
                     pending.groups.append(made)
             if len(payload):
-                self._unpack(worker, marks, torch.frombuffer(payload, dtype=dtype), header.d_model)
+                self._unpack(worker, marks, torch.frombuffer(payload, dtype=torch.uint8))
             for strand in news.closed:
                 self._widths.pop((worker, strand), None)
             if len(marks) or len(steered):
@@ -291,18 +302,18 @@ class Store:
                         if target is not None:
                             target.mark(some)
 
-    def _unpack(self, worker: str, marks: np.ndarray, rows: torch.Tensor, d_model: int) -> None:
+    def _unpack(self, worker: str, marks: np.ndarray, payload: torch.Tensor) -> None:
         at = 0
         for number, rank, _, count, _ in marks.tolist():
             if rank < 0:
                 continue
             width = self._widths[worker, number]
-            piece = rows[at : at + width * count * d_model].view(count, width, d_model)
-            at += width * count * d_model
+            piece = payload[at : at + width * count]
+            at += width * count
             strip = self._strips.get((worker, number))
             if strip is not None:
                 extent = next(x for x in reversed(strip.extents) if x.rank <= rank)
-                extent.rows[rank - extent.rank : rank - extent.rank + count] = piece
+                extent.rows[rank - extent.rank : rank - extent.rank + count] = strip.shaped(piece.clone())
 
     def _spill(self, mirror: Mirror) -> None:
         """Copy what a worker's buffer holds and nobody has looked at into memory of this process."""

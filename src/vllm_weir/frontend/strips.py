@@ -13,7 +13,7 @@ from vllm_weir.frontend.mirror import Mirror
 
 @dataclass
 class Extent:
-    """Ranks `rank`.. of a strip, [capacity, columns, d_model].
+    """Ranks `rank`.. of a strip, [capacity, columns, d_model], or as `Strip.shaped` says.
 
     Attributes:
         filled: ranks that it holds, once no more will come.
@@ -32,10 +32,13 @@ class Strip:
     Attributes:
         kind, values: see `vllm_weir.mail.Opened`.
         rows: arena rows of a rank.
+        rank_bytes: its bytes.
     """
 
-    def __init__(self, opened: mail.Opened, mirror: Mirror) -> None:
+    def __init__(self, opened: mail.Opened, mirror: Mirror, d_model: int, dtype: torch.dtype) -> None:
         columns = opened.columns
+        self.rank_bytes = opened.rank_bytes(d_model * dtype.itemsize)
+        self._d_model, self._dtype = d_model, dtype
         self.kind, self.values, self.rows = opened.kind, opened.values, opened.rows
         self.order = tuple(columns)
         self.columns = {column: k for k, column in enumerate(columns)}
@@ -74,10 +77,17 @@ class Strip:
                 out.append((extent, extent.rows[: extent.filled].clone()))
         return out
 
+    def shaped(self, memory: torch.Tensor) -> torch.Tensor:
+        """Bytes of whole ranks as [ranks, columns (or rows of a cell), d_model]; uint8 [ranks, columns, values] if
+        they are packed."""
+        if self.kind == "packed":
+            return memory.view(-1, len(self.order), self.values)
+        return memory.view(self._dtype).view(-1, self.rows, self._d_model)
+
     def gather(self, ranks: np.ndarray) -> torch.Tensor:
         """Rows [n, columns, d] at `ranks` (ascending, at least one); not copied if they follow each other in memory.
 
-        What was made of rows is float32 [n, columns, values].
+        What was made of rows is float32 [n, columns, values], compressed rows are uint8 [n, columns, values].
         """
         pieces = []
         for k, extent in enumerate(self.extents):
@@ -91,7 +101,7 @@ class Strip:
             else:
                 pieces.append(extent.rows[torch.from_numpy(ranks[low:high] - extent.rank)])
         rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        if not self.values:
+        if not self.values or self.kind == "packed":
             return rows
         made = rows.reshape(len(rows), -1).view(torch.float32)[:, : len(self.order) * self.values]
         return made.unflatten(1, (len(self.order), self.values))

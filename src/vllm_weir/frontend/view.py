@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_weir.frontend.activations import Activations, Receipt, tokens_at
+from vllm_weir.frontend.activations import Activations, Packed, Receipt, tokens_at
+from vllm_weir.frontend.parts import Part
+from vllm_weir.frontend.sinks.ticket import Ticket
 from vllm_weir.frontend.store import Pending, Taken
 from vllm_weir.spec.hooks import Site
 from vllm_weir.spec.positions import Positions
@@ -23,6 +26,7 @@ class View:
     """
 
     pending: Pending
+    part: Part
     generated: np.ndarray
     start: int
     finished: bool
@@ -31,6 +35,8 @@ class View:
     hit_limit: int | None
     d_model: int
     timeout: float
+    asked: bool = True
+    tickets: Sequence[Ticket] = ()
     _made: Activations | None = None
 
     @property
@@ -41,6 +47,7 @@ class View:
     def extend(self, later: View) -> None:
         """Take in a later output of the same sequence that was merged into this one."""
         self.generated, self.finished, self.aborted = later.generated, later.finished, later.aborted
+        self.tickets = later.tickets
         self._made = None
 
     def activations(self) -> Activations:
@@ -78,11 +85,12 @@ class View:
         return tuple(steered), tuple(shared)
 
     def receipt(self) -> Receipt:
-        """What was done for this sequence up to this output."""
+        """What was done for this sequence up to this output; waits for its sinks as `settle` does."""
+        self.settle()
         acts = self.activations()
         steered, shared = self.verify()
         return Receipt(
-            captured={site: len(acts[site]) for site in acts.sites},
+            captured={site: acts.count(site) for site in acts.sites},
             dropped=self._dropped(acts),
             steered=steered,
             shared=shared,
@@ -91,22 +99,47 @@ class View:
             cached_tokens=self.cached_tokens,
             hit_limit=self.hit_limit,
             complete=self.finished and not self.aborted,
+            compression=self._compression(),
+            files=tuple(file for ticket in self.tickets for file in ticket.files),
+            sinks={ticket.sink: ticket.state for ticket in self.tickets},
         )
 
+    def settle(self) -> None:
+        """Wait until the sinks that get this sequence's rows now have taken them.
+
+        Raises:
+            WeirError: if one that the request depends on has failed.
+        """
+        for ticket in self.tickets:
+            ticket.settle(self.timeout)
+
+    def _compression(self) -> dict[str, Any] | None:
+        treatment = self.pending.admitted.spec.treatment
+        if treatment is None or treatment.compression is None:
+            return None
+        return treatment.compression.header(self.d_model, self.part.dtype)
+
     def _dropped(self, acts: Activations) -> dict[Site, int]:
+        out = self.missing(acts)
+        for ticket in self.tickets:
+            out.update({site: max(n, out.get(site, 0)) for site, n in ticket.missing.items()})
+        return out
+
+    def missing(self, acts: Activations) -> dict[Site, int]:
+        """Site -> rows of this view that are not in `acts`, because the worker had no room for them."""
         if self.aborted:
             return {}
         out = {}
         tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
-        for sites, selectors in self.pending.admitted.spec.by_positions:
+        for sites, selectors in self.part.spec.by_positions:
             wanted = len(self._wanted(selectors, tokens)[0])
-            out.update({s: wanted - len(acts[s]) for s in sites if len(acts[s]) < wanted})
+            out.update({s: wanted - acts.count(s) for s in sites if acts.count(s) < wanted})
         return out
 
     def _wanted(self, selectors: Sequence[Positions], tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(positions of the rows that belong here, positions that they are made from)."""
         chosen = selected(selectors, len(self.pending.prompt_token_ids), tokens)
-        treatment = self.pending.admitted.spec.treatment
+        treatment = self.part.spec.treatment
         if treatment is not None and treatment.reduce is not None:
             # A reduction is there once there is nothing more to reduce.
             return (chosen[-1:], chosen) if self.finished else (chosen[:0], chosen[:0])
@@ -114,10 +147,10 @@ class View:
         return chosen, chosen
 
     def _assemble(self) -> Activations:
-        admitted = self.pending.admitted
+        part = self.part
         tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
         rows, positions, token_ids = {}, {}, {}
-        for sites, selectors in admitted.spec.by_positions:
+        for sites, selectors in part.spec.by_positions:
             at, sources = self._wanted(selectors, tokens)
             for taken in self._treated(sites, at, sources):
                 held = torch.from_numpy(taken.positions)
@@ -126,29 +159,48 @@ class View:
                 rows.update(found)
                 positions.update(dict.fromkeys(found, held))
                 token_ids.update(dict.fromkeys(found, ids))
-        for site, dtype in self._dtypes().items():
-            rows[site] = rows[site].to(DTYPES[dtype])
-        order = admitted.spec.sites
+        order = part.spec.sites
         if tuple(rows) != order:
             rows, positions, token_ids = ({s: by_site[s] for s in order} for by_site in (rows, positions, token_ids))
-        return Activations(rows, positions, token_ids, admitted.lens_layers)
+        if part.spec.treatment is not None and part.spec.treatment.compression is not None:
+            dtypes = {site: DTYPES[dtype] for site, dtype in part.dtypes.items()}
+            header = part.spec.treatment.compression.header(self.d_model, part.dtype)
+            packed = Packed(header, rows, dtypes)
+            return Activations({}, positions, token_ids, part.lens_layers, packed)
+        for site, dtype in self._dtypes().items():
+            rows[site] = rows[site].to(DTYPES[dtype])
+        return Activations(rows, positions, token_ids, part.lens_layers)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the rows, about."""
+        tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
+        row = self._nothing()
+        size = row.shape[1] * row.element_size()
+        return sum(
+            len(sites) * len(self._wanted(selectors, tokens)[0]) * size
+            for sites, selectors in self.part.spec.by_positions
+        )
 
     def _dtypes(self) -> dict[Site, str]:
         """Sites whose rows have to be cast: products stay float32 unless asked for otherwise."""
-        admitted = self.pending.admitted
-        treatment = admitted.spec.treatment
-        return admitted.dtypes if treatment is not None and treatment.folds else admitted.recast
+        treatment = self.part.spec.treatment
+        return self.part.dtypes if treatment is not None and treatment.folds else self.part.recast
 
     def _nothing(self) -> torch.Tensor:
-        treatment = self.pending.admitted.spec.treatment
+        treatment = self.part.spec.treatment
+        if treatment is not None and treatment.compression is not None:
+            return torch.empty(0, treatment.compression.record_bytes(self.d_model), dtype=torch.uint8)
         if treatment is not None and treatment.directions:
             return torch.empty(0, len(treatment.directions))
-        return torch.empty(0, self.d_model, dtype=DTYPES[self.pending.admitted.dtype])
+        return torch.empty(0, self.d_model, dtype=DTYPES[self.part.dtype])
 
     def _treated(self, sites: Sequence[Site], at: np.ndarray, sources: np.ndarray) -> list[Taken]:
-        treatment = self.pending.admitted.spec.treatment
+        treatment = self.part.spec.treatment
         if treatment is None:
             return self._take(sites, sources, "rows")
+        if treatment.compression is not None:
+            return self._take(sites, sources, "packed")
         if treatment.directions:
             scores = self._take(sites, sources, "scores")
             return scores if treatment.reduce is None else [_reduce(treatment.reduce, at, scores, [])]

@@ -10,6 +10,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import KEYS, carries_keys
 from vllm_weir.frontend.desk import Desk
+from vllm_weir.frontend.sinks.board import check_sinks
 from vllm_weir.seams.limits import refusal_of
 from vllm_weir.settings import Settings
 from vllm_weir.spec.request import WIRE_KEY
@@ -37,14 +38,17 @@ def add_request(original, status):
         params = request.sampling_params
         tracker = None
         desk = getattr(self, _DESK, None)
-        if params is not None and (carries_keys(params.extra_args) or (desk is not None and desk.always)):
+        if params is not None and (carries_keys(params.extra_args) or (desk is not None and desk.universal)):
             try:
                 tracker = _admit(self, request, status)
             except WeirError as e:
                 raise WeirRequestError(e.message, e.field) from None
         original(self, request, *args, **kwargs)
         if tracker is not None:
-            setattr(self.request_states[request.request_id], _TRACKER, tracker)
+            state = self.request_states[request.request_id]
+            caller = getattr(state, "external_req_id", None) or request.request_id  # versions without one keep the id
+            tracker.name(caller, state.request_index)
+            setattr(state, _TRACKER, tracker)
 
     return wrapper
 
@@ -116,7 +120,9 @@ def merge_outputs(original, _status):
 def _completion_part(part):
     def get(self):
         view = getattr(self, _VIEW, None)
-        return None if view is None else getattr(view, part)()
+        if view is None or (part == "activations" and not view.asked):
+            return None
+        return getattr(view, part)()
 
     return get
 
@@ -141,7 +147,7 @@ def _give_outputs_properties() -> None:
 _give_outputs_properties()
 
 
-def _make_desk(engine, status) -> Desk:
+def _make_desk(engine, status, hold: bool) -> Desk:
     config = engine.vllm_config
     settings = Settings.load(config.additional_config)
     parallel = config.parallel_config
@@ -152,7 +158,8 @@ def _make_desk(engine, status) -> Desk:
 
         host = get_ip()
     chunked = bool(config.scheduler_config.enable_chunked_prefill)
-    desk = Desk(settings, chunked, host, status.refusal or refusal_of(config))
+    refusal = status.refusal or refusal_of(config)
+    desk = Desk(settings, chunked, host, refusal, config.model_config.model, hold)
     setattr(engine.output_processor, _DESK, desk)
     return desk
 
@@ -161,7 +168,7 @@ def llm_engine_init(original, status):
     def wrapper(self, *args, **kwargs):
         _check_settings(args, kwargs)
         original(self, *args, **kwargs)
-        desk = _make_desk(self, status)
+        desk = _make_desk(self, status, hold=True)
         if desk.refusal is None:
             try:
                 desk.learn(self.collective_rpc("weir_report"))
@@ -175,7 +182,7 @@ def async_llm_init(original, status):
     def wrapper(self, *args, **kwargs):
         _check_settings(args, kwargs)
         original(self, *args, **kwargs)
-        _make_desk(self, status)
+        _make_desk(self, status, hold=False)  # its outputs are handed over in an event loop
 
     return wrapper
 
@@ -183,7 +190,7 @@ def async_llm_init(original, status):
 def _check_settings(args, kwargs) -> None:
     config = kwargs.get("vllm_config", args[0] if args else None)
     if config is not None:
-        Settings.load(config.additional_config)
+        check_sinks(Settings.load(config.additional_config).sinks)
 
 
 def async_llm_generate(original, _status):
@@ -201,6 +208,7 @@ def async_llm_generate(original, _status):
 def _verify(view) -> None:
     try:
         view.verify()
+        view.settle()
     except WeirError as e:
         raise WeirRequestError(e.message, e.field) from None
 
@@ -219,7 +227,8 @@ def desk_of(llm) -> Desk:
 def async_llm_add_request(original, _status):
     async def wrapper(self, *args, **kwargs):
         params = kwargs.get("params", args[2] if len(args) > 2 else None)
-        if carries_keys(getattr(params, "extra_args", None)):
+        desk: Desk | None = getattr(self.output_processor, _DESK, None)
+        if carries_keys(getattr(params, "extra_args", None)) or (desk is not None and desk.universal):
             await ask_workers(self)
         return await original(self, *args, **kwargs)
 

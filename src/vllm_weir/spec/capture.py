@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.hooks import layers_of, normalise_hook, split_transformer_lens
 from vllm_weir.spec.positions import MAX_LIST, Positions
+from vllm_weir.spec.sinks import MEMORY, Sink, parse_keep
 from vllm_weir.spec.vectors import Vector
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -33,8 +35,12 @@ class Capture:
             same positions.
         project: directions [m, d_model] (or [d_model], or a registered name): instead of rows their dot products with
             these, float32 [rows, m] (probe scores). All captures of a request project alike.
-        compress: None; no compression is available yet.
-        sink: ``"memory"``: the rows come back on the output.
+        compress: ``"rp8"``, ``"full8"``, ``"topk8"``, ``"fp16"``, ``"fp8"``, ``"none"`` or ``{"method", "k", "seed"}``:
+            rows leave the device compressed, see docs/keep.md; what is returned is decoded to float32, or `dtype`. All
+            captures of a request compress alike, and none of them reduces or projects.
+        sink: ``"memory"``: the rows come back on the output; otherwise the name of one of the engine's sinks, or
+            ``{consumer: options}``, e.g. ``{"filesystem": {"url": "/data/rows", "layout": "sharded"}}``.
+        keep: ``"always"``, or ``"marked"``: the sink gets the rows only if `weir.mark` asks for it in time.
 
     Raises:
         WeirError: for anything else, naming the field.
@@ -47,8 +53,9 @@ class Capture:
     dtype: Any = None
     reduce: str | None = None
     project: Any = None
-    compress: None = None
-    sink: str = "memory"
+    compress: Any = None
+    sink: Any = MEMORY
+    keep: str = "always"
     path: str = field(default="capture", repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -74,9 +81,14 @@ class Capture:
                 )
             object.__setattr__(self, "project", vector)
         if self.compress is not None:
-            raise WeirError("no compression is available; leave compress out", f"{at}.compress")
-        if self.sink != "memory":
-            raise WeirError(f"unknown sink {brief(self.sink)!r}; the one available is 'memory'", f"{at}.sink")
+            compression = Compression.parse(self.compress, f"{at}.compress")
+            object.__setattr__(self, "compress", None if compression.method == "none" else compression)
+        if self.compress is not None and (self.reduce is not None or self.project is not None):
+            raise WeirError("a capture that reduces or projects is small already; leave compress out", f"{at}.compress")
+        object.__setattr__(self, "sink", Sink.parse(self.sink, f"{at}.sink"))
+        object.__setattr__(self, "keep", parse_keep(self.keep, f"{at}.keep"))
+        if self.keep != "always" and self.sink.memory:
+            raise WeirError("rows that come back on the output are not marked; name a sink", f"{at}.keep")
 
     @classmethod
     def from_json(cls, data: object, path: str = "capture") -> Capture:
@@ -85,7 +97,7 @@ class Capture:
             return data
         if not isinstance(data, dict):
             raise WeirError(f"a capture is an object, got {type(data).__name__}", path)
-        known = {"hook", "layers", "positions", "before", "dtype", "reduce", "project", "compress", "sink"}
+        known = {"hook", "layers", "positions", "before", "dtype", "reduce", "project", "compress", "sink", "keep"}
         for key in data:
             if key not in known:
                 raise WeirError(f"unknown key; known are {', '.join(sorted(known))}", f"{path}.{brief(key)}")
@@ -107,6 +119,12 @@ class Capture:
             out["reduce"] = self.reduce
         if self.project is not None:
             out["project"] = self.project.to_json()
+        if self.compress is not None:
+            out["compress"] = self.compress.to_json()
+        if not self.sink.memory:
+            out["sink"] = self.sink.to_json()
+        if self.keep != "always":
+            out["keep"] = self.keep
         return out
 
     def resolve_layers(self, num_layers: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.capture import Capture
+from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.hooks import Site, place_of
 from vllm_weir.spec.interventions import Intervention, parse_intervention
 from vllm_weir.spec.positions import Positions
@@ -35,6 +36,7 @@ class RequestSpec:
         """From the wire form: a mapping, or the same as a JSON string (which is what ``vllm_xargs`` can carry)."""
         if isinstance(data, RequestSpec):
             return data
+        by_text = isinstance(data, (str, bytes))
         if isinstance(data, (str, bytes)):
             data = _loads(data, path)
         if not isinstance(data, Mapping):
@@ -45,10 +47,15 @@ class RequestSpec:
         version = data.get("v")
         if version != WIRE_VERSION or isinstance(version, bool):
             raise WeirError(f"this Weir speaks version {WIRE_VERSION}, got {brief(version)}", f"{path}.v")
-        return cls(
-            parse_captures(data.get("capture", ()), "capture"),
-            parse_interventions(data.get("interventions", ()), "interventions"),
-        )
+        captures = parse_captures(data.get("capture", ()), "capture")
+        for capture in captures:
+            if by_text and capture.sink.own is not None:
+                # A request as text may come from anyone who reaches the server: it does not choose where files go.
+                raise WeirError(
+                    "a request given as text names one of the engine's sinks and does not set up its own",
+                    f"{capture.path}.sink",
+                )
+        return cls(captures, parse_interventions(data.get("interventions", ()), "interventions"))
 
     def to_json(self) -> dict[str, Any]:
         """The wire form."""
@@ -118,20 +125,23 @@ class Wish:
 
 @dataclass(frozen=True)
 class Treatment:
-    """What a request wants instead of its rows: a reduction of them, their products with directions, or both.
+    """What a request wants instead of its rows: a reduction of them, their products with directions, or both; or the
+    rows compressed.
 
     Attributes:
         reduce: one of `vllm_weir.spec.capture.REDUCTIONS`, or None.
         directions: digests of the directions; empty for none.
+        compression: how rows are compressed, or None.
     """
 
     reduce: str | None
     directions: tuple[str, ...] = ()
+    compression: Compression | None = None
 
     @property
     def folds(self) -> bool:
         """Whether rows themselves are reduced; products are few, and reduced when they are handed out."""
-        return not self.directions
+        return self.reduce is not None and not self.directions
 
 
 def cell_rows(columns: int, values: int, row_bytes: int) -> int:
@@ -148,7 +158,7 @@ class ResolvedSpec:
 
     def cell(self, d_model: int, itemsize: int) -> int:
         """Rows of the ring that hold what the treatment makes of one token (0: nothing but the rows themselves)."""
-        if self.treatment is None:
+        if self.treatment is None or self.treatment.compression is not None:
             return 0
         values = d_model if self.treatment.folds else len(self.treatment.directions)
         return cell_rows(self.width, values, d_model * itemsize)
@@ -195,7 +205,14 @@ class ResolvedSpec:
     @property
     def treatment_wire(self) -> list[Any] | None:
         """The treatment, for the workers."""
-        return None if self.treatment is None else [self.treatment.reduce, list(self.treatment.directions)]
+        if self.treatment is None:
+            return None
+        compression = self.treatment.compression
+        return [
+            self.treatment.reduce,
+            list(self.treatment.directions),
+            None if compression is None else compression.to_json(),
+        ]
 
     @classmethod
     def from_wire(cls, data: list[list[Any]], treatment: list[Any] | None = None) -> ResolvedSpec:
@@ -206,5 +223,11 @@ class ResolvedSpec:
                 for hook, layers, positions, before in data
                 for layer in layers
             ),
-            None if treatment is None else Treatment(treatment[0], tuple(treatment[1])),
+            None
+            if treatment is None
+            else Treatment(
+                treatment[0],
+                tuple(treatment[1]),
+                None if treatment[2] is None else Compression.parse(treatment[2], "compress"),
+            ),
         )

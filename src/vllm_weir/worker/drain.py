@@ -44,9 +44,10 @@ class Drain:
 
     def __init__(self, rows: torch.Tensor, arena: Arena, link: Link, worker: str) -> None:
         self._rows, self._arena, self._link, self._worker = rows, arena, link, worker
+        self._bytes = rows.view(-1).view(torch.uint8)
         self._dtype = str(rows.dtype).removeprefix("torch.")
         self._far: dict[int, tuple[int, list[mail.Placed]]] = {}
-        """Strand -> (columns, extents), for readers that get their rows in messages."""
+        """Strand -> (bytes of a rank, extents), for readers that get their rows in messages."""
         self._jobs: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
         self._context = zmq.Context()
         self._sockets: dict[str, zmq.Socket] = {}
@@ -123,9 +124,10 @@ class Drain:
         return mail.Header(to.token, self._worker, d_model, self._dtype, news, failures, pressure, spill, broken)
 
     def _fetch(self, news: mail.News, marks: np.ndarray) -> bytes:
-        """The marked rows themselves, [count, columns, d_model] for each mark."""
+        """The marked ranks themselves, one after the other."""
+        row_bytes = self._rows.shape[1] * self._rows.element_size()
         for strand in news.opened:
-            self._far[strand.strand] = (strand.rows, [])
+            self._far[strand.strand] = (strand.rank_bytes(row_bytes), [])
         for placed in news.placed:
             self._far[placed.strand][1].append(placed)
         parts = []
@@ -134,8 +136,8 @@ class Drain:
                 continue
             width, extents = self._far[number]
             extent = next(x for x in reversed(extents) if x.rank <= rank)
-            first = extent.start + (rank - extent.rank) * width
-            parts.append(self._rows[first : first + count * width].view(torch.uint8).numpy().tobytes())
+            first = extent.start * row_bytes + (rank - extent.rank) * width
+            parts.append(self._bytes[first : first + count * width].numpy().tobytes())
         return b"".join(parts)
 
     def _post(self, address: str, frames: list[bytes]) -> None:

@@ -67,16 +67,11 @@ class HostBuffer:
 
         The driver takes no copy that touches two blocks; block edges are row edges.
         """
-        first, last = segments[:, 1] // self._block_rows, (segments[:, 1] + segments[:, 2] - 1) // self._block_rows
-        if (first == last).all():
-            return segments
-        parts = []
-        for source, row, rows in segments.tolist():
-            while rows:
-                n = min(rows, self._block_rows - row % self._block_rows)
-                parts.append((source, row, n))
-                source, row, rows = source + n, row + n, rows - n
-        return np.array(parts, np.int64)
+        return _split(segments, self._block_rows)
+
+    def split_bytes(self, pieces: np.ndarray) -> np.ndarray:
+        """As `split`, of pieces (source byte, byte here, bytes)."""
+        return _split(pieces, self._block)
 
     def runs(self, row: int, width: int, count: int) -> list[tuple[int, int]]:
         """(first, n): cuts `count` rows, `width` apart from `row` on, so that each run lies in one pinned block."""
@@ -114,3 +109,16 @@ class HostBuffer:
                     # Whoever needs the block pins it then, and is told if that fails too.
                     logger.warning("Weir could not pin host memory in advance: %s", e)
                     break
+
+
+def _split(segments: np.ndarray, block: int) -> np.ndarray:
+    first, last = segments[:, 1] // block, (segments[:, 1] + segments[:, 2] - 1) // block
+    if (first == last).all():
+        return segments
+    parts = []
+    for source, place, size in segments.tolist():
+        while size:
+            n = min(size, block - place % block)
+            parts.append((source, place, n))
+            source, place, size = source + n, place + n, size - n
+    return np.array(parts, np.int64)

@@ -11,6 +11,9 @@ from vllm_weir.worker.dma import copy_pieces, copy_rows
 from vllm_weir.worker.hostmem import HostBuffer
 from vllm_weir.worker.ring import Ring
 from vllm_weir.worker.step import StepPlan
+from vllm_weir.worker.treat import Packet
+
+Treat = Callable[[], list[Packet]]
 
 
 def at_once() -> None:
@@ -21,15 +24,18 @@ class CpuOutlet:
     """Copies at once."""
 
     def __init__(self, ring: Ring, host: HostBuffer) -> None:
-        self._ring = ring.buffer
+        self._ring, self._bytes = ring.buffer, host.bytes
         self._rows = host.view(ring.buffer.shape[1], ring.buffer.dtype)
 
-    def ship(self, plan: StepPlan, start: int, treat: Callable[[], None]) -> Callable[[], None]:
+    def ship(self, plan: StepPlan, start: int, treat: Treat) -> Callable[[], None]:
         """Move what the step has written from ring row `start` on; returns what to call to wait for its arrival.
 
-        `treat` is called first, where what it does comes after the rows were written.
+        `treat` is called first, where what it does comes after the rows were written; what it returns is moved too.
         """
-        treat()
+        for packet in treat():
+            records = packet.records.view(-1)
+            for source, target, size in packet.pieces.tolist():
+                self._bytes[target : target + size] = records[source : source + size]
         for slot, row, rows in plan.segments.tolist():
             self._rows[row : row + rows] = self._ring[start + slot : start + slot + rows]
         return at_once
@@ -44,14 +50,16 @@ class CudaOutlet:
         self._row_bytes = host.row_bytes
         self._source, self._target = ring.buffer.data_ptr(), host.bytes.data_ptr()
 
-    def ship(self, plan: StepPlan, start: int, treat: Callable[[], None]) -> Callable[[], None]:
+    def ship(self, plan: StepPlan, start: int, treat: Treat) -> Callable[[], None]:
         """As `CpuOutlet.ship`."""
         written, copied = torch.cuda.Event(), torch.cuda.Event()
         written.record()
         self.stream.wait_event(written)
         if plan.treated:
             with torch.cuda.stream(self.stream):
-                treat()
+                # Records are allocated for this stream: their memory is not reused before they have been copied.
+                for packet in treat():
+                    self._send_bytes(packet)
         self.send(plan.segments + (start, 0, 0))  # noqa: RUF005 - an array, not a tuple
         copied.record(self.stream)
         self._ring.leaves(start, plan.rows, copied)
@@ -69,6 +77,11 @@ class CudaOutlet:
             parts[:, 2] * size,
             self.stream.cuda_stream,
         )
+
+    def _send_bytes(self, packet: Packet) -> None:
+        parts = self._host.split_bytes(packet.pieces)
+        source = packet.records.data_ptr()
+        copy_pieces(self._target + parts[:, 1], source + parts[:, 0], parts[:, 2], self.stream.cuda_stream)
 
     def send_column(self, source: int, row: int, width: int, count: int) -> None:
         """Copy `count` rows from ring row `source` on to arena rows `row`, `row + width`, ..."""

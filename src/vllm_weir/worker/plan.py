@@ -51,7 +51,7 @@ class Reading:
     """Tokens that the request can generate."""
     treatment: Treatment | None
     directions: int
-    """Number of the treatment's directions, -1 for none."""
+    """Number of the treatment's directions or codec, -1 for none."""
     profiles: dict[int, int] = field(default_factory=dict)
     """Code -> profile."""
     strands: dict[int, Strand] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class Planner:
     ) -> None:
         """Start capturing for a request that can generate `most` tokens.
 
-        `directions`: number of those that its treatment multiplies with.
+        `directions`: number of those that its treatment multiplies with, or ``PACKED - number`` of its codec.
         """
         self._repeat = None
         wanted = self._wanted(spec)
@@ -337,7 +337,10 @@ class Planner:
             prompt_len = reading.selectors.prompt_len
             in_prompt, rows = reading.selectors.count(code, position, prompt_len + reading.most - 1)
             columns, cell = self.columns_of[profile], None
-            if reading.treatment is not None and reading.treatment.directions:
+            if reading.treatment is not None and reading.treatment.compression is not None:
+                record = reading.treatment.compression.record_bytes(self.table.vectors.shape[1])
+                cell = Cell("packed", record, record * len(columns), reading.directions, self.row_bytes)
+            elif reading.treatment is not None and reading.treatment.directions:
                 values = len(reading.treatment.directions)
                 cell = Cell("scores", values, cell_rows(len(columns), values, self.row_bytes), reading.directions)
             elif reading.treatment is not None:

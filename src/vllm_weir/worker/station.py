@@ -21,6 +21,7 @@ from vllm_weir.settings import Settings
 from vllm_weir.spec.interventions import Move
 from vllm_weir.spec.request import ResolvedSpec
 from vllm_weir.worker.arena import Arena
+from vllm_weir.worker.codecs import Codecs
 from vllm_weir.worker.directions import Directions
 from vllm_weir.worker.drain import Drain, Parcel
 from vllm_weir.worker.fetch import Fetcher
@@ -33,11 +34,11 @@ from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.ring import Ring
 from vllm_weir.worker.select import STAGES, is_boundary, num_taps, tap_of
 from vllm_weir.worker.sites import SiteMap, chosen
-from vllm_weir.worker.step import StepPlan
+from vllm_weir.worker.step import PACKED, StepPlan
 from vllm_weir.worker.strands import Strands
 from vllm_weir.worker.tables import PlanWriter, TableWriter
 from vllm_weir.worker.tap import Switch, TapTensors, place, warm
-from vllm_weir.worker.treat import Treater
+from vllm_weir.worker.treat import Packet, Treater
 
 if TYPE_CHECKING:
     from vllm_weir.worker.stream import Streamer
@@ -110,6 +111,7 @@ class Station:
         self.drain = Drain(self.host.view(facts.d_model, facts.dtype), self.arena, self.link, self.name)
         self._fetcher = Fetcher(facts.d_model)
         self._directions = Directions(self._fetcher, facts.device)
+        self._codecs = Codecs(facts.d_model, facts.device, facts.dtype)
         self._writer = PlanWriter(self.tensors.plan)
         self._step: tuple[int, StepPlan] | None = None
         self._failures: dict[str, dict[str, str]] = {}
@@ -134,6 +136,7 @@ class Station:
             self._live.leave(request_id)
             self.planner.remove(request_id)
             self._directions.release(request_id)
+            self._codecs.release(request_id)
         for request_id, wire, prompt_len, prompt_ids in new:
             self.planner.remove(request_id)  # a resumed request joins again
             self._live.leave(request_id)
@@ -153,6 +156,8 @@ class Station:
             directions = -1
             if spec.treatment is not None and spec.treatment.directions:
                 directions = self._directions.hold(request_id, spec.treatment.directions, reply)
+            elif spec.treatment is not None and spec.treatment.compression is not None:
+                directions = PACKED - self._codecs.hold(request_id, spec.treatment.compression)
             self.planner.read(request_id, reply, spec, prompt_len, prompt_ids, wire["most"], directions)
         if wire["moves"]:
             moves = [Move.from_wire(m) for m in wire["moves"]]
@@ -240,9 +245,7 @@ class Station:
                 self.switch.launch = None
                 parcel.arrived = self._streamer.end()
             elif plan.rows:
-                parcel.arrived = self._outlet.ship(
-                    plan, start, functools.partial(self._treater.run, plan, start, self._directions.tensors)
-                )
+                parcel.arrived = self._outlet.ship(plan, start, functools.partial(self._treat, plan, start))
             parcel.marks, parcel.steered = plan.marks, plan.steered
         parcel.spill = self.arena.pressure > SPILL
         if parcel.spill:
@@ -251,6 +254,10 @@ class Station:
         for news in parcel.news.values():
             self._treater.forget(news.closed)
         self.drain.send(parcel)
+
+    def _treat(self, plan: StepPlan, start: int) -> list[Packet]:
+        self._treater.run(plan, start, self._directions.tensors)
+        return self._treater.pack(plan, start, self._codecs)
 
     def silence(self) -> None:
         """The coming forward pass is a dummy: nothing is recorded or changed."""

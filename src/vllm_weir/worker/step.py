@@ -11,6 +11,9 @@ import numpy as np
 
 from vllm_weir.worker.strands import Strand, Strands
 
+PACKED = -2
+"""A job whose number of directions is this or less is sent compressed, by codec ``PACKED - number``."""
+
 
 @dataclass(frozen=True)
 class Lookup:
@@ -58,6 +61,8 @@ class StepPlan:
         steered: reply address -> int32 [m, 4], see `mail.STEER_FIELDS`.
         lookups: programs still to be chosen on the device.
         failures: (reply address, request, reason): requests that cannot be served any further.
+        packs: int64 [n, 5], rows that are sent compressed: ring row after a token's last, byte of the arena, bytes,
+            ring rows of the token, and ``-2 - number`` of the codec.
     """
 
     slots: np.ndarray
@@ -72,6 +77,7 @@ class StepPlan:
     steered: dict[str, np.ndarray]
     lookups: list[Lookup]
     failures: list[tuple[str, str, str]]
+    packs: np.ndarray = field(default_factory=lambda: np.zeros((0, 5), np.int64))
 
     @functools.cached_property
     def segments(self) -> np.ndarray:
@@ -87,7 +93,7 @@ class StepPlan:
     @functools.cached_property
     def treated(self) -> bool:
         """Whether something is made of rows before it is sent."""
-        return bool(self.folds) or bool((self.jobs[:, 4] >= 0).any())
+        return bool(self.folds) or len(self.packs) > 0 or bool((self.jobs[:, 4] >= 0).any())
 
 
 class Repeat:
@@ -101,7 +107,7 @@ class Repeat:
 
     def __init__(self, ids: Sequence[str], computed: np.ndarray, plan: StepPlan, strands: Strands, x: np.ndarray):
         self._ids, self._computed, self._plan, self._strands, self._x = list(ids), computed, plan, strands, x
-        self._even = len(x) > 0 and bool((plan.jobs[:, 2] == plan.jobs[0, 2]).all())
+        self._even = len(plan.jobs) > 0 and bool((plan.jobs[:, 2] == plan.jobs[0, 2]).all())
 
     def next(self, ids: Sequence[str], computed: np.ndarray) -> StepPlan | None:
         """The plan for the batch if it repeats the last one, one position on, else None."""
@@ -110,12 +116,12 @@ class Repeat:
             return None
         if (strands.rank[x] >= strands.limit[x]).any():  # the extent is full, or was retired meanwhile
             return None
-        jobs = last.jobs + last.jobs[:, 2:3] * (0, 1, 0, 0, 0)
+        jobs, packs = (x + x[:, 2:3] * (0, 1, 0, 0, 0) for x in (last.jobs, last.packs))
         marks = {reply: marks + _NEXT_MARK for reply, marks in last.marks.items()}
         steered = {reply: marks + _NEXT_STEERED for reply, marks in last.steered.items()}
         strands.rank[x] += 1
         strands.last[x] += 1
-        plan = replace(last, jobs=jobs, marks=marks, steered=steered)
+        plan = replace(last, jobs=jobs, packs=packs, marks=marks, steered=steered)
         if self._even and "segments" in last.__dict__:
             segments = last.segments.copy()
             segments[:, 1] += jobs[0, 2]
@@ -155,7 +161,7 @@ class Draft:
         width, lead = strands.width[x], strands.lead[x]
         rows = strands.origin[x] + ranks * width
         jobs = np.stack([tokens, rows, width, lead, strands.directions[x]], 1)
-        self._add(tokens, lead + width, jobs)
+        self._add(tokens, strands.taken[x], jobs)
         marks = np.ones((n, 6), np.int64)
         marks[:, 0], marks[:, 1], marks[:, 2], marks[:, 3] = replies, strands.number[x], ranks, positions
         self._marks.append(marks)
@@ -170,7 +176,7 @@ class Draft:
         for start, end, _ in _runs(tokens):
             if end - start > 1:
                 self._runs.append((self._taken + start, self._taken + end))
-        self._add(tokens, np.full(n, lead + width), jobs)
+        self._add(tokens, np.full(n, strands.taken[i]), jobs)
         self._marks.append(
             np.array([(reply, strand.number, rank + a, positions[a], b - a, s) for a, b, s in _even_runs(positions)])
         )
@@ -230,10 +236,14 @@ class Draft:
         if self._forgotten:
             slots[self.profiles < 0] = -1
         rows = int(ends[-1]) if len(ends) else 0
+        packs, runs = jobs[:0], self._runs
+        if len(jobs) and jobs[:, 4].min() <= PACKED:
+            packed = jobs[:, 4] <= PACKED
+            packs, jobs, runs = jobs[packed & (jobs[:, 2] > 0)], jobs[~packed], []
         marks, steered = _by_reply(self._marks, replies), _by_reply(self._steered, replies)
         return StepPlan(
-            slots, self.profiles, self.programs, rows, tokens, jobs, folds, self._runs, marks, steered, self.lookups,
-            self.failures,
+            slots, self.profiles, self.programs, rows, tokens, jobs, folds, runs, marks, steered, self.lookups,
+            self.failures, packs,
         )  # fmt: skip
 
     def _add(self, tokens, totals, jobs) -> None:

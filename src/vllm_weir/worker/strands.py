@@ -45,16 +45,18 @@ class Cell:
     """What a strand holds of a token (or of all of them) instead of rows: [columns, values] float32.
 
     Attributes:
-        kind: ``"scores"`` or ``"fold"``.
+        kind: ``"scores"``, ``"fold"`` or ``"packed"``; the last holds [columns, values] bytes instead.
         values: per column.
-        rows: arena rows that it takes.
-        directions: number of the directions, -1 for none.
+        rows: arena rows that it takes; bytes if packed.
+        directions: number of the directions, -1 for none; ``-2 - number`` of the codec if packed.
+        grain: bytes of an arena row if packed: then places are counted in bytes, and cells follow without gaps.
     """
 
     kind: str
     values: int
     rows: int
     directions: int = -1
+    grain: int = 1
 
 
 class Strands:
@@ -78,7 +80,7 @@ class Strands:
 
     def _grow_arrays(self, size: int) -> None:
         old = len(self.rank) if self.live else 0
-        for name in ("number", "rank", "limit", "origin", "width", "lead", "directions", "last"):
+        for name in ("number", "rank", "limit", "origin", "width", "lead", "taken", "grain", "directions", "last"):
             array = np.zeros(size, np.int64)
             if old:
                 array[:old] = getattr(self, name)
@@ -91,13 +93,17 @@ class Strands:
     limit: np.ndarray
     """First rank that the last extent has no room for."""
     origin: np.ndarray
-    """Row of the arena where rank 0 would be, going by the last extent."""
+    """Row of the arena where rank 0 would be, going by the last extent; of a packed strand the byte."""
     width: np.ndarray
-    """Arena rows of a rank: the number of columns, or the size of a cell."""
+    """Arena rows of a rank: the number of columns, or the size of a cell; of a packed strand bytes."""
     lead: np.ndarray
     """Ring rows of a token that stand before those that are sent: what a cell is made from."""
+    taken: np.ndarray
+    """Ring rows of a token."""
+    grain: np.ndarray
+    """Units of `width` in an arena row: 1, or the bytes of a row for a packed strand."""
     directions: np.ndarray
-    """Number of the directions that a cell's products are with, -1 for none."""
+    """Number of the directions that a cell's products are with, -1 for none; see `Cell`."""
     last: np.ndarray
     """Position of the latest row."""
 
@@ -120,6 +126,8 @@ class Strands:
         self.rank[index] = self.limit[index] = self.origin[index] = 0
         self.width[index] = cell.rows if cell else len(columns)
         self.lead[index] = len(columns) if cell else 0
+        self.grain[index] = cell.grain if cell else 1
+        self.taken[index] = self.lead[index] + (0 if cell and cell.kind == "packed" else self.width[index])
         self.directions[index] = cell.directions if cell else -1
         self.last[index] = -1
         self._news(reply).opened.append(
@@ -140,7 +148,7 @@ class Strands:
         self._free.append(strand.index)
 
     def place(self, strand: Strand, rows: int) -> list[tuple[int, int, int]]:
-        """Room for the next `rows` ranks: (first rank, its arena row, count) per extent.
+        """Room for the next `rows` ranks: (first rank, its arena row (byte if packed), count) per extent.
 
         Fewer ranks than asked for are placed if there is no room for the rest and rows may be dropped.
 
@@ -184,19 +192,20 @@ class Strands:
             generous = min(max(FIRST_GENERATED, rank), strand.most_rows - rank)
         if self.arena.pressure > CROWDED:
             generous = max(rows, 16)
-        most = max(1, self.arena.capacity // (EXTENT_SHARE * width))
+        grain = int(self.grain[i])
+        most = max(1, self.arena.capacity * grain // (EXTENT_SHARE * width))
         size = min(most, max(rows, generous))
         least = min(size, rows, 16)
-        while (start := self.arena.allocate(size * width)) is None and size > least:
+        while (start := self.arena.allocate(-(-size * width // grain))) is None and size > least:
             size = max(least, size // 2)
         if start is None and self.patience:
-            start = self.arena.allocate(size * width, self.patience)
+            start = self.arena.allocate(-(-size * width // grain), self.patience)
         if start is None:
             return False
-        self.grant(strand.reply, start, size * width)
+        self.grant(strand.reply, start, -(-size * width // grain))
         self._retire(strand)
         strand.extents.append((start, rank, size))
-        self.limit[i], self.origin[i] = rank + size, start - rank * width
+        self.limit[i], self.origin[i] = rank + size, start * grain - rank * width
         self._news(strand.reply).placed.append(mail.Placed(strand.number, rank, size, start))
         return True
 

@@ -1,11 +1,28 @@
-"""Treatments: what is made of rows on the device before anything is sent: reductions, and products with directions."""
+"""Treatments: what is made of rows on the device before anything is sent: reductions, products with directions, and
+compressed records."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from vllm_weir.worker.step import Fold, StepPlan
+from vllm_weir.worker.codecs import Codecs
+from vllm_weir.worker.step import PACKED, Fold, StepPlan
+
+
+@dataclass(frozen=True)
+class Packet:
+    """Compressed records on their way to the host.
+
+    Attributes:
+        records: uint8 [n, record_bytes] on the device.
+        pieces: int64 [m, 3] of byte in `records`, byte of the arena, bytes.
+    """
+
+    records: torch.Tensor
+    pieces: np.ndarray
 
 
 class Treater:
@@ -34,6 +51,20 @@ class Treater:
             if rows.is_cuda:
                 directions[number].record_stream(torch.cuda.current_stream())
             self._leave(some, cell, (rows @ directions[number].T).view(len(some), -1))
+
+    def pack(self, plan: StepPlan, start: int, codecs: Codecs) -> list[Packet]:
+        """The records that the plan wants of the rows from ring row `start` on: one packet for each codec."""
+        packets = []
+        for number in np.unique(plan.packs[:, 4]).tolist():
+            after, places, sizes, columns, _ = plan.packs[plan.packs[:, 4] == number].T
+            firsts = after - columns + start
+            if (firsts[1:] == firsts[:-1] + columns[:-1]).all():
+                rows = self._ring[int(firsts[0]) : int(firsts[-1] + columns[-1])]
+            else:
+                rows = self._ring[self._ranges(firsts, columns)]
+            records = codecs[PACKED - number].encode(rows)
+            packets.append(Packet(records, _pieces(places, sizes)))
+        return packets
 
     def forget(self, strands: list[int]) -> None:
         """These strands have ended."""
@@ -64,9 +95,26 @@ class Treater:
         every = (slots[:, None] + np.arange(width)).ravel()
         return torch.from_numpy(every).to(self._ring.device, non_blocking=True)
 
+    def _ranges(self, firsts: np.ndarray, sizes: np.ndarray) -> torch.Tensor:
+        """first, first + 1, .. for each of them, one after the other."""
+        ends = sizes.cumsum()
+        every = torch.from_numpy(np.repeat(firsts - (ends - sizes), sizes) + np.arange(ends[-1]))
+        if self._ring.is_cuda:
+            every = every.pin_memory()  # a copy from other memory could hold the host up
+        return every.to(self._ring.device, non_blocking=True)
+
     def _leave(self, slots: np.ndarray, cell: int, values: torch.Tensor) -> None:
         """Values float32 [n, k] to the first words of `cell` ring rows each, from `slots` on."""
         words = self._cells.shape[1]
         padded = values.new_zeros(len(slots), cell * words)
         padded[:, : values.shape[1]] = values
         self._cells[self._index(slots, cell)] = padded.view(-1, words)
+
+
+def _pieces(places: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """As `Packet.pieces`, the fewest: records that follow each other go together."""
+    ends = sizes.cumsum()
+    first = np.concatenate([[0], np.flatnonzero(places[1:] != places[:-1] + sizes[:-1]) + 1])
+    last = np.concatenate([first[1:], [len(sizes)]]) - 1
+    starts = ends[first] - sizes[first]
+    return np.stack([starts, places[first], ends[last] - starts], 1)

@@ -1,0 +1,185 @@
+"""Rows to packed records and back, on any device, without a synchronisation.
+
+The 8-bit methods share one affine code: with ``zero`` the row's smallest value and ``scale = (largest - zero) / 255``,
+
+    code = round((x - zero) / scale)        x~ = code * scale + zero
+
+to within half a step (``scale / 2``) of every value; of a constant row ``scale`` is 0 and x~ exact. A row that holds NaN
+or Inf has ``scale = NaN`` and unpacks to NaN throughout: it is marked, not mangled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_weir.errors import WeirError
+from vllm_weir.spec.compress import Compression, header_bytes
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int32": torch.int32,
+    "uint8": torch.uint8,
+    "float8_e4m3fn": FP8,
+}
+
+
+def projection(seed: int, k: int, d: int) -> torch.Tensor:
+    """The random projection of rp8: independent N(0, 1/k), float32 [k, d], on the CPU.
+
+    Follows from (seed, k, d) alone: Box-Muller on the raw 64-bit output of Philox4x64-10 with `seed` as its key. (numpy
+    keeps its bit generators stable across versions, its normal distribution not.)
+    """
+    return torch.from_numpy(_gaussian(seed, k, d).copy())
+
+
+@functools.lru_cache(maxsize=4)
+def _gaussian(seed: int, k: int, d: int) -> np.ndarray:
+    pairs = (k * d + 1) // 2
+    raw = np.random.Philox(key=seed).random_raw(2 * pairs) >> np.uint64(11)
+    radius = np.sqrt(-2.0 * np.log((raw[0::2] + np.uint64(1)) * 2.0**-53) / k)
+    angle = raw[1::2] * (2.0 * np.pi * 2.0**-53)
+    values = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1).reshape(-1)[: k * d]
+    out = values.astype(np.float32).reshape(k, d)
+    out.setflags(write=False)
+    return out
+
+
+@functools.lru_cache(maxsize=4)
+def _inverse(seed: int, k: int, d: int) -> np.ndarray:
+    """Pseudo-inverse of the projection, float32 [d, k]."""
+    matrix = _gaussian(seed, k, d).astype(np.float64)
+    return np.linalg.solve(matrix @ matrix.T, matrix).T.astype(np.float32)
+
+
+def encode(rows: torch.Tensor, compression: Compression, projection: torch.Tensor | None = None) -> torch.Tensor:
+    """Pack rows.
+
+    Args:
+        rows: [..., d], float32, float16 or bfloat16, any device.
+        compression: how.
+        projection: for rp8, the result of `projection` on the rows' device; made (and copied there) if None.
+
+    Returns:
+        uint8 [..., record_bytes], on the rows' device.
+    """
+    if rows.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise WeirError(f"rows are float32, float16 or bfloat16, got {rows.dtype}", "rows")
+    d = rows.shape[-1]
+    compression.check(d)
+    method = compression.method
+    if method == "none":
+        return _bytes(rows)
+    if method == "fp16":
+        return _bytes(rows.to(torch.float16))
+    x = rows.float()
+    if method == "fp8":
+        return _encode_fp8(x)
+    if method == "full8":
+        return torch.cat(_affine(x), dim=-1)
+    if method == "topk8":
+        indices = largest(x, compression.k or 0)
+        scale, zero, codes = _affine(x.gather(-1, indices), ~torch.isfinite(x).all(-1, keepdim=True))
+        return torch.cat([scale, zero, _bytes(indices.to(torch.int32)), codes], dim=-1)
+    if projection is None:
+        projection = globals()["projection"](compression.seed, compression.k, d).to(rows.device)
+    return torch.cat(_affine(x @ projection.T), dim=-1)
+
+
+def largest(x: torch.Tensor, k: int) -> torch.Tensor:
+    """Indices of the k largest magnitudes of each row, int64 [..., k], ascending; of equal ones the first count.
+
+    Args:
+        x: float32 [..., d].
+    """
+    # The bits of |x| order as |x| does; the index below them makes every key unique, so the choice never varies.
+    keys = x.abs().contiguous().view(torch.int32).to(torch.int64) << 32
+    keys = keys | torch.arange(x.shape[-1] - 1, -1, -1, device=x.device)
+    return keys.topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
+
+
+def decode(records: torch.Tensor, header: Mapping[str, Any]) -> torch.Tensor:
+    """Unpack records.
+
+    Args:
+        records: uint8 [..., record_bytes], any device.
+        header: of `Compression.header`.
+
+    Returns:
+        float32 [..., d_model] on the records' device. Of rp8 the least-squares estimate: the shortest row with that
+        projection, about ``k / d_model`` of the energy. Inner products want `project`.
+    """
+    method, parts = _split(records, header)
+    if method in ("none", "fp16"):
+        return parts["values"].float()
+    if method == "fp8":
+        return parts["values"].float() * parts["scale"]
+    x = parts["codes"].float() * parts["scale"] + parts["zero"]
+    if method == "full8":
+        return x
+    d = header["d_model"]
+    if method == "topk8":
+        # 0 * NaN is NaN: a marked row is NaN outside its support too
+        out = (parts["scale"] * 0).expand(*x.shape[:-1], d).clone()
+        return out.scatter_(-1, parts["indices"].long(), x)
+    inverse = torch.from_numpy(_inverse(header["seed"], header["k"], d).copy()).to(records.device)
+    return x @ inverse.T
+
+
+def project(records: torch.Tensor, header: Mapping[str, Any]) -> torch.Tensor:
+    """Records of rp8 in the compressed space, float32 [..., k]: inner products there estimate those of the rows.
+
+    A direction v takes part as ``v @ projection(seed, k, d_model).T``.
+    """
+    method, parts = _split(records, header)
+    if method != "rp8":
+        raise WeirError(f"only rp8 has a compressed space, these records are {method}", "header.method")
+    return parts["codes"].float() * parts["scale"] + parts["zero"]
+
+
+def _encode_fp8(x: torch.Tensor) -> torch.Tensor:
+    scale = x.abs().amax(-1, keepdim=True) / FP8_MAX
+    scale = torch.where(torch.isfinite(x).all(-1, keepdim=True), scale, torch.nan)
+    # a row of zeros (or too small for float32) has scale 0, which must not divide
+    values = torch.where(scale > 0, x / scale, 0.0).clamp(-FP8_MAX, FP8_MAX)
+    return torch.cat([_bytes(scale), _bytes(values.to(FP8))], dim=-1)
+
+
+def _affine(x: torch.Tensor, bad: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """Bytes of scale and zero, and codes, of float32 [..., n]; `bad` [..., 1]: rows to mark besides x's own NaN."""
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    finite = torch.isfinite(low) & torch.isfinite(high)  # amin and amax hand NaN on
+    if bad is not None:
+        finite = finite & ~bad
+    scale = torch.where(finite, high / 255 - low / 255, torch.nan)  # high - low may overflow
+    codes = torch.where(scale > 0, (x - low) / scale, 0.0)
+    # Only where high - low overflows is (x - low) infinite; there the quotients are taken apart.
+    codes = torch.where(torch.isinf(codes), x / scale - low / scale, codes)
+    return [_bytes(scale), _bytes(low), codes.round().clamp(0, 255).to(torch.uint8)]
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def _split(records: torch.Tensor, header: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
+    """The fields of records, each [..., n] (n = 1 for scalars)."""
+    Compression.from_header(header)
+    want = header_bytes(header)
+    if records.dtype != torch.uint8 or records.shape[-1] != want:
+        raise WeirError(f"records are uint8 [..., {want}], got {records.dtype} {list(records.shape)}", "records")
+    parts = {}
+    ends = [f["offset"] for f in header["fields"][1:]] + [want]
+    for field, end in zip(header["fields"], ends):
+        raw = records[..., field["offset"] : end]
+        # a fresh copy, because a view must begin at a multiple of the item's size
+        parts[field["name"]] = raw.clone(memory_format=torch.contiguous_format).view(DTYPES[field["dtype"]])
+    return header["method"], parts

@@ -1,0 +1,112 @@
+"""The consumer ``filesystem``: rows into files, in one of the layouts of `vllm_weir.keep`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_weir.consumers.base import Consumer, EngineInfo, Finished, Rows
+from vllm_weir.errors import WeirError
+
+AT_ONCE = ("per_request", "npz")
+"""Layouts in which each sequence has files of its own, published when it is finished."""
+IDS = ("unique", "caller")
+
+
+class Filesystem(Consumer):
+    """Writes rows and records as they come.
+
+    Args:
+        url: directory, or any fsspec URL.
+        layout: see docs/keep.md.
+        flush_seconds: least time between two moments at which finished sequences are published; by default 0 for
+            layouts with files for each sequence, and 10 for the others. `weir.flush` and the engine's end publish all.
+        ids: what a sequence is called in the dataset: ``"unique"``, the engine's own id (the caller's and a random
+            suffix), or ``"caller"``, the caller's (with ``.1`` and so on for further sequences of a request), which can
+            be written only once.
+        options: of the layout, and ``fsync``, ``storage_options``, see docs/keep.md.
+    """
+
+    required = True
+
+    def __init__(
+        self,
+        url: str | None = None,
+        layout: str = "per_request",
+        flush_seconds: float | None = None,
+        ids: str = "unique",
+        **options: Any,
+    ) -> None:
+        if not isinstance(url, str) or not url:
+            raise WeirError("where the files go: a directory or an fsspec URL", "url")
+        if not isinstance(layout, str):
+            raise WeirError("the name of a layout", "layout")
+        if flush_seconds is None:
+            flush_seconds = 0.0 if layout in AT_ONCE else 10.0
+        if isinstance(flush_seconds, bool) or not isinstance(flush_seconds, (int, float)) or not flush_seconds >= 0:
+            raise WeirError("a number of seconds, at least 0", "flush_seconds")
+        if ids not in IDS:
+            raise WeirError(f"choose from {', '.join(IDS)}", "ids")
+        self._url, self._layout, self._options, self._ids = url, layout, options, ids
+        self._flush_seconds, self._last, self._loose = flush_seconds, time.monotonic(), False
+        self._writer: Any = None
+
+    def open(self, engine: EngineInfo) -> None:
+        from vllm_weir.keep import open_writer
+
+        try:
+            self._writer = open_writer(self._url, self._layout, **self._options)
+        except TypeError as e:
+            raise WeirError(f"an option is wrong: {e}") from None
+
+    def take(self, rows: Rows) -> None:
+        from vllm_weir.keep import Batch
+
+        site, name = rows.site, self._name(rows.request)
+        self._writer.write(
+            Batch(name, site.hook, site.layer, rows.positions, rows.token_ids, rows.data, rows.compression)
+        )
+
+    def finish(self, request: Finished) -> Sequence[str]:
+        name = self._name(request)
+        metadata = {
+            "request_id": request.request_id,
+            "index": request.index,
+            "prompt_tokens": request.prompt_tokens,
+            "generated_tokens": request.generated_tokens,
+            "finish_reason": request.finish_reason,
+        }
+        if request.metadata:
+            metadata["mark"] = dict(request.metadata)
+        self._writer.finish_request(name, metadata)
+        self._loose = True
+        if time.monotonic() - self._last >= self._flush_seconds:
+            self.flush()
+        return self._files(name)
+
+    def abort(self, request: Finished) -> None:
+        self._writer.abandon(self._name(request))
+
+    def tick(self) -> None:
+        if self._loose and time.monotonic() - self._last >= self._flush_seconds:
+            self.flush()
+
+    def flush(self) -> None:
+        self._last = time.monotonic()
+        self._writer.flush()
+        self._loose = False
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _name(self, request: Finished) -> str:
+        if self._ids == "unique":
+            return request.name
+        return f"{request.request_id}.{request.index}" if request.index else request.request_id
+
+    def _files(self, name: str) -> list[str]:
+        from vllm_weir.keep.gathered import safe_name
+
+        store = self._writer.store
+        return [store.describe(f"{safe_name(name)}.safetensors") if self._layout == "per_request" else self._url]

@@ -1,0 +1,250 @@
+"""The board: all sinks of one engine, and which rows go to which."""
+
+from __future__ import annotations
+
+import concurrent.futures.thread  # noqa: F401 - whose end comes after ours only if it was announced before
+import json
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vllm_weir import consumers
+from vllm_weir.consumers.base import EngineInfo, Finished
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.parts import Part
+from vllm_weir.frontend.sinks.job import Job
+from vllm_weir.frontend.sinks.marks import MarkBuffer
+from vllm_weir.frontend.sinks.runner import Runner
+from vllm_weir.frontend.sinks.ticket import Ticket
+from vllm_weir.spec.capture import Capture
+from vllm_weir.spec.sinks import Sink, SinkDefinition
+
+if TYPE_CHECKING:
+    from vllm_weir.frontend.view import View
+
+MOST_OWN = 16
+"""Sinks that requests have set up and that are kept open."""
+
+
+class Board:
+    """Sinks of the engine's settings and of its requests.
+
+    Args:
+        definitions: the settings' sinks by name.
+        marked_bytes, marked_seconds: bounds of the rows that wait to be marked.
+        patience: seconds that a sink with the policy ``"block"`` may hold an output back.
+
+    Attributes:
+        everyone: what these sinks get of every request.
+
+    Raises:
+        WeirError: for a capture that is none, or a consumer that is not installed.
+    """
+
+    def __init__(
+        self, definitions: Mapping[str, SinkDefinition], marked_bytes: int, marked_seconds: float, patience: float
+    ) -> None:
+        self.definitions = dict(definitions)
+        self.everyone = tuple(c for name, d in definitions.items() for c in _captures(name, d))
+        self.marks = MarkBuffer(marked_bytes, marked_seconds)
+        self._patience = patience
+        self._engine: EngineInfo | None = None
+        self._runners: dict[str, Runner] = {}
+        self._own: OrderedDict[SinkDefinition, Runner] = OrderedDict()
+        self._lock = threading.Lock()
+        self._tidier: threading.Thread | None = None
+        self._wake = threading.Event()
+        self.close = weakref.finalize(self, _close, self._runners, self._own)
+        _close_before_exit(self)
+
+    def open(self, engine: EngineInfo) -> None:
+        """Set the settings' sinks up; raises WeirError if one refuses."""
+        with self._lock:
+            self._engine = engine
+            for name, definition in self.definitions.items():
+                if name not in self._runners:
+                    self._runners[name] = Runner(name, definition, engine, f"settings.sinks.{name}")
+
+    def prepare(self, parts: Sequence[Part]) -> None:
+        """Make sure that the sinks of a request stand; raises WeirError, naming the field, if one refuses."""
+        for part in parts:
+            if not part.sink.memory:
+                self._runner(part.sink)
+
+    def deliver(
+        self, request_id: str, views: Sequence[View], request: Finished, release: Callable[[], None], hold: bool
+    ) -> list[Ticket]:
+        """Send a finished sequence's rows on their ways.
+
+        Args:
+            request_id: the engine's own id.
+            views: one for each part that has a sink.
+            request: whose rows they are.
+            release: to be called once for each view, when its rows are not needed here any more.
+            hold: whether this thread may be held up while a sink has no room.
+        """
+        patience = self._patience if hold else 0.0
+        tickets: list[Ticket] = []
+        kept: list[_Kept] = []
+        for view in views:
+            try:
+                runner = self._runner(view.part.sink)
+            except WeirError as e:  # the request's output says so; this thread serves everybody's
+                tickets.append(Ticket(view.part.sink.name, True))
+                tickets[-1].close(f"failed: {e}")
+                release()
+                continue
+            marked = view.part.keep == "marked"
+            ticket = Ticket(runner.name, runner.required, "held" if marked else "queued")
+            job = Job(view, request, ticket, release)
+            tickets.append(ticket)
+            if marked:
+                kept.append(_Kept(job, runner))
+            else:
+                runner.offer(job, patience)
+        metadata = self.marks.add(request_id, list(kept)) if kept else None
+        if metadata is not None:
+            for one in kept:
+                one.send(metadata, patience)
+        elif kept:
+            self._tidy()
+        return tickets
+
+    def mark(self, name: str, metadata: dict[str, Any]) -> list[Ticket]:
+        """See `weir.mark`."""
+        tickets = []
+        for kept in self.marks.mark(name, metadata):
+            assert isinstance(kept, _Kept)
+            kept.send(metadata, self._patience)
+            tickets.append(kept.job.ticket)
+        return tickets
+
+    def flush(self, timeout: float) -> None:
+        """Wait until every sink has taken what was sent to it, durably."""
+        for runner in self._all():
+            runner.flush(timeout)
+
+    def report(self) -> dict[str, dict[str, Any]]:
+        """Sink -> its state."""
+        return {runner.name: runner.report() for runner in self._all()}
+
+    def _all(self) -> list[Runner]:
+        with self._lock:
+            return [*self._runners.values(), *self._own.values()]
+
+    def _runner(self, sink: Sink) -> Runner:
+        if sink.own is None:
+            return self._runners[sink.name]
+        with self._lock:
+            runner = self._own.get(sink.own)
+            if runner is None:
+                assert self._engine is not None
+                self._make_room(sink.path)
+                runner = Runner(sink.name, sink.own, self._engine, sink.path)
+                self._own[sink.own] = runner
+            self._own.move_to_end(sink.own)
+            return runner
+
+    def _make_room(self, path: str) -> None:
+        if len(self._own) < MOST_OWN:
+            return
+        idle = next((d for d, r in self._own.items() if r.idle), None)
+        if idle is None:
+            raise WeirError(
+                f"{MOST_OWN} sinks that requests have set up are busy; set one up for the engine and name it", path
+            )
+        self._own.pop(idle).close()
+
+    def _tidy(self) -> None:
+        """Let go of what is not marked in time."""
+        if self._tidier is None:
+            self._tidier = threading.Thread(
+                target=_keep_tidy, args=(weakref.ref(self), self._wake), name="weir-marks", daemon=True
+            )
+            self._tidier.start()
+        self._wake.set()
+
+
+class _Kept:
+    """A job that waits to be marked."""
+
+    def __init__(self, job: Job, runner: Runner) -> None:
+        self.job, self._runner = job, runner
+        runner.hold(1)
+
+    @property
+    def size(self) -> int:
+        return self.job.size
+
+    def send(self, metadata: dict[str, Any], patience: float) -> None:
+        self.job.marked(metadata)
+        self.job.ticket.state = "queued"
+        self._runner.offer(self.job, patience)
+        self._runner.hold(-1)
+
+    def evict(self, why: str) -> None:
+        self.job.evict(why)
+        self._runner.hold(-1)
+
+
+def check_sinks(definitions: Mapping[str, SinkDefinition]) -> None:
+    """Raise WeirError for what can be known to be wrong before there is an engine."""
+    for name, definition in definitions.items():
+        _captures(name, definition)
+
+
+def _captures(name: str, definition: SinkDefinition) -> list[Capture]:
+    """What a sink of the settings gets of every request."""
+    path = f"settings.sinks.{name}"
+    declared = consumers.find(definition.consumer, path).captures
+    wanted: Sequence[Any] = declared
+    if definition.captures is not None:
+        wanted = [json.loads(text) for text in definition.captures]
+    out = []
+    for k, one in enumerate(wanted):
+        capture = Capture.from_json(one.to_json() if isinstance(one, Capture) else one, f"{path}.capture[{k}]")
+        if not capture.sink.memory or capture.keep != "always":
+            raise WeirError("the capture of a sink goes to that sink; leave sink and keep out", f"{path}.capture[{k}]")
+        out.append(replace(capture, sink=Sink(name), keep=definition.keep))
+    return out
+
+
+def _keep_tidy(board_of: weakref.ref[Board], wake: threading.Event) -> None:
+    while True:
+        board = board_of()
+        if board is None:
+            return
+        due = board.marks.due
+        del board
+        wake.wait(1.0 if due is None else min(1.0, max(0.01, due - time.monotonic())))
+        wake.clear()
+        board = board_of()
+        if board is None:
+            return
+        board.marks.tidy()
+        del board
+
+
+_boards: weakref.WeakSet[Board] = weakref.WeakSet()
+
+
+def _close_before_exit(board: Board) -> None:
+    """Close it while consumers can still start threads, as their last files may need: ``atexit`` is too late."""
+    board.close.atexit = not hasattr(threading, "_register_atexit")
+    if not board.close.atexit and not _boards:
+        threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+    _boards.add(board)
+
+
+def _close_all() -> None:
+    for board in list(_boards):
+        board.close()
+
+
+def _close(runners: dict[str, Runner], own: OrderedDict[SinkDefinition, Runner]) -> None:
+    for runner in [*runners.values(), *own.values()]:
+        runner.close()

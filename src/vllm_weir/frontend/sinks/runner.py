@@ -1,0 +1,185 @@
+"""A runner: one consumer, the thread that feeds it, and the queue before it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from vllm_weir import consumers
+from vllm_weir.consumers.base import EngineInfo
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.sinks.job import Job
+from vllm_weir.frontend.sinks.queue import BoundedQueue
+from vllm_weir.spec.sinks import SinkDefinition
+
+logger = logging.getLogger(__name__)
+TICK = 1.0
+CLOSING = 60.0
+"""Seconds that a consumer has to take what is queued when its engine goes."""
+
+
+class Runner:
+    """Feeds one consumer. What the consumer raises fails the rows in hand, and is counted; nothing else stops.
+
+    Attributes:
+        required: whether a request fails with it.
+
+    Raises:
+        WeirError: if the consumer is not installed, or refuses its options.
+    """
+
+    def __init__(self, name: str, definition: SinkDefinition, engine: EngineInfo, path: str) -> None:
+        self.name, self.definition = name, definition
+        self._consumer = consumers.make(definition.consumer, json.loads(definition.options), path)
+        self.required = self._consumer.required if definition.required is None else definition.required
+        try:
+            self._consumer.open(engine)
+        except Exception as e:
+            where = f"{path}.{definition.consumer}"
+            if isinstance(e, WeirError):
+                raise WeirError(e.message, f"{where}.{e.field}" if e.field else where) from None
+            raise WeirError(f"it cannot be opened: {type(e).__name__}: {e}", where) from e
+        self._queue: BoundedQueue[Job] = BoundedQueue(definition.queue_bytes, definition.policy)
+        self._call = threading.Lock()
+        """Held while the consumer is called: `flush` comes from other threads."""
+        self.sequences = self.dropped = self.failed = 0
+        self.last_error = ""
+        self._held, self._count = 0, threading.Lock()
+        self._spills: queue.SimpleQueue[Job | None] | None = None
+        self._folder: tempfile.TemporaryDirectory | None = None
+        if definition.policy == "spill":
+            self._spills, self._folder = queue.SimpleQueue(), tempfile.TemporaryDirectory(prefix="weir-spill-")
+            self._start(self._spill, "spill")
+        self._thread = self._start(self._run, "sink")
+
+    def offer(self, job: Job, patience: float) -> None:
+        """Queue a job; its ticket tells how it ends. With the policy ``"block"`` waits up to `patience` seconds."""
+        verdict = self._queue.put(job, patience)
+        if verdict == "drop":
+            self.dropped += 1
+            job.over()
+            job.ticket.close("dropped")
+        elif verdict == "spill" and self._spills is not None:
+            self._spills.put(job)
+
+    def flush(self, timeout: float) -> None:
+        """Wait until the consumer has taken what is queued, and has made it durable.
+
+        Raises:
+            WeirError: if it takes longer than `timeout` seconds, or fails.
+        """
+        if not self._queue.wait_empty(timeout):
+            raise WeirError(f"the sink {self.name!r} did not take everything within {timeout:g} s", "sink")
+        try:
+            with self._call:
+                self._consumer.flush()
+        except Exception as e:
+            raise WeirError(f"the sink {self.name!r} could not be flushed: {type(e).__name__}: {e}", "sink") from e
+
+    def hold(self, jobs: int) -> None:
+        """So many more jobs may come to it later (fewer, if negative)."""
+        with self._count:
+            self._held += jobs
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits for it."""
+        return self._queue.idle and not self._held
+
+    def report(self) -> dict[str, Any]:
+        """State, as plain data."""
+        return {
+            "consumer": self.definition.consumer,
+            "policy": self.definition.policy,
+            "queued": len(self._queue),
+            "queued_bytes": self._queue.bytes,
+            "sequences": self.sequences,
+            "dropped": self.dropped,
+            "failed": self.failed,
+            "last_error": self.last_error,
+        }
+
+    def close(self) -> None:
+        """Give the consumer what is queued, then end it."""
+        self._queue.stop()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=CLOSING)
+        if self._spills is not None:
+            self._spills.put(None)
+
+    def _start(self, run, kind: str) -> threading.Thread:
+        thread = threading.Thread(target=run, name=f"weir-{kind}-{self.name}", daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._queue.take(TICK)
+            except queue.Empty:
+                self._tick()
+                continue
+            if job is None:
+                break
+            self._serve(job)
+            self._queue.done()
+            del job  # or it would hold its rows until the next one comes
+        try:
+            with self._call:
+                self._consumer.close()
+        except Exception:
+            logger.exception("the sink %s did not close", self.name)
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _tick(self) -> None:
+        try:
+            with self._call:
+                self._consumer.tick()
+        except Exception as e:  # as in `_serve`, but there is no request to tell
+            self._note(e)
+            logger.exception("the sink %s failed", self.name)
+
+    def _note(self, e: Exception) -> None:
+        self.failed += 1
+        self.last_error = f"{type(e).__name__}: {e}"
+
+    def _serve(self, job: Job) -> None:
+        state = "written"
+        files: tuple[str, ...] = ()
+        try:
+            with self._call:
+                for rows in job.rows():
+                    self._consumer.take(rows)
+                files = tuple(str(file) for file in self._consumer.finish(job.request) or ())
+            self.sequences += 1
+        except Exception as e:
+            logger.exception("the sink %s failed at request %s", self.name, job.request.name)
+            self._note(e)
+            state = f"failed: {self.last_error}"
+            self._abort(job)
+        job.over()
+        job.ticket.close(state, files)
+
+    def _abort(self, job: Job) -> None:
+        try:
+            with self._call:
+                self._consumer.abort(job.request)
+        except Exception:
+            logger.exception("the sink %s could not undo request %s", self.name, job.request.name)
+
+    def _spill(self) -> None:
+        assert self._spills is not None and self._folder is not None
+        folder = Path(self._folder.name)
+        while (job := self._spills.get()) is not None:
+            try:
+                job.spill(folder)
+            except (WeirError, OSError) as e:
+                # The rows stay in memory; whoever takes them out meets a lost row again and reports it.
+                logger.error("the sink %s could not spill request %s: %s", self.name, job.request.name, e)
+            del job

@@ -1,0 +1,58 @@
+"""Tickets: what has become of one sequence's rows at one sink."""
+
+from __future__ import annotations
+
+import threading
+
+from vllm_weir.errors import WeirError
+from vllm_weir.spec.hooks import Site
+
+_OPEN = ("queued", "held")
+
+
+class Ticket:
+    """Made when a sequence finishes; a consumer's thread writes in it, outputs read it.
+
+    Attributes:
+        sink: the sink's name.
+        required: whether the request fails with it.
+        state: ``"queued"``, ``"held"``, ``"written"``, ``"dropped"``, ``"evicted"`` or ``"failed: <why>"``.
+        files: what was written.
+        missing: site -> rows that the worker had no room for, and that the sink therefore has not got.
+    """
+
+    def __init__(self, sink: str, required: bool, state: str = "queued") -> None:
+        self.sink, self.required, self.state = sink, required, state
+        self.files: tuple[str, ...] = ()
+        self.missing: dict[Site, int] = {}
+        self._over = threading.Event()
+
+    def close(self, state: str, files: tuple[str, ...] = ()) -> None:
+        """This is how it ended."""
+        self.files, self.state = files, state
+        self._over.set()
+
+    def settle(self, timeout: float) -> None:
+        """Wait for rows that are on their way to the sink; not for those that are held until they are marked.
+
+        Raises:
+            WeirError: if the sink has failed and the request depends on it, or takes longer than `timeout` seconds.
+        """
+        if self.state == "held":
+            return
+        if not self._over.wait(timeout):
+            raise WeirError(f"the sink {self.sink!r} did not take the rows within {timeout:g} s", "sink")
+        if self.required and self.state.startswith("failed"):
+            raise WeirError(f"the sink {self.sink!r} {self.state}", "sink")
+
+    def wait(self, timeout: float | None = None) -> tuple[str, ...]:
+        """Wait until the rows are written; returns the files.
+
+        Raises:
+            WeirError: if they were not written, or not within `timeout` seconds.
+        """
+        if not self._over.wait(timeout):
+            raise WeirError(f"the sink {self.sink!r} did not take the rows within {timeout:g} s", "sink")
+        if self.state != "written":
+            raise WeirError(f"the sink {self.sink!r} {self.state}", "sink")
+        return self.files

@@ -1,0 +1,262 @@
+"""A directory or an object store behind an fsspec URL, in which files appear whole or not at all.
+
+Locally a file is written under a hidden temporary name and renamed; on an object store it is collected in a local
+temporary file and sent with one put. Every operating-system error becomes a WeirError that names the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import posixpath
+import secrets
+import tempfile
+from collections.abc import Iterator, Sequence
+from os import PathLike
+from typing import Any
+
+import fsspec
+import numpy as np
+from fsspec.implementations.local import LocalFileSystem
+
+from vllm_weir.errors import WeirError
+
+
+@contextlib.contextmanager
+def naming(action: str, file: str) -> Iterator[None]:
+    """Turns an OSError inside into a WeirError that names `file`."""
+    try:
+        yield
+    except OSError as e:
+        raise WeirError(f"cannot {action} {file}: {e.strerror or e}") from e
+
+
+class Store:
+    """Files under a URL, by name (``/`` separates folders).
+
+    Args:
+        url: local path or any fsspec URL (``s3://bucket/run``, ``memory://run``, ...).
+        storage_options: for fsspec's file system of that protocol.
+        fsync: wait until a published file is on the disk (local only).
+    """
+
+    def __init__(
+        self, url: str | PathLike, storage_options: dict[str, Any] | None = None, *, fsync: bool = False
+    ) -> None:
+        self.url = os.fspath(url)
+        self.options = dict(storage_options or {})
+        self.fsync = fsync
+        self._open()
+
+    def _open(self) -> None:
+        try:
+            self.fs, root = fsspec.core.url_to_fs(self.url, **self.options)
+        except (ValueError, ImportError) as e:  # an unknown protocol, or one whose package is missing
+            raise WeirError(f"cannot open {self.url}: {e}") from e
+        self.root = root.rstrip("/")
+        self.local = isinstance(self.fs, LocalFileSystem)
+        self._pid = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"url": self.url, "options": self.options, "fsync": self.fsync}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def path(self, name: str) -> str:
+        """The path of a file, as the file system understands it."""
+        return f"{self.root}/{name}" if name else self.root
+
+    def describe(self, name: str) -> str:
+        """The file as error messages name it."""
+        return self.path(name) if self.local else f"{self.url.rstrip('/')}/{name}".rstrip("/")
+
+    def fail(self, name: str, message: str) -> WeirError:
+        """An error about a file's content."""
+        return WeirError(f"{self.describe(name)}: {message}")
+
+    def names(self, *, deep: bool = False) -> dict[str, int]:
+        """Published files and their bytes; hidden and temporary ones are left out."""
+        self._refresh()
+        with naming("list", self.describe("")):
+            try:
+                found = self.fs.find(self.root, maxdepth=None if deep else 1, detail=True)
+            except FileNotFoundError:
+                return {}
+        out = {}
+        for path, info in found.items():
+            name = posixpath.relpath(path, self.root)
+            if name != "." and not any(part.startswith(".") for part in name.split("/")):
+                out[name] = int(info["size"] or 0)
+        return out
+
+    def is_file(self) -> bool:
+        """Whether the URL is a file rather than a folder."""
+        self._refresh()
+        with naming("open", self.describe("")):
+            return bool(self.fs.isfile(self.root))
+
+    def exists(self) -> bool:
+        """Whether there is anything at the URL."""
+        self._refresh()
+        with naming("open", self.describe("")):
+            return bool(self.fs.exists(self.root))
+
+    def make(self) -> None:
+        """Make the folder."""
+        with naming("create", self.describe("")):
+            self.fs.makedirs(self.root, exist_ok=True)
+
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+        self._refresh()
+        with naming("open", self.describe(name)):
+            return int(self.fs.size(self.path(name)) or 0)
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """A file's bytes, from `start` up to `end`."""
+        self._refresh()
+        with naming("read", self.describe(name)):
+            return self.fs.cat_file(self.path(name), start=start, end=end)
+
+    def read_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        """Several ranges of one file, fetched together where the store can."""
+        self._refresh()
+        with naming("read", self.describe(name)):
+            return self.fs.cat_ranges([self.path(name)] * len(starts), list(starts), list(ends), on_error="raise")
+
+    def map(self, name: str) -> np.ndarray:
+        """A local file as uint8 [bytes], mapped into memory, read-only."""
+        with naming("map", self.describe(name)):
+            if os.path.getsize(self.path(name)) == 0:
+                return np.zeros(0, np.uint8)
+            return np.memmap(self.path(name), np.uint8, "r")
+
+    def put(self, name: str, data: bytes) -> None:
+        """Publish a small file."""
+        spool = self.spool(name)
+        try:
+            spool.write(data)
+            spool.publish()
+        except WeirError:
+            spool.discard()
+            raise
+
+    def remove(self, name: str) -> None:
+        """Delete a file."""
+        with naming("delete", self.describe(name)):
+            self.fs.rm_file(self.path(name))
+
+    def spool(self, name: str) -> Spool:
+        """A file in the making."""
+        return Spool(self, name)
+
+    def sweep(self) -> None:
+        """Delete temporary files whose writers are gone (local only)."""
+        if not self.local:
+            return
+        for folder, _, files in os.walk(self.root):
+            for file in files:
+                if file.startswith(".") and file.endswith(".tmp"):
+                    _remove_if_stale(os.path.join(folder, file))
+
+    def _refresh(self) -> None:
+        """A forked process gets its own file system: connections must not be shared."""
+        if self._pid != os.getpid():
+            self._open()
+
+
+class Spool:
+    """A file in the making: written piece by piece, then published under its name in one step."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.store, self.name, self.size = store, name, 0
+        self.file = store.describe(name)
+        with naming("write", self.file):
+            if store.local:
+                folder, base = os.path.split(store.path(name))
+                os.makedirs(folder, exist_ok=True)
+                self.temporary = os.path.join(folder, f".{base}.{secrets.token_hex(4)}.tmp")
+                self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                # Whoever finds the file can tell by the lock whether its writer lives. Some network file systems have
+                # no locks; there a dead writer's file stays.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            else:
+                self._fd, self.temporary = tempfile.mkstemp(prefix="weir-")
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append; after an error the file is as it was before."""
+        with naming("write", self.file):
+            try:
+                _write_all(self._fd, memoryview(data).cast("B"), self.size)
+            except OSError:
+                os.ftruncate(self._fd, self.size)
+                raise
+        self.size += memoryview(data).nbytes
+
+    def write_at(self, offset: int, data: bytes) -> None:
+        """Overwrite bytes that were written already."""
+        with naming("write", self.file):
+            _write_all(self._fd, memoryview(data), offset)
+
+    def truncate(self, size: int) -> None:
+        """Drop what was written after the first `size` bytes."""
+        with naming("write", self.file):
+            os.ftruncate(self._fd, size)
+        self.size = size
+
+    def publish(self) -> None:
+        """Make the file visible under its name, whole. After an error it may be tried again."""
+        with naming("write", self.file):
+            if self.store.local:
+                if self.store.fsync:
+                    os.fsync(self._fd)
+                os.replace(self.temporary, self.store.path(self.name))
+                if self.store.fsync:
+                    _sync_folder(os.path.dirname(self.store.path(self.name)))
+                os.close(self._fd)
+            else:
+                self.store._refresh()
+                self.store.fs.put_file(self.temporary, self.store.path(self.name))
+                os.close(self._fd)
+                os.unlink(self.temporary)
+
+    def discard(self) -> None:
+        """Drop the file."""
+        with contextlib.suppress(FileNotFoundError), naming("delete", self.temporary):
+            os.close(self._fd)
+            os.unlink(self.temporary)
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def _sync_folder(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove_if_stale(path: str) -> None:
+    with naming("delete", path):
+        try:
+            fd = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return  # its writer is at work
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        finally:
+            os.close(fd)

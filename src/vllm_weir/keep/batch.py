@@ -1,0 +1,116 @@
+"""`Batch`: some rows of one site of one request, on their way into a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_weir.codec import encode
+from vllm_weir.errors import WeirError
+from vllm_weir.spec.compress import ROW_DTYPES, Compression, header_bytes
+from vllm_weir.spec.hooks import Site, normalise_hook
+
+
+@dataclass(eq=False)
+class Batch:
+    """Rows of one site of one request.
+
+    Attributes:
+        request_id: any string.
+        hook, layer: the site.
+        positions: int64 [n] (tensor, array or list); no position of a site may come twice.
+        token_ids: int64 [n], the token at each position; -1 where unknown.
+        rows: tensor [n, d], float32, float16 or bfloat16; or, with a header, records: uint8 [n, record_bytes].
+        header: of `Compression.header`, for records.
+    """
+
+    request_id: str
+    hook: str
+    layer: int
+    positions: Any
+    token_ids: Any
+    rows: torch.Tensor
+    header: Mapping[str, Any] | None = None
+
+    @property
+    def site(self) -> Site:
+        return Site(self.hook, self.layer)
+
+
+@dataclass(eq=False)
+class Packed:
+    """A checked batch. `records`: uint8 [n, record_bytes], C-contiguous, on the CPU; `header`: as JSON text."""
+
+    request_id: str
+    site: Site
+    positions: np.ndarray
+    token_ids: np.ndarray
+    records: np.ndarray
+    header: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.records.nbytes
+
+
+def pack(batch: Batch, compression: Compression) -> Packed:
+    """Check a batch, compress it unless it is, and bring it to the host; raises WeirError naming the field."""
+    if not isinstance(batch.request_id, str) or not 0 < len(batch.request_id) <= 4096:
+        raise WeirError("a request id is a string of 1 to 4096 characters", "batch.request_id")
+    if isinstance(batch.layer, bool) or not isinstance(batch.layer, int) or not 0 <= batch.layer < 2**31:
+        raise WeirError("a layer is an int, counted from 0", "batch.layer")
+    site = Site(normalise_hook(batch.hook, "batch.hook"), batch.layer)
+    rows = batch.rows
+    if not isinstance(rows, torch.Tensor) or rows.ndim != 2:
+        raise WeirError("rows is a tensor [n, d]", "batch.rows")
+    positions, token_ids = (
+        _ints(getattr(batch, name), len(rows), f"batch.{name}") for name in ("positions", "token_ids")
+    )
+    if len(positions) and positions.min() < 0:
+        raise WeirError("a position is never negative", "batch.positions")
+    header = batch.header
+    if header is None:
+        dtype = str(rows.dtype).removeprefix("torch.")
+        if dtype not in ROW_DTYPES:
+            raise WeirError(f"rows are {', '.join(ROW_DTYPES)}, got {dtype}; records need their header", "batch.rows")
+        header = compression.header(rows.shape[1], dtype)
+        rows = encode(rows, compression)
+    else:
+        Compression.from_header(header, "batch.header")
+        if rows.dtype != torch.uint8 or rows.shape[1] != header_bytes(header):
+            raise WeirError(
+                f"records are uint8 [n, {header_bytes(header)}] by their header, got {rows.dtype} {list(rows.shape)}",
+                "batch.rows",
+            )
+    records = rows.detach().cpu().contiguous().numpy()
+    return Packed(batch.request_id, site, positions, token_ids, records, header_text(header))
+
+
+def header_text(header: Mapping[str, Any]) -> str:
+    """A header as JSON text, always the same for the same header."""
+    return json.dumps(header, sort_keys=True, separators=(",", ":"))
+
+
+def metadata_text(metadata: Mapping[str, Any] | None) -> str:
+    """A request's metadata as JSON text; raises WeirError if it is not plain data."""
+    try:
+        return json.dumps(dict(metadata or {}), sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as e:
+        raise WeirError(f"metadata is plain JSON data: {e}", "metadata") from None
+
+
+def _ints(values: Any, n: int, field: str) -> np.ndarray:
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise WeirError("a flat list of ints", field) from None
+    if array.shape != (n,) or (n and array.dtype.kind not in "iu"):
+        raise WeirError(f"{n} rows want {n} ints, got {array.dtype} {list(array.shape)}", field)
+    return array.astype(np.int64)

@@ -1,0 +1,117 @@
+"""Reading the captures of the fork RhizoNymph/vllm: ``.bin`` files of raw rows beside ``.json`` files that describe them.
+
+Layouts ``per_file`` (one pair for a request's layer and hook), ``packed`` (one pair a request, with ``entries``) and
+``sharded`` (``shard-*``, entries of many requests). Its hooks: ``pre_attn``, ``post_attn``, ``post_mlp`` / ``post_block``.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_weir.keep.atomic import Store
+from vllm_weir.keep.blocks import FileBlock
+from vllm_weir.keep.index import Builder, Index
+from vllm_weir.spec.compress import ITEMSIZE, ROW_DTYPES, Compression
+from vllm_weir.spec.hooks import Site, normalise_hook
+
+_HOOKS = {"post_mlp": "resid_post"}
+
+
+class _Part(NamedTuple):
+    """Consecutive rows of one site in a .bin file; `seq` orders the parts of a request."""
+
+    request: str
+    site: Site
+    file: str
+    seq: int
+    offset: int
+    rows: int
+    width: int
+    dtype: str
+    positions: list[int] | None
+
+
+def read_fork(store: Store, names: dict[str, int]) -> Index:
+    """The index of a capture root, a tag, a request's folder, or one file."""
+    parts: list[_Part] = []
+    for name in sorted(names):
+        data = name.removesuffix(".json") + ".bin"
+        if name.endswith(".json") and data in names:
+            parts += _describe(store, name, data)
+    out = Builder("fork")
+    blocks: dict[tuple[str, int, str], int] = {}
+    by_site: dict[tuple[str, Site], list[_Part]] = {}
+    for part in sorted(parts, key=lambda p: (p.seq, p.file, p.offset)):
+        by_site.setdefault((part.request, part.site), []).append(part)
+    for (request, site), some in by_site.items():
+        if any(p.positions is None for p in some) and "rows without positions are numbered from 0" not in out.notes:
+            out.notes.append("rows without positions are numbered from 0")
+        _add(out, store, names, blocks, out.request(request), site, some)
+    return out.build()
+
+
+def _add(
+    out: Builder, store: Store, names: dict[str, int], blocks: dict[tuple[str, int, str], int], request: int,
+    site: Site, parts: list[_Part],
+) -> None:  # fmt: skip
+    positions, counted = [], 0
+    for part in parts:
+        known = part.positions if part.positions is not None else range(counted, counted + part.rows)
+        positions.append(np.asarray(known, np.int64))
+        counted += part.rows
+    # A recomputed position comes again; the last row is the one that counts.
+    flat = np.concatenate(positions)
+    _, last = np.unique(flat[::-1], return_index=True)
+    final = np.zeros(len(flat), bool)
+    final[len(flat) - 1 - last] = True
+    begin = 0
+    for part, some in zip(parts, positions):
+        keep = final[begin : begin + len(some)]
+        begin += len(some)
+        key = (part.file, part.width, part.dtype)
+        if key not in blocks:
+            header = Compression().header(part.width, part.dtype)
+            blocks[key] = out.block(FileBlock(store, part.file, header, names[part.file]))
+        width = out.blocks[blocks[key]].width
+        edges = np.flatnonzero(np.diff(keep.astype(np.int8), prepend=0, append=0))
+        for a, b in zip(edges[::2].tolist(), edges[1::2].tolist()):
+            out.run(request, site, blocks[key], part.offset + a * width, some[a:b])
+
+
+def _describe(store: Store, name: str, data: str) -> list[_Part]:
+    try:
+        content = json.loads(store.read(name))
+        if "entries" in content:
+            seq = int(content.get("seq", 0))
+            return [_part(store, name, data, {**content, **e}, seq, int(e["offset"])) for e in content["entries"]]
+        return [_part(store, name, data, content, 0, 0)]
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise store.fail(name, f"is no description of captured rows: {str(e)[:120]}") from None
+
+
+def _part(store: Store, name: str, data: str, entry: dict[str, Any], seq: int, offset: int) -> _Part:
+    hook = str(entry["hook"])
+    site = Site(normalise_hook(_HOOKS.get(hook, hook), "hook"), int(entry["layer"]))
+    rows, width = (int(n) for n in entry["shape"])
+    dtype, positions = entry.get("dtype", "float32"), entry.get("positions")
+    if dtype not in ROW_DTYPES:
+        raise ValueError(f"dtype {str(dtype)[:20]!r} is none of {', '.join(ROW_DTYPES)}")
+    if min(site.layer, rows, offset) < 0 or width < 1:
+        raise ValueError("negative numbers")
+    if entry.get("nbytes", rows * width * ITEMSIZE[dtype]) != rows * width * ITEMSIZE[dtype]:
+        raise ValueError(f"nbytes {entry['nbytes']} does not fit the shape")
+    if positions is not None:
+        positions = [int(p) for p in positions]
+        if len(positions) != rows or min(positions, default=0) < 0:
+            raise ValueError("its positions do not fit its rows")
+    return _Part(str(entry["request_id"]), site, data, seq, offset, rows, width, dtype, positions)
+
+
+def is_fork(store: Store, names: dict[str, int]) -> bool:
+    """Whether a folder holds the fork's pairs of files."""
+    return any(n.endswith(".json") and n.removesuffix(".json") + ".bin" in names for n in names)
+
+

@@ -1,0 +1,154 @@
+"""Layouts in which a request's rows are written together: collected in memory until the request is finished."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_weir.errors import WeirError
+from vllm_weir.keep.atomic import Store
+from vllm_weir.keep.batch import Packed
+from vllm_weir.keep.index import site_order
+from vllm_weir.keep.tensorfile import CODES, NAMES, Container, Tensor
+from vllm_weir.keep.writer import Writer
+from vllm_weir.spec.compress import ITEMSIZE, Compression, header_bytes
+from vllm_weir.spec.hooks import Site, normalise_hook
+
+_SAFE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}")
+
+
+@dataclass(eq=False)
+class SiteRows:
+    """All rows of one site of one request, by position. `records`: uint8 [n, record_bytes]."""
+
+    site: Site
+    positions: np.ndarray
+    token_ids: np.ndarray
+    records: np.ndarray
+    header: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.site.hook}.{self.site.layer}"
+
+
+class GatheringWriter(Writer):
+    """A writer that hands over whole requests.
+
+    Args:
+        buffer_bytes: most that unfinished and unpublished requests may take in memory together.
+    """
+
+    def __init__(self, store: Store, compress: object = None, buffer_bytes: int = 4 << 30) -> None:
+        super().__init__(store, compress)
+        self.buffer_bytes = buffer_bytes
+        self.held_bytes = 0
+        self._parts: dict[str, list[Packed]] = {}
+
+    def _append(self, packed: Packed) -> None:
+        if self.held_bytes + packed.nbytes > self.buffer_bytes:
+            raise WeirError(
+                f"{self.held_bytes + packed.nbytes} bytes of unpublished rows are more than buffer_bytes = "
+                f"{self.buffer_bytes}; raise it, or use the layout 'sharded', which holds none",
+                "buffer_bytes",
+            )
+        # A copy, because the caller's memory may be used again.
+        packed.records = packed.records.copy()
+        self._parts.setdefault(packed.request_id, []).append(packed)
+        self.held_bytes += packed.nbytes
+
+    def _finish(self, request_id: str, metadata: str, rows: int) -> None:
+        parts = self._parts.get(request_id, [])
+        self._publish_request(request_id, join_sites(parts), metadata)
+        self._parts.pop(request_id, None)
+
+    def _drop(self, request_id: str) -> None:
+        for part in self._parts.pop(request_id, []):
+            self.held_bytes -= part.nbytes
+
+    @abstractmethod
+    def _publish_request(self, request_id: str, sites: list[SiteRows], metadata: str) -> None: ...
+
+    def _flush(self) -> None:
+        """Every request is published as it finishes."""
+
+
+def join_sites(parts: list[Packed]) -> list[SiteRows]:
+    """Batches of one request, joined by site and sorted by position."""
+    by_site: dict[Site, list[Packed]] = {}
+    for part in parts:
+        by_site.setdefault(part.site, []).append(part)
+    out = []
+    for site in sorted(by_site, key=site_order):
+        some = by_site[site]
+        if len({part.header for part in some}) > 1:
+            raise WeirError(f"{site} of request {some[0].request_id[:80]!r} came with different headers", "batch.header")
+        positions = np.concatenate([p.positions for p in some])
+        order = np.argsort(positions, kind="stable")
+        tokens, records = (np.concatenate([getattr(p, name) for p in some]) for name in ("token_ids", "records"))
+        out.append(SiteRows(site, positions[order], tokens[order], records[order], json.loads(some[0].header)))
+    return out
+
+
+def safe_name(request_id: str) -> str:
+    """A file name for a request, different for different requests; the id itself where that can be."""
+    if _SAFE.fullmatch(request_id):
+        return request_id
+    digest = hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return f"{re.sub(r'[^A-Za-z0-9_-]+', '_', request_id)[:60]}.{digest}"
+
+
+def tensor_layout(header: dict[str, Any], rows: int) -> tuple[str, list[int], int]:
+    """How records are stored as a safetensors tensor: (dtype code, shape, bytes); plain rows keep their dtype."""
+    width, fields = header_bytes(header), header["fields"]
+    kind = fields[0]["dtype"]
+    if len(fields) == 1 and kind in CODES:
+        return CODES[kind], [rows, width // ITEMSIZE[kind]], rows * width
+    return "U8", [rows, width], rows * width
+
+
+def site_tensors(sites: list[SiteRows], prefix: str = "") -> dict[str, tuple[tuple[str, list[int], int], np.ndarray]]:
+    """Tensors of a request, by name, as (layout, data)."""
+    out: dict[str, tuple[tuple[str, list[int], int], np.ndarray]] = {}
+    for s in sites:
+        out[prefix + s.name] = (tensor_layout(s.header, len(s.positions)), s.records)
+        for name, values in (("positions", s.positions), ("token_ids", s.token_ids)):
+            out[f"{prefix}{s.name}.{name}"] = (("I64", [len(values)], values.nbytes), values.astype("<i8"))
+    return out
+
+
+def read_site(
+    store: Store, file: str, container: Container, name: str, header: dict[str, Any]
+) -> tuple[Site, Tensor, np.ndarray, np.ndarray]:
+    """(site, place of the records, positions, token ids) of one site's tensors, checked."""
+    try:
+        hook, _, layer = name.rpartition("/")[2].rpartition(".")
+        site = Site(normalise_hook(hook, f"{store.describe(file)}: hook"), int(layer))
+        Compression.from_header(header, f"{store.describe(file)}: header")
+        place = container.tensors[name]
+        lists = [container.tensors[f"{name}.{end}"] for end in ("positions", "token_ids")]
+    except (KeyError, ValueError) as e:
+        if isinstance(e, WeirError):
+            raise
+        raise store.fail(file, f"damaged: {name[:80]!r} is incomplete") from None
+    n = lists[0].shape[0] if lists[0].shape else 0
+    if site.layer < 0 or any(t.dtype != "I64" or t.shape != (n,) for t in lists):
+        raise store.fail(file, f"damaged: the positions of {name[:80]!r} do not fit")
+    dtype, shape, _ = tensor_layout(header, n)
+    if (place.dtype, list(place.shape)) != (dtype, shape):
+        raise store.fail(
+            file, f"damaged: {name[:80]!r} is {NAMES.get(place.dtype, place.dtype)} {list(place.shape)}, "
+            f"its header says {NAMES[dtype]} {shape}",
+        )  # fmt: skip
+    positions, tokens = (np.frombuffer(store.read(file, t.start, t.end), "<i8").astype(np.int64) for t in lists)
+    if len(positions) != n or len(tokens) != n:
+        raise store.fail(file, "truncated while it was read")
+    if n and (positions[0] < 0 or (np.diff(positions) <= 0).any()):
+        raise store.fail(file, f"damaged: the positions of {name[:80]!r} do not ascend")
+    return site, place, positions, tokens

@@ -1,0 +1,156 @@
+"""`Index`: what a dataset holds and where, as arrays; the same for every layout and foreign format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vllm_weir.errors import WeirError
+from vllm_weir.keep.blocks import Block, check_inside
+from vllm_weir.spec.hooks import HOOKS, Site
+
+
+@dataclass(eq=False)
+class Index:
+    """Runs of rows. Run i: `rows[i]` records of one site of one request, at ``offset[i] + j * stride[i]`` of a block.
+
+    Attributes:
+        layout: what was read.
+        requests, sites, blocks: what the codes point to.
+        metadata: JSON text for each request; empty for none.
+        request, site, block: codes, int64 [runs].
+        offset, stride, rows: int64 [runs].
+        positions, token_ids: int64 [all rows], run by run; token -1 where unknown.
+        incomplete: requests that were begun and not finished, and are left out.
+        notes: what a reader should know (foreign formats).
+    """
+
+    layout: str
+    requests: list[str]
+    sites: list[Site]
+    blocks: list[Block]
+    metadata: list[str]
+    request: np.ndarray
+    site: np.ndarray
+    block: np.ndarray
+    offset: np.ndarray
+    stride: np.ndarray
+    rows: np.ndarray
+    positions: np.ndarray
+    token_ids: np.ndarray
+    incomplete: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if int(self.rows.sum()) != len(self.positions) or len(self.positions) != len(self.token_ids):
+            raise WeirError(f"the index of this {self.layout} dataset is damaged: its counts do not fit")
+        order = np.argsort(self.block, kind="stable")
+        bounds = np.searchsorted(self.block[order], np.arange(len(self.blocks) + 1))
+        for i, block in enumerate(self.blocks):
+            mine = order[bounds[i] : bounds[i + 1]]
+            check_inside(block, self.offset[mine], self.rows[mine], self.stride[mine])
+        self.start = np.concatenate([[0], np.cumsum(self.rows)]).astype(np.int64)
+        self.code = {request: i for i, request in enumerate(self.requests)}
+
+    def describe(self, request: int) -> dict[str, Any]:
+        """A request's metadata."""
+        try:
+            out = json.loads(self.metadata[request] or "{}")
+        except ValueError:
+            out = None
+        if not isinstance(out, dict):
+            raise WeirError(f"the metadata of request {self.requests[request][:80]!r} are damaged")
+        return out
+
+    def expand(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """All rows of some runs: (which run, index into `positions`), each int64 [rows]."""
+        counts = self.rows[runs]
+        which = np.repeat(runs, counts)
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return which, self.start[which] + within
+
+    def gather(self, which: np.ndarray, at: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """Records of rows (as `expand` names them): block -> (which of the rows, uint8 [n, width])."""
+        offsets = self.offset[which] + (at - self.start[which]) * self.stride[which]
+        blocks = self.block[which]
+        out = {}
+        for block in np.unique(blocks).tolist():
+            mine = np.flatnonzero(blocks == block)
+            out[block] = (mine, self.blocks[block].gather(offsets[mine]))
+        return out
+
+
+class Builder:
+    """Collects runs one by one, for formats that are read file by file."""
+
+    def __init__(self, layout: str) -> None:
+        self.layout = layout
+        self.requests: dict[str, int] = {}
+        self.metadata: list[str] = []
+        self.sites: dict[Site, int] = {}
+        self.blocks: list[Block] = []
+        self.runs: list[tuple[int, int, int, int, int, int]] = []
+        self.positions: list[np.ndarray] = []
+        self.token_ids: list[np.ndarray] = []
+        self.notes: list[str] = []
+
+    def request(self, name: str, metadata: str = "") -> int:
+        """The code of a request."""
+        if name not in self.requests:
+            self.requests[name] = len(self.requests)
+            self.metadata.append(metadata)
+        return self.requests[name]
+
+    def block(self, block: Block) -> int:
+        """The code of a new block."""
+        self.blocks.append(block)
+        return len(self.blocks) - 1
+
+    def run(
+        self,
+        request: int,
+        site: Site,
+        block: int,
+        offset: int,
+        positions: np.ndarray,
+        token_ids: np.ndarray | None = None,
+        stride: int | None = None,
+    ) -> None:
+        """A run of records; `stride` bytes apart, if not one after the other."""
+        code = self.sites.setdefault(site, len(self.sites))
+        step = self.blocks[block].width if stride is None else stride
+        self.runs.append((request, code, block, offset, step, len(positions)))
+        self.positions.append(np.asarray(positions, np.int64))
+        tokens = np.full(len(positions), -1, np.int64) if token_ids is None else np.asarray(token_ids, np.int64)
+        self.token_ids.append(tokens)
+
+    def build(self) -> Index:
+        """The index."""
+        table = np.array(self.runs, np.int64).reshape(-1, 6)
+        none = [np.zeros(0, np.int64)]
+        sites = sorted(self.sites, key=site_order)
+        place = np.zeros(len(sites), np.int64)
+        for new, site in enumerate(sites):
+            place[self.sites[site]] = new
+        return Index(
+            self.layout, list(self.requests), sites, self.blocks, self.metadata, table[:, 0],
+            place[table[:, 1]] if len(table) else table[:, 1], table[:, 2], table[:, 3], table[:, 4], table[:, 5],
+            np.concatenate(self.positions or none), np.concatenate(self.token_ids or none), notes=self.notes,
+        )  # fmt: skip
+
+
+def site_order(site: Site) -> tuple[int, int]:
+    """Sites sort by block and then by place in the block."""
+    return site.layer, HOOKS.index(site.hook)
+
+
+def text_field(data: Mapping[str, Any], name: str) -> str:
+    """A string entry; raises KeyError or TypeError."""
+    value = data[name]
+    if not isinstance(value, str):
+        raise TypeError(name)
+    return value

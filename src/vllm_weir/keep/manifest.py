@@ -1,0 +1,178 @@
+"""The manifest of the `sharded` layout: an Arrow table, one row a *run* (consecutive records of one site of one request).
+
+A shard carries the manifest of its own runs, so publishing a shard is one step. ``manifest.parquet`` joins them for
+readers; what is not in it yet is read from the shards. A request that is finished has one more row, ``finished``, with
+its metadata and the number of its rows. Rows count only if they come from the writer that finished their request:
+so whatever an interrupted writer left behind is not read.
+"""
+
+from __future__ import annotations
+
+import io
+import posixpath
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from vllm_weir.errors import WeirError
+from vllm_weir.keep.atomic import Store
+from vllm_weir.keep.batch import Packed
+from vllm_weir.keep.tensorfile import read_container
+
+MANIFEST = "manifest.parquet"
+SHARD_PREFIX, SHARD_SUFFIX = "shard-", ".safetensors"
+_TEXT = pa.dictionary(pa.int32(), pa.string())
+SCHEMA = pa.schema(
+    [
+        ("request", pa.string()),
+        ("writer", _TEXT),
+        ("hook", _TEXT),
+        ("layer", pa.int32()),
+        ("rows", pa.int64()),
+        ("position", pa.list_(pa.int64())),
+        ("token_id", pa.list_(pa.int64())),
+        ("file", _TEXT),
+        ("offset", pa.int64()),
+        ("stride", pa.int64()),
+        ("dtype", _TEXT),
+        ("compression", _TEXT),
+        ("finished", pa.bool_()),
+        ("metadata", pa.string()),
+    ]
+)
+
+
+class Runs:
+    """The runs of one shard in the making."""
+
+    def __init__(self, writer: str, file: str, header: str, dtype: str, stride: int) -> None:
+        self.constant = {"writer": writer, "file": file, "compression": header, "dtype": dtype, "stride": stride}
+        self.columns: dict[str, list[Any]] = {
+            name: [] for name in ("request", "hook", "layer", "rows", "offset", "finished", "metadata")
+        }
+        self.positions: list[np.ndarray] = []
+        self.token_ids: list[np.ndarray] = []
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def add(self, packed: Packed, offset: int) -> None:
+        """A run whose first record is at byte `offset` of the file."""
+        self._row(packed.request_id, packed.site.hook, packed.site.layer, len(packed.positions), offset, False, "")
+        self.positions.append(packed.positions)
+        self.token_ids.append(packed.token_ids)
+
+    def finish(self, request: str, rows: int, metadata: str) -> None:
+        """The mark of a finished request; `rows`: of all its sites together."""
+        self._row(request, "", -1, rows, 0, True, metadata)
+        self.positions.append(np.zeros(0, np.int64))
+        self.token_ids.append(np.zeros(0, np.int64))
+
+    def cut(self, n: int) -> None:
+        """Drop all but the first n entries."""
+        for column in (*self.columns.values(), self.positions, self.token_ids):
+            del column[n:]
+
+    def _row(self, *values: Any) -> None:
+        for column, value in zip(self.columns.values(), values):
+            column.append(value)
+
+    def table(self) -> pa.Table:
+        """As an Arrow table of SCHEMA."""
+        n = len(self)
+        ends = np.concatenate([[0], np.cumsum([len(p) for p in self.positions])]).astype(np.int32)
+        lists = {
+            name: pa.ListArray.from_arrays(ends, np.concatenate([*parts, np.zeros(0, np.int64)]))
+            for name, parts in (("position", self.positions), ("token_id", self.token_ids))
+        }
+        arrays = []
+        for field in SCHEMA:
+            if field.name in lists:
+                arrays.append(lists[field.name])
+            elif field.name in self.constant:
+                value = self.constant[field.name]
+                column = pa.array([value] * n, field.type if field.type == pa.int64() else pa.string())
+                arrays.append(column.cast(field.type))
+            else:
+                plain = pa.string() if field.type == _TEXT else field.type
+                arrays.append(pa.array(self.columns[field.name], plain).cast(field.type))
+        return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+def to_parquet(table: pa.Table) -> bytes:
+    """A manifest as Parquet bytes, its pages with checksums."""
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    return sink.getvalue()
+
+
+def from_parquet(store: Store, name: str, data: bytes) -> pa.Table:
+    """Read a manifest; raises WeirError naming the file if it is damaged or something else."""
+    try:
+        table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
+        return pa.Table.from_arrays([table[field.name].cast(field.type) for field in SCHEMA], schema=SCHEMA)
+    except (pa.ArrowException, KeyError, OSError, ValueError) as e:
+        raise store.fail(name, f"its manifest cannot be read: {str(e)[:200]}") from None
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file is a shard, by its name."""
+    base = posixpath.basename(name)
+    return base.startswith(SHARD_PREFIX) and base.endswith(SHARD_SUFFIX)
+
+
+def read_manifest(store: Store, names: dict[str, int]) -> pa.Table:
+    """The manifest of everything published. `names`: the files there are, and their bytes."""
+    tables = []
+    known: set[str] = set()
+    if MANIFEST in names:
+        tables.append(from_parquet(store, MANIFEST, store.read(MANIFEST)))
+        known = set(pc.unique(tables[0]["file"].cast(pa.string())).to_pylist())
+        for gone in sorted(known - set(names)):
+            raise store.fail(gone or MANIFEST, "the manifest names it, and it is not there")
+    fresh = sorted(name for name in names if is_shard(name) and name not in known)
+    if store.local or len(fresh) < 2:
+        tables += [read_shard_manifest(store, name, names[name]) for name in fresh]
+    else:
+        with ThreadPoolExecutor(16) as pool:  # each takes a few round trips
+            tables += pool.map(lambda name: read_shard_manifest(store, name, names[name]), fresh)
+    return pa.concat_tables(tables).unify_dictionaries() if tables else SCHEMA.empty_table()
+
+
+def read_shard_manifest(store: Store, name: str, size: int) -> pa.Table:
+    """The manifest inside a shard."""
+    container = read_container(store, name, size)
+    if container.metadata.get("weir") != "shard" or "manifest" not in container.tensors:
+        raise store.fail(name, "is no shard of Weir's")
+    place = container.tensors["manifest"]
+    table = from_parquet(store, name, store.read(name, place.start, place.end))
+    if any(file != name for file in pc.unique(table["file"].cast(pa.string())).to_pylist()):
+        raise store.fail(name, "was renamed: its manifest has another name for it")
+    return table
+
+
+def column(table: pa.Table, name: str) -> np.ndarray:
+    """A column of numbers as an array."""
+    return table[name].to_numpy()
+
+
+def codes(table: pa.Table, name: str) -> tuple[np.ndarray, list[str]]:
+    """A column of strings as indices into its distinct values."""
+    chunked = table[name]
+    if not pa.types.is_dictionary(chunked.type):
+        chunked = chunked.dictionary_encode()
+    array = chunked.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):
+        array = array.unify_dictionaries().chunk(0) if array.num_chunks else pa.array([], _TEXT)
+    if array.null_count:
+        raise WeirError(f"the manifest's column {name} has gaps")
+    return array.indices.to_numpy().astype(np.int64), array.dictionary.to_pylist()
+
+
+def flat(table: pa.Table, name: str) -> np.ndarray:
+    """The values of a list column, one list after the other."""
+    return np.concatenate([chunk.flatten().to_numpy() for chunk in table[name].chunks] or [np.zeros(0, np.int64)])

@@ -1,0 +1,190 @@
+"""The `npz` layout: Vllm_mi_patch's folders, file names and fields, holding values that its own inverse gets right.
+
+``req_<id>/seq0_layer<L>_rank0.npz`` with ``q``, ``scale``, ``zero`` (rp8, full8) or ``indices``, ``values``, ``scale``,
+``zero`` (topk8), and ``manifest.json`` once the request is whole. There ``q * scale + zero`` is the value. Weir adds
+``positions``, ``token_ids`` and ``weir`` (the header as JSON bytes). Sites other than resid_post, which the file names
+have no room for, lie in a folder of the hook's name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+
+from vllm_weir.errors import WeirError
+from vllm_weir.keep.atomic import Store
+from vllm_weir.keep.blocks import ArrayBlock
+from vllm_weir.keep.gathered import GatheringWriter, SiteRows, safe_name
+from vllm_weir.keep.index import Builder, Index
+from vllm_weir.keep.npzfile import read_npz, read_some, write_npz
+from vllm_weir.spec.compress import Compression, header_bytes
+from vllm_weir.spec.hooks import Site, normalise_hook
+
+MANIFEST = "manifest.json"
+FILE = re.compile(r"seq(\d{1,18})_layer(\d{1,9})_rank(\d{1,9})\.npz")
+_NUMPY = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4", "uint8": "u1", "float8_e4m3fn": "u1"}
+_NAMES = {"rp8": {"codes": "q"}, "full8": {"codes": "q"}, "topk8": {"codes": "values"}}
+
+
+class NpzWriter(GatheringWriter):
+    """Layout ``npz``."""
+
+    layout = "npz"
+
+    def __init__(self, store: Store, compress: object = None, buffer_bytes: int = 4 << 30) -> None:
+        super().__init__(store, compress, buffer_bytes)
+        self._files = set(store.names(deep=True))
+
+    def holds(self, request_id: str) -> bool:
+        return f"{folder_of(request_id)}/{MANIFEST}" in self._files
+
+    def _check_open(self, request_id: str) -> None:
+        if self.holds(request_id):
+            self._finished.add(request_id)
+        super()._check_open(request_id)
+
+    def _publish_request(self, request_id: str, sites: list[SiteRows], metadata: str) -> None:
+        folder = folder_of(request_id)
+        layers: dict[str, Any] = {}
+        files = []
+        for s in sites:
+            name = f"seq0_layer{s.site.layer}_rank0.npz"
+            if s.site.hook != "resid_post":
+                name = f"{s.site.hook}/{name}"
+            arrays = to_arrays(s.records, s.header)
+            arrays["positions"], arrays["token_ids"] = s.positions, s.token_ids
+            arrays["weir"] = np.frombuffer(json.dumps(s.header).encode(), np.uint8)
+            self.store.put(f"{folder}/{name}", write_npz(arrays))
+            files.append([name, s.site.hook, s.site.layer])
+            if s.site.hook == "resid_post":
+                shape = [len(s.positions), s.header["k"] or s.header["d_model"]]
+                layers[str(s.site.layer)] = {"path": self.store.describe(f"{folder}/{name}"), "shape": shape}
+        self.store.put(f"{folder}/{MANIFEST}", _manifest(request_id, sites, files, layers, metadata, self, folder))
+        self._files.add(f"{folder}/{MANIFEST}")
+        self.held_bytes -= sum(s.records.nbytes for s in sites)
+
+
+def _manifest(
+    request_id: str, sites: list[SiteRows], files: list, layers: dict[str, Any], metadata: str,
+    writer: NpzWriter, folder: str,
+) -> bytes:  # fmt: skip
+    kept = json.loads(metadata)
+    header = sites[0].header if sites else {"method": "none", "k": None, "seed": 0}
+    method = header["method"]
+    return json.dumps(
+        {
+            "request_id": request_id,
+            "tp_rank": 0,
+            "tp_world_size": 1,
+            "mode": method,
+            "return_mode": "gathered",
+            "compression": {
+                "rp_k": header["k"] if method == "rp8" else None,
+                "topk_k": header["k"] if method == "topk8" else None,
+                "quant_bits": 8,
+                "per_dim_scale": False,
+                "rp_seed": header["seed"],
+            },
+            "output_dir": writer.store.describe(folder),
+            "sequences": {
+                "0": {
+                    "prompt_len": kept.get("prompt_tokens"),
+                    "total_len": max((len(s.positions) for s in sites), default=0),
+                    "layers": layers,
+                }
+            },
+            "weir": {"version": 1, "files": files, "metadata": kept},
+        },
+        indent=1,
+    ).encode()
+
+
+def folder_of(request_id: str) -> str:
+    """The folder of a request; Vllm_mi_patch's loader looks for folders that begin with ``req_``."""
+    return f"req_{safe_name(request_id)}"
+
+
+def to_arrays(records: np.ndarray, header: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Records [n, record_bytes] as arrays by field, each [n, ...]: scale and zero are [n, 1]."""
+    names = _NAMES.get(header["method"], {"values": "activations"})
+    out = {}
+    for field, end in _spans(header):
+        raw = np.ascontiguousarray(records[:, field["offset"] : end])
+        out[names.get(field["name"], field["name"])] = raw.view(_NUMPY[field["dtype"]])
+    return out
+
+
+def to_records(arrays: dict[str, np.ndarray], header: dict[str, Any]) -> np.ndarray:
+    """The inverse of `to_arrays`; raises KeyError or ValueError if the arrays do not fit."""
+    names = _NAMES.get(header["method"], {"values": "activations"})
+    parts = []
+    for field, end in _spans(header):
+        array = arrays[names.get(field["name"], field["name"])]
+        if array.dtype != np.dtype(_NUMPY[field["dtype"]]) or array.ndim != 2:
+            raise ValueError(f"{field['name']} is {array.dtype} {list(array.shape)}")
+        parts.append(np.ascontiguousarray(array).view(np.uint8))
+        if parts[-1].shape[1] != end - field["offset"]:
+            raise ValueError(f"{field['name']} has the wrong width")
+    return np.concatenate(parts, axis=1)
+
+
+def _spans(header: dict[str, Any]) -> list[tuple[dict[str, Any], int]]:
+    fields = header["fields"]
+    return list(zip(fields, [f["offset"] for f in fields[1:]] + [header_bytes(header)]))
+
+
+def read_npz_layout(store: Store, names: dict[str, int]) -> Index:
+    """The index of what NpzWriter wrote."""
+    out = Builder("npz")
+    for name in sorted(names):
+        if name.count("/") == 1 and name.endswith("/" + MANIFEST):
+            _add_request(out, store, name, names)
+    return out.build()
+
+
+def _add_request(out: Builder, store: Store, manifest: str, names: dict[str, int]) -> None:
+    folder = manifest.rpartition("/")[0]
+    try:
+        content = json.loads(store.read(manifest))
+        request, own = content["request_id"], content["weir"]
+        files = [(str(name), Site(normalise_hook(hook), int(layer))) for name, hook, layer in own["files"]]
+        metadata = json.dumps(own["metadata"])
+        if not isinstance(request, str):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise store.fail(manifest, "damaged: it makes no sense") from None
+    code = out.request(request, metadata)
+    for short, site in files:
+        name = f"{folder}/{short}"
+        if name not in names:
+            raise store.fail(name, "is missing, and the manifest names it")
+        add_own(out, store, name, code, site)
+
+
+def add_own(out: Builder, store: Store, name: str, request: int, site: Site) -> None:
+    """Add one of Weir's npz files."""
+    some, _ = read_some(store, name, ("weir", "positions", "token_ids"))
+    try:
+        header = json.loads(some["weir"].tobytes())
+        positions, tokens = some["positions"], some["token_ids"]
+    except (KeyError, ValueError, RecursionError):
+        raise store.fail(name, "was not written by Weir, or is damaged") from None
+    Compression.from_header(header, f"{store.describe(name)}: header")
+    if positions.ndim != 1 or positions.shape != tokens.shape or positions.dtype != np.int64 != tokens.dtype:
+        raise store.fail(name, "damaged: its positions do not fit")
+    block = out.block(ArrayBlock(store, name, header, len(positions), unpack_own))
+    out.run(request, site, block, 0, positions, tokens)
+
+
+def unpack_own(store: Store, name: str) -> np.ndarray:
+    """The records of one of Weir's npz files."""
+    arrays = read_npz(store, name)
+    try:
+        return to_records(arrays, json.loads(arrays["weir"].tobytes()))
+    except (KeyError, ValueError) as e:
+        if isinstance(e, WeirError):
+            raise
+        raise store.fail(name, f"damaged: {str(e)[:120]}") from None

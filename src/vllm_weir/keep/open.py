@@ -1,0 +1,136 @@
+"""`open_writer` and `load`: from a URL to a writer or a dataset, by layout or by what is found there."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.keep.atomic import Store
+from vllm_weir.keep.dataset import ActivationDataset
+from vllm_weir.keep.foreign_fork import is_fork, read_fork
+from vllm_weir.keep.foreign_npz import read_foreign_npz
+from vllm_weir.keep.foreign_vllm import read_native
+from vllm_weir.keep.index import Index
+from vllm_weir.keep.manifest import read_manifest
+from vllm_weir.keep.npz import FILE, NpzWriter, read_npz_layout
+from vllm_weir.keep.packed import PackedWriter, read_packed
+from vllm_weir.keep.per_request import PerRequestWriter, read_per_request
+from vllm_weir.keep.sharded import ShardedWriter
+from vllm_weir.keep.sharded_read import index_of
+from vllm_weir.keep.tensorfile import read_container
+from vllm_weir.keep.writer import MARKER, Writer, read_marker
+
+_WRITERS: dict[str, type] = {w.layout: w for w in (ShardedWriter, PackedWriter, PerRequestWriter, NpzWriter)}
+LAYOUTS = tuple(_WRITERS)
+_OPTIONS = {
+    "sharded": {"shard_bytes"},
+    "packed": {"pack_bytes", "buffer_bytes"},
+    "per_request": {"buffer_bytes"},
+    "npz": {"buffer_bytes"},
+}
+
+
+def open_writer(
+    url: str | PathLike,
+    layout: str = "sharded",
+    *,
+    compress: object = None,
+    fsync: bool = False,
+    storage_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Writer:
+    """A writer into a new or an existing dataset.
+
+    Args:
+        url: folder: a local path, or any fsspec URL (``s3://bucket/run``).
+        layout: ``"sharded"``, ``"packed"``, ``"per_request"`` or ``"npz"``; of an existing dataset the one it has.
+        compress: for rows that come without a header; see `Compression.parse`.
+        fsync: wait until published files are on the disk (local only).
+        storage_options: for fsspec.
+        options: ``shard_bytes`` (sharded), ``pack_bytes`` (packed), ``buffer_bytes`` (all but sharded).
+
+    Raises:
+        WeirError: for unknown layouts and options, and if the place cannot be written or holds something else.
+    """
+    if layout not in LAYOUTS:
+        raise WeirError(f"unknown layout {brief(layout)!r}; choose from {', '.join(LAYOUTS)}", "layout")
+    for name in options:
+        if name not in _OPTIONS[layout]:
+            raise WeirError(f"unknown option of layout {layout!r}; it has {', '.join(sorted(_OPTIONS[layout]))}", name)
+    return _WRITERS[layout](Store(url, storage_options, fsync=fsync), compress, **options)
+
+
+def load(
+    url: str | PathLike,
+    *,
+    storage_options: dict[str, Any] | None = None,
+    incomplete: bool = False,
+    layer_ids: Sequence[int] | None = None,
+    hidden_size: int | None = None,
+) -> ActivationDataset:
+    """Open activations for reading: Weir's own layouts, files of `Activations.save`, and foreign formats.
+
+    Args:
+        url: folder or file: a local path, or any fsspec URL.
+        storage_options: for fsspec.
+        incomplete: with the requests that were begun and never finished (layout ``sharded``).
+        layer_ids: for vLLM's own hidden states, which do not say their layers.
+        hidden_size: for Vllm_mi_patch's topk8, which does not say its width.
+
+    Raises:
+        WeirError: if nothing is found there, or a file is damaged; it names the file.
+    """
+    store = Store(url, storage_options)
+    if store.is_file():
+        parent, _, name = store.url.rpartition("/")
+        store = Store(parent or ("/" if store.url.startswith("/") else "."), storage_options)
+        names = {name: store.size(name)}
+        if name.endswith((".bin", ".json")):  # the fork's come in pairs
+            stem = posixpath.splitext(name)[0]
+            names = {n: size for n, size in store.names().items() if posixpath.splitext(n)[0] == stem}
+        index = _recognise(store, names, layer_ids, hidden_size, str(url))
+    else:
+        names = store.names(deep=True)
+        if MARKER in names:
+            index = _read(store, read_marker(store), names, incomplete)
+        else:
+            index = _recognise(store, names, layer_ids, hidden_size, str(url))
+    return ActivationDataset(index, str(url))
+
+
+def _read(store: Store, layout: str, names: dict[str, int], incomplete: bool) -> Index:
+    if layout == "sharded":
+        return index_of(store, read_manifest(store, names), names, incomplete=incomplete)
+    readers = {"packed": read_packed, "per_request": read_per_request, "npz": read_npz_layout}
+    if layout not in readers:
+        raise store.fail(MARKER, f"unknown layout {layout[:40]!r}")
+    return readers[layout](store, names)
+
+
+def _recognise(
+    store: Store, names: dict[str, int], layer_ids: Sequence[int] | None, hidden_size: int | None, url: str
+) -> Index:
+    """The index of a file, or of a folder without Weir's marker, by what is in it."""
+    tensors = sorted(n for n in names if n.endswith(".safetensors"))
+    if tensors:
+        container = read_container(store, tensors[0], names[tensors[0]])
+        kind = container.metadata.get("weir")
+        if kind in ("1", "records"):
+            return read_per_request(store, names)
+        if kind == "pack":
+            return read_packed(store, names)
+        if kind == "shard":
+            return index_of(store, read_manifest(store, names), names)
+        if "hidden_states" in container.tensors:
+            return read_native(store, names, layer_ids)
+        raise store.fail(tensors[0], "holds no activations that Weir knows")
+    if any(FILE.fullmatch(n.rpartition("/")[2]) for n in names):
+        return read_foreign_npz(store, names, hidden_size)
+    if is_fork(store, names):
+        return read_fork(store, names)
+    if not store.exists():
+        raise WeirError(f"{url} does not exist")
+    raise WeirError(f"{url} holds no activations that Weir knows")

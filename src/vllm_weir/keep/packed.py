@@ -1,0 +1,114 @@
+"""The `packed` layout: many requests in one safetensors file, each whole; files roll by size."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from typing import Any
+
+from vllm_weir.errors import WeirError
+from vllm_weir.keep.atomic import Store
+from vllm_weir.keep.blocks import FileBlock
+from vllm_weir.keep.gathered import GatheringWriter, SiteRows, read_site, site_tensors
+from vllm_weir.keep.index import Builder, Index, text_field
+from vllm_weir.keep.tensorfile import build_header, read_container
+
+PREFIX, SUFFIX = "pack-", ".safetensors"
+
+
+class PackedWriter(GatheringWriter):
+    """Layout ``packed``.
+
+    Args:
+        pack_bytes: a file is published once its requests are this large.
+    """
+
+    layout = "packed"
+
+    def __init__(
+        self, store: Store, compress: object = None, pack_bytes: int = 256 << 20, buffer_bytes: int = 4 << 30
+    ) -> None:
+        if isinstance(pack_bytes, bool) or not isinstance(pack_bytes, int) or pack_bytes < 1:
+            raise WeirError("pack_bytes is a number of bytes, at least 1", "pack_bytes")
+        super().__init__(store, compress, buffer_bytes)
+        self.pack_bytes = pack_bytes
+        self.name = f"{time.time_ns():016x}{secrets.token_hex(4)}"
+        self._count = 0
+        self._waiting: dict[str, tuple[list[SiteRows], str]] = {}
+        self._waiting_bytes = 0
+        self._finished = set(read_packed(store, store.names()).requests)
+
+    def _publish_request(self, request_id: str, sites: list[SiteRows], metadata: str) -> None:
+        self._waiting[request_id] = (sites, metadata)
+        self._waiting_bytes += sum(s.records.nbytes for s in sites)
+        if self._waiting_bytes >= self.pack_bytes:
+            self._flush()
+
+    def _drop(self, request_id: str) -> None:
+        super()._drop(request_id)
+        sites, _ = self._waiting.pop(request_id, ([], ""))
+        size = sum(s.records.nbytes for s in sites)
+        self._waiting_bytes -= size
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        requests: list[dict[str, Any]] = []
+        headers: list[dict[str, Any]] = []
+        tensors = {}
+        for n, (request, (sites, metadata)) in enumerate(self._waiting.items()):
+            used = []
+            for s in sites:
+                if s.header not in headers:
+                    headers.append(s.header)
+                used.append([f"{n}/{s.name}", headers.index(s.header)])
+            requests.append({"request": request, "sites": used, "metadata": metadata})
+            tensors |= site_tensors(sites, f"{n}/")
+        meta = {"weir": "pack", "headers": json.dumps(headers), "requests": json.dumps(requests)}
+        spool = self.store.spool(f"{PREFIX}{self.name}-{self._count:06d}{SUFFIX}")
+        try:
+            spool.write(build_header({key: layout for key, (layout, _) in tensors.items()}, meta))
+            for _, data in tensors.values():
+                spool.write(memoryview(data.reshape(-1)))
+            spool.publish()
+        except WeirError:
+            spool.discard()
+            raise
+        self._count += 1
+        self.held_bytes -= self._waiting_bytes
+        self._waiting, self._waiting_bytes = {}, 0
+
+
+def read_packed(store: Store, names: dict[str, int]) -> Index:
+    """The index of a folder of such files (or of one)."""
+    out = Builder("packed")
+    for name in sorted(names):
+        if name.startswith(PREFIX) and name.endswith(SUFFIX):
+            _add_file(out, store, name, names[name])
+    return out.build()
+
+
+def _add_file(out: Builder, store: Store, name: str, size: int) -> None:
+    container = read_container(store, name, size)
+    if container.metadata.get("weir") != "pack":
+        raise store.fail(name, "is no pack of Weir's")
+    try:
+        headers = json.loads(container.metadata["headers"])
+        requests = [
+            (text_field(r, "request"), text_field(r, "metadata"), [(str(t), headers[h]) for t, h in r["sites"]])
+            for r in json.loads(container.metadata["requests"])
+        ]
+    except (KeyError, TypeError, ValueError, IndexError, RecursionError):
+        raise store.fail(name, "damaged: its metadata make no sense") from None
+    blocks: dict[str, int] = {}
+    for request, metadata, sites in requests:
+        if request in out.requests:
+            continue  # two writers did it; the first counts
+        code = out.request(request, metadata)
+        for key, header in sites:
+            site, place, positions, tokens = read_site(store, name, container, key, header)
+            kind = json.dumps(header, sort_keys=True)
+            if kind not in blocks:
+                blocks[kind] = out.block(FileBlock(store, name, header, size))
+            out.run(code, site, blocks[kind], place.start, positions, tokens)

@@ -1,0 +1,174 @@
+"""The `sharded` layout: rows go straight into large safetensors files, and a Parquet manifest says where each is."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from vllm_weir.errors import WeirError
+from vllm_weir.keep.atomic import Spool, Store
+from vllm_weir.keep.batch import Packed
+from vllm_weir.keep.manifest import MANIFEST, SHARD_PREFIX, SHARD_SUFFIX, Runs, is_shard, read_manifest, to_parquet
+from vllm_weir.keep.sharded_read import index_of
+from vllm_weir.keep.tensorfile import CODES, build_header
+from vllm_weir.keep.writer import Writer
+from vllm_weir.spec.compress import ITEMSIZE, header_bytes
+
+GAP = 4096
+"""Bytes in which a shard's own header must fit: it is written last, before rows whose number it holds."""
+GATHER = 4 << 20
+"""Small batches are collected up to this many bytes before they go to the file."""
+
+
+@dataclass(eq=False)
+class _Shard:
+    """A shard in the making. `gathered`: bytes that follow what is in the spool."""
+
+    spool: Spool
+    runs: Runs
+    header: dict
+    gathered: bytearray = field(default_factory=bytearray)
+
+    @property
+    def end(self) -> int:
+        return self.spool.size + len(self.gathered)
+
+    def push(self) -> None:
+        """Move what was gathered into the file."""
+        if self.gathered:
+            self.spool.write(self.gathered)
+            self.gathered = bytearray()
+
+    def append(self, packed: Packed) -> None:
+        offset = self.end
+        if packed.nbytes >= GATHER // 4:
+            self.push()
+            self.spool.write(memoryview(packed.records.reshape(-1)))
+        else:
+            if len(self.gathered) + packed.nbytes > GATHER:
+                self.push()
+            self.gathered += memoryview(packed.records.reshape(-1))
+        self.runs.add(packed, offset)
+
+
+class ShardedWriter(Writer):
+    """Layout ``sharded``.
+
+    Args:
+        shard_bytes: a shard is published once it is this large.
+    """
+
+    layout = "sharded"
+
+    def __init__(self, store: Store, compress: object = None, shard_bytes: int = 256 << 20) -> None:
+        if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
+            raise WeirError("shard_bytes is a number of bytes, at least 1", "shard_bytes")
+        super().__init__(store, compress)
+        self.shard_bytes = shard_bytes
+        # Names sort by time, and never meet those of another writer.
+        self.name = f"{time.time_ns():016x}{secrets.token_hex(4)}"
+        self._count = 0
+        self._open: dict[str, _Shard] = {}
+        self._marks: dict[str, tuple[int, str]] = {}
+        self._in: dict[str, set[str]] = {}
+        names = store.names()
+        self._finished = set(index_of(store, read_manifest(store, names), names).requests)
+        self._loose = sum(is_shard(name) for name in names) if MANIFEST not in names else 0
+        self._joined = sum(is_shard(name) for name in names) - self._loose
+
+    def _append(self, packed: Packed) -> None:
+        if not len(packed.positions):
+            return
+        shard = self._shard(packed.header)
+        shard.append(packed)
+        self._in.setdefault(packed.request_id, set()).add(packed.header)
+        if shard.end >= self.shard_bytes:
+            self._publish(packed.header)
+
+    def _finish(self, request_id: str, metadata: str, rows: int) -> None:
+        self._marks[request_id] = (rows, metadata)
+
+    def _drop(self, request_id: str) -> None:
+        # Its runs stay where they are: without a mark nobody reads them.
+        self._marks.pop(request_id, None)
+        self._in.pop(request_id, None)
+
+    def _shard(self, header: str) -> _Shard:
+        shard = self._open.get(header)
+        if shard is None:
+            name = f"{SHARD_PREFIX}{self.name}-{self._count:06d}{SHARD_SUFFIX}"
+            spool = self.store.spool(name)
+            try:
+                spool.write(bytes(GAP))
+            except WeirError:
+                spool.discard()
+                raise
+            parsed = json.loads(header) if header else {}
+            dtype, stride = (parsed["dtype"], header_bytes(parsed)) if parsed else ("", 0)
+            shard = self._open[header] = _Shard(spool, Runs(self.name, name, header, dtype, stride), parsed)
+            self._count += 1
+        return shard
+
+    def _publish(self, header: str) -> None:
+        """Publish one open shard, with the marks of the requests that have nothing unpublished elsewhere."""
+        shard = self._open[header]
+        ready = [r for r in self._marks if self._in.get(r, set()) <= {header}]
+        runs, rows_end = len(shard.runs), 0
+        try:
+            shard.push()
+            rows_end = shard.spool.size
+            for request in ready:
+                shard.runs.finish(request, *self._marks[request])
+            manifest = to_parquet(shard.runs.table())
+            shard.spool.write(manifest)
+            shard.spool.write_at(0, _shard_header(shard.header, rows_end - GAP, len(manifest)))
+            shard.spool.publish()
+        except WeirError:
+            # All as before, for another try.
+            shard.runs.cut(runs)
+            if rows_end:
+                shard.spool.truncate(rows_end)
+            raise
+        del self._open[header]
+        for request in ready:
+            del self._marks[request]
+            self._in.pop(request, None)
+        for headers in self._in.values():
+            headers.discard(header)
+        self._loose += 1
+
+    def _flush(self) -> None:
+        for header in list(self._open):
+            self._publish(header)
+        if self._marks:
+            self._shard("")
+            self._publish("")
+        if self._loose >= max(16, self._joined):
+            self._join()
+
+    def _end(self) -> None:
+        for shard in self._open.values():
+            shard.spool.discard()
+        self._open.clear()
+        if self._loose:
+            self._join()
+
+    def _join(self) -> None:
+        names = self.store.names()
+        self.store.put(MANIFEST, to_parquet(read_manifest(self.store, names)))
+        self._joined, self._loose = sum(map(is_shard, names)), 0
+
+
+def _shard_header(header: dict, rows_bytes: int, manifest_bytes: int) -> bytes:
+    tensors = {}
+    if header:
+        fields = header["fields"]
+        record = header_bytes(header)
+        plain = len(fields) == 1 and fields[0]["dtype"] in CODES
+        dtype, width = (fields[0]["dtype"], record // ITEMSIZE[fields[0]["dtype"]]) if plain else ("uint8", record)
+        tensors["rows"] = (CODES[dtype], [rows_bytes // record, width], rows_bytes)
+    tensors["manifest"] = ("U8", [manifest_bytes], manifest_bytes)
+    metadata = {"weir": "shard", "header": json.dumps(header, sort_keys=True)}
+    return build_header(tensors, metadata, room=GAP)

@@ -1,0 +1,131 @@
+"""Reading the `sharded` layout: the manifest as an index, without a look into the shards."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+
+from vllm_weir.errors import WeirError
+from vllm_weir.keep.atomic import Store
+from vllm_weir.keep.blocks import Block, FileBlock
+from vllm_weir.keep.index import Index, site_order
+from vllm_weir.keep.manifest import MANIFEST, codes, column, flat
+from vllm_weir.spec.compress import Compression
+from vllm_weir.spec.hooks import Site, normalise_hook
+
+
+def index_of(store: Store, table: pa.Table, names: dict[str, int], *, incomplete: bool = False) -> Index:
+    """The index of a manifest. `names`: files and their bytes; `incomplete`: with the requests that were not finished."""
+    try:
+        return _index(store, table, names, incomplete)
+    except WeirError:
+        raise
+    except (ValueError, TypeError, IndexError, KeyError, pa.ArrowException) as e:
+        raise store.fail(MANIFEST, f"the manifest makes no sense: {str(e)[:200]}") from None
+
+
+def _index(store: Store, table: pa.Table, names: dict[str, int], incomplete: bool) -> Index:
+    request, requests = codes(table, "request")
+    writer, writers = codes(table, "writer")
+    finished = table["finished"].to_numpy().astype(bool)
+    rows = column(table, "rows").astype(np.int64)
+    counts = np.where(finished, 0, rows)
+    # The writer whose rows count, for each request: the first that finished it; of unfinished ones the last that tried.
+    rank = np.argsort(np.argsort(writers))[writer] if len(writers) else writer
+    chosen = np.full(len(requests), np.iinfo(np.int64).max)
+    np.minimum.at(chosen, request[finished], rank[finished])
+    done = chosen < np.iinfo(np.int64).max
+    last = np.full(len(requests), -1)
+    np.maximum.at(last, request, rank)
+    chosen = np.where(done, chosen, last)
+    keep = (chosen[request] == rank) & ~finished & (done[request] | incomplete) & (rows > 0)
+    mark = finished & (chosen[request] == rank)
+    _check_complete(store, request, requests, counts, rows, keep, mark)
+
+    metadata = [""] * len(requests)
+    texts = table["metadata"].take(pa.array(np.flatnonzero(mark))).to_pylist()
+    for code, text in zip(request[mark].tolist(), texts):
+        metadata[code] = text or ""
+    shown = np.flatnonzero(done | incomplete)
+    place = np.full(len(requests), -1)
+    place[shown] = np.arange(len(shown))
+
+    runs = np.flatnonzero(keep)
+    site, sites = _sites(table, runs)
+    block, blocks = _blocks(store, table, runs, names)
+    positions, tokens = flat(table, "position"), flat(table, "token_id")
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    if starts[-1] != len(positions) or len(positions) != len(tokens):
+        raise ValueError("its counts do not fit its positions")
+    if not keep.all():
+        picked = np.repeat(keep, counts)
+        positions, tokens = positions[picked], tokens[picked]
+    return Index(
+        "sharded",
+        [requests[i] for i in shown],
+        sites,
+        blocks,
+        [metadata[i] for i in shown],
+        place[request[runs]],
+        site,
+        block,
+        column(table, "offset")[runs].astype(np.int64),
+        column(table, "stride")[runs].astype(np.int64),
+        rows[runs],
+        positions,
+        tokens,
+        incomplete=[requests[i] for i in np.flatnonzero(~done)],
+    )
+
+
+def _check_complete(
+    store: Store,
+    request: np.ndarray,
+    requests: list[str],
+    counts: np.ndarray,
+    rows: np.ndarray,
+    keep: np.ndarray,
+    mark: np.ndarray,
+) -> None:
+    """Every finished request must have as many rows as its mark says."""
+    have = np.bincount(request, np.where(keep, counts, 0), len(requests)).astype(np.int64)
+    short = np.flatnonzero(mark & (rows != have[request]))
+    if len(short):
+        i = int(short[0])
+        raise store.fail(
+            MANIFEST,
+            f"request {requests[request[i]][:80]!r} has {have[request[i]]} of its {rows[i]} rows; a shard is missing",
+        )
+
+
+def _sites(table: pa.Table, runs: np.ndarray) -> tuple[np.ndarray, list[Site]]:
+    hook, hooks = codes(table, "hook")
+    layer = column(table, "layer").astype(np.int64)
+    if len(runs) and int(layer[runs].min()) < 0:
+        raise ValueError("a layer is negative")
+    pairs, inverse = np.unique(layer[runs] * (len(hooks) + 1) + hook[runs], return_inverse=True)
+    found = [Site(normalise_hook(hooks[p % (len(hooks) + 1)]), int(p // (len(hooks) + 1))) for p in pairs.tolist()]
+    sites = sorted(set(found), key=site_order)
+    place = np.array([sites.index(s) for s in found], np.int64)
+    return (place[inverse.reshape(-1)] if len(found) else inverse.reshape(-1)), sites
+
+
+def _blocks(
+    store: Store, table: pa.Table, runs: np.ndarray, names: dict[str, int]
+) -> tuple[np.ndarray, list[Block]]:
+    file, files = codes(table, "file")
+    kind, kinds = codes(table, "compression")
+    pairs, inverse = np.unique(file[runs] * (len(kinds) + 1) + kind[runs], return_inverse=True)
+    headers: dict[int, dict] = {}
+    blocks: list[Block] = []
+    for pair in pairs.tolist():
+        name, code = files[pair // (len(kinds) + 1)], pair % (len(kinds) + 1)
+        if name not in names:
+            raise store.fail(name, "the manifest names it, and it is not there")
+        if code not in headers:
+            headers[code] = json.loads(kinds[code])
+            Compression.from_header(headers[code], f"{store.describe(name)}: header")
+        blocks.append(FileBlock(store, name, headers[code], names[name]))
+    return inverse.reshape(-1), blocks

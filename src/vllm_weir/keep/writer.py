@@ -1,0 +1,194 @@
+"""What every layout's writer does alike: check, count, refuse repetitions, and keep failures apart."""
+
+from __future__ import annotations
+
+import json
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from vllm_weir.errors import WeirError
+from vllm_weir.keep.atomic import Store
+from vllm_weir.keep.batch import Batch, Packed, metadata_text, pack
+from vllm_weir.spec.compress import FORMAT, VERSION, Compression
+from vllm_weir.spec.hooks import Site
+
+MARKER = "weir.json"
+
+
+class _Seen:
+    """Positions of one site of one request that were written."""
+
+    def __init__(self) -> None:
+        self.parts: list[np.ndarray] = []
+        self.top, self.rows = -1, 0
+
+    def add(self, positions: np.ndarray) -> None:
+        if len(positions):
+            self.parts.append(positions)
+            self.top = max(self.top, int(positions.max()))
+            self.rows += len(positions)
+
+
+class Writer(ABC):
+    """Writes rows into a dataset. Made by `open_writer`; safe to use from several threads.
+
+    Rows of a request become part of the dataset when the request is finished *and* that was flushed (by `flush`, by
+    `close`, or because enough came together). What was not, a later writer does not hold: write it again.
+
+    Attributes:
+        store: where.
+        layout: its name.
+        failed: request -> why its rows cannot be kept. Other requests are not affected.
+    """
+
+    layout: str
+
+    def __init__(self, store: Store, compress: object = None) -> None:
+        self.store = store
+        self.compression = Compression.parse(compress)
+        self.failed: dict[str, str] = {}
+        self._lock = threading.RLock()
+        self._seen: dict[str, dict[Site, _Seen]] = {}
+        self._finished: set[str] = set()
+        self._closed = False
+        store.make()
+        _claim(store, self.layout)
+        store.sweep()
+
+    def write(self, batch: Batch) -> None:
+        """Add rows. Raises WeirError if they are wrong, repeated, belong to a finished request, or cannot be kept."""
+        packed = pack(batch, self.compression)
+        with self._lock:
+            self._check_open(packed.request_id)
+            self._refuse_repeated(packed)
+            try:
+                self._append(packed)
+            except WeirError as e:
+                self._fail(packed.request_id, str(e))
+                raise
+            self._seen.setdefault(packed.request_id, {}).setdefault(packed.site, _Seen()).add(packed.positions)
+
+    def finish_request(self, request_id: str, metadata: Mapping[str, Any] | None = None) -> None:
+        """Declare a request complete. `metadata`: plain JSON data to keep with it.
+
+        ``prompt_tokens`` in it (an int) lets readers select positions such as ``"last_prompt"``.
+        """
+        text = metadata_text(metadata)
+        with self._lock:
+            self._check_open(request_id)
+            seen = self._seen.pop(request_id, {})
+            try:
+                self._finish(request_id, text, sum(site.rows for site in seen.values()))
+            except WeirError as e:
+                self._fail(request_id, str(e))
+                raise
+            self._finished.add(request_id)
+
+    def abandon(self, request_id: str) -> None:
+        """Forget an unfinished request; its rows do not become part of the dataset."""
+        with self._lock:
+            self._seen.pop(request_id, None)
+            self._drop(request_id)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request is complete: in the dataset, or finished here."""
+        with self._lock:
+            return request_id in self._finished
+
+    def flush(self) -> None:
+        """Publish what is finished. After an error (a full disk) nothing is lost: try again."""
+        with self._lock:
+            self._flush()
+
+    def close(self) -> None:
+        """Flush and end. Unfinished requests are dropped."""
+        with self._lock:
+            if not self._closed:
+                self._flush()
+                self._end()
+                self._closed = True
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            with self._lock:
+                self._end()
+                self._closed = True
+
+    def _check_open(self, request_id: str) -> None:
+        if self._closed:
+            raise WeirError(f"the writer of {self.store.url} is closed")
+        if request_id in self.failed:
+            raise WeirError(f"the rows of request {request_id[:80]!r} cannot be kept: {self.failed[request_id]}")
+        if request_id in self._finished:
+            raise WeirError(f"{self.store.url} holds request {request_id[:80]!r} already", "request_id")
+
+    def _refuse_repeated(self, packed: Packed) -> None:
+        new = packed.positions
+        if len(new) > 1 and not (np.diff(new) > 0).all() and len(np.unique(new)) < len(new):
+            raise WeirError(f"a position of {packed.site} comes twice", "batch.positions")
+        seen = self._seen.get(packed.request_id, {}).get(packed.site)
+        if seen is None or not len(new) or new.min() > seen.top:
+            return  # rows nearly always come in ascending order
+        again = np.isin(new, np.concatenate(seen.parts))
+        if again.any():
+            raise WeirError(
+                f"position {int(new[again][0])} of {packed.site} of request {packed.request_id[:80]!r} was written before",
+                "batch.positions",
+            )
+
+    def _fail(self, request_id: str, reason: str) -> None:
+        self.failed[request_id] = reason
+        self._seen.pop(request_id, None)
+        self._drop(request_id)
+
+    @abstractmethod
+    def _append(self, packed: Packed) -> None: ...
+
+    @abstractmethod
+    def _finish(self, request_id: str, metadata: str, rows: int) -> None: ...
+
+    @abstractmethod
+    def _drop(self, request_id: str) -> None: ...
+
+    @abstractmethod
+    def _flush(self) -> None: ...
+
+    def _end(self) -> None:
+        """Let go of what is open."""
+
+
+def _claim(store: Store, layout: str) -> None:
+    """Write the marker that says what the folder is, or check the one that is there."""
+    names = store.names()
+    if MARKER in names:
+        found = read_marker(store)
+        if found != layout:
+            raise WeirError(f"{store.url} is a dataset of layout {found!r}; it cannot be continued as {layout!r}")
+        return
+    if names:
+        raise WeirError(f"{store.url} is not empty and no dataset of Weir's; choose another place")
+    store.put(MARKER, json.dumps({"format": FORMAT, "version": VERSION, "layout": layout}).encode())
+
+
+def read_marker(store: Store) -> str:
+    """The layout that a dataset's marker names."""
+    try:
+        marker = json.loads(store.read(MARKER))
+        if marker["format"] != FORMAT:
+            raise ValueError
+        version, layout = marker["version"], marker["layout"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise store.fail(MARKER, f"does not say that this is a dataset of {FORMAT}") from None
+    if version != VERSION:
+        raise store.fail(MARKER, f"version {str(version)[:20]} is not known; this Weir reads {VERSION}")
+    return str(layout)

@@ -1,0 +1,74 @@
+"""The environment variables ``VLLM_ACT_*`` of Vllm_mi_patch, read as a sink for every request. Pure data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_weir.errors import WeirError
+
+logger = logging.getLogger(__name__)
+NAME = "VLLM_ACT"
+"""The sink's name."""
+_ON, _OFF = ("1", "true", "on"), ("0", "false", "off", "")
+_MODES = ("rp8", "full8", "topk8", "none")
+_RETURNS = ("sharded", "gathered", "summary")
+
+
+def act_sink(environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """The wire form of the sink that these variables ask for, or None.
+
+    ``VLLM_ACT_CAPTURE`` (0), ``_MODE`` (rp8, full8, topk8, none), ``_RP_K`` (512), ``_RP_SEED`` (12345), ``_TOPK_K``
+    (64), ``_OUTDIR`` (/tmp/vllm_activations), ``_RETURN`` (sharded, gathered: files with whole rows, since every rank
+    holds the whole residual stream; summary: running norms in the log and no files), ``_PER_DIM``: scales are per row
+    whatever it says, because a scale per dimension of a single row keeps nothing.
+
+    Raises:
+        WeirError: naming the variable that is wrong.
+    """
+    if not _flag(environ, "CAPTURE", "0"):
+        return None
+    mode = _choice(environ, "MODE", "rp8", _MODES)
+    returns = _choice(environ, "RETURN", "sharded", _RETURNS)
+    if _flag(environ, "PER_DIM", "0"):
+        logger.warning("VLLM_ACT_PER_DIM: a row is scaled as a whole; a scale per dimension of one row keeps nothing")
+    compress: dict[str, Any] | None = None
+    if mode == "rp8":
+        compress = {
+            "method": mode,
+            "k": _number(environ, "RP_K", 512),
+            "seed": _number(environ, "RP_SEED", 12345, least=0),
+        }
+    elif mode == "topk8":
+        compress = {"method": mode, "k": _number(environ, "TOPK_K", 64)}
+    elif mode == "full8":
+        compress = {"method": mode}
+    capture: dict[str, Any] = {"hook": "resid_post", "layers": "all"}
+    if returns == "summary":
+        return {"logging": {}, "capture": [capture], "required": False}
+    if compress is not None:
+        capture["compress"] = compress
+    outdir = environ.get(f"{NAME}_OUTDIR", "/tmp/vllm_activations")
+    return {"filesystem": {"url": outdir, "layout": "npz"}, "capture": [capture], "required": True}
+
+
+def _flag(environ: Mapping[str, str], name: str, default: str) -> bool:
+    text = environ.get(f"{NAME}_{name}", default).strip().lower()
+    if text not in _ON + _OFF:
+        raise WeirError(f"0 or 1, got {text[:40]!r}", f"{NAME}_{name}")
+    return text in _ON
+
+
+def _choice(environ: Mapping[str, str], name: str, default: str, choices: tuple[str, ...]) -> str:
+    text = environ.get(f"{NAME}_{name}", default).strip().lower()
+    if text not in choices:
+        raise WeirError(f"unknown {text[:40]!r}; choose from {', '.join(choices)}", f"{NAME}_{name}")
+    return text
+
+
+def _number(environ: Mapping[str, str], name: str, default: int, least: int = 1) -> int:
+    text = environ.get(f"{NAME}_{name}", str(default)).strip()
+    if not text.isdecimal() or len(text) > 18 or int(text) < least:
+        raise WeirError(f"a whole number of at least {least}, got {text[:40]!r}", f"{NAME}_{name}")
+    return int(text)

@@ -1,0 +1,195 @@
+"""`Compression`: how rows are packed, and the header that says how to unpack them. Pure data.
+
+A packed row is a *record*: little-endian fields without padding, all of one size, described by the header.
+docs/keep.md explains every field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_weir.errors import WeirError, brief
+
+FORMAT = "weir-activations"
+VERSION = 1
+METHODS = ("none", "rp8", "full8", "topk8", "fp16", "fp8")
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "uint8": 1, "float8_e4m3fn": 1}
+ROW_DTYPES = ("float32", "float16", "bfloat16")
+RP_MIN, RP_MAX = 32, 512
+DEFAULT_K = 64
+MAX_WIDTH = 1 << 24
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How one row of d values is packed.
+
+    Args:
+        method: ``"none"`` (the row as it is), ``"fp16"``, ``"fp8"`` (float8 e4m3 with a scale for the row), ``"full8"``
+            (affine uint8), ``"topk8"`` (the k largest by magnitude, affine uint8), ``"rp8"`` (a Gaussian random
+            projection to k values, affine uint8).
+        k: values kept: 32..512 for rp8, at least 1 for topk8, 64 for both if None; None for the other methods.
+        seed: of rp8's projection, 0 .. 2**63-1.
+        path: name of the field in error messages.
+
+    Raises:
+        WeirError: for anything else, naming the field.
+    """
+
+    method: str = "none"
+    k: int | None = None
+    seed: int = 0
+    path: str = "compress"
+
+    def __post_init__(self) -> None:
+        at = self.path
+        if not isinstance(self.method, str) or self.method not in METHODS:
+            raise WeirError(f"unknown method {brief(self.method)!r}; choose from {', '.join(METHODS)}", f"{at}.method")
+        if self.method not in ("rp8", "topk8"):
+            if self.k is not None:
+                raise WeirError(f"{self.method} takes no k; leave it out", f"{at}.k")
+        else:
+            low, high = (RP_MIN, RP_MAX) if self.method == "rp8" else (1, MAX_WIDTH)
+            if self.k is None:
+                object.__setattr__(self, "k", DEFAULT_K)
+            elif not _is_int(self.k) or not low <= self.k <= high:
+                raise WeirError(f"k of {self.method} is an int in {low}..{high}, got {brief(self.k)!r}", f"{at}.k")
+        if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
+            raise WeirError(f"seed is an int in 0..2**63-1, got {brief(self.seed)!r}", f"{at}.seed")
+        if self.seed and self.method != "rp8":
+            raise WeirError(f"{self.method} takes no seed; leave it out", f"{at}.seed")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Compression):
+            return NotImplemented
+        return (self.method, self.k, self.seed) == (other.method, other.k, other.seed)
+
+    def __hash__(self) -> int:
+        return hash((self.method, self.k, self.seed))
+
+    @classmethod
+    def parse(cls, value: object, field: str = "compress") -> Compression:
+        """From ``"rp8"``, ``{"method": "rp8", "k": 64, "seed": 1}``, a Compression, or None (no compression)."""
+        if isinstance(value, Compression):
+            return value
+        if value is None:
+            return cls(path=field)
+        if isinstance(value, str):
+            return cls(value, path=field)
+        if not isinstance(value, Mapping):
+            raise WeirError(
+                f"a compression is one of {', '.join(METHODS)} or an object {{method, k, seed}}, "
+                f"got {type(value).__name__}",
+                field,
+            )
+        for key in value:
+            if key not in ("method", "k", "seed"):
+                raise WeirError("unknown key; known are method, k, seed", f"{field}.{brief(key)}")
+        if "method" not in value:
+            raise WeirError(f"missing; choose from {', '.join(METHODS)}", f"{field}.method")
+        return cls(**value, path=field)
+
+    def to_json(self) -> dict[str, Any]:
+        """The wire form."""
+        out: dict[str, Any] = {"method": self.method}
+        if self.k is not None:
+            out["k"] = self.k
+        if self.seed:
+            out["seed"] = self.seed
+        return out
+
+    def check(self, d_model: int) -> Compression:
+        """Itself, if it can pack rows of `d_model` values; raises WeirError if not."""
+        if not _is_int(d_model) or not 0 < d_model <= MAX_WIDTH:
+            raise WeirError(f"rows of {brief(d_model)} values cannot be packed", self.path)
+        if self.k is not None and self.k > d_model:
+            raise WeirError(f"k = {self.k} is more than the row's {d_model} values; lower it", f"{self.path}.k")
+        return self
+
+    def fields(self, d_model: int, dtype: str) -> list[dict[str, Any]]:
+        """The record of one row: name, dtype, shape, and offset in bytes of each field, in order."""
+        self.check(d_model)
+        affine = [("scale", "float32", []), ("zero", "float32", [])]
+        layout: dict[str, list[tuple[str, str, list[int]]]] = {
+            "none": [("values", dtype, [d_model])],
+            "fp16": [("values", "float16", [d_model])],
+            "fp8": [("scale", "float32", []), ("values", "float8_e4m3fn", [d_model])],
+            "full8": [*affine, ("codes", "uint8", [d_model])],
+            "rp8": [*affine, ("codes", "uint8", [self.k or 0])],
+            "topk8": [*affine, ("indices", "int32", [self.k or 0]), ("codes", "uint8", [self.k or 0])],
+        }
+        out: list[dict[str, Any]] = []
+        offset = 0
+        for name, kind, shape in layout[self.method]:
+            out.append({"name": name, "dtype": kind, "shape": shape, "offset": offset})
+            offset += ITEMSIZE[kind] * (shape[0] if shape else 1)
+        return out
+
+    def record_bytes(self, d_model: int, itemsize: int = 4) -> int:
+        """Bytes of one packed row; `itemsize`: bytes of one value of the original row."""
+        dtype = "float32" if itemsize == 4 else "float16"
+        return _end(self.fields(d_model, dtype))
+
+    def header(self, d_model: int, dtype: str) -> dict[str, Any]:
+        """The header: all that is needed to unpack, plain JSON data.
+
+        Args:
+            d_model: values in an original row.
+            dtype: of the original row: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        """
+        if dtype not in ROW_DTYPES:
+            raise WeirError(f"rows are {', '.join(ROW_DTYPES)}, not {brief(dtype)!r}", f"{self.path}.dtype")
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "method": self.method,
+            "k": self.k,
+            "seed": self.seed,
+            "axis": "row",
+            "d_model": d_model,
+            "dtype": dtype,
+            "fields": self.fields(d_model, dtype),
+        }
+
+    @classmethod
+    def from_header(cls, header: object, field: str = "header") -> Compression:
+        """The Compression of a header; raises WeirError unless every entry is what `header` would write."""
+        if not isinstance(header, Mapping):
+            raise WeirError(f"a header is an object, got {type(header).__name__}", field)
+        if header.get("format") != FORMAT:
+            raise WeirError(f"not a header of {FORMAT}: format is {brief(header.get('format'))!r}", f"{field}.format")
+        if header.get("version") != VERSION:
+            raise WeirError(
+                f"version {brief(header.get('version'))!r} is not known; this Weir reads {VERSION}", f"{field}.version"
+            )
+        out = cls(header.get("method", ""), header.get("k"), header.get("seed", 0), path=field)
+        expected = out.header(header.get("d_model", 0), header.get("dtype", ""))
+        for key in {*expected, *header}:
+            if key not in expected or key not in header or _text(header[key]) != _text(expected[key]):
+                raise WeirError("does not fit the rest of the header", f"{field}.{brief(key)}")
+        return out
+
+
+def header_bytes(header: Mapping[str, Any]) -> int:
+    """Bytes of one record, by its header."""
+    return _end(header["fields"])
+
+
+def _end(fields: list[dict[str, Any]]) -> int:
+    last = fields[-1]
+    return last["offset"] + ITEMSIZE[last["dtype"]] * (last["shape"][0] if last["shape"] else 1)
+
+
+def _text(value: object) -> str:
+    """JSON text: in Python 1 equals 1.0 and True, in text it does not."""
+    try:
+        return json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError):
+        return ""  # equal to nothing that a header holds
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

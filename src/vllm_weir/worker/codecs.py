@@ -1,0 +1,97 @@
+"""Codecs that live requests have their rows compressed with, on the device, each made once."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from vllm_weir import codec
+from vllm_weir.spec.compress import Compression
+
+IDLE = 4
+"""Codecs that are kept ready though no live request uses them."""
+CHUNK = 1 << 24
+"""Values that are encoded at once: what bounds the float32 copies that encoding makes."""
+
+
+_AFFINE = Compression("full8")
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A way to compress rows [n, d_model], ready to be used.
+
+    Attributes:
+        projection: float32 [k, d_model] on the device, None for a method without one.
+        halves: the projection as a sum of two in the rows' own dtype, [d_model, 2 k]; None where none is used.
+        record_bytes: bytes of a compressed row.
+    """
+
+    compression: Compression
+    projection: torch.Tensor | None
+    halves: torch.Tensor | None
+    record_bytes: int
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """uint8 [n, record_bytes] of rows [n, d_model]."""
+        if self.halves is not None and rows.is_cuda:
+            # Tensor cores read the rows as they are and add up in float32; what is left is rp8's affine code, full8's.
+            both = torch.mm(rows, self.halves, out_dtype=torch.float32)
+            k = both.shape[1] // 2
+            return codec.encode(both[:, :k] + both[:, k:], _AFFINE)
+        step = max(1, CHUNK // rows.shape[1])
+        if len(rows) <= step:
+            return codec.encode(rows, self.compression, self.projection)
+        out = torch.empty(len(rows), self.record_bytes, dtype=torch.uint8, device=rows.device)
+        for first in range(0, len(rows), step):
+            out[first : first + step] = codec.encode(rows[first : first + step], self.compression, self.projection)
+        return out
+
+
+class Codecs:
+    """Codecs by number, counted by the requests that use them."""
+
+    def __init__(self, d_model: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self._d_model, self._device, self._dtype = d_model, device, dtype
+        self._numbers = itertools.count()
+        self._of: dict[Compression, int] = {}
+        self._codecs: dict[int, Codec] = {}
+        self._users: dict[Compression, set[str]] = {}
+        self._held: dict[str, Compression] = {}
+
+    def __getitem__(self, number: int) -> Codec:
+        return self._codecs[number]
+
+    def hold(self, request_id: str, compression: Compression) -> int:
+        """The number of a codec that `request_id` uses from now on."""
+        number = self._of.pop(compression, None)
+        if number is None:
+            number = next(self._numbers)
+            self._codecs[number] = self._make(compression)
+        self._of[compression] = number  # the last used is the last to go
+        self._users.setdefault(compression, set()).add(request_id)
+        self._held[request_id] = compression
+        return number
+
+    def _make(self, compression: Compression) -> Codec:
+        matrix = halves = None
+        if compression.method == "rp8":
+            matrix = codec.projection(compression.seed, compression.k or 0, self._d_model)
+            if self._dtype.itemsize == 2 and self._device.type == "cuda":
+                high = matrix.to(self._dtype)
+                halves = torch.cat([high, (matrix - high.float()).to(self._dtype)]).T.to(self._device)
+            matrix = matrix.to(self._device)
+        return Codec(compression, matrix, halves, compression.record_bytes(self._d_model))
+
+    def release(self, request_id: str) -> None:
+        """A request has left; unknown ids are fine."""
+        compression = self._held.pop(request_id, None)
+        if compression is None:
+            return
+        self._users[compression].discard(request_id)
+        if not self._users[compression]:
+            del self._users[compression]
+        for idle in [c for c in self._of if c not in self._users][:-IDLE]:
+            del self._codecs[self._of.pop(idle)]

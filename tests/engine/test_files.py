@@ -1,0 +1,150 @@
+"""The filesystem sink on a live engine: every layout holds the rows of the run, a full disk fails the request alone."""
+
+from __future__ import annotations
+
+import os
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+import vllm_weir as weir
+from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
+from tests.support.engines import get_llm
+from vllm_weir.keep import load
+
+pytestmark = pytest.mark.engine
+LAYOUTS = ["per_request", "packed", "sharded"]
+
+
+class FullFileSystem(MemoryFileSystem):
+    """A disk that is full while `full` is set."""
+
+    protocol = "fulldisk"
+    full = False
+
+    def put_file(self, *args, **kwargs):
+        if FullFileSystem.full:
+            raise OSError(28, "No space left on device")
+        return super().put_file(*args, **kwargs)
+
+
+fsspec.register_implementation("fulldisk", FullFileSystem, clobber=True)
+
+
+@pytest.fixture
+def llm(root):
+    """Made here and not in a test: starting vLLM leaves a reference to the frame that it was started from."""
+    return get_llm(directory(root))
+
+
+def to(sink, compress=None, max_tokens=4, **more):
+    capture = weir.Capture("resid_post", [1, 2], sink=sink, compress=compress, **more)
+    return weir.params(sampling(max_tokens), capture=capture)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("compress", [None, "full8"])
+def test_layouts_hold_the_rows(llm, tmp_path, layout, compress):
+    sink = {"filesystem": {"url": str(tmp_path / "rows"), "layout": layout, "ids": "caller", "fsync": True}}
+    lengths = (5, 9, 30)
+    plain = weir.params(sampling(4), capture=weir.Capture("resid_post", [1, 2], compress=compress))
+    outs = llm.generate(prompts(lengths) * 2, [to(sink, compress)] * 3 + [plain] * 3, use_tqdm=False)
+    weir.flush(llm)
+    kept = load(str(tmp_path / "rows"))
+    assert sorted(kept) == sorted(out.request_id for out in outs[:3])
+    for out, twin in zip(outs[:3], outs[3:]):
+        acts = kept[out.request_id]
+        assert out.receipt.sinks == {"filesystem": "written"} and out.receipt.files
+        assert all(os.path.exists(file) for file in out.receipt.files)
+        for layer in (1, 2):
+            assert acts["resid_post", layer].equal(twin.activations["resid_post", layer])
+            assert acts.positions_of("resid_post", layer).equal(twin.activations.positions_of("resid_post", layer))
+            assert acts.token_ids_of("resid_post", layer).equal(twin.activations.token_ids_of("resid_post", layer))
+    assert not [f for f in os.listdir(tmp_path / "rows") if f.endswith(".tmp")]
+
+
+def test_aborted_and_unmarked_requests_leave_nothing(llm, tmp_path):
+    sink = {"filesystem": {"url": str(tmp_path / "rows")}}
+    kept = llm.generate(prompts([5]), to(sink), use_tqdm=False)[0]
+    for keep in ("always", "marked"):
+        llm.llm_engine.add_request("gone", prompts([30])[0], to(sink, max_tokens=50, keep=keep))
+        for _ in range(3):
+            llm.llm_engine.step()
+        llm.llm_engine.abort_request(["gone"])
+    held = llm.generate(prompts([6]), to(sink, keep="marked"), use_tqdm=False)[0]
+    weir.flush(llm)
+    assert len(load(str(tmp_path / "rows"))) == 1
+    (ticket,) = weir.mark(held.request_id, llm=llm, why="odd")
+    (file,) = ticket.wait(20)
+    assert os.path.dirname(file) == str(tmp_path / "rows") and len(load(str(tmp_path / "rows"))) == 2
+    assert os.path.exists(kept.receipt.files[0])
+    del kept, held, ticket
+    assert_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_full_disk_fails_the_request_and_not_the_engine(llm, layout):
+    sink = {"filesystem": {"url": f"fulldisk://{layout}", "layout": layout, "flush_seconds": 0}}
+    assert llm.generate(prompts([5]), to(sink), use_tqdm=False)[0].receipt.files
+    FullFileSystem.full = True
+    try:
+        with pytest.raises(weir.WeirError, match="No space left"):
+            llm.generate(prompts([6]), to(sink), use_tqdm=False)
+        assert not llm.llm_engine.has_unfinished_requests()
+        beside = llm.generate(prompts([6]), to("memory"), use_tqdm=False)[0]
+        assert len(beside.activations["resid_post", 1]) == 9
+    finally:
+        FullFileSystem.full = False
+    out = llm.generate(prompts([7]), to(sink), use_tqdm=False)[0]
+    assert out.receipt.sinks == {"filesystem": "written"}
+    weir.flush(llm)
+    lengths = sorted(len(acts.positions) for acts in load(f"fulldisk://{layout}").values())
+    assert lengths == [8, 10], "the failed one left nothing"
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({}, "url"),
+        ({"url": ""}, "url"),
+        ({"url": 3}, "url"),
+        ({"url": "/dev/null/x"}, ""),
+        ({"url": "nosuch://x"}, ""),
+        ({"url": "X", "layout": "tape"}, None),
+        ({"url": "X", "ids": "mine"}, "ids"),
+        ({"url": "X", "flush_seconds": -1}, "flush_seconds"),
+        ({"url": "X", "colour": "red"}, None),
+    ],
+)
+def test_what_cannot_be_opened_is_refused(llm, tmp_path, options, field):
+    if options.get("url") == "X":
+        options = options | {"url": str(tmp_path / "rows")}
+    with pytest.raises(weir.WeirError) as e:
+        llm.generate(prompts([4]), to({"filesystem": options}), use_tqdm=False)
+    assert e.value.field.startswith("capture[0].sink.filesystem")
+    if field:
+        assert e.value.field.endswith(f".{field}")
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_the_environment_of_vllm_mi_patch(root, tmp_path, monkeypatch):
+    """Every request, all blocks, in its directories and field names."""
+    for name, value in {"CAPTURE": "1", "MODE": "full8", "OUTDIR": str(tmp_path / "acts"), "RETURN": "sharded"}.items():
+        monkeypatch.setenv(f"VLLM_ACT_{name}", value)
+    llm = get_llm(directory(root), seed=1)  # settings are read when an engine starts
+    outs = llm.generate(prompts([5, 9]), sampling(4), use_tqdm=False)
+    for out in outs:
+        assert out.activations is None and out.receipt.sinks == {"VLLM_ACT": "written"}
+    weir.flush(llm)
+    folders = [p for p in (tmp_path / "acts").iterdir() if p.is_dir()]
+    assert len(folders) == 2
+    rows = []
+    for folder in folders:
+        files = {p.name for p in folder.glob("*.npz")}
+        assert files >= {f"seq0_layer{layer}_rank0.npz" for layer in range(4)}
+        with np.load(folder / "seq0_layer2_rank0.npz", allow_pickle=False) as kept:
+            assert {"q", "scale", "zero"} <= set(kept.files) and kept["q"].dtype == np.uint8
+            rows.append(len(kept["q"]))
+    assert sorted(rows) == [8, 12]

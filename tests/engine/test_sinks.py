@@ -1,0 +1,314 @@
+"""Sinks on a live engine: who gets which rows, what marks do, and that nothing a consumer does harms the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import ClassVar
+
+import pytest
+import torch
+
+import vllm_weir as weir
+from tests.engine.common import assert_nothing_is_held, desk, directory, prompts, sampling
+from tests.support.engines import get_llm
+from vllm_weir import consumers
+from vllm_weir.consumers import Consumer
+
+pytestmark = pytest.mark.engine
+
+
+class Notes(Consumer):
+    """Keeps what it gets; `fail` names requests (by prompt length) that it cannot take, `gate` holds it up."""
+
+    required = True
+    rows: ClassVar[list] = []
+    finished: ClassVar[list] = []
+    aborted: ClassVar[list] = []
+    fail: ClassVar[set] = set()
+    gate = threading.Event()
+
+    def __init__(self, label="notes"):
+        self.label = label
+
+    def take(self, rows):
+        Notes.gate.wait(20)
+        if rows.request.prompt_tokens in Notes.fail:
+            raise OSError(28, "No space left on device")
+        data = rows.data.clone()
+        Notes.rows.append(
+            (
+                self.label,
+                rows.request,
+                rows.site,
+                rows.positions.clone(),
+                rows.token_ids.clone(),
+                data,
+                rows.compression,
+            )
+        )
+
+    def finish(self, request):
+        Notes.finished.append((self.label, request))
+        return [f"/notes/{self.label}/{request.name}"]
+
+    def abort(self, request):
+        Notes.aborted.append(request)
+
+
+@pytest.fixture(autouse=True)
+def notes(monkeypatch):
+    monkeypatch.setitem(consumers._SHIPPED, "notes", f"{__name__}:Notes")
+    for kept in (Notes.rows, Notes.finished, Notes.aborted, Notes.fail):
+        kept.clear()
+    Notes.gate.set()
+
+
+@pytest.fixture
+def llm(root, notes):
+    """An engine with a named sink, one with little room, and marks that are kept for two seconds."""
+    sinks = {
+        "kept": {"notes": {"label": "kept"}},
+        "small": {"notes": {"label": "small"}, "policy": "drop", "queue_bytes": 1},
+    }
+    return get_llm(
+        directory(root), additional_config={"weir": {"sinks": sinks, "marked_seconds": 2.0, "timeout": 20.0}}
+    )
+
+
+def to(sink, layers=(1, 2), positions="all", max_tokens=4, **more):
+    return weir.params(sampling(max_tokens), capture=weir.Capture("resid_post", layers, positions, sink=sink, **more))
+
+
+def of(request_id):
+    return {
+        (rows[2], name): value
+        for rows in Notes.rows
+        if rows[1].request_id == request_id
+        for name, value in zip(("positions", "token_ids", "data", "header"), rows[3:])
+    }
+
+
+@pytest.mark.parametrize("compress", [None, "full8"])
+def test_rows_reach_their_sinks(llm, compress):
+    """Each request's own, beside memory captures, an own sink and a request without keys, all in one batch."""
+    own = {"notes": {"label": "own"}}
+    both = [
+        weir.Capture("resid_post", [1, 2], sink="kept", compress=compress),
+        weir.Capture("resid_post", [2, 3], "generated", compress=compress),
+        weir.Capture("resid_pre", 1, "prompt", sink=own, compress=compress),
+    ]
+    params = [
+        to("kept", compress=compress),
+        weir.params(sampling(4), capture=both),
+        weir.params(
+            sampling(4),
+            capture=[weir.Capture("resid_post", compress=compress), weir.Capture("resid_pre", compress=compress)],
+        ),
+        sampling(4),
+    ]
+    outs = llm.generate(prompts([9, 9, 9, 9])[:1] * 4, params, use_tqdm=False)
+    first, second, plain, none = outs
+    assert none.activations is None and none.receipt is None
+    assert first.activations.sites == [] and first.receipt.sinks == {"kept": "written"}
+    assert [f.rsplit("-", 1)[0] for f in first.receipt.files] == [f"/notes/kept/{first.request_id}"]
+    assert second.receipt.sinks == {"kept": "written", "notes": "written"} and len(second.receipt.files) == 2
+    value = (lambda acts, site: acts[site]) if compress is None else (lambda acts, site: acts.compressed(site)[0])
+    for out in (first, second):
+        got = of(out.request_id)
+        for layer in (1, 2):
+            site = weir.Site("resid_post", layer)
+            assert got[site, "positions"].equal(plain.activations.positions)
+            assert got[site, "token_ids"].equal(plain.activations.token_ids)
+            assert got[site, "data"].equal(value(plain.activations, site))
+            assert (got[site, "header"] is None) == (compress is None)
+    pre = weir.Site("resid_pre", 1)
+    assert of(second.request_id)[pre, "data"].equal(value(plain.activations, pre)[:9])
+    assert set(second.activations.sites) == {weir.Site("resid_post", 2), weir.Site("resid_post", 3)}
+    assert second.activations.positions.tolist() == [9, 10, 11]
+    assert {label for label, request in Notes.finished if request.request_id == second.request_id} == {"kept", "own"}
+    finished = Notes.finished[0][1]
+    assert (finished.prompt_tokens, finished.generated_tokens, finished.finish_reason) == (9, 4, "length")
+    del outs, first, second, plain, none, out
+    assert_nothing_is_held(llm)
+
+
+def test_rows_that_were_written_hold_no_memory(llm):
+    outs = llm.generate(prompts([40] * 6), to("kept", "all"), use_tqdm=False)
+    llm.llm_engine.step()
+    deadline = time.monotonic() + 5
+    while any(u["host_rows"] for u in llm.collective_rpc("weir_usage")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(u["host_rows"] for u in llm.collective_rpc("weir_usage")), "though the outputs are still held"
+    assert len(outs) == 6
+
+
+def test_sequences_have_names_of_their_own(llm):
+    params = weir.params(sampling(3, n=3, temperature=1.0, seed=1), capture=weir.Capture("resid_post", 0, sink="kept"))
+    out = llm.generate(prompts([5]), params, use_tqdm=False)[0]
+    assert sorted(r.index for _, r in Notes.finished) == [0, 1, 2]
+    assert len({c.receipt.files for c in out.outputs}) == 3
+    for label, request, site, positions, ids, data, _ in Notes.rows:
+        assert ids.tolist() == (list(out.prompt_token_ids) + list(out.outputs[request.index].token_ids))[:-1]
+
+
+def test_a_sink_that_fails_fails_its_request(llm):
+    Notes.fail.add(13)
+    with pytest.raises(weir.WeirError, match="No space left"):
+        llm.generate(prompts([13]), to("kept"), use_tqdm=False)
+    assert [r.prompt_tokens for r in Notes.aborted] == [13]
+    for n, sink in ((13, "memory"), (12, "kept")):
+        assert llm.generate(prompts([n]), to(sink), use_tqdm=False)[0].receipt.complete
+    assert weir.sinks(llm)["kept"]["failed"] == 1 and "No space" in weir.sinks(llm)["kept"]["last_error"]
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_a_sink_without_room_drops_and_says_so(llm):
+    Notes.gate.clear()
+    threading.Timer(1.0, Notes.gate.set).start()
+    outs = llm.generate(prompts([8] * 5), to("small"), use_tqdm=False)
+    states = [o.receipt.sinks["small"] for o in outs]
+    assert set(states) == {"written", "dropped"} and states.count("dropped") >= 3
+    assert all(bool(o.receipt.files) == (s == "written") for o, s in zip(outs, states))
+
+
+def test_marks(llm):
+    outs = llm.generate(prompts([6, 7, 8]), to("kept", keep="marked"), use_tqdm=False)
+    assert not Notes.rows and all(o.receipt.sinks == {"kept": "held"} for o in outs)
+    (ticket,) = weir.mark(outs[1].request_id, llm=llm, why="odd", score=0.5)
+    assert ticket.wait(10) == outs[1].receipt.files and len(ticket.files) == 1
+    assert [dict(r.metadata) for _, r in Notes.finished] == [{"why": "odd", "score": 0.5}]
+    assert {rows[1].prompt_tokens for rows in Notes.rows} == {7}
+    time.sleep(2.2)
+    with pytest.raises(weir.WeirError, match="marked_seconds"):
+        weir.mark(outs[0].request_id)
+    assert outs[2].receipt.sinks == {"kept": "evicted"}
+    with pytest.raises(weir.WeirError, match="known here"):
+        weir.mark("nobody")
+    with pytest.raises(weir.WeirError, match="JSON"):
+        weir.mark(outs[0].request_id, llm=llm, what=object())
+    # While it runs:
+    llm.llm_engine.add_request("early", prompts([5])[0], to("kept", keep="marked"))
+    llm.llm_engine.step()
+    assert weir.mark("early", llm=llm, late=False) == []
+    while llm.llm_engine.has_unfinished_requests():
+        for out in llm.llm_engine.step():
+            assert out.receipt.sinks == ({"kept": "written"} if out.finished else {})
+    del outs, ticket, out
+    assert_nothing_is_held(llm)
+
+
+def test_aborted_requests_leave_nothing(llm):
+    for keep in ("always", "marked"):
+        llm.llm_engine.add_request("gone", prompts([30])[0], to("kept", max_tokens=50, keep=keep))
+        for _ in range(3):
+            llm.llm_engine.step()
+        llm.llm_engine.abort_request(["gone"])
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+    assert not Notes.rows and not Notes.finished and not len(desk(llm).board.marks)
+    with pytest.raises(weir.WeirError, match="aborted"):
+        weir.mark("gone", llm=llm)
+    assert_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize(
+    ("capture", "field"),
+    [
+        ({"sink": "nowhere"}, "capture[0].sink"),
+        ({"sink": {"nothing": {}}}, "capture[0].sink"),
+        ({"sink": {"notes": {"colour": 1}}}, "capture[0].sink.notes"),
+        ({"sink": {"notes": {}, "policy": "maybe"}}, "capture[0].sink.policy"),
+        ({"sink": "kept", "keep": "never"}, "capture[0].keep"),
+        ({"keep": "marked"}, "capture[0].keep"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(llm, capture, field):
+    wire = {"v": 1, "capture": [{"hook": "resid_post", "layers": 0, **capture}]}
+    params = sampling(2)
+    params.extra_args = {"weir": wire}
+    with pytest.raises(weir.WeirError) as e:
+        llm.generate(prompts([4]), params, use_tqdm=False)
+    assert e.value.field == field
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_text_from_outside_sets_up_no_sink(llm):
+    params = sampling(2)
+    params.extra_args = {"weir": '{"v": 1, "capture": [{"layers": 0, "sink": {"notes": {}}}]}'}
+    with pytest.raises(weir.WeirError, match="names one of the engine's sinks"):
+        llm.generate(prompts([4]), params, use_tqdm=False)
+    params.extra_args = {"weir": '{"v": 1, "capture": [{"layers": 0, "sink": "kept"}]}'}
+    assert llm.generate(prompts([4]), params, use_tqdm=False)[0].receipt.files
+
+
+def test_a_sink_for_every_request(root):
+    """Requests without keys are captured too; a request's own capture of the same site keeps its own positions."""
+    sinks = {
+        "all": {
+            "notes": {"label": "all"},
+            "capture": [{"hook": "resid_post", "layers": [1], "positions": "last_prompt"}],
+        },
+        "norms": {"logging": {"seconds": 0}, "capture": {"layers": [2]}, "policy": "spill", "queue_bytes": 1},
+        "broken": {"notes": {"label": "b"}, "capture": [], "required": False},
+    }
+    llm = get_llm(directory(root), additional_config={"weir": {"sinks": sinks}})
+    plain, own = llm.generate(prompts([9, 9])[:1] * 2, [sampling(3), to("memory", [1], max_tokens=3)], use_tqdm=False)
+    assert plain.activations is None and plain.receipt.sinks == {"all": "written", "norms": "written"}
+    assert own.activations.positions.tolist() == list(range(11))
+    site = weir.Site("resid_post", 1)
+    for out in (plain, own):
+        assert of(out.request_id)[site, "positions"].tolist() == [8]
+        assert torch.equal(of(out.request_id)[site, "data"], own.activations[site][8:9])
+    with pytest.raises(weir.WeirError, match="alike"):
+        llm.generate(prompts([4]), to("memory", reduce="mean"), use_tqdm=False)
+    weir.flush(llm)
+    norms = desk(llm).board._runners["norms"]._consumer
+    assert norms.sites[weir.Site("resid_post", 2)].rows == 22
+    # The same consumer, failing: where requests depend on it, and where they do not.
+    Notes.fail.add(17)
+    with pytest.raises(weir.WeirError, match="No space"):
+        llm.generate(prompts([17]), sampling(2), use_tqdm=False)
+    assert weir.sinks(llm)["all"]["failed"] == 1
+
+
+def test_a_sink_that_may_fail(root):
+    sinks = {"b": {"notes": {}, "capture": {"layers": [1]}, "required": False}}
+    llm = get_llm(directory(root), additional_config={"weir": {"sinks": sinks}})
+    Notes.fail.add(17)
+    out = llm.generate(prompts([17]), sampling(2), use_tqdm=False)[0]
+    assert "No space" in out.receipt.sinks["b"] and len(out.outputs[0].token_ids) == 2
+
+
+def test_an_async_engine(root):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from tests.support.engines import DEFAULTS, close_all
+
+    close_all()
+
+    async def run():
+        weird = {"weir": {"sinks": {"kept": {"notes": {"label": "kept"}}}}}
+        engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(model=str(directory(root)), additional_config=weird, **DEFAULTS)
+        )
+        try:
+
+            async def one(k, params):
+                last = None
+                async for out in engine.generate(prompts([5 + k])[0], params, f"r{k}"):
+                    last = out
+                return last
+
+            Notes.fail.add(7)
+            outs = await asyncio.gather(*(one(k, to("kept")) for k in range(4)), return_exceptions=True)
+            assert [isinstance(o, weir.WeirError) for o in outs] == [False, False, True, False]
+            for out in outs[:2]:
+                receipt = await asyncio.to_thread(lambda out=out: out.receipt)
+                assert receipt.sinks == {"kept": "written"} and len(receipt.files) == 1
+        finally:
+            engine.shutdown()
+
+    asyncio.run(run())

@@ -1,0 +1,482 @@
+"""Sinks without an engine: definitions, the queue and its policies, marks, and a runner whose consumer misbehaves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import ClassVar
+
+import pytest
+import torch
+
+from vllm_weir import Capture, Site, WeirError, codec, consumers
+from vllm_weir.consumers import Consumer, EngineInfo, Finished, Rows
+from vllm_weir.frontend.activations import Activations, Packed
+from vllm_weir.frontend.sinks.board import Board, check_sinks
+from vllm_weir.frontend.sinks.job import Job
+from vllm_weir.frontend.sinks.marks import MarkBuffer
+from vllm_weir.frontend.sinks.queue import BoundedQueue
+from vllm_weir.frontend.sinks.runner import Runner
+from vllm_weir.frontend.sinks.ticket import Ticket
+from vllm_weir.settings import Settings
+from vllm_weir.spec.act_env import act_sink
+from vllm_weir.spec.compress import Compression
+from vllm_weir.spec.sinks import Sink, SinkDefinition, parse_sinks
+
+ENGINE = EngineInfo("m", 3, 4, "float32")
+
+
+class Box:
+    """Stands in for a job."""
+
+    def __init__(self, size=1, name="r"):
+        self.size = size
+        self.request = Finished(name, 0, name, 3, 2, "length")
+        self.ticket = Ticket("s", True)
+        self.events = []
+
+    def rows(self):
+        self.events.append("rows")
+        yield Rows(self.request, Site("resid_post", 1), torch.arange(2), torch.arange(2), torch.ones(2, 4))
+
+    def over(self):
+        self.events.append("over")
+
+    def evict(self, why):
+        self.events.append(why)
+
+
+# Definitions
+
+
+def test_definitions_round_trip():
+    for data in (
+        {"filesystem": {"url": "/tmp/x", "layout": "sharded"}},
+        {"logging": {}, "policy": "drop", "queue_bytes": 5, "capture": [{"hook": "resid_post"}], "keep": "marked"},
+        {"mine": {"a": [1, {"b": None}]}, "required": False, "capture": []},
+    ):
+        one = SinkDefinition.parse(data, "s")
+        assert SinkDefinition.parse(one.to_json(), "s") == one
+        assert hash(one) == hash(SinkDefinition.parse(dict(reversed(data.items())), "s"))
+    assert Sink.parse("memory", "s").memory and not Sink.parse("archive", "s").memory
+    own = Sink.parse({"filesystem": {"url": "x"}}, "s")
+    assert own.name == "filesystem" and Sink.parse(own.to_json(), "s") == own
+    assert SinkDefinition.parse({"logging": {}, "capture": Capture("resid_pre", 1)}, "s").captures
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        ({}, "s"),
+        ([], "s"),
+        ({"a": {}, "b": {}}, "s"),
+        ({"a": 3}, "s.a"),
+        ({"a": {"x": float("nan")}}, "s.a"),
+        ({"a": {"x": object()}}, "s.a"),
+        ({"a": {"x": "y" * 70_000}}, "s.a"),
+        ({"../a": {}}, "s"),
+        ({"a": {}, "policy": "wait"}, "s.policy"),
+        ({"a": {}, "queue_bytes": 0}, "s.queue_bytes"),
+        ({"a": {}, "queue_bytes": True}, "s.queue_bytes"),
+        ({"a": {}, "keep": "maybe"}, "s.keep"),
+        ({"a": {}, "required": 1}, "s.required"),
+        ({"a": {}, "capture": 3}, "s.capture"),
+        ({"a": {}, "capture": [3]}, "s.capture[0]"),
+    ],
+)
+def test_bad_definitions_are_refused(data, field):
+    with pytest.raises(WeirError) as e:
+        SinkDefinition.parse(data, "s")
+    assert e.value.field == field
+
+
+def test_a_request_cannot_bind_others():
+    for key, value in (("capture", []), ("keep", "always"), ("required", True)):
+        with pytest.raises(WeirError):
+            SinkDefinition.parse({"filesystem": {}, key: value}, "s", by_request=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"sink": 3}, "capture.sink"),
+        ({"sink": ""}, "capture.sink"),
+        ({"sink": {"a": {}, "b": {}}}, "capture.sink"),
+        ({"sink": "x", "keep": "sometimes"}, "capture.keep"),
+        ({"keep": "marked"}, "capture.keep"),
+    ],
+)
+def test_captures_with_bad_sinks_are_refused(fields, field):
+    with pytest.raises(WeirError) as e:
+        Capture(**fields)
+    assert e.value.field == field
+
+
+def test_settings():
+    load = Settings.load
+    one = {"archive": {"filesystem": {"url": "/x"}}}
+    assert load({"weir": {"sinks": one}}, {}).sinks == parse_sinks(one)
+    assert load({}, {"WEIR_SINKS": '{"archive": {"filesystem": {"url": "/x"}}}'}).sinks == parse_sinks(one)
+    assert load({}, {}).sinks == {}
+    for bad in ("{", "[]", '{"memory": {"logging": {}}}', '{"a": {}}'):
+        with pytest.raises(WeirError, match=r"settings\.sinks"):
+            load({}, {"WEIR_SINKS": bad})
+    for name, value in (("marked_seconds", 0), ("marked_bytes", -1)):
+        with pytest.raises(WeirError, match=name):
+            load({"weir": {name: value}}, {})
+
+
+# VLLM_ACT_*
+
+
+def test_act_environment():
+    act = lambda **values: act_sink({f"VLLM_ACT_{k}": v for k, v in values.items()})
+    assert act() is None and act(CAPTURE="0", MODE="nonsense") is None
+    found = act(CAPTURE="1")
+    assert found["filesystem"] == {"url": "/tmp/vllm_activations", "layout": "npz"} and found["required"]
+    assert found["capture"] == [
+        {"hook": "resid_post", "layers": "all", "compress": {"method": "rp8", "k": 512, "seed": 12345}}
+    ]
+    found = act(CAPTURE="on", MODE="topk8", TOPK_K="9", OUTDIR="/d", RETURN="gathered", PER_DIM="0")
+    assert found["filesystem"]["url"] == "/d" and found["capture"][0]["compress"] == {"method": "topk8", "k": 9}
+    assert act(CAPTURE="1", MODE="rp8", RP_K="64", RP_SEED="0")["capture"][0]["compress"]["seed"] == 0
+    assert "compress" not in act(CAPTURE="1", MODE="none")["capture"][0]
+    assert act(CAPTURE="1", RETURN="summary") == {
+        "logging": {},
+        "capture": [{"hook": "resid_post", "layers": "all"}],
+        "required": False,
+    }
+    for bad in (
+        {"CAPTURE": "maybe"},
+        {"MODE": "rp9"},
+        {"RP_K": "0"},
+        {"RP_K": "x"},
+        {"RETURN": "all"},
+        {"PER_DIM": "x"},
+    ):
+        with pytest.raises(WeirError, match=f"VLLM_ACT_{next(iter(bad))}"):
+            act(**{"CAPTURE": "1", **bad})
+    sinks = Settings.load({"weir": {"sinks": {"own": {"logging": {}}}}}, {"VLLM_ACT_CAPTURE": "1"}).sinks
+    assert set(sinks) == {"own", "VLLM_ACT"}
+    check_sinks(sinks)
+
+
+# The queue
+
+
+def test_queue_drops_and_spills_without_room():
+    for policy in ("drop", "spill"):
+        queue = BoundedQueue(10, policy)
+        assert [queue.put(Box(n), 0) for n in (50, 1, 1)] == ["in", policy, policy], "one may always wait"
+        assert len(queue) == (1 if policy == "drop" else 3) and queue.bytes == 50
+        queue.take()
+        assert queue.bytes == 0 and not queue.idle
+        queue.done()
+        assert queue.idle == (policy == "drop")
+
+
+def test_queue_blocks_until_there_is_room():
+    queue = BoundedQueue(10, "block")
+    queue.put(Box(9), 0)
+    threading.Timer(0.1, queue.take).start()
+    start = time.monotonic()
+    assert queue.put(Box(9), 5) == "in" and 0.05 < time.monotonic() - start < 3
+    assert queue.put(Box(9), 0.01) == "in", "whoever may not wait is let in: rows are not lost by that"
+
+
+def test_queue_ends():
+    queue = BoundedQueue(10, "block")
+    box = Box()
+    queue.put(box, 0)
+    queue.stop()
+    assert queue.put(Box(), 0) == "drop"
+    assert queue.take() is box and queue.take() is None
+    assert not queue.wait_empty(0.01)
+    queue.done()
+    assert queue.wait_empty(0.01)
+
+
+# Marks
+
+
+def test_marks_in_time_too_late_and_early():
+    now = [0.0]
+    marks = MarkBuffer(10, 5.0, lambda: now[0])
+    a, b = Box(4), Box(4)
+    marks.join("a-1", "a")
+    marks.join("b-1", "b")
+    assert marks.add("a-1", [a]) is None and marks.bytes == 4
+    now[0] = 3.0
+    assert marks.add("b-1", [b]) is None and marks.due == 5.0
+    assert marks.has("a") and marks.has("a-1") and not marks.has("c")
+    assert marks.mark("a", {}) == [a] and marks.bytes == 4
+    with pytest.raises(WeirError, match="marked already"):
+        marks.mark("a", {})
+    now[0] = 8.5
+    with pytest.raises(WeirError, match="marked_seconds is 5"):
+        marks.mark("b-1", {})
+    assert b.events and marks.bytes == 0 and marks.due is None and marks.had("b")
+    with pytest.raises(WeirError, match="known here"):
+        marks.mark("c", {})
+    marks.join("d-1", "d")
+    assert marks.mark("d", {"x": 1}) == [] and marks.mark("d", {"y": 2}) == []
+    assert marks.add("d-1", [Box()]) == {"x": 1, "y": 2} and marks.bytes == 0
+
+
+def test_marks_are_bounded():
+    marks = MarkBuffer(10, 100.0)
+    boxes = [Box(4) for _ in range(4)]
+    for k, box in enumerate(boxes):
+        marks.add(f"r{k}", [box])
+    assert [bool(b.events) for b in boxes] == [True, True, False, False] and marks.bytes == 8
+    with pytest.raises(WeirError, match="marked_bytes is 10"):
+        marks.mark("r0", {})
+    large = Box(11)
+    marks.add("r9", [large])
+    assert large.events and len(marks) == 0
+
+
+def test_aborted_requests_are_not_kept():
+    marks = MarkBuffer(10, 100.0)
+    marks.join("a-1", "a")
+    marks.mark("a", {"x": 1})
+    marks.leave("a-1")
+    marks.leave("unknown")
+    with pytest.raises(WeirError, match="aborted"):
+        marks.mark("a", {})
+
+
+def test_all_sequences_of_a_request_are_marked():
+    marks = MarkBuffer(100, 100.0)
+    boxes = [Box(), Box()]
+    for k, box in enumerate(boxes):
+        marks.join(f"{k}_a", "a")
+        marks.add(f"{k}_a", [box])
+    marks.join("2_a", "a")
+    assert marks.mark("a", {"x": 1}) == boxes and marks.add("2_a", [Box()]) == {"x": 1}
+
+
+# Runners
+
+
+class Recorder(Consumer):
+    """Notes what it is called with; `trouble` names the method that fails."""
+
+    required = True
+    made: ClassVar[list] = []
+
+    def __init__(self, trouble="", wait=0.0):
+        self.calls, self.trouble, self.wait = [], trouble, wait
+        Recorder.made.append(self)
+
+    def _note(self, name, *rest):
+        self.calls.append((name, *rest))
+        if name == self.trouble:
+            raise OSError(28, "No space left on device")
+
+    def open(self, engine):
+        self._note("open")
+
+    def take(self, rows):
+        time.sleep(self.wait)
+        self._note("take", rows.site)
+
+    def finish(self, request):
+        self._note("finish", request.name)
+        return [f"/x/{request.name}"]
+
+    def abort(self, request):
+        self._note("abort", request.name)
+
+    def flush(self):
+        self._note("flush")
+
+    def close(self):
+        self._note("close")
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch):
+    monkeypatch.setitem(consumers._SHIPPED, "recorder", f"{__name__}:Recorder")
+    monkeypatch.setitem(consumers._SHIPPED, "broken", f"{__name__}:Missing")
+    monkeypatch.setitem(consumers._SHIPPED, "strange", "builtins:dict")
+    Recorder.made.clear()
+
+
+def runner(**options):
+    policy = options.pop("policy", "block")
+    definition = SinkDefinition.parse({"recorder": options, "policy": policy, "queue_bytes": 1}, "s")
+    return Runner("s", definition, ENGINE, "s")
+
+
+def test_a_runner_feeds_its_consumer():
+    one = runner()
+    boxes = [Box(name=f"r{k}") for k in range(3)]
+    for box in boxes:
+        one.offer(box, 5)
+    assert [box.ticket.wait(5) for box in boxes] == [(f"/x/r{k}",) for k in range(3)]
+    one.flush(5)
+    one.close()
+    names = [call[0] for call in Recorder.made[0].calls]
+    assert names == ["open", *["take", "finish"] * 3, "flush", "close"]
+    assert all(box.events == ["rows", "over"] for box in boxes)
+    late = Box()
+    one.offer(late, 0)
+    assert late.ticket.state == "dropped" and late.events == ["over"]
+
+
+@pytest.mark.parametrize("trouble", ["take", "finish"])
+def test_a_consumer_that_fails(trouble):
+    one = runner(trouble=trouble)
+    box = Box()
+    one.offer(box, 0)
+    with pytest.raises(WeirError, match="No space left"):
+        box.ticket.settle(5)
+    assert box.ticket.state.startswith("failed: OSError") and box.events == ["rows", "over"]
+    assert Recorder.made[0].calls[-1] == ("abort", "r")
+    report = one.report()
+    assert report["failed"] == 1 and "No space" in report["last_error"] and report["sequences"] == 0
+    Recorder.made[0].trouble = ""
+    again = Box()
+    one.offer(again, 0)
+    assert again.ticket.wait(5) == ("/x/r",), "the next request is none the worse"
+    optional = Ticket("s", False)
+    optional.close("failed: x")
+    optional.settle(0)
+    one.close()
+
+
+@pytest.mark.parametrize("trouble", ["abort", "flush", "close"])
+def test_a_consumer_that_cannot_even_end(trouble):
+    one = runner(trouble=trouble)
+    if trouble == "flush":
+        with pytest.raises(WeirError, match="could not be flushed"):
+            one.flush(5)
+    one.close()
+    assert not one._thread.is_alive()
+
+
+def test_a_slow_consumer_drops_or_holds():
+    slow = runner(policy="drop", wait=0.05)
+    boxes = [Box(name=str(k)) for k in range(12)]
+    for box in boxes:
+        slow.offer(box, 0)
+    slow.flush(10)
+    states = [box.ticket.state for box in boxes]
+    assert states.count("dropped") >= 8 and states.count("written") == 12 - states.count("dropped")
+    assert slow.report()["dropped"] == states.count("dropped")
+    slow.close()
+    held = runner(policy="block", wait=0.02)
+    start = time.monotonic()
+    for _ in range(8):
+        held.offer(Box(), 5)
+    assert time.monotonic() - start > 0.1
+    held.close()
+
+
+@pytest.mark.parametrize(
+    ("definition", "field"),
+    [
+        ({"nobody": {}}, "settings.sinks.x"),
+        ({"broken": {}}, "settings.sinks.x"),
+        ({"strange": {}}, "settings.sinks.x"),
+        ({"recorder": {"nonsense": 1}}, "settings.sinks.x.recorder"),
+        ({"recorder": {"trouble": "open"}}, "settings.sinks.x.recorder"),
+        ({"logging": {"seconds": -1}}, "settings.sinks.x.logging.seconds"),
+        ({"logging": {"colour": 1}}, "settings.sinks.x.logging"),
+        ({"recorder": {}, "capture": [{"hook": "nonsense"}]}, "settings.sinks.x.capture[0].hook"),
+        ({"recorder": {}, "capture": [{"sink": "y"}]}, "settings.sinks.x.capture[0]"),
+    ],
+)
+def test_sinks_that_cannot_be_set_up(definition, field):
+    with pytest.raises(WeirError) as e:
+        board = Board(parse_sinks({"x": definition}), 1, 1.0, 1.0)
+        board.open(ENGINE)
+    assert e.value.field == field
+
+
+def test_a_board_closes_its_sinks():
+    board = Board(parse_sinks({"x": {"recorder": {}}}), 1, 1.0, 1.0)
+    board.open(ENGINE)
+    assert board.report()["x"]["consumer"] == "recorder" and not board.everyone
+    board.flush(1)
+    del board
+    assert [call[0] for call in Recorder.made[0].calls] == ["open", "flush", "close"]
+
+
+# Jobs
+
+
+class Looked:
+    """Stands in for a view."""
+
+    size = 100
+
+    def __init__(self, acts):
+        self.acts = acts
+
+    def activations(self):
+        if isinstance(self.acts, Exception):
+            raise self.acts
+        return self.acts
+
+    def missing(self, acts):
+        return {Site("resid_post", 1): 2}
+
+
+def acts_of(packed=False):
+    sites = [Site("resid_post", 1), Site("resid_pre", 2)]
+    at = {site: torch.arange(3) for site in sites}
+    rows = {site: torch.randn(3, 4).to(torch.bfloat16) for site in sites}
+    if not packed:
+        return Activations(rows, at, at)
+    how = Compression("full8")
+    records = {site: codec.encode(r, how) for site, r in rows.items()}
+    dtypes = dict.fromkeys(sites, torch.float32)
+    return Activations({}, at, at, (), Packed(how.header(4, "bfloat16"), records, dtypes))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_spilled_rows_are_the_same(tmp_path, packed):
+    acts, released = acts_of(packed), []
+    jobs = [Job(Looked(acts), Box().request, Ticket("s", True), lambda: released.append(1)) for _ in range(2)]
+    jobs[1].spill(tmp_path)
+    jobs[1].spill(tmp_path)
+    assert released == [1] and len(list(tmp_path.iterdir())) == 1
+    for a, b in zip(*(list(job.rows()) for job in jobs), strict=True):
+        assert a.site == b.site and a.compression == b.compression and (a.compression is None) != packed
+        assert a.positions.equal(b.positions) and a.token_ids.equal(b.token_ids)
+        assert a.data.equal(b.data) and a.data.dtype == b.data.dtype and a.decoded().equal(b.decoded())
+    assert jobs[0].ticket.missing == jobs[1].ticket.missing == {Site("resid_post", 1): 2}
+    for job in jobs:
+        job.over()
+        job.over()
+    assert released == [1, 1] and not list(tmp_path.iterdir()) and not list(jobs[0].rows())
+
+
+def test_rows_that_cannot_be_spilled_stay(tmp_path):
+    job = Job(Looked(WeirError("lost")), Box().request, Ticket("s", True), lambda: None)
+    with pytest.raises(WeirError, match="lost"):
+        job.spill(tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(WeirError, match="lost"):
+        list(job.rows())
+
+
+def test_a_runner_spills():
+    slow = runner(policy="spill", wait=0.02)
+    released = []
+    jobs = [
+        Job(
+            Looked(acts_of()),
+            Finished(f"r{k}", 0, f"r{k}", 1, 1, "stop"),
+            Ticket("s", True),
+            lambda: released.append(1),
+        )
+        for k in range(8)
+    ]
+    for job in jobs:
+        slow.offer(job, 0)
+    slow.flush(20)
+    assert [job.ticket.files for job in jobs] == [(f"/x/r{k}",) for k in range(8)] and len(released) == 8
+    slow.close()

@@ -1,0 +1,95 @@
+"""Compressing a step's rows: whatever lies between them in the ring, each token's records go to its place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_weir import codec
+from vllm_weir.spec.compress import Compression
+from vllm_weir.worker import codecs as codecs_module
+from vllm_weir.worker.codecs import IDLE, Codecs
+from vllm_weir.worker.hostmem import _split
+from vllm_weir.worker.step import PACKED, StepPlan
+from vllm_weir.worker.treat import Treater
+
+D, RING = 16, 400
+HOW = Compression.parse("full8", "compress")
+NONE = np.zeros(0, np.int64)
+
+
+def plan_of(packs):
+    return StepPlan(NONE, NONE, NONE, 0, NONE, np.zeros((0, 5), np.int64), [], [], {}, {}, [], [], packs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(0, 2), st.integers(0, 1), st.booleans()), min_size=1, max_size=20
+    ),
+    chunk=st.sampled_from([1 << 24, 5 * D, 1]),
+)
+def test_records_go_to_their_places(tokens, chunk):
+    """Tokens of (columns, ring rows before it that are not packed, codec, whether its place follows the last one's)."""
+    ring = torch.randn(RING, D, generator=torch.Generator().manual_seed(0))
+    codecs = Codecs(D, torch.device("cpu"))
+    numbers = [codecs.hold(f"r{k}", Compression.parse(how, "c")) for k, how in enumerate(("full8", "fp16"))]
+    record = [codecs[n].record_bytes for n in numbers]
+    packs, expected, at, place = [], {}, 7, 3
+    for columns, gap, which, follows in tokens:
+        at, place = at + gap, place if follows else place + 11
+        size = columns * record[which]
+        packs.append((at + columns - 7, place, size, columns, PACKED - numbers[which]))
+        rows = ring[at : at + columns]
+        expected[place] = codec.encode(rows, codecs[numbers[which]].compression, None).view(-1)
+        at, place = at + columns, place + size
+    host = torch.zeros(place + 1, dtype=torch.uint8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codecs_module, "CHUNK", chunk)
+        packets = Treater(ring).pack(plan_of(np.array(packs, np.int64)), 7, codecs)
+    assert sum(int(p.pieces[:, 2].sum()) for p in packets) == sum(len(e) for e in expected.values())
+    for packet in packets:
+        flat = packet.records.view(-1)
+        for source, target, size in packet.pieces.tolist():
+            host[target : target + size] = flat[source : source + size]
+    for start, bytes_ in expected.items():
+        assert host[start : start + len(bytes_)].equal(bytes_)
+
+
+def test_nothing_to_pack():
+    assert Treater(torch.zeros(4, D)).pack(plan_of(np.zeros((0, 5), np.int64)), 0, Codecs(D, torch.device("cpu"))) == []
+
+
+def test_one_piece_for_what_lies_together():
+    codecs = Codecs(D, torch.device("cpu"))
+    number = codecs.hold("r", HOW)
+    size = 3 * codecs[number].record_bytes
+    packs = np.array([(3 + 3 * k, 100 + size * k, size, 3, PACKED - number) for k in range(50)], np.int64)
+    (packet,) = Treater(torch.randn(RING, D)).pack(plan_of(packs), 0, codecs)
+    assert packet.pieces.tolist() == [[0, 100, 50 * size]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 70)), min_size=1, max_size=5))
+def test_pieces_are_cut_at_block_edges(targets):
+    pieces = np.array([(1000 * k, place, size) for k, (place, size) in enumerate(targets)], np.int64)
+    parts = _split(pieces, 32)
+    assert (parts[:, 1] // 32 == (parts[:, 1] + parts[:, 2] - 1) // 32).all()
+    whole = [(s + k, t + k) for s, t, n in pieces.tolist() for k in range(n)]
+    assert [(s + k, t + k) for s, t, n in parts.tolist() for k in range(n)] == whole
+
+
+def test_codecs_are_counted_and_a_few_idle_ones_kept():
+    codecs = Codecs(64, torch.device("cpu"))
+    hows = [Compression.parse({"method": "rp8", "k": 32, "seed": s}, "c") for s in range(IDLE + 3)]
+    numbers = [codecs.hold(f"r{k}", how) for k, how in enumerate(hows)]
+    assert len(set(numbers)) == len(hows) and codecs.hold("again", hows[0]) == numbers[0]
+    codecs.release("nobody")
+    for k in range(len(hows)):
+        codecs.release(f"r{k}")
+    assert codecs.hold("again", hows[0]) == numbers[0], "it was in use all the time"
+    assert codecs.hold("last", hows[-1]) == numbers[-1], "just used"
+    assert codecs.hold("first", hows[1]) not in numbers, "forgotten, and made again"
