@@ -15,7 +15,9 @@ D = 48
 PROMPT = 5
 
 
-def rows_of(request: str, hook: str, layer: int, n: int, d: int = D, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def rows_of(
+    request: str, hook: str, layer: int, n: int, d: int = D, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     """Rows that follow from their names."""
     seed = sum(ord(c) * 31**i for i, c in enumerate(f"{request}/{hook}/{layer}")) % 2**31
     return torch.randn(n, d, generator=torch.Generator().manual_seed(seed)).to(dtype)

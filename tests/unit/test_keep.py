@@ -45,7 +45,9 @@ def test_records_are_kept_to_the_bit(layout: str, method: str, tmp_path: Path) -
     rows = rows_of("a", "resid_post", 3, length_of("a"))
     header = compression.header(D, "bfloat16")
     with open_writer(tmp_path / "worker", layout) as writer:  # packed already, as a worker sends them
-        writer.write(Batch("a", "resid_post", 3, np.arange(len(rows)), tokens_of(len(rows)), encode(rows, compression), header))
+        writer.write(
+            Batch("a", "resid_post", 3, np.arange(len(rows)), tokens_of(len(rows)), encode(rows, compression), header)
+        )
         writer.finish_request("a")
     expected = decode(encode(rows, compression), header)
     for name in ("device", "worker"):

@@ -160,7 +160,7 @@ class ActivationDataset(Mapping):
         parts = []
         for block, (mine, records) in self.index.gather(which, at).items():
             tensor, header = torch.from_numpy(records), self.index.blocks[block].header
-            parts.append((mine, _decoded(tensor, header) if space == "model" else project(tensor, header)))
+            parts.append((mine, self.decoded(tensor, header) if space == "model" else project(tensor, header)))
         if len(parts) == 1:
             return parts[0][1]
         dtype = parts[0][1].dtype if len({p.dtype for _, p in parts}) == 1 else torch.float32
@@ -170,6 +170,13 @@ class ActivationDataset(Mapping):
         for mine, part in parts:
             out[torch.from_numpy(mine)] = part.to(dtype)
         return out
+
+    @staticmethod
+    def decoded(records: Tensor, header: Mapping[str, Any]) -> Tensor:
+        """Records as rows: float32, or the stored dtype of uncompressed ones."""
+        if header["method"] == "none":
+            return records.view(_PLAIN[header["dtype"]])
+        return decode(records, header)
 
     def _code(self, request: object) -> int:
         if request not in self.index.code:
@@ -247,9 +254,3 @@ class _LazyRows(Mapping):
 
     def __len__(self) -> int:
         return len(self._places)
-
-
-def _decoded(records: Tensor, header: Mapping[str, Any]) -> Tensor:
-    if header["method"] == "none":
-        return records.view(_PLAIN[header["dtype"]])
-    return decode(records, header)

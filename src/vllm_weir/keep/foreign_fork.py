@@ -113,5 +113,3 @@ def _part(store: Store, name: str, data: str, entry: dict[str, Any], seq: int, o
 def is_fork(store: Store, names: dict[str, int]) -> bool:
     """Whether a folder holds the fork's pairs of files."""
     return any(n.endswith(".json") and n.removesuffix(".json") + ".bin" in names for n in names)
-
-
