@@ -1,10 +1,10 @@
-"""How fast the `sharded` layout writes, beside `dd` to the same disk, and how soon the first of a million rows is there.
+"""How fast the `sharded` layout writes beside `dd` to the same disk, and how soon the first of a million rows is there.
 
     python bench/keep.py [DIRECTORY] [--megabytes 1024] [--repeats 5] [--out bench/results/keep.json]
 
 `dd` copies random bytes from memory (/dev/shm) in blocks of 1 MiB, once to the page cache and once with ``conv=fsync``;
-the writer writes as many bytes with ``fsync=False`` and ``True``. They take turns, each on a disk that has nothing left to
-write, and medians are compared.
+the writer writes as many bytes with ``fsync=False`` and ``True``. They take turns, each on a disk that has nothing
+left to write, and medians are compared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def dd(source: Path, path: Path, megabytes: int, sync: bool) -> float:
 
 
 def sharded(path: Path, megabytes: int, sync: bool, tokens: int) -> float:
-    """Seconds to write as many bytes: bfloat16 rows of 32 layers of requests of `tokens` tokens, finished and flushed."""
+    """Seconds to write as many bytes: bfloat16 rows of 32 layers, in requests of `tokens` tokens, all published."""
     rows = torch.randn(tokens, D).bfloat16()
     positions, ids = np.arange(tokens), np.arange(tokens)
     requests = max(1, megabytes * 2**20 // (rows.nbytes * LAYERS))
@@ -69,7 +69,8 @@ def first_row(path: Path, requests: int = 2000, tokens: int = 500, d: int = 16) 
     row = time.perf_counter()
     next(iter(dataset.torch(("resid_post", 0), batch_size=64, buffer_rows=4096)))
     shuffled = time.perf_counter()
-    return {"rows": dataset.count(), "open_s": opened - begin, "first_row_s": row - begin, "first_shuffled_batch_s": shuffled - begin}  # fmt: skip
+    seconds = {"open_s": opened, "first_row_s": row, "first_shuffled_batch_s": shuffled}
+    return {"rows": dataset.count()} | {name: then - begin for name, then in seconds.items()}
 
 
 def main() -> None:

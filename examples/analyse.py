@@ -1,4 +1,4 @@
-"""Compare and draw stored activations (made up here: a stream that grows, with one loud token and a direction in it)."""
+"""Compare and draw stored activations (made up: a stream that grows, with one loud token and a direction in it)."""
 
 import sys
 import tempfile
@@ -11,7 +11,8 @@ import vllm_weir as weir
 from vllm_weir import analysis
 from vllm_weir.keep import Batch
 
-WORDS = "The gardener went to the market and bought a small red lamp for Anna , who was very happy about it .".split()
+TEXT = "The gardener went to the market and bought a small red lamp for Anna , who was very happy about it ."
+WORDS = TEXT.split(" ")
 D, LAYERS = 128, 16
 
 

@@ -4,9 +4,9 @@ The 8-bit methods share one affine code: with ``zero`` the row's smallest value 
 
     code = round((x - zero) / scale)        x~ = code * scale + zero
 
-to within half a step (``scale / 2``) of every value; of a constant row ``scale`` is 0 and x~ exact. A row that holds NaN,
-Inf or a magnitude over 1.5e38 (whose range float32 cannot hold) has ``scale = NaN`` and unpacks to NaN throughout: it is
-marked, not mangled.
+to within half a step (``scale / 2``) of every value; of a constant row ``scale`` is 0 and x~ exact. A row that holds
+NaN, Inf or a magnitude over 1.5e38 (whose range float32 cannot hold) has ``scale = NaN`` and unpacks to NaN throughout:
+it is marked, not mangled.
 """
 
 from __future__ import annotations

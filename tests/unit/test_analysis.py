@@ -141,7 +141,7 @@ def test_pictures(suffix: str, tmp_path: Path) -> None:
         analysis.plot_norms(acts, tmp_path / f"norms{suffix}"),
         analysis.plot_similarity(acts, tmp_path / f"tokens{suffix}", layer=3, tokens=words),
         analysis.plot_similarity(acts, tmp_path / f"layers{suffix}", metric="l2"),
-        analysis.plot_timeline(acts, tmp_path / f"deep" / f"line{suffix}", tokens=words, prompt_tokens=5),
+        analysis.plot_timeline(acts, tmp_path / "deep" / f"line{suffix}", tokens=words, prompt_tokens=5),
     ]
     for path in drawn:
         raw = path.read_bytes()

@@ -216,8 +216,10 @@ def test_leading_dimensions_stay() -> None:
     ("value", "field"),
     [
         ("rp9", "at.method"), (7, "at"), ({}, "at.method"), ({"method": "rp8", "K": 3}, "at.K"),
-        ({"method": "rp8", "k": 31}, "at.k"), ({"method": "rp8", "k": 513}, "at.k"), ({"method": "rp8", "k": 64.0}, "at.k"),
-        ({"method": "topk8", "k": 0}, "at.k"), ({"method": "full8", "k": 8}, "at.k"), ({"method": "rp8", "k": True}, "at.k"),
+        ({"method": "rp8", "k": 31}, "at.k"), ({"method": "rp8", "k": 513}, "at.k"),
+        ({"method": "rp8", "k": 64.0}, "at.k"),
+        ({"method": "topk8", "k": 0}, "at.k"), ({"method": "full8", "k": 8}, "at.k"),
+        ({"method": "rp8", "k": True}, "at.k"),
         ({"method": "rp8", "seed": -1}, "at.seed"), ({"method": "full8", "seed": 1}, "at.seed"),
         ({"method": ["rp8"]}, "at.method"),
     ],
@@ -241,8 +243,9 @@ def test_parse_and_json_agree() -> None:
 def test_a_header_that_was_tampered_with_is_refused() -> None:
     header = Compression("rp8", 64, 3).header(512, "bfloat16")
     assert Compression.from_header(json.loads(json.dumps(header, sort_keys=True))) == Compression("rp8", 64, 3)
-    changes = [("k", 65), ("k", True), ("seed", "3"), ("d_model", 0), ("dtype", "int8"), ("axis", "column"), ("version", 2),
-               ("format", "x"), ("fields", []), ("fields", None), ("method", "full8"), ("more", 1)]  # fmt: skip
+    changes = [("k", 65), ("k", True), ("seed", "3"), ("d_model", 0), ("dtype", "int8"), ("axis", "column"),
+               ("version", 2), ("format", "x"), ("fields", []),
+               ("fields", None), ("method", "full8"), ("more", 1)]  # fmt: skip
     for key, value in changes:
         with pytest.raises(WeirError):
             Compression.from_header(header | {key: value})

@@ -14,13 +14,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tests.unit.stored import PROMPT, SITES, D, check, length_of, make, rows_of, tokens_of, write
 from vllm_weir.codec import decode, encode
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
 from vllm_weir.keep import LAYOUTS, Batch, load, open_writer
 from vllm_weir.spec.compress import METHODS, Compression
-
-from tests.unit.stored import D, PROMPT, SITES, check, length_of, make, rows_of, tokens_of, write
 
 NAMES = ["a", "b/../c", "ü" * 40, "req-3", "0"]
 
@@ -159,7 +158,8 @@ def test_other_programs_can_read_the_files(tmp_path: Path) -> None:
     with np.load(tmp_path / "npz" / "req_a" / "seq0_layer3_rank0.npz", allow_pickle=False) as data:
         values = data["q"].astype(np.float32) * data["scale"] + data["zero"]  # Vllm_mi_patch's own inverse
     rows = rows_of("a", "resid_post", 3, length_of("a"))
-    assert torch.equal(torch.from_numpy(values), decode(encode(rows, Compression("full8")), Compression("full8").header(D, "bfloat16")))  # fmt: skip
+    full8 = Compression("full8")
+    assert torch.equal(torch.from_numpy(values), decode(encode(rows, full8), full8.header(D, "bfloat16")))
 
 
 def test_what_save_wrote_loads_too(tmp_path: Path) -> None:
@@ -238,7 +238,8 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"request_id": ""}, "batch.request_id"), ({"request_id": 3}, "batch.request_id"), ({"layer": -1}, "batch.layer"),
+        ({"request_id": ""}, "batch.request_id"), ({"request_id": 3}, "batch.request_id"),
+        ({"layer": -1}, "batch.layer"),
         ({"layer": True}, "batch.layer"), ({"hook": "nose"}, "batch.hook"), ({"positions": [0, 1]}, "batch.positions"),
         ({"positions": [0, 0, 1]}, "batch.positions"), ({"positions": [-1, 0, 1]}, "batch.positions"),
         ({"positions": [0.5, 1, 2]}, "batch.positions"), ({"token_ids": [1]}, "batch.token_ids"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.unit.stored import D, SITES, check, length_of, make, rows_of
+from tests.unit.stored import SITES, D, check, length_of, make, rows_of
 from vllm_weir.cli import app
 from vllm_weir.errors import WeirError
 from vllm_weir.keep import LAYOUTS, Writer, convert, inspect, load
@@ -80,8 +80,8 @@ def test_the_commands(tmp_path: Path) -> None:
     assert found["rows"] == 3 * found["tokens"] == 3 * sum(map(length_of, NAMES))
     assert found["stored_bytes"] == found["raw_bytes"] == found["rows"] * D * 2
     assert [s["hook"] for s in found["sites"]] == ["resid_pre", "resid_post", "resid_post"]
-    for arguments in (["inspect", str(tmp_path / "no")], ["convert", str(tmp_path / "from"), str(tmp_path / "y"), "--to", "zip"],
-                      ["convert", str(tmp_path / "from"), str(tmp_path / "y"), "--compress", "{"]):  # fmt: skip
+    copy = ["convert", str(tmp_path / "from"), str(tmp_path / "y")]
+    for arguments in (["inspect", str(tmp_path / "no")], [*copy, "--to", "zip"], [*copy, "--compress", "{"]):
         refused = run.invoke(app, arguments)
         assert refused.exit_code == 1 and "Error: " in refused.output, refused.output
 

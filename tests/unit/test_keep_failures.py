@@ -1,4 +1,4 @@
-"""Crashes, full disks, damaged files: what was published stays readable, and whatever cannot be read says which file."""
+"""Crashes, full disks, damaged files: what was published stays readable, and what cannot be read is named."""
 
 from __future__ import annotations
 
@@ -156,14 +156,14 @@ def test_a_full_disk_fails_the_request_and_not_its_neighbours(
     monkeypatch.setattr(os, "pwrite", full)
     big = torch.zeros(40_000, 48, dtype=torch.bfloat16)  # too large to be gathered
     if layout == "packed":  # which writes when it is flushed
-        with pytest.raises(WeirError, match="cannot write .*: No space left on device"):
+        with pytest.raises(WeirError, match=r"cannot write .*: No space left on device"):
             writer.flush()
     else:
-        with pytest.raises(WeirError, match="cannot write .*: No space left on device"):
+        with pytest.raises(WeirError, match=r"cannot write .*: No space left on device"):
             writer.write(Batch("x", "resid_post", 0, np.arange(len(big)), np.arange(len(big)), big))
             writer.finish_request("x")
         assert "No space left" in writer.failed["x"]
-        with pytest.raises(WeirError, match="cannot be kept: .*No space left"):
+        with pytest.raises(WeirError, match=r"cannot be kept: .*No space left"):
             writer.write(Batch("x", "resid_post", 0, [0], [0], big[:1]))
     monkeypatch.setattr(os, "pwrite", real)
     write(writer, "b")
@@ -298,7 +298,7 @@ def test_foreign_files(tmp_path: Path) -> None:
         with pytest.raises(WeirError, match=name.split(".")[0]):
             load(file)
     save_file({"model.weight": torch.zeros(3)}, tmp_path / "weights.safetensors")
-    with pytest.raises(WeirError, match="weights.safetensors: holds no activations"):
+    with pytest.raises(WeirError, match=r"weights.safetensors: holds no activations"):
         load(tmp_path / "weights.safetensors")
     (tmp_path / "weir.json").write_text(json.dumps({"format": "weir-activations", "version": 9, "layout": "sharded"}))
     with pytest.raises(WeirError, match="version 9 is not known"):
@@ -309,6 +309,6 @@ def test_rows_that_vanish_under_a_reader_are_an_error(tmp_path: Path) -> None:
     make(tmp_path, "per_request", ["a"])
     dataset = load(tmp_path)
     os.truncate(tmp_path / "a.safetensors", 1000)
-    with pytest.raises(WeirError, match="a.safetensors"):
+    with pytest.raises(WeirError, match=r"a.safetensors"):
         dataset["a"]["resid_post", 3]
     assert len(rows_of("a", *SITES[0], length_of("a"))) == len(tokens_of(length_of("a")))

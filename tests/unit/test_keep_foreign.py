@@ -107,7 +107,7 @@ def test_vllms_own_hidden_states(tmp_path: Path) -> None:
         load(tmp_path, layer_ids=[0, 5])
     with open(tmp_path / "0-abc.safetensors.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(WeirError, match="0-abc.safetensors: is still being written"):
+        with pytest.raises(WeirError, match=r"0-abc.safetensors: is still being written"):
             load(tmp_path, layer_ids=[0, 5, 12])
     assert len(load(tmp_path, layer_ids=[0, 5, 12])) == 2
 
@@ -143,8 +143,8 @@ def test_the_forks_files(tmp_path: Path) -> None:
     index = {"request_id": "r2", "layout": "packed", "dtype": "bfloat16", "entries": entries}
     (two / "packed.json").write_text(json.dumps(index))
     (tmp_path / "run" / "shard-000-000001.bin").write_bytes(raw(x.float()))
-    shard = {"dtype": "float32", "seq": 1, "entries": [
-        {"request_id": "r3", "layer": 0, "hook": "post_attn", "offset": 0, "nbytes": N * D * 4, "shape": [N, D], "positions": list(range(N))}]}  # fmt: skip
+    entry = {"request_id": "r3", "layer": 0, "hook": "post_attn", "offset": 0, "nbytes": N * D * 4, "shape": [N, D]}
+    shard = {"dtype": "float32", "seq": 1, "entries": [entry | {"positions": list(range(N))}]}
     (tmp_path / "run" / "shard-000-000001.json").write_text(json.dumps(shard))
     dataset = load(tmp_path)
     assert sorted(dataset.requests) == ["r1", "r2", "r3"]
@@ -156,7 +156,7 @@ def test_the_forks_files(tmp_path: Path) -> None:
     assert load(one / "4_post_mlp.bin").requests == ["r1"]
 
     (two / "packed.bin").write_bytes(raw(x[:4]))
-    with pytest.raises(WeirError, match="packed.bin: truncated"):
+    with pytest.raises(WeirError, match=r"packed.bin: truncated"):
         load(tmp_path)
     for change in ({"shape": [N]}, {"dtype": "float64"}, {"hook": "nose"}, {"layer": -1}, {"positions": [0]}):
         sidecar = {"request_id": "r1", "layer": 4, "hook": "post_mlp", "shape": [N, D], "dtype": "bfloat16"} | change

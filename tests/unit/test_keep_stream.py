@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -82,7 +80,7 @@ def test_workers_share_the_rows(dataset: ActivationDataset, workers: int) -> Non
 
 def test_shares_of_ranks_are_disjoint_and_whole(dataset: ActivationDataset) -> None:
     shares = [ids(dataset.torch(SITE, batch_size=8, shard=(i, 3))) for i in range(3)]
-    assert sorted(sum(shares, [])) == list(range(TOTAL))
+    assert sorted(i for share in shares for i in share) == list(range(TOTAL))
     assert min(map(len, shares)) > 0
 
 

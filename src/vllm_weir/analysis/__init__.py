@@ -1,4 +1,4 @@
-"""Looking at stored activations: Vllm_mi_patch's functions, right and for every format that Weir reads, and pictures."""
+"""Looking at stored activations: Vllm_mi_patch's functions for every format that Weir reads, and pictures."""
 
 from vllm_weir.analysis.files import (
     load_activation_file,

@@ -33,8 +33,8 @@ class ActivationLoader:
     """
 
     def __init__(
-        self, output_dir: str | PathLike, mode: str | None = None, device: str | None = None, *, hook: str = "resid_post",
-        **options: Any,
+        self, output_dir: str | PathLike, mode: str | None = None, device: str | None = None, *,
+        hook: str = "resid_post", **options: Any,
     ) -> None:  # fmt: skip
         if mode is not None and mode not in (*MODES, "none"):
             raise WeirError(f"unknown mode {brief(mode)!r}; choose from {', '.join(MODES)}", "mode")

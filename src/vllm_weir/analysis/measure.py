@@ -19,7 +19,7 @@ def compute_similarity(acts1: Matrix, acts2: Matrix, metric: str = "cosine") -> 
 
     Args:
         acts1, acts2: any shape, the same.
-        metric: ``"cosine"``; ``"correlation"`` (Pearson); ``"l2"``, the distance with a minus, so that more is more alike.
+        metric: ``"cosine"``; ``"correlation"`` (Pearson); ``"l2"``: minus the distance, so that more is more alike.
 
     Returns:
         NaN where it is undefined: cosine with a vector of zeros, correlation with a constant one.

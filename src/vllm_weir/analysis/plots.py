@@ -52,7 +52,7 @@ def plot_heat_map(
 
 
 def plot_norms(activations: Any, path: str | PathLike, *, hook: str = "resid_post", title: str = "") -> Path:
-    """Norms of the rows, by layer: the median, the middle half and everything. For the arguments see `plot_heat_map`."""
+    """Norms of the rows, by layer: median, middle half, all. For the arguments see `plot_heat_map`."""
     layers = by_layer(activations, hook)
     numbers = [_norms(x) for x in layers.values()]
     quantiles = np.array([np.quantile(n, [0, 0.25, 0.5, 0.75, 1]) for n in numbers])
@@ -313,6 +313,8 @@ tr:nth-child(even) {{ background: #f5f5f5; }}
 thead th {{ border-bottom: 1px solid #cccccc; }}
 </style></head><body>
 {svg}
-<details><summary>numbers</summary><div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{cells}</tbody></table></div></details>
+<details><summary>numbers</summary><div class="wide"><table>
+<thead><tr>{names}</tr></thead>
+<tbody>{cells}</tbody></table></div></details>
 </body></html>
 """

@@ -22,7 +22,6 @@ from fsspec.implementations.local import LocalFileSystem
 
 from vllm_weir.errors import WeirError
 
-
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oci", "oss", "r2"}
 """Stores without folders; to make one there could make a bucket."""
 

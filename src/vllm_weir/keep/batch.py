@@ -45,8 +45,13 @@ class Batch:
 
 @dataclass(eq=False)
 class Packed:
-    """A checked batch. `records`: uint8 [n, record_bytes], C-contiguous, on the CPU; `header`: as JSON text; `ascending`:
-    whether the positions are."""
+    """A checked batch.
+
+    Attributes:
+        records: uint8 [n, record_bytes], C-contiguous, on the CPU.
+        header: as JSON text.
+        ascending: whether the positions are.
+    """
 
     request_id: str
     site: Site

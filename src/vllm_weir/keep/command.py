@@ -74,8 +74,9 @@ def convert(
 
 def _progress(quiet: bool) -> Progress:
     return Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(), console=Console(stderr=True), transient=True, disable=quiet,
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"), TimeRemainingColumn(), console=Console(stderr=True),
+        transient=True, disable=quiet,
     )  # fmt: skip
 
 
@@ -103,7 +104,7 @@ def _json(text: str, field: str) -> dict[str, Any]:
     return value
 
 
-class _refusals:  # noqa: N801  (reads as a statement)
+class _refusals:
     """Ends the command with exit code 1 and the message of a WeirError, without a traceback."""
 
     def __enter__(self) -> None:

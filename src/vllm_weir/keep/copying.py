@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from os import PathLike
 from typing import Any
@@ -59,15 +60,19 @@ def convert(
     with open_writer(target, layout, **options) as writer:
         for code, request in enumerate(dataset.requests):
             if not writer.holds(request):
-                _copy_request(
-                    dataset, code, writer, wanted, lambda n, start=done: progress and progress(start + n, total)
-                )
+                report = functools.partial(_report, progress, total, done)
+                _copy_request(dataset, code, writer, wanted, report)
                 writer.finish_request(request, dataset.metadata(request))
                 copied += 1
             done += int(per_request[code])
             if progress is not None:
                 progress(done, total)
     return copied
+
+
+def _report(progress: Callable[[int, int], Any] | None, total: int, start: int, done: int) -> None:
+    if progress is not None:
+        progress(start + done, total)
 
 
 def _copy_request(
@@ -93,10 +98,10 @@ def _copy_rows(
 ) -> None:  # fmt: skip
     index = dataset.index
     for block, (mine, records) in index.gather(which, at).items():
-        header = index.blocks[block].header
+        header: dict[str, Any] | None = index.blocks[block].header
         rows = torch.from_numpy(records)
         if wanted is not None and wanted != Compression.from_header(header):
-            rows, header = dataset.decoded(rows, header), None
+            rows, header = dataset.decoded(rows, index.blocks[block].header), None
             if wanted.method != "none":
                 header = wanted.header(rows.shape[1], str(rows.dtype).removeprefix("torch."))
                 rows = encode(rows, wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -212,7 +213,7 @@ class ActivationDataset(Mapping):
         out = np.zeros(len(at), bool)
         request = self.index.request[which]
         bounds = np.flatnonzero(np.diff(request, prepend=-1, append=-1))
-        for begin, end in zip(bounds, bounds[1:]):
+        for begin, end in itertools.pairwise(bounds.tolist()):
             prompt = self._prompt_tokens(int(request[begin]), selector)
             out[begin:end] = selector.mask(positions[begin:end], prompt, tokens[begin:end])
         return out

@@ -9,6 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from torch import Tensor
 
 from vllm_weir.keep.dataset import ActivationDataset
 from vllm_weir.spec.hooks import Site
@@ -16,8 +17,11 @@ from vllm_weir.spec.hooks import Site
 
 @dataclass(frozen=True)
 class SiteFigures:
-    """One site. Statistics are over a sample of the decoded rows: mean and standard deviation of the values, mean of the
-    rows' norms; `bad`: sampled rows that hold NaN or Inf."""
+    """One site.
+
+    Statistics are over a sample of the decoded rows: mean and standard deviation of the values, mean of the rows'
+    norms; `bad`: sampled rows that hold NaN or Inf.
+    """
 
     hook: str
     layer: int
@@ -68,7 +72,8 @@ def inspect(dataset: ActivationDataset, sample: int = 512, seed: int = 0) -> Fig
     return Figures(
         path=dataset.url, layout=dataset.layout, requests=len(dataset), incomplete=len(dataset.incomplete),
         rows=dataset.count(), tokens=len(np.unique(pairs)), files=len({b.name for b in index.blocks}),
-        stored_bytes=int((widths[index.block] * index.rows).sum()), raw_bytes=int((raw[index.block] * index.rows).sum()),
+        stored_bytes=int((widths[index.block] * index.rows).sum()),
+        raw_bytes=int((raw[index.block] * index.rows).sum()),
         headers=dataset.headers, sites=sites, notes=list(index.notes),
     )  # fmt: skip
 
@@ -81,21 +86,27 @@ def _site(dataset: ActivationDataset, code: int, site: Site, widths: np.ndarray,
     index = dataset.index
     runs = np.flatnonzero(index.site == code)
     which, at = index.expand(runs)
-    header = index.blocks[index.block[runs[0]]].header if len(runs) else {"d_model": 0, "method": "", "dtype": ""}
+    empty: dict[str, Any] = {"d_model": 0, "method": "", "dtype": ""}
+    header = index.blocks[index.block[runs[0]]].header if len(runs) else empty
     same_width = len({index.blocks[b].header["d_model"] for b in np.unique(index.block[runs]).tolist()}) == 1
     picked = np.random.default_rng(seed).permutation(len(which))[: sample if same_width else 0]
     picked.sort()
-    rows = dataset.read(which[picked], at[picked]).double() if len(picked) else None
-    good = rows[rows.isfinite().all(-1)] if rows is not None else None
-    some = good is not None and len(good) > 0
     return SiteFigures(
         hook=site.hook, layer=site.layer, rows=len(which), requests=len(np.unique(index.request[runs])),
         d_model=header["d_model"], method=header["method"], dtype=header["dtype"],
-        stored_bytes=int((widths[index.block[runs]] * index.rows[runs]).sum()), sampled=len(picked),
-        mean=good.mean().item() if some else None, std=good.std().item() if some and good.numel() > 1 else None,
-        norm=good.norm(dim=-1).mean().item() if some else None, smallest=good.min().item() if some else None,
-        largest=good.max().item() if some else None, bad=len(rows) - len(good) if rows is not None else 0,
+        stored_bytes=int((widths[index.block[runs]] * index.rows[runs]).sum()),
+        **_statistics(dataset.read(which[picked], at[picked]).double()),
     )  # fmt: skip
+
+
+def _statistics(rows: Tensor) -> dict[str, Any]:
+    good = rows[rows.isfinite().all(-1)]
+    out: dict[str, Any] = dict.fromkeys(("mean", "std", "norm", "smallest", "largest"))
+    if good.numel():
+        out["mean"], out["std"] = good.mean().item(), good.std(correction=0).item()
+        out["norm"] = good.norm(dim=-1).mean().item()
+        out["smallest"], out["largest"] = good.min().item(), good.max().item()
+    return out | {"sampled": len(rows), "bad": len(rows) - len(good)}
 
 
 def show(found: Figures, console: Console | None = None) -> None:
@@ -105,7 +116,8 @@ def show(found: Figures, console: Console | None = None) -> None:
     times = f", {found.raw_bytes / found.stored_bytes:.1f} times less than uncompressed" if found.stored_bytes else ""
     unfinished = f" ({found.incomplete} unfinished ones are left out)" if found.incomplete else ""
     console.print(
-        f"{found.requests:,} requests{unfinished}, {found.tokens:,} tokens, {found.rows:,} rows in {found.files:,} files; "
+        f"{found.requests:,} requests{unfinished}, {found.tokens:,} tokens, {found.rows:,} rows in "
+        f"{found.files:,} files; "
         f"{_size(found.stored_bytes)}{times if found.raw_bytes != found.stored_bytes else ''}",
         soft_wrap=True,
     )

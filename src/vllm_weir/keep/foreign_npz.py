@@ -1,8 +1,8 @@
 """Reading npz files that Vllm_mi_patch wrote.
 
-Its code is ``q = x / scale + zero``, so the value is ``(q - zero) * scale``; its own inverse says otherwise. With scales
-per dimension (its default) it takes the range over one row, which is nothing: such files hold no values any more, and
-are refused. Rows of its rp8 are in the projected space, and the projection was not stored.
+Its code is ``q = x / scale + zero``, so the value is ``(q - zero) * scale``; its own inverse says otherwise. With
+scales per dimension (its default) it takes the range over one row, which is nothing: such files hold no values any
+more, and are refused. Rows of its rp8 are in the projected space, and the projection was not stored.
 """
 
 from __future__ import annotations

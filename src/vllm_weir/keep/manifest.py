@@ -1,4 +1,4 @@
-"""The manifest of the `sharded` layout: an Arrow table, one row a *run* (consecutive records of one site of one request).
+"""The manifest of the `sharded` layout: a table, one row a *run* (consecutive records of one site of one request).
 
 A shard carries the manifest of its own runs, so publishing a shard is one step. ``manifest.parquet`` joins them for
 readers; what is not in it yet is read from the shards. A request that is finished has one more row, ``finished``, with

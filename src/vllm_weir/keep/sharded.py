@@ -47,11 +47,11 @@ class _Shard:
         offset = self.end
         if packed.nbytes >= SMALL:
             self.push()
-            self.spool.write(memoryview(packed.records.reshape(-1)))
+            self.spool.write(packed.records.data)
         else:
             if len(self.gathered) + packed.nbytes > GATHER:
                 self.push()
-            self.gathered += memoryview(packed.records.reshape(-1))
+            self.gathered += packed.records.data
         self.runs.add(packed, offset)
 
 

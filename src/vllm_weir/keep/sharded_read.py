@@ -17,7 +17,7 @@ from vllm_weir.spec.hooks import Site, normalise_hook
 
 
 def index_of(store: Store, table: pa.Table, names: dict[str, int], *, incomplete: bool = False) -> Index:
-    """The index of a manifest. `names`: files and their bytes; `incomplete`: with the requests that were not finished."""
+    """The index of a manifest. `names`: files and their bytes; `incomplete`: with requests that were not finished."""
     try:
         return _index(store, table, names, incomplete)
     except WeirError:

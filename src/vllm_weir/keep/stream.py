@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -91,7 +92,9 @@ class RowStream(IterableDataset):
         which, at = self.dataset._ordered(runs) if not self.shuffle else index.expand(runs)
         # Pieces end where a run ends, so each is consecutive in its file.
         edges = np.flatnonzero(np.diff(which, prepend=-1, append=-1)) if len(which) else np.zeros(1, np.int64)
-        begins = np.concatenate([np.arange(a, b, PIECE) for a, b in zip(edges, edges[1:])] or [np.zeros(0, np.int64)])
+        begins = np.concatenate(
+            [np.arange(a, b, PIECE) for a, b in itertools.pairwise(edges.tolist())] or [np.zeros(0, np.int64)]
+        )
         ends = np.concatenate([begins[1:], [len(which)]]).astype(np.int64)
         order = np.arange(len(begins))
         if self.shuffle:

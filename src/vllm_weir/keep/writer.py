@@ -142,7 +142,8 @@ class Writer(ABC):
         again = np.isin(new, np.concatenate(seen.parts))
         if again.any():
             raise WeirError(
-                f"position {int(new[again][0])} of {packed.site} of request {packed.request_id[:80]!r} was written before",
+                f"position {int(new[again][0])} of {packed.site} of request {packed.request_id[:80]!r} was written "
+                "before",
                 "batch.positions",
             )
 
@@ -163,7 +164,7 @@ class Writer(ABC):
     @abstractmethod
     def _flush(self) -> None: ...
 
-    def _end(self) -> None:
+    def _end(self) -> None:  # noqa: B027  (most have nothing open)
         """Let go of what is open."""
 
 
