@@ -115,12 +115,16 @@ def _cases(source: Path, work: Path, megabytes: int, repeats: int) -> list[dict[
         for tokens in (512, 16):
             runs: dict[str, list[float]] = {"dd": [], "sharded": []}
             for i in range(repeats + 1):
-                times = dd(source, work / "dd", megabytes, sync), sharded(work / "ds", megabytes, sync, tokens)
-                (work / "dd").unlink()
-                shutil.rmtree(work / "ds")
-                if i:  # the first is a warm-up
-                    for name, value in zip(runs, times):
-                        runs[name].append(value)
+                for name in ("dd", "sharded") if i % 2 else ("sharded", "dd"):
+                    target = work / name
+                    one = (
+                        dd(source, target, megabytes, sync)
+                        if name == "dd"
+                        else sharded(target, megabytes, sync, tokens)
+                    )
+                    shutil.rmtree(target) if target.is_dir() else target.unlink()
+                    if i:  # the first is a warm-up
+                        runs[name].append(one)
             speed = {name: megabytes * 2**20 / 1e6 / statistics.median(times) for name, times in runs.items()}
             cases.append(
                 {"fsync": sync, "tokens": tokens, "megabytes": megabytes, "dd_mb_s": speed["dd"],

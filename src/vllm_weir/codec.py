@@ -80,9 +80,9 @@ def encode(rows: torch.Tensor, compression: Compression, projection: torch.Tenso
     compression.check(d)
     method = compression.method
     if method == "none":
-        return _bytes(rows)
+        return as_bytes(rows)
     if method == "fp16":
-        return _bytes(rows.to(torch.float16))
+        return as_bytes(rows.to(torch.float16))
     x = rows.float()
     if method == "fp8":
         return _encode_fp8(x)
@@ -91,10 +91,14 @@ def encode(rows: torch.Tensor, compression: Compression, projection: torch.Tenso
     if method == "topk8":
         indices = largest(x, compression.k or 0)
         scale, zero, codes = _affine(x.gather(-1, indices))  # NaN counts as the largest, so it is among them
-        return torch.cat([scale, zero, _bytes(indices.to(torch.int32)), codes], dim=-1)
+        return torch.cat([scale, zero, as_bytes(indices.to(torch.int32)), codes], dim=-1)
     if projection is None:
-        projection = globals()["projection"](compression.seed, compression.k, d).to(rows.device)
+        projection = _projection_for(compression, rows)
     return torch.cat(_affine(x @ projection.T), dim=-1)
+
+
+def _projection_for(compression: Compression, rows: torch.Tensor) -> torch.Tensor:
+    return projection(compression.seed, compression.k or 0, rows.shape[-1]).to(rows.device)
 
 
 def largest(x: torch.Tensor, k: int) -> torch.Tensor:
@@ -153,7 +157,7 @@ def _encode_fp8(x: torch.Tensor) -> torch.Tensor:
     scale = torch.where(largest <= LARGEST, largest / FP8_MAX, torch.nan)
     # a row of zeros (or too small for float32) has scale 0, which must not divide
     values = torch.where(scale > 0, x / scale, 0.0).clamp(-FP8_MAX, FP8_MAX)
-    return torch.cat([_bytes(scale), _bytes(values.to(FP8))], dim=-1)
+    return torch.cat([as_bytes(scale), as_bytes(values.to(FP8))], dim=-1)
 
 
 def _affine(x: torch.Tensor) -> list[torch.Tensor]:
@@ -162,10 +166,11 @@ def _affine(x: torch.Tensor) -> list[torch.Tensor]:
     # amin and amax hand NaN on, and NaN compares false
     scale = torch.where((low >= -LARGEST) & (high <= LARGEST), (high - low) / 255, torch.nan)
     codes = torch.where(scale > 0, (x - low) / scale, 0.0)
-    return [_bytes(scale), _bytes(low), codes.round().clamp(0, 255).to(torch.uint8)]
+    return [as_bytes(scale), as_bytes(low), codes.round().clamp(0, 255).to(torch.uint8)]
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Values [..., n] as their bytes, uint8 [..., n * itemsize]."""
     # flat for the view, which does not take the strides of empty tensors
     flat = x.reshape(-1).view(torch.uint8)
     return flat.reshape(*x.shape[:-1], x.shape[-1] * x.element_size())

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_weir.codec import encode
+from vllm_weir.codec import as_bytes, encode
 from vllm_weir.errors import WeirError
 from vllm_weir.spec.compress import ROW_DTYPES, Compression, header_bytes
 from vllm_weir.spec.hooks import Site, normalise_hook
@@ -87,7 +87,7 @@ def pack(batch: Batch, compression: Compression) -> Packed:
         if dtype not in ROW_DTYPES:
             raise WeirError(f"rows are {', '.join(ROW_DTYPES)}, got {dtype}; records need their header", "batch.rows")
         header = _made(compression, rows.shape[1], dtype)
-        rows = encode(rows, compression)
+        rows = encode(rows, compression) if compression.method != "none" else as_bytes(rows)
     else:
         header = header_text(batch.header)
         width = _checked(header)

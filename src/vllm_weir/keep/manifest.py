@@ -14,9 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
+
+try:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+except ImportError as e:
+    raise ImportError("activation files need pyarrow: pip install 'vllm-weir[keep]'") from e
 
 from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store
