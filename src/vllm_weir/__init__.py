@@ -27,11 +27,14 @@ from vllm_weir.spec.verdict import SiteVerdict
 if TYPE_CHECKING:
     from vllm_weir.drop_in import LLM, AsyncLLM
     from vllm_weir.frontend.activations import Activations, Receipt
+    from vllm_weir.keep.dataset import ActivationDataset
+    from vllm_weir.keep.open import load, open_writer
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "Ablate",
+    "ActivationDataset",
     "Activations",
     "Add",
     "AsyncLLM",
@@ -51,7 +54,9 @@ __all__ = [
     "from_tiers",
     "list",
     "list_vectors",
+    "load",
     "mark",
+    "open_writer",
     "params",
     "register",
     "set_global",
@@ -66,6 +71,9 @@ _LAZY = {
     "AsyncLLM": "vllm_weir.drop_in",
     "Activations": "vllm_weir.frontend.activations",
     "Receipt": "vllm_weir.frontend.activations",
+    "ActivationDataset": "vllm_weir.keep.dataset",
+    "load": "vllm_weir.keep.open",
+    "open_writer": "vllm_weir.keep.open",
 }
 
 

@@ -4,8 +4,9 @@ The 8-bit methods share one affine code: with ``zero`` the row's smallest value 
 
     code = round((x - zero) / scale)        x~ = code * scale + zero
 
-to within half a step (``scale / 2``) of every value; of a constant row ``scale`` is 0 and x~ exact. A row that holds NaN
-or Inf has ``scale = NaN`` and unpacks to NaN throughout: it is marked, not mangled.
+to within half a step (``scale / 2``) of every value; of a constant row ``scale`` is 0 and x~ exact. A row that holds
+NaN, Inf or a magnitude over 1.5e38 (whose range float32 cannot hold) has ``scale = NaN`` and unpacks to NaN throughout:
+it is marked, not mangled.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from vllm_weir.spec.compress import Compression, header_bytes
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+LARGEST = 1.5e38
+"""Rows with a larger magnitude are marked: twice that is near the end of float32."""
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -77,9 +80,9 @@ def encode(rows: torch.Tensor, compression: Compression, projection: torch.Tenso
     compression.check(d)
     method = compression.method
     if method == "none":
-        return _bytes(rows)
+        return as_bytes(rows)
     if method == "fp16":
-        return _bytes(rows.to(torch.float16))
+        return as_bytes(rows.to(torch.float16))
     x = rows.float()
     if method == "fp8":
         return _encode_fp8(x)
@@ -87,11 +90,15 @@ def encode(rows: torch.Tensor, compression: Compression, projection: torch.Tenso
         return torch.cat(_affine(x), dim=-1)
     if method == "topk8":
         indices = largest(x, compression.k or 0)
-        scale, zero, codes = _affine(x.gather(-1, indices), ~torch.isfinite(x).all(-1, keepdim=True))
-        return torch.cat([scale, zero, _bytes(indices.to(torch.int32)), codes], dim=-1)
+        scale, zero, codes = _affine(x.gather(-1, indices))  # NaN counts as the largest, so it is among them
+        return torch.cat([scale, zero, as_bytes(indices.to(torch.int32)), codes], dim=-1)
     if projection is None:
-        projection = globals()["projection"](compression.seed, compression.k, d).to(rows.device)
+        projection = _projection_for(compression, rows)
     return torch.cat(_affine(x @ projection.T), dim=-1)
+
+
+def _projection_for(compression: Compression, rows: torch.Tensor) -> torch.Tensor:
+    return projection(compression.seed, compression.k or 0, rows.shape[-1]).to(rows.device)
 
 
 def largest(x: torch.Tensor, k: int) -> torch.Tensor:
@@ -146,28 +153,27 @@ def project(records: torch.Tensor, header: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _encode_fp8(x: torch.Tensor) -> torch.Tensor:
-    scale = x.abs().amax(-1, keepdim=True) / FP8_MAX
-    scale = torch.where(torch.isfinite(x).all(-1, keepdim=True), scale, torch.nan)
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest <= LARGEST, largest / FP8_MAX, torch.nan)
     # a row of zeros (or too small for float32) has scale 0, which must not divide
     values = torch.where(scale > 0, x / scale, 0.0).clamp(-FP8_MAX, FP8_MAX)
-    return torch.cat([_bytes(scale), _bytes(values.to(FP8))], dim=-1)
+    return torch.cat([as_bytes(scale), as_bytes(values.to(FP8))], dim=-1)
 
 
-def _affine(x: torch.Tensor, bad: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """Bytes of scale and zero, and codes, of float32 [..., n]; `bad` [..., 1]: rows to mark besides x's own NaN."""
+def _affine(x: torch.Tensor) -> list[torch.Tensor]:
+    """Bytes of scale and zero, and codes, of float32 [..., n]."""
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    finite = torch.isfinite(low) & torch.isfinite(high)  # amin and amax hand NaN on
-    if bad is not None:
-        finite = finite & ~bad
-    scale = torch.where(finite, high / 255 - low / 255, torch.nan)  # high - low may overflow
+    # amin and amax hand NaN on, and NaN compares false
+    scale = torch.where((low >= -LARGEST) & (high <= LARGEST), (high - low) / 255, torch.nan)
     codes = torch.where(scale > 0, (x - low) / scale, 0.0)
-    # Only where high - low overflows is (x - low) infinite; there the quotients are taken apart.
-    codes = torch.where(torch.isinf(codes), x / scale - low / scale, codes)
-    return [_bytes(scale), _bytes(low), codes.round().clamp(0, 255).to(torch.uint8)]
+    return [as_bytes(scale), as_bytes(low), codes.round().clamp(0, 255).to(torch.uint8)]
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8)
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Values [..., n] as their bytes, uint8 [..., n * itemsize]."""
+    # flat for the view, which does not take the strides of empty tensors
+    flat = x.reshape(-1).view(torch.uint8)
+    return flat.reshape(*x.shape[:-1], x.shape[-1] * x.element_size())
 
 
 def _split(records: torch.Tensor, header: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
@@ -181,5 +187,6 @@ def _split(records: torch.Tensor, header: Mapping[str, Any]) -> tuple[str, dict[
     for field, end in zip(header["fields"], ends):
         raw = records[..., field["offset"] : end]
         # a fresh copy, because a view must begin at a multiple of the item's size
-        parts[field["name"]] = raw.clone(memory_format=torch.contiguous_format).view(DTYPES[field["dtype"]])
+        flat = raw.clone(memory_format=torch.contiguous_format).reshape(-1).view(DTYPES[field["dtype"]])
+        parts[field["name"]] = flat.reshape(*raw.shape[:-1], raw.shape[-1] // flat.element_size())
     return header["method"], parts

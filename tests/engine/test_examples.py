@@ -25,6 +25,8 @@ SAYS = {
         "marked ",
         "archive: 2 sequences, 0 failed",
     ),
+    "keep.py": ("20 requests | 2370 rows | full8", "every row once: True", "projected: torch.Size([33, 64])"),
+    "analyse.py": ("layer 4: (22, 128)", "timeline.png"),
     "drop_in.py": ("block 2: output [8, ", "block 5: output [8, "),
 }
 
@@ -33,9 +35,15 @@ def test_every_example_is_known() -> None:
     assert {path.name for path in EXAMPLES} == set(SAYS)
 
 
-@pytest.mark.engine
+NO_ENGINE = {"keep.py", "analyse.py"}
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=() if p.name in NO_ENGINE else pytest.mark.engine) for p in EXAMPLES],
+    ids=lambda path: path.name,
+)
 def test_example(path: Path, tmp_path: Path) -> None:
     # Compile caches live under the home directory as usual: the examples share what they can.
     env = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}

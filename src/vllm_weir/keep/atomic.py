@@ -22,6 +22,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from vllm_weir.errors import WeirError
 
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oci", "oss", "r2"}
+"""Stores without folders; to make one there could make a bucket."""
+
 
 @contextlib.contextmanager
 def naming(action: str, file: str) -> Iterator[None]:
@@ -56,6 +59,8 @@ class Store:
             raise WeirError(f"cannot open {self.url}: {e}") from e
         self.root = root.rstrip("/")
         self.local = isinstance(self.fs, LocalFileSystem)
+        protocols = (self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol
+        self.bucket = not OBJECT_STORES.isdisjoint(protocols)
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,8 +111,9 @@ class Store:
 
     def make(self) -> None:
         """Make the folder."""
-        with naming("create", self.describe("")):
-            self.fs.makedirs(self.root, exist_ok=True)
+        if not self.bucket:
+            with naming("create", self.describe("")):
+                self.fs.makedirs(self.root, exist_ok=True)
 
     def size(self, name: str) -> int:
         """Bytes of a file."""
@@ -220,6 +226,8 @@ class Spool:
                 os.close(self._fd)
             else:
                 self.store._refresh()
+                if not self.store.bucket:
+                    self.store.fs.makedirs(posixpath.dirname(self.store.path(self.name)), exist_ok=True)
                 self.store.fs.put_file(self.temporary, self.store.path(self.name))
                 os.close(self._fd)
                 os.unlink(self.temporary)

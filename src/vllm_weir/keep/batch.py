@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_weir.codec import encode
+from vllm_weir.codec import as_bytes, encode
 from vllm_weir.errors import WeirError
 from vllm_weir.spec.compress import ROW_DTYPES, Compression, header_bytes
 from vllm_weir.spec.hooks import Site, normalise_hook
@@ -44,7 +45,13 @@ class Batch:
 
 @dataclass(eq=False)
 class Packed:
-    """A checked batch. `records`: uint8 [n, record_bytes], C-contiguous, on the CPU; `header`: as JSON text."""
+    """A checked batch.
+
+    Attributes:
+        records: uint8 [n, record_bytes], C-contiguous, on the CPU.
+        header: as JSON text.
+        ascending: whether the positions are.
+    """
 
     request_id: str
     site: Site
@@ -52,6 +59,7 @@ class Packed:
     token_ids: np.ndarray
     records: np.ndarray
     header: str
+    ascending: bool
 
     @property
     def nbytes(self) -> int:
@@ -71,29 +79,45 @@ def pack(batch: Batch, compression: Compression) -> Packed:
     positions, token_ids = (
         _ints(getattr(batch, name), len(rows), f"batch.{name}") for name in ("positions", "token_ids")
     )
-    if len(positions) and positions.min() < 0:
+    ascending = bool((positions[1:] > positions[:-1]).all())
+    if len(positions) and (positions[0] if ascending else positions.min()) < 0:
         raise WeirError("a position is never negative", "batch.positions")
-    header = batch.header
-    if header is None:
+    if batch.header is None:
         dtype = str(rows.dtype).removeprefix("torch.")
         if dtype not in ROW_DTYPES:
             raise WeirError(f"rows are {', '.join(ROW_DTYPES)}, got {dtype}; records need their header", "batch.rows")
-        header = compression.header(rows.shape[1], dtype)
-        rows = encode(rows, compression)
+        header = _made(compression, rows.shape[1], dtype)
+        rows = encode(rows, compression) if compression.method != "none" else as_bytes(rows)
     else:
-        Compression.from_header(header, "batch.header")
-        if rows.dtype != torch.uint8 or rows.shape[1] != header_bytes(header):
+        header = header_text(batch.header)
+        width = _checked(header)
+        if rows.dtype != torch.uint8 or rows.shape[1] != width:
             raise WeirError(
-                f"records are uint8 [n, {header_bytes(header)}] by their header, got {rows.dtype} {list(rows.shape)}",
-                "batch.rows",
+                f"records are uint8 [n, {width}] by their header, got {rows.dtype} {list(rows.shape)}", "batch.rows"
             )
     records = rows.detach().cpu().contiguous().numpy()
-    return Packed(batch.request_id, site, positions, token_ids, records, header_text(header))
+    return Packed(batch.request_id, site, positions, token_ids, records, header, ascending)
 
 
 def header_text(header: Mapping[str, Any]) -> str:
     """A header as JSON text, always the same for the same header."""
-    return json.dumps(header, sort_keys=True, separators=(",", ":"))
+    try:
+        return json.dumps(header, sort_keys=True, separators=(",", ":"))
+    except (TypeError, ValueError):
+        raise WeirError("a header is plain JSON data", "batch.header") from None
+
+
+@functools.lru_cache(maxsize=64)
+def _made(compression: Compression, d_model: int, dtype: str) -> str:
+    return header_text(compression.header(d_model, dtype))
+
+
+@functools.lru_cache(maxsize=64)
+def _checked(text: str) -> int:
+    """Bytes of a record, of a header that is right."""
+    header = json.loads(text)
+    Compression.from_header(header, "batch.header")
+    return header_bytes(header)
 
 
 def metadata_text(metadata: Mapping[str, Any] | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -90,7 +90,7 @@ class FileBlock(Block):
 class ArrayBlock(Block):
     """Records that a file unpacks to (npz): unpacked at the first look, the last few kept. Offsets count in records."""
 
-    _recent: dict[tuple[str, str, str], np.ndarray] = {}
+    _recent: ClassVar[dict[tuple[str, str, str], np.ndarray]] = {}
     KEEP = 8
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -160,7 +161,7 @@ class ActivationDataset(Mapping):
         parts = []
         for block, (mine, records) in self.index.gather(which, at).items():
             tensor, header = torch.from_numpy(records), self.index.blocks[block].header
-            parts.append((mine, _decoded(tensor, header) if space == "model" else project(tensor, header)))
+            parts.append((mine, self.decoded(tensor, header) if space == "model" else project(tensor, header)))
         if len(parts) == 1:
             return parts[0][1]
         dtype = parts[0][1].dtype if len({p.dtype for _, p in parts}) == 1 else torch.float32
@@ -170,6 +171,13 @@ class ActivationDataset(Mapping):
         for mine, part in parts:
             out[torch.from_numpy(mine)] = part.to(dtype)
         return out
+
+    @staticmethod
+    def decoded(records: Tensor, header: Mapping[str, Any]) -> Tensor:
+        """Records as rows: float32, or the stored dtype of uncompressed ones."""
+        if header["method"] == "none":
+            return records.view(_PLAIN[header["dtype"]])
+        return decode(records, header)
 
     def _code(self, request: object) -> int:
         if request not in self.index.code:
@@ -205,7 +213,7 @@ class ActivationDataset(Mapping):
         out = np.zeros(len(at), bool)
         request = self.index.request[which]
         bounds = np.flatnonzero(np.diff(request, prepend=-1, append=-1))
-        for begin, end in zip(bounds, bounds[1:]):
+        for begin, end in itertools.pairwise(bounds.tolist()):
             prompt = self._prompt_tokens(int(request[begin]), selector)
             out[begin:end] = selector.mask(positions[begin:end], prompt, tokens[begin:end])
         return out
@@ -247,9 +255,3 @@ class _LazyRows(Mapping):
 
     def __len__(self) -> int:
         return len(self._places)
-
-
-def _decoded(records: Tensor, header: Mapping[str, Any]) -> Tensor:
-    if header["method"] == "none":
-        return records.view(_PLAIN[header["dtype"]])
-    return decode(records, header)

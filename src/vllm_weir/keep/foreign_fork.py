@@ -1,7 +1,7 @@
-"""Reading the captures of the fork RhizoNymph/vllm: ``.bin`` files of raw rows beside ``.json`` files that describe them.
+"""Reading the captures of the fork RhizoNymph/vllm: ``.bin`` files of raw rows and ``.json`` files that describe them.
 
 Layouts ``per_file`` (one pair for a request's layer and hook), ``packed`` (one pair a request, with ``entries``) and
-``sharded`` (``shard-*``, entries of many requests). Its hooks: ``pre_attn``, ``post_attn``, ``post_mlp`` / ``post_block``.
+``sharded`` (``shard-*``, of many requests). Its hooks: ``pre_attn``, ``post_attn``, ``post_mlp``, ``post_block``.
 """
 
 from __future__ import annotations
@@ -113,5 +113,3 @@ def _part(store: Store, name: str, data: str, entry: dict[str, Any], seq: int, o
 def is_fork(store: Store, names: dict[str, int]) -> bool:
     """Whether a folder holds the fork's pairs of files."""
     return any(n.endswith(".json") and n.removesuffix(".json") + ".bin" in names for n in names)
-
-

@@ -1,8 +1,8 @@
 """Reading npz files that Vllm_mi_patch wrote.
 
-Its code is ``q = x / scale + zero``, so the value is ``(q - zero) * scale``; its own inverse says otherwise. With scales
-per dimension (its default) it takes the range over one row, which is nothing: such files hold no values any more, and
-are refused. Rows of its rp8 are in the projected space, and the projection was not stored.
+Its code is ``q = x / scale + zero``, so the value is ``(q - zero) * scale``; its own inverse says otherwise. With
+scales per dimension (its default) it takes the range over one row, which is nothing: such files hold no values any
+more, and are refused. Rows of its rp8 are in the projected space, and the projection was not stored.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def rebuild(arrays: dict[str, Any], width: int | None = None) -> np.ndarray:
         raise WeirError(f"codes are [rows, values], got {list(codes.shape)}", "q")
     if scale.shape == codes.shape and codes.shape[1] > 1:
         raise WeirError(
-            "its scales are per dimension (VLLM_ACT_PER_DIM=1), each taken over a single row: it keeps no values", "scale"
+            "its scales are per dimension (VLLM_ACT_PER_DIM=1), each taken over a single row: it keeps no values",
+            "scale",
         )
     if scale.size != len(codes) or zero.size != len(codes):
         raise WeirError(f"{len(codes)} rows want as many scales and zeros, got {scale.size} and {zero.size}", "scale")
@@ -110,7 +111,9 @@ def rebuild(arrays: dict[str, Any], width: int | None = None) -> np.ndarray:
 def scatter(indices: np.ndarray, values: np.ndarray, width: int) -> np.ndarray:
     """Sparse rows [n, k] as dense ones [n, width]; int16 indices that wrapped are taken as the uint16 they were."""
     if indices.shape != values.shape or indices.dtype.kind not in "iu":
-        raise WeirError(f"indices {indices.dtype} {list(indices.shape)} do not fit values {list(values.shape)}", "indices")
+        raise WeirError(
+            f"indices {indices.dtype} {list(indices.shape)} do not fit values {list(values.shape)}", "indices"
+        )
     if indices.dtype == np.int16:
         if width > 65_536:
             raise WeirError(f"int16 indices cannot reach {width} values: it keeps wrong places", "indices")

@@ -2,7 +2,8 @@
 [tokens, layers, d] and ``token_ids`` [tokens].
 
 The files do not say which layers they hold. The ids given to vLLM (``eagle_aux_hidden_state_layer_ids``) count the
-stream *entering* block k (k = number of blocks: leaving the last): k > 0 is ``resid_post[k - 1]``, 0 is ``resid_pre[0]``.
+stream *entering* block k (k = number of blocks: leaving the last): k > 0 is ``resid_post[k - 1]``, 0
+is ``resid_pre[0]``.
 """
 
 from __future__ import annotations

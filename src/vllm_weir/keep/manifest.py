@@ -1,4 +1,4 @@
-"""The manifest of the `sharded` layout: an Arrow table, one row a *run* (consecutive records of one site of one request).
+"""The manifest of the `sharded` layout: a table, one row a *run* (consecutive records of one site of one request).
 
 A shard carries the manifest of its own runs, so publishing a shard is one step. ``manifest.parquet`` joins them for
 readers; what is not in it yet is read from the shards. A request that is finished has one more row, ``finished``, with
@@ -14,9 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
+
+try:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+except ImportError as e:
+    raise ImportError("activation files need pyarrow: pip install 'vllm-weir[keep]'") from e
 
 from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store

@@ -7,6 +7,8 @@ import secrets
 import time
 from typing import Any
 
+import numpy as np
+
 from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import FileBlock
@@ -56,7 +58,7 @@ class PackedWriter(GatheringWriter):
             return
         requests: list[dict[str, Any]] = []
         headers: list[dict[str, Any]] = []
-        tensors = {}
+        tensors: dict[str, tuple[tuple[str, list[int], int], np.ndarray]] = {}
         for n, (request, (sites, metadata)) in enumerate(self._waiting.items()):
             used = []
             for s in sites:
@@ -70,7 +72,7 @@ class PackedWriter(GatheringWriter):
         try:
             spool.write(build_header({key: layout for key, (layout, _) in tensors.items()}, meta))
             for _, data in tensors.values():
-                spool.write(memoryview(data.reshape(-1)))
+                spool.write(data.data)
             spool.publish()
         except WeirError:
             spool.discard()

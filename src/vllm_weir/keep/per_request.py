@@ -48,7 +48,7 @@ class PerRequestWriter(GatheringWriter):
         try:
             spool.write(build_header({key: layout for key, (layout, _) in tensors.items()}, meta))
             for _, data in tensors.values():
-                spool.write(memoryview(data.reshape(-1)))
+                spool.write(data.data)
             spool.publish()
         except WeirError:
             spool.discard()

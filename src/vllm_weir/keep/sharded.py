@@ -20,6 +20,8 @@ GAP = 4096
 """Bytes in which a shard's own header must fit: it is written last, before rows whose number it holds."""
 GATHER = 4 << 20
 """Small batches are collected up to this many bytes before they go to the file."""
+SMALL = 64 << 10
+"""Batches below this many bytes are small."""
 
 
 @dataclass(eq=False)
@@ -43,13 +45,13 @@ class _Shard:
 
     def append(self, packed: Packed) -> None:
         offset = self.end
-        if packed.nbytes >= GATHER // 4:
+        if packed.nbytes >= SMALL:
             self.push()
-            self.spool.write(memoryview(packed.records.reshape(-1)))
+            self.spool.write(packed.records.data)
         else:
             if len(self.gathered) + packed.nbytes > GATHER:
                 self.push()
-            self.gathered += memoryview(packed.records.reshape(-1))
+            self.gathered += packed.records.data
         self.runs.add(packed, offset)
 
 

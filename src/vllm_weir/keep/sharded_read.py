@@ -17,7 +17,7 @@ from vllm_weir.spec.hooks import Site, normalise_hook
 
 
 def index_of(store: Store, table: pa.Table, names: dict[str, int], *, incomplete: bool = False) -> Index:
-    """The index of a manifest. `names`: files and their bytes; `incomplete`: with the requests that were not finished."""
+    """The index of a manifest. `names`: files and their bytes; `incomplete`: with requests that were not finished."""
     try:
         return _index(store, table, names, incomplete)
     except WeirError:
@@ -112,9 +112,7 @@ def _sites(table: pa.Table, runs: np.ndarray) -> tuple[np.ndarray, list[Site]]:
     return (place[inverse.reshape(-1)] if len(found) else inverse.reshape(-1)), sites
 
 
-def _blocks(
-    store: Store, table: pa.Table, runs: np.ndarray, names: dict[str, int]
-) -> tuple[np.ndarray, list[Block]]:
+def _blocks(store: Store, table: pa.Table, runs: np.ndarray, names: dict[str, int]) -> tuple[np.ndarray, list[Block]]:
     file, files = codes(table, "file")
     kind, kinds = codes(table, "compression")
     pairs, inverse = np.unique(file[runs] * (len(kinds) + 1) + kind[runs], return_inverse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,8 @@ class RowStream(IterableDataset):
 
     Pieces of up to 256 consecutive rows are shuffled over the whole dataset, and rows within a buffer of `buffer_rows`.
     In DataLoader workers each serves a share; shares are disjoint and together whole. Every pass over the object is
-    `epochs` epochs, and goes on from the last one.
+    `epochs` epochs, and goes on from the last one; workers start afresh with every pass over their DataLoader, so there
+    call `set_epoch` before it, or pass `epochs`.
 
     Args:
         dataset: from `load`.
@@ -69,7 +71,7 @@ class RowStream(IterableDataset):
         return self.total // self.batch_size if self.drop_last else -(-self.total // self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next pass begins with. With persistent workers, pass `epochs` instead."""
+        """Which epoch the next pass begins with."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator:
@@ -90,13 +92,15 @@ class RowStream(IterableDataset):
         which, at = self.dataset._ordered(runs) if not self.shuffle else index.expand(runs)
         # Pieces end where a run ends, so each is consecutive in its file.
         edges = np.flatnonzero(np.diff(which, prepend=-1, append=-1)) if len(which) else np.zeros(1, np.int64)
-        begins = np.concatenate([np.arange(a, b, PIECE) for a, b in zip(edges, edges[1:])] or [np.zeros(0, np.int64)])
+        begins = np.concatenate(
+            [np.arange(a, b, PIECE) for a, b in itertools.pairwise(edges.tolist())] or [np.zeros(0, np.int64)]
+        )
         ends = np.concatenate([begins[1:], [len(which)]]).astype(np.int64)
         order = np.arange(len(begins))
         if self.shuffle:
-            order = np.random.Generator(np.random.Philox(key=[self.seed, 2 * epoch])).permutation(len(begins))
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(begins))
         order = order[mine::of]
-        generator = np.random.Generator(np.random.Philox(key=[self.seed + (mine << 64), 2 * epoch + 1]))
+        generator = np.random.default_rng([self.seed, epoch, mine])
         left: list[np.ndarray] = []
         waiting = 0
         for piece in order.tolist():

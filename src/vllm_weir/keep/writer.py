@@ -134,15 +134,16 @@ class Writer(ABC):
 
     def _refuse_repeated(self, packed: Packed) -> None:
         new = packed.positions
-        if len(new) > 1 and not (np.diff(new) > 0).all() and len(np.unique(new)) < len(new):
+        if not packed.ascending and len(np.unique(new)) < len(new):
             raise WeirError(f"a position of {packed.site} comes twice", "batch.positions")
         seen = self._seen.get(packed.request_id, {}).get(packed.site)
-        if seen is None or not len(new) or new.min() > seen.top:
+        if seen is None or not len(new) or (new[0] if packed.ascending else new.min()) > seen.top:
             return  # rows nearly always come in ascending order
         again = np.isin(new, np.concatenate(seen.parts))
         if again.any():
             raise WeirError(
-                f"position {int(new[again][0])} of {packed.site} of request {packed.request_id[:80]!r} was written before",
+                f"position {int(new[again][0])} of {packed.site} of request {packed.request_id[:80]!r} was written "
+                "before",
                 "batch.positions",
             )
 
@@ -163,7 +164,7 @@ class Writer(ABC):
     @abstractmethod
     def _flush(self) -> None: ...
 
-    def _end(self) -> None:
+    def _end(self) -> None:  # noqa: B027  (most have nothing open)
         """Let go of what is open."""
 
 

@@ -112,7 +112,7 @@ class Compression:
     def fields(self, d_model: int, dtype: str) -> list[dict[str, Any]]:
         """The record of one row: name, dtype, shape, and offset in bytes of each field, in order."""
         self.check(d_model)
-        affine = [("scale", "float32", []), ("zero", "float32", [])]
+        affine: list[tuple[str, str, list[int]]] = [("scale", "float32", []), ("zero", "float32", [])]
         layout: dict[str, list[tuple[str, str, list[int]]]] = {
             "none": [("values", dtype, [d_model])],
             "fp16": [("values", "float16", [d_model])],

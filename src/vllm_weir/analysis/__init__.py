@@ -1,0 +1,35 @@
+"""Looking at stored activations: Vllm_mi_patch's functions for every format that Weir reads, and pictures."""
+
+from vllm_weir.analysis.files import (
+    load_activation_file,
+    load_activation_manifest,
+    load_sequence_activations,
+    reconstruct_activations,
+)
+from vllm_weir.analysis.loader import ActivationLoader, quick_load
+from vllm_weir.analysis.measure import (
+    compare_tokens,
+    compute_layer_statistics,
+    compute_similarity,
+    create_token_timeline,
+    similarity_matrix,
+)
+from vllm_weir.analysis.plots import plot_heat_map, plot_norms, plot_similarity, plot_timeline
+
+__all__ = [
+    "ActivationLoader",
+    "compare_tokens",
+    "compute_layer_statistics",
+    "compute_similarity",
+    "create_token_timeline",
+    "load_activation_file",
+    "load_activation_manifest",
+    "load_sequence_activations",
+    "plot_heat_map",
+    "plot_norms",
+    "plot_similarity",
+    "plot_timeline",
+    "quick_load",
+    "reconstruct_activations",
+    "similarity_matrix",
+]

@@ -1,0 +1,146 @@
+"""Single files and sequences, with Vllm_mi_patch's names and signatures."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_weir.codec import decode, project
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.keep.atomic import Store
+from vllm_weir.keep.foreign_npz import rebuild
+from vllm_weir.keep.npz import to_records
+from vllm_weir.keep.npzfile import read_npz
+from vllm_weir.spec.compress import Compression
+
+MODES = ("rp8", "full8", "topk8")
+
+
+def load_activation_manifest(manifest_path: str | PathLike) -> dict[str, Any]:
+    """A request's ``manifest.json``; raises WeirError naming the file if it is none."""
+    store, name = _split(manifest_path)
+    try:
+        found = json.loads(store.read(name))
+    except ValueError as e:
+        raise store.fail(name, f"is no JSON: {str(e)[:80]}") from None
+    if not isinstance(found, dict):
+        raise store.fail(name, "is no manifest")
+    return found
+
+
+def load_activation_file(
+    npz_path: str | PathLike, return_torch: bool = False, device: str | None = None
+) -> dict[str, Any]:
+    """The arrays of one ``.npz`` file as they are stored.
+
+    Args:
+        npz_path: path or fsspec URL.
+        return_torch: tensors instead of arrays.
+        device: for the tensors.
+
+    Returns:
+        ``q`` (or ``indices`` and ``values``), ``scale``, ``zero``; of Weir's files also ``positions``, ``token_ids``
+        and ``weir``, the header as bytes of JSON. For `reconstruct_activations`.
+    """
+    store, name = _split(npz_path)
+    arrays: dict[str, Any] = read_npz(store, name)
+    if return_torch:
+        return {key: torch.from_numpy(_native(array)).to(device or "cpu") for key, array in arrays.items()}
+    return arrays
+
+
+def reconstruct_activations(
+    compressed_data: Mapping[str, Any], mode: str | None = None, *, hidden_size: int | None = None,
+    space: str = "projected",
+) -> Any:  # fmt: skip
+    """Rows from the arrays of a file.
+
+    Weir's files are decoded by their header; Vllm_mi_patch's by the inverse that fits its code, ``(q - zero) * scale``
+    (its own function computes something else). What keeps no values (scales per dimension) is refused.
+
+    Args:
+        compressed_data: of `load_activation_file`, or of `ActivationLoader.load_request`.
+        mode: ``"rp8"``, ``"full8"``, ``"topk8"``; None: what the fields say.
+        hidden_size: d_model, for topk8 of Vllm_mi_patch.
+        space: of Weir's rp8: ``"projected"``, [n, k], where inner products and similarities are estimated; ``"model"``,
+            [n, d_model], the least-squares estimate of the rows.
+
+    Returns:
+        float32 [n, d]: a tensor if the data are tensors, an array if they are arrays.
+    """
+    if mode is not None and mode not in MODES:
+        raise WeirError(f"unknown mode {brief(mode)!r}; choose from {', '.join(MODES)}", "mode")
+    if space not in ("projected", "model"):
+        raise WeirError("space is 'projected' or 'model'", "space")
+    if "activations" in compressed_data and "weir" not in compressed_data:
+        return compressed_data["activations"]  # decoded already
+    sample = next((v for v in compressed_data.values() if isinstance(v, torch.Tensor)), None)
+    arrays = {k: v.cpu().numpy() if isinstance(v, torch.Tensor) else np.asarray(v) for k, v in compressed_data.items()}
+    if "weir" not in arrays:
+        if mode is not None and (mode == "topk8") != ("indices" in arrays):
+            raise WeirError(f"these are not the fields of {mode}: {', '.join(sorted(arrays))[:80]}", "mode")
+        rows = rebuild(arrays, hidden_size)
+    else:
+        rows = _by_header(arrays, space)
+    return torch.from_numpy(rows).to(sample.device) if sample is not None else rows
+
+
+def _by_header(arrays: dict[str, np.ndarray], space: str) -> np.ndarray:
+    try:
+        header = json.loads(arrays["weir"].astype(np.uint8).tobytes())
+        Compression.from_header(header)
+        records = torch.from_numpy(to_records({k: _little(v) for k, v in arrays.items()}, header))
+    except (ValueError, KeyError) as e:
+        if isinstance(e, WeirError):
+            raise
+        raise WeirError(f"these arrays do not fit their header: {str(e)[:80]}") from None
+    wanted = project if header["method"] == "rp8" and space == "projected" else decode
+    return wanted(records, header).numpy()
+
+
+def load_sequence_activations(
+    output_dir: str | PathLike, request_id: str, sequence_id: int | str = 0, layers: Sequence[int] | None = None,
+    return_torch: bool = False, device: str | None = None,
+) -> dict[int, dict[str, Any]]:  # fmt: skip
+    """All layers of one sequence, as stored; any dataset that `vllm_weir.load` reads will do.
+
+    Args:
+        output_dir: the dataset.
+        request_id: of the dataset, or the name of its folder.
+        sequence_id: of a request with several sequences.
+        layers: only these.
+        return_torch, device: as for `load_activation_file`.
+
+    Returns:
+        layer -> arrays, by ascending layer, for `reconstruct_activations`.
+    """
+    from vllm_weir.analysis.loader import ActivationLoader
+
+    loader = ActivationLoader(output_dir, device=(device or "cpu") if return_torch else None)
+    sequences = loader.load_request(request_id)
+    if str(sequence_id) not in map(str, sequences):
+        raise WeirError(f"request {request_id!r} has sequences {sorted(sequences)}", "sequence_id")
+    found = sequences[int(sequence_id)]
+    for layer in layers or ():
+        if layer not in found:
+            raise WeirError(f"layer {layer} was not stored; there are {sorted(found)}", "layers")
+    return {layer: data for layer, data in found.items() if layers is None or layer in layers}
+
+
+def _split(path: str | PathLike) -> tuple[Store, str]:
+    folder, _, name = os.fspath(path).rpartition("/")
+    return Store(folder or ("/" if os.fspath(path).startswith("/") else ".")), name
+
+
+def _native(array: np.ndarray) -> np.ndarray:
+    return array.astype(array.dtype.newbyteorder("="))
+
+
+def _little(array: np.ndarray) -> np.ndarray:
+    return array.astype(array.dtype.newbyteorder("<")) if array.dtype.itemsize > 1 else array

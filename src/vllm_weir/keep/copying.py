@@ -1,0 +1,117 @@
+"""From one dataset to another: layout and compression, request by request, exactly once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_weir.codec import encode
+from vllm_weir.errors import WeirError
+from vllm_weir.keep.batch import Batch
+from vllm_weir.keep.dataset import ActivationDataset
+from vllm_weir.keep.open import load, open_writer
+from vllm_weir.keep.writer import Writer
+from vllm_weir.spec.compress import Compression
+
+CHUNK = 64 << 20
+"""Rows are copied in pieces of about this many decoded bytes."""
+
+
+def convert(
+    source: str | PathLike | ActivationDataset,
+    target: str | PathLike,
+    layout: str = "sharded",
+    *,
+    compress: object = None,
+    again: bool = False,
+    progress: Callable[[int, int], Any] | None = None,
+    **options: Any,
+) -> int:
+    """Copy a dataset. What the target holds already is skipped, so a conversion that was interrupted just goes on.
+
+    Args:
+        source: what `load` takes, or a dataset.
+        target, layout, options: as for `open_writer`.
+        compress: for the target; None keeps the records as they are, to the bit.
+        again: allow to compress rows anew that are compressed with loss already.
+        progress: called with (rows done, rows in all) after every piece.
+
+    Returns:
+        Requests copied.
+    """
+    dataset = source if isinstance(source, ActivationDataset) else load(source)
+    wanted = None if compress is None else Compression.parse(compress)
+    if wanted is not None and not again:
+        for header in dataset.headers:
+            have = Compression.from_header(header)
+            if have.method not in ("none", "fp16") and have != wanted:
+                raise WeirError(
+                    f"{dataset.url} is compressed by {have.method} already; to lose more, pass again=True (--again)",
+                    "compress",
+                )
+    copied = 0
+    done, total = 0, dataset.count()
+    per_request = np.bincount(dataset.index.request, dataset.index.rows, len(dataset)).astype(np.int64)
+    with open_writer(target, layout, **options) as writer:
+        for code, request in enumerate(dataset.requests):
+            if not writer.holds(request):
+                report = functools.partial(_report, progress, total, done)
+                _copy_request(dataset, code, writer, wanted, report)
+                writer.finish_request(request, dataset.metadata(request))
+                copied += 1
+            done += int(per_request[code])
+            if progress is not None:
+                progress(done, total)
+    return copied
+
+
+def _report(progress: Callable[[int, int], Any] | None, total: int, start: int, done: int) -> None:
+    if progress is not None:
+        progress(start + done, total)
+
+
+def _copy_request(
+    dataset: ActivationDataset, code: int, writer: Writer, wanted: Compression | None, progress: Callable[[int], Any]
+) -> None:
+    index = dataset.index
+    runs = np.flatnonzero(index.request == code)
+    done = 0
+    for site in np.unique(index.site[runs]).tolist():
+        which, at = dataset._ordered(runs[index.site[runs] == site])
+        widest = max((index.blocks[b].header["d_model"] for b in np.unique(index.block[which]).tolist()), default=1)
+        size = max(1, CHUNK // (4 * widest))
+        for begin in range(0, len(which), size):
+            some = slice(begin, begin + size)
+            _copy_rows(dataset, code, site, which[some], at[some], writer, wanted)
+            done += len(which[some])
+            progress(done)
+
+
+def _copy_rows(
+    dataset: ActivationDataset, code: int, site: int, which: np.ndarray, at: np.ndarray, writer: Writer,
+    wanted: Compression | None,
+) -> None:  # fmt: skip
+    index = dataset.index
+    for block, (mine, records) in index.gather(which, at).items():
+        header: dict[str, Any] | None = index.blocks[block].header
+        rows = torch.from_numpy(records)
+        if wanted is not None and wanted != Compression.from_header(header):
+            rows, header = dataset.decoded(rows, index.blocks[block].header), None
+            if wanted.method != "none":
+                header = wanted.header(rows.shape[1], str(rows.dtype).removeprefix("torch."))
+                rows = encode(rows, wanted)
+        writer.write(
+            Batch(
+                index.requests[code],
+                *index.sites[site],
+                index.positions[at[mine]],
+                index.token_ids[at[mine]],
+                rows,
+                header,
+            )
+        )

@@ -1,0 +1,182 @@
+"""The analysis functions against numpy, on Weir's files and on Vllm_mi_patch's, and the pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.stored import D, length_of, make, rows_of
+from vllm_weir import analysis
+from vllm_weir.codec import decode, encode, project
+from vllm_weir.errors import WeirError
+from vllm_weir.keep import LAYOUTS, load
+from vllm_weir.spec.compress import Compression
+
+RP8 = {"method": "rp8", "k": 32, "seed": 1}
+STORY = {0: np.arange(12.0).reshape(4, 3), 3: np.arange(12.0, 24).reshape(4, 3)}
+
+
+def expected(name: str, method: str | dict, space: str = "projected") -> torch.Tensor:
+    rows = rows_of(name, "resid_post", 3, length_of(name))
+    compression = Compression.parse(method)
+    header = compression.header(D, "bfloat16")
+    records = encode(rows, compression)
+    projected = compression.method == "rp8" and space == "projected"
+    return project(records, header) if projected else decode(records, header)
+
+
+@pytest.mark.parametrize("method", ["full8", {"method": "topk8", "k": 16}, RP8, "none", "fp16"])
+def test_files_rebuild_by_their_header(method: str | dict, tmp_path: Path) -> None:
+    make(tmp_path, "npz", ["a", "b"], compress=method)
+    file = tmp_path / "req_a" / "seq0_layer3_rank0.npz"
+    for tensors in (False, True):
+        data = analysis.load_activation_file(file, return_torch=tensors)
+        rows = analysis.reconstruct_activations(data)
+        assert isinstance(rows, torch.Tensor) == tensors
+        np.testing.assert_allclose(np.asarray(rows), expected("a", method), atol=0.1)
+    if method == RP8:
+        model = analysis.reconstruct_activations(analysis.load_activation_file(file), "rp8", space="model")
+        assert model.shape == (length_of("a"), D)
+    manifest = analysis.load_activation_manifest(tmp_path / "req_a" / "manifest.json")
+    assert manifest["request_id"] == "a" and manifest["sequences"]["0"]["total_len"] == length_of("a")
+    assert set(manifest["sequences"]["0"]["layers"]) == {"0", "3"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_loader_reads_every_layout(layout: str, tmp_path: Path) -> None:
+    make(tmp_path, layout, ["b", "a"], compress=RP8)
+    loader = analysis.ActivationLoader(tmp_path, mode="rp8")
+    assert loader.list_requests() == ["a", "b"]
+    for name in ("a", "req_a"):
+        found = loader.load_request(name, reconstruct=True)
+        assert list(found) == [0] and list(found[0]) == [0, 3]
+        assert isinstance(found[0][3], np.ndarray)
+        np.testing.assert_allclose(found[0][3], expected("a", RP8), atol=0.1)
+    raw = loader.load_request("a", reconstruct=False)[0][3]
+    assert raw["positions"].tolist() == list(range(length_of("a")))
+    assert loader.load_request("a", True, space="model")[0][3].shape[1] == D
+    sequence = analysis.load_sequence_activations(tmp_path, "a", layers=[3], return_torch=True)
+    assert list(sequence) == [3] and isinstance(sequence[3]["activations"], torch.Tensor)
+    np.testing.assert_array_equal(analysis.quick_load(tmp_path, layer=3), found[0][3])
+    assert loader.compute_layer_statistics(found[0]) == analysis.compute_layer_statistics(found[0])
+    np.testing.assert_array_equal(loader.create_token_timeline(found[0], 3), found[0][3])
+    assert list(analysis.ActivationLoader(tmp_path, hook="pre_attn").load_request("a")[0]) == [0]
+    for call, field in [
+        (lambda: loader.load_request("c"), "request_id"), (lambda: analysis.quick_load(tmp_path, layer=1), "layer"),
+        (lambda: analysis.load_sequence_activations(tmp_path, "a", 1), "sequence_id"),
+        (lambda: analysis.load_sequence_activations(tmp_path, "a", layers=[1]), "layers"),
+        (lambda: analysis.ActivationLoader(tmp_path, mode="svd"), "mode"),
+    ]:  # fmt: skip
+        with pytest.raises(WeirError) as e:
+            call()
+        assert e.value.field == field
+
+
+def test_sequences_of_mi_patch(tmp_path: Path) -> None:
+    folder = tmp_path / "req_7-0123abcd"
+    folder.mkdir()
+    q = np.arange(20, dtype=np.uint8).reshape(4, 5)
+    for sequence in (0, 1):
+        np.savez(
+            folder / f"seq{sequence}_layer2_rank0.npz", q=q + sequence, scale=np.full(4, 2.0), zero=np.full(4, 10.0)
+        )
+    loader = analysis.ActivationLoader(tmp_path)
+    assert loader.list_requests() == ["req_7-0123abcd"]
+    found = loader.load_request("req_7-0123abcd", reconstruct=True)
+    np.testing.assert_array_equal(found[1][2], (q.astype(float) + 1 - 10) * 2)
+    file = analysis.load_activation_file(folder / "seq0_layer2_rank0.npz")
+    np.testing.assert_array_equal(analysis.reconstruct_activations(file, "rp8"), (q.astype(float) - 10) * 2)
+    with pytest.raises(WeirError, match="not the fields of topk8"):
+        analysis.reconstruct_activations(file, "topk8")
+    with pytest.raises(WeirError, match="has no field zero"):
+        analysis.reconstruct_activations({k: v for k, v in file.items() if k != "zero"})
+
+
+def test_similarity_equals_numpys() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(5, 7)), rng.normal(size=(5, 7))
+    flat = a.ravel(), b.ravel()
+    cosine = flat[0] @ flat[1] / np.linalg.norm(flat[0]) / np.linalg.norm(flat[1])
+    for x, y in ((a, b), (torch.from_numpy(a), torch.from_numpy(b))):
+        assert analysis.compute_similarity(x, y) == pytest.approx(cosine)
+        assert analysis.compute_similarity(x, y, "l2") == pytest.approx(-np.linalg.norm(a - b))
+        assert analysis.compute_similarity(x, y, "correlation") == pytest.approx(np.corrcoef(*flat)[0, 1])
+        assert analysis.compare_tokens(x, y, 2, -1, "l2") == pytest.approx(-np.linalg.norm(a[2] - b[-1]))
+    np.testing.assert_allclose(analysis.similarity_matrix(a, metric="correlation"), np.corrcoef(a), atol=1e-12)
+    assert analysis.compute_similarity(a.astype(np.float16) * 300, a.astype(np.float16) * 300) == pytest.approx(1)
+    assert np.isnan(analysis.compute_similarity(a * 0, b))
+    for call in (lambda: analysis.compute_similarity(a, b[:3]), lambda: analysis.compute_similarity(a, b, "dot"),
+                 lambda: analysis.compare_tokens(a, b, 5), lambda: analysis.compare_tokens(a[0], b)):  # fmt: skip
+        with pytest.raises(WeirError):
+            call()
+
+
+def test_statistics_equal_numpys() -> None:
+    found = analysis.compute_layer_statistics(STORY)
+    x = STORY[3]
+    assert found[3] == pytest.approx(
+        {"mean": x.mean(), "std": x.std(), "min": x.min(), "max": x.max(), "norm": np.linalg.norm(x),
+         "row_norm": np.linalg.norm(x, axis=1).mean()}
+    )  # fmt: skip
+    shuffled = {0: {"activations": STORY[0][[2, 0, 1, 3]], "positions": np.array([2, 0, 1, 3])}}
+    np.testing.assert_array_equal(analysis.create_token_timeline(shuffled), STORY[0])
+    with pytest.raises(WeirError, match="layer 7 was not stored"):
+        analysis.create_token_timeline(STORY, 7)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".html", ".svg"])
+def test_pictures(suffix: str, tmp_path: Path) -> None:
+    make(tmp_path / "ds", "sharded", ["a"])
+    acts = load(tmp_path / "ds")["a"]
+    n = length_of("a")
+    words = ["<b>&", "$x$", "ü" * 30, *["w"] * (n - 3)]
+    drawn = [
+        analysis.plot_heat_map(acts, tmp_path / f"map{suffix}", tokens=words),
+        analysis.plot_heat_map(STORY, tmp_path / f"signed{suffix}", value=lambda x: x[:, 0] - 8, label="signed"),
+        analysis.plot_norms(acts, tmp_path / f"norms{suffix}"),
+        analysis.plot_similarity(acts, tmp_path / f"tokens{suffix}", layer=3, tokens=words),
+        analysis.plot_similarity(acts, tmp_path / f"layers{suffix}", metric="l2"),
+        analysis.plot_timeline(acts, tmp_path / "deep" / f"line{suffix}", tokens=words, prompt_tokens=5),
+    ]
+    for path in drawn:
+        raw = path.read_bytes()
+        assert len(raw) > 3000
+        if suffix == ".png":
+            assert raw.startswith(b"\x89PNG")
+        if suffix == ".html":
+            text = raw.decode()
+            # nothing is fetched from anywhere (namespaces are names, not addresses)
+            assert not re.findall(r"(?:src|href)=\"(?!#|data:)|url\((?!#)|<script|@import", text)
+            assert "<b>&" not in text
+    again = analysis.plot_norms(acts, tmp_path / f"again{suffix}")
+    if suffix != ".png":
+        assert again.read_bytes() == drawn[2].read_bytes()
+
+
+def test_pictures_refuse_what_they_cannot_show(tmp_path: Path) -> None:
+    for call, field in [
+        (lambda: analysis.plot_norms(STORY, tmp_path / "x.bmp"), "path"),
+        (lambda: analysis.plot_norms({0: STORY[0], 1: STORY[3][:2]}, tmp_path / "x.png"), "activations"),
+        (lambda: analysis.plot_norms({0: STORY[0] * np.nan}, tmp_path / "x.png"), "activations"),
+        (lambda: analysis.plot_norms({}, tmp_path / "x.png"), "activations"),
+        (lambda: analysis.plot_heat_map(STORY, tmp_path / "x.png", tokens=["a"]), "tokens"),
+        (lambda: analysis.plot_heat_map(STORY, tmp_path / "x.png", value=lambda x: x), "value"),
+        (lambda: analysis.plot_similarity(STORY, tmp_path / "x.png", layer=9), "layer"),
+        (lambda: analysis.plot_timeline(STORY, tmp_path / "x.png", layers=[9]), "layers"),
+    ]:
+        with pytest.raises(WeirError) as e:
+            call()
+        assert e.value.field == field
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WeirError, match="cannot write"):
+        analysis.plot_norms(STORY, tmp_path / "file" / "x.png")
+    with pytest.raises(WeirError, match="is no JSON"):
+        analysis.load_activation_manifest(tmp_path / "file")
+    (tmp_path / "list").write_text(json.dumps([1]))
+    with pytest.raises(WeirError, match="is no manifest"):
+        analysis.load_activation_manifest(tmp_path / "list")

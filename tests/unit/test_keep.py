@@ -1,0 +1,294 @@
+"""Datasets: every layout gives back what went in, lazily and by request, site and position."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.unit.stored import PROMPT, SITES, D, check, length_of, make, rows_of, tokens_of, write
+from vllm_weir.codec import decode, encode
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.activations import Activations
+from vllm_weir.keep import LAYOUTS, Batch, load, open_writer
+from vllm_weir.spec.compress import METHODS, Compression
+
+NAMES = ["a", "b/../c", "ü" * 40, "req-3", "0"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_goes_in_comes_out(layout: str, tmp_path: Path) -> None:
+    make(tmp_path / "ds", layout, NAMES)
+    dataset = load(tmp_path / "ds")
+    check(dataset, NAMES)
+    assert dataset.layout == layout
+    assert dataset.count() == 3 * sum(map(length_of, NAMES))
+    assert dataset.header == Compression().header(D, "bfloat16")
+    assert not [f for f in os.listdir(tmp_path) if f != "ds"]  # no name reached out of the folder
+    check(pickle.loads(pickle.dumps(dataset)), NAMES)  # noqa: S301  (workers get it so)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_records_are_kept_to_the_bit(layout: str, method: str, tmp_path: Path) -> None:
+    compression = Compression(method, 32 if method in ("rp8", "topk8") else None, 4 if method == "rp8" else 0)
+    make(tmp_path / "device", layout, ["a", "b"], compress=compression)
+    rows = rows_of("a", "resid_post", 3, length_of("a"))
+    header = compression.header(D, "bfloat16")
+    with open_writer(tmp_path / "worker", layout) as writer:  # packed already, as a worker sends them
+        writer.write(
+            Batch("a", "resid_post", 3, np.arange(len(rows)), tokens_of(len(rows)), encode(rows, compression), header)
+        )
+        writer.finish_request("a")
+    expected = decode(encode(rows, compression), header)
+    for name in ("device", "worker"):
+        dataset = load(tmp_path / name)
+        assert dataset.header == header
+        got = dataset["a"]["resid_post", 3]
+        assert got.dtype == (torch.bfloat16 if method == "none" else torch.float32)
+        if method != "rp8":
+            assert torch.equal(got.float(), expected)
+        else:  # matrix products of other shapes round otherwise, which may move a code by one
+            torch.testing.assert_close(got, expected, rtol=0, atol=0.1)
+            assert dataset.rows(("resid_post", 3), "a", space="projected").rows.shape == (len(rows), 32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_by_site_request_and_position(layout: str, tmp_path: Path) -> None:
+    make(tmp_path, layout, ["b", "a", "c"])
+    dataset = load(tmp_path)
+    order = dataset.requests
+    everything = dataset.rows(("resid_post", 3))
+    expected = torch.cat([rows_of(r, "resid_post", 3, length_of(r)) for r in order])
+    assert torch.equal(everything.rows, expected)
+    assert [order[i] for i in everything.request_index.unique_consecutive().tolist()] == order
+    assert everything.token_ids.tolist() == [t for r in order for t in tokens_of(length_of(r)).tolist()]
+    for selector, wanted in [
+        ("last_prompt", [PROMPT - 1]), ("prompt", range(PROMPT)), ([0, -1], [0, PROMPT - 1]), ("-2:", None), (2, [2]),
+        ({"token_ids": [4, 7]}, [1, 2]), ([99], []), ("1::2", None),
+    ]:  # fmt: skip
+        got = dataset.rows("blocks.3.hook_resid_post", ["c"], selector)
+        n = length_of("c")
+        at = {"-2:": range(PROMPT - 2, n), "1::2": range(1, n, 2)}[selector] if wanted is None else wanted
+        assert got.positions.tolist() == list(at), selector
+        assert len(got) == len(list(at))
+        if len(got):
+            assert torch.equal(got.rows, rows_of("c", "resid_post", 3, n)[list(at)])
+    with pytest.raises(KeyError, match="no resid_mid"):
+        dataset.rows(("resid_mid", 3))
+    with pytest.raises(KeyError, match="no request 'zz'"):
+        dataset["zz"]
+
+
+def test_positions_that_count_from_the_prompts_end_need_its_length(tmp_path: Path) -> None:
+    with open_writer(tmp_path) as writer:
+        write(writer, "a", finish=False)
+        writer.finish_request("a")
+    dataset = load(tmp_path)
+    assert dataset.rows(("resid_post", 3), positions="2:4").positions.tolist() == [2, 3]
+    for selector in ("last_prompt", "-2:", [-1]):
+        with pytest.raises(WeirError, match="prompt_tokens"):
+            dataset.rows(("resid_post", 3), positions=selector)
+
+
+def test_nothing_is_decoded_before_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, "sharded", ["a"])
+    reads = []
+    dataset = load(tmp_path)
+    real = type(dataset).read
+    monkeypatch.setattr(type(dataset), "read", lambda *a: reads.append(a) or real(*a))
+    acts = dataset["a"]
+    assert ("resid_post", 3) in acts and acts.positions_of("resid_post", 3).numel() and not reads
+    acts["resid_post", 3]
+    assert len(reads) == 1
+
+
+def test_batches_may_come_in_any_order_and_shape(tmp_path: Path) -> None:
+    rows = rows_of("a", "resid_post", 3, 10)
+    wide = torch.randn(10, 2, D).bfloat16()
+    wide[:, 1] = rows
+    for layout in LAYOUTS:
+        with open_writer(tmp_path / layout, layout) as writer:
+            for part in ([4, 5], [9], [0, 3, 1, 2], [8, 7], [], [6]):
+                writer.write(Batch("a", "post_block", 3, part, torch.tensor(part) * 3 + 1, wide[part, 1]))
+            writer.finish_request("a")
+        acts = load(tmp_path / layout)["a"]
+        assert torch.equal(acts["resid_post", 3], rows) and acts.positions.tolist() == list(range(10))
+
+
+def test_the_callers_memory_may_be_used_again_at_once(tmp_path: Path) -> None:
+    for layout in LAYOUTS:
+        with open_writer(tmp_path / layout, layout) as writer:
+            buffer = torch.empty(length_of("a"), D, dtype=torch.bfloat16)
+            for hook, layer in SITES:
+                buffer.copy_(rows_of("a", hook, layer, len(buffer)))
+                writer.write(Batch("a", hook, layer, np.arange(len(buffer)), tokens_of(len(buffer)), buffer))
+            buffer.zero_()
+            writer.finish_request("a", {"prompt_tokens": PROMPT, "text": "a"})
+        check(load(tmp_path / layout), ["a"])
+
+
+def test_other_programs_can_read_the_files(tmp_path: Path) -> None:
+    make(tmp_path / "one", "per_request", ["a"])
+    acts = Activations.load(tmp_path / "one" / "a.safetensors")
+    assert torch.equal(acts["resid_post", 3], rows_of("a", "resid_post", 3, length_of("a")))
+
+    make(tmp_path / "many", "sharded", ["a", "b"])
+    table = pq.read_table(tmp_path / "many" / "manifest.parquet").to_pylist()
+    run = next(r for r in table if r["request"] == "b" and r["hook"] == "resid_post" and r["layer"] == 3)
+    raw = (tmp_path / "many" / run["file"]).read_bytes()[run["offset"] :][: run["rows"] * run["stride"]]
+    rows = torch.frombuffer(bytearray(raw), dtype=torch.bfloat16).view(run["rows"], D)
+    assert torch.equal(rows, rows_of("b", "resid_post", 3, length_of("b"))[run["position"]])
+    with safe_open(tmp_path / "many" / run["file"], "pt") as file:
+        assert file.get_tensor("rows").shape == (sum(r["rows"] for r in table if not r["finished"]), D)
+
+    make(tmp_path / "packs", "packed", ["a", "b"])
+    (pack,) = (tmp_path / "packs").glob("pack-*")
+    assert torch.equal(load_file(pack)["1/resid_post.3"], rows_of("b", "resid_post", 3, length_of("b")))
+
+    make(tmp_path / "npz", "npz", ["a"], compress="full8")
+    with np.load(tmp_path / "npz" / "req_a" / "seq0_layer3_rank0.npz", allow_pickle=False) as data:
+        values = data["q"].astype(np.float32) * data["scale"] + data["zero"]  # Vllm_mi_patch's own inverse
+    rows = rows_of("a", "resid_post", 3, length_of("a"))
+    full8 = Compression("full8")
+    assert torch.equal(torch.from_numpy(values), decode(encode(rows, full8), full8.header(D, "bfloat16")))
+
+
+def test_what_save_wrote_loads_too(tmp_path: Path) -> None:
+    make(tmp_path / "ds", "sharded", ["a"])
+    (tmp_path / "mine").mkdir()
+    load(tmp_path / "ds")["a"].save(tmp_path / "mine" / "one.safetensors")
+    for path in (tmp_path / "mine" / "one.safetensors", tmp_path / "mine"):
+        dataset = load(path)
+        assert dataset.requests == ["one"]
+        assert torch.equal(dataset["one"]["resid_post", 3], rows_of("a", "resid_post", 3, length_of("a")))
+
+
+def test_sites_of_different_kinds_in_one_dataset(tmp_path: Path) -> None:
+    for layout in LAYOUTS:
+        with open_writer(tmp_path / layout, layout) as writer:
+            for name, dtype, d in (("a", torch.bfloat16, D), ("b", torch.float32, D), ("c", torch.float32, D + 1)):
+                rows = rows_of(name, "resid_post", 3, 4, d, dtype)
+                writer.write(Batch(name, "resid_post", 3, np.arange(4), np.arange(4), rows))
+                writer.finish_request(name)
+        dataset = load(tmp_path / layout)
+        assert len(dataset.headers) == 3
+        with pytest.raises(WeirError, match="3 kinds"):
+            _ = dataset.header
+        got = dataset.rows(("resid_post", 3), ["a", "b"])
+        assert got.rows.dtype == torch.float32
+        assert torch.equal(got.rows[4:], rows_of("b", "resid_post", 3, 4, D, torch.float32))
+        with pytest.raises(WeirError, match="differ in width"):
+            dataset.rows(("resid_post", 3))
+        assert dataset["c"]["resid_post", 3].shape == (4, D + 1)
+
+
+def test_shards_roll_by_size_and_join_when_reopened(tmp_path: Path) -> None:
+    names = [f"r{i}" for i in range(12)]
+    with open_writer(tmp_path, shard_bytes=2000) as writer:
+        for name in names[:6]:
+            write(writer, name)
+    assert len(list(tmp_path.glob("shard-*"))) >= 6
+    with open_writer(tmp_path, shard_bytes=1 << 20) as writer:
+        assert all(map(writer.holds, names[:6])) and not writer.holds(names[6])
+        for name in names[6:]:
+            write(writer, name)
+    check(load(tmp_path), names)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_there_is_neither_repeated_nor_mixed(layout: str, tmp_path: Path) -> None:
+    make(tmp_path, layout, ["a"])
+    with open_writer(tmp_path, layout) as writer:
+        assert writer.holds("a")
+        with pytest.raises(WeirError, match="holds request 'a' already"):
+            write(writer, "a")
+        write(writer, "b", finish=False)
+        with pytest.raises(WeirError, match="position 0 of resid_pre\\[0\\] of request 'b' was written before"):
+            write(writer, "b")
+        writer.finish_request("b", {"prompt_tokens": PROMPT, "text": "b"})
+        writer.finish_request("empty")
+    dataset = load(tmp_path)
+    assert sorted(dataset.requests) == ["a", "b", "empty"]
+    assert len(dataset["empty"]) == 0
+    other = "packed" if layout != "packed" else "npz"
+    with pytest.raises(WeirError, match=f"layout '{layout}'"):
+        open_writer(tmp_path, other)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("x")
+    with pytest.raises(WeirError, match="is not empty"):
+        open_writer(tmp_path)
+    with pytest.raises(WeirError, match="holds no activations"):
+        load(tmp_path)
+    with pytest.raises(WeirError, match="does not exist"):
+        load(tmp_path / "nowhere")
+    assert os.listdir(tmp_path) == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"request_id": ""}, "batch.request_id"), ({"request_id": 3}, "batch.request_id"),
+        ({"layer": -1}, "batch.layer"),
+        ({"layer": True}, "batch.layer"), ({"hook": "nose"}, "batch.hook"), ({"positions": [0, 1]}, "batch.positions"),
+        ({"positions": [0, 0, 1]}, "batch.positions"), ({"positions": [-1, 0, 1]}, "batch.positions"),
+        ({"positions": [0.5, 1, 2]}, "batch.positions"), ({"token_ids": [1]}, "batch.token_ids"),
+        ({"rows": torch.zeros(3)}, "batch.rows"), ({"rows": torch.zeros(3, 8, dtype=torch.int32)}, "batch.rows"),
+        ({"rows": torch.zeros(3, 8, dtype=torch.uint8)}, "batch.rows"), ({"header": {}}, "batch.header.format"),
+        ({"header": Compression().header(9, "float32")}, "batch.rows"),
+    ],
+)  # fmt: skip
+def test_bad_batches_are_refused_with_their_field(change: dict, field: str, tmp_path: Path) -> None:
+    fields = {"request_id": "a", "hook": "resid_post", "layer": 1, "positions": [0, 1, 2], "token_ids": [1, 2, 3],
+              "rows": torch.zeros(3, 8)}  # fmt: skip
+    with open_writer(tmp_path) as writer:
+        with pytest.raises(WeirError) as e:
+            writer.write(Batch(**(fields | change)))
+        assert e.value.field == field
+        writer.write(Batch(**fields))  # a refused batch spoils nothing
+        writer.finish_request("a")
+        with pytest.raises(WeirError, match="metadata"):
+            writer.finish_request("b", {"x": object()})
+
+
+def test_bad_options_are_refused(tmp_path: Path) -> None:
+    for arguments, field in [
+        ({"layout": "tar"}, "layout"), ({"pack_bytes": 3}, "pack_bytes"), ({"shard_bytes": 0}, "shard_bytes"),
+        ({"compress": "zip"}, "compress.method"),
+    ]:  # fmt: skip
+        with pytest.raises(WeirError) as e:
+            open_writer(tmp_path, **arguments)
+        assert e.value.field == field
+    with pytest.raises(WeirError, match="what://"):
+        load("what://there")
+    with open_writer(tmp_path, "per_request", buffer_bytes=100) as writer:
+        with pytest.raises(WeirError, match="buffer_bytes"):
+            write(writer, "a")
+        assert "a" in writer.failed
+
+
+def test_a_million_rows_index_and_load_in_under_a_second(tmp_path: Path) -> None:
+    # 2,000 requests of 500 tokens; small rows, because the index is what is measured
+    with open_writer(tmp_path) as writer:
+        rows = torch.arange(500 * 4, dtype=torch.float32).view(500, 4)
+        for i in range(2000):
+            writer.write(Batch(f"request-{i}", "resid_post", 0, np.arange(500), np.arange(500) % 97, rows + i))
+            writer.finish_request(f"request-{i}")
+    begin = time.perf_counter()
+    dataset = load(tmp_path)
+    first = next(iter(dataset.torch(("resid_post", 0), batch_size=64, buffer_rows=4096)))
+    one = dataset["request-1234"]["resid_post", 0]
+    took = time.perf_counter() - begin
+    assert len(first) == 64 and torch.equal(one, rows + 1234)
+    assert dataset.count() == 1_000_000
+    assert took < 3, took  # under 1 s on an idle machine; bench/keep.py measures it

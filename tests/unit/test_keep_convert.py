@@ -1,0 +1,96 @@
+"""``weir convert`` and ``weir inspect``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.unit.stored import SITES, D, check, length_of, make, rows_of
+from vllm_weir.cli import app
+from vllm_weir.errors import WeirError
+from vllm_weir.keep import LAYOUTS, Writer, convert, inspect, load
+
+NAMES = ["a", "b/c", "d"]
+
+
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_every_layout_into_every_other_to_the_bit(source: str, tmp_path: Path) -> None:
+    make(tmp_path / "from", source, NAMES)
+    for layout in LAYOUTS:
+        assert convert(tmp_path / "from", tmp_path / layout, layout) == 3
+        check(load(tmp_path / layout), NAMES)
+
+
+def test_compressed_records_are_copied_and_not_compressed_again(tmp_path: Path) -> None:
+    make(tmp_path / "from", "sharded", NAMES, compress="full8")
+    for compress in (None, "full8"):
+        target = tmp_path / f"to-{compress}"
+        convert(tmp_path / "from", target, "packed", compress=compress)
+        for name in NAMES:
+            for site in SITES:
+                assert torch.equal(load(target)[name][site], load(tmp_path / "from")[name][site])
+    with pytest.raises(WeirError, match="compressed by full8 already"):
+        convert(tmp_path / "from", tmp_path / "x", compress={"method": "rp8", "k": 32})
+    convert(tmp_path / "from", tmp_path / "x", compress={"method": "rp8", "k": 32}, again=True)
+    assert load(tmp_path / "x").header["method"] == "rp8"
+    convert(tmp_path / "from", tmp_path / "plain", compress="none", again=True)
+    assert load(tmp_path / "plain").header["dtype"] == "float32"
+
+
+def test_a_conversion_that_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "from", "packed", NAMES)
+    real = Writer.finish_request
+
+    def stop(self: Writer, request: str, metadata: object = None) -> None:
+        if request == "d":
+            self.flush()
+            raise KeyboardInterrupt
+        real(self, request, metadata)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "finish_request", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(tmp_path / "from", tmp_path / "to")
+    check(load(tmp_path / "to"), ["a", "b/c"])
+    seen = []
+    assert convert(tmp_path / "from", tmp_path / "to", progress=lambda *a: seen.append(a)) == 1
+    check(load(tmp_path / "to"), NAMES)
+    assert seen[-1] == (3 * sum(map(length_of, NAMES)),) * 2
+    assert sorted(seen) == seen
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    make(tmp_path / "from", "sharded", NAMES)
+    run = CliRunner()
+    arguments = ["convert", str(tmp_path / "from"), str(tmp_path / "to"), "--to", "packed", "--compress"]
+    done = run.invoke(app, [*arguments, '{"method": "rp8", "k": 32, "seed": 3}'])
+    assert done.exit_code == 0, done.output
+    assert "3 requests copied" in done.output
+    done = run.invoke(app, [*arguments, '{"method": "rp8", "k": 32, "seed": 3}', "--quiet"])
+    assert "0 requests copied" in done.output and "3 were there already" in done.output
+    shown = run.invoke(app, ["inspect", str(tmp_path / "to")])
+    assert shown.exit_code == 0, shown.output
+    for text in ("packed", "3 requests", "rp8, k 32, seed 3", "resid_post[3]", "times less"):
+        assert text in shown.output, shown.output
+    found = json.loads(run.invoke(app, ["inspect", str(tmp_path / "from"), "--json"]).output)
+    assert found["rows"] == 3 * found["tokens"] == 3 * sum(map(length_of, NAMES))
+    assert found["stored_bytes"] == found["raw_bytes"] == found["rows"] * D * 2
+    assert [s["hook"] for s in found["sites"]] == ["resid_pre", "resid_post", "resid_post"]
+    copy = ["convert", str(tmp_path / "from"), str(tmp_path / "y")]
+    for arguments in (["inspect", str(tmp_path / "no")], [*copy, "--to", "zip"], [*copy, "--compress", "{"]):
+        refused = run.invoke(app, arguments)
+        assert refused.exit_code == 1 and "Error: " in refused.output, refused.output
+
+
+def test_statistics(tmp_path: Path) -> None:
+    make(tmp_path, "sharded", ["a"])
+    site = inspect(load(tmp_path)).sites[2]
+    rows = rows_of("a", "resid_post", 3, length_of("a")).double()
+    assert site.rows == site.sampled == len(rows)
+    assert site.mean == pytest.approx(rows.mean().item())
+    assert site.norm == pytest.approx(rows.norm(dim=-1).mean().item())
+    assert site.bad == 0

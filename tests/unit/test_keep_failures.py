@@ -1,0 +1,314 @@
+"""Crashes, full disks, damaged files: what was published stays readable, and what cannot be read is named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.stored import SITES, check, length_of, make, rows_of, tokens_of, write
+from vllm_weir.errors import WeirError
+from vllm_weir.keep import LAYOUTS, ActivationDataset, Batch, load, open_writer
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = [f"r{i}" for i in range(8)]
+
+CHILD = """
+import sys
+from tests.unit.stored import write
+from vllm_weir.keep import open_writer
+url, layout = sys.argv[1:3]
+options = {"sharded": {"shard_bytes": 3000}, "packed": {"pack_bytes": 3000}}.get(layout, {})
+with open_writer(url, layout, **options) as writer:
+    for name in sys.argv[3:]:
+        if not writer.holds(name):
+            write(writer, name)
+"""
+
+
+class Crash(BaseException):
+    """Stands for the end of the process at some system call."""
+
+
+@pytest.fixture
+def dying(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict]:
+    """After `left` system calls that write, every further one ends the process; a last pwrite may write only a part."""
+    state = {"left": 10**9}
+    real_write, real_replace = os.pwrite, os.replace
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        state["left"] -= 1
+        if state["left"] < 0:
+            real_write(fd, data[: len(data) // 2], offset)
+            raise Crash
+        return real_write(fd, data, offset)
+
+    def replace(source: str, target: str) -> None:
+        state["left"] -= 1
+        if state["left"] < 0:
+            raise Crash
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "replace", replace)
+    yield state
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_crash_at_any_write_loses_and_repeats_nothing(layout: str, tmp_path: Path, dying: dict) -> None:
+    options = {"sharded": {"shard_bytes": 3000}, "packed": {"pack_bytes": 3000}}.get(layout, {})
+    crashes = 0
+    for after in range(0, 45, 3):
+        path = tmp_path / str(after)
+        dying["left"] = after
+        try:
+            writer = open_writer(path, layout, **options)
+            for name in NAMES[:5]:
+                write(writer, name)
+            writer.close()
+        except Crash:
+            crashes += 1
+        dying["left"] = 10**9
+        if (path / "weir.json").exists():
+            published = load(path)
+            check(published, published.requests)
+        writer = open_writer(path, layout, **options)  # a fresh process
+        for name in NAMES[:5]:
+            if not writer.holds(name):
+                write(writer, name)
+        writer.close()
+        check(load(path), NAMES[:5])
+    assert crashes >= 4
+
+
+def test_killed_and_started_again_until_done(tmp_path: Path) -> None:
+    path = tmp_path / "ds"
+    command = [sys.executable, "-c", CHILD, str(path), "sharded", *NAMES]
+    rng = random.Random(0)
+    for _ in range(2):
+        child = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"})
+        try:
+            child.wait(timeout=rng.uniform(3, 6))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}, check=True)
+    check(load(path), NAMES)
+    assert not list(path.glob(".*.tmp"))
+
+
+def test_a_live_writers_files_are_not_swept(tmp_path: Path) -> None:
+    first = open_writer(tmp_path)
+    write(first, "a", finish=False)
+    with open_writer(tmp_path) as second:
+        write(second, "b")
+    first.finish_request("a", {"prompt_tokens": 5, "text": "a"})
+    first.close()
+    check(load(tmp_path), ["a", "b"])
+
+
+def test_an_unfinished_request_is_not_there_unless_asked_for(tmp_path: Path) -> None:
+    with open_writer(tmp_path, shard_bytes=1000) as writer:
+        write(writer, "a")
+        write(writer, "b", finish=False)
+    dataset = load(tmp_path)
+    check(dataset, ["a"])
+    assert dataset.incomplete == ["b"]
+    assert load(tmp_path, incomplete=True)["b"]["resid_pre", 0].shape[0] > 0
+    with open_writer(tmp_path) as writer:
+        assert not writer.holds("b")
+        write(writer, "b")
+    check(load(tmp_path), ["a", "b"])
+    check(load(tmp_path, incomplete=True), ["a", "b"])
+
+
+def test_two_writers_of_one_request_leave_it_once(tmp_path: Path) -> None:
+    for layout in ("sharded", "packed"):
+        writers = [open_writer(tmp_path / layout, layout) for _ in range(2)]
+        for writer in writers:
+            write(writer, "a")
+        for writer in writers:
+            writer.close()
+        check(load(tmp_path / layout), ["a"])
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_full_disk_fails_the_request_and_not_its_neighbours(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = open_writer(tmp_path, layout)
+    write(writer, "a")
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", full)
+    big = torch.zeros(40_000, 48, dtype=torch.bfloat16)  # too large to be gathered
+    if layout == "packed":  # which writes when it is flushed
+        with pytest.raises(WeirError, match=r"cannot write .*: No space left on device"):
+            writer.flush()
+    else:
+        with pytest.raises(WeirError, match=r"cannot write .*: No space left on device"):
+            writer.write(Batch("x", "resid_post", 0, np.arange(len(big)), np.arange(len(big)), big))
+            writer.finish_request("x")
+        assert "No space left" in writer.failed["x"]
+        with pytest.raises(WeirError, match=r"cannot be kept: .*No space left"):
+            writer.write(Batch("x", "resid_post", 0, [0], [0], big[:1]))
+    monkeypatch.setattr(os, "pwrite", real)
+    write(writer, "b")
+    writer.close()
+    check(load(tmp_path), ["a", "b"])
+    assert not list(tmp_path.rglob(".*.tmp"))
+
+
+def test_a_flush_that_failed_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for layout in ("sharded", "packed"):
+        writer = open_writer(tmp_path / layout, layout)
+        write(writer, "a")
+        for call in ("pwrite", "replace"):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, call, full)
+                with pytest.raises(WeirError, match="No space left"):
+                    writer.flush()
+        write(writer, "b")
+        writer.close()
+        check(load(tmp_path / layout), ["a", "b"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_permission(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = open_writer(tmp_path, layout)
+
+    def refused(*_: object, **__: object) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(WeirError, match=f"cannot write {tmp_path}.*Permission denied"):
+        write(writer, "a")
+        writer.flush()
+
+
+def read_all(path: Path) -> ActivationDataset:
+    dataset = load(path)
+    for name in dataset:
+        for site in dataset[name]:
+            dataset[name][site]
+        dataset.metadata(name)
+    return dataset
+
+
+def same(dataset: ActivationDataset, other: ActivationDataset) -> bool:
+    return (
+        dataset.requests == other.requests
+        and all(dataset.metadata(r) == other.metadata(r) for r in other)
+        and all(dataset[r].sites == other[r].sites for r in other)
+        and all(
+            torch.equal(dataset[r][s], other[r][s])
+            and torch.equal(dataset[r].positions_of(*s), other[r].positions_of(*s))
+            and torch.equal(dataset[r].token_ids_of(*s), other[r].token_ids_of(*s))
+            for r in other
+            for s in other[r].sites
+        )
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_truncated_files_are_named(layout: str, tmp_path: Path) -> None:
+    make(tmp_path / "good", layout, NAMES[:3], compress="full8")
+    good = read_all(tmp_path / "good")
+    rng = random.Random(1)
+    files = sorted(p.relative_to(tmp_path / "good") for p in (tmp_path / "good").rglob("*") if p.is_file())
+    for i in range(60):
+        file = rng.choice(files)
+        shutil.copytree(tmp_path / "good", tmp_path / "bad", dirs_exist_ok=True)
+        size = (tmp_path / "good" / file).stat().st_size
+        os.truncate(tmp_path / "bad" / file, rng.randrange(size))
+        try:
+            dataset = read_all(tmp_path / "bad")
+        except WeirError as e:
+            assert str(file) in str(e), (file, e)
+        else:
+            assert same(dataset, good)
+        shutil.rmtree(tmp_path / "bad")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_flipped_bytes_in_what_is_not_rows_are_noticed_or_harmless(layout: str, tmp_path: Path) -> None:
+    make(tmp_path / "good", layout, NAMES[:3], compress={"method": "topk8", "k": 16})
+    good = read_all(tmp_path / "good")
+    rng = random.Random(2)
+    files = sorted(p.relative_to(tmp_path / "good") for p in (tmp_path / "good").rglob("*") if p.is_file())
+    noticed = 0
+    for i in range(120):
+        file = rng.choice(files)
+        shutil.copytree(tmp_path / "good", tmp_path / "bad", dirs_exist_ok=True)
+        raw = bytearray((tmp_path / "bad" / file).read_bytes())
+        header = 8 + int.from_bytes(raw[:8], "little") if file.suffix == ".safetensors" else len(raw)
+        at = rng.randrange(min(header, len(raw)))
+        raw[at] ^= rng.randrange(1, 256)
+        (tmp_path / "bad" / file).write_bytes(raw)
+        try:
+            dataset = read_all(tmp_path / "bad")
+        except WeirError as e:
+            noticed += 1
+            assert str(tmp_path / "bad") in str(e), e
+        else:
+            if file.suffix != ".json":  # a number in JSON text may become another one
+                assert same(dataset, good), (file, at)
+        shutil.rmtree(tmp_path / "bad")
+    assert noticed > 30
+
+
+def test_a_shard_that_is_gone_is_missed(tmp_path: Path) -> None:
+    make(tmp_path, "sharded", NAMES[:3], shard_bytes=1500)
+    shards = sorted(tmp_path.glob("shard-*"))
+    shards[0].unlink()
+    with pytest.raises(WeirError, match="not there"):
+        load(tmp_path)
+    (tmp_path / "manifest.parquet").unlink()
+    with pytest.raises(WeirError, match="a shard is missing"):
+        load(tmp_path)
+
+
+def test_the_manifest_is_only_a_copy(tmp_path: Path) -> None:
+    make(tmp_path, "sharded", NAMES[:3], shard_bytes=1500)
+    (tmp_path / "manifest.parquet").unlink()
+    check(load(tmp_path), NAMES[:3])
+
+
+def test_foreign_files(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    (tmp_path / "noise").mkdir()
+    for name, content in (("a.safetensors", b"PK\3\4" * 9), ("b.npz", b"zip"), ("seq0_layer1_rank0.npz", b"\0" * 50),
+                          ("c.json", b"{}"), ("c.bin", b"")):  # fmt: skip
+        file = tmp_path / "noise" / name
+        file.write_bytes(content)
+        with pytest.raises(WeirError, match=name.split(".")[0]):
+            load(file)
+    save_file({"model.weight": torch.zeros(3)}, tmp_path / "weights.safetensors")
+    with pytest.raises(WeirError, match=r"weights.safetensors: holds no activations"):
+        load(tmp_path / "weights.safetensors")
+    (tmp_path / "weir.json").write_text(json.dumps({"format": "weir-activations", "version": 9, "layout": "sharded"}))
+    with pytest.raises(WeirError, match="version 9 is not known"):
+        load(tmp_path)
+
+
+def test_rows_that_vanish_under_a_reader_are_an_error(tmp_path: Path) -> None:
+    make(tmp_path, "per_request", ["a"])
+    dataset = load(tmp_path)
+    os.truncate(tmp_path / "a.safetensors", 1000)
+    with pytest.raises(WeirError, match=r"a.safetensors"):
+        dataset["a"]["resid_post", 3]
+    assert len(rows_of("a", *SITES[0], length_of("a"))) == len(tokens_of(length_of("a")))

@@ -1,0 +1,165 @@
+"""Files that others wrote: Vllm_mi_patch's npz, vLLM's own hidden states, the captures of RhizoNymph's fork."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vllm_weir.errors import WeirError
+from vllm_weir.keep import load
+
+D, N = 32, 6
+
+
+def mi_patch_codes(x: np.ndarray) -> dict[str, np.ndarray]:
+    """Vllm_mi_patch's affine code with a scale for each row: q = x / scale + zero."""
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    scale = (high - low) / 255
+    zero = np.clip(-low / scale, 0, 255)
+    return {
+        "codes": np.clip(np.rint(x / scale + zero), 0, 255).astype(np.uint8),
+        "scale": scale[:, 0],
+        "zero": zero[:, 0],
+    }
+
+
+@pytest.fixture
+def mi_patch(tmp_path: Path) -> tuple[Path, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(N, D)).astype(np.float32)
+    codes = mi_patch_codes(x)
+    (tmp_path / "req_1-abcdef01").mkdir()
+    for layer in (0, 10):
+        np.savez_compressed(
+            tmp_path / "req_1-abcdef01" / f"seq0_layer{layer}_rank0.npz",
+            q=codes["codes"],
+            scale=codes["scale"],
+            zero=codes["zero"],
+        )
+    return tmp_path, x
+
+
+def test_mi_patch_rows_by_the_inverse_that_fits_its_code(mi_patch: tuple[Path, np.ndarray]) -> None:
+    path, x = mi_patch
+    for dataset in (
+        load(path),
+        load(path / "req_1-abcdef01"),
+        load(path / "req_1-abcdef01" / "seq0_layer10_rank0.npz"),
+    ):
+        (request,) = dataset.requests
+        got = dataset[request]["resid_post", 10].numpy()
+        step = (x.max(-1) - x.min(-1))[:, None] / 255
+        assert (np.abs(got - x) <= 1.01 * step).all()
+        assert dataset[request].token_ids.tolist() == [-1] * N
+        assert any("Vllm_mi_patch" in note for note in dataset.index.notes)
+
+
+def test_mi_patch_scales_per_dimension_keep_nothing_and_say_so(tmp_path: Path) -> None:
+    file = tmp_path / "seq0_layer3_rank0.npz"
+    np.savez_compressed(file, q=np.zeros((N, D), np.uint8), scale=np.zeros((N, D)), zero=np.zeros((N, D)))
+    dataset = load(file)
+    with pytest.raises(WeirError, match=r"seq0_layer3_rank0.npz: its scales are per dimension .* keeps no values"):
+        dataset.rows(("resid_post", 3))
+
+
+def test_mi_patch_topk8_needs_its_width_and_unwraps_indices(tmp_path: Path) -> None:
+    d = 40_000
+    values = np.array([[3.0, -4.0, 5.0]], np.float32)
+    codes = mi_patch_codes(values)
+    file = tmp_path / "seq0_layer0_rank0.npz"
+    indices = np.array([[1, 39_999, 7]]).astype(np.int16)  # 39,999 wraps
+    np.savez_compressed(file, indices=indices, values=codes["codes"], scale=codes["scale"], zero=codes["zero"])
+    with pytest.raises(WeirError, match="hidden_size"):
+        load(file)
+    row = load(file, hidden_size=d).rows(("resid_post", 0)).rows[0]
+    assert row.nonzero()[:, 0].tolist() == [1, 7, 39_999]
+    assert torch.allclose(row[[1, 39_999, 7]], torch.tensor([3.0, -4.0, 5.0]), atol=0.05)
+    with pytest.raises(WeirError, match="outside a row"):
+        load(file, hidden_size=100).rows(("resid_post", 0))
+
+
+def test_pickled_arrays_are_never_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "seq0_layer0_rank0.npz"
+    np.savez(file, q=np.array([[{}]], dtype=object), scale=np.ones(1), zero=np.zeros(1))
+    with pytest.raises(WeirError, match="seq0_layer0"):
+        load(file).rows(("resid_post", 0))
+
+
+def test_vllms_own_hidden_states(tmp_path: Path) -> None:
+    states = torch.randn(N, 3, D).bfloat16()
+    for name in ("0-abc", "1-def"):
+        save_file({"hidden_states": states, "token_ids": torch.arange(N) + 50}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(WeirError, match="layer_ids"):
+        load(tmp_path)
+    dataset = load(tmp_path, layer_ids=[0, 5, 12])
+    assert dataset.requests == ["0-abc", "1-def"]
+    assert list(map(tuple, dataset.sites)) == [("resid_pre", 0), ("resid_post", 4), ("resid_post", 11)]
+    acts = dataset["1-def"]
+    assert torch.equal(acts["resid_post", 4], states[:, 1]) and torch.equal(acts["resid_pre", 0], states[:, 0])
+    assert acts.token_ids.tolist() == list(range(50, 50 + N))
+    assert torch.equal(dataset.rows(("resid_post", 11), positions=[2, 4]).rows, states[[2, 4, 2, 4], 2])
+    with pytest.raises(WeirError, match="3 layers, got 2"):
+        load(tmp_path, layer_ids=[0, 5])
+    with open(tmp_path / "0-abc.safetensors.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(WeirError, match=r"0-abc.safetensors: is still being written"):
+            load(tmp_path, layer_ids=[0, 5, 12])
+    assert len(load(tmp_path, layer_ids=[0, 5, 12])) == 2
+
+
+def raw(x: torch.Tensor) -> bytes:
+    return x.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_the_forks_files(tmp_path: Path) -> None:
+    x = torch.randn(N, D).bfloat16()
+    one = tmp_path / "run" / "r1"
+    one.mkdir(parents=True)
+    (one / "4_post_mlp.bin").write_bytes(raw(x))
+    (one / "4_post_mlp.json").write_text(
+        json.dumps({"request_id": "r1", "layer": 4, "hook": "post_mlp", "shape": [N, D], "dtype": "bfloat16"})
+    )
+    two = tmp_path / "run" / "r2"
+    two.mkdir()
+    (two / "packed.bin").write_bytes(raw(x[:4]) + raw(x.flip(0)) + raw(x[4:]))
+    entries = [
+        {"layer": 4, "hook": "post_mlp", "offset": 0, "nbytes": 4 * D * 2, "shape": [4, D], "positions": [0, 1, 2, 3]},
+        {"layer": 5, "hook": "pre_attn", "offset": 4 * D * 2, "nbytes": N * D * 2, "shape": [N, D]},
+        # position 3 again: a rejected draft, then the token that counts
+        {
+            "layer": 4,
+            "hook": "post_mlp",
+            "offset": (4 + N) * D * 2,
+            "nbytes": 2 * D * 2,
+            "shape": [2, D],
+            "positions": [3, 4],
+        },
+    ]
+    index = {"request_id": "r2", "layout": "packed", "dtype": "bfloat16", "entries": entries}
+    (two / "packed.json").write_text(json.dumps(index))
+    (tmp_path / "run" / "shard-000-000001.bin").write_bytes(raw(x.float()))
+    entry = {"request_id": "r3", "layer": 0, "hook": "post_attn", "offset": 0, "nbytes": N * D * 4, "shape": [N, D]}
+    shard = {"dtype": "float32", "seq": 1, "entries": [entry | {"positions": list(range(N))}]}
+    (tmp_path / "run" / "shard-000-000001.json").write_text(json.dumps(shard))
+    dataset = load(tmp_path)
+    assert sorted(dataset.requests) == ["r1", "r2", "r3"]
+    assert torch.equal(dataset["r1"]["resid_post", 4], x)
+    assert torch.equal(dataset["r2"]["resid_post", 4], torch.stack([x[0], x[1], x[2], x[4], x[5]]))
+    assert dataset["r2"].positions_of("resid_post", 4).tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(dataset["r2"]["resid_pre", 5], x.flip(0))
+    assert torch.equal(dataset["r3"]["resid_mid", 0], x.float())
+    assert load(one / "4_post_mlp.bin").requests == ["r1"]
+
+    (two / "packed.bin").write_bytes(raw(x[:4]))
+    with pytest.raises(WeirError, match=r"packed.bin: truncated"):
+        load(tmp_path)
+    for change in ({"shape": [N]}, {"dtype": "float64"}, {"hook": "nose"}, {"layer": -1}, {"positions": [0]}):
+        sidecar = {"request_id": "r1", "layer": 4, "hook": "post_mlp", "shape": [N, D], "dtype": "bfloat16"} | change
+        (one / "4_post_mlp.json").write_text(json.dumps(sidecar))
+        with pytest.raises(WeirError, match=r"4_post_mlp.json"):
+            load(one)

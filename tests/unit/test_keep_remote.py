@@ -1,0 +1,104 @@
+"""Object stores: the same datasets behind memory:// and an S3 server, published with one put a file."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.unit.stored import check, length_of, make, write
+from vllm_weir.errors import WeirError
+from vllm_weir.keep import LAYOUTS, load, open_writer
+
+NAMES = ["a", "b/c", "d"]
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[dict[str, Any]]:
+    """storage_options of a moto server with a bucket named ``acts``."""
+    pytest.importorskip("s3fs")
+    server_module = pytest.importorskip("moto.server")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    server.start()
+    options = {
+        "key": "k",
+        "secret": "s",
+        "endpoint_url": f"http://127.0.0.1:{port}",
+        "client_kwargs": {"region_name": "eu-west-1"},
+    }
+    fsspec.filesystem("s3", **options).mkdir("acts")
+    yield options
+    server.stop()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory(layout: str) -> None:
+    url = f"memory://{uuid.uuid4()}/ds"
+    make(url, layout, NAMES[:2])
+    with open_writer(url, layout) as writer:
+        assert writer.holds("a") and not writer.holds("d")
+        write(writer, "d")
+    check(load(url), NAMES)
+
+
+@pytest.mark.parametrize("layout", ["sharded", "per_request"])
+def test_s3(layout: str, s3: dict[str, Any]) -> None:
+    url = f"s3://acts/{layout}"
+    options = {"shard_bytes": 3000} if layout == "sharded" else {}
+    make(url, layout, NAMES[:2], storage_options=s3, **options)
+    with open_writer(url, layout, storage_options=s3) as writer:
+        assert writer.holds("b/c")
+        write(writer, "d")
+    dataset = load(url, storage_options=s3)
+    check(dataset, NAMES)
+    some = dataset.rows(("resid_post", 3), positions="last_prompt")
+    assert some.positions.tolist() == [4] * 3
+    batches = list(dataset.torch(("resid_post", 3), batch_size=8, buffer_rows=16))
+    assert sum(map(len, batches)) == sum(map(length_of, NAMES))
+
+
+def test_errors_of_a_store_name_the_file(s3: dict[str, Any]) -> None:
+    with pytest.raises(WeirError, match="s3://nobucket"):
+        make("s3://nobucket/ds", "sharded", ["a"], storage_options=s3)
+    with pytest.raises(WeirError, match="s3://acts/nothing does not exist"):
+        load("s3://acts/nothing", storage_options=s3)
+
+
+class FullFileSystem(MemoryFileSystem):
+    """A store that takes its marker and then no more."""
+
+    protocol = "full"
+    store: dict = {}  # noqa: RUF012
+    pseudo_dirs = [""]  # noqa: RUF012
+    full = False
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.replace("full://", "memory://", 1))
+
+    def put_file(self, lpath: str, rpath: str, *args: Any, **kwargs: Any) -> None:
+        if FullFileSystem.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().put_file(lpath, rpath, *args, **kwargs)
+
+
+def test_a_full_store_keeps_the_rows_for_another_try() -> None:
+    fsspec.register_implementation("full", FullFileSystem, clobber=True)
+    writer = open_writer("full://ds")
+    write(writer, "a")
+    FullFileSystem.full = True
+    with pytest.raises(WeirError, match=r"cannot write full://ds/shard-.*: No space left on device"):
+        writer.flush()
+    FullFileSystem.full = False
+    write(writer, "b/c")
+    writer.close()
+    check(load("full://ds"), ["a", "b/c"])

@@ -1,0 +1,102 @@
+"""Shuffled streams: every row exactly once an epoch, with and without workers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from vllm_weir.errors import WeirError
+from vllm_weir.keep import ActivationDataset, Batch, load, open_writer
+
+SITE = ("resid_post", 1)
+LENGTHS = [700, 1, 0, 300, 40, 959]
+TOTAL = sum(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> ActivationDataset:
+    """Row i of all has the value i in its first column; half of them in another shard."""
+    path = tmp_path_factory.mktemp("stream")
+    begin = 0
+    with open_writer(path, shard_bytes=4000) as writer:
+        for request, n in enumerate(LENGTHS):
+            for part in np.array_split(np.arange(n), 3):
+                rows = torch.stack([torch.from_numpy(part + begin).float(), torch.full((len(part),), 7.0)], 1)
+                writer.write(Batch(f"r{request}", *SITE, part, part, rows))
+                writer.write(Batch(f"r{request}", "resid_pre", 1, part, part, -rows))
+            writer.finish_request(f"r{request}")
+            begin += n
+    return load(path)
+
+
+def ids(batches: object) -> list[int]:
+    return [int(v) for batch in batches for v in batch.reshape(-1, 2)[:, 0]]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("buffer_rows", [1, 64, 5000])
+@pytest.mark.parametrize("batch_size", [None, 1, 37])
+def test_every_row_once_an_epoch(dataset: ActivationDataset, buffer_rows: int, batch_size: int | None) -> None:
+    stream = dataset.torch(SITE, batch_size=batch_size, buffer_rows=buffer_rows, seed=3)
+    first, second = list(stream), list(stream)
+    assert sorted(ids(first)) == sorted(ids(second)) == list(range(TOTAL))
+    assert ids(first) != ids(second)  # another epoch, another order
+    assert len(stream) == len(first)
+    if batch_size:
+        assert {len(b) for b in first[:-1]} == {batch_size}
+    again = dataset.torch(SITE, batch_size=batch_size, buffer_rows=buffer_rows, seed=3)
+    assert ids(again) == ids(first)
+    assert ids(dataset.torch(SITE, batch_size=batch_size, seed=4)) != ids(first)
+
+
+def test_a_buffer_of_the_whole_site_mixes_it_all(dataset: ActivationDataset) -> None:
+    order = np.array(ids(dataset.torch(SITE, batch_size=50, buffer_rows=TOTAL)))
+    assert abs(np.corrcoef(order, np.arange(TOTAL))[0, 1]) < 0.1
+
+
+def test_in_order(dataset: ActivationDataset) -> None:
+    assert ids(dataset.torch(SITE, shuffle=False, batch_size=64)) == list(range(TOTAL))
+
+
+def test_labels_belong_to_their_rows(dataset: ActivationDataset) -> None:
+    starts = np.concatenate([[0], np.cumsum(LENGTHS)])
+    place = {name: i for i, name in enumerate(dataset.requests)}
+    real = {place[f"r{i}"]: int(starts[i]) for i in range(len(LENGTHS)) if f"r{i}" in place}
+    for rows, positions, tokens, requests in dataset.torch(SITE, batch_size=100, labels=True):
+        assert (positions == tokens).all()
+        assert [real[r] + p for r, p in zip(requests.tolist(), positions.tolist())] == rows[:, 0].int().tolist()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_share_the_rows(dataset: ActivationDataset, workers: int) -> None:
+    stream = dataset.torch(SITE, batch_size=16, buffer_rows=100, epochs=2)
+    loader = DataLoader(stream, batch_size=None, num_workers=workers)
+    assert sorted(ids(loader)) == sorted([*range(TOTAL), *range(TOTAL)])
+    singles = DataLoader(dataset.torch(SITE, buffer_rows=100), batch_size=10, num_workers=workers)
+    assert sorted(ids(singles)) == list(range(TOTAL))
+
+
+def test_shares_of_ranks_are_disjoint_and_whole(dataset: ActivationDataset) -> None:
+    shares = [ids(dataset.torch(SITE, batch_size=8, shard=(i, 3))) for i in range(3)]
+    assert sorted(i for share in shares for i in share) == list(range(TOTAL))
+    assert min(map(len, shares)) > 0
+
+
+def test_drop_last_and_endless(dataset: ActivationDataset) -> None:
+    stream = dataset.torch(SITE, batch_size=300, drop_last=True)
+    assert [len(b) for b in stream] == [300] * (TOTAL // 300) and len(stream) == TOTAL // 300
+    endless = iter(dataset.torch(SITE, batch_size=1000, epochs=None))
+    assert sum(len(next(endless)) for _ in range(5)) > TOTAL
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"batch_size": 0}, "batch_size"), ({"buffer_rows": 0}, "buffer_rows"), ({"epochs": 0}, "epochs"),
+     ({"shard": (2, 2)}, "shard"), ({"seed": -1}, "seed")],
+)  # fmt: skip
+def test_bad_options(dataset: ActivationDataset, options: dict, field: str) -> None:
+    with pytest.raises(WeirError) as e:
+        dataset.torch(SITE, **options)
+    assert e.value.field == field
