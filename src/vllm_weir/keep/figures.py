@@ -14,6 +14,8 @@ from torch import Tensor
 from vllm_weir.keep.dataset import ActivationDataset
 from vllm_weir.spec.hooks import Site
 
+RP8_NOTE = "rows of rp8 are least-squares estimates: norms are about sqrt(k / d_model) of the real ones"
+
 
 @dataclass(frozen=True)
 class SiteFigures:
@@ -69,12 +71,13 @@ def inspect(dataset: ActivationDataset, sample: int = 512, seed: int = 0) -> Fig
     raw = np.array([_raw_bytes(b.header) for b in index.blocks] or [0])
     sites = [_site(dataset, i, site, widths, sample, seed) for i, site in enumerate(dataset.sites)]
     pairs = np.repeat(index.request, index.rows) << 32 | index.positions
+    rp8 = [RP8_NOTE] if any(h["method"] == "rp8" for h in dataset.headers) else []
     return Figures(
         path=dataset.url, layout=dataset.layout, requests=len(dataset), incomplete=len(dataset.incomplete),
         rows=dataset.count(), tokens=len(np.unique(pairs)), files=len({b.name for b in index.blocks}),
         stored_bytes=int((widths[index.block] * index.rows).sum()),
         raw_bytes=int((raw[index.block] * index.rows).sum()),
-        headers=dataset.headers, sites=sites, notes=list(index.notes),
+        headers=dataset.headers, sites=sites, notes=index.notes + rp8,
     )  # fmt: skip
 
 
@@ -117,7 +120,7 @@ def show(found: Figures, console: Console | None = None) -> None:
     unfinished = f" ({found.incomplete} unfinished ones are left out)" if found.incomplete else ""
     console.print(
         f"{found.requests:,} requests{unfinished}, {found.tokens:,} tokens, {found.rows:,} rows in "
-        f"{found.files:,} files; "
+        f"{found.files:,} file{'s' if found.files != 1 else ''}; "
         f"{_size(found.stored_bytes)}{times if found.raw_bytes != found.stored_bytes else ''}",
         soft_wrap=True,
     )
