@@ -248,7 +248,7 @@ def test_sequential_blocks_have_all_five(kind, fused, dtype):
     assert not sites.refused
     assert len(sites.anchors) == 5 * LAYERS + 2
     assert sites.anchors[Site("final_norm", 0)].module == "norm"
-    assert sites.anchors[Site("embed", 0)] == sites.anchors[Site("resid_pre", 0)]
+    assert sites.anchors[Site("embed", 0)].module == "embed_tokens"
 
 
 def test_where_they_are():
@@ -268,6 +268,24 @@ def test_a_parallel_block_has_no_resid_mid():
     assert supported(sites) == {"resid_pre", "attn_out", "mlp_out", "resid_post"}
     assert "parallel" in sites.refused[Site("resid_mid", 1)]
     assert sites.anchors[Site("resid_post", 1)].residual is None, "the second tensor is not part of the stream"
+
+
+def test_blocks_of_two_kinds_with_arguments_in_another_order():
+    class Other(Sequential):
+        def forward(self, hidden_states, positions):
+            return super().forward(positions, hidden_states)
+
+    class Mixed(Model):
+        def forward(self, ids):
+            hidden = self.embed_tokens(ids)
+            for layer in self.layers:
+                if isinstance(layer, Other):
+                    hidden = layer(hidden, positions=None)
+                else:
+                    hidden = layer(None, hidden_states=hidden)
+            return self.norm(hidden)
+
+    assert not mapped(Mixed([Sequential, Other, Sequential])).refused
 
 
 def test_blocks_with_one_addition():
@@ -305,9 +323,10 @@ def test_what_is_added_between_blocks_parts_resid_pre_from_resid_post():
 def test_embeddings(scale):
     """A multiplier belongs to the embedding, positions do not."""
     plain = mapped(Model([Sequential] * LAYERS, scale=scale))
-    assert plain.anchors[Site("embed", 0)].module == "layers.0"
-    added = mapped(Model([Sequential] * LAYERS, positions=True))
-    assert added.anchors[Site("embed", 0)].module == "embed_tokens"
+    assert plain.anchors[Site("embed", 0)].module == "embed_tokens"
+    assert plain.anchors[Site("embed", 0)].scale == pytest.approx(scale, rel=1e-6)
+    added = mapped(Model([Sequential] * LAYERS, positions=True, scale=scale))
+    assert added.anchors[Site("embed", 0)].scale == 1
 
 
 def test_shared_parts_are_refused():

@@ -91,14 +91,11 @@ class Proof:
                 self._sites.refuse(BLOCK_HOOKS, (block,), why)
                 continue
             call = self._own.blocks[block][0]
-            residual = ports.residual_out if ports.residual_out in call.out else None
-            self._sites.anchors[Site("resid_post", block)] = Anchor(
-                f"{stack}.{block}", "after", ports.hidden_out, residual
-            )
-            residual = ports.residual_in if ports.residual_in in call.args else None
-            self._sites.anchors[Site("resid_pre", block)] = Anchor(
-                f"{stack}.{block}", "before", ports.hidden_in, residual
-            )
+            at, path = ports.of(call), f"{stack}.{block}"
+            after = at.residual_out if at.residual_out in call.out else None
+            before = at.residual_in if at.residual_in in call.args else None
+            self._sites.anchors[Site("resid_post", block)] = Anchor(path, "after", at.hidden_out, after)
+            self._sites.anchors[Site("resid_pre", block)] = Anchor(path, "before", at.hidden_in, before)
         for block in self._scene.blocks:
             if block - 1 not in self._scene.blocks:
                 continue
@@ -118,10 +115,10 @@ class Proof:
             if into is None or not calls:
                 sites.refuse(("embed",), (0,), "no token embedding runs together with the blocks")
             else:
-                # Positions may be added to it, or a norm applied; a mere factor is part of the embedding.
-                scaled = self._m.factor(*self._embedded(calls[0], into)) is not None
-                key = next(iter(calls[0].out))
-                sites.anchors[Site("embed", 0)] = into if scaled else Anchor(calls[0].path, "after", key)
+                # Positions may be added to it, or a norm applied; a mere factor is part of the embedding. Some models
+                # keep a copy of it beside the stream, so it is tapped where it comes from.
+                factor = self._m.factor(*self._embedded(calls[0], into)) or 1.0
+                sites.anchors[Site("embed", 0)] = Anchor(calls[0].path, "after", next(iter(calls[0].out)), None, factor)
         if last in scene.blocks:
             self._resolve_final_norm(last)
 
@@ -270,7 +267,8 @@ class Proof:
     def _what(self, site: Site) -> torch.Tensor:
         """What is added at a site to see where it arrives."""
         width = self._scene.width
-        like = next(c for calls in self._own.blocks for c in calls[:1]).args[self._ports.hidden_in]
+        call = next(c for calls in self._own.blocks for c in calls[:1])
+        like = call.args[self._ports.of(call).hidden_in]
         return noise(f"write {site}", like.new_zeros(len(like), width))
 
     def _close(self, a: torch.Tensor, b: torch.Tensor, room: torch.Tensor) -> bool:

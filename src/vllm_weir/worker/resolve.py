@@ -30,6 +30,15 @@ class Ports:
     residual_in: Key | None = None
     residual_out: Key | None = None
 
+    def of(self, call: Call) -> Ports:
+        """The same for a block that is called in another way: kinds of blocks may order their arguments differently."""
+        return Ports(
+            alike(self.hidden_in, call.args),
+            alike(self.hidden_out, call.left),
+            self.residual_in and alike(self.residual_in, call.args),
+            self.residual_out and alike(self.residual_out, call.left),
+        )
+
 
 @dataclass
 class Points:
@@ -117,6 +126,7 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
         m: compares.
     """
     whole, inside = calls[0], list(calls[1:])
+    ports = ports.of(whole)
     pre = _stream(whole.args, ports.hidden_in, ports.residual_in)
     post = _stream(whole.left, ports.hidden_out, ports.residual_out)
     points = Points()
@@ -161,6 +171,7 @@ def holds(anchors: Mapping[str, Anchor], calls: Sequence[Call], ports: Ports, m:
             return None
         return _stream(call.left if anchor.when == "after" else call.args, anchor.hidden, anchor.residual)
 
+    ports = ports.of(calls[0])
     pre = _stream(calls[0].args, ports.hidden_in, ports.residual_in)
     post = _stream(calls[0].left, ports.hidden_out, ports.residual_out)
     a, mid, o = value("attn_out"), value("resid_mid"), value("mlp_out")
@@ -261,6 +272,13 @@ def _rank(found: Found) -> tuple:
     # The block's own results come last: a hook on a part of the block stands before those on the whole.
     depth = source.call.local.count(".") if source.call.local else 1 << 20
     return found.scale != 1.0, source.when != "after", depth, source.time
+
+
+def alike(key: Key, tensors: Mapping[Key, torch.Tensor]) -> Key:
+    """`key`, or the one of the same name among `tensors`."""
+    if key in tensors or not key.name:
+        return key
+    return next((k for k in tensors if k.kind == key.kind and k.name == key.name), key)
 
 
 def _stream(tensors, hidden: Key, residual: Key | None) -> torch.Tensor | None:

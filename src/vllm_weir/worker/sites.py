@@ -19,7 +19,7 @@ from vllm_weir.spec.hooks import BLOCK_HOOKS, HOOKS, MODEL_HOOKS, Site, place_of
 from vllm_weir.worker.anchors import Anchor, Key, parameters_of
 from vllm_weir.worker.families import Family
 from vllm_weir.worker.proof import Proof
-from vllm_weir.worker.resolve import Matcher, Points, Ports, holds, resolve_block
+from vllm_weir.worker.resolve import Matcher, Points, Ports, alike, holds, resolve_block
 from vllm_weir.worker.select import tap_of
 from vllm_weir.worker.trace import Call, Recorder, Scene, Trace, noise
 
@@ -218,7 +218,8 @@ def enter_noise(ports: Ports):
     """Noise instead of a block's stream."""
 
     def enter(_block: int, path: str, call: Call, live) -> None:
-        for key in (ports.hidden_in, ports.residual_in):
+        for port in (ports.hidden_in, ports.residual_in):
+            key = alike(port, live) if port is not None else None
             if key is not None and key in live:
                 live[key].copy_(noise(f"{path}:{key.name or key.index}", live[key]))
 
