@@ -106,8 +106,9 @@ class Engine:
 
         With `plain` no request carries a key of Weir's.
         """
-        import vllm_weir as weir
         from vllm import SamplingParams
+
+        import vllm_weir as weir
 
         common = SamplingParams(max_tokens=GENERATED, temperature=0, ignore_eos=True, detokenize=False, logprobs=-1)
         hooks = {hook: [layer for name, layer in sites if name == hook] for hook, _ in sites}

@@ -113,7 +113,7 @@ def _reply(pipe: Any, work: Any) -> None:
         answer = ("ok", _packed(work()))
     except NoPoint as e:
         answer = ("no point", str(e))
-    except Exception as e:  # noqa: BLE001: it is the other process's to raise
+    except Exception as e:  # noqa: BLE001 - it is the other process's to raise
         answer = ("error", f"{type(e).__name__}: {e}")
     pipe.send(answer)
 

@@ -44,10 +44,24 @@ _CONFIG_CODE = '''"""The configuration of a checkpoint that transformers has no 
 from transformers import PreTrainedConfig
 
 
+class Fields(dict):
+    """Fields that are attributes and still written as JSON."""
+
+    __getattr__ = dict.get
+
+
+def attributes(value):
+    if isinstance(value, dict):
+        return Fields((k, attributes(v)) for k, v in value.items())
+    return [attributes(v) for v in value] if isinstance(value, list) else value
+
+
 class TinyConfig(PreTrainedConfig):
     model_type = {model_type!r}
 
     def __init__(self, **fields):
+        if "block_configs" in fields:
+            fields["block_configs"] = attributes(fields["block_configs"])
         for name, value in fields.items():
             setattr(self, name, value)
         super().__init__(**fields)
@@ -69,7 +83,7 @@ def _with_transformers(entry: Entry, where: Path) -> None:
 
     config = AutoConfig.for_model(entry.model_type, **entry.fields())
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    fill(model, entry.architecture)
+    fill(model, entry.architecture, entry.zero)
     model.save_pretrained(where)
     written = json.loads((where / "config.json").read_text())
     written["architectures"] = [entry.architecture]
@@ -96,7 +110,7 @@ def _configuration_only(entry: Entry, where: Path) -> None:
 
 
 @torch.no_grad()
-def fill(model: torch.nn.Module, name: str) -> None:
+def fill(model: torch.nn.Module, name: str, zero: tuple[str, ...] = ()) -> None:
     """Random weights, each from its own seed, so that a change to one leaves the others as they were."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     transposed = {id(m.weight) for m in model.modules() if type(m).__name__ == "Conv1D"}
@@ -105,7 +119,9 @@ def fill(model: torch.nn.Module, name: str) -> None:
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{path}".encode()))
         noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-        if id(tensor) in embeddings:
+        if zero and path.endswith(zero):
+            tensor.zero_()
+        elif id(tensor) in embeddings:
             tensor.copy_(0.5 * noise)
         elif path.endswith((".alpha_p", ".alpha_n")):
             tensor.fill_(exact_softplus())

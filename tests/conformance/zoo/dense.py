@@ -50,8 +50,26 @@ DENSE = [
     Entry("Gemma2ForCausalLM", "gemma2", GEMMA),
     Entry("Gemma3ForCausalLM", "gemma3_text", GEMMA),
     Entry("Gemma4ForCausalLM", "gemma4_text", GEMMA | dict(global_head_dim=64, hidden_size_per_layer_input=0)),
+    Entry(
+        "Gemma3nForCausalLM",
+        "gemma3n_text",
+        GEMMA
+        | dict(
+            hidden_size_per_layer_input=16,
+            vocab_size_per_layer_input=512,
+            num_kv_shared_layers=0,
+            laurel_rank=16,
+            activation_sparsity_pattern=[0.5, 0.5, 0.0, 0.0],
+            altup_num_inputs=2,
+        ),
+    ),
     Entry("ApertusForCausalLM", "apertus", dict(rope_parameters=LLAMA3_ROPE)),
-    Entry("BloomForCausalLM", "bloom", dict(n_layer=4, n_head=4, num_key_value_heads=DROP, tie_word_embeddings=True)),
+    Entry(
+        "BloomForCausalLM",
+        "bloom",
+        dict(n_layer=4, n_head=4, num_key_value_heads=DROP, tie_word_embeddings=True),
+        apart="vLLM's GELU is exact, transformers' is Bloom's own approximation",
+    ),
     Entry("CohereForCausalLM", "cohere", dict(logit_scale=0.3, use_qk_norm=True, tie_word_embeddings=True)),
     Entry(
         "Cohere2ForCausalLM",
@@ -72,7 +90,9 @@ DENSE = [
         GRANITE | WINDOWS | dict(layer_rope_theta=[10000.0, 20000.0, 10000.0, 20000.0]),
     ),
     Entry("HyperCLOVAXForCausalLM", "hyperclovax", HEADS | GRANITE | dict(use_post_norm=True)),
-    Entry("HrmTextForCausalLM", "hrm_text", HEADS | dict(prefix_lm=False, H_cycles=2, L_cycles=2, num_layers_per_stack=2)),
+    Entry(
+        "HrmTextForCausalLM", "hrm_text", HEADS | dict(prefix_lm=False, H_cycles=2, L_cycles=2, num_layers_per_stack=2)
+    ),
     Entry("NemotronForCausalLM", "nemotron", HEADS),
     Entry("OPTForCausalLM", "opt", dict(ffn_dim=192, word_embed_proj_dim=64, tie_word_embeddings=True)),
     Entry("Phi3ForCausalLM", "phi3", dict(sliding_window=None)),

@@ -23,7 +23,9 @@ class Entry:
         config_json: fields written into `config.json` after the model was made, for vLLM alone to see.
         oracle: whether transformers runs the same weights.
         bound: largest max|delta| / max|ref| of a captured or steered row.
+        zero: ends of the names of weights that are left at zero.
         engine: arguments of `vllm.LLM` on top of the runner's.
+        apart: why vLLM and transformers do not compute the same here, so that identities have to do.
         verdict: a verdict that no run can change, with its `reason`, for what has no model here.
         tried: whether `reason` was found by running the architecture; False: by reading its source.
     """
@@ -34,7 +36,9 @@ class Entry:
     config_json: dict[str, Any] = field(default_factory=dict)
     oracle: bool = True
     bound: float = EXACT
+    zero: tuple[str, ...] = ()
     engine: dict[str, Any] = field(default_factory=dict)
+    apart: str = ""
     verdict: Literal["", "refused", "cannot run"] = ""
     reason: str = ""
     tried: bool = True

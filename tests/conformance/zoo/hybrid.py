@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.conformance.zoo.dense import GRANITE, HEADS
 from tests.conformance.zoo.entry import DROP, LOOSE, Entry
-from tests.conformance.zoo.moe import DENSE_FIRST, EXPERTS, LATENT
+from tests.conformance.zoo.moe import DENSE_FIRST, EXPERTS, LATENT, NATIVE_ROPE
 
 MAMBA = dict(state_size=16, conv_kernel=4, expand=2, time_step_rank=8, use_conv_bias=True)
 LINEAR = dict(
@@ -18,13 +18,31 @@ NO_ATTENTION = dict(
     num_attention_heads=DROP, num_key_value_heads=DROP, max_position_embeddings=DROP, intermediate_size=DROP
 )
 
+# transformers keeps steps above `time_step_min`, vLLM does not: small enough to make no difference.
+STEPS = dict(time_step_min=1e-9, time_step_floor=1e-3)
+NEMOTRON_H = (
+    HEADS
+    | STEPS
+    | dict(
+        num_hidden_layers=DROP,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "mlp"],
+        ssm_state_size=16,
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        n_groups=1,
+        chunk_size=16,
+        use_mamba_kernels=False,
+    )
+)
+"""Without its routed experts: those have one matrix in, which vLLM's CPU kernels do not take."""
+
 HYBRID = [
     Entry("MambaForCausalLM", "mamba", NO_ATTENTION | MAMBA),
     Entry("FalconMambaForCausalLM", "falcon_mamba", NO_ATTENTION | MAMBA),
     Entry(
         "Mamba2ForCausalLM",
         "mamba2",
-        NO_ATTENTION | dict(num_heads=8, head_dim=32, state_size=16, n_groups=2, expand=2, chunk_size=16),
+        NO_ATTENTION | dict(num_heads=8, head_dim=32, state_size=16, n_groups=1, expand=2, chunk_size=16),
     ),
     Entry(
         "FalconH1ForCausalLM",
@@ -34,10 +52,11 @@ HYBRID = [
             mamba_d_ssm=256,
             mamba_n_heads=8,
             mamba_d_head=32,
-            mamba_n_groups=2,
+            mamba_n_groups=1,
             mamba_d_state=16,
             mamba_chunk_size=16,
             mamba_rms_norm=True,
+            mamba_norm_before_gate=False,
             lm_head_multiplier=0.6,
             embedding_multiplier=1.7,
             mlp_multipliers=[0.8, 0.7],
@@ -101,34 +120,24 @@ HYBRID = [
     Entry(
         "Lfm2ForCausalLM",
         "lfm2",
-        dict(layer_types=["conv", "full_attention"] * 2, block_multiple_of=64, tie_word_embeddings=True),
+        dict(
+            conv_dim=128,
+            block_dim=128,
+            layer_types=["conv", "full_attention"] * 2,
+            block_multiple_of=64,
+            tie_word_embeddings=True,
+        ),
+        engine=NATIVE_ROPE,
     ),
     Entry(
         "Lfm2MoeForCausalLM",
         "lfm2_moe",
         EXPERTS | dict(layer_types=["conv", "full_attention"] * 2, num_dense_layers=1, tie_word_embeddings=True),
         bound=LOOSE,
+        engine=NATIVE_ROPE,
     ),
-    Entry(
-        "NemotronHForCausalLM",
-        "nemotron_h",
-        HEADS
-        | dict(
-            num_hidden_layers=DROP,
-            layers_block_type=["linear_attention", "mlp", "full_attention", "moe"],
-            ssm_state_size=16,
-            mamba_num_heads=8,
-            mamba_head_dim=32,
-            n_groups=2,
-            chunk_size=16,
-            n_routed_experts=8,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            moe_shared_expert_intermediate_size=64,
-            use_mamba_kernels=False,
-        ),
-        bound=LOOSE,
-    ),
+    Entry("NemotronHForCausalLM", "nemotron_h", NEMOTRON_H),
+    Entry("NemotronHPuzzleForCausalLM", "nemotron_h", NEMOTRON_H),
     Entry(
         "OlmoHybridForCausalLM",
         "olmo_hybrid",
@@ -150,7 +159,8 @@ HYBRID = [
     Entry(
         "Zamba2ForCausalLM",
         "zamba2",
-        dict(
+        STEPS
+        | dict(
             layers_block_type=["linear_attention", "hybrid"] * 2,
             mamba_d_state=16,
             n_mamba_heads=8,
@@ -159,6 +169,7 @@ HYBRID = [
             num_mem_blocks=1,
             adapter_rank=16,
             use_mem_rope=True,
+            tie_word_embeddings=True,
             attention_hidden_size=256,
             attention_head_dim=64,
             num_key_value_heads=4,
