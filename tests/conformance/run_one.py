@@ -47,8 +47,8 @@ def _run(entry: Entry, where: Path, verdict: Verdict) -> None:
             engine = Engine(entry, where)
             verdict.model_class = engine.model_class
             stock = engine.ask(plain=True)
-        except Exception as e:  # noqa: BLE001 - whatever stops stock vLLM is the verdict
-            verdict.verdict, verdict.reason = CANNOT, _brief(e)
+        except Exception as e:  # noqa: BLE001 - whatever stops stock vLLM is the verdict; only what is expected passes
+            verdict.verdict, verdict.reason = CANNOT if entry.verdict else FAILS, _brief(e)
             traceback.print_exc()
             return
         _judge(entry, engine, oracle, stock, verdict)

@@ -124,7 +124,7 @@ def fill(model: torch.nn.Module, name: str, zero: tuple[str, ...] = ()) -> None:
         elif id(tensor) in embeddings:
             tensor.copy_(0.5 * noise)
         elif path.endswith((".alpha_p", ".alpha_n")):
-            tensor.fill_(exact_softplus())
+            tensor.fill_(exact_slope())
         elif near_initial(path, tensor):
             tensor.copy_(torch.nan_to_num(tensor) + _NORM_NOISE * noise)
         else:
@@ -142,11 +142,13 @@ def near_initial(path: str, tensor: torch.Tensor) -> bool:
     return bool((tensor == 1).all())
 
 
-def exact_softplus() -> float:
-    """A number around 1 that bf16 holds, and its softplus nearly so: vLLM keeps the slopes of xIELU in bf16."""
-    numbers = torch.linspace(0.5, 2.0, 4096).bfloat16().float().unique()
+def exact_slope() -> float:
+    """A number whose softplus, and that plus a half, bf16 nearly holds: vLLM keeps the slopes of xIELU in bf16."""
+    numbers = torch.linspace(0.02, 6.0, 1 << 16).bfloat16().unique()
     softplus = torch.nn.functional.softplus(numbers.double())
-    return float(numbers[((softplus.bfloat16().double() - softplus) / softplus).abs().argmin()])
+    rounded = torch.nn.functional.softplus(numbers)
+    apart = (rounded.double() - softplus).abs() + ((rounded + 0.5).double() - softplus - 0.5).abs()
+    return float(numbers[(apart / softplus).argmin()])
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -82,7 +82,7 @@ OWN = [
     _own(
         "BailingMoeV3ForCausalLM",
         "bailing_moe_v3",
-        BAILING | LATENT | dict(layer_group_size=2, short_conv_kernel_size=4, no_kda_lora=True),
+        BAILING | LATENT | dict(head_dim=576, layer_group_size=2, short_conv_kernel_size=4, no_kda_lora=True),
         LOOSE,
     ),
     _own("ChatGLMModel", "chatglm", GLM),
@@ -161,14 +161,14 @@ OWN = [
         | DENSE_FIRST
         | dict(
             head_dim=64,
-            v_head_dim=32,
+            v_head_dim=64,
             n_shared_experts=None,
             hybrid_layer_pattern=[1, 0, 1, 0],
             moe_layer_freq=[0, 1, 1, 1],
             swa_num_attention_heads=4,
             swa_num_key_value_heads=2,
             swa_head_dim=64,
-            swa_v_head_dim=32,
+            swa_v_head_dim=64,
             swa_rope_theta=10000.0,
             sliding_window=16,
             sliding_window_size=16,
