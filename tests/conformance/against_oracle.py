@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tests.conformance.against_identities import identity_errors
 from tests.conformance.checks import (
     Wrong,
     check_neighbours,
@@ -50,6 +51,10 @@ def check_oracle(
     captured = engine.ask(good)
     check_neighbours(stock, captured, "captured", bound, exact=True)
     plain = [oracle.points(answer.ids)[0] for answer in captured]
+    for rows in plain:
+        broken = {hook: error for hook, error in identity_errors(rows).items() if error > 1e-6}
+        if broken:
+            raise Wrong(f"the reference breaks its own identities: {broken}")
     for hook, layer in good:
         errors = [rel_err(a.rows[hook, layer], p[hook, layer]) for a, p in zip(captured, plain) if a.rows]
         verdict.hooks[hook]["capture"] = max(verdict.hooks[hook]["capture"] or 0.0, *errors)
