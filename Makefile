@@ -10,12 +10,13 @@ MODEL ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo bench test unit lint clean
+.PHONY: help venv demo bench test unit conformance lint clean
 
 help:
 	@echo "make demo [MODEL=<directory or hub id>]   run the demo (under 5 minutes with the set-up)"
 	@echo "make bench [ARGS=--smoke]                 stock vLLM, Weir and others, timed and checked (docs/bench.md)"
 	@echo "make test                                 every test that needs no GPU"
+	@echo "make conformance [ARGS=ARCH]              every architecture of vLLM's registry, and docs/models.md from it"
 	@echo "make unit | lint | venv | clean           fast tests | ruff and mypy | the environment | remove what was built"
 
 venv: $(STAMP)
@@ -34,6 +35,9 @@ test: $(STAMP)
 
 unit: $(STAMP)
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
+
+conformance: $(STAMP)
+	@$(BIN)/python -m tests.conformance $(ARGS); status=$$?; $(BIN)/python -m tests.conformance docs; exit $$status
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

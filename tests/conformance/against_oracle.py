@@ -1,0 +1,92 @@
+"""Every served site against transformers: captured rows, and what follows from an addition at it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tests.conformance.against_identities import identity_errors
+from tests.conformance.checks import (
+    Wrong,
+    check_neighbours,
+    check_refusals,
+    conclude,
+    middle,
+    served,
+    summary,
+    vector_for,
+)
+from tests.conformance.engine import STEERED, Answer, Engine
+from tests.conformance.oracle import rel_err
+from tests.conformance.remote import RemoteOracle
+from tests.conformance.verdict import Verdict
+
+
+def stock_error(stock: Sequence[Answer], oracle: RemoteOracle) -> float:
+    """How far vLLM's log-probabilities are from transformers', without Weir."""
+    return max(logprob_error(answer, oracle.logits(answer.ids)) for answer in stock)
+
+
+def logprob_error(answer: Answer, logits: torch.Tensor) -> float:
+    """max|d| / max|ref| of the log-probabilities of the steps that sampled."""
+    return rel_err(answer.logprobs, logits[len(answer.ids) - len(answer.made) :].log_softmax(-1))
+
+
+def check_oracle(
+    engine: Engine, oracle: RemoteOracle, sites: Iterable[Any], stock: Sequence[Answer], bound: float, verdict: Verdict
+) -> None:
+    """Fill in the verdict."""
+    sites = list(sites)
+    verdict.blocks = oracle.facts["kinds"]
+    verdict.hooks = summary(sites)
+    good = served(sites)
+    for site in good:
+        why = oracle.facts["missing"].get(site)
+        if why:
+            raise Wrong(f"{site[0]}[{site[1]}] is served, but the reference has none: {why}")
+    check_refusals(engine, sites)
+
+    captured = engine.ask(good)
+    check_neighbours(stock, captured, "captured", bound, exact=True)
+    plain = [oracle.points(answer.ids)[0] for answer in captured]
+    for rows in plain:
+        broken = {hook: error for hook, error in identity_errors(rows).items() if error > 1e-6}
+        if broken:
+            raise Wrong(f"the reference breaks its own identities: {broken}")
+    for hook, layer in good:
+        errors = [rel_err(a.rows[hook, layer], p[hook, layer]) for a, p in zip(captured, plain) if a.rows]
+        verdict.hooks[hook]["capture"] = max(verdict.hooks[hook]["capture"] or 0.0, *errors)
+
+    for seed, (hook, found) in enumerate(verdict.hooks.items()):
+        site = middle(good, hook)
+        if site is not None:
+            vector = vector_for(plain[STEERED][site], seed)
+            found["steer"] = _steer_error(engine, oracle, good, site, vector, stock, captured, bound)
+    conclude(verdict, bound)
+
+
+def _steer_error(
+    engine: Engine,
+    oracle: RemoteOracle,
+    good: Sequence[tuple[str, int]],
+    site: tuple[str, int],
+    vector: torch.Tensor,
+    stock: Sequence[Answer],
+    captured: Sequence[Answer],
+    bound: float,
+) -> float:
+    """Add `vector` at a site of one request: all its rows and log-probabilities against the steered reference."""
+    import vllm_weir as weir
+
+    hook, layer = site
+    answers = engine.ask(good, [weir.Add(vector, layers=layer, hook=hook)])
+    check_neighbours(stock, answers, f"{hook}[{layer}] steered", bound, exact=bound <= 1e-5)
+    mine = answers[STEERED]
+    rows, logits = oracle.steer(mine.ids, hook, layer, vector)
+    before = oracle.logits(mine.ids)
+    if logprob_error(mine, before) < 100 * bound:
+        raise Wrong(f"adding at {hook}[{layer}] moved nothing: the check would see no error")
+    errors = [rel_err(row, rows[at]) for at, row in mine.rows.items()]
+    return max(*errors, logprob_error(mine, logits))

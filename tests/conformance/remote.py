@@ -1,0 +1,135 @@
+"""The oracle in a process of its own: vLLM's Transformers backend rewrites the classes the oracle would use."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.conformance.oracle import NoPoint, Rows
+
+
+class RemoteOracle:
+    """`Oracle`'s methods, answered by another process.
+
+    Raises:
+        NoPoint: if the oracle itself refuses the model.
+    """
+
+    def __init__(self, model_dir: Path) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, model_dir), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._facts: dict[str, Any] | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """`num_layers`, `hidden_size`, `kinds` of the blocks, and `missing`: (hook, layer) -> why."""
+        if self._facts is None:
+            self._facts = self._answer()
+        return self._facts
+
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """As `Oracle.logits`."""
+        return self._ask("logits", list(ids))
+
+    def points(self, ids: Sequence[int]) -> tuple[Rows, torch.Tensor]:
+        """As `Oracle.points`."""
+        return self._ask("points", list(ids))
+
+    def steer(self, ids: Sequence[int], hook: str, layer: int, vector: torch.Tensor) -> tuple[Rows, torch.Tensor]:
+        """As `Oracle.steer`, at all positions."""
+        return self._ask("steer", list(ids), hook, layer, vector)
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join(5)
+        if self._process.is_alive():
+            self._process.kill()
+
+    def _ask(self, *question: Any) -> Any:
+        assert self.facts
+        self._pipe.send(_packed(question))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        kind, value = self._pipe.recv()
+        if kind == "no point":
+            raise NoPoint(value)
+        if kind == "error":
+            raise RuntimeError(f"the oracle failed: {value}")
+        return _unpacked(value)
+
+
+@contextlib.contextmanager
+def remote_oracle(model_dir: Path) -> Iterator[RemoteOracle]:
+    """A `RemoteOracle` for a while."""
+    oracle = RemoteOracle(model_dir)
+    try:
+        yield oracle
+    finally:
+        oracle.close()
+
+
+def _serve(pipe: Any, model_dir: Path) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    torch.set_num_threads(1)
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    from tests.conformance.oracle import ENDS, FIVE, Oracle
+
+    oracle: Oracle
+
+    def facts() -> dict[str, Any]:
+        nonlocal oracle
+        oracle = Oracle(model_dir)
+        sites = [(hook, layer) for layer in range(oracle.num_layers) for hook in FIVE] + [(hook, 0) for hook in ENDS]
+        return {
+            "num_layers": oracle.num_layers,
+            "hidden_size": oracle.hidden_size,
+            "kinds": [shape.kind for shape in oracle.shapes],
+            "missing": {site: why for site in sites if (why := oracle.missing(*site))},
+        }
+
+    _reply(pipe, facts)
+    with contextlib.suppress(EOFError):
+        while True:
+            name, *arguments = _unpacked(pipe.recv())
+            _reply(pipe, lambda name=name, arguments=arguments: getattr(oracle, name)(*arguments))
+
+
+def _reply(pipe: Any, work: Any) -> None:
+    try:
+        answer = ("ok", _packed(work()))
+    except NoPoint as e:
+        answer = ("no point", str(e))
+    except Exception as e:  # noqa: BLE001 - it is the other process's to raise
+        answer = ("error", f"{type(e).__name__}: {e}")
+    pipe.send(answer)
+
+
+def _packed(value: Any) -> Any:
+    """Tensors as arrays: torch would send file descriptors, which outlive nobody."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().numpy()
+    if isinstance(value, (tuple, list)):
+        return type(value)(_packed(v) for v in value)
+    return {k: _packed(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _unpacked(value: Any) -> Any:
+    if type(value).__module__ == "numpy":
+        return torch.from_numpy(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_unpacked(v) for v in value)
+    return {k: _unpacked(v) for k, v in value.items()} if isinstance(value, dict) else value

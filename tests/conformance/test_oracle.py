@@ -1,0 +1,82 @@
+"""The reference itself: its points obey their definitions, and additions at one place by two names agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from tests.conformance.against_identities import identity_errors
+from tests.conformance.oracle import FIVE, NoPoint, Oracle, rel_err
+from tests.conformance.zoo import ZOO, build
+
+KINDS = {
+    "LlamaForCausalLM": ["sequential"] * 4,
+    "Gemma4ForCausalLM": ["sequential"] * 4,
+    "FalconForCausalLM": ["parallel"] * 4,
+    "Cohere2MoeForCausalLM": ["parallel"] * 4,
+    "NemotronHForCausalLM": ["mixer", "mlp", "mixer", "mlp"],
+    "FalconH1ForCausalLM": ["sequential"] * 4,
+    "Qwen2MoeForCausalLM": ["sequential"] * 4,
+}
+IDS = [(3 * j + j * j) % 500 + 5 for j in range(17)]
+
+pytestmark = pytest.mark.conformance
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Oracle]:
+    """An architecture and its reference."""
+    where: Path = tmp_path_factory.mktemp("oracle") / request.param
+    return request.param, Oracle(build(ZOO[request.param], where))
+
+
+def test_kinds_of_blocks(case: tuple[str, Oracle]) -> None:
+    name, oracle = case
+    assert [shape.kind for shape in oracle.shapes] == KINDS[name]
+
+
+def test_watching_changes_nothing(case: tuple[str, Oracle]) -> None:
+    _, oracle = case
+    assert torch.equal(oracle.points(IDS)[1], oracle.logits(IDS))
+
+
+def test_identities(case: tuple[str, Oracle]) -> None:
+    _, oracle = case
+    assert max(identity_errors(oracle.points(IDS)[0]).values()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "later"),
+    [("attn_out", "resid_mid", 0), ("mlp_out", "resid_post", 0), ("resid_post", "resid_pre", 1)],
+)
+def test_two_names_of_one_place(case: tuple[str, Oracle], first: str, second: str, later: int) -> None:
+    _, oracle = case
+    layers = [
+        layer
+        for layer in range(oracle.num_layers - 1)
+        if not oracle.missing(first, layer) and not oracle.missing(second, layer + later)
+    ]
+    if not layers:
+        pytest.skip(f"no block has both {first} and {second}")
+    vector = torch.randn(oracle.hidden_size, generator=torch.Generator().manual_seed(1))
+    one = oracle.steer(IDS, first, layers[0], vector, [3, 7])[1]
+    assert rel_err(one, oracle.steer(IDS, second, layers[0] + later, vector, [3, 7])[1]) < 1e-5
+    plain = oracle.logits(IDS)
+    assert torch.equal(one[:3], plain[:3]) or rel_err(one[:3], plain[:3]) < 1e-5
+    assert rel_err(one[3:], plain[3:]) > 1e-2
+
+
+def test_every_point_is_there_or_says_why(case: tuple[str, Oracle]) -> None:
+    _, oracle = case
+    rows = oracle.points(IDS)[0]
+    for layer in range(oracle.num_layers):
+        for hook in FIVE:
+            if oracle.missing(hook, layer):
+                with pytest.raises(NoPoint):
+                    oracle.steer(IDS, hook, layer, torch.zeros(oracle.hidden_size))
+            else:
+                assert rows[hook, layer].shape == (len(IDS), oracle.hidden_size)

@@ -1,0 +1,43 @@
+"""A dozen architectures from model to verdict, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.conformance.representatives import REPRESENTATIVES
+from tests.conformance.verdict import CONFORMS, Verdict
+
+pytestmark = pytest.mark.conformance
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
+    """All of them, from one command: it imports vLLM once."""
+    out = tmp_path_factory.mktemp("conformance")
+    command = [
+        sys.executable,
+        "-m",
+        "tests.conformance",
+        *REPRESENTATIVES,
+        "--out",
+        str(out),
+        "--results",
+        str(out / "all.json"),
+    ]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=False)
+    return {a: Verdict.load(out / f"{a}.json") for a in REPRESENTATIVES if (out / f"{a}.json").exists()}
+
+
+@pytest.mark.parametrize("architecture", REPRESENTATIVES)
+def test_conforms(architecture: str, verdicts: dict[str, Verdict]) -> None:
+    assert architecture in verdicts, "no verdict was written: it ran out of time or crashed"
+    verdict = verdicts[architecture]
+    assert verdict.verdict == CONFORMS, verdict.reason
+    for hook in ("resid_pre", "resid_post"):
+        assert verdict.hooks[hook]["layers"] == verdict.hooks[hook]["of"] > 0

@@ -1,0 +1,56 @@
+"""One architecture of the zoo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tests.conformance.zoo.build import COMMON
+
+EXACT = 1e-5
+LOOSE = 1e-4
+"""Bounds on max|delta| / max|ref|: routed experts and latent attention sum in an order of their own."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How to make a tiny model of an architecture, or why there is none.
+
+    Attributes:
+        architecture: the name in `config.json`, vLLM's registry's.
+        model_type: the configuration class's; with `oracle`, one that transformers has a causal model for.
+        config: fields of the configuration on top of `COMMON`; a value of DROP there removes the common one.
+        config_json: fields written into `config.json` after the model was made, for vLLM alone to see.
+        oracle: whether transformers runs the same weights.
+        bound: largest max|delta| / max|ref| of a captured or steered row.
+        zero: ends of the names of weights that are left at zero.
+        engine: arguments of `vllm.LLM` on top of the runner's.
+        apart: why vLLM and transformers do not compute the same here, so that identities have to do.
+        verdict: a verdict that no run can change, with its `reason`, for what has no model here.
+        tried: whether `reason` was found by running the architecture; False: by reading its source.
+    """
+
+    architecture: str
+    model_type: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    config_json: dict[str, Any] = field(default_factory=dict)
+    oracle: bool = True
+    bound: float = EXACT
+    zero: tuple[str, ...] = ()
+    engine: dict[str, Any] = field(default_factory=dict)
+    apart: str = ""
+    verdict: Literal["", "refused", "cannot run"] = ""
+    reason: str = ""
+    tried: bool = True
+
+    def fields(self) -> dict[str, Any]:
+        """The configuration's fields."""
+        drop = {name for name, value in self.config.items() if value is DROP}
+        return {k: v for k, v in (COMMON | self.config).items() if k not in drop}
+
+
+class _Drop:
+    """A field of `COMMON` that the configuration goes without."""
+
+
+DROP: Any = _Drop()
