@@ -28,6 +28,7 @@ SELECTORS: list[Any] = [
     "-4:",
     -2,
 ]
+INSIDE = ("attn_out", "resid_mid", "mlp_out")
 LENGTHS = (64, 33, 17, 1, 2, 100, 64, 50, 8, 3)
 
 
@@ -55,12 +56,15 @@ def sampling(max_tokens: int = 8, **more: Any) -> Any:
 
 
 def asking(selector: Any, num_layers: int, max_tokens: int = 8, **more: Any) -> tuple[Any, dict]:
-    """SamplingParams that capture every resid_post and the first two resid_pre, and which selectors each site has."""
+    """SamplingParams that capture every resid_post, the first two resid_pre and what is inside block 1, and which
+    selectors each site has."""
     import vllm_weir as weir
 
     capture = [weir.Capture("resid_post", positions=selector), weir.Capture("resid_pre", [0, 1], selector)]
+    capture += [weir.Capture(hook, 1, selector) for hook in INSIDE]
     wanted = {("resid_post", layer): [selector] for layer in range(num_layers)}
     wanted |= {("resid_pre", layer): [selector] for layer in (0, 1)}
+    wanted |= {(hook, 1): [selector] for hook in INSIDE}
     return weir.params(sampling(max_tokens, **more), capture=capture), wanted
 
 

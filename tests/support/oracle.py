@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.conformance.oracle import Oracle as Points
 
 Site = tuple[str, int]
 
@@ -32,6 +35,7 @@ class Oracle:
     """A model directory, loaded as the truth."""
 
     def __init__(self, model_dir: str | Path) -> None:
+        self.model_dir = model_dir
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -41,12 +45,21 @@ class Oracle:
         self.num_layers = len(self.blocks)
         self.hidden_size: int = self.model.config.get_text_config().hidden_size
 
+    @functools.cached_property
+    def points(self) -> Points:
+        """The points inside blocks, read off the additions that transformers makes."""
+        return Points(self.model_dir)
+
     @torch.no_grad()
     def rows(self, token_ids: Sequence[int]) -> dict[Site, torch.Tensor]:
-        """`resid_pre` and `resid_post` of every layer over `token_ids` [n]: {(hook, layer): [n, d]}.
+        """Every point of every layer over `token_ids` [n]: {(hook, layer): [n, d]}.
 
-        What enters and leaves each block, taken separately, so that their identity stays a thing to test.
+        What enters and leaves each block is taken separately, so that their identity stays a thing to test.
         """
+        return self.points.points(token_ids)[0] | self._ends(token_ids)
+
+    @torch.no_grad()
+    def _ends(self, token_ids: Sequence[int]) -> dict[Site, torch.Tensor]:
         found: dict[Site, torch.Tensor] = {}
         handles = []
         for layer, block in enumerate(self.blocks):

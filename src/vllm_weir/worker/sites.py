@@ -89,6 +89,11 @@ def find_scene(model, width: int, num_layers: int, family: Family, is_core, is_e
             continue
         if path == family.stack or (not family.stack and any(is_core(m) for m in module.modules())):
             stacks[path] = module
+    # Some models keep parts of the list, or all of it, under further names.
+    inside = {p: {id(block) for block in m} for p, m in stacks.items()}
+    order = list(stacks)
+    covered = {p for p in order for q in order if inside[p] < inside[q] or (inside[p] == inside[q] and q < p)}
+    stacks = {p: m for p, m in stacks.items() if p not in covered}
     if len(stacks) > 1:
         stacks = {p: m for p, m in stacks.items() if len(m) == num_layers} or stacks
     if len(stacks) != 1:
@@ -115,6 +120,12 @@ def map_sites(scene: Scene, run: Run, dtype: torch.dtype, family: Family) -> Sit
             _fill(path, call, live)
 
     own = _record(Recorder(scene, leave=mix), run)
+    missed = cores - {c.path for calls in own.blocks for c in calls}
+    if missed:
+        # The Transformers backend calls attention past its module: then the part that holds it mixes tokens.
+        whole = len(scene.stack.split(".")) + 2
+        cores |= {".".join(path.split(".")[:whole]) for path in missed}
+        own = _record(Recorder(scene, leave=mix), run)
     odd = [b for b in scene.blocks if len([c for c in own.blocks[b] if c.local == ""]) != 1]
     if odd:
         times = len([c for c in own.blocks[odd[0]] if c.local == ""])

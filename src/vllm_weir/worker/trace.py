@@ -174,8 +174,11 @@ class Recorder:
             call.shapes |= {k: tuple(v.shape) for k, v in outputs(output).items() if _floating(v)}
             if self._leave is not None:
                 core = self._scene.is_core(module)
+                # What a module hands on as it came (dropout) is not its own.
+                came = {call.pointers[k]: v for k, v in call.args.items()}
+                made = {k: v for k, v in out.items() if v.data_ptr() not in came or not _same(came[v.data_ptr()], v)}
                 any_width = {k: v for k, v in outputs(output).items() if _floating(v)} if core else {}
-                self._leave(block, path, call, any_width or out or changed)
+                self._leave(block, path, call, any_width or made or ({} if out else changed))
             self._write(path, "after", args, kwargs, output)
             call.after = {k: _copy(v) for k, v in changed.items()}
             call.out = {k: _copy(v) for k, v in out.items()}
