@@ -141,7 +141,7 @@ def test_a_capture_that_cannot_fit_the_ring_is_refused(root):
     truth = oracle(model_dir)
     params, wanted = asking("all", truth.num_layers)
     with pytest.raises(weir.WeirError, match="buffer_bytes") as e:
-        llm.generate(prompts([22]), params, use_tqdm=False)
+        llm.generate(prompts([15]), params, use_tqdm=False)
     assert e.value.field == "capture"
-    for out in llm.generate(prompts([21, 20, 5, 21]), params, use_tqdm=False):
+    for out in llm.generate(prompts([14, 13, 5, 14]), params, use_tqdm=False):
         verify(out, wanted, truth)

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import vllm_weir as weir
+from tests.conformance.oracle import Oracle as Points
+from tests.conformance.oracle import rel_err
 from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
+from tests.engine.test_steer_surfaces import adapter
 from tests.support.engines import DEFAULTS, close_all, get_llm
 from tests.support.quantised import gptq
 from vllm_weir.spec.hooks import BLOCK_HOOKS, HOOKS
@@ -131,6 +134,26 @@ def test_four_bit_weights(root, tmp_path):
         rows = out.activations["resid_pre", layer].double()
         cosine = torch.nn.functional.cosine_similarity(rows, states[layer][0].double(), dim=-1)
         assert float(1 - cosine.min()) <= 2e-3, layer
+
+
+def test_an_adapter(root, tmp_path):
+    """LoRA: rows against transformers with the adapter merged."""
+    from vllm.lora.request import LoRARequest
+
+    added = adapter(directory(root), tmp_path)
+    reference = Points(directory(root))
+    with torch.no_grad():
+        weights = dict(reference.model.named_parameters())
+        for name, delta in added.items():
+            weights[name] += delta
+    llm = get_llm(directory(root), block_size=32, enable_lora=True, max_lora_rank=8)
+    assert all(v.supported for v in weir.sites(llm))
+    request = LoRARequest("tiny", 1, str(tmp_path))
+    asked = weir.params(sampling(6), capture=EVERY)
+    (out,) = llm.generate(prompts([20]), asked, lora_request=request, use_tqdm=False)
+    rows, _ = reference.points([*out.prompt_token_ids, *out.outputs[0].token_ids][:-1])
+    for site in out.activations.sites:
+        assert rel_err(out.activations[site], rows[tuple(site)]) <= 1e-5, site
 
 
 @pytest.mark.parametrize("ship", ["first", "split"])
