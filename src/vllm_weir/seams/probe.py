@@ -19,6 +19,7 @@ def find_sites(runner, config, facts: ModelFacts, settings: Settings, v2: bool) 
     Raises:
         WeirError: if the model has no stack of blocks, or cannot be run by itself.
     """
+    from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -31,7 +32,8 @@ def find_sites(runner, config, facts: ModelFacts, settings: Settings, v2: bool) 
         layers,
         family,
         is_core=lambda module: isinstance(module, AttentionLayerBase),
-        is_embedding=lambda module: type(module) is VocabParallelEmbedding,
+        # A head that computes logits is a subclass; with LoRA a wrapper is what is called.
+        is_embedding=lambda m: type(m) is VocabParallelEmbedding or isinstance(m, VocabParallelEmbeddingWithLoRA),
     )
     tokens = min(TOKENS, config.scheduler_config.max_num_batched_tokens)
     dummy = {"is_profile": True, "skip_eplb": True, **({"skip_attn": True} if v2 else {})}
