@@ -19,8 +19,8 @@ class Verdict:
             run": not on this backend; "fails": something served is wrong, or a check could not be made.
         checked: "transformers" or, where it lacks the model, "identities"; of what was not run, how it is known.
         hooks: hook point -> {"layers": how many of "of" blocks serve it, "has": in how many the reference has it (None
-            without one: what Weir serves can be less than what there is), "capture" and "steer": largest max|d| / max|ref|,
-            or None where nothing is served, "refused": why some or all blocks do not}.
+            without a reference), "capture" and "steer": largest max|d| / max|ref|, or None where nothing is served,
+            "refused": why some or all blocks do not}.
         note: why identities were checked although transformers has the model.
         stock_error: how far vLLM itself is from transformers in the log-probabilities, max|d| / max|ref|.
     """
