@@ -42,8 +42,11 @@ def check_oracle(
     verdict.blocks = oracle.facts["kinds"]
     verdict.hooks = summary(sites)
     good = served(sites)
+    missing = oracle.facts["missing"]
+    for hook, found in verdict.hooks.items():
+        found["has"] = found["of"] - sum((s.hook, s.layer) in missing for s in sites if s.hook == hook)
     for site in good:
-        why = oracle.facts["missing"].get(site)
+        why = missing.get(site)
         if why:
             raise Wrong(f"{site[0]}[{site[1]}] is served, but the reference has none: {why}")
     check_refusals(engine, sites)

@@ -33,6 +33,7 @@ def summary(sites: Iterable[Any]) -> dict[str, dict[str, Any]]:
         found[hook] = {
             "layers": sum(bool(site.supported) for site in mine),
             "of": len(mine),
+            "has": None,
             "capture": None,
             "steer": None,
             "refused": "; ".join(reasons),

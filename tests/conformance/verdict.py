@@ -18,8 +18,9 @@ class Verdict:
         verdict: "conforms": every site that is served is right; "refused": none is served, `reason` says why; "cannot
             run": not on this backend; "fails": something served is wrong, or a check could not be made.
         checked: "transformers" or, where it lacks the model, "identities"; of what was not run, how it is known.
-        hooks: hook point -> {"layers": how many blocks serve it, "capture" and "steer": largest max|d| / max|ref|,
-            or None where nothing is served, "refused": why some or all blocks do not}.
+        hooks: hook point -> {"layers": how many of "of" blocks serve it, "has": in how many the reference has it (None
+            without a reference), "capture" and "steer": largest max|d| / max|ref|, or None where nothing is served,
+            "refused": why some or all blocks do not}.
         note: why identities were checked although transformers has the model.
         stock_error: how far vLLM itself is from transformers in the log-probabilities, max|d| / max|ref|.
     """
