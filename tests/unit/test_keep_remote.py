@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
+import subprocess
+import sys
+import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -23,12 +27,16 @@ NAMES = ["a", "b/c", "d"]
 def s3() -> Iterator[dict[str, Any]]:
     """storage_options of a moto server with a bucket named ``acts``."""
     pytest.importorskip("s3fs")
-    server_module = pytest.importorskip("moto.server")
+    pytest.importorskip("boto3")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
-    server.start()
+    # A process of its own: vLLM looks at every attribute of every imported module when an engine starts,
+    # and Flask's proxies raise when looked at.
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stderr=subprocess.DEVNULL
+    )
+    wait_for(port, server)
     options = {
         "key": "k",
         "secret": "s",
@@ -37,7 +45,18 @@ def s3() -> Iterator[dict[str, Any]]:
     }
     fsspec.filesystem("s3", **options).mkdir("acts")
     yield options
-    server.stop()
+    server.terminate()
+    server.wait(10)
+
+
+def wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert server.poll() is None, "the S3 server of the tests ended: is moto[server] installed?"
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the S3 server of the tests did not answer within 60 s")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
