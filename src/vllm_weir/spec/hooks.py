@@ -10,6 +10,8 @@ from vllm_weir.errors import WeirError, brief
 
 BLOCK_HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 """Hook points of every block, in the order in which a token meets them."""
+INNER_HOOKS = BLOCK_HOOKS[1:4]
+"""Those inside a block: what its parts add, and the stream between them."""
 MODEL_HOOKS = ("embed", "final_norm")
 """Hook points that a model has once; their layer is 0."""
 HOOKS = ("embed", *BLOCK_HOOKS, "final_norm")

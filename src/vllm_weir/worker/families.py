@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.spec.hooks import INNER_HOOKS
 from vllm_weir.worker.anchors import Anchor
 from vllm_weir.worker.trace import Call
 
 GROUP = "vllm_weir.models"
-DESCRIBABLE = ("attn_out", "resid_mid", "mlp_out")
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Family:
         if not isinstance(stack, str) or not isinstance(points, Mapping):
             raise WeirError("stack is a path and points an object", path)
         for hook, place in points.items():
-            if hook not in DESCRIBABLE:
-                raise WeirError(f"only {', '.join(DESCRIBABLE)} can be described", f"{path}.points.{brief(hook)}")
+            if hook not in INNER_HOOKS:
+                raise WeirError(f"only {', '.join(INNER_HOOKS)} can be described", f"{path}.points.{brief(hook)}")
             _split(place, f"{path}.points.{hook}")
         return cls(stack, dict(points))
 

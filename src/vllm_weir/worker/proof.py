@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
+from vllm_weir.spec.hooks import BLOCK_HOOKS, INNER_HOOKS, Site
 from vllm_weir.worker.anchors import Anchor
+from vllm_weir.worker.noise import enter_noise, leave_noise, noise
 from vllm_weir.worker.resolve import Matcher, Points, Ports
-from vllm_weir.worker.trace import Call, Recorder, Scene, Trace, noise
+from vllm_weir.worker.trace import Call, Recorder, Scene, Trace
 
 if TYPE_CHECKING:
     from vllm_weir.worker.sites import SiteMap
 
-INSIDE = ("attn_out", "resid_mid", "mlp_out")
 ROUNDINGS = 4
 """Units of rounding that a sum of three tensors may be off."""
 
@@ -47,13 +47,12 @@ class Proof:
         self._scene, self._run, self._m, self._ports = scene, run, matcher, ports
         self._found, self._noisy, self._own, self._sites, self._outer = found, noisy, own, sites, outer
         self._shared = scene.shared()
-        self._eps = torch.finfo(torch.float32).eps if matcher.tolerance < 1e-3 else torch.finfo(torch.bfloat16).eps
 
     def conclude(self, cores: set[str]) -> None:
         """Fill the map."""
         self._resolve_stream()
         for block, points in self._found.items():
-            for hook in INSIDE:
+            for hook in INNER_HOOKS:
                 anchor = points.anchors.get(hook)
                 if anchor is None:
                     self._sites.refuse((hook,), (block,), points.refused.get(hook, "it was not found"))
@@ -108,9 +107,8 @@ class Proof:
     def _resolve_outside(self) -> None:
         """`embed` and `final_norm`."""
         scene, sites, first, last = self._scene, self._sites, 0, self._scene.num_layers - 1
-        modules = dict(scene.model.named_modules())
         if first in scene.blocks:
-            calls = [c for c in self._outer.outside if scene.is_embedding(modules[c.path]) and c.out]
+            calls = [c for c in self._outer.outside if scene.is_embedding(scene.modules[c.path]) and c.out]
             into = sites.anchors.get(Site("resid_pre", 0))
             if into is None or not calls:
                 sites.refuse(("embed",), (0,), "no token embedding runs together with the blocks")
@@ -171,25 +169,23 @@ class Proof:
                     if kind == "described":
                         missing = ", ".join(h for h in (whole, *parts) if value[h] is None)
                         why = f"nothing proves its description without {missing}"
-                        sites.refuse([h for h in (whole, *parts) if h in INSIDE], (block,), why)
+                        sites.refuse([h for h in (whole, *parts) if h in INNER_HOOKS], (block,), why)
                     continue
                 total = torch.stack(right).sum(0)
                 if not self._close(total, left, torch.stack([left, *right]).abs().sum(0)):
                     error = float((total - left).abs().max() / left.abs().max())
                     why = f"with the model's own weights {whole} is not {' + '.join(parts)} (off by {error:.1e})"
-                    sites.refuse([h for h in (whole, *parts) if h in INSIDE], (block,), why)
+                    sites.refuse([h for h in (whole, *parts) if h in INNER_HOOKS], (block,), why)
 
     def _check_writes(self, cores: set[str]) -> None:
         """Add something everywhere and see that it arrives."""
-        from vllm_weir.worker.sites import enter_noise, leave_noise
-
         sites = self._sites
         for mode in ("children", "leaves"):
             blocks = [b for b, t in self._noisy.items() if (t is self._outer) == (mode == "children")]
             outer = mode == "children"
             writes: dict[Anchor, list[torch.Tensor]] = {}
             for site, anchor in sites.anchors.items():
-                inside = site.hook in ("resid_pre", *INSIDE) and site.layer in blocks
+                inside = site.hook in ("resid_pre", *INNER_HOOKS) and site.layer in blocks
                 if inside or (outer and site.hook in ("embed", "final_norm")):
                     writes.setdefault(anchor, []).append(self._what(site))
             if not writes:
@@ -236,10 +232,16 @@ class Proof:
             stream = pre + a
         if o is not None:
             stream = stream + o
-        complete = points.kind not in ("sequential", "two mixers") or o is not None
-        if complete and (a is not None or o is not None) and not self._m.same(post, stream):
+        why = ""
+        if points.kind in ("sequential", "two mixers") and o is None:
+            # What the MLP adds is the same noise in both passes, so what was added before it is all that differs.
+            was = self._value(before, block, at["resid_mid"]), self._value(before, block, at["resid_post"])
+            if was[0] is not None and was[1] is not None and self._m.factor(stream - was[0], post - was[1]) is None:
+                why = "what is added before the MLP does not arrive in the stream that leaves the block"
+        elif (a is not None or o is not None) and not self._m.same(post, stream):
             why = "what is added there does not arrive in the stream that leaves the block"
-            self._sites.refuse(INSIDE, (block,), why)
+        if why:
+            self._sites.refuse(INNER_HOOKS, (block,), why)
 
     def _check_final_norm(self, trace: Trace) -> None:
         site = Site("final_norm", 0)
@@ -273,4 +275,4 @@ class Proof:
 
     def _close(self, a: torch.Tensor, b: torch.Tensor, room: torch.Tensor) -> bool:
         """Whether two sums agree up to their rounding; `room`: magnitude of what was summed."""
-        return a.shape == b.shape and bool(((a - b).abs() <= ROUNDINGS * self._eps * room + 1e-30).all())
+        return a.shape == b.shape and bool(((a - b).abs() <= ROUNDINGS * self._m.eps * room + 1e-30).all())

@@ -11,9 +11,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
+from vllm_weir.spec.hooks import INNER_HOOKS
 from vllm_weir.worker.anchors import Anchor, Key
 from vllm_weir.worker.trace import Call
 
@@ -59,13 +61,18 @@ class Points:
         """Whether the block's output was found to be its input plus what its parts add."""
         return self.kind != "unknown"
 
+    @property
+    def complete(self) -> bool:
+        """Whether every point that a block of this kind can have was found."""
+        return len(self.anchors) == {"sequential": 3, "parallel": 2}.get(self.kind)
+
 
 @dataclass(frozen=True)
 class Source:
     """A tensor that a call leaves behind, or is given."""
 
     call: Call
-    when: str
+    when: Literal["before", "after"]
     key: Key
     value: torch.Tensor
 
@@ -74,7 +81,7 @@ class Source:
         return self.call.end if self.when == "after" else self.call.start
 
     def anchor(self, scale: float = 1.0) -> Anchor:
-        return Anchor(self.call.path, "after" if self.when == "after" else "before", self.key, None, scale)
+        return Anchor(self.call.path, self.when, self.key, None, scale)
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ class Matcher:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.tolerance = 1e-4 if dtype == torch.float32 else 0.08
+        self.eps = torch.finfo(torch.float32 if dtype == torch.float32 else torch.bfloat16).eps
 
     def same(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether two tensors are equal; a tensor of nothing equals none."""
@@ -131,7 +139,7 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
     post = _stream(whole.left, ports.hidden_out, ports.residual_out)
     points = Points()
     if pre is None or post is None or pre.shape != post.shape:
-        points.refused = dict.fromkeys(("attn_out", "resid_mid", "mlp_out"), "the block's stream could not be followed")
+        points.refused = dict.fromkeys(INNER_HOOKS, "the block's stream could not be followed")
         return points
     mixed = [c for c in inside if c.path in cores]
     subtree = {c.local.split(".")[0] for c in mixed}
@@ -149,15 +157,15 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
         hook = "attn_out" if mixed else "mlp_out"
         points.kind = "attention only" if mixed else "MLP only"
         points.anchors[hook] = only.source.anchor(only.scale)
-        missing = "an MLP" if mixed else "attention"
-        for other in ("attn_out", "resid_mid", "mlp_out"):
+        missing = "MLP" if mixed else "attention"
+        for other in INNER_HOOKS:
             if other != hook:
-                points.refused[other] = f"this block has no {missing.split()[-1]}: its one addition is {hook}"
+                points.refused[other] = f"this block has no {missing}: its one addition is {hook}"
         return points
     why = "no tensor was found that makes the block's output its input plus what attention and MLP add"
     if only is not None:
         why = "attention and MLP reach the stream in one addition, so what each of them adds cannot be told apart"
-    points.refused = dict.fromkeys(("attn_out", "resid_mid", "mlp_out"), why)
+    points.refused = dict.fromkeys(INNER_HOOKS, why)
     return points
 
 

@@ -1,6 +1,6 @@
 """Which hook points a loaded model has, where they are, and the proof that they mean what they are called.
 
-The model runs four times over a handful of tokens before it is compiled: once with its own weights, once with noise in
+The model runs a few times over a handful of tokens before it is compiled: once with its own weights, once with noise in
 every part of it to find the points by arithmetic (`resolve`), once more with something added at every point to see
 that it moves what lies downstream as it must; the first pass is then held against the design's identities. A point
 that fails any of it is refused, with the reason.
@@ -15,15 +15,15 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.settings import Settings
-from vllm_weir.spec.hooks import BLOCK_HOOKS, HOOKS, MODEL_HOOKS, Site, place_of
+from vllm_weir.spec.hooks import BLOCK_HOOKS, HOOKS, INNER_HOOKS, MODEL_HOOKS, Site, place_of
 from vllm_weir.worker.anchors import Anchor, Key, parameters_of
 from vllm_weir.worker.families import Family
+from vllm_weir.worker.noise import enter_noise, fill, leave_noise
 from vllm_weir.worker.proof import Proof
-from vllm_weir.worker.resolve import Matcher, Points, Ports, alike, holds, resolve_block
+from vllm_weir.worker.resolve import Matcher, Points, Ports, holds, resolve_block
 from vllm_weir.worker.select import tap_of
-from vllm_weir.worker.trace import Call, Recorder, Scene, Trace, noise
+from vllm_weir.worker.trace import Call, Recorder, Scene, Trace
 
-INSIDE = ("attn_out", "resid_mid", "mlp_out")
 Run = Callable[[], None]
 """Runs the model once, uncompiled, over a few tokens."""
 
@@ -112,12 +112,10 @@ def map_sites(scene: Scene, run: Run, dtype: torch.dtype, family: Family) -> Sit
     name = type(scene.model).__name__
     cores = {path for block, path, _, module in scene.members() if block >= 0 and scene.is_core(module)}
 
-    modules = dict(scene.model.named_modules())
-
     def mix(_block: int, path: str, call: Call, live) -> None:
         # Without a key-value cache attention returns nothing of use, and all the tokens of the pass are the same.
-        if path in cores or scene.is_embedding(modules[path]):
-            _fill(path, call, live)
+        if path in cores or scene.is_embedding(scene.modules[path]):
+            fill(path, call, live)
 
     own = _record(Recorder(scene, leave=mix), run)
     missed = cores - {c.path for calls in own.blocks for c in calls}
@@ -140,9 +138,13 @@ def map_sites(scene: Scene, run: Run, dtype: torch.dtype, family: Family) -> Sit
         sites.refuse((*BLOCK_HOOKS, *MODEL_HOOKS), range(scene.num_layers), why)
         return sites
     best: tuple[int, Ports, dict[int, Points], dict[int, Trace]] | None = None
-    noisy = {mode: _noisy(scene, run, choices[0], mode, cores) for mode in ("children", "leaves")}
+    noisy = {"children": _noisy(scene, run, choices[0], "children", cores)}
     for ports in choices:
         found, traces = _resolve(scene, noisy, ports, cores, family, matcher)
+        if not all(p.complete for p in found.values()):
+            if "leaves" not in noisy:
+                noisy["leaves"] = _noisy(scene, run, choices[0], "leaves", cores)
+            found, traces = _resolve(scene, noisy, ports, cores, family, matcher)
         score = sum(len(p.anchors) for p in found.values()) + sum(p.proven for p in found.values())
         if best is None or score > best[0]:
             best = score, ports, found, traces
@@ -156,10 +158,9 @@ def _resolve(scene: Scene, noisy, ports: Ports, cores: set[str], family: Family,
     """Points of every block, by the pass in which most were found, and that pass."""
     found: dict[int, Points] = {}
     traces: dict[int, Trace] = {}
-    modules = dict(scene.model.named_modules())
 
     def plain(path: str) -> bool:
-        return all(p.dim() < 2 for p in modules[path].parameters())
+        return all(p.dim() < 2 for p in scene.modules[path].parameters())
 
     for block in scene.blocks:
         for trace in noisy.values():
@@ -167,7 +168,9 @@ def _resolve(scene: Scene, noisy, ports: Ports, cores: set[str], family: Family,
             if family.points:
                 points = _from_family(scene, block, calls, family)
                 if not holds(points.anchors, calls, ports, matcher):
-                    points = Points(refused=dict.fromkeys(INSIDE, "what the model's description names does not add up"))
+                    points = Points(
+                        refused=dict.fromkeys(INNER_HOOKS, "what the model's description names does not add up")
+                    )
             else:
                 points = resolve_block(calls, ports, cores, plain, matcher)
             if block not in found or len(points.anchors) > len(found[block].anchors):
@@ -178,7 +181,7 @@ def _resolve(scene: Scene, noisy, ports: Ports, cores: set[str], family: Family,
 def _from_family(scene: Scene, block: int, calls: list[Call], family: Family) -> Points:
     path = f"{scene.stack}.{block}"
     points = Points(kind="described")
-    for hook in INSIDE:
+    for hook in INNER_HOOKS:
         anchor = family.anchor(hook, path, calls)
         if anchor is None:
             points.refused[hook] = "the model's description does not name it, or names what this block does not have"
@@ -223,46 +226,6 @@ def _residual_of(scene: Scene, block: int) -> Key | None:
 def _noisy(scene: Scene, run: Run, ports: Ports, mode: str, cores: set[str]) -> Trace:
     """A pass with noise at every block's entrance and wherever a part of it ends."""
     return _record(Recorder(scene, enter=enter_noise(ports), leave=leave_noise(scene, mode, cores)), run)
-
-
-def enter_noise(ports: Ports):
-    """Noise instead of a block's stream."""
-
-    def enter(_block: int, path: str, call: Call, live) -> None:
-        for port in (ports.hidden_in, ports.residual_in):
-            key = alike(port, live) if port is not None else None
-            if key is not None and key in live:
-                live[key].copy_(noise(f"{path}:{key.name or key.index}", live[key]))
-
-    return enter
-
-
-def leave_noise(scene: Scene, mode: str, cores: set[str]):
-    """Noise instead of what parts of a block, the embedding and the final norm leave behind.
-
-    Parts are the block's children, or with ``mode="leaves"`` modules that have no parts themselves: some blocks make
-    their additions deeper down.
-    """
-    modules = dict(scene.model.named_modules())
-
-    def leave(block: int, path: str, call: Call, live) -> None:
-        module = modules[path]
-        if block < 0:
-            part = scene.is_embedding(module) or next(module.children(), None) is None
-        elif mode == "children":
-            part = path in cores or (bool(call.local) and "." not in call.local)
-        else:
-            part = path in cores or (bool(call.local) and next(module.children(), None) is None)
-        if part:
-            _fill(path, call, live)
-
-    return leave
-
-
-def _fill(path: str, call: Call, live) -> None:
-    keys = [k for k in live if k.kind == "arg"] or list(live)[:1]
-    for key in keys:
-        live[key].copy_(noise(f"{path}:{call.start}:{key.index}", live[key]))
 
 
 def _record(recorder: Recorder, run: Run) -> Trace:

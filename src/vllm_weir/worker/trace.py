@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -80,13 +80,18 @@ class Scene:
     is_core: Callable[[torch.nn.Module], bool]
     is_embedding: Callable[[torch.nn.Module], bool]
 
+    @cached_property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """Every module of the model by path; one that stands in several places comes with the first."""
+        return dict(self.model.named_modules())
+
     def members(self) -> Iterator[tuple[int, str, str, torch.nn.Module]]:
         """(block or OUTSIDE, path, path in the block, module); ancestors of the blocks are left out.
 
         A module that stands in several places comes with the first.
         """
         prefix = f"{self.stack}."
-        for path, module in self.model.named_modules():
+        for path, module in self.modules.items():
             if path == "" or path == self.stack or self.stack.startswith(f"{path}."):
                 continue
             if not path.startswith(prefix):
@@ -213,12 +218,6 @@ class Recorder:
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
-
-
-def noise(name: str, like: torch.Tensor) -> torch.Tensor:
-    """Standard normal float32 of `like`'s shape, the same for a name on every rank and in every pass."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randn(like.shape, generator=generator).to(like.device)
 
 
 def _floating(value: Any) -> bool:
