@@ -111,9 +111,8 @@ def test_descriptions_and_refusals(root):
     (out,) = llm.generate(prompts([4]), weir.params(sampling(), interventions=[]), use_tqdm=False)
     assert len(out.outputs[0].token_ids) == 8
     strict = {"describe": wrong, "refused": "start", "hooks": ["attn_out"]}
-    llm = get_llm(directory(root), block_size=32, additional_config={"weir": strict})
     with pytest.raises(weir.WeirError, match=r"attn_out\[0\] is refused"):
-        llm.generate(prompts([4]), weir.params(sampling(), capture=weir.Capture("resid_post")), use_tqdm=False)
+        get_llm(directory(root), block_size=32, additional_config={"weir": strict})
 
 
 def test_four_bit_weights(root, tmp_path):

@@ -66,6 +66,7 @@ class GraphSets:
         self._asked: Counter[tuple[int, Any]] = Counter()
         self._ready: set[tuple[int, Any]] = set()
         self._failed: set[tuple[int, Any]] = set()
+        self._served: dict[tuple[int, Any], tuple[int, Any] | None] = {}
         self._late: list[tuple[Any, float, int]] = []
         self._steps: Counter[str] = Counter()
         manager.capture, manager.dispatch = self._capture_at_start, self._dispatch_step
@@ -75,6 +76,7 @@ class GraphSets:
         self._again = functools.partial(self._capture, *args, **kwargs)
         self._again()
         self._ready, self._failed, self._masks = set(), set(), []
+        self._served.clear()
         self._swaps = {
             "FULL": [_Swap(self.manager, "graphs")],
             "PIECEWISE": [_Swap(piece, "concrete_cudagraph_entries") for piece in self._pieces()],
@@ -107,7 +109,15 @@ class GraphSets:
         return chosen[1]
 
     def _serves(self, mask: int, desc: Any) -> tuple[int, Any] | None:
-        """The smallest live graph that has the taps and at least the size."""
+        """The smallest live graph that has the taps and at least the size; looked for once, until there are more."""
+        wanted = (mask, desc)
+        if wanted not in self._served:
+            if len(self._served) >= MOST_ASKED:
+                self._served.clear()
+            self._served[wanted] = self._smallest(mask, desc)
+        return self._served[wanted]
+
+    def _smallest(self, mask: int, desc: Any) -> tuple[int, Any] | None:
 
         def fits(m: int, d: Any) -> bool:
             if m & mask != mask or d.num_tokens < desc.num_tokens:
@@ -172,6 +182,7 @@ class GraphSets:
             self._failed |= every
             return False
         self._ready |= every
+        self._served.clear()
         return True
 
     def _capture_live(self, mask: int, descs: dict[Any, list[Any]]) -> None:
@@ -206,6 +217,7 @@ class GraphSets:
         self.settle()
         self.lazy, self._again = False, None
         self._ready, self._swaps, self._masks = set(), {}, []
+        self._served.clear()
 
     def report(self) -> dict[str, Any]:
         """The sets' sizes, and what late captures took."""

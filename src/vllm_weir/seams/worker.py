@@ -45,8 +45,8 @@ def _report(status, station, reason=None):
 
 def _place(worker, status) -> None:
     runner, config = worker.model_runner, worker.vllm_config
+    settings = Settings.load(config.additional_config)
     try:
-        settings = Settings.load(config.additional_config)
         one_set = not worker.use_v2_model_runner and config.compilation_config.cudagraph_mode.name != "NONE"
         if one_set and settings.hooks is None:
             settings = settings.model_copy(update={"hooks": ("resid_pre", "resid_post")})
@@ -55,6 +55,8 @@ def _place(worker, status) -> None:
         station = Station(runner.get_model(), facts, settings, sites)
         spans = _v2_spans(runner) if worker.use_v2_model_runner else _v1_spans(runner)
     except (WeirError, AttributeError, TypeError) as e:
+        if settings.refused == "start":
+            raise
         # The engine serves plain requests; those with Weir's keys are told this reason.
         logger.error("Weir does not serve this model: %s", e)
         worker.weir_report = functools.partial(_report, status, None, str(e))
