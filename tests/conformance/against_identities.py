@@ -23,8 +23,9 @@ from tests.conformance.checks import (
     vector_for,
 )
 from tests.conformance.engine import LENGTHS, STEERED, Answer, Engine
-from tests.conformance.oracle import FIVE, rel_err
+from tests.conformance.oracle import FIVE
 from tests.conformance.verdict import Verdict
+from tests.support.oracle import rel_err
 
 Site = tuple[str, int]
 Rows = dict[Site, torch.Tensor]

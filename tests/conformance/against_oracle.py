@@ -19,9 +19,9 @@ from tests.conformance.checks import (
     vector_for,
 )
 from tests.conformance.engine import STEERED, Answer, Engine
-from tests.conformance.oracle import rel_err
 from tests.conformance.remote import RemoteOracle
 from tests.conformance.verdict import Verdict
+from tests.support.oracle import rel_err
 
 
 def stock_error(stock: Sequence[Answer], oracle: RemoteOracle) -> float:

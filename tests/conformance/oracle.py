@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tests.conformance.watch import Addition, Change, Pass, Watch
+from tests.support.oracle import rel_err
 
 Rows = dict[tuple[str, int], torch.Tensor]
 
@@ -30,14 +31,6 @@ PARALLEL = "attention and MLP read the same stream and are added together: there
 
 class NoPoint(ValueError):
     """A hook point that a model does not have; the message says why."""
-
-
-def rel_err(a: torch.Tensor, b: torch.Tensor) -> float:
-    """max|a - b| / max|b|, where b is the reference; shapes must agree, and nan counts as infinite."""
-    if a.shape != b.shape:
-        raise AssertionError(f"shapes differ: {tuple(a.shape)} against the reference's {tuple(b.shape)}")
-    error = float((a.double() - b.double()).abs().max() / b.double().abs().max())
-    return error if error == error else float("inf")
 
 
 @dataclass(frozen=True)

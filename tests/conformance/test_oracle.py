@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("vllm")
 
 from tests.conformance.against_identities import identity_errors
-from tests.conformance.oracle import FIVE, NoPoint, Oracle, rel_err
+from tests.conformance.oracle import FIVE, NoPoint, Oracle
 from tests.conformance.zoo import ZOO, build
+from tests.support.oracle import rel_err
 
 KINDS = {
     "LlamaForCausalLM": ["sequential"] * 4,

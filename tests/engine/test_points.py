@@ -9,10 +9,10 @@ import torch
 
 import vllm_weir as weir
 from tests.conformance.oracle import Oracle as Points
-from tests.conformance.oracle import rel_err
 from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
-from tests.engine.test_steer_surfaces import adapter
+from tests.support.adapters import adapter
 from tests.support.engines import DEFAULTS, close_all, get_llm
+from tests.support.oracle import rel_err
 from tests.support.quantised import gptq
 from vllm_weir.spec.hooks import BLOCK_HOOKS, HOOKS
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import vllm_weir as weir
+from tests.support.adapters import adapter
 from tests.support.engines import close_all, get_llm
 from tests.support.oracle import rel_err
 from tests.support.steered import (
@@ -204,30 +205,6 @@ def test_chat(engine):
     )
     assert out.prompt_token_ids == [1, 2, 3, 4, 7]
     check(out, case, oracle)
-
-
-def adapter(model_dir, where):
-    """A rank-4 adapter of the query and down projections, and the weights it adds."""
-    from safetensors.torch import save_file
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model_dir)
-    generator = torch.Generator().manual_seed(50)
-    heads = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // 4)
-    shapes = {"self_attn.q_proj": (heads, config.hidden_size), "mlp.down_proj": (config.hidden_size, 192)}
-    tensors, added = {}, {}
-    for layer in range(config.num_hidden_layers):
-        for name, (rows, columns) in shapes.items():
-            path = f"model.layers.{layer}.{name}"
-            a, b = (torch.randn(*s, generator=generator) / 8 for s in ((4, columns), (rows, 4)))
-            tensors[f"base_model.model.{path}.lora_A.weight"] = a
-            tensors[f"base_model.model.{path}.lora_B.weight"] = b
-            added[f"{path}.weight"] = 2.0 * b @ a
-    save_file(tensors, where / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
-    config |= {"task_type": "CAUSAL_LM", "base_model_name_or_path": str(model_dir), "lora_dropout": 0.0}
-    (where / "adapter_config.json").write_text(json.dumps(config))
-    return added
 
 
 def test_lora_and_steering_compose(tmp_path):

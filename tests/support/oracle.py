@@ -15,11 +15,12 @@ Site = tuple[str, int]
 
 
 def rel_err(a: torch.Tensor, b: torch.Tensor) -> float:
-    """max|a - b| / max|b|, where b is the reference; shapes must agree."""
+    """max|a - b| / max|b|, where b is the reference; shapes must agree, and nan counts as infinite."""
     if a.shape != b.shape:
         raise AssertionError(f"shapes differ: {tuple(a.shape)} against the reference's {tuple(b.shape)}")
     a, b = a.double(), b.double()
-    return float((a - b).abs().max() / b.abs().max())
+    error = float((a - b).abs().max() / b.abs().max())
+    return error if error == error else float("inf")
 
 
 def find_blocks(model: torch.nn.Module) -> torch.nn.ModuleList:

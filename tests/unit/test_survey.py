@@ -1,0 +1,93 @@
+"""`weir sites`, without an engine: what is printed, and descriptions that installed packages bring."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_weir import WeirError, survey
+from vllm_weir.cli import app
+from vllm_weir.spec.verdict import SiteVerdict
+from vllm_weir.worker.families import described
+
+VERDICTS = [SiteVerdict("resid_post", layer, True, "") for layer in (0, 1, 2, 5)]
+VERDICTS += [SiteVerdict("resid_mid", layer, False, "attention and MLP run in parallel") for layer in range(6)]
+VERDICTS += [SiteVerdict("embed", 0, True, "")]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([0, 2, 4], "0, 2, 4"), ([1, 2], "1-2")]
+)
+def test_spans(numbers, text):
+    assert survey.spans(numbers) == text
+
+
+@pytest.fixture
+def surveyed(monkeypatch):
+    asked = []
+
+    def stand_in(model, **engine_args):
+        asked.append((model, engine_args))
+        if model == "none":
+            raise WeirError("two lists of blocks", "model")
+        return VERDICTS
+
+    monkeypatch.setattr(survey, "survey", stand_in)
+    return asked
+
+
+def test_the_table_has_a_line_for_each_point_and_reason(surveyed):
+    result = CliRunner().invoke(app, ["sites", "some/model", "--dtype", "float32"], env={"COLUMNS": "160"})
+    assert result.exit_code == 0
+    assert surveyed == [("some/model", {"load_format": "auto", "dtype": "float32", "trust_remote_code": False})]
+    lines = {cells[1]: cells[2:5] for line in result.output.splitlines() if len(cells := line.split("│")) > 4}
+    lines = {hook.strip(): [c.strip() for c in cells] for hook, cells in lines.items()}
+    assert lines["resid_post"] == ["0-2, 5", "yes", ""]
+    assert lines["resid_mid"] == ["0-5", "no", "attention and MLP run in parallel"]
+    assert lines["embed"] == ["", "yes", ""]
+
+
+def test_the_list_for_programs(surveyed):
+    result = CliRunner().invoke(app, ["sites", "some/model", "--json"])
+    assert result.exit_code == 0
+    assert [SiteVerdict(**entry) for entry in json.loads(result.output)] == VERDICTS
+
+
+def test_a_model_that_is_not_served_says_why(surveyed):
+    result = CliRunner().invoke(app, ["sites", "none"])
+    assert result.exit_code == 1
+    assert "model: two lists of blocks" in result.stderr
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package that describes two models, one of them wrongly."""
+    (tmp_path / "their_models.py").write_text(
+        'GOOD = {"stack": "trunk.blocks", "points": {"attn_out": "mixer:out"}}\n'
+        'BAD = {"points": {"attn_out": "mixer"}}\n'
+    )
+    info = tmp_path / "their_models-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-models\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm_weir.models]\nGoodForCausalLM = their_models:GOOD\nBadForCausalLM = their_models:BAD\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("their_models", None)
+
+
+def test_a_package_describes_its_models(package):
+    family = described("GoodForCausalLM", None)
+    assert (family.stack, family.points) == ("trunk.blocks", {"attn_out": "mixer:out"})
+    assert described("OtherForCausalLM", None).points == {}
+    with pytest.raises(WeirError, match="is no place") as e:
+        described("BadForCausalLM", None)
+    assert e.value.field == "vllm_weir.models:BadForCausalLM.points.attn_out"
+
+
+def test_the_setting_comes_before_the_package(package):
+    assert described("GoodForCausalLM", {"stack": "here"}).stack == "here"
