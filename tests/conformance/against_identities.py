@@ -25,7 +25,7 @@ from tests.conformance.checks import (
 from tests.conformance.engine import LENGTHS, STEERED, Answer, Engine
 from tests.conformance.oracle import FIVE
 from tests.conformance.verdict import Verdict
-from tests.support.oracle import rel_err
+from tests.support.measure import rel_err
 
 Site = tuple[str, int]
 Rows = dict[Site, torch.Tensor]

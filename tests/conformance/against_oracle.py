@@ -21,7 +21,7 @@ from tests.conformance.checks import (
 from tests.conformance.engine import STEERED, Answer, Engine
 from tests.conformance.remote import RemoteOracle
 from tests.conformance.verdict import Verdict
-from tests.support.oracle import rel_err
+from tests.support.measure import rel_err
 
 
 def stock_error(stock: Sequence[Answer], oracle: RemoteOracle) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tests.conformance.watch import Addition, Change, Pass, Watch
-from tests.support.oracle import rel_err
+from tests.support.measure import rel_err
 
 Rows = dict[tuple[str, int], torch.Tensor]
 

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from tests.conformance.against_identities import identity_errors
 from tests.conformance.oracle import FIVE, NoPoint, Oracle
 from tests.conformance.zoo import ZOO, build
-from tests.support.oracle import rel_err
+from tests.support.measure import rel_err
 
 KINDS = {
     "LlamaForCausalLM": ["sequential"] * 4,

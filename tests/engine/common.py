@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from tests.support.check import expected_positions
+from tests.support.measure import rel_err
 from tests.support.models import make_model
-from tests.support.oracle import Oracle, rel_err
+from tests.support.oracle import Oracle
 
 BOUND = 1e-5
 SELECTORS: list[Any] = [

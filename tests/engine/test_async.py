@@ -11,7 +11,7 @@ import vllm_weir as weir
 from tests.engine.common import SELECTORS, asking, directory, ids_of, oracle, prompts, sampling, tokens, verify
 from tests.support.check import expected_positions
 from tests.support.engines import DEFAULTS
-from tests.support.oracle import rel_err
+from tests.support.measure import rel_err
 
 pytestmark = pytest.mark.engine
 CLOSE_OTHERS = True

@@ -12,7 +12,7 @@ import pytest
 import vllm_weir as weir
 from tests.engine.common import BOUND, directory, oracle, prompts, sampling
 from tests.support.engines import DEFAULTS
-from tests.support.oracle import rel_err
+from tests.support.measure import rel_err
 
 pytestmark = pytest.mark.engine
 CLOSE_OTHERS = True

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.common import SELECTORS, asking, directory, oracle, prompts, same_rows, verify
 from tests.support.engines import DEFAULTS, close_all, get_llm
-from tests.support.oracle import rel_err
+from tests.support.measure import rel_err
 
 pytestmark = pytest.mark.engine
 CLOSE_OTHERS = True

@@ -12,7 +12,7 @@ from tests.conformance.oracle import Oracle as Points
 from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
 from tests.support.adapters import adapter
 from tests.support.engines import DEFAULTS, close_all, get_llm
-from tests.support.oracle import rel_err
+from tests.support.measure import rel_err
 from tests.support.quantised import gptq
 from vllm_weir.spec.hooks import BLOCK_HOOKS, HOOKS
 

@@ -23,7 +23,7 @@ from tests.engine.common import (
     verify,
 )
 from tests.support.engines import get_llm
-from tests.support.oracle import rel_err
+from tests.support.measure import rel_err
 
 pytestmark = pytest.mark.engine
 LAYERS = 4

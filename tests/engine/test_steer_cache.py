@@ -8,7 +8,7 @@ import pytest
 
 import vllm_weir as weir
 from tests.support.engines import close_all, get_llm
-from tests.support.oracle import rel_err
+from tests.support.measure import rel_err
 from tests.support.steered import check, directory, idle, prompt, sampling, scheduler, tokens, truth, vectors
 
 pytestmark = pytest.mark.engine

@@ -10,7 +10,7 @@ import torch
 import vllm_weir as weir
 from tests.support.check import expected_positions
 from tests.support.engines import close_all, get_llm
-from tests.support.oracle import rel_err
+from tests.support.measure import rel_err
 from tests.support.steered import (
     _apply,
     check,

@@ -9,7 +9,7 @@ import pytest
 
 import vllm_weir as weir
 from tests.support.engines import DEFAULTS, close_all, get_llm
-from tests.support.oracle import rel_err
+from tests.support.measure import rel_err
 from tests.support.steered import check, directory, idle, prompt, sampling, tokens, truth, vectors
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

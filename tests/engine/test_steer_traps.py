@@ -9,7 +9,7 @@ import torch
 
 import vllm_weir as weir
 from tests.support.engines import close_all, get_llm
-from tests.support.oracle import rel_err
+from tests.support.measure import rel_err
 from tests.support.steered import check, chunks, directory, prompt, sampling, scheduler, tokens, truth, vectors
 from vllm_weir.worker.plan import Planner
 

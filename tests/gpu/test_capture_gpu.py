@@ -9,8 +9,9 @@ import torch
 
 from tests.support.check import expected_positions
 from tests.support.engines import close_all, get_llm
+from tests.support.measure import rel_err
 from tests.support.models import make_model
-from tests.support.oracle import Oracle, rel_err
+from tests.support.oracle import Oracle
 
 pytestmark = pytest.mark.gpu
 GRAPHS = {

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from tests.support.engines import close_all, get_llm
+from tests.support.measure import rel_err
 from tests.support.models import make_model
-from tests.support.oracle import Oracle, rel_err
+from tests.support.oracle import Oracle
 from vllm_weir.seams import graph_sets
 
 pytestmark = pytest.mark.gpu

@@ -14,15 +14,6 @@ from tests.conformance.oracle import Oracle as Points
 Site = tuple[str, int]
 
 
-def rel_err(a: torch.Tensor, b: torch.Tensor) -> float:
-    """max|a - b| / max|b|, where b is the reference; shapes must agree, and nan counts as infinite."""
-    if a.shape != b.shape:
-        raise AssertionError(f"shapes differ: {tuple(a.shape)} against the reference's {tuple(b.shape)}")
-    a, b = a.double(), b.double()
-    error = float((a - b).abs().max() / b.abs().max())
-    return error if error == error else float("inf")
-
-
 def find_blocks(model: torch.nn.Module) -> torch.nn.ModuleList:
     """The decoder blocks: the one ModuleList with `num_hidden_layers` entries."""
     count = model.config.get_text_config().num_hidden_layers
