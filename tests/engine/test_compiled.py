@@ -87,5 +87,6 @@ def test_the_compile_key_follows_hooks_and_layers(root, monkeypatch):
         key(WEIR_HOOKS="resid_pre,resid_post"),
     ]
     assert len(set(keys)) == len(keys)
-    assert key() == key(WEIR_LAYERS="all") == key(WEIR_HOOKS="resid_post") == keys[0]
+    assert key() == key(WEIR_LAYERS="all") == keys[0]
+    assert key(WEIR_HOOKS="resid_post,post_block") == key(WEIR_HOOKS="resid_post") != keys[0]
     assert key(WEIR_LAYERS="1,0") == keys[2]
