@@ -14,6 +14,9 @@ from tests.conformance.representatives import REPRESENTATIVES
 from tests.conformance.verdict import CONFORMS, Verdict
 
 pytestmark = pytest.mark.conformance
+CHANGED_BETWEEN = {("SolarForCausalLM", "resid_pre"): 2}
+"""Points that models rightly lack in some blocks, and in how many they have them: Solar mixes an earlier stream
+in before two of the test model's four blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -40,4 +43,10 @@ def test_conforms(architecture: str, verdicts: dict[str, Verdict]) -> None:
     verdict = verdicts[architecture]
     assert verdict.verdict == CONFORMS, verdict.reason
     for hook in ("resid_pre", "resid_post"):
-        assert verdict.hooks[hook]["layers"] == verdict.hooks[hook]["of"] > 0
+        found = verdict.hooks[hook]
+        assert found["of"] > 0
+        if (architecture, hook) in CHANGED_BETWEEN:
+            assert found["layers"] == CHANGED_BETWEEN[architecture, hook]
+            assert "the model changes the stream" in found["refused"]
+        else:
+            assert found["layers"] == found["of"]
