@@ -227,12 +227,12 @@ class Desk:
         """Interventions for every request admitted from now on; checked against the engine, or WeirError."""
         self._always(self.settled(interventions))
 
-    def settled(self, interventions: Sequence[Intervention]) -> tuple[Intervention, ...]:
+    def settled(self, interventions: Sequence[Intervention], shelf: Shelf | None = None) -> tuple[Intervention, ...]:
         """These, found to be possible in this engine (or WeirError), with names replaced by what they mean now."""
-        facts = self.require_facts()
-        admitted = admit({}, facts, True, self.shelf.find, interventions)
+        facts, find = self.require_facts(), (shelf or self.shelf).find
+        admitted = admit({}, facts, True, find, interventions)
         engine_form(admitted, "", None, 1, 1, facts, self._chunked, self.settings.table_sizes(facts.d_model))
-        return tuple(i.with_arrays(self.shelf.find) for i in interventions)
+        return tuple(i.with_arrays(find) for i in interventions)
 
     def close(self) -> None:
         """Give the sinks what is queued, and stop receiving."""
