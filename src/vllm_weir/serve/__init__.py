@@ -1,1 +1,1 @@
-"""Weir in `vllm serve`: routes beside vLLM's own, and what the API-server processes of one server share."""
+"""Weir over HTTP: what vLLM's own routes answer, Weir's own routes, and the command that serves both."""
