@@ -8,6 +8,8 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from http import HTTPStatus
 
+import vllm.outputs  # noqa: F401 - before seams.engine: its own seam is held by a function of that module
+
 from vllm_weir.errors import WeirError
 from vllm_weir.seams.engine import WeirRequestError, desk_of, view_of
 from vllm_weir.serve.ask import KEYS, Ask, asks
