@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 from safetensors.torch import save as save_torch
 
-from tests.unit.serving import KEY, LAYERS, D, app_of, serving
+from tests.unit.admin_app import KEY, LAYERS, D, app_of, serving
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import admit
 from vllm_weir.spec.vector_files import read_vectors

@@ -18,8 +18,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.unit.serving import KEY, Server, app_of
-
+from tests.unit.admin_app import KEY, Server, app_of
 
 
 @pytest.fixture(scope="module")

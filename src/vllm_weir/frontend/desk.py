@@ -6,7 +6,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -99,6 +99,22 @@ class Tracker:
         return board.deliver(self.pending.request_id, views, request, self.pending.unclaim, self._hold)
 
 
+class Observer(Protocol):
+    """Is told what becomes of requests that capture or are steered."""
+
+    def admitted(self) -> None:
+        """One has entered the engine."""
+
+    def refused(self) -> None:
+        """One has not."""
+
+    def failed(self) -> None:
+        """One's rows were lost, or it was not steered as asked."""
+
+    def finished(self, view: View) -> None:
+        """A sequence has finished; called beside the event loop."""
+
+
 class Desk:
     """Admission and delivery for one engine.
 
@@ -126,6 +142,7 @@ class Desk:
         self.shelf = Shelf()
         self.source: Source | None = None
         """Where names and the interventions of every request come from, if other processes change them too."""
+        self.observer: Observer | None = None
         self.always: tuple[Intervention, ...] = ()
         self.facts: EngineFacts | None = None
         self.board = Board(settings.sinks, settings.marked_bytes, settings.marked_seconds, settings.timeout)

@@ -33,6 +33,11 @@ def server_of(engine_client) -> ServerState:
     return server
 
 
+def served_name(engine_client) -> str:
+    """The model's name in vLLM's own metrics."""
+    return engine_client.vllm_config.model_config.served_model_name
+
+
 def init(original, status):
     def wrapper(self, *args, **kwargs):
         original(self, *args, **kwargs)
@@ -71,6 +76,9 @@ def create(original, status):
                 _reply.reset(token)
             return await _finish(self, reply, result)
         except WeirError as e:
+            observer = server_of(self.engine_client).desk.observer
+            if observer is not None and not isinstance(e, WeirRequestError):  # those are counted where they are raised
+                observer.refused()
             return self.create_error_response(str(e), param=e.field or None)
 
     return wrapper

@@ -43,13 +43,13 @@ class Endpoints:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Open what the routes share. Several API-server processes are children of one, which names their directory."""
-        from vllm_weir.seams.server import server_of
+        from vllm_weir.seams.server import served_name, server_of
 
         if disabled() or engine_client is None:
             return
         server = server_of(engine_client)
         several = (getattr(args, "api_server_count", None) or 1) > 1
-        server.open(os.getppid() if several else os.getpid())
+        server.open(os.getppid() if several else os.getpid(), served_name(engine_client))
         state.weir = server
         state.weir_sweeper = asyncio.create_task(server.sweep())
         logger.info("Weir's routes are on; results by reference lie in %s", server.home and server.home.path)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
+from prometheus_client import REGISTRY, CollectorRegistry
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
@@ -16,6 +17,7 @@ from vllm_weir.frontend.admit import EngineFacts
 from vllm_weir.frontend.desk import Desk
 from vllm_weir.serve.home import Home
 from vllm_weir.serve.limits import ADMIN_KEY, Limits
+from vllm_weir.serve.metrics import Meter
 from vllm_weir.serve.shared import Shared
 from vllm_weir.serve.spool import Spool
 
@@ -36,7 +38,9 @@ class ServerState:
         spool: results by reference; None likewise.
     """
 
-    def __init__(self, engine_client: Any, desk: Desk, limits: Limits | None = None) -> None:
+    def __init__(
+        self, engine_client: Any, desk: Desk, limits: Limits | None = None, registry: CollectorRegistry = REGISTRY
+    ) -> None:
         self.engine_client = engine_client
         self.desk = desk
         self.limits = limits or Limits.load()
@@ -44,14 +48,18 @@ class ServerState:
         self.home: Home | None = None
         self.spool: Spool | None = None
         self._names: Shared | None = None
+        self._meter: Meter | None = None
+        self._registry = registry
         self._threads = ThreadPoolExecutor(THREADS, "weir-answer")
         desk.serve(self.limits.rows)
 
-    def open(self, key: int) -> None:
-        """Weir's routes are on: `key` is the process whose children share the server's directory."""
+    def open(self, key: int, model: str = "") -> None:
+        """Weir's routes are on: `key` is the process whose children share the server's directory, `model` the name in
+        metrics."""
         self.home = Home(key, self.limits.directory)
         self.spool = Spool(self.home.room("spool"), self.limits.spool_bytes, self.limits.spool_seconds)
         self._names = self.desk.source = Shared(self.home.room("shared"))
+        self.desk.observer = self._meter = Meter(self.desk, model or self.desk.model, self.spool, self._registry)
 
     @property
     def names(self) -> Shared:
@@ -95,6 +103,8 @@ class ServerState:
         while self.spool is not None:
             await asyncio.sleep(min(self.limits.spool_seconds, 30.0))
             await self.run(self.spool.sweep)
+            if self._meter is not None:
+                self._meter.look()
 
 
 def server_state(request: Request) -> ServerState:

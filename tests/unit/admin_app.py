@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
 from tests.unit.wishes import served
@@ -34,7 +35,7 @@ class Server(ServerState):
     def __init__(self, folder: Path, key: int, admin_key: str | None = KEY, **limits: Any) -> None:
         desk = Desk(Settings(), chunked=True)
         desk.facts = FACTS
-        super().__init__(None, desk, Limits(directory=str(folder), **limits))
+        super().__init__(None, desk, Limits(directory=str(folder), **limits), CollectorRegistry())
         self.admin_key = admin_key
         self.open(key)
 
@@ -49,7 +50,9 @@ def app_of(server: ServerState) -> FastAPI:
         app.include_router(module.router())
     app.add_middleware(BodyLimit, most=server.limits.body_bytes)
     app.add_exception_handler(WeirError, weir_error)
-    app.add_exception_handler(HTTPException, lambda _r, e: error(e.status_code if e.status_code in TYPES else 404, str(e.detail)))
+    app.add_exception_handler(
+        HTTPException, lambda _r, e: error(e.status_code if e.status_code in TYPES else 404, str(e.detail))
+    )
     app.add_exception_handler(RequestValidationError, lambda _r, e: error(400, str(e.errors()[0]["msg"])))
     app.state.weir = server
     return app
