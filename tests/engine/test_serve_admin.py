@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -64,10 +65,8 @@ class Server:
 
     def by_process(self, name: str) -> list[float]:
         """A counter's value in each API-server process."""
-        import glob
-
         values = []
-        for file in glob.glob(f"{self.counts}/counter_*.db"):
+        for file in map(str, Path(self.counts).glob("counter_*.db")):
             families = multiprocess.MultiProcessCollector.merge([file])
             values.append(sum(s.value for f in families for s in f.samples if s.name == name))
         return [v for v in values if v]
