@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
 from vllm_weir.frontend.activations import Activations
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 CLOSE_OTHERS = True
 
 D, LAYER, G, BOUND = 256, 3, 4, 1e-5
@@ -51,7 +51,7 @@ class Server:
         choice = self.complete({"capture": [CAPTURE], "response": {"inline_bytes": 1 << 20}, **wish})
         file = tmp_path / "rows.safetensors"
         file.write_bytes(base64.b64decode(choice["weir"]["activations"]["b64"]))
-        return Activations.load(file)["resid_post", LAYER].numpy()
+        return Activations.load(file)["resid_post", LAYER].numpy().copy()  # the file is mapped
 
     def metrics(self) -> dict[str, float]:
         out: dict[str, float] = {}
@@ -69,14 +69,14 @@ class Server:
         for file in map(str, Path(self.counts).glob("counter_*.db")):
             families = multiprocess.MultiProcessCollector.merge([file])
             values.append(sum(s.value for f in families for s in f.samples if s.name == name))
-        return [v for v in values if v]
+        return values
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Server]:
     folder, counts = tmp_path_factory.mktemp("serve"), tmp_path_factory.mktemp("counts")
     env = {"WEIR_ADMIN_KEY": ADMIN_KEY, "PROMETHEUS_MULTIPROC_DIR": str(counts)}
-    with running(folder / "log", WEIR, "--api-server-count", "2", env=env) as client:
+    with running(folder / "log", WEIR, "--api-server-count", "2", env=env, timeout=800) as client:
         yield Server(str(client.base_url), str(counts))
 
 
@@ -89,12 +89,14 @@ def test_what_one_process_is_told_the_other_knows(server):
             assert info["digest"] == digest
     assert server("DELETE", "/v1/vectors/number").status_code == 204
     assert all(server.done("GET", "/v1/vectors") == {"vectors": []} for _ in range(6))
-    for _ in range(60):
+    before, count = server.by_process("weir_errors_total"), 60
+    for _ in range(count):
         bad = {"model": "demo", "prompt": "x", "weir": {"v": 1, "modules": ["gone"]}}
         response = server("POST", "/v1/completions", json=bad)
         assert response.status_code == 400 and response.json()["error"]["param"] == "modules[0]", response.text
-    counts = server.by_process("weir_errors_total")
-    assert len(counts) == 2 and sum(counts) == server.metrics()["weir_errors_total:refused"] == 60, counts
+    after = server.by_process("weir_errors_total")
+    assert len(after) == 2 and all(after), after
+    assert sum(after) - sum(before) == count and server.metrics()["weir_errors_total:refused"] == sum(after)
 
 
 def test_names_and_modules_steer_by_their_newest_meaning(server, tmp_path):
@@ -185,5 +187,5 @@ def test_metrics(server, tmp_path):
     # The same prompt again: keys and values of steered blocks may come from the cache, never more than whole blocks.
     assert 0 < change["weir_steered_tokens_total"] <= 3 * length
     assert change["weir_rows_dropped_total"] == change["weir_errors_total:refused"] == 0
-    assert after["weir_spool_bytes"] >= big > 6 * length * D * 4
+    assert after["weir_spool_bytes"] >= big >= 6 * length * D * 4
     assert 0 <= after["weir_buffer_fill"] <= 1 and after["weir_requests_waiting"] == 0
