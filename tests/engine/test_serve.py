@@ -67,7 +67,8 @@ def offline():
             out = llm.generate([prompt], weir.params(sampling(G), **wish), use_tqdm=False)[0]
             rows = {site: (out.activations[site].clone(), out.activations.positions_of(*site).tolist())
                     for site in out.activations.sites}  # fmt: skip
-            found[name, prompt] = (rows, list(out.outputs[0].token_ids), out.receipt.to_dict())
+            receipt = json.loads(json.dumps(out.receipt.to_dict()))
+            found[name, prompt] = (rows, list(out.outputs[0].token_ids), receipt)
     del out
     close_all()
     return found
