@@ -34,6 +34,12 @@ SAYS = {
         "block 99 does not exist",
         "weir_steered_tokens_total",
     ),
+    "serve_rows.py": (
+        "6 layers of width 256",
+        "inline: Activations(resid_post",
+        "by reference: 6 sites x 18 rows",
+        "steered: ",
+    ),
     "drop_in.py": ("block 2: output [8, ", "block 5: output [8, "),
 }
 
