@@ -18,6 +18,7 @@ from safetensors.torch import save as save_torch
 from tests.unit.admin_app import KEY, LAYERS, D, app_of, serving
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import admit
+from vllm_weir.serve.ask import Ask, asks
 from vllm_weir.spec.vector_files import read_vectors
 
 ADMIN = {"X-Weir-Admin-Key": KEY}
@@ -404,6 +405,45 @@ def test_modules(pair):
     refused(one.put("/v1/vectors/m", json=V), 400, "name")
     assert two.post("/v1/steering/modules/unregister", json={"name": "m"}).json()["modules"] == ["c"]
     refused(one.post("/v1/steering/modules/unregister", json={"name": "m"}), 404, "name")
+
+
+def test_requests_of_the_fork(pair):
+    """`steering_name` and the packed tiers of a request: module first, then tiers, then Weir's own."""
+    (one, _), (server, _) = pair
+    module = {"name": "m", "vectors": {"resid_post": {"1": V}}}
+    one.post("/v1/steering/modules/register", json=module)
+    packed = {
+        "dtype": "float32",
+        "shape": [1, D],
+        "layer_indices": [2],
+        "data": base64.b64encode(np.float32(OTHER).tobytes()),
+    }
+    packed["data"] = base64.b64encode(np.float32(OTHER).tobytes()).decode()
+    body = {"steering_name": "m", "decode_steering_vectors": {"post_mlp": packed}}
+    own = {"v": 1, "interventions": {"op": "add", "vector": V, "layers": [3]}, "modules": "m"}
+    first = [("resid_post", (1,), "all", [V]), ("resid_post", (2,), "generated", [OTHER])]
+
+    def asked(body):
+        assert asks(None, body)
+        wish = dict(Ask.parse(None, body, server.limits).extra_args["weir"])
+        assert json.loads(json.dumps(wish)) == wish and wish.pop("v") == 1
+        return lowered(server, wish)
+
+    assert asked(body) == first
+    assert asked(body | {"weir": own}) == [first[0], *first, ("resid_post", (3,), "all", [V])]
+    assert asked({"prefill_steering_vectors": {"post_mlp": {"0": V}}}) == [("resid_post", (0,), "prompt", [V])]
+    assert not asks(None, {"steering_name": None}) and Ask.parse(None, {}, server.limits) is None
+    for bad, field in (
+        ({"steering_name": 1}, "steering_name"),
+        ({"steering_vectors": {"post_mlp": {**packed, "shape": [2, D]}}}, "steering_vectors.post_mlp.data.b64"),
+        ({"steering_vectors": 1}, "steering_vectors"),
+    ):
+        with pytest.raises(WeirError) as caught:
+            Ask.parse(None, bad, server.limits)
+        assert caught.value.field == field
+    with pytest.raises(WeirError) as caught:
+        asked({"steering_name": "gone"})
+    assert caught.value.field == "modules[0]"
 
 
 def test_saes_by_path_are_refused(pair):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.serve.fork import fork_fields, with_fork
 from vllm_weir.serve.limits import Limits
 from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY
 from vllm_weir.spec.request import WIRE_KEY
@@ -43,8 +44,8 @@ class Ask:
         Raises:
             WeirError: naming the field.
         """
-        found = _gather(xargs or {}, body or {})
-        if not found:
+        found, fork = _gather(xargs or {}, body or {}), fork_fields(body)
+        if not found and not fork:
             return None
         if LENS_HOOKS_KEY in found:
             raise WeirError("code from the network is not run; use captures and interventions", LENS_HOOKS_KEY)
@@ -52,6 +53,8 @@ class Ask:
         if WIRE_KEY in found:
             wish, (inline, stream) = _wish(found[WIRE_KEY], limits)
             found[WIRE_KEY] = wish
+        if fork:
+            found[WIRE_KEY] = with_fork(found.get(WIRE_KEY), fork)
         if LENS_CAPTURE_KEY in found:
             found[LENS_CAPTURE_KEY] = _lens_layers(found[LENS_CAPTURE_KEY])
         inline = min(inline, limits.inline_bytes)
@@ -60,6 +63,8 @@ class Ask:
 
 def asks(xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None) -> bool:
     """Whether a request says anything to Weir."""
+    if fork_fields(body):
+        return True
     return any(place.get(k) is not None for _, place in _places(xargs or {}, body or {}) for k in KEYS)
 
 
