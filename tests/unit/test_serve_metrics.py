@@ -128,3 +128,26 @@ def test_errors(desk):
     meter.failed()
     assert value(registry, "weir_errors_total", reason="refused") == 2
     assert value(registry, "weir_errors_total", reason="failed") == 1
+
+
+def test_a_step_says_how_many_requests_wait():
+    """The scheduler's wrapper tells the workers along with the step, and says nothing otherwise."""
+    from types import SimpleNamespace
+
+    from vllm_weir.seams import core
+
+    class Waiting(list):
+        def release(self, _live):
+            return []
+
+    class Scheduler:
+        def __init__(self) -> None:
+            self.requests, self.max_num_scheduled_tokens = {}, 8
+
+    scheduler, waiting = Scheduler(), Waiting("abc")
+    budget = SimpleNamespace(tokens=lambda _live, limit: limit)
+    core._rooms[scheduler] = SimpleNamespace(waiting=waiting, budget=budget)
+    schedule = core.schedule(lambda _self: SimpleNamespace(), None)
+    assert vars(schedule(scheduler)) == {core.WAITING: 3}
+    waiting.clear()
+    assert vars(schedule(scheduler)) == {}
