@@ -1,6 +1,6 @@
-"""Vectors by name, modules, and steering of every request on a server: python steering_server.py [URL ADMIN_KEY].
+"""Vectors by name, modules, and steering of every request on a server.
 
-Without a URL it starts `weir serve` with the shipped model.
+python steering_server.py [URL ADMIN_KEY [API_KEY]]; without a URL it starts `weir serve` with the shipped model.
 """
 
 import base64
@@ -43,8 +43,9 @@ def own_server(key):
         process.wait()
 
 
-def main(url, key):
-    client = httpx.Client(base_url=url, headers={"X-Weir-Admin-Key": key}, timeout=600)
+def main(url, key, api_key="none"):
+    headers = {"X-Weir-Admin-Key": key, "Authorization": f"Bearer {api_key}"}
+    client = httpx.Client(base_url=url, headers=headers, timeout=600)
     model = client.get("/v1/models").json()["data"][0]["id"]
 
     def call(method, path, **json):
@@ -88,7 +89,7 @@ def main(url, key):
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        main(*sys.argv[1:3])
+        main(*sys.argv[1:4])
     else:
         admin_key = secrets.token_hex(16)
         with own_server(admin_key) as address:
