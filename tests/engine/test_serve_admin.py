@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -187,5 +188,9 @@ def test_metrics(server, tmp_path):
     # The same prompt again: keys and values of steered blocks may come from the cache, never more than whole blocks.
     assert 0 < change["weir_steered_tokens_total"] <= 3 * length
     assert change["weir_rows_dropped_total"] == change["weir_errors_total:refused"] == 0
+    deadline = time.monotonic() + 30  # gauges follow within a second or two
+    while after["weir_spool_bytes"] < big and time.monotonic() < deadline:
+        time.sleep(0.2)
+        after = server.metrics()
     assert after["weir_spool_bytes"] >= big >= 6 * length * D * 4
     assert 0 <= after["weir_buffer_fill"] <= 1 and after["weir_requests_waiting"] == 0
