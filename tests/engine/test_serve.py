@@ -23,7 +23,7 @@ from tests.engine.serve_probe import PATH as HELD
 from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
 from tests.support.engines import close_all, get_llm
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 CLOSE_OTHERS = True
 
 PROMPTS = ["Anna walked to the harbor in the morning .", "Tom was sad", "The lesson"]

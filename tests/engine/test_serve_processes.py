@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import vllm_weir as weir
 from tests.engine.serving import PLAIN, WEIR, running
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 CLOSE_OTHERS = True
 
 BODY = {"model": "demo", "prompt": "Anna walked to the harbor", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
