@@ -83,6 +83,7 @@ class Header(msgspec.Struct, array_like=True):
     """What the frames beside it hold, or which requests failed and why.
 
     `pressure` is the share of the worker's arena in use; `spill` asks the reader to empty its retired extents.
+    `engine` is the worker's data-parallel engine, and `waiting` how many requests of it wait for table space.
     `broken` says why rows of this step are lost: every request that the reader still waits for fails.
     """
 
@@ -95,6 +96,8 @@ class Header(msgspec.Struct, array_like=True):
     pressure: float = 0.0
     spill: bool = False
     broken: str = ""
+    engine: int = 0
+    waiting: int = 0
 
 
 class Wanted(msgspec.Struct, array_like=True):

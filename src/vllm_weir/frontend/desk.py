@@ -6,7 +6,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,14 +15,14 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import KEYS, Admitted, EngineFacts, admit, carries_keys, engine_form
 from vllm_weir.frontend.inbox import Inbox
 from vllm_weir.frontend.parts import Part
-from vllm_weir.frontend.shelf import Shelf
+from vllm_weir.frontend.shelf import Contents, Shelf, Source
 from vllm_weir.frontend.sinks.board import Board
 from vllm_weir.frontend.sinks.ticket import Ticket
 from vllm_weir.frontend.store import Pending, Store
 from vllm_weir.frontend.view import View
 from vllm_weir.settings import Settings
 from vllm_weir.spec.interventions import Intervention
-from vllm_weir.spec.request import WIRE_KEY
+from vllm_weir.spec.request import WIRE_KEY, selected
 
 MOST_KNOWN, LONGEST_KNOWN = 32 << 20, 1 << 20
 """Bytes of all the wishes whose admission is remembered, and of one."""
@@ -99,6 +99,22 @@ class Tracker:
         return board.deliver(self.pending.request_id, views, request, self.pending.unclaim, self._hold)
 
 
+class Observer(Protocol):
+    """Is told what becomes of requests that capture or are steered."""
+
+    def admitted(self) -> None:
+        """One has entered the engine."""
+
+    def refused(self) -> None:
+        """One has not."""
+
+    def failed(self) -> None:
+        """One's rows were lost, or it was not steered as asked."""
+
+    def finished(self, view: View) -> None:
+        """A sequence has finished; called beside the event loop."""
+
+
 class Desk:
     """Admission and delivery for one engine.
 
@@ -124,30 +140,58 @@ class Desk:
         self.refusal = refusal
         self.store = Store()
         self.shelf = Shelf()
+        self.source: Source | None = None
+        """Where names and the interventions of every request come from, if other processes change them too."""
+        self.observer: Observer | None = None
         self.always: tuple[Intervention, ...] = ()
         self.facts: EngineFacts | None = None
         self.board = Board(settings.sinks, settings.marked_bytes, settings.marked_seconds, settings.timeout)
-        self._model, self._hold = model, hold
+        self.model, self._hold = model, hold
+        self._most_rows: int | None = None
         self._chunked = chunked
         self._host = host
         self._inbox: Inbox | None = None
         self._known: OrderedDict[tuple, tuple[Admitted, int]] = OrderedDict()
         self._known_bytes = 0
+        self._contents: Contents | None = None
         _desks.add(self)
 
     def learn(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Take in the workers' reports; a failed one becomes the refusal of every request with keys."""
         try:
             facts = EngineFacts.merge(reports)
-            self.board.open(EngineInfo(self._model, facts.num_layers, facts.d_model, facts.dtype))
+            self.board.open(EngineInfo(self.model, facts.num_layers, facts.d_model, facts.dtype))
             self.facts = facts
         except WeirError as e:
             self.refusal = str(e)
 
+    def serve(self, most_rows: int) -> None:
+        """Requests come from clients of a server: one sequence may have at most so many rows returned."""
+        self._most_rows = most_rows
+
+    @property
+    def served(self) -> bool:
+        """Whether requests come from clients of a server."""
+        return self._most_rows is not None
+
     @property
     def universal(self) -> bool:
         """Whether requests without Weir's keys, too, are steered or have rows for sinks."""
+        self.refresh()
         return bool(self.always or self.board.everyone)
+
+    def refresh(self) -> None:
+        """Take over what other processes have changed since."""
+        if self.source is None or (contents := self.source.read()) is self._contents:
+            return
+        self._contents = contents
+        self.shelf.load(contents)
+        self._always(contents.always)
+
+    def _always(self, interventions: Sequence[Intervention]) -> None:
+        self.always = tuple(interventions)
+        self._known.clear()
+        self._known_bytes = 0
 
     def require_facts(self) -> EngineFacts:
         """The engine's facts; raises WeirError if this engine cannot serve Weir's keys."""
@@ -167,7 +211,10 @@ class Desk:
     ) -> tuple[Tracker, dict[str, Any] | None]:
         """Check one sequence's request; returns its tracker and the wire form for the engine, or raises WeirError."""
         facts = self.require_facts()
+        self.refresh()
         admitted = self._admitted(extra_args, prompt_ids is not None)
+        if self._most_rows is not None:
+            _check_rows(admitted, prompt_len, max_tokens, self._most_rows)
         self.board.prepare(admitted.parts)
         if self._inbox is None:
             self._inbox = Inbox(self.store, self._host)
@@ -183,7 +230,7 @@ class Desk:
 
     def _admitted(self, extra_args: Mapping[str, Any], has_token_ids: bool) -> Admitted:
         """As `admit`; remembered, since thousands of requests ask for the same."""
-        same = None if self.always else _same_wish(extra_args, has_token_ids)
+        same = _same_wish(extra_args, has_token_ids, self.shelf.version)
         if same is not None and (known := self._known.get(same[0])) is not None:
             self._known.move_to_end(same[0])
             return known[0]
@@ -195,6 +242,7 @@ class Desk:
             self.always,
             self.board.everyone,
             self.board.definitions,
+            self.shelf.module,
         )
         if same is not None:
             key, size = same
@@ -206,11 +254,14 @@ class Desk:
 
     def set_always(self, interventions: Sequence[Intervention]) -> None:
         """Interventions for every request admitted from now on; checked against the engine, or WeirError."""
-        facts = self.require_facts()
-        admitted = admit({}, facts, True, self.shelf.find, interventions)
+        self._always(self.settled(interventions))
+
+    def settled(self, interventions: Sequence[Intervention], shelf: Shelf | None = None) -> tuple[Intervention, ...]:
+        """These, found to be possible in this engine (or WeirError), with names replaced by what they mean now."""
+        facts, find = self.require_facts(), (shelf or self.shelf).find
+        admitted = admit({}, facts, True, find, interventions)
         engine_form(admitted, "", None, 1, 1, facts, self._chunked, self.settings.table_sizes(facts.d_model))
-        # What a name means now, so that forgetting or reusing the name later changes nothing.
-        self.always = tuple(i.with_arrays(self.shelf.find) for i in interventions)
+        return tuple(i.with_arrays(find) for i in interventions)
 
     def close(self) -> None:
         """Give the sinks what is queued, and stop receiving."""
@@ -227,9 +278,26 @@ def desks() -> list[Desk]:
     return list(_desks)
 
 
-def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool) -> tuple[tuple, int] | None:
-    """(key, about its bytes): the key is equal for requests that ask for the same; None for those whose meaning hangs
-    on more than what they say."""
+def _check_rows(admitted: Admitted, prompt_len: int, max_tokens: int, most: int) -> None:
+    """Raise WeirError if what comes back on the output can be more than `most` rows."""
+    spec = admitted.parts[0].spec
+    if not spec.wishes or (spec.treatment is not None and spec.treatment.reduce is not None):
+        return
+    tokens, rows = np.full(prompt_len + max_tokens - 1, -1), 0
+    for sites, selectors in spec.by_positions:
+        any_token = any(s.needs_token_ids for s in selectors)
+        rows += len(sites) * (len(tokens) if any_token else len(selected(selectors, prompt_len, tokens)))
+    if rows > most:
+        raise WeirError(
+            f"up to {rows} rows would come back, the server allows {most} (WEIR_SERVE_ROWS); "
+            "ask for fewer blocks or positions, reduce them, name a sink, or lower max_tokens",
+            "capture",
+        )
+
+
+def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 0) -> tuple[tuple, int] | None:
+    """(key, about its bytes): the key is equal for requests that ask for the same while names mean the same (which
+    `names` stands for); None for those that cannot be compared."""
     wish = extra_args.get(WIRE_KEY)
     if not carries_keys(extra_args):
         return (has_token_ids,), 8
@@ -237,14 +305,14 @@ def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool) -> tuple[tupl
         return None
     size = [0]
     try:
-        key = (has_token_ids, _frozen(wish, size))
+        key = (has_token_ids, names, _frozen(wish, size))
     except (_UnlikeError, RecursionError):
         return None  # admission says what is wrong with it, if anything is
     return (key, size[0]) if size[0] <= LONGEST_KNOWN else None
 
 
 class _UnlikeError(Exception):
-    """Not plain JSON, or a name: what it refers to can change."""
+    """Not plain JSON."""
 
 
 def _frozen(value: Any, size: list[int]) -> Any:
@@ -259,8 +327,6 @@ def _frozen(value: Any, size: list[int]) -> Any:
     if kind is list:
         return list, *[_frozen(v, size) for v in value]
     if kind is dict:
-        if "ref" in value:
-            raise _UnlikeError
         return dict, *value, *[_frozen(v, size) for v in value.values()]
     if kind is bool or kind is float:
         return kind, value  # 1, 1.0 and True are equal, but do not mean the same

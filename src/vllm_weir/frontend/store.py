@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -200,6 +201,14 @@ class Taken:
     rows: dict[Site, torch.Tensor]
 
 
+class Load(NamedTuple):
+    """A worker's data-parallel engine, the share of its host buffer in use, and the engine's waiting requests."""
+
+    engine: int
+    pressure: float
+    waiting: int
+
+
 class Store:
     """Live requests of one engine by internal id. Holds them weakly: whoever drops a request drops its rows."""
 
@@ -211,6 +220,8 @@ class Store:
         """Bytes of a rank of open strands whose rows come in messages."""
         self._unread: list[tuple[str, np.ndarray, np.ndarray]] = []
         self._changed = threading.Condition(threading.RLock())
+        self.loads: dict[str, Load] = {}
+        """What each worker last said of itself."""
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -249,6 +260,7 @@ class Store:
         worker, news = header.worker, header.news
         dtype = getattr(torch, header.dtype)
         mirror.pressure = header.pressure
+        self.loads[worker] = Load(header.engine, header.pressure, header.waiting)
         with self._changed:
             for request_id, reason in header.failures.items():
                 if (pending := self.get(request_id)) is not None:

@@ -172,15 +172,17 @@ class View:
         return Activations(rows, positions, token_ids, part.lens_layers)
 
     @property
+    def rows(self) -> int:
+        """Rows that belong here, of all sites."""
+        tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
+        groups = self.part.spec.by_positions
+        return sum(len(sites) * len(self._wanted(selectors, tokens)[0]) for sites, selectors in groups)
+
+    @property
     def size(self) -> int:
         """Bytes of the rows, about."""
-        tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
         row = self._nothing()
-        size = row.shape[1] * row.element_size()
-        return sum(
-            len(sites) * len(self._wanted(selectors, tokens)[0]) * size
-            for sites, selectors in self.part.spec.by_positions
-        )
+        return self.rows * row.shape[1] * row.element_size()
 
     def _dtypes(self) -> dict[Site, str]:
         """Sites whose rows have to be cast: products stay float32 unless asked for otherwise."""

@@ -9,6 +9,9 @@ from vllm_weir.scheduler import CacheKeys, StepBudget, WaitingRoom, hit_limit
 from vllm_weir.settings import Settings
 from vllm_weir.spec.request import WIRE_KEY
 
+WAITING = "weir_waiting"
+"""Attribute of a SchedulerOutput: how many requests wait for table space."""
+
 
 def wire_of(request):
     """The engine wire form that a request carries, or None."""
@@ -115,9 +118,12 @@ def schedule(original, _status):
         limit = self.max_num_scheduled_tokens
         self.max_num_scheduled_tokens = room.budget.tokens(self.requests, limit)
         try:
-            return original(self, *args, **kwargs)
+            output = original(self, *args, **kwargs)
         finally:
             self.max_num_scheduled_tokens = limit
+        if len(room.waiting):
+            setattr(output, WAITING, len(room.waiting))
+        return output
 
     return wrapper
 

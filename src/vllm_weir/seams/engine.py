@@ -36,18 +36,23 @@ class WeirRequestError(WeirError, _ClientError):
 def add_request(original, status):
     def wrapper(self, request, *args, **kwargs):
         params = request.sampling_params
-        tracker = None
+        tracker = observer = None
         desk = getattr(self, _DESK, None)
         if params is not None and (carries_keys(params.extra_args) or (desk is not None and desk.universal)):
+            observer = None if desk is None else desk.observer
             try:
                 tracker = _admit(self, request, status)
             except WeirError as e:
+                if observer is not None:
+                    observer.refused()
                 raise WeirRequestError(e.message, e.field) from None
         original(self, request, *args, **kwargs)
         if tracker is not None:
             state = self.request_states[request.request_id]
             caller = getattr(state, "external_req_id", None) or request.request_id  # versions without one keep the id
             tracker.name(caller, state.request_index)
+            if observer is not None:
+                observer.admitted()
             setattr(state, _TRACKER, tracker)
 
     return wrapper
@@ -194,15 +199,40 @@ def _check_settings(args, kwargs) -> None:
 
 
 def async_llm_generate(original, _status):
-    async def wrapper(self, *args, **kwargs):
+    async def stream(self, *args, **kwargs):
+        desk: Desk | None = getattr(self.output_processor, _DESK, None)
         async for output in original(self, *args, **kwargs):
-            for completion in output.outputs if output.finished else ():
+            for completion in output.outputs:
                 view = getattr(completion, _VIEW, None)
-                if view is not None:
-                    await asyncio.to_thread(_verify, view)
+                if view is not None and completion.finish_reason is not None:
+                    await asyncio.to_thread(_conclude, view, None if desk is None else desk.observer)
             yield output
 
+    def wrapper(self, *args, **kwargs):
+        desk: Desk | None = getattr(self.output_processor, _DESK, None)
+        if desk is not None and desk.served:
+            from vllm_weir.seams.server import check_answered
+
+            check_answered(kwargs.get("sampling_params", args[1] if len(args) > 1 else None))
+        return stream(self, *args, **kwargs)
+
     return wrapper
+
+
+def view_of(completion):
+    """The view of a ``CompletionOutput``, or None."""
+    return getattr(completion, _VIEW, None)
+
+
+def _conclude(view, observer) -> None:
+    try:
+        _verify(view)
+        if observer is not None:
+            observer.finished(view)
+    except WeirError:
+        if observer is not None:
+            observer.failed()
+        raise
 
 
 def _verify(view) -> None:
@@ -222,6 +252,11 @@ def desk_of(llm) -> Desk:
     if desk is None:
         raise WeirError(f"{type(llm).__name__} is no engine that Weir serves; see `weir doctor`", "llm")
     return desk
+
+
+def has_desk(engine) -> bool:
+    """Whether an engine client is one that Weir serves."""
+    return getattr(getattr(engine, "output_processor", None), _DESK, None) is not None
 
 
 def async_llm_add_request(original, _status):

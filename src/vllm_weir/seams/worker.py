@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from vllm_weir.errors import WeirError
 from vllm_weir.seams import graphs
-from vllm_weir.seams.core import wire_of
+from vllm_weir.seams.core import WAITING, wire_of
 from vllm_weir.seams.probe import find_sites
 from vllm_weir.settings import Settings
 from vllm_weir.worker.station import ModelFacts, Station
@@ -83,6 +83,7 @@ def _facts(runner, config, v2: bool) -> ModelFacts:
         rank=get_tp_group().rank_in_group,
         ranks=get_tp_group().world_size,
         runner="V2" if v2 else "V1",
+        engine=config.parallel_config.data_parallel_index,
     )
 
 
@@ -99,6 +100,7 @@ def _hold_execute_model(runner, station: Station) -> None:
             for r in scheduler_output.scheduled_new_reqs
             if (wire := wire_of(r)) is not None
         ]
+        station.drain.waiting = vars(scheduler_output).get(WAITING, 0)
         station.follow(new, scheduler_output.finished_req_ids)
         station.begin_step(_starts(scheduler_output))
         output = execute_model(scheduler_output, *args, **kwargs)

@@ -40,9 +40,14 @@ class Drain:
         arena: which parts of it are in use.
         link: knows which readers map the buffer.
         worker: this worker's name.
+        engine: its data-parallel engine.
+
+    Attributes:
+        waiting: requests of the engine that wait for table space, to be told along with rows.
     """
 
-    def __init__(self, rows: torch.Tensor, arena: Arena, link: Link, worker: str) -> None:
+    def __init__(self, rows: torch.Tensor, arena: Arena, link: Link, worker: str, engine: int = 0) -> None:
+        self._engine, self.waiting = engine, 0
         self._rows, self._arena, self._link, self._worker = rows, arena, link, worker
         self._bytes = rows.view(-1).view(torch.uint8)
         self._dtype = str(rows.dtype).removeprefix("torch.")
@@ -120,8 +125,9 @@ class Drain:
 
     def _header(self, to: mail.Reply, news: mail.News, failures: dict, spill: bool, broken: str) -> mail.Header:
         d_model = self._rows.shape[1]
+        load = (self._engine, self.waiting)
         pressure = self._arena.pressure
-        return mail.Header(to.token, self._worker, d_model, self._dtype, news, failures, pressure, spill, broken)
+        return mail.Header(to.token, self._worker, d_model, self._dtype, news, failures, pressure, spill, broken, *load)
 
     def _fetch(self, news: mail.News, marks: np.ndarray) -> bytes:
         """The marked ranks themselves, one after the other."""

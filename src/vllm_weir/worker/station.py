@@ -64,6 +64,8 @@ class ModelFacts:
     """This worker's place in its tensor-parallel group, all of which hold the same stream, and the group's size."""
     runner: str = ""
     """Which of vLLM's model runners drives it."""
+    engine: int = 0
+    """Its data-parallel engine."""
 
 
 class Station:
@@ -108,7 +110,8 @@ class Station:
             warm(self.tensors, facts.d_model)
         self.switch = Switch(self.tensors.plan)
         self._live = LiveRequests()
-        self.drain = Drain(self.host.view(facts.d_model, facts.dtype), self.arena, self.link, self.name)
+        rows = self.host.view(facts.d_model, facts.dtype)
+        self.drain = Drain(rows, self.arena, self.link, self.name, facts.engine)
         self._fetcher = Fetcher(facts.d_model)
         self._directions = Directions(self._fetcher, facts.device)
         self._codecs = Codecs(facts.d_model, facts.device, facts.dtype)

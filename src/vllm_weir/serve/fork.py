@@ -1,0 +1,41 @@
+"""Request fields of the fork RhizoNymph/vllm as Weir's own wish. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_weir.errors import WeirError
+from vllm_weir.spec.request import WIRE_VERSION
+from vllm_weir.spec.tiers import from_tiers
+
+NAME = "steering_name"
+TIERS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
+FIELDS = (NAME, *TIERS)
+
+
+def fork_fields(body: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Those of the fork's fields that a request has."""
+    return {key: body[key] for key in FIELDS if body.get(key) is not None} if body else {}
+
+
+def with_fork(wish: Mapping[str, Any] | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A wish (or None) that does what the fork's fields say, too: its module first, then its tiers, then the rest.
+
+    Raises:
+        WeirError: naming the field.
+    """
+    out: dict[str, Any] = dict(wish or {"v": WIRE_VERSION})
+    name = fields.get(NAME)
+    if name is not None:
+        if not isinstance(name, str):
+            raise WeirError("the name of a module is a string", NAME)
+        out["modules"] = [name, *_several(out.get("modules"))]
+    tiers = [one.to_json() for one in from_tiers(*(fields.get(key) for key in TIERS))]
+    if tiers:
+        out["interventions"] = [*tiers, *_several(out.get("interventions"))]
+    return out
+
+
+def _several(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,0 +1,196 @@
+"""`weir serve` with two API-server processes: what one is told, the other knows, and both count together."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from prometheus_client import multiprocess
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
+from vllm_weir.frontend.activations import Activations
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+CLOSE_OTHERS = True
+
+D, LAYER, G, BOUND = 256, 3, 4, 1e-5
+V = np.random.default_rng(0).normal(size=D).astype(np.float32)
+PROMPT = "Anna walked to the harbor in the morning ."
+CAPTURE = {"hook": "resid_post", "layers": [LAYER], "positions": "all"}
+
+
+class Server:
+    """Every request on a connection of its own, so that either process may get it."""
+
+    def __init__(self, url: str, counts: str) -> None:
+        self.url, self.counts = url, counts
+
+    def __call__(self, method: str, path: str, admin: bool = True, **more) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {API_KEY}"} | ({"X-Weir-Admin-Key": ADMIN_KEY} if admin else {})
+        headers |= more.pop("headers", {})
+        with httpx.Client(base_url=self.url, timeout=120) as client:
+            return client.request(method, path, headers=headers, **more)
+
+    def done(self, method: str, path: str, **more) -> dict:
+        response = self(method, path, **more)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def complete(self, wish: dict | None = None, **more) -> dict:
+        body = {"model": "demo", "prompt": PROMPT, "max_tokens": G, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+        body |= {"weir": {"v": 1, **wish}} if wish is not None else {}
+        return self.done("POST", "/v1/completions", json=body | more)["choices"][0]
+
+    def rows(self, tmp_path, **wish) -> np.ndarray:
+        """resid_post[LAYER], [rows, D]."""
+        choice = self.complete({"capture": [CAPTURE], "response": {"inline_bytes": 1 << 20}, **wish})
+        file = tmp_path / "rows.safetensors"
+        file.write_bytes(base64.b64decode(choice["weir"]["activations"]["b64"]))
+        return Activations.load(file)["resid_post", LAYER].numpy().copy()  # the file is mapped
+
+    def metrics(self) -> dict[str, float]:
+        out: dict[str, float] = {}
+        for family in text_string_to_metric_families(self("GET", "/metrics").text):
+            for sample in family.samples:
+                if sample.name.startswith("weir_") and not sample.name.endswith("_created"):
+                    assert sample.labels["model_name"] == "demo", sample
+                    key = sample.name + ":".join(["", *(v for k, v in sample.labels.items() if k == "reason")])
+                    out[key] = out.get(key, 0) + sample.value
+        return out
+
+    def by_process(self, name: str) -> list[float]:
+        """A counter's value in each API-server process."""
+        values = []
+        for file in map(str, Path(self.counts).glob("counter_*.db")):
+            families = multiprocess.MultiProcessCollector.merge([file])
+            values.append(sum(s.value for f in families for s in f.samples if s.name == name))
+        return values
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder, counts = tmp_path_factory.mktemp("serve"), tmp_path_factory.mktemp("counts")
+    env = {"WEIR_ADMIN_KEY": ADMIN_KEY, "PROMETHEUS_MULTIPROC_DIR": str(counts)}
+    with running(folder / "log", WEIR, "--api-server-count", "2", env=env, timeout=800) as client:
+        yield Server(str(client.base_url), str(counts))
+
+
+def test_what_one_process_is_told_the_other_knows(server):
+    """Each PUT is seen by every later request, whichever process gets it; and both processes got some."""
+    for k in range(12):
+        digest = server.done("PUT", "/v1/vectors/number", json=(V * (k + 1)).tolist())["digest"]
+        for _ in range(6):
+            (info,) = server.done("GET", "/v1/vectors")["vectors"]
+            assert info["digest"] == digest
+    assert server("DELETE", "/v1/vectors/number").status_code == 204
+    assert all(server.done("GET", "/v1/vectors") == {"vectors": []} for _ in range(6))
+    before, count = server.by_process("weir_errors_total"), 60
+    for _ in range(count):
+        bad = {"model": "demo", "prompt": "x", "weir": {"v": 1, "modules": ["gone"]}}
+        response = server("POST", "/v1/completions", json=bad)
+        assert response.status_code == 400 and response.json()["error"]["param"] == "modules[0]", response.text
+    after = server.by_process("weir_errors_total")
+    assert len(after) == 2 and all(after), after
+    assert sum(after) - sum(before) == count and server.metrics()["weir_errors_total:refused"] == sum(after)
+
+
+def test_names_and_modules_steer_by_their_newest_meaning(server, tmp_path):
+    plain = server.rows(tmp_path)
+    size = np.abs(plain).max()
+    for k in (1.0, -2.0, 3.0):
+        server.done("PUT", "/v1/vectors/happy", json={"vector": (k * V).tolist()})
+        module = {"name": "cheer", "vectors": {"post_mlp": {str(LAYER): {"vector": {"ref": "happy"}, "scale": 0.5}}}}
+        server.done("POST", "/v1/steering/modules/register", json=module)
+        add = {"op": "add", "vector": {"ref": "happy"}, "layers": [LAYER], "positions": "prompt"}
+        for wish, change in ({"interventions": [add]}, k), ({"modules": [{"name": "cheer", "scale": 4}]}, 2 * k):
+            for _ in range(2):
+                prompt = server.rows(tmp_path, **wish)[: len(plain) - G + 1]
+                assert np.abs(prompt - plain[: len(prompt)] - change * V).max() < BOUND * size
+    assert server.done("POST", "/v1/steering/modules/unregister", json={"name": "cheer"})["modules"] == []
+    assert server("DELETE", "/v1/vectors/happy").status_code == 204
+    assert np.abs(server.rows(tmp_path) - plain).max() < BOUND * size
+
+
+def test_steering_of_every_request(server, tmp_path):
+    """Plain requests on either process give the logprobs of requests that ask for the same; then none does again."""
+    v = (3 * V).tolist()
+    own = [
+        {"op": "add", "vector": v, "layers": [LAYER], "scale": 0.5},
+        {"op": "add", "vector": v, "layers": [1], "positions": "generated"},
+    ]
+    plain, wanted = server.complete(), server.complete({"interventions": own})
+    rows = server.rows(tmp_path)
+    body = {
+        "vectors": {"resid_post": {str(LAYER): {"vector": v, "scale": 0.5}}},
+        "decode_vectors": {"resid_post": {"1": v}},
+    }
+    made = server.done("POST", "/v1/steering/set", json=body)
+    assert made == {"status": "ok", "hook_points": ["resid_post"], "layers_updated": [1, LAYER]}
+    assert not np.allclose(plain["logprobs"]["token_logprobs"], wanted["logprobs"]["token_logprobs"], atol=0.1)
+    for _ in range(6):
+        found = server.complete()
+        assert "weir" not in found and found["text"] == wanted["text"]
+        ours, theirs = (c["logprobs"]["token_logprobs"] for c in (found, wanted))
+        assert np.abs(np.array(ours) - theirs).max() < 1e-4
+    assert np.abs(server.rows(tmp_path)[0] - rows[0] - 1.5 * V).max() < BOUND * np.abs(rows).max()
+    active = server.done("GET", "/v1/steering")["active_layers"]
+    assert active[str(LAYER)]["resid_post"]["norms"]["all"] == pytest.approx(1.5 * np.linalg.norm(V), rel=1e-5)
+    server.done("POST", "/v1/steering/clear")
+    for _ in range(4):
+        found = server.complete()["logprobs"]["token_logprobs"]
+        assert np.abs(np.array(found) - plain["logprobs"]["token_logprobs"]).max() < 1e-4
+
+
+def test_keys_on_a_real_server(server):
+    """vLLM's API key reads; changing needs the admin key as well. Errors have vLLM's form."""
+    assert server("GET", "/v1/vectors", headers={"Authorization": "Bearer no"}).status_code == 401
+    for method, path, body in (
+        ("PUT", "/v1/vectors/a", V.tolist()),
+        ("DELETE", "/v1/vectors/a", None),
+        ("POST", "/v1/steering/set", {"vectors": {"resid_post": {"1": V.tolist()}}}),
+        ("POST", "/v1/steering/clear", {}),
+        ("POST", "/v1/steering/modules/register", {"name": "a", "vectors": {"resid_post": {"1": V.tolist()}}}),
+        ("POST", "/v1/steering/modules/unregister", {"name": "a"}),
+    ):
+        response = server(method, path, json=body, headers={"X-Weir-Admin-Key": "no"})
+        assert response.status_code == 403 and response.json()["error"]["code"] == 403, response.text
+    bad = server("POST", "/v1/steering/set", json={"vectors": {"resid_post": {"99": V.tolist()}}})
+    assert bad.status_code == 400 and bad.json()["error"]["param"] == "vectors.resid_post.99.layers", bad.text
+    assert server("POST", "/v1/steering/set", json={"vectors": {}, "more": 1}).status_code == 400
+    assert (
+        server("PUT", "/v1/vectors/a", content=b"GGUF", headers={"Content-Type": "application/gguf"}).status_code == 400
+    )
+    assert server.done("GET", "/v1/steering/layers?target=main")["layers"]["1"]["hook_points"]
+    paths = server.done("GET", "/openapi.json")["paths"]
+    assert {"/v1/vectors/{name}", "/v1/steering/set", "/v1/steering/modules"} <= set(paths)
+
+
+def test_metrics(server, tmp_path):
+    """Counters of both processes add up to what was done."""
+    before = server.metrics()
+    add = {"op": "add", "vector": V.tolist(), "layers": [1, 2], "positions": "prompt"}
+    again = {"op": "add", "vector": (2 * V).tolist(), "layers": [2], "positions": "sampled"}
+    rows = 0
+    for k in range(6):
+        rows += len(server.rows(tmp_path, interventions=[add, again] if k % 2 else []))
+    choice = server.complete({"capture": [{**CAPTURE, "layers": "all"}], "response": {"inline_bytes": 0}})
+    length, big = rows // 6, choice["weir"]["activations"]["bytes"]
+    after = server.metrics()
+    change = {k: after[k] - before.get(k, 0) for k in after}
+    assert change["weir_rows_captured_total"] == rows + 6 * length
+    assert change["weir_bytes_out_total"] == (rows + 6 * length) * D * 4
+    # The same prompt again: keys and values of steered blocks may come from the cache, never more than whole blocks.
+    assert 0 < change["weir_steered_tokens_total"] <= 3 * length
+    assert change["weir_rows_dropped_total"] == change["weir_errors_total:refused"] == 0
+    deadline = time.monotonic() + 30  # gauges follow within a second or two
+    while after["weir_spool_bytes"] < big and time.monotonic() < deadline:
+        time.sleep(0.2)
+        after = server.metrics()
+    assert after["weir_spool_bytes"] >= big >= 6 * length * D * 4
+    assert 0 <= after["weir_buffer_fill"] <= 1 and after["weir_requests_waiting"] == 0
