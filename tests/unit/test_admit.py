@@ -187,8 +187,8 @@ def test_what_is_remembered_of_an_admission():
     """Equal wishes share it; what JSON tells apart, and what Python would take for equal, does not."""
     from vllm_weir.frontend.desk import LONGEST_KNOWN, _same_wish
 
-    def key(extra, ids=True):
-        found = _same_wish(extra, ids)
+    def key(extra, ids=True, names=0):
+        found = _same_wish(extra, ids, names)
         return found and found[0]
 
     assert key(wish()) == key(wish()) is not None
@@ -196,7 +196,9 @@ def test_what_is_remembered_of_an_admission():
     apart += [wish(before=[]), wish(before={}), wish(before=["a", "b"]), wish(before={"a": "b"}), wish(layers="all")]
     keys = [key(w) for w in apart] + [key(wish(), False)]
     assert len(set(keys)) == len(keys) and None not in keys
-    assert key(wish(project={"ref": "name"})) is None and key(wish(before=object())) is None
+    for named in (wish(project={"ref": "name"}), wish(project="name")):  # what a name means can change
+        assert key(named) == key(named) != key(named, names=1)
+    assert key(wish(before=object())) is None
     assert key(wish() | {"apply_steering_vectors": []}) is None and key({"weir": "x"}) is None
     assert key(wish(before="x" * LONGEST_KNOWN)) is None
     endless = []

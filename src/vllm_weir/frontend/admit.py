@@ -18,6 +18,7 @@ from vllm_weir.spec.interventions import Intervention, Move
 from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY, lens_capture, lens_interventions
 from vllm_weir.spec.request import WIRE_KEY, RequestSpec, ResolvedSpec
 from vllm_weir.spec.sizes import Sizes
+from vllm_weir.spec.tiers import scaled
 from vllm_weir.worker.select import Selectors, column_of
 
 MAX_TOKEN_SELECTORS = 4
@@ -136,6 +137,11 @@ def unknown_reference(ref: str, field: str) -> np.ndarray:
     raise WeirError(f"no vector is registered under {ref!r}", field)
 
 
+def unknown_module(name: str, field: str) -> Sequence[Intervention]:
+    """The lookup of an engine that keeps no modules."""
+    raise WeirError(f"no module is registered under {name!r}", field)
+
+
 def admit(
     extra_args: Mapping[str, Any],
     facts: EngineFacts,
@@ -144,6 +150,7 @@ def admit(
     always: Sequence[Intervention] = (),
     everyone: Sequence[Capture] = (),
     sinks: Collection[str] = (),
+    module: Callable[[str, str], Sequence[Intervention]] = unknown_module,
 ) -> Admitted:
     """Check and resolve a request's keys.
 
@@ -155,6 +162,7 @@ def admit(
         always: interventions that every request undergoes, before its own.
         everyone: what sinks get of every request.
         sinks: names of the engine's sinks.
+        module: (name, field) -> the interventions kept under a name, or raises WeirError.
 
     Raises:
         WeirError: naming the field, for anything that cannot be done exactly as asked.
@@ -167,7 +175,8 @@ def admit(
         if lens is not None:
             lens_layers = lens.resolve_layers(facts.num_layers)
             captures = (*captures, lens)
-    interventions = (*always, *spec.interventions)
+    named = [one for m in spec.modules for one in scaled(module(m.name, m.path), m.scale, f"{m.path}.scale")]
+    interventions = (*always, *named, *spec.interventions)
     if extra_args.get(LENS_STEER_KEY) is not None:
         interventions += lens_interventions(extra_args[LENS_STEER_KEY])
     moves, rows = _lower(interventions, facts, lookup, has_token_ids)

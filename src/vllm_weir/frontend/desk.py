@@ -15,7 +15,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import KEYS, Admitted, EngineFacts, admit, carries_keys, engine_form
 from vllm_weir.frontend.inbox import Inbox
 from vllm_weir.frontend.parts import Part
-from vllm_weir.frontend.shelf import Shelf
+from vllm_weir.frontend.shelf import Contents, Shelf, Source
 from vllm_weir.frontend.sinks.board import Board
 from vllm_weir.frontend.sinks.ticket import Ticket
 from vllm_weir.frontend.store import Pending, Store
@@ -124,6 +124,8 @@ class Desk:
         self.refusal = refusal
         self.store = Store()
         self.shelf = Shelf()
+        self.source: Source | None = None
+        """Where names and the interventions of every request come from, if other processes change them too."""
         self.always: tuple[Intervention, ...] = ()
         self.facts: EngineFacts | None = None
         self.board = Board(settings.sinks, settings.marked_bytes, settings.marked_seconds, settings.timeout)
@@ -134,6 +136,7 @@ class Desk:
         self._inbox: Inbox | None = None
         self._known: OrderedDict[tuple, tuple[Admitted, int]] = OrderedDict()
         self._known_bytes = 0
+        self._contents: Contents | None = None
         _desks.add(self)
 
     def learn(self, reports: Sequence[Mapping[str, Any]]) -> None:
@@ -157,7 +160,21 @@ class Desk:
     @property
     def universal(self) -> bool:
         """Whether requests without Weir's keys, too, are steered or have rows for sinks."""
+        self.refresh()
         return bool(self.always or self.board.everyone)
+
+    def refresh(self) -> None:
+        """Take over what other processes have changed since."""
+        if self.source is None or (contents := self.source.read()) is self._contents:
+            return
+        self._contents = contents
+        self.shelf.load(contents)
+        self._always(contents.always)
+
+    def _always(self, interventions: Sequence[Intervention]) -> None:
+        self.always = tuple(interventions)
+        self._known.clear()
+        self._known_bytes = 0
 
     def require_facts(self) -> EngineFacts:
         """The engine's facts; raises WeirError if this engine cannot serve Weir's keys."""
@@ -177,6 +194,7 @@ class Desk:
     ) -> tuple[Tracker, dict[str, Any] | None]:
         """Check one sequence's request; returns its tracker and the wire form for the engine, or raises WeirError."""
         facts = self.require_facts()
+        self.refresh()
         admitted = self._admitted(extra_args, prompt_ids is not None)
         if self._most_rows is not None:
             _check_rows(admitted, prompt_len, max_tokens, self._most_rows)
@@ -195,7 +213,7 @@ class Desk:
 
     def _admitted(self, extra_args: Mapping[str, Any], has_token_ids: bool) -> Admitted:
         """As `admit`; remembered, since thousands of requests ask for the same."""
-        same = None if self.always else _same_wish(extra_args, has_token_ids)
+        same = _same_wish(extra_args, has_token_ids, self.shelf.version)
         if same is not None and (known := self._known.get(same[0])) is not None:
             self._known.move_to_end(same[0])
             return known[0]
@@ -207,6 +225,7 @@ class Desk:
             self.always,
             self.board.everyone,
             self.board.definitions,
+            self.shelf.module,
         )
         if same is not None:
             key, size = same
@@ -218,11 +237,14 @@ class Desk:
 
     def set_always(self, interventions: Sequence[Intervention]) -> None:
         """Interventions for every request admitted from now on; checked against the engine, or WeirError."""
-        facts = self.require_facts()
-        admitted = admit({}, facts, True, self.shelf.find, interventions)
+        self._always(self.settled(interventions))
+
+    def settled(self, interventions: Sequence[Intervention], shelf: Shelf | None = None) -> tuple[Intervention, ...]:
+        """These, found to be possible in this engine (or WeirError), with names replaced by what they mean now."""
+        facts, find = self.require_facts(), (shelf or self.shelf).find
+        admitted = admit({}, facts, True, find, interventions)
         engine_form(admitted, "", None, 1, 1, facts, self._chunked, self.settings.table_sizes(facts.d_model))
-        # What a name means now, so that forgetting or reusing the name later changes nothing.
-        self.always = tuple(i.with_arrays(self.shelf.find) for i in interventions)
+        return tuple(i.with_arrays(find) for i in interventions)
 
     def close(self) -> None:
         """Give the sinks what is queued, and stop receiving."""
@@ -256,9 +278,9 @@ def _check_rows(admitted: Admitted, prompt_len: int, max_tokens: int, most: int)
         )
 
 
-def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool) -> tuple[tuple, int] | None:
-    """(key, about its bytes): the key is equal for requests that ask for the same; None for those whose meaning hangs
-    on more than what they say."""
+def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 0) -> tuple[tuple, int] | None:
+    """(key, about its bytes): the key is equal for requests that ask for the same while names mean the same (which
+    `names` stands for); None for those that cannot be compared."""
     wish = extra_args.get(WIRE_KEY)
     if not carries_keys(extra_args):
         return (has_token_ids,), 8
@@ -266,14 +288,14 @@ def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool) -> tuple[tupl
         return None
     size = [0]
     try:
-        key = (has_token_ids, _frozen(wish, size))
+        key = (has_token_ids, names, _frozen(wish, size))
     except (_UnlikeError, RecursionError):
         return None  # admission says what is wrong with it, if anything is
     return (key, size[0]) if size[0] <= LONGEST_KNOWN else None
 
 
 class _UnlikeError(Exception):
-    """Not plain JSON, or a name: what it refers to can change."""
+    """Not plain JSON."""
 
 
 def _frozen(value: Any, size: list[int]) -> Any:
@@ -288,8 +310,6 @@ def _frozen(value: Any, size: list[int]) -> Any:
     if kind is list:
         return list, *[_frozen(v, size) for v in value]
     if kind is dict:
-        if "ref" in value:
-            raise _UnlikeError
         return dict, *value, *[_frozen(v, size) for v in value.values()]
     if kind is bool or kind is float:
         return kind, value  # 1, 1.0 and True are equal, but do not mean the same

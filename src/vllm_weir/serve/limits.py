@@ -25,7 +25,8 @@ class Limits(BaseModel):
         spool_bytes: bytes of results kept to be fetched; the oldest go first.
         spool_seconds: how long a result is kept.
         rows: most rows that one sequence may ask to have returned.
-        vectors: most vectors kept under names.
+        vectors: most names of vectors and modules.
+        vector_bytes: most bytes of all that is kept under names or steers every request (float32, equal vectors once).
         directory: where results lie; empty: the system's temporary directory.
     """
 
@@ -39,6 +40,7 @@ class Limits(BaseModel):
     spool_seconds: Annotated[float, Field(gt=0, le=604_800)] = 600.0
     rows: Annotated[int, Field(ge=1)] = 1 << 20
     vectors: Annotated[int, Field(ge=1)] = 4096
+    vector_bytes: Annotated[int, Field(ge=1 << 10)] = 1 << 30
     directory: str = ""
 
     @classmethod

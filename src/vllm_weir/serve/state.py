@@ -12,9 +12,11 @@ from fastapi import HTTPException, Request
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
+from vllm_weir.frontend.admit import EngineFacts
 from vllm_weir.frontend.desk import Desk
 from vllm_weir.serve.home import Home
 from vllm_weir.serve.limits import ADMIN_KEY, Limits
+from vllm_weir.serve.shared import Shared
 from vllm_weir.serve.spool import Spool
 
 T = TypeVar("T")
@@ -41,6 +43,7 @@ class ServerState:
         self.admin_key: str | None = os.environ.get(ADMIN_KEY) or None
         self.home: Home | None = None
         self.spool: Spool | None = None
+        self._names: Shared | None = None
         self._threads = ThreadPoolExecutor(THREADS, "weir-answer")
         desk.serve(self.limits.rows)
 
@@ -48,6 +51,21 @@ class ServerState:
         """Weir's routes are on: `key` is the process whose children share the server's directory."""
         self.home = Home(key, self.limits.directory)
         self.spool = Spool(self.home.room("spool"), self.limits.spool_bytes, self.limits.spool_seconds)
+        self._names = self.desk.source = Shared(self.home.room("shared"))
+
+    @property
+    def names(self) -> Shared:
+        """Vectors and modules by name, and the steering of every request; raises WeirError while the routes are off."""
+        if self._names is None:
+            raise WeirError("this server has none of Weir's routes; start it with `weir serve`")
+        return self._names
+
+    async def facts(self) -> EngineFacts:
+        """The engine's, of which the workers are asked once; raises WeirError if it cannot serve Weir's keys."""
+        from vllm_weir.seams.engine import ask_workers
+
+        await ask_workers(self.engine_client)
+        return self.desk.require_facts()
 
     async def run(self, job: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
         """Do what waits or copies beside the event loop; `undo` follows if the caller is gone before it is done."""

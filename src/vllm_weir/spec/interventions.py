@@ -119,6 +119,11 @@ class Intervention:
                 out[name] = value.to_json() if isinstance(value, Vector) else value
         return out
 
+    @property
+    def given(self) -> dict[str, Vector]:
+        """Its vectors, by field."""
+        return {name: getattr(self, name) for name in self.vectors}
+
     @classmethod
     def _own_fields(cls) -> list[str]:
         shared = {"layers", "hook", "positions", "path"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,44 @@ from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.hooks import Site, place_of
 from vllm_weir.spec.interventions import Intervention, parse_intervention
 from vllm_weir.spec.positions import Positions
+from vllm_weir.spec.vectors import number
 
 WIRE_KEY = "weir"
 WIRE_VERSION = 1
 MAX_CAPTURES = 62  # with vllm-lens's key 63 selectors: the planner keeps one bit of an int64 for each
 MAX_INTERVENTIONS = 1024
+MAX_MODULES = 64
 MAX_WIRE_CHARS = 64 << 20
+
+
+@dataclass(frozen=True)
+class Module:
+    """Interventions that the server keeps under a name; they come before the request's own.
+
+    Attributes:
+        scale: factor of its additions.
+    """
+
+    name: str
+    scale: float = 1.0
+    path: str = field(default="module", repr=False, compare=False)
+
+    @classmethod
+    def parse(cls, data: object, path: str) -> Module:
+        """From a name, or ``{"name", "scale"}``."""
+        if isinstance(data, Module):
+            return data
+        if isinstance(data, str):
+            data = {"name": data}
+        if not isinstance(data, Mapping):
+            raise WeirError("a module is its name, or {name, scale}", path)
+        for key in data:
+            if key not in ("name", "scale"):
+                raise WeirError("unknown key; known are name, scale", f"{path}.{brief(key)}")
+        name = data.get("name")
+        if not isinstance(name, str) or not 0 < len(name) <= 256:
+            raise WeirError("a name is a string of 1 to 256 characters", f"{path}.name")
+        return cls(name, number(data.get("scale", 1.0), f"{path}.scale"), path)
 
 
 @dataclass(frozen=True)
@@ -30,6 +62,7 @@ class RequestSpec:
 
     capture: tuple[Capture, ...] = ()
     interventions: tuple[Intervention, ...] = ()
+    modules: tuple[Module, ...] = ()
 
     @classmethod
     def parse(cls, data: object, path: str = WIRE_KEY) -> RequestSpec:
@@ -42,8 +75,8 @@ class RequestSpec:
         if not isinstance(data, Mapping):
             raise WeirError(f"expected an object, got {type(data).__name__}", path)
         for key in data:
-            if key not in ("v", "capture", "interventions"):
-                raise WeirError("unknown key; known are v, capture, interventions", f"{path}.{brief(key)}")
+            if key not in ("v", "capture", "interventions", "modules"):
+                raise WeirError("unknown key; known are v, capture, interventions, modules", f"{path}.{brief(key)}")
         version = data.get("v")
         if version != WIRE_VERSION or isinstance(version, bool):
             raise WeirError(f"this Weir speaks version {WIRE_VERSION}, got {brief(version)}", f"{path}.v")
@@ -55,15 +88,19 @@ class RequestSpec:
                     "a request given as text names one of the engine's sinks and does not set up its own",
                     f"{capture.path}.sink",
                 )
-        return cls(captures, parse_interventions(data.get("interventions", ()), "interventions"))
+        interventions = parse_interventions(data.get("interventions", ()), "interventions")
+        return cls(captures, interventions, parse_modules(data.get("modules", ()), "modules"))
 
     def to_json(self) -> dict[str, Any]:
         """The wire form."""
-        return {
+        out: dict[str, Any] = {
             "v": WIRE_VERSION,
             "capture": [c.to_json() for c in self.capture],
             "interventions": [i.to_json() for i in self.interventions],
         }
+        if self.modules:
+            out["modules"] = [{"name": m.name, "scale": m.scale} for m in self.modules]
+        return out
 
 
 def parse_captures(captures: object, path: str) -> tuple[Capture, ...]:
@@ -92,6 +129,19 @@ def parse_interventions(interventions: object, path: str) -> tuple[Intervention,
             f"{len(interventions)} interventions in one request, more than the limit of {MAX_INTERVENTIONS}", path
         )
     return tuple(parse_intervention(x, f"{path}[{i}]") for i, x in enumerate(interventions))
+
+
+def parse_modules(modules: object, path: str) -> tuple[Module, ...]:
+    """A module's name, its wire form, or a list of either."""
+    if isinstance(modules, (Module, Mapping, str)):
+        modules = [modules]
+    if modules is None:
+        modules = ()
+    if isinstance(modules, bytes) or not isinstance(modules, Sequence):
+        raise WeirError(f"expected a list of modules, got {type(modules).__name__}", path)
+    if len(modules) > MAX_MODULES:
+        raise WeirError(f"{len(modules)} modules in one request, more than the limit of {MAX_MODULES}", path)
+    return tuple(Module.parse(x, f"{path}[{i}]") for i, x in enumerate(modules))
 
 
 def _loads(text: str | bytes, path: str) -> Any:

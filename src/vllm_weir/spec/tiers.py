@@ -1,16 +1,21 @@
-"""Three-tier steering (base, prefill, decode) as position selectors: the RhizoNymph fork's request fields."""
+"""Three-tier steering (base, prefill, decode) as position selectors: the bodies of the fork RhizoNymph/vllm."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.spec.interventions import Add
-from vllm_weir.spec.vectors import number
+from vllm_weir.spec.interventions import Add, Clamp, Intervention
+from vllm_weir.spec.vectors import Vector, number
 
-_POSITIONS = {"steering_vectors": "all", "prefill_steering_vectors": "prompt", "decode_steering_vectors": "generated"}
+TIERS = {"": "all", "prefill_": "prompt", "decode_": "generated"}
+"""Prefix of a tier's fields -> the positions at which it acts."""
 _HOOKS = {"post_mlp": "resid_post"}
+_LAYER = re.compile(r"^-?\d{1,9}$", re.ASCII)
+_PACKED = ("dtype", "shape", "layer_indices", "data")
 
 
 def from_tiers(
@@ -19,52 +24,155 @@ def from_tiers(
     decode_steering_vectors: Mapping | None = None,
     steering_module_ref: Sequence[Any] | str | None = None,
     modules: Mapping[str, Mapping] | None = None,
-) -> list[Add]:
-    """Interventions that do what the fork's fields ask.
+) -> list[Intervention]:
+    """Interventions that do what the fork's request fields ask.
 
     Args:
         steering_vectors, prefill_steering_vectors, decode_steering_vectors: ``{hook: {layer: entry}}``, an entry being
-            a list of floats or ``{"vector": [...], "scale": float}``. The tiers add up: the first at all positions,
-            the second at the prompt's, the third at the generated ones.
+            a list of floats or ``{"vector": [...], "scale": float}``; or ``{hook: packed}``, packed being
+            ``{"dtype", "shape", "layer_indices", "data": base64, "scales"}``. The tiers add up: the first at all
+            positions, the second at the prompt's, the third at the generated ones.
         steering_module_ref: a name in `modules`, or (name, scale).
-        modules: name -> ``{"vectors", "prefill_vectors", "decode_vectors"}`` as the fork registers them.
+        modules: name -> what `from_fields` takes.
 
     Raises:
         WeirError: naming the field.
     """
-    tiers = {
-        "steering_vectors": steering_vectors,
-        "prefill_steering_vectors": prefill_steering_vectors,
-        "decode_steering_vectors": decode_steering_vectors,
-    }
-    out: list[Add] = []
+    out: list[Intervention] = []
     if steering_module_ref is not None:
         reference = steering_module_ref
         name, scale = (reference, 1.0) if isinstance(reference, str) else (reference[0], reference[1])
         if not modules or name not in modules:
             raise WeirError(f"no module {brief(name)!r} in modules", "steering_module_ref")
-        scale = number(scale, "steering_module_ref[1]")
-        for tier, key in zip(tiers, ("vectors", "prefill_vectors", "decode_vectors"), strict=True):
-            out += _tier(modules[name].get(key), f"modules.{name}.{key}", _POSITIONS[tier], scale)
-    for tier, spec in tiers.items():
-        out += _tier(spec, tier, _POSITIONS[tier], 1.0)
+        out += scaled(from_fields(modules[name], f"modules.{name}."), scale, "steering_module_ref[1]")
+    given = (steering_vectors, prefill_steering_vectors, decode_steering_vectors)
+    for (prefix, positions), spec in zip(TIERS.items(), given, strict=True):
+        out += _additions(spec, f"{prefix}steering_vectors", positions)
     return out
 
 
-def _tier(spec: Mapping | None, path: str, positions: str, scale: float) -> list[Add]:
-    out = []
-    for hook, layers in (spec or {}).items():
-        if not isinstance(layers, Mapping):
-            raise WeirError("expected {layer: vector}", f"{path}.{brief(hook)}")
-        for layer, entry in layers.items():
-            at = f"{path}.{brief(hook)}.{brief(layer)}"
-            factor = scale
+def from_fields(fields: Mapping[str, Any], path: str = "") -> list[Intervention]:
+    """Interventions that do what the fork's fields `vectors`, `prefill_vectors`, `decode_vectors`, `clamps`,
+    `prefill_clamps` and `decode_clamps` ask: additions first, then clamps. Other fields are not looked at.
+
+    Args:
+        fields: the vectors' as in `from_tiers`; a clamp's value is ``{hook: {layer: [entry, ...]}}``, an entry being
+            ``{"vector", "value" or "min" and / or "max", "strength"}``, or ``{hook: packed}`` with ``bounds``
+            (``[[min, max], ...]``, null for none) and ``strengths`` in place of ``scales``.
+        path: goes before the fields' names in errors.
+    """
+    out: list[Intervention] = []
+    for prefix, positions in TIERS.items():
+        out += _additions(fields.get(f"{prefix}vectors"), f"{path}{prefix}vectors", positions)
+    for prefix, positions in TIERS.items():
+        out += _clamps(fields.get(f"{prefix}clamps"), f"{path}{prefix}clamps", positions)
+    return out
+
+
+def scaled(interventions: Sequence[Intervention], scale: Any, path: str) -> list[Intervention]:
+    """These with every addition's scale times `scale`, which is refused (naming `path`) if there are others."""
+    factor = number(scale, path)
+    if factor == 1.0:
+        return list(interventions)
+    out: list[Intervention] = []
+    for one in interventions:
+        if not isinstance(one, Add):
+            raise WeirError(f"the module holds a {one.op}, which cannot be scaled; leave the scale out", path)
+        out.append(replace(one, scale=one.scale * factor))
+    return out
+
+
+def _additions(spec: Mapping | None, path: str, positions: str) -> Iterator[Add]:
+    for hook, layers, at in _hooks(spec, path):
+        if "data" in layers:
+            rows, indices = _unpack(layers, at, ("scales",))
+            scales = _numbers(layers.get("scales"), len(indices), f"{at}.scales")
+            for row, layer, factor in zip(rows, indices, scales, strict=True):
+                yield Add(row, layer, factor, hook, positions, path=at)
+            continue
+        for layer, entry, place in _layers(layers, at):
+            factor = 1.0
             if isinstance(entry, Mapping) and "vector" in entry:
-                factor *= number(entry.get("scale", 1.0), f"{at}.scale")
+                _only(entry, ("vector", "scale"), place)
+                factor = number(entry.get("scale", 1.0), f"{place}.scale")
                 entry = entry["vector"]
-            try:
-                index = int(layer)
-            except (TypeError, ValueError):
-                raise WeirError("a layer is an int", at) from None
-            out.append(Add(entry, index, factor, _HOOKS.get(hook, hook), positions, path=at))
-    return out
+            yield Add(Vector.parse(entry, f"{place}.vector", (1,)), layer, factor, hook, positions, path=place)
+
+
+def _clamps(spec: Mapping | None, path: str, positions: str) -> Iterator[Clamp]:
+    for hook, layers, at in _hooks(spec, path):
+        if "data" in layers:
+            rows, indices = _unpack(layers, at, ("bounds", "strengths"))
+            bounds = layers.get("bounds")
+            if not isinstance(bounds, list) or len(bounds) != len(indices):
+                raise WeirError(f"expected {len(indices)} pairs [min, max]", f"{at}.bounds")
+            strengths = _numbers(layers.get("strengths"), len(indices), f"{at}.strengths")
+            for k, (row, layer, strength) in enumerate(zip(rows, indices, strengths, strict=True)):
+                if not isinstance(bounds[k], list) or len(bounds[k]) != 2:
+                    raise WeirError("expected a pair [min, max], null for none", f"{at}.bounds[{k}]")
+                low, high = bounds[k]
+                yield Clamp(row, layer, min=low, max=high, strength=strength, hook=hook, positions=positions, path=at)
+            continue
+        for layer, entries, place in _layers(layers, at):
+            if not isinstance(entries, list):
+                raise WeirError("expected a list of clamps", place)
+            for k, entry in enumerate(entries):
+                one = f"{place}[{k}]"
+                if not isinstance(entry, Mapping) or "vector" not in entry:
+                    raise WeirError("expected {vector, value or min and / or max, strength}", one)
+                _only(entry, ("vector", "value", "min", "max", "strength"), one)
+                how = {name: entry[name] for name in ("value", "min", "max", "strength") if entry.get(name) is not None}
+                if "value" in how and ("min" in how or "max" in how):
+                    raise WeirError("give value, or min and / or max", f"{one}.value")
+                direction = Vector.parse(entry["vector"], f"{one}.vector", (1,))
+                yield Clamp(direction, layer, **how, hook=hook, positions=positions, path=one)
+
+
+def _hooks(spec: object, path: str) -> Iterator[tuple[str, Mapping, str]]:
+    if spec is None:
+        return
+    if not isinstance(spec, Mapping):
+        raise WeirError("expected {hook: {layer: vector}}", path)
+    for hook, layers in spec.items():
+        at = f"{path}.{brief(hook)}"
+        if not isinstance(layers, Mapping):
+            raise WeirError("expected {layer: vector}", at)
+        yield _HOOKS.get(hook, hook), layers, at
+
+
+def _layers(layers: Mapping, path: str) -> Iterator[tuple[int, Any, str]]:
+    for layer, entry in layers.items():
+        at = f"{path}.{brief(layer)}"
+        if isinstance(layer, bool) or not _LAYER.match(brief(layer)):
+            raise WeirError("a layer is an int", at)
+        yield int(layer), entry, at
+
+
+def _unpack(packed: Mapping, path: str, more: Sequence[str]) -> tuple[Any, list[int]]:
+    """(rows [n, d_model], their layers)."""
+    _only(packed, (*_PACKED, *more), path)
+    for key in _PACKED:
+        if key not in packed:
+            raise WeirError("missing", f"{path}.{key}")
+    content = {"b64": packed["data"], "dtype": packed["dtype"], "shape": packed["shape"]}
+    rows = Vector.parse(content, f"{path}.data", (2,)).array
+    indices = packed["layer_indices"]
+    assert rows is not None
+    if not isinstance(indices, list) or len(indices) != len(rows) or not all(type(i) is int for i in indices):
+        raise WeirError(f"expected {len(rows)} ints, one for each row", f"{path}.layer_indices")
+    return rows, indices
+
+
+def _numbers(values: object, count: int, path: str) -> list[float]:
+    """`count` numbers; ones if there are none given."""
+    if values is None:
+        return [1.0] * count
+    if not isinstance(values, list) or len(values) != count:
+        raise WeirError(f"expected {count} numbers, one for each row", path)
+    return [number(value, f"{path}[{k}]") for k, value in enumerate(values)]
+
+
+def _only(data: Mapping, known: Sequence[str], path: str) -> None:
+    for key in data:
+        if key not in known:
+            raise WeirError(f"unknown key; known are {', '.join(known)}", f"{path}.{brief(key)}")

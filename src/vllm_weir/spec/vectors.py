@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Vector:
         data = base64.b64encode(np.ascontiguousarray(self.array, "<f4").tobytes()).decode()
         return {"b64": data, "dtype": "float32", "shape": list(self.array.shape)}
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """Digest of the content; of a reference, what it refers to by name."""
         return digest_of(self.array) if self.array is not None else self.ref
