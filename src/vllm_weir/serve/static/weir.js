@@ -38,14 +38,20 @@ async function connect() {
     const middle = state.layers[Math.floor(state.layers.length / 2)];
     for (const id of ["probe-layer", "new-layer"]) Object.assign($(id), { max: info.num_layers - 1, value: middle });
     const named = await (await call("/v1/vectors")).json();
-    for (const [name, { shape }] of Object.entries(named.vectors ?? named)) {
-      if (shape.at(-1) === state.width && shape.length === 1) state.vectors.set(name, { wire: { ref: name } });
+    for (const { name, shape, layers, refs } of named.vectors) {
+      if (layers.length) state.vectors.set(name, { wire: (layer) => ({ ref: refs[nearest(layers, layer)] }) });
+      else if (shape.length === 1) state.vectors.set(name, { wire: () => ({ ref: name }) });
     }
     showVectors();
   } catch (error) {
     $("model").textContent = "not connected";
     complain(error);
   }
+}
+
+/** Index of the block that has a direction of its own, nearest to `layer`. */
+function nearest(layers, layer) {
+  return layers.reduce((best, l, i) => (Math.abs(l - layer) < Math.abs(layers[best] - layer) ? i : best), 0);
 }
 
 function showVectors() {
@@ -82,7 +88,7 @@ function interventions() {
   return [...state.vectors].flatMap(([name, { wire, slider: box }]) => {
     const scale = Number(box.querySelector("[type=range]").value);
     const layers = [Number(box.querySelector("[type=number]").value)];
-    return scale ? [{ op: "add", vector: wire, layers, scale, hook: "resid_post" }] : [];
+    return scale ? [{ op: "add", vector: wire(layers[0]), layers, scale, hook: "resid_post" }] : [];
   });
 }
 
@@ -90,7 +96,7 @@ function wish() {
   const probe = state.vectors.get($("probe").value);
   const out = { v: 1, interventions: interventions() };
   if (probe) {
-    out.capture = [{ hook: "resid_post", layers: state.layers, positions: "sampled", project: probe.wire }];
+    out.capture = [{ hook: "resid_post", layers: state.layers, positions: "sampled", project: probe.wire(Number($("probe-layer").value)) }];
     out.response = { stream: true };
   }
   return out;
@@ -172,7 +178,7 @@ function takeScores(reply, scores, complete) {
 }
 
 function finish(reply, receipt) {
-  const steered = reply.steer.map((s) => `${s.vector.ref ?? "own vector"} × ${s.scale} at block ${s.layers[0]}`);
+  const steered = reply.steer.map((s) => `${s.vector.ref ?? "a vector of this page"} × ${s.scale} at block ${s.layers[0]}`);
   const note = document.createElement("span");
   note.className = "note";
   note.textContent = `${reply.tokens.length} tokens` + (steered.length ? `, steered by ${steered.join(", ")}` : "");
@@ -247,7 +253,8 @@ async function makeVector() {
   const plus = await meanRow($("new-plus").value, layer), minus = await meanRow($("new-minus").value, layer);
   const apart = plus.map((v, i) => v - minus[i]), length = Math.hypot(...apart);
   if (!(length > 0)) throw new Error("the two texts have the same mean row");
-  state.vectors.set(name, { wire: encode(apart.map((v) => v / length)) });
+  const wire = encode(apart.map((v) => v / length));
+  state.vectors.set(name, { wire: () => wire });
   showVectors();
   $("probe").value = name;
 }
