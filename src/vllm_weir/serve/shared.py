@@ -120,7 +120,7 @@ class Shared:
             if data["generation"] <= known.generation:
                 return known
             try:
-                return _from_json(data, lambda digest: have.get(digest) or self._read_vector(digest))  # noqa: B023
+                return _from_json(data, lambda digest: have.get(digest) or self._read_vector(digest))
             except FileNotFoundError:
                 # A writer has moved on and removed a vector of the state that was being read: there is a newer one.
                 if json.loads(self._path.read_bytes())["generation"] == data["generation"]:

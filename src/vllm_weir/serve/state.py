@@ -55,7 +55,7 @@ class ServerState:
 
     @property
     def names(self) -> Shared:
-        """Vectors and modules by name, and the steering of every request; raises WeirError while the routes are off."""
+        """Vectors and modules by name, and what every request undergoes; raises WeirError while the routes are off."""
         if self._names is None:
             raise WeirError("this server has none of Weir's routes; start it with `weir serve`")
         return self._names

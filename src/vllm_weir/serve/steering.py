@@ -53,9 +53,7 @@ def _steering(routes: APIRouter) -> None:
         responses=declared(400, 401, 403, 413),
         summary="Steer no request but those that ask for it",
     )
-    async def clear_steering(
-        state: State, body: Annotated[bodies.ClearSteering | None, Body()] = None
-    ) -> bodies.Done:
+    async def clear_steering(state: State, body: Annotated[bodies.ClearSteering | None, Body()] = None) -> bodies.Done:
         _main_only(body.target if body else None)
         await state.run(lambda: state.names.change(lambda c: replace(c, always=(), tiers=0)))
         return bodies.Done()
@@ -119,8 +117,8 @@ def _given(body: bodies.Fields) -> tuple[list[Intervention], tuple[Intervention,
     own = None if body.interventions is None else parse_interventions(body.interventions, "interventions")
     if not tiers and not own:
         raise WeirError(
-            "there is nothing in it: give vectors, prefill_vectors or decode_vectors {hook: {layer: vector}}, clamps, or "
-            "interventions; /clear takes steering away",
+            "there is nothing in it: give vectors, prefill_vectors or decode_vectors {hook: {layer: vector}}, clamps, "
+            "or interventions; /clear takes steering away",
             "vectors",
         )
     return tiers, own
@@ -151,9 +149,7 @@ def _set(state: ServerState, body: bodies.SetSteering) -> bodies.SteeringSet:
     return bodies.SteeringSet(hook_points=hooks, layers_updated=sorted(layers))
 
 
-def _settle(
-    state: ServerState, contents: Contents, *parts: Sequence[Intervention]
-) -> list[tuple[Intervention, ...]]:
+def _settle(state: ServerState, contents: Contents, *parts: Sequence[Intervention]) -> list[tuple[Intervention, ...]]:
     """Interventions with the content of the names they use; raises WeirError if the engine cannot do them."""
     shelf = Shelf()
     shelf.load(contents)
@@ -183,7 +179,9 @@ def _register(state: ServerState, body: bodies.RegisterModule) -> bodies.ModuleC
 def _unregister(state: ServerState, name: str) -> bodies.ModuleChanged | Response:
     have = state.names.read().modules
     if name not in have:
-        return error(404, f"no module is registered as {brief(name)!r}; there are {', '.join(have) or 'none'}"[:2000], "name")
+        return error(
+            404, f"no module is registered as {brief(name)!r}; there are {', '.join(have) or 'none'}"[:2000], "name"
+        )
     return _changed(state, name, lambda c: replace(c, modules={n: m for n, m in c.modules.items() if n != name}))
 
 

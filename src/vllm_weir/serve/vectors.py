@@ -48,7 +48,14 @@ class VectorInfo(BaseModel):
     model_config = ConfigDict(
         json_schema_extra={
             "examples": [
-                {"name": "happy", "digest": "c1172a3e" * 4, "shape": [256], "layers": [], "refs": ["happy"], "bytes": 1024}
+                {
+                    "name": "happy",
+                    "digest": "c1172a3e" * 4,
+                    "shape": [256],
+                    "layers": [],
+                    "refs": ["happy"],
+                    "bytes": 1024,
+                }
             ]
         }
     )
@@ -80,8 +87,8 @@ _UPLOAD = {
         "content": {
             "application/json": {
                 "schema": {
-                    "description": "A list of numbers [d] or lists of them [n, d], {b64, dtype, shape}, {vector: one of "
-                    "these}, or {directions: {block: vector}}.",
+                    "description": "A list of numbers [d] or lists of them [n, d], {b64, dtype, shape}, {vector: one "
+                    "of these}, or {directions: {block: vector}}.",
                     "anyOf": [{"type": "array"}, {"type": "object"}],
                 },
                 "examples": {
@@ -123,7 +130,7 @@ def router() -> APIRouter:
         "/v1/vectors/{name}",
         response_model=VectorContent,
         response_model_exclude_none=True,
-        responses={200: {"content": {"application/vnd.safetensors": {}}}} | declared(400, 401, 404),
+        responses=declared(400, 401, 404) | {200: {"content": {"application/vnd.safetensors": {}}}},
         summary="A vector: JSON with its content, or a safetensors file",
     )
     def get(name: Name, state: State, format: Annotated[Literal["json", "safetensors"], Query()] = "json") -> Any:
@@ -153,7 +160,8 @@ def check_name(name: str) -> None:
     """Raise WeirError for what cannot be a vector's name."""
     if not NAME.match(name) or _DIGEST.match(name):
         raise WeirError(
-            "a name has 1 to 128 letters, digits and . _ : @ + -, begins with a letter or digit, and is no digest", "name"
+            "a name has 1 to 128 letters, digits and . _ : @ + -, begins with a letter or digit, and is no digest",
+            "name",
         )
 
 
@@ -162,7 +170,12 @@ def check_room(contents: Contents, limits: Limits) -> None:
     names = len(contents.vectors) + len(contents.modules)
     if names > limits.vectors:
         raise WeirError(f"{limits.vectors} names are kept already (WEIR_SERVE_VECTORS); delete some", "name")
-    arrays = {v.digest: v.array.nbytes for n in contents.vectors.values() for v in n.directions.values() if v.array is not None}
+    arrays = {
+        v.digest: v.array.nbytes
+        for n in contents.vectors.values()
+        for v in n.directions.values()
+        if v.array is not None
+    }
     for one in (*(i for module in contents.modules.values() for i in module), *contents.always):
         arrays |= {v.digest: v.array.nbytes for v in one.given.values() if v.array is not None}
     if sum(arrays.values()) > limits.vector_bytes:

@@ -137,7 +137,7 @@ def _hooks(spec: object, path: str) -> Iterator[tuple[str, Mapping, str]]:
         at = f"{path}.{brief(hook)}"
         if not isinstance(layers, Mapping):
             raise WeirError("expected {layer: vector}", at)
-        yield _HOOKS.get(hook, hook), layers, at
+        yield _HOOKS.get(hook, hook) if isinstance(hook, str) else hook, layers, at
 
 
 def _layers(layers: Mapping, path: str) -> Iterator[tuple[int, Any, str]]:

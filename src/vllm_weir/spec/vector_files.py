@@ -1,7 +1,7 @@
 """Steering vectors from the bytes of a file: safetensors, GGUF control vectors (repeng, llama.cpp), JSON. No code runs.
 
-A file holds one vector ([d] or [n, d]), or a direction [d] for each of some blocks. Directions of blocks are added to the
-stream leaving the block they are numbered by, in llama.cpp and repeng as here.
+A file holds one vector ([d] or [n, d]), or a direction [d] for each of some blocks. Directions of blocks are added to
+the stream leaving the block they are numbered by, in llama.cpp and repeng as here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _safetensors(data: bytes, field: str) -> Directions:
     from safetensors.torch import load
 
     try:
-        tensors = load(data)
+        tensors = dict(sorted(load(data).items()))
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, OverflowError) as e:
         raise WeirError(f"truncated, damaged or no safetensors file ({str(e)[:80]})", field) from None
     for name, tensor in tensors.items():

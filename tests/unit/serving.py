@@ -1,0 +1,67 @@
+"""A server without an engine: Weir's routes on a FastAPI app, with a desk that has been told a model's facts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from tests.unit.wishes import served
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admit import EngineFacts
+from vllm_weir.frontend.desk import Desk
+from vllm_weir.serve import activations, steering, vectors
+from vllm_weir.serve.body import BodyLimit
+from vllm_weir.serve.errors import TYPES, error, weir_error
+from vllm_weir.serve.limits import Limits
+from vllm_weir.serve.state import ServerState
+from vllm_weir.settings import Settings
+from vllm_weir.spec.hooks import Site
+
+D, LAYERS, KEY = 8, 4, "admin-key"
+FACTS = EngineFacts(served(LAYERS, {Site("resid_mid", 2)}), LAYERS, D, "float32", 1 << 20)
+
+
+class Server(ServerState):
+    """One API-server process; those with the same `key` are one server."""
+
+    def __init__(self, folder: Path, key: int, admin_key: str | None = KEY, **limits: Any) -> None:
+        desk = Desk(Settings(), chunked=True)
+        desk.facts = FACTS
+        super().__init__(None, desk, Limits(directory=str(folder), **limits))
+        self.admin_key = admin_key
+        self.open(key)
+
+    async def facts(self) -> EngineFacts:
+        return self.desk.require_facts()
+
+
+def app_of(server: ServerState) -> FastAPI:
+    """The routes, with errors answered as vLLM's server answers them."""
+    app = FastAPI()
+    for module in (activations, steering, vectors):
+        app.include_router(module.router())
+    app.add_middleware(BodyLimit, most=server.limits.body_bytes)
+    app.add_exception_handler(WeirError, weir_error)
+    app.add_exception_handler(HTTPException, lambda _r, e: error(e.status_code if e.status_code in TYPES else 404, str(e.detail)))
+    app.add_exception_handler(RequestValidationError, lambda _r, e: error(400, str(e.errors()[0]["msg"])))
+    app.state.weir = server
+    return app
+
+
+@contextmanager
+def serving(folder: Path, processes: int = 1, **options: Any) -> Iterator[list[Server]]:
+    """The states of the processes of one server."""
+    servers = [Server(folder, os.getpid(), **options) for _ in range(processes)]
+    try:
+        yield servers
+    finally:
+        for server in servers:
+            if server.home is not None:
+                server.home.close()

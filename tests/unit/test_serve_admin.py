@@ -1,0 +1,446 @@
+"""Routes that change what a server keeps: bodies, answers, refusals, keys, and that other processes see it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+
+import numpy as np
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save
+from safetensors.torch import save as save_torch
+
+from tests.unit.serving import KEY, LAYERS, D, app_of, serving
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admit import admit
+from vllm_weir.spec.vector_files import read_vectors
+
+ADMIN = {"X-Weir-Admin-Key": KEY}
+V = [0.5, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0]
+OTHER = [1.0] * D
+
+
+def gguf(directions, architecture=b"controlvector", kind=0, version=3, extra=()):
+    """A control vector as llama.cpp and repeng write it."""
+    dtype = "<f4" if kind == 0 else "<f2"
+
+    def text(value):
+        return struct.pack("<Q", len(value)) + value
+
+    keys = [text(b"general.architecture") + struct.pack("<I", 8) + text(architecture)]
+    keys += [text(b"controlvector.model_hint") + struct.pack("<I", 8) + text(b"llama")]
+    keys += [text(b"controlvector.layer_count") + struct.pack("<II", 4, len(directions)), *extra]
+    entries, blob = [], b""
+    for name, values in directions.items():
+        entries.append(text(name.encode()) + struct.pack("<IQIQ", 1, len(values), kind, len(blob)))
+        blob += np.asarray(values, dtype).tobytes()
+        blob += b"\0" * (-len(blob) % 32)
+    head = b"GGUF" + struct.pack("<IQQ", version, len(entries), len(keys)) + b"".join(keys + entries)
+    return head + b"\0" * (-len(head) % 32) + blob
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two processes of one server."""
+    with serving(tmp_path, 2) as servers:
+        yield [TestClient(app_of(s), headers=ADMIN) for s in servers], servers
+
+
+def lowered(server, wish):
+    """What a request would undergo: (hook, layers, positions, scale x vector of additions)."""
+    server.desk.refresh()
+    admitted = admit(
+        {"weir": {"v": 1, **wish}}, server.desk.facts, True, server.desk.shelf.find, server.desk.always,
+        module=server.desk.shelf.module,
+    )  # fmt: skip
+    return [
+        (m.hook, m.layers, m.positions.to_json(), [(admitted.rows[i.u] * i.a).tolist() for i in m.instructions])
+        for m in admitted.effective
+    ]
+
+
+def refused(response, code=400, param=None):
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (code, code), response.text
+    assert error["message"] and (param is None or error["param"] == param), error
+    return error["message"]
+
+
+def test_a_vector_is_kept_used_and_forgotten_in_every_process(pair):
+    (one, two), servers = pair
+    made = one.put("/v1/vectors/happy", json=V)
+    assert made.status_code == 200, made.text
+    info = made.json()
+    assert info["shape"] == [D] and info["refs"] == ["happy"] and info["layers"] == [] and info["bytes"] == 4 * D
+    assert two.get("/v1/vectors").json() == {"vectors": [info]}
+    content = two.get("/v1/vectors/happy").json()
+    assert {k: content[k] for k in info} == info
+    assert np.frombuffer(base64.b64decode(content["vector"]["b64"]), "<f4").tolist() == V
+    file = two.get("/v1/vectors/happy", params={"format": "safetensors"})
+    assert file.headers["content-type"] == "application/vnd.safetensors"
+    assert read_vectors(file.content, "safetensors", "v")[None].array.tolist() == V
+    wish = {"interventions": [{"op": "add", "vector": {"ref": "happy"}, "layers": [1]}]}
+    for server in servers:
+        assert lowered(server, wish) == [("resid_post", (1,), "all", [V])]
+    assert lowered(servers[1], {"interventions": [{**wish["interventions"][0], "vector": {"ref": info["digest"]}}]})
+    assert two.put("/v1/vectors/happy", json={"vector": OTHER}).json()["digest"] != info["digest"]
+    assert lowered(servers[0], wish) == [("resid_post", (1,), "all", [OTHER])]
+    assert one.delete("/v1/vectors/happy").status_code == 204
+    assert two.get("/v1/vectors").json() == {"vectors": []}
+    refused(two.get("/v1/vectors/happy"), 404, "name")
+    refused(two.delete("/v1/vectors/happy"), 404, "name")
+    with pytest.raises(WeirError, match="no vector is registered under 'happy'"):
+        lowered(servers[1], wish)
+
+
+LAYERED = {
+    "application/json": json.dumps({"directions": {"1": V, "3": OTHER}}).encode(),
+    "application/vnd.safetensors": save({"direction.1": np.float32(V), "direction.3": np.float32(OTHER)}),
+    "application/safetensors": save_torch({"l1": torch.tensor(V).bfloat16(), "l3": torch.tensor(OTHER).bfloat16()}),
+    "application/gguf": gguf({"direction.1": V, "direction.3": OTHER}),
+    "application/x-gguf; x=y": gguf({"direction.3": OTHER, "direction.1": V}, kind=1, version=2),
+    "application/octet-stream": gguf({"direction.1": V, "direction.3": OTHER}),
+}
+
+
+@pytest.mark.parametrize("media", LAYERED)
+def test_directions_of_blocks_are_a_module_and_each_has_a_name(pair, media):
+    (one, two), servers = pair
+    made = one.put("/v1/vectors/mood", content=LAYERED[media], headers={"Content-Type": media})
+    assert made.status_code == 200, made.text
+    assert made.json()["layers"] == [1, 3] and made.json()["refs"] == ["mood[1]", "mood[3]"]
+    assert made.json()["shape"] == [2, D]
+    assert set(two.get("/v1/vectors/mood").json()["directions"]) == {"1", "3"}
+    back = two.get("/v1/vectors/mood", params={"format": "safetensors"}).content
+    assert {k: v.array.tolist() for k, v in read_vectors(back, "safetensors", "v").items()} == {1: V, 3: OTHER}
+    expected = [("resid_post", (1,), "all", [V]), ("resid_post", (3,), "all", [OTHER])]
+    assert lowered(servers[1], {"modules": ["mood"]}) == expected
+    twice = lowered(servers[1], {"modules": [{"name": "mood", "scale": 2}]})
+    assert [m[3][0] for m in twice] == [[2 * x for x in V], [2 * x for x in OTHER]]
+    wish = {"interventions": [{"op": "add", "vector": "mood[3]", "layers": [0]}]}
+    assert lowered(servers[1], wish) == [("resid_post", (0,), "all", [OTHER])]
+    with pytest.raises(WeirError, match=r'"modules": \["mood"\]') as caught:
+        lowered(servers[1], {"interventions": [{"op": "add", "vector": {"ref": "mood"}, "layers": [0]}]})
+    assert caught.value.field == "interventions[0].vector"
+
+
+JSON, SAFE, GGUF = "application/json", "application/vnd.safetensors", "application/gguf"
+BAD = [
+    (JSON, b"[1, 2", "vector"),
+    (JSON, b"\xff\xfe", "vector"),
+    (JSON, b"", "vector"),
+    (JSON, b"[" * 100_000, "vector"),
+    (JSON, json.dumps(V[:-1]).encode(), "vector"),
+    (JSON, json.dumps([*V[:-1], "x"]).encode(), "vector"),
+    (JSON, b"[NaN, 0, 0, 0, 0, 0, 0, 0]", "vector"),
+    (JSON, b"[1e400, 0, 0, 0, 0, 0, 0, 0]", "vector"),
+    (JSON, b"[" + b"9" * 4000 + b", 0, 0, 0, 0, 0, 0, 0]", "vector"),
+    (JSON, b'{"ref": "happy"}', "vector"),
+    (JSON, b'"happy"', "vector"),
+    (JSON, b'{"vector": "happy"}', "vector.vector"),
+    (JSON, b'{"directions": {}}', "vector.directions"),
+    (JSON, b'{"directions": {"1": "happy"}}', "vector.directions.1"),
+    (JSON, json.dumps({"directions": {"a": V}}).encode(), "vector.directions.a"),
+    (JSON, json.dumps({"directions": {"1": V, "01": V}}).encode(), "vector.directions.01"),
+    (JSON, json.dumps({"directions": {"1": V, "2": V[1:]}}).encode(), "vector.directions"),
+    (JSON, json.dumps({"directions": {str(LAYERS): V}}).encode(), f"vector.{LAYERS}"),
+    (JSON, json.dumps({"b64": "AAAA", "dtype": "float32", "shape": [D]}).encode(), "vector.b64"),
+    (SAFE, b"", "vector"),
+    (SAFE, b"\x10" * 40, "vector"),
+    (SAFE, save({"a": np.float32(V)})[:-1], "vector"),
+    (SAFE, save({"a": np.float32(V)}) + b"x", "vector"),
+    (SAFE, save({"a": np.int64([1] * D)}), "vector.a"),
+    (SAFE, save({"a": np.float32([[[1] * D]])}), "vector.a"),
+    (SAFE, save({"a": np.float32([np.nan] * D)}), "vector.a"),
+    (SAFE, save({"a": np.float32(V), "b": np.float32(V)}), "vector.a"),
+    (SAFE, save({}), "vector"),
+    (GGUF, b"GGU", "vector"),
+    (GGUF, gguf({"direction.1": V}, version=1), "vector"),
+    (GGUF, gguf({"direction.1": V}, architecture=b"llama"), "vector.general.architecture"),
+    (GGUF, gguf({"direction.0": V}), "vector.direction.0"),
+    (GGUF, gguf({"output.weight": V}), "vector.output.weight"),
+    (GGUF, gguf({}), "vector"),
+    (GGUF, gguf({"direction.1": V})[:-1], "vector"),
+    (GGUF, gguf({"direction.1": [float("inf")] * D}), "vector.direction.1"),
+    (GGUF, gguf({"direction.1": V}, kind=2), "vector.direction.1"),
+    (GGUF, b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60), "vector"),
+    (GGUF, b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + struct.pack("<Q", 2**63) + b"x", "vector"),
+    ("text/plain", b"x", "Content-Type"),
+]
+
+
+@pytest.mark.parametrize(("media", "data", "field"), BAD)
+def test_what_is_no_vector_of_this_model_is_refused_by_name(pair, media, data, field):
+    (one, two), _ = pair
+    refused(one.put("/v1/vectors/bad", content=data, headers={"Content-Type": media}), 400, field)
+    assert two.get("/v1/vectors").json() == {"vectors": []}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_damaged_files_are_read_or_refused(data):
+    """Nothing but a WeirError comes out of a damaged file, whatever was done to it."""
+    media = data.draw(st.sampled_from(sorted(LAYERED)))
+    content = bytearray(LAYERED[media])
+    for _ in range(data.draw(st.integers(0, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    content = bytes(content[: data.draw(st.integers(0, len(content)))]) + data.draw(st.binary(max_size=8))
+    kind = data.draw(st.sampled_from(["json", "safetensors", "gguf"])) if "octet" in media else media.split(";")[0]
+    kind = {"application/x-gguf": "gguf"}.get(kind, kind.removeprefix("application/").removeprefix("vnd."))
+    try:
+        found = read_vectors(content, kind, "vector")
+    except WeirError as e:
+        assert e.field.startswith("vector")
+    else:
+        assert found and all(np.isfinite(v.array).all() for v in found.values())
+
+
+@pytest.mark.parametrize("name", ["-x", ".x", "a[1]", "a b", "0123456789abcdef" * 2, "x" * 129, "é"])
+def test_names_that_could_mean_something_else_are_refused(pair, name):
+    (one, _), _ = pair
+    refused(one.put(f"/v1/vectors/{name}", json=V), 400, "name")
+
+
+def test_no_path_gets_through(pair):
+    (one, _), _ = pair
+    for name in ("../x", "%2e%2e%2fx", "a%2Fb", "%2Fetc%2Fpasswd"):
+        assert one.put(f"/v1/vectors/{name}", json=V).status_code in (400, 404)
+        assert one.get(f"/v1/vectors/{name}").status_code == 404
+
+
+def test_a_server_is_bounded(tmp_path):
+    with serving(tmp_path, 1, vectors=2, vector_bytes=4 * 3 * D * 32, body_bytes=4096) as (server,):
+        client = TestClient(app_of(server), headers=ADMIN)
+        assert client.put("/v1/vectors/a", json=V).status_code == 200
+        module = {"name": "m", "vectors": {"resid_post": {"1": OTHER}}}
+        assert client.post("/v1/steering/modules/register", json=module).status_code == 200
+        refused(client.put("/v1/vectors/b", json=V), 400, "name")
+        refused(client.post("/v1/steering/modules/register", json={**module, "name": "n"}), 400, "name")
+        assert client.put("/v1/vectors/a", json=OTHER).status_code == 200  # what is there may be replaced
+        many = {"b64": base64.b64encode(bytes(4 * D * 90)).decode(), "dtype": "float32", "shape": [90, D]}
+        assert client.put("/v1/vectors/a", json=many).status_code == 200
+        refused(client.put("/v1/vectors/a", content=b" " * 4097, headers={"Content-Type": JSON}), 413)
+        refused(client.put("/v1/vectors/a", content=(b" " * 1000 for _ in range(5))), 413)
+    with serving(tmp_path, 1, vector_bytes=1024) as (server,):
+        client = TestClient(app_of(server), headers=ADMIN)
+        refused(client.put("/v1/vectors/a", json=many), 400, "name")
+
+
+ADMIN_ROUTES = [
+    ("POST", "/v1/steering/set", {"vectors": {"resid_post": {"1": V}}}),
+    ("POST", "/v1/steering/clear", {}),
+    ("POST", "/v1/steering/modules/register", {"name": "m", "vectors": {"resid_post": {"1": V}}}),
+    ("POST", "/v1/steering/modules/unregister", {"name": "m"}),
+    ("PUT", "/v1/vectors/v", V),
+    ("DELETE", "/v1/vectors/v", None),
+]
+READING = ["/v1/steering", "/v1/steering/layers", "/v1/steering/modules", "/v1/vectors"]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), ADMIN_ROUTES)
+def test_what_changes_all_requests_needs_the_admin_key(tmp_path, method, path, body):
+    with serving(tmp_path) as (server,):
+        client = TestClient(app_of(server))
+        before = server.names.read()
+        refused(client.request(method, path, json=body), 401)
+        for wrong in ({"X-Weir-Admin-Key": "x"}, {"Authorization": "Bearer x"}, {"X-Weir-Admin-Key": KEY + "x"}):
+            refused(client.request(method, path, json=body, headers=wrong), 403)
+        assert server.names.read() is before
+        ours = client.request(method, path, json=body, headers={"Authorization": f"Bearer {KEY}"})
+        assert ours.status_code in (200, 204, 404)
+        server.admin_key = None
+        assert "admin key" in refused(client.request(method, path, json=body, headers=ADMIN), 403)
+        assert all(client.get(route).status_code == 200 for route in READING)
+
+
+def test_steering_of_every_request(pair):
+    """Tiers add up; a later set replaces its own places only; `replace` replaces all; clear clears."""
+    (one, two), servers = pair
+    plain = {"capture": []}
+    body = {
+        "vectors": {"post_mlp": {"1": V}, "pre_attn": {"2": {"vector": V, "scale": 2.0}}},
+        "decode_vectors": {"resid_post": {"1": OTHER}},
+    }
+    made = one.post("/v1/steering/set", json=body)
+    assert made.json() == {"status": "ok", "hook_points": ["resid_post", "resid_pre"], "layers_updated": [1, 2]}
+    doubled = [2 * x for x in V]
+    first = [
+        ("resid_post", (1,), "all", [V]),
+        ("resid_pre", (2,), "all", [doubled]),
+        ("resid_post", (1,), "generated", [OTHER]),
+    ]
+    assert all(lowered(s, plain) == first for s in servers) and all(s.desk.universal for s in servers)
+    two.post("/v1/steering/set", json={"vectors": {"resid_post": {"1": OTHER}}})
+    assert lowered(servers[0], plain) == [first[1], first[2], ("resid_post", (1,), "all", [OTHER])]
+    active = one.get("/v1/steering").json()
+    assert active["active_layers"]["1"]["resid_post"]["norms"] == {
+        "all": pytest.approx(D**0.5), "generated": pytest.approx(D**0.5)
+    }  # fmt: skip
+    assert active["active_layers"]["2"]["resid_pre"]["norms"]["all"] == pytest.approx(2 * np.linalg.norm(V))
+    assert len(active["interventions"]) == 3 and "b64" not in json.dumps(active)
+    one.post("/v1/steering/set", json={"prefill_vectors": {"resid_post": {"0": V}}, "replace": True})
+    assert lowered(servers[1], plain) == [("resid_post", (0,), "prompt", [V])]
+    assert two.post("/v1/steering/clear").json() == {"status": "ok"}
+    assert lowered(servers[0], plain) == [] and not servers[0].desk.universal
+    assert one.get("/v1/steering").json() == {"active_layers": {}, "interventions": []}
+
+
+def test_clamps_and_own_interventions_of_every_request(pair):
+    (one, two), servers = pair
+    bound = {"vector": OTHER, "min": -1.0, "max": 2.0, "strength": 0.5}
+    body = {"clamps": {"resid_post": {"1": [bound, {"vector": V, "value": 3.0}]}}}
+    own = [{"op": "ablate", "directions": OTHER, "layers": [0, 2]}]
+    assert one.post("/v1/steering/set", json={**body, "interventions": own}).status_code == 200
+    two.post("/v1/steering/set", json={"vectors": {"resid_post": {"1": V}}})
+    servers[0].desk.refresh()
+    kinds = [(i.op, i.layers) for i in servers[0].desk.always]
+    assert kinds == [("add", (1,)), ("clamp", (1,)), ("clamp", (1,)), ("ablate", (0, 2))]
+    low, fixed = servers[0].desk.always[1:3]
+    assert (low.min, low.max, low.strength, fixed.value, fixed.min) == (-1.0, 2.0, 0.5, 3.0, None)
+    assert one.get("/v1/steering").json()["active_layers"]["1"]["resid_post"]["clamps"] == 2
+    two.post("/v1/steering/set", json={"interventions": [{"op": "add", "vector": V, "layers": "all"}]})
+    servers[0].desk.refresh()
+    assert [i.op for i in servers[0].desk.always] == ["add", "clamp", "clamp", "add"]
+
+
+def test_packed_vectors_and_clamps(pair):
+    (one, _), servers = pair
+    rows = np.float32([V, OTHER])
+    packed = {"dtype": "float32", "shape": [2, D], "layer_indices": [3, 0]}
+    packed |= {"data": base64.b64encode(rows.tobytes()).decode()}
+    body = {
+        "vectors": {"post_block": {**packed, "scales": [2.0, -1.0]}},
+        "decode_clamps": {"resid_post": {**packed, "bounds": [[None, 1.0], [0.5, 0.5]], "strengths": [1.0, 0.5]}},
+    }
+    made = one.post("/v1/steering/set", json=body)
+    assert made.status_code == 200, made.text
+    servers[0].desk.refresh()
+    assert [(i.op, i.layers, i.positions.kind) for i in servers[0].desk.always] == [
+        ("add", (3,), "all"), ("add", (0,), "all"), ("clamp", (3,), "generated"), ("clamp", (0,), "generated")
+    ]  # fmt: skip
+    assert [i.scale for i in servers[0].desk.always[:2]] == [2.0, -1.0]
+    assert [(i.min, i.max, i.strength) for i in servers[0].desk.always[2:]] == [(None, 1.0, 1.0), (0.5, 0.5, 0.5)]
+    half = np.float16([V, OTHER]).tobytes()
+    body = {"vectors": {"resid_post": {**packed, "dtype": "float16", "data": base64.b64encode(half).decode()}}}
+    assert one.post("/v1/steering/set", json=body | {"replace": True}).status_code == 200
+    assert lowered(servers[0], {})[0][3] == [V]
+    bad = {**packed, "layer_indices": [1]}
+    refused(
+        one.post("/v1/steering/set", json={"vectors": {"resid_post": bad}}), 400, "vectors.resid_post.layer_indices"
+    )
+
+
+REFUSED = [
+    ({}, "vectors"),
+    ({"vectors": {}}, "vectors"),
+    ({"replace": True}, "vectors"),
+    ({"vectors": {"nowhere": {"1": V}}}, "vectors.nowhere.1.hook"),
+    ({"vectors": {"resid_post": {"99": V}}}, "vectors.resid_post.99.layers"),
+    ({"vectors": {"resid_post": {"-1": V}}}, "vectors.resid_post.-1.layers"),
+    ({"vectors": {"resid_post": {"x": V}}}, "vectors.resid_post.x"),
+    ({"vectors": {"resid_mid": {"2": V}}}, "vectors.resid_mid.2.layers"),
+    ({"vectors": {"resid_post": {"1": V[1:]}}}, "vectors.resid_post.1.vector"),
+    ({"vectors": {"resid_post": {"1": [V, V]}}}, "vectors.resid_post.1.vector"),
+    ({"vectors": {"resid_post": {"1": {"vector": V, "scal": 2}}}}, "vectors.resid_post.1.scal"),
+    ({"vectors": {"resid_post": {"1": {"vector": V, "scale": "2"}}}}, "vectors.resid_post.1.scale"),
+    ({"vectors": {"resid_post": {"1": {"ref": "gone"}}}}, "vectors.resid_post.1.vector"),
+    ({"vectors": [1]}, "vectors"),
+    ({"vectors": {"resid_post": [1]}}, "vectors.resid_post"),
+    ({"clamps": {"resid_post": {"1": {"vector": V}}}}, "clamps.resid_post.1"),
+    ({"clamps": {"resid_post": {"1": [{"vector": V}]}}}, "clamps.resid_post.1[0].value"),
+    ({"clamps": {"resid_post": {"1": [{"vector": [0.0] * D, "value": 1}]}}}, "clamps.resid_post.1[0].direction"),
+    ({"clamps": {"resid_post": {"1": [{"vector": V, "min": 2, "max": 1}]}}}, "clamps.resid_post.1[0].min"),
+    ({"interventions": [{"op": "eval"}]}, "interventions[0].op"),
+    ({"vectors": {"resid_post": {"1": V}}, "target": "draft"}, "target"),
+    ({"vectors": {"resid_post": {"1": V}}, "replace": "yes"}, None),
+    ({"vectors": {"resid_post": {"1": V}}, "more": 1}, None),
+]
+
+
+@pytest.mark.parametrize(("body", "field"), REFUSED)
+def test_steering_that_cannot_be_done_changes_nothing(pair, body, field):
+    (one, _), servers = pair
+    one.post("/v1/steering/set", json={"vectors": {"resid_post": {"0": V}}})
+    before = servers[0].names.read()
+    refused(one.post("/v1/steering/set", json=body), 400, field)
+    if field and field not in ("vectors", "target"):
+        refused(one.post("/v1/steering/modules/register", json={**body, "name": "m"}), 400, field)
+    assert servers[0].names.read() is before
+
+
+def test_modules(pair):
+    (one, two), servers = pair
+    one.put("/v1/vectors/happy", json=V)
+    module = {"name": "m", "vectors": {"resid_post": {"1": {"vector": {"ref": "happy"}, "scale": 0.5}}}}
+    made = one.post("/v1/steering/modules/register", json=module)
+    assert made.json() == {"status": "ok", "name": "m", "modules": ["m"]}
+    assert two.get("/v1/steering/modules").json() == {"modules": ["m"], "count": 1}
+    half = [0.5 * x for x in V]
+    assert lowered(servers[1], {"modules": ["m"]}) == [("resid_post", (1,), "all", [half])]
+    one.put("/v1/vectors/happy", json=OTHER)  # what a name meant then is what the module has
+    own = {"op": "add", "vector": "happy", "layers": [3]}
+    made = lowered(servers[1], {"modules": [{"name": "m", "scale": -2}], "interventions": [own]})
+    assert made == [("resid_post", (1,), "all", [[-x for x in V]]), ("resid_post", (3,), "all", [OTHER])]
+    clamp = {"name": "c", "clamps": {"resid_post": {"1": [{"vector": V, "value": 1.0}]}}}
+    assert two.post("/v1/steering/modules/register", json=clamp).json()["modules"] == ["c", "m"]
+    assert lowered(servers[0], {"modules": ["c"]})
+    for wish, field in (
+        ({"modules": [{"name": "c", "scale": 2.0}]}, "modules[0].scale"),
+        ({"modules": ["m", "gone"]}, "modules[1]"),
+        ({"modules": ["happy"]}, "modules[0]"),
+        ({"modules": [{"name": "m", "scales": 1}]}, "modules[0].scales"),
+        ({"modules": [1]}, "modules[0]"),
+        ({"modules": ["m"] * 65}, "modules"),
+    ):
+        with pytest.raises(WeirError) as caught:
+            lowered(servers[0], wish)
+        assert caught.value.field == field
+    refused(one.post("/v1/steering/modules/register", json={**module, "name": "happy"}), 400, "name")
+    refused(one.put("/v1/vectors/m", json=V), 400, "name")
+    assert two.post("/v1/steering/modules/unregister", json={"name": "m"}).json()["modules"] == ["c"]
+    refused(one.post("/v1/steering/modules/unregister", json={"name": "m"}), 404, "name")
+
+
+def test_saes_by_path_are_refused(pair):
+    (one, _), _ = pair
+    manifest = {"d_model": D, "d_sae": 16, "activation": "relu", "layers": [[1, "post_mlp"]], "clampable_features": [0]}
+    for body, field in (
+        ({"name": "m", "kind": "sae_delta", "sae_manifest": manifest | {"weights_uri": "/etc/passwd"}}, "kind"),
+        ({"name": "m", "vectors": {"resid_post": {"1": V}}, "sae_manifest": manifest}, "sae_manifest"),
+    ):
+        assert "weights" in refused(one.post("/v1/steering/modules/register", json=body), 400, field)
+
+
+def test_layers(pair):
+    (one, _), _ = pair
+    nested, flat = one.get("/v1/steering/layers").json(), one.get("/v1/steering/layers?target=main").json()
+    assert nested == {"layers": {"main": flat["layers"]}} and set(flat["layers"]) == {"0", "1", "2", "3"}
+    assert "resid_mid" in flat["layers"]["1"]["hook_points"] and "resid_mid" not in flat["layers"]["2"]["hook_points"]
+    refused(one.get("/v1/steering/layers?target=draft"), 400, "target")
+    refused(one.get("/v1/steering/layers?target=x"), 400)
+    refused(one.post("/v1/steering/clear", json={"target": "draft"}), 400, "target")
+
+
+def test_equal_wishes_are_remembered_under_steering_and_by_name(pair):
+    """Admission is looked up, not repeated, until a name changes its meaning."""
+    (one, two), servers = pair
+    desk = servers[0].desk
+    one.post("/v1/steering/set", json={"vectors": {"resid_post": {"0": V}}})
+    one.put("/v1/vectors/happy", json=V)
+
+    def admitted():
+        wish = {"v": 1, "interventions": [{"op": "add", "vector": "happy", "layers": [1]}]}
+        desk.refresh()
+        return desk._admitted({"weir": wish}, True), desk._admitted({}, True)
+
+    assert all(a is b for a, b in zip(admitted(), admitted()))
+    first = admitted()
+    two.put("/v1/vectors/happy", json=OTHER)
+    two.post("/v1/steering/clear")
+    assert [len(a.effective) for a in first] == [2, 1] and [len(a.effective) for a in admitted()] == [1, 0]
+    assert admitted()[0].effective[0].digest != first[0].effective[1].digest
