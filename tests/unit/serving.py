@@ -49,7 +49,9 @@ def app_of(server: ServerState) -> FastAPI:
         app.include_router(module.router())
     app.add_middleware(BodyLimit, most=server.limits.body_bytes)
     app.add_exception_handler(WeirError, weir_error)
-    app.add_exception_handler(HTTPException, lambda _r, e: error(e.status_code if e.status_code in TYPES else 404, str(e.detail)))
+    app.add_exception_handler(
+        HTTPException, lambda _r, e: error(e.status_code if e.status_code in TYPES else 404, str(e.detail))
+    )
     app.add_exception_handler(RequestValidationError, lambda _r, e: error(400, str(e.errors()[0]["msg"])))
     app.state.weir = server
     return app

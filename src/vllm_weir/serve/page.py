@@ -1,4 +1,4 @@
-"""The page at ``/weir``: chat with the served model, its tokens coloured by a probe. Three fixed files, no build step."""
+"""The page at ``/weir``: chat with the served model, its tokens coloured by a probe. Fixed files, no build step."""
 
 from __future__ import annotations
 

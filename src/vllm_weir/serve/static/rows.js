@@ -20,8 +20,9 @@ export function safetensors(buffer) {
   const length = Number(view.getBigUint64(0, true));
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));
   const out = {};
+  delete header.__metadata__;
   for (const [name, { dtype, data_offsets: [from, to] }] of Object.entries(header)) {
-    if (name === "__metadata__" || !(dtype in BYTES)) continue;
+    if (!(dtype in BYTES)) continue;
     const values = new Float32Array((to - from) / BYTES[dtype]);
     for (let i = 0; i < values.length; i++) values[i] = read(view, 8 + length + from + i * BYTES[dtype], dtype);
     out[name] = values;

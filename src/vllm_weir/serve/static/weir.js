@@ -33,10 +33,14 @@ async function connect() {
     const info = await (await call("/v1/weir/info")).json();
     state.model = models.data[0].id;
     state.width = info.d_model;
+    const first = !state.layers.length;
     state.layers = info.sites.filter((s) => s.hook === "resid_post" && s.served).map((s) => s.layer);
     $("model").textContent = `${state.model}, ${info.num_layers} blocks of width ${info.d_model}`;
     const middle = state.layers[Math.floor(state.layers.length / 2)];
-    for (const id of ["probe-layer", "new-layer"]) Object.assign($(id), { max: info.num_layers - 1, value: middle });
+    for (const id of ["probe-layer", "new-layer"]) {
+      $(id).max = info.num_layers - 1;
+      if (first) $(id).value = middle;
+    }
     const named = await (await call("/v1/vectors")).json();
     for (const { name, shape, layers, refs } of named.vectors) {
       if (layers.length) state.vectors.set(name, { wire: (layer) => ({ ref: refs[nearest(layers, layer)] }) });
@@ -151,19 +155,32 @@ function take(reply, event) {
     const texts = choice.logprobs?.content?.map((t) => t.token) ?? choice.logprobs?.tokens;
     const delta = choice.delta?.content ?? choice.text ?? "";
     reply.text += delta;
-    for (const text of texts ?? (delta ? [delta] : [])) {
-      const span = document.createElement("span");
-      span.className = "token";
-      span.textContent = text;
-      const token = { text, scores: {}, span };
-      const index = reply.tokens.push(token) - 1;
-      span.addEventListener("click", () => heat(reply, index));
-      reply.body.append(span);
-    }
+    for (const [i, text] of spell(texts ?? (delta ? [delta] : []), delta).entries()) addToken(reply, text, texts?.[i] ?? text);
     if (choice.weir?.scores) takeScores(reply, choice.weir.scores, Boolean(choice.weir.receipt));
     if (choice.weir?.receipt) finish(reply, choice.weir.receipt);
   }
   $("messages").scrollTop = $("messages").scrollHeight;
+}
+
+/** What each of a chunk's tokens adds to its text: nothing for special tokens and halves of characters. */
+function spell(tokens, delta) {
+  let rest = delta;
+  const out = tokens.map((token) => {
+    const part = rest.startsWith(token) ? token : "";
+    rest = rest.slice(part.length);
+    return part;
+  });
+  if (out.length) out[out.length - 1] += rest;
+  return out;
+}
+
+function addToken(reply, text, name) {
+  const span = document.createElement("span");
+  span.className = "token";
+  span.textContent = text;
+  const index = reply.tokens.push({ text: name, scores: {}, span }) - 1;
+  span.addEventListener("click", () => heat(reply, index));
+  reply.body.append(span);
 }
 
 function takeScores(reply, scores, complete) {
