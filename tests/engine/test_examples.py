@@ -27,6 +27,12 @@ SAYS = {
     ),
     "keep.py": ("20 requests | 2370 rows | full8", "every row once: True", "projected: torch.Size([33, 64])"),
     "analyse.py": ("layer 4: (22, 128)", "timeline.png"),
+    "serve_rows.py": (
+        "6 layers of width 256",
+        "inline: Activations(resid_post",
+        "by reference: 6 sites x 18 rows",
+        "steered: ",
+    ),
     "drop_in.py": ("block 2: output [8, ", "block 5: output [8, "),
 }
 

@@ -67,7 +67,8 @@ def offline():
             out = llm.generate([prompt], weir.params(sampling(G), **wish), use_tqdm=False)[0]
             rows = {site: (out.activations[site].clone(), out.activations.positions_of(*site).tolist())
                     for site in out.activations.sites}  # fmt: skip
-            found[name, prompt] = (rows, list(out.outputs[0].token_ids), out.receipt.to_dict())
+            receipt = json.loads(json.dumps(out.receipt.to_dict()))
+            found[name, prompt] = (rows, list(out.outputs[0].token_ids), receipt)
     del out
     close_all()
     return found
@@ -391,7 +392,7 @@ def test_vllm_lens_s_own_client(client):
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split("\n")[:4] == ["(2, 8, 256) True", "True", "1", "refused True"], done.stdout
+    assert done.stdout.split("\n")[:4] == ["(2, 9, 256) True", "True", "1", "refused True"], done.stdout
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -405,8 +406,9 @@ def test_a_client_that_vanishes_leaves_nothing(client, path):
                 assert 'finish_reason":null' in line or not line
                 break
     assert_nothing_held(client)
+    whole = made | {"stream": False} | ({} if "chat" in path else {"prompt": PROMPTS * 8})
     with pytest.raises(httpx.ReadTimeout):  # not streamed: gone while it waits
-        client.post(path, json=made | {"stream": False}, timeout=0.3)
+        client.post(path, json=whole, timeout=0.15)
     assert_nothing_held(client)
 
 
