@@ -4,7 +4,7 @@
 
 Two servers of the shipped model run side by side; one at a time is sent a round of requests. `idle`: every client sends
 plain requests. `crowd`: of many clients only some are plain, and on `weir serve` the others capture and steer, where on
-plain vLLM they send the same requests plain; the latency of the plain ones is compared. Medians over rounds, with spread.
+plain vLLM they send the same requests plain; the latency of the plain ones is compared. Medians of rounds, and spread.
 """
 
 from __future__ import annotations
