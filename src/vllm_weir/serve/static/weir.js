@@ -1,0 +1,303 @@
+// Chat with the served model; see docs/page.md.
+
+import { colour, fill, format, magnitude } from "./heatmap.js";
+import { encode, events, fromBase64, safetensors } from "./rows.js";
+
+const base = location.pathname.replace(/\/weir\/?$/, "");
+const $ = (id) => document.getElementById(id);
+const state = { model: "", layers: [], vectors: new Map(), messages: [], chat: true, stop: null, open: null };
+
+async function call(path, body, method = body ? "POST" : "GET", signal = undefined) {
+  const headers = { "Content-Type": "application/json" };
+  if ($("key").value) headers.Authorization = `Bearer ${$("key").value}`;
+  const response = await fetch(base + path, { method, headers, signal, body: body && JSON.stringify(body) });
+  if (response.ok) return response;
+  const text = await response.text();
+  let said = text;
+  try {
+    const { error } = JSON.parse(text);
+    said = typeof error === "string" ? error : [error.param, error.message].filter(Boolean).join(": ");
+  } catch { /* not JSON: shown as it came */ }
+  throw new Error(`${response.status}: ${said}`);
+}
+
+function complain(error) {
+  $("error").textContent = error ? String(error.message || error) : "";
+  $("error").hidden = !error;
+}
+
+async function connect() {
+  complain(null);
+  try {
+    const models = await (await call("/v1/models")).json();
+    const info = await (await call("/v1/weir/info")).json();
+    state.model = models.data[0].id;
+    state.width = info.d_model;
+    const first = !state.layers.length;
+    state.layers = info.sites.filter((s) => s.hook === "resid_post" && s.served).map((s) => s.layer);
+    $("model").textContent = `${state.model}, ${info.num_layers} blocks of width ${info.d_model}`;
+    const middle = state.layers[Math.floor(state.layers.length / 2)];
+    for (const id of ["probe-layer", "new-layer"]) {
+      $(id).max = info.num_layers - 1;
+      if (first) $(id).value = middle;
+    }
+    const named = await (await call("/v1/vectors")).json();
+    for (const { name, shape, layers, refs } of named.vectors) {
+      if (layers.length) state.vectors.set(name, { wire: (layer) => ({ ref: refs[nearest(layers, layer)] }) });
+      else if (shape.length === 1) state.vectors.set(name, { wire: () => ({ ref: name }) });
+    }
+    showVectors();
+  } catch (error) {
+    $("model").textContent = "not connected";
+    complain(error);
+  }
+}
+
+/** Index of the block that has a direction of its own, nearest to `layer`. */
+function nearest(layers, layer) {
+  return layers.reduce((best, l, i) => (Math.abs(l - layer) < Math.abs(layers[best] - layer) ? i : best), 0);
+}
+
+function showVectors() {
+  const chosen = $("probe").value;
+  $("probe").replaceChildren(new Option("nothing", ""), ...[...state.vectors.keys()].map((n) => new Option(n, n)));
+  $("probe").value = state.vectors.has(chosen) ? chosen : [...state.vectors.keys()].at(-1) ?? "";
+  $("no-sliders").hidden = state.vectors.size > 0;
+  for (const [name, vector] of state.vectors) if (!vector.slider) $("sliders").append((vector.slider = slider(name)));
+}
+
+function slider(name) {
+  const box = document.createElement("div");
+  box.className = "slider";
+  const label = document.createElement("label"), shown = document.createElement("output");
+  const scale = Object.assign(document.createElement("input"), { type: "range", min: -20, max: 20, step: 0.5, value: 0 });
+  const layer = Object.assign(document.createElement("input"), { type: "number", min: 0, value: $("probe-layer").value });
+  scale.dataset.steer = name;
+  layer.dataset.layerOf = name;
+  scale.setAttribute("aria-label", `how much of ${name}`);
+  layer.setAttribute("aria-label", `block of ${name}`);
+  layer.title = "block";
+  const show = () => (shown.textContent = ` × ${scale.value}`);
+  scale.addEventListener("input", show);
+  show();
+  label.append(name, shown);
+  const row = document.createElement("div");
+  row.className = "row";
+  row.append(scale, layer);
+  box.append(label, row);
+  return box;
+}
+
+function interventions() {
+  return [...state.vectors].flatMap(([name, { wire, slider: box }]) => {
+    const scale = Number(box.querySelector("[type=range]").value);
+    const layers = [Number(box.querySelector("[type=number]").value)];
+    return scale ? [{ op: "add", vector: wire(layers[0]), layers, scale, hook: "resid_post" }] : [];
+  });
+}
+
+function wish() {
+  const probe = state.vectors.get($("probe").value);
+  const out = { v: 1, interventions: interventions() };
+  if (probe) {
+    out.capture = [{ hook: "resid_post", layers: state.layers, positions: "sampled", project: probe.wire(Number($("probe-layer").value)) }];
+    out.response = { stream: true };
+  }
+  return out;
+}
+
+function request() {
+  const common = {
+    model: state.model, stream: true, temperature: Number($("temperature").value),
+    max_tokens: Number($("max-tokens").value), weir: wish(),
+  };
+  const said = state.messages.map(({ role, text }) => ({ role, content: text }));
+  if (state.chat) return ["/v1/chat/completions", { ...common, messages: said, logprobs: true, top_logprobs: 0 }];
+  return ["/v1/completions", { ...common, prompt: said.map((m) => m.content).join(""), logprobs: 0 }];
+}
+
+async function open(signal) {
+  try {
+    return await call(...request(), "POST", signal);
+  } catch (error) {
+    if (!state.chat || !/chat.template/i.test(error.message)) throw error;
+    state.chat = false; // a base model: it goes on with the text
+    return call(...request(), "POST", signal);
+  }
+}
+
+async function send(text) {
+  complain(null);
+  state.messages.push({ role: "user", text });
+  show(state.messages.at(-1));
+  const control = new AbortController();
+  const reply = { role: "assistant", text: "", tokens: [], scored: 0, probe: $("probe").value, steer: interventions() };
+  busy(control);
+  try {
+    const response = await open(control.signal);
+    state.messages.push(reply);
+    show(reply);
+    for await (const event of events(response)) take(reply, event);
+  } catch (error) {
+    if (error.name !== "AbortError") complain(error);
+    if (state.messages.at(-1) !== reply) { // nothing was answered: the message goes back to where it was written
+      state.messages.pop().element.remove();
+      $("text").value = text;
+    }
+  } finally {
+    busy(null);
+  }
+}
+
+function take(reply, event) {
+  if (event.error) throw new Error(event.error.message ?? event.error);
+  for (const choice of event.choices ?? []) {
+    const texts = choice.logprobs?.content?.map((t) => t.token) ?? choice.logprobs?.tokens;
+    const delta = choice.delta?.content ?? choice.text ?? "";
+    reply.text += delta;
+    for (const [i, text] of spell(texts ?? (delta ? [delta] : []), delta).entries()) addToken(reply, text, texts?.[i] ?? text);
+    if (choice.weir?.scores) takeScores(reply, choice.weir.scores, Boolean(choice.weir.receipt));
+    if (choice.weir?.receipt) finish(reply, choice.weir.receipt);
+  }
+  $("messages").scrollTop = $("messages").scrollHeight;
+}
+
+/** What each of a chunk's tokens adds to its text: nothing for special tokens and halves of characters. */
+function spell(tokens, delta) {
+  let rest = delta;
+  const out = tokens.map((token) => {
+    const part = rest.startsWith(token) ? token : "";
+    rest = rest.slice(part.length);
+    return part;
+  });
+  if (out.length) out[out.length - 1] += rest;
+  return out;
+}
+
+function addToken(reply, text, name) {
+  const span = document.createElement("span");
+  span.className = "token";
+  span.textContent = text;
+  const index = reply.tokens.push({ text: name, scores: {}, span }) - 1;
+  span.addEventListener("click", () => heat(reply, index));
+  reply.body.append(span);
+}
+
+function takeScores(reply, scores, complete) {
+  const from = complete ? 0 : reply.scored;
+  const sites = Object.entries(scores.sites);
+  for (const [site, rows] of sites) {
+    const layer = Number(site.split(".").at(-1));
+    rows.forEach((row, i) => { if (reply.tokens[from + i]) reply.tokens[from + i].scores[layer] = row[0] ?? NaN; });
+  }
+  reply.scored = from + (sites[0]?.[1].length ?? 0);
+  paint(reply);
+}
+
+function finish(reply, receipt) {
+  const steered = reply.steer.map((s) => `${s.vector.ref ?? "a vector of this page"} × ${s.scale} at block ${s.layers[0]}`);
+  const note = document.createElement("span");
+  note.className = "note";
+  note.textContent = `${reply.tokens.length} tokens` + (steered.length ? `, steered by ${steered.join(", ")}` : "");
+  note.title = JSON.stringify(receipt, null, 1);
+  reply.element.append(note);
+}
+
+function paint(reply) {
+  if (!reply.probe) return;
+  const layer = Number($("probe-layer").value);
+  const most = magnitude(reply.tokens.map((t) => t.scores[layer]));
+  for (const token of reply.tokens) {
+    const score = token.scores[layer];
+    token.span.style.backgroundColor = colour(score, most);
+    if (score === undefined) continue;
+    token.span.dataset.score = score;
+    token.span.title = `${reply.probe} at block ${layer}: ${format(score)}`;
+  }
+  $("low").textContent = most ? format(-most) : "";
+  $("high").textContent = most ? format(most) : "";
+}
+
+function heat(reply, index) {
+  state.open = { reply, index };
+  for (const { span } of state.messages.flatMap((m) => m.tokens ?? [])) span.classList.remove("chosen");
+  reply.tokens[index].span.classList.add("chosen");
+  $("map").hidden = false;
+  if (!reply.probe) {
+    $("map-title").textContent = "No vector was chosen for this reply: choose one and send again";
+    $("map-table").replaceChildren();
+    return;
+  }
+  $("map-title").textContent = `${reply.probe}, block by token`;
+  fill($("map-table"), reply.tokens, index, state.layers);
+}
+
+function show(message) {
+  const element = document.createElement("li"), who = document.createElement("span"), body = document.createElement("span");
+  element.className = message.role;
+  who.className = "who";
+  who.textContent = message.role === "user" ? "you" : "model";
+  body.textContent = message.text;
+  element.append(who, body);
+  Object.assign(message, { element, body });
+  $("messages").append(element);
+  $("messages").scrollTop = $("messages").scrollHeight;
+}
+
+function busy(control) {
+  state.stop = control;
+  $("send").disabled = Boolean(control);
+  $("stop").hidden = !control;
+}
+
+async function meanRow(text, layer) {
+  const body = {
+    model: state.model, prompt: text, max_tokens: 1,
+    weir: { v: 1, capture: [{ hook: "resid_post", layers: [layer], positions: "prompt", reduce: "mean" }],
+      response: { inline_bytes: 1 << 20 } },
+  };
+  const rows = (await (await call("/v1/completions", body)).json()).choices[0].weir.activations;
+  if (rows.error) throw new Error(rows.error);
+  const buffer = rows.b64 ? fromBase64(rows.b64) : await (await call(rows.url)).arrayBuffer();
+  return Object.values(safetensors(buffer)).find((v) => v.length === state.width);
+}
+
+async function makeVector() {
+  complain(null);
+  const name = $("new-name").value.trim(), layer = Number($("new-layer").value);
+  if (!name || state.vectors.has(name)) throw new Error(name ? `there is a vector ${name} already` : "the vector needs a name");
+  if (!$("new-plus").value || !$("new-minus").value) throw new Error("both texts are needed");
+  const plus = await meanRow($("new-plus").value, layer), minus = await meanRow($("new-minus").value, layer);
+  const apart = plus.map((v, i) => v - minus[i]), length = Math.hypot(...apart);
+  if (!(length > 0)) throw new Error("the two texts have the same mean row");
+  const wire = encode(apart.map((v) => v / length));
+  state.vectors.set(name, { wire: () => wire });
+  showVectors();
+  $("probe").value = name;
+}
+
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = $("text").value;
+  if (!text.trim() || state.stop) return;
+  $("text").value = "";
+  send(text);
+});
+$("text").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    $("composer").requestSubmit();
+  }
+});
+$("stop").addEventListener("click", () => state.stop?.abort());
+$("clear").addEventListener("click", () => {
+  state.stop?.abort();
+  state.messages = [];
+  $("messages").replaceChildren();
+  $("map").hidden = true;
+});
+$("map-close").addEventListener("click", () => ($("map").hidden = true));
+$("probe-layer").addEventListener("input", () => state.messages.filter((m) => m.tokens).forEach(paint));
+$("new-make").addEventListener("click", () => makeVector().catch(complain));
+$("key").addEventListener("change", connect);
+connect();

@@ -1,0 +1,204 @@
+"""The page at /weir in a real browser: a script types, clicks and slides, and checks colours against the API."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import vllm_weir as weir
+from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
+from vllm_weir.spec.vectors import Vector
+
+pytestmark = pytest.mark.engine
+CLOSE_OTHERS = True
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chrome")
+LAYER = 2
+TEXT = "Tell me a story about a dog."
+SCREENSHOTS = os.environ.get("WEIR_SCREENSHOTS")
+"""Where the pictures for the docs go; without it they are made in the test's own directory."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    log = tmp_path_factory.mktemp("page") / "server.log"
+    with running(log, WEIR, env={"WEIR_ADMIN_KEY": ADMIN_KEY}) as client:
+        info = client.get("/v1/weir/info").json()
+        rng = np.random.default_rng(5)
+        for name in ("warm", "cold"):
+            vector = (rng.standard_normal(info["d_model"])).astype(np.float32)
+            body = {"vector": Vector.parse(vector, "vector").to_json()}
+            headers = {"X-Weir-Admin-Key": ADMIN_KEY}
+            client.put(f"/v1/vectors/{name}", json=body, headers=headers).raise_for_status()
+        yield client
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip("no Chromium on this machine; `apt install chromium-headless-shell` brings one")
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, server):
+    page = browser.new_page(viewport={"width": 1180, "height": 760}, color_scheme="light")
+    problems: list[str] = []
+    page.on("pageerror", lambda e: problems.append(str(e)))
+    page.goto(f"{str(server.base_url).rstrip('/')}/weir")
+    page.fill("#key", API_KEY)
+    page.dispatch_event("#key", "change")
+    page.wait_for_selector("#model:has-text('demo,')")
+    page.wait_for_selector("#probe option[value=warm]", state="attached")
+    yield page
+    assert not problems
+    page.close()
+
+
+def say(page, text: str, nth: int = 1) -> list[dict]:
+    """Send a message; the reply's tokens, once it is there in whole."""
+    page.fill("#text", text)
+    page.press("#text", "Enter")
+    page.wait_for_selector(f".note >> nth={nth - 1}", timeout=60_000)
+    return page.eval_on_selector_all(
+        "#messages li:last-child .token",
+        "spans => spans.map(s => ({text: s.textContent, score: Number(s.dataset.score)}))",
+    )
+
+
+def asked(server, messages, **wish) -> dict:
+    body = {"model": "demo", "messages": messages, "max_tokens": 64, "temperature": 0, "weir": {"v": 1, **wish}}
+    answer = server.post("/v1/chat/completions", json=body)
+    answer.raise_for_status()
+    return answer.json()["choices"][0]
+
+
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def scores_of(server, name: str = "warm", **wish) -> tuple[np.ndarray, dict]:
+    """[tokens, blocks] of the first reply to TEXT, and its choice."""
+    capture = {"hook": "resid_post", "layers": "all", "positions": "sampled", "project": {"ref": name}}
+    choice = asked(server, user(TEXT), capture=[capture], **wish)
+    sites = choice["weir"]["scores"]["sites"]
+    return np.array([[row[0] for row in sites[f"resid_post.{layer}"]] for layer in range(len(sites))]).T, choice
+
+
+def picture(page, name: str, tmp_path: Path) -> None:
+    page.screenshot(path=str(Path(SCREENSHOTS or tmp_path) / f"{name}.png"))
+
+
+def test_tokens_have_the_colour_of_their_score(page, server, tmp_path):
+    page.select_option("#probe", "warm")
+    page.fill("#probe-layer", str(LAYER))
+    tokens = say(page, TEXT)
+    expected, choice = scores_of(server)
+    assert "".join(t["text"] for t in tokens) == choice["message"]["content"]
+    got = np.array([t["score"] for t in tokens])
+    assert np.abs(got - expected[:, LAYER]).max() <= 1e-5 * np.abs(expected).max()
+    assert painted(page, expected[:, LAYER])
+    assert not painted(page, expected[:, 0])
+    picture(page, "page", tmp_path)
+    # Another block: painted again from what is there.
+    page.fill("#probe-layer", "0")
+    assert painted(page, expected[:, 0])
+
+
+def painted(page, scores: np.ndarray) -> bool:
+    """Whether the tokens have the colours of these scores; browsers keep eight bits of a colour's strength."""
+    found = page.eval_on_selector_all(".token", "s => s.map(t => getComputedStyle(t).backgroundColor)")
+    for colour, score in zip(found, scores, strict=True):
+        *rgb, alpha = [float(x) for x in re.findall(r"[\d.]+", colour)]
+        hue = [214, 40, 40] if score > 0 else [29, 99, 184]
+        if rgb != hue or abs(alpha - 0.75 * abs(score) / np.abs(scores).max()) > 0.008:
+            return False
+    return True
+
+
+def test_a_slider_steers_the_next_reply(page, server, tmp_path):
+    page.select_option("#probe", "warm")
+    page.fill("[data-layer-of=cold]", "1")
+    page.eval_on_selector("[data-steer=cold]", "s => { s.value = 12; s.dispatchEvent(new Event('input')); }")
+    tokens = say(page, TEXT)
+    add = {"op": "add", "vector": {"ref": "cold"}, "layers": [1], "scale": 12.0}
+    _, steered = scores_of(server, interventions=[add])
+    _, plain = scores_of(server)
+    said = "".join(t["text"] for t in tokens)
+    assert said == steered["message"]["content"] != plain["message"]["content"]
+    assert "steered by cold × 12 at block 1" in page.inner_text(".note")
+    picture(page, "page_steered", tmp_path)
+
+
+def test_a_click_shows_blocks_by_tokens(page, server, tmp_path):
+    page.select_option("#probe", "cold")
+    tokens = say(page, TEXT)
+    page.click("#messages .token >> nth=3")
+    cells = page.eval_on_selector_all(
+        "#map-table td",
+        "cells => cells.map(c => [Number(c.dataset.token), Number(c.dataset.layer), Number(c.dataset.score)])",
+    )
+    expected, _ = scores_of(server, "cold")
+    shown = min(len(tokens), 3 + 17)
+    assert len(cells) == shown * expected.shape[1]
+    for token, layer, score in cells:
+        assert abs(score - expected[token, layer]) <= 1e-5 * np.abs(expected).max()
+    assert page.inner_text("#map-title") == "cold, block by token"
+    picture(page, "page_heat_map", tmp_path)
+
+
+def test_a_vector_from_two_texts(page, server, tmp_path):
+    page.fill("#new-name", "dogs")
+    page.fill("#new-plus", "a dog and a dog")
+    page.fill("#new-minus", "the cat on the hill")
+    page.fill("#new-layer", str(LAYER))
+    page.click("#new-make")
+    page.wait_for_selector("[data-steer=dogs], #error:not([hidden])")
+    assert page.inner_text("#error") == ""
+    assert page.input_value("#probe") == "dogs"
+    tokens = say(page, TEXT)
+    rows = []
+    for text in ("a dog and a dog", "the cat on the hill"):
+        capture = [{"hook": "resid_post", "layers": [LAYER], "positions": "prompt", "reduce": "mean"}]
+        body = {"model": "demo", "prompt": text, "max_tokens": 1, "weir": {"v": 1, "capture": capture}}
+        found = server.post("/v1/completions", json=body).json()["choices"][0]["weir"]["activations"]
+        (tmp_path / "rows.safetensors").write_bytes(base64.b64decode(found["b64"]))
+        rows.append(weir.Activations.load(tmp_path / "rows.safetensors")["resid_post", LAYER][0].clone())
+    apart = (rows[0] - rows[1]).numpy()
+    vector = Vector.parse(apart / np.linalg.norm(apart), "vector").to_json()
+    capture = {"hook": "resid_post", "layers": [int(page.input_value("#probe-layer"))], "positions": "sampled"}
+    choice = asked(server, user(TEXT), capture=[capture | {"project": vector}])
+    ((_, expected),) = choice["weir"]["scores"]["sites"].items()
+    expected = np.array(expected)[:, 0]
+    got = np.array([t["score"] for t in tokens])
+    assert np.abs(got - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+def test_what_is_written_stays_text(page):
+    say(page, "<img src=x onerror=document.title='hit'>")
+    assert page.title() == "Weir"
+    assert page.locator("#messages img").count() == 0
+
+
+def test_errors_say_what_is_wrong(page):
+    page.fill("#key", "wrong")
+    page.dispatch_event("#key", "change")
+    page.wait_for_selector("#error:has-text('401')")
+    assert page.inner_text("#model") == "not connected"
+
+
+def test_only_the_files_of_the_page(server):
+    for path in ("/weir/../settings.py", "/weir/index.html", "/weir/page.py", "/weir/%2e%2e/page.py"):
+        assert server.get(path).status_code == 404
+    answer = server.get("/weir")
+    assert "script-src 'self'" in answer.headers["content-security-policy"]
