@@ -20,6 +20,7 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.unit.admin_app import KEY, Server, app_of
 
+
 @pytest.fixture(scope="module")
 def routes(tmp_path_factory):
     server = Server(tmp_path_factory.mktemp("serve"), os.getpid() + (1 << 23))
