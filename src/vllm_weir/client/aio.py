@@ -249,11 +249,18 @@ async def _in_order(
 ) -> list[Completion]:
     """The results in the order of the calls; the first failure calls off all others and is raised."""
     room = asyncio.Semaphore(max(1, concurrency))
+    stopped = asyncio.Event()
     with counter(progress, len(calls)) as count:
 
         async def one(call: Callable[[], Awaitable[Completion]]) -> Completion:
             async with room:
-                result = await call()
+                if stopped.is_set():
+                    raise asyncio.CancelledError
+                try:
+                    result = await call()
+                except BaseException:
+                    stopped.set()
+                    raise
             count()
             return result
 

@@ -245,12 +245,12 @@ def fetch(reference: str, sink: BinaryIO, retries: Retries) -> Flow[int]:
             headers["Range"] = f"bytes={held}-"
             if tag:
                 headers["If-Range"] = tag
-        call = Call("GET", place(reference), headers=headers)
+        effect = Fetch(Call("GET", place(reference), headers=headers), sink, held)
         before = held
         try:
-            reply = yield Fetch(call, sink, held)
+            reply = yield effect
         except Lost as lost:
-            held, why = sink.tell(), lost.why
+            held, why, tag = sink.tell(), lost.why, effect.tag or tag
             idle = 0 if held > before else idle + 1
             continue
         if reply.status in PASSING:
@@ -264,7 +264,7 @@ def fetch(reference: str, sink: BinaryIO, retries: Retries) -> Flow[int]:
         if reply.status not in (200, 206):
             raise error_of(reply.status, reply.body)
         first, total = range_of(reply.headers)
-        held, tag = sink.tell(), reply.headers.get("etag", tag)
+        held, tag = sink.tell(), effect.tag or tag
         if total is None or held == total:
             sink.truncate(held)
             return held

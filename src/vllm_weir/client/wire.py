@@ -31,7 +31,7 @@ class Call:
     admin: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fetch:
     """Send a request and write the answer's body to `sink` as it comes; the `Reply` has an empty body.
 
@@ -39,17 +39,20 @@ class Fetch:
 
     Attributes:
         start: the first byte that the request asks for.
+        tag: the ``ETag`` of what came, also if it did not come whole.
     """
 
     call: Call
     sink: BinaryIO
     start: int = 0
+    tag: str = ""
 
     def begin(self, headers: Mapping[str, str]) -> None:
         """Set `sink` to where the answer's bytes begin; raises `Lost` if that is neither 0 nor `start`."""
         first, _ = range_of(headers)
         if first not in (0, self.start):
             raise Lost(f"asked for bytes from {self.start}, the server sends them from {first}", True)
+        self.tag = headers.get("etag", "")
         self.sink.seek(first)
 
 
