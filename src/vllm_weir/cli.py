@@ -64,6 +64,21 @@ def sites(
         show(model, verdicts)
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--weir-help"]}
+)
+def serve(context: typer.Context) -> None:
+    """vllm serve MODEL [options] with Weir's routes on; also takes --weir-admin-key KEY (or WEIR_ADMIN_KEY)."""
+    from vllm_weir.errors import WeirError
+    from vllm_weir.serve.command import serve as run
+
+    try:
+        run(context.args)
+    except WeirError as e:
+        typer.echo(str(e), err=True)
+        raise typer.Exit(2) from None
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

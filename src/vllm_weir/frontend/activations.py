@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as save_bytes
 from safetensors.torch import save_file
 
 from vllm_weir import codec
@@ -182,6 +183,17 @@ class Activations(Mapping):
 
     def save(self, path: str | PathLike) -> Path:
         """Write a safetensors file: ``resid_post.10`` beside its ``.positions`` and ``.token_ids``."""
+        path = Path(path)
+        tensors, meta = self._file()
+        save_file(tensors, path, metadata=meta)
+        return path
+
+    def to_bytes(self) -> bytes:
+        """What `save` writes."""
+        tensors, meta = self._file()
+        return save_bytes(tensors, metadata=meta)
+
+    def _file(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         tensors: dict[str, torch.Tensor] = {}
         for site in self:
             name = f"{site.hook}.{site.layer}"
@@ -189,9 +201,7 @@ class Activations(Mapping):
             tensors[f"{name}.positions"] = self._positions[site].clone()
             tensors[f"{name}.token_ids"] = self._token_ids[site].clone()
         meta = {"weir": "1", "sites": json.dumps([list(s) for s in self]), "lens": json.dumps(self._lens_layers)}
-        path = Path(path)
-        save_file(tensors, path, metadata=meta)
-        return path
+        return tensors, meta
 
     @classmethod
     def load(cls, path: str | PathLike) -> Activations:

@@ -22,7 +22,7 @@ from vllm_weir.frontend.store import Pending, Store
 from vllm_weir.frontend.view import View
 from vllm_weir.settings import Settings
 from vllm_weir.spec.interventions import Intervention
-from vllm_weir.spec.request import WIRE_KEY
+from vllm_weir.spec.request import WIRE_KEY, selected
 
 MOST_KNOWN, LONGEST_KNOWN = 32 << 20, 1 << 20
 """Bytes of all the wishes whose admission is remembered, and of one."""
@@ -127,7 +127,8 @@ class Desk:
         self.always: tuple[Intervention, ...] = ()
         self.facts: EngineFacts | None = None
         self.board = Board(settings.sinks, settings.marked_bytes, settings.marked_seconds, settings.timeout)
-        self._model, self._hold = model, hold
+        self.model, self._hold = model, hold
+        self._most_rows: int | None = None
         self._chunked = chunked
         self._host = host
         self._inbox: Inbox | None = None
@@ -139,10 +140,19 @@ class Desk:
         """Take in the workers' reports; a failed one becomes the refusal of every request with keys."""
         try:
             facts = EngineFacts.merge(reports)
-            self.board.open(EngineInfo(self._model, facts.num_layers, facts.d_model, facts.dtype))
+            self.board.open(EngineInfo(self.model, facts.num_layers, facts.d_model, facts.dtype))
             self.facts = facts
         except WeirError as e:
             self.refusal = str(e)
+
+    def serve(self, most_rows: int) -> None:
+        """Requests come from clients of a server: one sequence may have at most so many rows returned."""
+        self._most_rows = most_rows
+
+    @property
+    def served(self) -> bool:
+        """Whether requests come from clients of a server."""
+        return self._most_rows is not None
 
     @property
     def universal(self) -> bool:
@@ -168,6 +178,8 @@ class Desk:
         """Check one sequence's request; returns its tracker and the wire form for the engine, or raises WeirError."""
         facts = self.require_facts()
         admitted = self._admitted(extra_args, prompt_ids is not None)
+        if self._most_rows is not None:
+            _check_rows(admitted, prompt_len, max_tokens, self._most_rows)
         self.board.prepare(admitted.parts)
         if self._inbox is None:
             self._inbox = Inbox(self.store, self._host)
@@ -225,6 +237,23 @@ _desks: weakref.WeakSet[Desk] = weakref.WeakSet()
 def desks() -> list[Desk]:
     """Those of all live engines of this process."""
     return list(_desks)
+
+
+def _check_rows(admitted: Admitted, prompt_len: int, max_tokens: int, most: int) -> None:
+    """Raise WeirError if what comes back on the output can be more than `most` rows."""
+    spec = admitted.parts[0].spec
+    if not spec.wishes or (spec.treatment is not None and spec.treatment.reduce is not None):
+        return
+    tokens, rows = np.full(prompt_len + max_tokens - 1, -1), 0
+    for sites, selectors in spec.by_positions:
+        any_token = any(s.needs_token_ids for s in selectors)
+        rows += len(sites) * (len(tokens) if any_token else len(selected(selectors, prompt_len, tokens)))
+    if rows > most:
+        raise WeirError(
+            f"up to {rows} rows would come back, the server allows {most} (WEIR_SERVE_ROWS); "
+            "ask for fewer blocks or positions, reduce them, name a sink, or lower max_tokens",
+            "capture",
+        )
 
 
 def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool) -> tuple[tuple, int] | None:

@@ -194,7 +194,7 @@ def _check_settings(args, kwargs) -> None:
 
 
 def async_llm_generate(original, _status):
-    async def wrapper(self, *args, **kwargs):
+    async def stream(self, *args, **kwargs):
         async for output in original(self, *args, **kwargs):
             for completion in output.outputs if output.finished else ():
                 view = getattr(completion, _VIEW, None)
@@ -202,7 +202,20 @@ def async_llm_generate(original, _status):
                     await asyncio.to_thread(_verify, view)
             yield output
 
+    def wrapper(self, *args, **kwargs):
+        desk: Desk | None = getattr(self.output_processor, _DESK, None)
+        if desk is not None and desk.served:
+            from vllm_weir.seams.server import check_answered
+
+            check_answered(kwargs.get("sampling_params", args[1] if len(args) > 1 else None))
+        return stream(self, *args, **kwargs)
+
     return wrapper
+
+
+def view_of(completion):
+    """The view of a ``CompletionOutput``, or None."""
+    return getattr(completion, _VIEW, None)
 
 
 def _verify(view) -> None:

@@ -20,7 +20,7 @@ RAN = ("0.26.0", "0.32.0")
 READ = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.33.0")
 """vLLM versions whose released source has every seam (scripts/check_seams.py), but on which nothing was run."""
 
-WORKER, CORE, FRONTEND, EVERYWHERE = "worker", "engine core", "caller", "everywhere"
+WORKER, CORE, FRONTEND, SERVER, EVERYWHERE = "worker", "engine core", "caller", "API server", "everywhere"
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Seam:
             an instance once it exists (see `vllm_weir.seams.worker`) and is only checked here.
         needs: parameters that the original must have.
         guard: whether it refuses requests when Weir is off; without it Weir does not let the engine start.
+        serving: whether only a server needs it: without it requests over HTTP that carry Weir's keys are refused. Held
+            also when Weir is off, to refuse them.
         variant: the model runner it belongs to, of which an engine uses one; empty for seams that every engine needs.
     """
 
@@ -45,6 +47,7 @@ class Seam:
     wrapper: str | None = None
     needs: tuple[str, ...] = ()
     guard: bool = False
+    serving: bool = False
     variant: str = ""
 
     @property
@@ -63,6 +66,7 @@ class Seam:
 
 
 _V1 = "vllm.v1"
+_COMPLETION, _CHAT = "vllm.entrypoints.openai.completion", "vllm.entrypoints.openai.chat_completion"
 _GRAPHS = f"{_V1}.worker.gpu.cudagraph_utils"
 _RUNNER_1, _RUNNER_2 = f"{_V1}.worker.gpu_model_runner", f"{_V1}.worker.gpu.model_runner"
 # fmt: off
@@ -89,6 +93,28 @@ SEAMS: tuple[Seam, ...] = (
          "the workers are asked what they serve, once", "engine:async_llm_add_request", ("params",)),
     Seam(f"{_V1}.engine.async_llm", "AsyncLLM.generate", FRONTEND,
          "a request that was not steered as asked, or whose sink failed, fails", "engine:async_llm_generate"),
+    Seam(f"{_COMPLETION}.serving", "OpenAIServingCompletion.__init__", SERVER,
+         "the server's limits hold from its start", "server:init", serving=True),
+    Seam(f"{_COMPLETION}.serving", "OpenAIServingCompletion.create_completion", SERVER,
+         "what the body asks of Weir is read, and its answer given", "server:create", ("request",), serving=True),
+    Seam(f"{_COMPLETION}.serving", "OpenAIServingCompletion.request_output_to_completion_response", SERVER,
+         "a completion's rows are noted", "server:completion_response", ("final_res_batch",), serving=True),
+    Seam(f"{_COMPLETION}.serving", "OpenAIServingCompletion.completion_stream_generator", SERVER,
+         "a streamed completion's rows are noted and sent", "server:stream", ("request", "result_generator"),
+         serving=True),
+    Seam(f"{_COMPLETION}.protocol", "CompletionRequest.to_sampling_params", SERVER,
+         "the engine gets what the body asks of Weir", "server:to_sampling_params", serving=True),
+    Seam(f"{_CHAT}.serving", "OpenAIServingChat.create_chat_completion", SERVER,
+         "what the body asks of Weir is read, and its answer given", "server:create", ("request",), serving=True),
+    Seam(f"{_CHAT}.serving", "OpenAIServingChat.chat_completion_full_generator", SERVER,
+         "a chat's rows are noted", "server:chat_response", ("result_generator",), serving=True),
+    Seam(f"{_CHAT}.serving", "OpenAIServingChat.chat_completion_stream_generator", SERVER,
+         "a streamed chat's rows are noted and sent", "server:stream", ("request", "result_generator"), serving=True),
+    Seam(f"{_CHAT}.protocol", "ChatCompletionRequest.to_sampling_params", SERVER,
+         "the engine gets what the body asks of Weir", "server:to_sampling_params", serving=True),
+    Seam("vllm.entrypoints.openai.responses.protocol", "ResponsesRequest.to_sampling_params", SERVER,
+         "a route whose answers have no room for rows refuses to take them", "server:to_sampling_params",
+         serving=True),
     Seam(f"{_V1}.core.kv_cache_manager", "KVCacheManager.get_computed_blocks", CORE,
          "a prefix-cache hit never passes a wanted position", "core:get_computed_blocks", ("request",)),
     Seam(f"{_V1}.core.kv_cache_utils", "generate_block_hash_extra_keys", CORE,
@@ -137,21 +163,36 @@ class Status:
     Attributes:
         active: False when Weir is disabled: only the guard is held, and it refuses.
         problems: seam path -> what is wrong; any entry refuses every request with Weir's keys.
+        serving_problems: likewise, for requests over HTTP.
     """
 
     active: bool
     problems: dict[str, str] = field(default_factory=dict)
+    serving_problems: dict[str, str] = field(default_factory=dict)
+
+    def note(self, seam: Seam, why: str) -> None:
+        """`seam` cannot be held."""
+        (self.serving_problems if seam.serving else self.problems)[seam.path] = why
 
     @property
     def refusal(self) -> str | None:
         """Why requests with Weir's keys are refused in this process; None if they are served."""
         if not self.active:
             return "Weir is switched off (WEIR_DISABLE is set)"
-        if self.problems:
-            first, why = next(iter(self.problems.items()))
-            more = f" and {len(self.problems) - 1} more" if len(self.problems) > 1 else ""
-            return f"Weir could not hold {first} of this vLLM ({why}){more}; `weir doctor` shows every seam"
+        return _told(self.problems)
+
+    @property
+    def serving_refusal(self) -> str | None:
+        """Why requests over HTTP with Weir's keys are refused; None if they are served."""
+        return self.refusal or _told(self.serving_problems)
+
+
+def _told(problems: dict[str, str]) -> str | None:
+    if not problems:
         return None
+    first, why = next(iter(problems.items()))
+    more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return f"Weir could not hold {first} of this vLLM ({why}){more}; `weir doctor` shows every seam"
 
 
 def install(active: bool) -> Status:
@@ -162,12 +203,12 @@ def install(active: bool) -> Status:
     """
     status = Status(active)
     for seam in SEAMS:
-        if seam.wrapper is None or not (active or seam.guard):
+        if seam.wrapper is None or not (active or seam.guard or seam.serving):
             continue
         if _module_exists(seam.module):
             when_imported(seam.module, functools.partial(_hold, seam, status))
         else:
-            status.problems[seam.path] = "the module does not exist"
+            status.note(seam, "the module does not exist")
         if seam.guard and seam.path in status.problems:
             raise RuntimeError(f"Weir cannot guard this vLLM: {seam.path}: {status.problems[seam.path]}")
     return status
@@ -184,7 +225,7 @@ def _hold(seam: Seam, status: Status, _module: object) -> None:
         module = importlib.import_module(seam.module)
         setattr(getattr(module, owner_name) if owner_name else module, attribute, wrapper)
     except (ImportError, AttributeError, TypeError, ValueError) as e:
-        status.problems[seam.path] = str(e)
+        status.note(seam, str(e))
         logger.error("Weir could not hold %s: %s", seam.path, e)
         if seam.guard:
             raise RuntimeError(f"Weir cannot guard this vLLM: {seam.path}: {e}") from e

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import zstandard
+
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.interventions import Add, Intervention
 from vllm_weir.spec.positions import Positions
-from vllm_weir.spec.vectors import Vector
+from vllm_weir.spec.vectors import MAX_ELEMENTS, Vector
 
 LENS_CAPTURE_KEY = "output_residual_stream"
 LENS_STEER_KEY = "apply_steering_vectors"
@@ -84,7 +88,9 @@ def _lens_one(vector: Any, path: str) -> list[Intervention]:
     for key in ("activations", "layer_indices"):
         if key not in vector:
             raise WeirError("missing", f"{path}.{key}")
-    array = Vector.parse(_lens_tensor(vector["activations"]), f"{path}.activations", (2, 3)).array
+    array = Vector.parse(
+        _lens_tensor(vector["activations"], f"{path}.activations"), f"{path}.activations", (2, 3)
+    ).array
     layers, positions = vector["layer_indices"], vector.get("position_indices")
     if array is None:
         raise WeirError("a reference is not a vllm-lens form", f"{path}.activations")
@@ -106,9 +112,31 @@ def _lens_one(vector: Any, path: str) -> list[Intervention]:
     ]
 
 
-def _lens_tensor(value: Any) -> Any:
-    """vllm-lens's tensor form {data: base64, dtype, shape} as Weir's; anything else as it is."""
-    if isinstance(value, Mapping) and "data" in value:
-        dtype = str(value.get("dtype", "float32")).removeprefix("torch.")
-        return {"b64": value["data"], "dtype": dtype, "shape": value.get("shape")}
-    return value
+def _lens_tensor(value: Any, path: str) -> Any:
+    """vllm-lens's tensor form {data, dtype, original_dtype, shape, compression} as Weir's; anything else as it is."""
+    if not isinstance(value, Mapping) or "data" not in value:
+        return value
+    dtype = str(value.get("dtype", "float32")).removeprefix("torch.")
+    if dtype == "int16" and value.get("original_dtype") == "torch.bfloat16":
+        dtype = "bfloat16"
+    data = value["data"]
+    if value.get("compression") == "zstd":
+        data = _inflated(data, path)
+    elif value.get("compression") is not None:
+        raise WeirError("known is zstd", f"{path}.compression")
+    return {"b64": data, "dtype": dtype, "shape": value.get("shape")}
+
+
+def _inflated(data: Any, path: str) -> str:
+    """Base64 of what base64 of a zstd frame holds; a frame that grows beyond any vector is refused."""
+    most = 8 * MAX_ELEMENTS
+    try:
+        frame = base64.b64decode(data, validate=True)
+        if zstandard.frame_content_size(frame) > most:
+            raise WeirError(f"more than {most} bytes", f"{path}.data")
+        raw = zstandard.ZstdDecompressor().decompress(frame, max_output_size=most)
+    except (binascii.Error, TypeError, ValueError, zstandard.ZstdError) as e:
+        if isinstance(e, WeirError):
+            raise
+        raise WeirError("not base64 of a zstd frame", f"{path}.data") from None
+    return base64.b64encode(raw).decode("ascii")

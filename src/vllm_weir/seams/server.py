@@ -1,0 +1,242 @@
+"""Seams in an API server: what a body asks of Weir on its way in, rows on their way into responses and streams."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextlib import aclosing
+from contextvars import ContextVar
+from http import HTTPStatus
+
+from vllm_weir.errors import WeirError
+from vllm_weir.seams.engine import WeirRequestError, desk_of, view_of
+from vllm_weir.serve.ask import KEYS, Ask, asks
+from vllm_weir.serve.reply import Reply
+from vllm_weir.serve.state import ServerState
+from vllm_weir.spec.lens import LENS_CAPTURE_KEY, lens_capture
+from vllm_weir.spec.request import WIRE_KEY, RequestSpec
+
+_reply: ContextVar[Reply | None] = ContextVar("weir_reply", default=None)
+_SERVER = "_weir_server"
+LORA_KEY = "lora_request"
+ROUTES = "/v1/completions and /v1/chat/completions"
+
+
+def server_of(engine_client) -> ServerState:
+    """The state of the server that this engine client belongs to, made when it is first asked for."""
+    server = getattr(engine_client, _SERVER, None)
+    if server is None:
+        server = ServerState(engine_client, desk_of(engine_client))
+        setattr(engine_client, _SERVER, server)
+    return server
+
+
+def init(original, status):
+    def wrapper(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if status.refusal is None:
+            server_of(self.engine_client)
+
+    return wrapper
+
+
+def create(original, status):
+    """Of ``create_completion`` and ``create_chat_completion``. Classes that turn another API's requests into chats
+    inherit it and have no room for what Weir adds: theirs are left as they are."""
+    owner = original.__qualname__.partition(".")[0]
+
+    async def wrapper(self, request, *args, **kwargs):
+        body = request.model_extra or {}
+        lora = body.get(LORA_KEY)
+        if type(self).__name__ != owner or (lora is None and not asks(request.vllm_xargs, body)):
+            return await original(self, request, *args, **kwargs)
+        try:
+            if status.serving_refusal is not None:
+                raise WeirError(status.serving_refusal, WIRE_KEY)
+            if lora is not None and (problem := await _use_lora(self.models, request, lora)) is not None:
+                return problem
+            server = server_of(self.engine_client)
+            ask = Ask.parse(request.vllm_xargs, body, server.limits)
+            if ask is None:
+                return await original(self, request, *args, **kwargs)
+            if request.use_beam_search:
+                raise WeirError("is not served together with Weir's keys", "use_beam_search")
+            reply = Reply(ask, server)
+            token = _reply.set(reply)
+            try:
+                result = await original(self, request, *args, **kwargs)
+            finally:
+                _reply.reset(token)
+            return await _finish(self, reply, result)
+        except WeirError as e:
+            return self.create_error_response(str(e), param=e.field or None)
+
+    return wrapper
+
+
+async def _finish(serving, reply: Reply, result):
+    if inspect.isasyncgen(result):
+        # What the engine refuses is refused before the response has begun.
+        first = await anext(result, None)
+        if reply.failure is not None:
+            await result.aclose()
+            raise reply.failure
+        return _from(first, result)
+    if not hasattr(result, "choices"):
+        return result
+    try:
+        answers = await reply.answers()
+    except WeirError as e:
+        lens = e.field == LENS_CAPTURE_KEY
+        code = HTTPStatus.BAD_REQUEST if lens else HTTPStatus.INTERNAL_SERVER_ERROR
+        kind = "BadRequestError" if lens else "InternalServerError"
+        return serving.create_error_response(str(e), kind, code, e.field or None)
+    for choice in result.choices:
+        if choice.index in answers:
+            choice.weir = answers[choice.index]
+    if reply.lens is not None:
+        result.activations = reply.lens
+    return result
+
+
+async def _from(first, rest):
+    async with aclosing(rest):
+        if first is not None:
+            yield first
+        async for chunk in rest:
+            yield chunk
+
+
+def to_sampling_params(original, status):
+    def wrapper(self, *args, **kwargs):
+        reply = _reply.get()
+        if reply is None:
+            if asks(None, self.model_extra):
+                why = status.serving_refusal or f"this route has no room for Weir's answers; use {ROUTES}"
+                raise WeirRequestError(why, WIRE_KEY)
+            return original(self, *args, **kwargs)
+        params = original(self, *args, **kwargs)
+        others = {k: v for k, v in (params.extra_args or {}).items() if k not in KEYS}
+        params.extra_args = others | dict(reply.ask.extra_args)
+        return params
+
+    return wrapper
+
+
+def check_answered(params) -> None:
+    """Refuse a request whose rows would come back on an answer that has no room for them."""
+    extra = getattr(params, "extra_args", None)
+    if _reply.get() is not None or not extra or not asks(extra, None):
+        return
+    try:
+        captures = RequestSpec.parse(extra[WIRE_KEY]).capture if extra.get(WIRE_KEY) is not None else ()
+        lens = lens_capture(extra[LENS_CAPTURE_KEY]) if extra.get(LENS_CAPTURE_KEY) is not None else None
+    except WeirError as e:
+        raise WeirRequestError(e.message, e.field) from None
+    if lens is not None or any(capture.sink.memory for capture in captures):
+        field = "capture" if captures else LENS_CAPTURE_KEY
+        raise WeirRequestError(f"this route's answers have no room for rows; use {ROUTES}, or name a sink", field)
+
+
+def completion_response(original, _status):
+    signature = inspect.signature(original)
+
+    def wrapper(self, *args, **kwargs):
+        reply = _reply.get()
+        if reply is not None:
+            results = signature.bind(self, *args, **kwargs).arguments["final_res_batch"]
+            outputs = (output for result in results for output in result.outputs)
+            for choice, output in enumerate(outputs):
+                reply.note(choice, view_of(output))
+        return original(self, *args, **kwargs)
+
+    return wrapper
+
+
+def chat_response(original, _status):
+    signature = inspect.signature(original)
+
+    async def wrapper(self, *args, **kwargs):
+        reply = _reply.get()
+        if reply is None:
+            return await original(self, *args, **kwargs)
+        call = signature.bind(self, *args, **kwargs)
+        call.arguments["result_generator"] = _noted(reply, call.arguments["result_generator"], 1)
+        return await original(*call.args, **call.kwargs)
+
+    return wrapper
+
+
+def stream(original, _status):
+    """Of the generators of server-sent events."""
+    signature = inspect.signature(original)
+
+    def wrapper(self, *args, **kwargs):
+        reply = _reply.get()
+        if reply is None:
+            return original(self, *args, **kwargs)
+        call = signature.bind(self, *args, **kwargs)
+        n = call.arguments["request"].n or 1
+        call.arguments["result_generator"] = _noted(reply, call.arguments["result_generator"], n)
+        return reply.rewrite(original(*call.args, **call.kwargs))
+
+    return wrapper
+
+
+async def _noted(reply: Reply, results, n: int):
+    """`results`, outputs or (prompt, output) pairs, whose views `reply` has seen before they are used."""
+    try:
+        async with aclosing(results):
+            async for item in results:
+                prompt, output = item if isinstance(item, tuple) else (0, item)
+                for completion in output.outputs:
+                    reply.note(completion.index + prompt * n, view_of(completion))
+                yield item
+    except WeirError as e:
+        reply.failure = e
+        raise
+
+
+async def _use_lora(models, request, lora):
+    """Have the request use the LoRA that ``lora_request`` names; an error response if vLLM cannot load it.
+
+    A path reaches the disk only where the operator lets clients load LoRAs, which is vLLM's own setting.
+    """
+    from vllm import envs
+
+    name, path = _lora_fields(lora)
+    if request.model not in (None, "", name) and not models.is_base_model(request.model):
+        raise WeirError(f"names {name!r}, model names {request.model!r}", f"{LORA_KEY}.lora_name")
+    known = models.lora_requests.get(name)
+    if known is not None and path is not None and known.lora_path != path:
+        raise WeirError(
+            f"{name!r} is another LoRA of this server; leave lora_path out to use it", f"{LORA_KEY}.lora_path"
+        )
+    if known is None and not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+        have = ", ".join(models.lora_requests) or "none"
+        raise WeirError(
+            f"{name!r} is none of this server's LoRAs ({have}); its operator names them with --lora-modules, or lets "
+            "clients load their own with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+            f"{LORA_KEY}.lora_name",
+        )
+    if known is None and path is not None:
+        load = inspect.signature(models.load_lora_adapter, eval_str=True).parameters["request"].annotation
+        result = await models.load_lora_adapter(load(lora_name=name, lora_path=path))
+        if not isinstance(result, str):
+            return result
+    request.model = name
+    return None
+
+
+def _lora_fields(lora) -> tuple[str, str | None]:
+    if not isinstance(lora, Mapping):
+        raise WeirError(f"expected an object, got {type(lora).__name__}", LORA_KEY)
+    for key in lora:
+        if key not in ("lora_name", "lora_int_id", "lora_path"):
+            raise WeirError("unknown key; known are lora_name, lora_int_id, lora_path", f"{LORA_KEY}.{str(key)[:40]}")
+    name, path = lora.get("lora_name"), lora.get("lora_path")
+    if not isinstance(name, str) or not name:
+        raise WeirError("expected the name of a LoRA", f"{LORA_KEY}.lora_name")
+    if path is not None and not isinstance(path, str):
+        raise WeirError("expected a string", f"{LORA_KEY}.lora_path")
+    return name, path

@@ -1,0 +1,135 @@
+"""What an HTTP request asks of Weir, gathered from the places where a client may say it. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.serve.limits import Limits
+from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY
+from vllm_weir.spec.request import WIRE_KEY
+
+LENS_KEYS = (LENS_CAPTURE_KEY, LENS_STEER_KEY)
+LENS_HOOKS_KEY = "apply_hooks"
+KEYS = (WIRE_KEY, *LENS_KEYS, LENS_HOOKS_KEY)
+RESPONSE = "response"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One HTTP request's wishes.
+
+    Attributes:
+        extra_args: Weir's part of ``SamplingParams.extra_args``, plain JSON data.
+        inline_bytes: up to this many bytes of rows come with the choice itself.
+        stream: whether chunks carry new scores as they come.
+        lens: whether the answer has vllm-lens's fields.
+        own: whether ``weir`` itself was given, so that rows come as Weir gives them.
+    """
+
+    extra_args: Mapping[str, Any]
+    inline_bytes: int
+    stream: bool = False
+    lens: bool = False
+    own: bool = False
+
+    @classmethod
+    def parse(cls, xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None, limits: Limits) -> Ask | None:
+        """From a request's ``vllm_xargs`` and its unknown top-level keys; None if it asks for nothing.
+
+        Raises:
+            WeirError: naming the field.
+        """
+        found = _gather(xargs or {}, body or {})
+        if not found:
+            return None
+        if LENS_HOOKS_KEY in found:
+            raise WeirError("code from the network is not run; use captures and interventions", LENS_HOOKS_KEY)
+        inline, stream = limits.inline_default, False
+        if WIRE_KEY in found:
+            wish, (inline, stream) = _wish(found[WIRE_KEY], limits)
+            found[WIRE_KEY] = wish
+        if LENS_CAPTURE_KEY in found:
+            found[LENS_CAPTURE_KEY] = _lens_layers(found[LENS_CAPTURE_KEY])
+        inline = min(inline, limits.inline_bytes)
+        return cls(found, inline, stream, found.get(LENS_CAPTURE_KEY) is not None, WIRE_KEY in found)
+
+
+def asks(xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None) -> bool:
+    """Whether a request says anything to Weir."""
+    return any(place.get(k) is not None for _, place in _places(xargs or {}, body or {}) for k in KEYS)
+
+
+def _places(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    extra = body.get("extra_args")
+    return [
+        ("vllm_xargs.", xargs),
+        ("", {WIRE_KEY: body.get(WIRE_KEY)}),
+        ("extra_args.", extra if isinstance(extra, Mapping) else {}),
+    ]
+
+
+def _gather(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for place, values in _places(xargs, body):
+        for key in KEYS:
+            if values.get(key) is None:
+                continue
+            if key in found:
+                raise WeirError(f"given twice, as {origin[key]}{key} and as {place}{key}", key)
+            found[key], origin[key] = values[key], place
+    return found
+
+
+def _wish(data: Any, limits: Limits) -> tuple[dict[str, Any], tuple[int, bool]]:
+    """(the wish without what is only for the answer, (inline bytes, whether scores are streamed))."""
+    if isinstance(data, str):
+        try:
+            data = json.loads(data)
+        except (ValueError, RecursionError) as e:
+            raise WeirError(f"not valid JSON ({type(e).__name__}: {str(e)[:80]})", WIRE_KEY) from None
+    if not isinstance(data, Mapping):
+        raise WeirError(f"expected an object, got {type(data).__name__}", WIRE_KEY)
+    wish = dict(data)
+    response = _response(wish.pop(RESPONSE, None), limits)
+    captures = wish.get("capture")
+    several = captures if isinstance(captures, Sequence) and not isinstance(captures, str) else [captures]
+    for i, capture in enumerate(several):
+        sink = capture.get("sink") if isinstance(capture, Mapping) else None
+        if sink is not None and not isinstance(sink, str):
+            # Anyone who reaches the server may send this: it does not choose where files go.
+            raise WeirError(
+                "over HTTP a sink is 'memory' or the name of one that the server's operator set up",
+                f"capture[{i}].sink",
+            )
+    return wish, response
+
+
+def _response(data: Any, limits: Limits) -> tuple[int, bool]:
+    path = f"{WIRE_KEY}.{RESPONSE}"
+    if data is None:
+        data = {}
+    if not isinstance(data, Mapping):
+        raise WeirError(f"expected an object, got {type(data).__name__}", path)
+    for key in data:
+        if key not in ("inline_bytes", "stream"):
+            raise WeirError("unknown key; known are inline_bytes, stream", f"{path}.{brief(key)}")
+    inline, stream = data.get("inline_bytes", limits.inline_default), data.get("stream", False)
+    if type(inline) is not int or inline < 0:
+        raise WeirError("expected a number of bytes, at least 0", f"{path}.inline_bytes")
+    if not isinstance(stream, bool):
+        raise WeirError("expected true or false", f"{path}.stream")
+    return inline, stream
+
+
+def _lens_layers(value: Any) -> Any:
+    """vllm-lens takes true or a list; vLLM's request model turns a true inside ``vllm_xargs`` into a number."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if value not in (0, 1):
+            raise WeirError("expected true, a list of blocks, or that as JSON", LENS_CAPTURE_KEY)
+        return value == 1
+    return value

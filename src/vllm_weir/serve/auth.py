@@ -1,0 +1,27 @@
+"""Who may change what all requests of a server undergo."""
+
+from __future__ import annotations
+
+import hmac
+
+from fastapi import HTTPException, Request
+
+from vllm_weir.serve.state import server_state
+
+HEADER = "X-Weir-Admin-Key"
+
+
+def require_admin(request: Request) -> None:
+    """FastAPI dependency: 403 if the server has no admin key or the request has a wrong one, 401 if it has none."""
+    key = server_state(request).admin_key
+    if not key:
+        raise HTTPException(403, "this server has no admin key; start it with --weir-admin-key or WEIR_ADMIN_KEY")
+    given = [request.headers[HEADER]] if HEADER in request.headers else []
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token:
+        given.append(token.strip())
+    if not given:
+        raise HTTPException(401, f"this needs the admin key, in the header {HEADER}", {"WWW-Authenticate": "Bearer"})
+    # All are compared, and each in constant time.
+    if not any([hmac.compare_digest(one.encode(), key.encode()) for one in given]):
+        raise HTTPException(403, "the admin key is wrong")

@@ -1,0 +1,73 @@
+"""`weir serve`: ``vllm serve`` with Weir's routes on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+from importlib.metadata import entry_points
+
+from vllm_weir.errors import WeirError
+from vllm_weir.serve.limits import ADMIN_KEY, Limits
+from vllm_weir.settings import disabled
+
+OPTION = "--weir-admin-key"
+GROUPS = (
+    "vllm.general_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)
+"""Groups whose plugins vLLM loads unless ``VLLM_PLUGINS`` says otherwise."""
+
+
+def serve(arguments: list[str]) -> None:
+    """Run ``vllm serve`` with these arguments in this process.
+
+    Raises:
+        WeirError: if Weir would not be on.
+    """
+    rest = prepare(arguments, os.environ)
+    sys.argv = ["vllm", "serve", *rest]
+    from vllm.entrypoints.cli.main import main
+
+    main()
+
+
+def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str]:
+    """Take Weir's own option off the arguments and set the environment; returns vLLM's arguments."""
+    if disabled(environ):
+        raise WeirError("is set, so Weir is off; unset it, or use `vllm serve`", "WEIR_DISABLE")
+    rest, key = _take_key(arguments)
+    if key is not None:
+        # The environment of a process is its user's alone to read; its command line is everybody's.
+        environ[ADMIN_KEY] = key
+    Limits.load(environ)
+    named = environ.get("VLLM_PLUGINS")
+    if named is None:
+        environ["VLLM_PLUGINS"] = ",".join(all_plugins())
+    elif "weir" not in named.split(","):
+        raise WeirError(f"is {named!r} and leaves Weir out; add weir, or unset it", "VLLM_PLUGINS")
+    return rest
+
+
+def all_plugins() -> list[str]:
+    """Every plugin that vLLM would load by itself, and Weir: naming one would switch the others off."""
+    names = dict.fromkeys(entry.name for group in GROUPS for entry in entry_points(group=group))
+    return list(names | {"weir": None})
+
+
+def _take_key(arguments: list[str]) -> tuple[list[str], str | None]:
+    rest: list[str] = []
+    key = None
+    waiting = iter(arguments)
+    for argument in waiting:
+        if argument == OPTION:
+            key = next(waiting, "")
+        elif argument.startswith(f"{OPTION}="):
+            key = argument.partition("=")[2]
+        else:
+            rest.append(argument)
+    if key is not None and not key.strip():
+        raise WeirError("expected a key", OPTION)
+    return rest, key

@@ -1,0 +1,53 @@
+"""Errors of Weir's routes, in the form that all of vLLM's have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from vllm_weir.errors import WeirError
+
+
+class ErrorInfo(BaseModel):
+    """What went wrong; `param` names the field to blame."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error body."""
+
+    error: ErrorInfo
+
+
+TYPES = {
+    400: "BadRequestError",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "NotFoundError",
+    413: "RequestTooLarge",
+    500: "InternalServerError",
+}
+
+
+def error(code: int, message: str, param: str | None = None) -> JSONResponse:
+    """A response."""
+    info = ErrorInfo(message=message, type=TYPES[code], param=param, code=code)
+    return JSONResponse(ErrorBody(error=info).model_dump(), code)
+
+
+def declared(*codes: int) -> dict[int | str, dict[str, Any]]:
+    """For a route's `responses`."""
+    return {code: {"model": ErrorBody} for code in codes}
+
+
+def weir_error(_request: Request, e: Exception) -> JSONResponse:
+    """Handler: what Weir refuses is the client's mistake."""
+    assert isinstance(e, WeirError)
+    return error(400, str(e), e.field or None)

@@ -1,0 +1,55 @@
+"""The ``vllm.endpoint_plugins`` entry point: Weir's routes on vLLM's server."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import logging
+import os
+from argparse import Namespace
+from typing import Any
+
+from fastapi import FastAPI
+
+from vllm_weir.errors import WeirError
+from vllm_weir.serve.body import BodyLimit
+from vllm_weir.serve.errors import weir_error
+from vllm_weir.serve.limits import Limits
+from vllm_weir.settings import disabled
+
+logger = logging.getLogger(__name__)
+
+ROUTERS = ("activations", "info", "steering", "vectors", "page")
+"""Modules of this package with ``router()``."""
+
+
+class Endpoints:
+    """vLLM's EndpointPlugin; vLLM takes it only if ``VLLM_PLUGINS`` names ``weir``, as `weir serve` sees to."""
+
+    name = "weir"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes, the limit on bodies, and the form of Weir's errors."""
+        if disabled():
+            return
+        for name in ROUTERS:
+            if importlib.util.find_spec(f"vllm_weir.serve.{name}") is not None:
+                app.include_router(importlib.import_module(f"vllm_weir.serve.{name}").router())
+        # The innermost of vLLM's middlewares: who has no API key is told that, not the limit.
+        app.add_middleware(BodyLimit, most=Limits.load().body_bytes)
+        app.add_exception_handler(WeirError, weir_error)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Open what the routes share. Several API-server processes are children of one, which names their directory."""
+        from vllm_weir.seams.server import server_of
+
+        if disabled() or engine_client is None:
+            return
+        server = server_of(engine_client)
+        several = (getattr(args, "api_server_count", None) or 1) > 1
+        server.open(os.getppid() if several else os.getpid())
+        state.weir = server
+        state.weir_sweeper = asyncio.create_task(server.sweep())
+        logger.info("Weir's routes are on; results by reference lie in %s", server.home and server.home.path)

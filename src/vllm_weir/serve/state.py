@@ -1,0 +1,87 @@
+"""What the routes of one API-server process share."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fastapi import HTTPException, Request
+
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.activations import Activations
+from vllm_weir.frontend.desk import Desk
+from vllm_weir.serve.home import Home
+from vllm_weir.serve.limits import ADMIN_KEY, Limits
+from vllm_weir.serve.spool import Spool
+
+T = TypeVar("T")
+THREADS = 8
+"""Answers that are made at a time: each may wait for rows and copies bytes."""
+
+
+class ServerState:
+    """One API-server process.
+
+    Attributes:
+        engine_client: vLLM's.
+        desk: the engine's desk in this process.
+        limits: what clients may do.
+        admin_key: who has it may change what all requests undergo; None: nobody may.
+        home: the directory shared with the server's other processes; None until Weir's routes are on.
+        spool: results by reference; None likewise.
+    """
+
+    def __init__(self, engine_client: Any, desk: Desk, limits: Limits | None = None) -> None:
+        self.engine_client = engine_client
+        self.desk = desk
+        self.limits = limits or Limits.load()
+        self.admin_key: str | None = os.environ.get(ADMIN_KEY) or None
+        self.home: Home | None = None
+        self.spool: Spool | None = None
+        self._threads = ThreadPoolExecutor(THREADS, "weir-answer")
+        desk.serve(self.limits.rows)
+
+    def open(self, key: int) -> None:
+        """Weir's routes are on: `key` is the process whose children share the server's directory."""
+        self.home = Home(key, self.limits.directory)
+        self.spool = Spool(self.home.room("spool"), self.limits.spool_bytes, self.limits.spool_seconds)
+
+    async def run(self, job: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
+        """Do what waits or copies beside the event loop; `undo` follows if the caller is gone before it is done."""
+        future = asyncio.get_running_loop().run_in_executor(self._threads, job)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(lambda done: (done.cancelled() or done.exception(), undo()))
+            raise
+
+    def keep(self, acts: Activations, size: int) -> dict[str, Any]:
+        """Put rows away to be fetched; says how. Raises WeirError if that cannot be."""
+        if self.spool is None:
+            raise WeirError(
+                f"{size} bytes do not go inline (at most {self.limits.inline_bytes}, WEIR_SERVE_INLINE_BYTES), and this "
+                "server has none of Weir's routes to fetch them from; start it with `weir serve`"
+            )
+        key = self.spool.put(acts, size)
+        return {"id": key, "url": f"/v1/activations/{key}", "expires_in": self.limits.spool_seconds}
+
+    def inline_bytes(self, asked: int) -> int:
+        """Up to which size rows go inline: where they cannot be fetched, as far as the server allows."""
+        return asked if self.spool is not None else self.limits.inline_bytes
+
+    async def sweep(self) -> None:
+        """Remove expired results, for ever."""
+        while self.spool is not None:
+            await asyncio.sleep(min(self.limits.spool_seconds, 30.0))
+            await self.run(self.spool.sweep)
+
+
+def server_state(request: Request) -> ServerState:
+    """FastAPI dependency: the state of the process that serves `request`."""
+    state = getattr(request.app.state, "weir", None)
+    if state is None:
+        raise HTTPException(503, "Weir is not serving here; the server's log says why")
+    return state
