@@ -24,7 +24,7 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 
 from vllm_weir.client import AsyncClient
 from vllm_weir.client.answer import Completion, completion_of
-from vllm_weir.client.request import RESPONSE_KEY
+from vllm_weir.client.request import MODULES_KEY, RESPONSE_KEY
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.activations import LENS_KEY, Activations
 from vllm_weir.spec.capture import Capture
@@ -165,7 +165,7 @@ def server_body(extra_body: Mapping[str, Any]) -> tuple[dict[str, Any], Capture 
         if wish is not None:
             raise WeirError("given twice, here and in extra_args", f"extra_body.{WIRE_KEY}")
         wish = arguments.pop(WIRE_KEY)
-    spec, response = _parsed(wish)
+    spec, rest = _parsed(wish)
     asks = lens_capture(arguments.pop(LENS_CAPTURE_KEY, False))
     steers = arguments.pop(LENS_STEER_KEY, None)
     spec = RequestSpec(
@@ -174,8 +174,8 @@ def server_body(extra_body: Mapping[str, Any]) -> tuple[dict[str, Any], Capture 
     )
     if arguments:
         body["vllm_xargs"] = dict(body.get("vllm_xargs") or {}) | arguments
-    if spec.capture or spec.interventions:
-        body[WIRE_KEY] = spec.to_json() | response
+    if spec.capture or spec.interventions or rest:
+        body[WIRE_KEY] = spec.to_json() | rest
     if extra_body.get("lora_request") is not None:
         adapter = extra_body["lora_request"]
         if not isinstance(adapter, Mapping) or not isinstance(adapter.get("lora_name"), str):
@@ -186,7 +186,7 @@ def server_body(extra_body: Mapping[str, Any]) -> tuple[dict[str, Any], Capture 
 
 
 def _parsed(wish: Any) -> tuple[RequestSpec, dict[str, Any]]:
-    """(what is asked, the wire's ``response`` object if there is one) of the ``weir`` object as users write it."""
+    """(captures and interventions, the rest) of the ``weir`` object as users write it."""
     if wish is None:
         return RequestSpec(), {}
     if isinstance(wish, str):
@@ -199,13 +199,14 @@ def _parsed(wish: Any) -> tuple[RequestSpec, dict[str, Any]]:
     if not isinstance(wish, Mapping):
         raise WeirError(f"expected an object, got {type(wish).__name__}", WIRE_KEY)
     for key in wish:
-        if key not in ("v", "capture", "interventions", RESPONSE_KEY):
-            raise WeirError("unknown key; known are capture, interventions, response, v", f"{WIRE_KEY}.{brief(key)}")
+        if key not in ("v", "capture", "interventions", MODULES_KEY, RESPONSE_KEY):
+            known = f"capture, interventions, {MODULES_KEY}, {RESPONSE_KEY}, v"
+            raise WeirError(f"unknown key; known are {known}", f"{WIRE_KEY}.{brief(key)}")
     if wish.get("v", WIRE_VERSION) != WIRE_VERSION:
         raise WeirError(f"this Weir speaks version {WIRE_VERSION}", f"{WIRE_KEY}.v")
     captures = parse_captures(wish.get("capture", ()), "capture")
     interventions = parse_interventions(wish.get("interventions", ()), "interventions")
-    return RequestSpec(captures, interventions), {k: wish[k] for k in (RESPONSE_KEY,) if k in wish}
+    return RequestSpec(captures, interventions), {k: wish[k] for k in (MODULES_KEY, RESPONSE_KEY) if k in wish}
 
 
 def metadata_of(completion: Completion, lens: Capture | None, lens_only: bool) -> dict[str, Any]:

@@ -237,6 +237,11 @@ def test_scores(server, driver) -> None:
     assert out.activations is out.scores  # as offline, where a projection is what the request gets
 
 
+def test_scores_that_are_not_finite_are_nan() -> None:
+    found = scores_of({"sites": {"embed.0": [[None, 1.0]]}, "positions": [0], "token_ids": [1]})
+    assert found["embed", 0].isnan().tolist() == [[True, False]]
+
+
 def test_scores_of_sites_with_rows_of_their_own() -> None:
     sites = {"resid_post.3": [[1.0]], "embed.0": [[2.0], [3.0]]}
     at = {"resid_post.3": [4], "embed.0": [0, 1]}
@@ -280,6 +285,30 @@ def test_a_stream_that_breaks_is_an_error_and_is_not_begun_again(server, driver)
         with pytest.raises(weir.ServerError, match=what):
             driver.stream("a")
         assert len(server.seen) == 1
+
+
+def test_a_stream_whose_request_could_not_be_done_is_an_error_after_its_text(server, driver) -> None:
+    server.weir = lambda body: {"error": "rows were lost"}
+    texts = []
+
+    async def read():
+        async for chunk in driver.client.stream("a", capture=CAPTURE):
+            texts.append(chunk.text)
+
+    with pytest.raises(weir.WeirError, match="rows were lost"):
+        if driver.kind == "async":
+            driver.wait(read())
+        else:
+            texts += (chunk.text for chunk in driver.client.stream("a", capture=CAPTURE))
+    assert driver.kind == "sync" or "".join(texts) == "answer 0 to a"
+
+
+def test_modules_travel_by_name(server, driver) -> None:
+    driver.generate("a", modules="calm")
+    driver.generate("a", modules=["calm", {"name": "loud", "scale": 2.0}], capture=CAPTURE)
+    first, second = (body["weir"] for body in generations(server))
+    assert first == {"v": 1, "capture": [], "interventions": [], "modules": ["calm"]}
+    assert second["modules"] == ["calm", {"name": "loud", "scale": 2.0}] and second["capture"] == [CAPTURE.to_json()]
 
 
 def test_a_refused_stream_is_a_typed_error(server, driver) -> None:
@@ -398,16 +427,20 @@ def test_vectors_and_steering(server, driver, tmp_path) -> None:
     driver.wait(vectors.put("c", file))
     driver.wait(vectors.get("c")), driver.wait(vectors.list()), driver.wait(vectors.delete("c"))
     driver.wait(steering.set(vectors={"resid_post": {3: torch.ones(2), 4: {"vector": [1.0, 2.0], "scale": 2.0}}}))
+    driver.wait(steering.register("calm", weir.Add([1.0, 2.0], layers=3)))
+    driver.wait(steering.modules()), driver.wait(steering.unregister("calm"))
     driver.wait(steering.get()), driver.wait(steering.layers()), driver.wait(steering.clear())
     said = [(m, p) for m, p, _ in server.seen]
     assert said == [
         ("PUT", "/v1/vectors/a/b"), ("PUT", "/v1/vectors/c"), ("GET", "/v1/vectors/c"), ("GET", "/v1/vectors"),
-        ("DELETE", "/v1/vectors/c"), ("POST", "/v1/steering/set"), ("GET", "/v1/steering"),
+        ("DELETE", "/v1/vectors/c"), ("POST", "/v1/steering/set"), ("POST", "/v1/steering/modules/register"),
+        ("GET", "/v1/steering/modules"), ("POST", "/v1/steering/modules/unregister"), ("GET", "/v1/steering"),
         ("GET", "/v1/steering/layers"), ("POST", "/v1/steering/clear"),
     ]  # fmt: skip
     admin = [h.get("x-weir-admin-key") for h in server.headers]
-    assert admin == ["root", "root", None, None, "root", "root", None, None, "root"]
+    assert admin == ["root", "root", None, None, "root", "root", "root", None, "root", None, None, "root"]
     assert server.seen[1][2] == b"GGUF..."
+    assert server.seen[6][2] == {"name": "calm", "interventions": [weir.Add([1.0, 2.0], layers=3).to_json()]}
     assert server.seen[5][2] == {
         "vectors": {"resid_post": {"3": [1.0, 1.0], "4": {"vector": [1.0, 2.0], "scale": 2.0}}}
     }

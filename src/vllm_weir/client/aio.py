@@ -64,6 +64,7 @@ class AsyncClient:
         max_tokens: int = 16,
         capture: Any = (),
         interventions: Any = (),
+        modules: Any = (),
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -71,7 +72,7 @@ class AsyncClient:
         **fields: Any,
     ) -> Any:
         """As `Client.generate`."""
-        wish = Wish(capture, interventions, inline_bytes, save_to)
+        wish = Wish(capture, interventions, modules, inline_bytes, save_to)
         prompts = several(prompt, is_tokens)
         return await self._each(prompt, prompts, wish, fields | {"max_tokens": max_tokens}, concurrency, progress)
 
@@ -82,6 +83,7 @@ class AsyncClient:
         max_tokens: int = 16,
         capture: Any = (),
         interventions: Any = (),
+        modules: Any = (),
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -89,7 +91,7 @@ class AsyncClient:
         **fields: Any,
     ) -> Any:
         """As `Client.chat`."""
-        wish = Wish(capture, interventions, inline_bytes, save_to)
+        wish = Wish(capture, interventions, modules, inline_bytes, save_to)
         conversations = several(messages, is_chat)
         fields = fields | {"max_tokens": max_tokens}
         return await self._each(messages, conversations, wish, fields, concurrency, progress)
@@ -101,12 +103,13 @@ class AsyncClient:
         max_tokens: int = 16,
         capture: Any = (),
         interventions: Any = (),
+        modules: Any = (),
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         **fields: Any,
     ) -> AsyncIterator[Chunk]:
         """As `Client.stream`."""
-        wish = Wish(capture, interventions, inline_bytes, save_to)
+        wish = Wish(capture, interventions, modules, inline_bytes, save_to)
         asked = asked_of(prompt, wish, fields | {"max_tokens": max_tokens})
         about_of(prompt)
         model = fields.get("model") or await self.model()

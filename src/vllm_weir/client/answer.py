@@ -7,6 +7,7 @@ import binascii
 import dataclasses
 import functools
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -161,7 +162,7 @@ def receipt_of(data: Mapping[str, Any]) -> Receipt:
 
 
 def scores_of(data: Mapping[str, Any]) -> Activations:
-    """Of the wire's ``scores`` object: rows float32 [rows, m]."""
+    """Of the wire's ``scores`` object: rows float32 [rows, m]. What is not finite travels as null: NaN here."""
     rows = {site_of(name): values for name, values in data["sites"].items()}
 
     def at(name: str) -> dict[Site, torch.Tensor]:
@@ -175,7 +176,9 @@ def scores_of(data: Mapping[str, Any]) -> Activations:
 
 
 def _matrix(values: list[list[float]]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32) if values else torch.empty(0, 0)
+    if not values:
+        return torch.empty(0, 0)
+    return torch.tensor([[math.nan if v is None else v for v in row] for row in values], dtype=torch.float32)
 
 
 def activations_of(data: bytes) -> Activations:
@@ -198,7 +201,13 @@ def activations_of(data: bytes) -> Activations:
 
 
 def take_weir(choice: Choice, data: dict[str, Any]) -> None:
-    """Put the wire's ``weir`` object of a choice into it; activations by reference leave their id there."""
+    """Put the wire's ``weir`` object of a choice into it; activations by reference leave their id there.
+
+    Raises:
+        WeirError: if the server could not do what was asked, or sent something that makes no sense.
+    """
+    if data.get("error"):
+        raise WeirError(str(data["error"]))
     if data.get("receipt") is not None:
         choice.receipt = receipt_of(data["receipt"])
     if data.get("scores") is not None:

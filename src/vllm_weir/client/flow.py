@@ -138,6 +138,7 @@ class Asked:
     prompt: Any
     capture: Any
     interventions: Any
+    modules: Any
     inline_bytes: int | None
     fields: Mapping[str, Any]
     save_to: Path | None = None
@@ -150,6 +151,7 @@ class Asked:
             self.fields.get("model") or model,
             capture=self.capture,
             interventions=self.interventions,
+            modules=self.modules,
             inline_bytes=self.inline_bytes,
             stream=stream,
             fields={name: value for name, value in self.fields.items() if name != "model"},

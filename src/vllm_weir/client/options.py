@@ -63,6 +63,7 @@ class Wish(NamedTuple):
 
     capture: Any
     interventions: Any
+    modules: Any
     inline_bytes: int | None
     save_to: str | PathLike | None
 
@@ -73,7 +74,7 @@ def asked_of(prompt: Any, wish: Wish, fields: Mapping[str, Any]) -> Asked:
     if wish.save_to is not None:
         save_to = Path(wish.save_to)
         save_to.mkdir(parents=True, exist_ok=True)
-    return Asked(prompt, wish.capture, wish.interventions, wish.inline_bytes, fields, save_to)
+    return Asked(prompt, wish.capture, wish.interventions, wish.modules, wish.inline_bytes, fields, save_to)
 
 
 @contextlib.contextmanager

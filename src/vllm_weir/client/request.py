@@ -9,11 +9,13 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.request import WIRE_KEY, RequestSpec, parse_captures, parse_interventions
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-RESPONSE_KEY = "response"
+RESPONSE_KEY, MODULES_KEY = "response", "modules"
 _OWN = ("stream", "prompt", "messages", WIRE_KEY)
 
 
-def weir_object(capture: Any, interventions: Any, inline_bytes: int | None, stream: bool) -> dict[str, Any] | None:
+def weir_object(
+    capture: Any, interventions: Any, modules: Any, inline_bytes: int | None, stream: bool
+) -> dict[str, Any] | None:
     """The body's ``weir`` object; None if nothing is asked of Weir.
 
     Raises:
@@ -22,9 +24,10 @@ def weir_object(capture: Any, interventions: Any, inline_bytes: int | None, stre
     spec = RequestSpec(parse_captures(capture, "capture"), parse_interventions(interventions, "interventions"))
     if inline_bytes is not None and (not isinstance(inline_bytes, int) or inline_bytes < 0):
         raise WeirError(f"a number of bytes, got {brief(inline_bytes)}", "inline_bytes")
-    if not spec.capture and not spec.interventions:
+    named = [modules] if isinstance(modules, (str, Mapping)) else list(modules or ())
+    if not spec.capture and not spec.interventions and not named:
         return None
-    out = spec.to_json()
+    out = spec.to_json() | ({MODULES_KEY: named} if named else {})
     response: dict[str, Any] = {}
     if inline_bytes is not None:
         response["inline_bytes"] = inline_bytes
@@ -39,6 +42,7 @@ def body_of(
     *,
     capture: Any = (),
     interventions: Any = (),
+    modules: Any = (),
     inline_bytes: int | None = None,
     stream: bool = False,
     fields: Mapping[str, Any],
@@ -56,7 +60,7 @@ def body_of(
             raise WeirError("is an argument of its own; pass it as that", name)
     body = {"model": model, "return_token_ids": True, **fields, **extra}
     body = {name: value for name, value in body.items() if value is not None} | dict(about)
-    wish = weir_object(capture, interventions, inline_bytes, stream)
+    wish = weir_object(capture, interventions, modules, inline_bytes, stream)
     if wish is not None:
         body[WIRE_KEY] = wish
     if stream:

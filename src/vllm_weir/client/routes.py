@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from vllm_weir.client.wire import Call
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.spec.request import parse_interventions
 from vllm_weir.spec.vectors import Vector
 
 INFO = Call("GET", "/v1/weir/info")
@@ -67,14 +68,17 @@ class Steering:
     def __init__(self, tell: Callable[[Call, Callable[[Any], Any]], Any]) -> None:
         self._tell = tell
 
-    def set(self, **tiers: Any) -> Any:
+    def set(self, interventions: Any = None, *, replace: bool = False, **tiers: Any) -> Any:
         """Steer every request admitted from now on. Needs the admin key.
 
         Args:
+            interventions: as for `weir.params`; they take the place of earlier ones.
+            replace: whether all earlier steering goes, not only what this speaks of.
             tiers: ``vectors``, ``prefill_vectors``, ``decode_vectors``: ``{hook: {layer: vector}}``, a vector being a
                 tensor, an array, a list or ``{"vector": ..., "scale": float}``; and what else the server takes.
         """
-        return self._tell(Call("POST", "/v1/steering/set", json=plain(tiers), admin=True, repeatable=False), same)
+        body = _steering(interventions, tiers) | ({"replace": True} if replace else {})
+        return self._tell(Call("POST", "/v1/steering/set", json=body, admin=True, repeatable=False), same)
 
     def clear(self) -> Any:
         """Steer only by what requests ask for. Needs the admin key."""
@@ -83,6 +87,20 @@ class Steering:
     def get(self) -> Any:
         """What every request undergoes now."""
         return self._tell(Call("GET", "/v1/steering"), same)
+
+    def register(self, name: str, interventions: Any = None, **tiers: Any) -> Any:
+        """Keep interventions on the server under a name, for requests' ``modules``. Needs the admin key."""
+        body = {"name": name} | _steering(interventions, tiers)
+        return self._tell(Call("POST", "/v1/steering/modules/register", json=body, admin=True, repeatable=False), same)
+
+    def unregister(self, name: str) -> Any:
+        """Forget such a name. Needs the admin key."""
+        call = Call("POST", "/v1/steering/modules/unregister", json={"name": name}, admin=True, repeatable=False)
+        return self._tell(call, same)
+
+    def modules(self) -> Any:
+        """The names."""
+        return self._tell(Call("GET", "/v1/steering/modules"), same)
 
     def layers(self) -> Any:
         """Where the server can steer."""
@@ -98,6 +116,11 @@ def plain(value: Any) -> Any:
     if hasattr(value, "detach"):  # a torch tensor, without importing torch for those who have none
         value = value.detach().cpu().float()
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _steering(interventions: Any, tiers: Mapping[str, Any]) -> dict[str, Any]:
+    own = [] if interventions is None else parse_interventions(interventions, "interventions")
+    return plain(tiers) | ({} if interventions is None else {"interventions": [i.to_json() for i in own]})
 
 
 def _vector(name: str) -> str:

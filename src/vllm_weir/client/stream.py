@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_weir.client.answer import Choice, Chunk, Completion, raw_type, scores_of, take_weir
 from vllm_weir.client.errors import ServerError, error_of
+from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
 from vllm_weir.spec.hooks import Site
 
@@ -44,6 +45,7 @@ class Assembler:
         self._choices: dict[int, Choice] = {}
         self._whole = Completion([])
         self._seen: dict[int, dict[Site, int]] = {}
+        self._failure: WeirError | None = None
         self.done = False
 
     def take(self, event: str) -> Iterator[Chunk]:
@@ -85,7 +87,10 @@ class Assembler:
         self._whole.prompt_token_ids = part.get("prompt_token_ids") or self._whole.prompt_token_ids
         weir = part.get("weir")
         if weir is not None and chunk.finish_reason is not None:
-            take_weir(choice, weir)  # the whole of it, as if there were no stream
+            try:
+                take_weir(choice, weir)  # the whole of it, as if there were no stream
+            except WeirError as e:
+                self._failure = e
             if choice.scores is not None:
                 chunk.scores = _later(choice.scores, self._seen.get(choice.index, {}))
         elif weir is not None and weir.get("scores") is not None:
@@ -96,7 +101,14 @@ class Assembler:
         return chunk
 
     def result(self) -> Completion:
-        """The whole answer; raises ServerError if the stream ended before it was there."""
+        """The whole answer.
+
+        Raises:
+            WeirError: if the server could not do what was asked.
+            ServerError: if the stream ended before the answer was complete.
+        """
+        if self._failure is not None:
+            raise self._failure
         unfinished = [c.index for c in self._choices.values() if c.finish_reason is None]
         if not self._choices or (unfinished and not self.done):
             raise ServerError("the stream ended before the answer was complete")

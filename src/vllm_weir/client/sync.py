@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from functools import partial
 from os import PathLike, fspath
 from typing import Any, TypeVar
@@ -80,6 +80,7 @@ class Client:
         max_tokens: int = 16,
         capture: Any = (),
         interventions: Any = (),
+        modules: Any = (),
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -92,6 +93,7 @@ class Client:
             prompt: a text, a list of token ids, or a list of either.
             max_tokens: most tokens to generate.
             capture, interventions: as for `weir.params`: objects, or their wire form.
+            modules: names (or ``{"name", "scale"}``) of modules that the server keeps; they act before `interventions`.
             inline_bytes: activations up to this size come within the answer, larger ones are fetched after it.
             save_to: a directory: activations are streamed into files there (``choice.path``) and read when they are
                 looked at, instead of being held in memory.
@@ -102,7 +104,7 @@ class Client:
         Returns:
             A `Completion`; for a list of prompts a list of them, in the same order.
         """
-        wish = Wish(capture, interventions, inline_bytes, save_to)
+        wish = Wish(capture, interventions, modules, inline_bytes, save_to)
         prompts = several(prompt, is_tokens)
         return self._each(prompt, prompts, wish, fields | {"max_tokens": max_tokens}, concurrency, progress)
 
@@ -113,6 +115,7 @@ class Client:
         max_tokens: int = 16,
         capture: Any = (),
         interventions: Any = (),
+        modules: Any = (),
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         concurrency: int = 32,
@@ -120,7 +123,7 @@ class Client:
         **fields: Any,
     ) -> Any:
         """Answer a conversation (``/v1/chat/completions``), or a list of them; else as `generate`."""
-        wish = Wish(capture, interventions, inline_bytes, save_to)
+        wish = Wish(capture, interventions, modules, inline_bytes, save_to)
         conversations = several(messages, is_chat)
         return self._each(messages, conversations, wish, fields | {"max_tokens": max_tokens}, concurrency, progress)
 
@@ -131,6 +134,7 @@ class Client:
         max_tokens: int = 16,
         capture: Any = (),
         interventions: Any = (),
+        modules: Any = (),
         inline_bytes: int | None = None,
         save_to: str | PathLike | None = None,
         **fields: Any,
@@ -139,7 +143,7 @@ class Client:
 
         Scores come with the tokens that they belong to, activations at the end: the last chunk's ``result``.
         """
-        wish = Wish(capture, interventions, inline_bytes, save_to)
+        wish = Wish(capture, interventions, modules, inline_bytes, save_to)
         asked = asked_of(prompt, wish, fields | {"max_tokens": max_tokens})
         about_of(prompt)
         return self._emitted(flow.stream(asked, self._model_for(fields), self._options.retries))
@@ -291,15 +295,27 @@ def reply_of(response: httpx.Response, body: bytes = b"") -> Reply:
 
 def _in_order(calls: Sequence[Callable[[], Completion]], concurrency: int, progress: Progress) -> list[Completion]:
     """The results in the order of the calls; the first failure calls off those not begun and is raised."""
+    stopped = threading.Event()
+
+    def one(call: Callable[[], Completion]) -> Completion:
+        if stopped.is_set():
+            raise CancelledError
+        try:
+            return call()
+        except BaseException:
+            stopped.set()
+            raise
+
     with counter(progress, len(calls)) as count, ThreadPoolExecutor(max(1, min(concurrency, len(calls) or 1))) as pool:
-        futures = [pool.submit(call) for call in calls]
+        futures = [pool.submit(one, call) for call in calls]
         for future in futures:
             future.add_done_callback(lambda f: None if f.cancelled() or f.exception() else count())
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-        failed = next((f for f in futures if f.done() and not f.cancelled() and f.exception()), None)
-        if failed is not None:
-            failed.result()
+        errors = [f.exception() for f in futures if f.done() and not f.cancelled()]
+        for error in errors:
+            if error is not None and not isinstance(error, CancelledError):
+                raise error
         return [future.result() for future in futures]
