@@ -8,6 +8,8 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from http import HTTPStatus
 
+import vllm.outputs  # noqa: F401 - before seams.engine: its own seam is held by a function of that module
+
 from vllm_weir.errors import WeirError
 from vllm_weir.seams.engine import WeirRequestError, desk_of, view_of
 from vllm_weir.serve.ask import KEYS, Ask, asks
@@ -82,6 +84,8 @@ async def _finish(serving, reply: Reply, result):
             await result.aclose()
             raise reply.failure
         return _from(first, result)
+    if reply.failure is not None:
+        raise reply.failure
     if not hasattr(result, "choices"):
         return result
     try:
@@ -185,16 +189,20 @@ def stream(original, _status):
 
 async def _noted(reply: Reply, results, n: int):
     """`results`, outputs or (prompt, output) pairs, whose views `reply` has seen before they are used."""
+    begun = False
     try:
         async with aclosing(results):
             async for item in results:
+                begun = True
                 prompt, output = item if isinstance(item, tuple) else (0, item)
                 for completion in output.outputs:
                     reply.note(completion.index + prompt * n, view_of(completion))
                 yield item
     except WeirError as e:
         reply.failure = e
-        raise
+        if begun:
+            raise
+        # Otherwise a refusal, which `create` turns into its response; a stream would log it as an error of its own.
 
 
 async def _use_lora(models, request, lora):

@@ -35,7 +35,7 @@ def router() -> APIRouter:
     @routes.get(
         "/v1/activations/{id}",
         response_class=FileResponse,
-        responses={200: {"content": {MEDIA: {}}}, 206: {"content": {MEDIA: {}}}} | declared(400, 401, 404),
+        responses={200: {"content": {MEDIA: {}}}, 206: {"content": {MEDIA: {}}}, **declared(400, 401, 404)},
         summary="Rows of one choice, as a safetensors file; Range is honoured",
     )
     def fetch(id: Id, state: State) -> Response:

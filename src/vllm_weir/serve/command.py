@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import MutableMapping
 from importlib.metadata import entry_points
 
@@ -28,16 +27,17 @@ def serve(arguments: list[str]) -> None:
         WeirError: if Weir would not be on.
     """
     rest = prepare(arguments, os.environ)
-    sys.argv = ["vllm", "serve", *rest]
-    from vllm.entrypoints.cli.main import main
+    from vllm_weir.seams.launch import vllm_serve
 
-    main()
+    vllm_serve(rest)
 
 
 def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str]:
     """Take Weir's own option off the arguments and set the environment; returns vLLM's arguments."""
     if disabled(environ):
         raise WeirError("is set, so Weir is off; unset it, or use `vllm serve`", "WEIR_DISABLE")
+    if environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        raise WeirError("is set: that frontend runs no plugins; unset it", "VLLM_USE_RUST_FRONTEND")
     rest, key = _take_key(arguments)
     if key is not None:
         # The environment of a process is its user's alone to read; its command line is everybody's.

@@ -50,7 +50,7 @@ def router() -> APIRouter:
             num_layers=facts.num_layers,
             d_model=facts.d_model,
             dtype=facts.dtype,
-            sites=[SiteInfo(**v._asdict()) for v in verdicts],
+            sites=[SiteInfo(hook=v.hook, layer=v.layer, served=v.supported, why=v.reason) for v in verdicts],
             limits=shown(state.limits),
             admin=state.admin_key is not None,
         )

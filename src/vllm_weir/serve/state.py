@@ -55,15 +55,15 @@ class ServerState:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            future.add_done_callback(lambda done: (done.cancelled() or done.exception(), undo()))
+            future.add_done_callback(lambda _: undo())
             raise
 
     def keep(self, acts: Activations, size: int) -> dict[str, Any]:
         """Put rows away to be fetched; says how. Raises WeirError if that cannot be."""
         if self.spool is None:
             raise WeirError(
-                f"{size} bytes do not go inline (at most {self.limits.inline_bytes}, WEIR_SERVE_INLINE_BYTES), and this "
-                "server has none of Weir's routes to fetch them from; start it with `weir serve`"
+                f"{size} bytes do not go inline (at most {self.limits.inline_bytes}, WEIR_SERVE_INLINE_BYTES), and "
+                "this server has none of Weir's routes to fetch them from; start it with `weir serve`"
             )
         key = self.spool.put(acts, size)
         return {"id": key, "url": f"/v1/activations/{key}", "expires_in": self.limits.spool_seconds}

