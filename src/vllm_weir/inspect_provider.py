@@ -218,7 +218,7 @@ def metadata_of(completion: Completion, lens: Capture | None, lens_only: bool) -
             found["receipt"] = choice.receipt
         if choice.scores is not None:
             found["scores"] = choice.scores
-        rows = choice.activations
+        rows = choice.activations if choice.scores is None else None
         if rows is not None:
             found["activations"] = rows if lens is None else _as_lens(rows, lens, lens_only)
         if choice.token_ids is not None:
