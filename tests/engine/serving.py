@@ -1,0 +1,72 @@
+"""A server of the shipped model for tests, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+import vllm_weir as weir
+
+API_KEY, ADMIN_KEY = "read-me", "change-me"
+ARGS = [
+    *("--served-model-name", "demo", "--dtype", "float32", "--max-model-len", "256", "--enforce-eager"),
+    *("--block-size", "32", "--seed", "0", "--kv-cache-memory-bytes", "67108864"),
+    *("--host", "127.0.0.1", "--disable-uvicorn-access-log"),
+]
+WEIR = [sys.executable, "-m", "vllm_weir.cli", "serve"]
+PLAIN = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running(
+    log: Path, command: list[str], *more: str, env: dict[str, str] | None = None, timeout: float = 400
+) -> Iterator[httpx.Client]:
+    """A client of a server that has started; the server and all its processes are gone afterwards."""
+    port = free_port()
+    environ = {k: v for k, v in os.environ.items() if k not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_PLUGINS")}
+    environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"} | (env or {})
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, weir.demo_model(), *ARGS, "--port", str(port), "--api-key", API_KEY, *more],
+            env=environ,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    headers = {"Authorization": f"Bearer {API_KEY}"}
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=120) as client:
+            _wait(client, process, log, time.monotonic() + timeout)
+            yield client
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _wait(client: httpx.Client, process: subprocess.Popen, log: Path, deadline: float) -> None:
+    while True:
+        assert process.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
+        with contextlib.suppress(httpx.TransportError):
+            if client.get("/health").status_code == 200:
+                return
+        time.sleep(0.3)

@@ -1,0 +1,454 @@
+"""`weir serve`, one server for all: the same rows as offline, inline, by reference and streamed, and nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import zstandard
+
+import vllm_weir as weir
+from tests.engine.common import sampling
+from tests.engine.serve_probe import PATH as HELD
+from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
+from tests.support.engines import close_all, get_llm
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+CLOSE_OTHERS = True
+
+PROMPTS = ["Anna walked to the harbor in the morning .", "Tom was sad", "The lesson"]
+CAPTURE = [
+    {"hook": "resid_post", "layers": [0, 3], "positions": "all"},
+    {"hook": "mlp_out", "layers": [2], "positions": "prompt"},
+]
+WISH = {"v": 1, "capture": CAPTURE}
+ADD = {"op": "add", "vector": [0.5] * 256, "layers": [3], "scale": 2.0}
+G = 6
+
+
+def body(**more):
+    return {"model": "demo", "prompt": PROMPTS[0], "max_tokens": G, "temperature": 0, "ignore_eos": True} | more
+
+
+def chat(**more):
+    out = body(messages=[{"role": "user", "content": PROMPTS[0]}], **more)
+    del out["prompt"]
+    return out
+
+
+def projection():
+    directions = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
+    return {"hook": "resid_post", "layers": [1, 4], "positions": "all", "project": directions.tolist()}
+
+
+@pytest.fixture(scope="module")
+def offline():
+    """What the same requests give in a process of their own, one at a time as the tests send them."""
+    llm = get_llm(weir.demo_model(), max_model_len=256, block_size=32)
+    steered = {"interventions": [weir.Add([0.5] * 256, 3, scale=2.0)]}
+    wishes = {
+        "rows": {"capture": CAPTURE},
+        "steered": {"capture": CAPTURE} | steered,
+        "scores": {"capture": [projection()]},
+    }
+    found = {}
+    for name, wish in wishes.items():
+        for prompt in PROMPTS:
+            out = llm.generate([prompt], weir.params(sampling(G), **wish), use_tqdm=False)[0]
+            rows = {site: (out.activations[site].clone(), out.activations.positions_of(*site).tolist())
+                    for site in out.activations.sites}  # fmt: skip
+            found[name, prompt] = (rows, list(out.outputs[0].token_ids), out.receipt.to_dict())
+    del out
+    close_all()
+    return found
+
+
+@pytest.fixture(scope="module")
+def client(offline, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("serve")
+    env = {"WEIR_SERVE_BODY_BYTES": str(4 << 20), "WEIR_SERVE_ROWS": "5000", "WEIR_SERVE_DIRECTORY": str(folder)}
+    more = ["--weir-admin-key", ADMIN_KEY, "--middleware", "tests.engine.serve_probe.Held"]
+    with running(folder / "log", WEIR, *more, env=env) as found:
+        yield found
+    assert not list(folder.glob("weir-serve-*")), "the server leaves its directory behind"
+    log = (folder / "log").read_text()
+    assert ADMIN_KEY not in log and "Traceback" not in log, log[-4000:]
+
+
+def post(client, path="/v1/completions", code=200, **more):
+    made = chat(**more) if "chat" in path else body(**more)
+    got = client.post(path, json=made)
+    assert got.status_code == code, got.text[:2000]
+    return got.json()
+
+
+def events(client, path="/v1/completions", **more):
+    made = chat(stream=True, **more) if "chat" in path else body(stream=True, **more)
+    with client.stream("POST", path, json=made) as got:
+        lines = [line for line in got.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def choices(chunks, index=0):
+    return [c for chunk in chunks for c in chunk.get("choices", ()) if c["index"] == index]
+
+
+def load(tmp_path, data):
+    path = tmp_path / "rows.safetensors"
+    path.write_bytes(data)
+    return weir.Activations.load(path)
+
+
+def rows_of(client, tmp_path, choice):
+    """The rows of a choice, wherever they are."""
+    acts = choice["weir"]["activations"]
+    if "b64" in acts:
+        data = base64.b64decode(acts["b64"])
+        assert len(data) == acts["bytes"]
+    else:
+        data = client.get(acts["url"]).raise_for_status().content
+        assert acts["bytes"] <= len(data) and 0 < acts["expires_in"] <= 600
+        assert client.delete(acts["url"]).status_code == 204
+    found = load(tmp_path, data)
+    assert [f"{s.hook}.{s.layer}" for s in found.sites] == acts["sites"] and acts["format"] == "safetensors"
+    return found
+
+
+def assert_same(found, expected):
+    """The same sites, positions, and bytes of every row."""
+    assert {tuple(s) for s in found.sites} == {tuple(s) for s in expected}
+    for site, (rows, at) in expected.items():
+        assert found.positions_of(*site).tolist() == at
+        assert found[site].numpy().tobytes() == rows.numpy().tobytes(), site
+
+
+def held(client):
+    return client.get(HELD).raise_for_status().json()
+
+
+def assert_nothing_held(client, seconds=1.0, spool=0):
+    deadline = time.monotonic() + seconds
+    while (now := held(client)) != (empty := {"store": 0, "requests": 0, "workers": 0, "spool": spool}):
+        if time.monotonic() > deadline:
+            assert now == empty
+        time.sleep(0.02)
+
+
+def test_plain_answers_are_vllm_s(client):
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponseChoice
+    from vllm.entrypoints.openai.completion.protocol import CompletionResponse, CompletionResponseChoice
+
+    got = post(client)
+    assert set(got) == set(CompletionResponse.model_fields)
+    assert set(got["choices"][0]) == set(CompletionResponseChoice.model_fields)
+    said = post(client, "/v1/chat/completions")["choices"][0]
+    assert set(said) <= set(ChatCompletionResponseChoice.model_fields)
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert not any("weir" in c for c in choices(events(client, path)))
+
+
+@pytest.mark.parametrize("name", ["rows", "steered"])
+@pytest.mark.parametrize("how", ["inline", "reference", "xargs", "streamed", "streamed reference"])
+def test_the_rows_are_those_of_the_same_request_offline(client, offline, tmp_path, name, how):
+    wish = WISH | ({"interventions": [ADD]} if name == "steered" else {})
+    wish |= {"response": {"inline_bytes": 0 if "reference" in how else 1 << 20}}
+    asked = {"vllm_xargs": {"weir": json.dumps(wish)}} if how == "xargs" else {"weir": wish}
+    for prompt in PROMPTS:
+        expected, tokens, receipt = offline[name, prompt]
+        if "streamed" in how:
+            parts = choices(events(client, prompt=prompt, return_token_ids=True, **asked))
+            ids = [t for c in parts for t in c["token_ids"]]
+            choice = parts[-1]
+            assert choice["finish_reason"] == "length" and not any("weir" in c for c in parts[:-1])
+        else:
+            choice = post(client, prompt=prompt, return_token_ids=True, **asked)["choices"][0]
+            ids = choice["token_ids"]
+        assert ids == tokens
+        assert ("id" in choice["weir"]["activations"]) == ("reference" in how)
+        assert_same(rows_of(client, tmp_path, choice), expected)
+        mine = choice["weir"]["receipt"]
+        assert mine.pop("cached_tokens") >= 0 and mine | {"cached_tokens": receipt["cached_tokens"]} == receipt
+    assert_nothing_held(client)
+
+
+def test_several_prompts_and_n(client, tmp_path):
+    got = post(client, prompt=PROMPTS, n=2, temperature=1.0, seed=3, return_token_ids=True, weir=WISH)["choices"]
+    assert [c["index"] for c in got] == list(range(6))
+    for choice in got:
+        found = rows_of(client, tmp_path, choice)
+        ids = choice["prompt_token_ids"] + choice["token_ids"]
+        assert found.token_ids_of("resid_post", 3).tolist() == ids[:-1]
+        assert choice["weir"]["receipt"]["captured"]["resid_post.0"] == len(ids) - 1
+    streamed = events(client, prompt=PROMPTS, n=2, temperature=1.0, seed=3, return_token_ids=True, weir=WISH)
+    for choice in got:
+        parts = choices(streamed, choice["index"])
+        assert [t for c in parts for t in c["token_ids"]] == choice["token_ids"]
+        found = rows_of(client, tmp_path, parts[-1])
+        assert found.token_ids_of("resid_post", 3).tolist() == (parts[0]["prompt_token_ids"] + choice["token_ids"][:-1])
+    assert_nothing_held(client)
+
+
+def test_chat(client, tmp_path):
+    got = post(client, "/v1/chat/completions", n=2, temperature=1.0, seed=1, weir=WISH)
+    prompt, generated = got["usage"]["prompt_tokens"], got["usage"]["completion_tokens"]
+    assert generated == 2 * G
+    for choice in got["choices"]:
+        assert rows_of(client, tmp_path, choice).count(("resid_post", 0)) == prompt + G - 1
+    chunks = events(client, "/v1/chat/completions", n=2, temperature=1.0, seed=1, weir=WISH)
+    for i in range(2):
+        parts = choices(chunks, i)
+        assert ["weir" in c for c in parts] == [False] * (len(parts) - 1) + [True]
+        same = rows_of(client, tmp_path, got_choice := parts[-1])
+        assert got_choice["finish_reason"] == "length" and same.count(("resid_post", 0)) == prompt + G - 1
+
+
+def test_scores(client, offline):
+    expected, _, _ = offline["scores", PROMPTS[0]]
+    wish = {"v": 1, "capture": [projection()]}
+    whole = post(client, weir=wish)["choices"][0]["weir"]
+    assert "activations" not in whole and set(whole["scores"]["sites"]) == {"resid_post.1", "resid_post.4"}
+    for (hook, layer), (rows, at) in expected.items():
+        found = np.array(whole["scores"]["sites"][f"{hook}.{layer}"], np.float32)
+        assert found.tobytes() == rows.numpy().tobytes() and whole["scores"]["positions"] == at
+    parts = choices(events(client, weir=wish | {"response": {"stream": True}}))
+    assert parts[-1]["weir"]["scores"] == whole["scores"] and "receipt" in parts[-1]["weir"]
+    early = [c["weir"]["scores"] for c in parts[:-1]]
+    assert len(early) == len(parts) - 1 and all("receipt" not in c.get("weir", {}) for c in parts[:-1])
+    at = [p for scores in early for p in scores["positions"]]
+    assert at == whole["scores"]["positions"][: len(at)] and len(at) >= len(parts) - 1
+    for site, rows in whole["scores"]["sites"].items():
+        assert [r for scores in early for r in scores["sites"][site]] == rows[: len(at)]
+    assert_nothing_held(client)
+
+
+def test_scores_of_sites_with_different_rows(client):
+    captures = [projection() | {"layers": [1]}, projection() | {"layers": [2], "positions": "last_prompt"}]
+    scores = post(client, weir={"v": 1, "capture": captures})["choices"][0]["weir"]["scores"]
+    assert "positions" not in scores
+    for site, rows in scores["sites"].items():
+        assert len(rows) == len(scores["positions_of"][site]) == len(scores["token_ids_of"][site])
+    assert len(scores["sites"]["resid_post.2"]) == 1
+
+
+def test_interventions_alone(client, offline):
+    plain, steered = offline["rows", PROMPTS[0]][1], offline["steered", PROMPTS[0]][1]
+    got = post(client, return_token_ids=True, weir={"v": 1, "interventions": [ADD]})["choices"][0]
+    assert got["token_ids"] == steered and set(got["weir"]) == {"receipt"}
+    assert sum(got["weir"]["receipt"]["steered"][0].values()) + got["weir"]["receipt"]["shared"][0] > G
+    assert post(client, return_token_ids=True)["choices"][0]["token_ids"] == plain
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"weir": "{"}, "weir"),
+        ({"weir": 5}, "weir"),
+        ({"weir": {}}, "weir.v"),
+        ({"weir": {"v": 2}}, "weir.v"),
+        ({"weir": WISH | {"captures": []}}, "weir.captures"),
+        ({"weir": WISH | {"response": {"xyz": 1}}}, "weir.response.xyz"),
+        ({"weir": WISH, "vllm_xargs": {"weir": json.dumps(WISH)}}, "weir"),
+        ({"weir": {"v": 1, "capture": [{"hook": "resid_post", "layers": [99]}]}}, "capture[0].layers"),
+        ({"weir": {"v": 1, "capture": [{"hook": "nowhere"}]}}, "capture[0].hook"),
+        ({"weir": {"v": 1, "capture": [{"hook": "resid_post", "sink": {"filesystem": {"path": "/"}}}]}},
+         "capture[0].sink"),
+        ({"weir": {"v": 1, "capture": [{"hook": "resid_post", "sink": "nosuch"}]}}, "capture[0].sink"),
+        ({"weir": {"v": 1, "interventions": [ADD | {"vector": [1.0]}]}}, "interventions[0].vector"),
+        ({"weir": {"v": 1, "interventions": [ADD | {"vector": {"ref": "unknown"}}]}}, "interventions[0].vector"),
+        ({"weir": {"v": 1, "interventions": [{"op": "pickle"}]}}, "interventions[0].op"),
+        ({"vllm_xargs": {"output_residual_stream": "[99]"}}, "output_residual_stream.layers"),
+        ({"vllm_xargs": {"apply_hooks": "[]"}}, "apply_hooks"),
+        ({"extra_args": {"apply_steering_vectors": [1]}}, "apply_steering_vectors[0].activations"),
+        ({"weir": {"v": 1, "capture": [{"hook": h} for h in ("resid_pre", "attn_out", "resid_mid", "mlp_out")]},
+          "max_tokens": 240}, "capture"),
+        ({"lora_request": {"lora_name": "x", "lora_path": "/etc"}}, "lora_request.lora_name"),
+        ({"lora_request": {"lora_path": "/etc"}}, "lora_request.lora_name"),
+        ({"lora_request": "x"}, "lora_request"),
+        ({"weir": WISH, "use_beam_search": True, "n": 2}, "use_beam_search"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_names_its_field(client, path, asked, field, stream):
+    if stream and "use_beam_search" in asked:
+        pytest.skip("vLLM's own refusal comes first")
+    error = post(client, path, code=400, stream=stream, **asked)["error"]
+    assert error["code"] == 400 and error["param"] == field, error
+    assert error["message"].startswith(field)
+
+
+def test_other_routes_refuse_what_they_cannot_answer(client):
+    asked = {"model": "demo", "input": "hi", "max_output_tokens": 2}
+    for more in ({"weir": WISH}, {"vllm_xargs": {"weir": json.dumps(WISH)}}):
+        got = client.post("/v1/responses", json=asked | more)
+        assert got.status_code == 400 and "/v1/completions" in got.text
+    steer = {"vllm_xargs": {"weir": json.dumps({"v": 1, "interventions": [ADD]})}}
+    assert client.post("/v1/responses", json=asked | steer).status_code == 200
+
+
+def test_large_bodies_and_missing_keys(client):
+    large = json.dumps(body(user="x" * (5 << 20)))
+    got = client.post("/v1/completions", content=large, headers={"Content-Type": "application/json"})
+    assert got.status_code == 413 and got.json()["error"]["code"] == 413
+    pieces = (large[i : i + 65536].encode() for i in range(0, len(large), 65536))
+    got = client.post("/v1/completions", content=pieces, headers={"Content-Type": "application/json"})
+    assert got.status_code == 413
+    for path in ("/v1/weir/info", f"/v1/activations/{'a' * 32}"):
+        assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
+    assert client.get(f"/v1/activations/{'a' * 32}").status_code == 404
+    post(client)
+
+
+def test_info(client):
+    found = client.get("/v1/weir/info").raise_for_status().json()
+    assert (found["num_layers"], found["d_model"], found["dtype"]) == (6, 256, "float32")
+    assert found["version"] == weir.__version__ and found["admin"] is True
+    assert {"hook": "resid_post", "layer": 5, "served": True, "why": ""} in found["sites"]
+    assert found["limits"]["rows"] == 5000 and "directory" not in found["limits"] and ADMIN_KEY not in str(found)
+    paths = client.get("/openapi.json").raise_for_status().json()["paths"]
+    assert {"/v1/weir/info", "/v1/activations/{id}"} <= set(paths)
+
+
+def lens_tensor(field):
+    """As vllm-lens's client decodes it."""
+    raw = zstandard.ZstdDecompressor().decompress(base64.b64decode(field["data"]))
+    assert field["compression"] == "zstd" and field["original_dtype"] == "torch.float32"
+    return torch.from_numpy(np.frombuffer(raw, np.dtype(field["dtype"])).reshape(field["shape"]).copy())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_vllm_lens_s_keys_and_fields(client, path):
+    asked = {"vllm_xargs": {"output_residual_stream": "[0, 3]"}}
+    got = post(client, path, **asked)
+    tokens = got["usage"]["prompt_tokens"] + G - 1
+    stream = lens_tensor(got["activations"]["residual_stream"])
+    assert stream.shape == (2, tokens, 256) and "activations" not in got["choices"][0]["weir"]
+    for same in (
+        {"vllm_xargs": {"output_residual_stream": [0, 3]}},
+        {"extra_args": {"output_residual_stream": [0, 3]}},
+    ):
+        assert torch.equal(lens_tensor(post(client, path, **same)["activations"]["residual_stream"]), stream)
+    every = post(client, path, vllm_xargs={"output_residual_stream": True})
+    assert lens_tensor(every["activations"]["residual_stream"]).shape == (6, tokens, 256)
+    last = events(client, path, **asked)[-1]
+    assert set(last) == {"activations"}
+    assert torch.equal(lens_tensor(last["activations"]["residual_stream"]), stream)
+    assert_nothing_held(client)
+
+
+def test_vllm_lens_s_keys_give_the_same_rows(client, offline):
+    got = post(client, vllm_xargs={"output_residual_stream": "[0, 3]"})
+    stream = lens_tensor(got["activations"]["residual_stream"])
+    for row, layer in zip(stream, (0, 3), strict=True):
+        assert row.numpy().tobytes() == offline["rows", PROMPTS[0]][0]["resid_post", layer][0].numpy().tobytes()
+
+
+LENS = os.environ.get("VLLM_LENS_SOURCE", "")
+
+
+@pytest.mark.skipif(not LENS, reason="VLLM_LENS_SOURCE names no folder with vllm_lens")
+def test_vllm_lens_s_own_client(client):
+    code = textwrap.dedent(
+        """
+        import sys, types, importlib.util, torch
+        package = types.ModuleType("vllm_lens")  # its __init__ imports vLLM, which a client does not need
+        package.__path__ = [sys.argv[1] + "/vllm_lens"]
+        sys.modules["vllm_lens"] = package
+        from vllm_lens.client import VLLMLensClient
+        from vllm_lens._helpers.types import SteeringVector
+        client = VLLMLensClient(sys.argv[2], api_key=sys.argv[3])
+        same = dict(max_tokens=6, ignore_eos=True)
+        base = client.generate("Tom was sad", capture_layers=[2, 3], **same)
+        rows = base.activations["residual_stream"]
+        vector = SteeringVector(activations=torch.full((1, 256), 0.5), layer_indices=[2], scale=4.0)
+        out = client.generate("Tom was sad", capture_layers=[2, 3], steering_vectors=[vector], **same)
+        moved = out.activations["residual_stream"]
+        print(tuple(rows.shape), float((moved[0, 0] - rows[0, 0] - 2.0).abs().max()) < 1e-4)
+        low = SteeringVector(activations=torch.full((1, 256), 0.5).bfloat16(), layer_indices=[2], scale=4.0)
+        lower = client.generate("Tom was sad", capture_layers=[2, 3], steering_vectors=[low], **same)
+        print(torch.equal(lower.activations["residual_stream"], moved))
+        said = client.chat([{"role": "user", "content": "hi"}], capture_layers=[1], **same)
+        print(said.activations["residual_stream"].shape[0])
+        try:
+            client.generate("x", capture_layers=[77])
+        except RuntimeError as e:
+            print("refused", "output_residual_stream" in str(e))
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, LENS, str(client.base_url).rstrip("/"), API_KEY],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n")[:4] == ["(2, 8, 256) True", "True", "1", "refused True"], done.stdout
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_that_vanishes_leaves_nothing(client, path):
+    assert_nothing_held(client)
+    more = {"max_tokens": 200, "weir": WISH | {"response": {"inline_bytes": 0}}}
+    made = chat(stream=True, **more) if "chat" in path else body(stream=True, n=2, **more)
+    with client.stream("POST", path, json=made) as got:
+        for i, line in enumerate(got.iter_lines()):
+            if i > 6:
+                assert 'finish_reason":null' in line or not line
+                break
+    assert_nothing_held(client)
+    with pytest.raises(httpx.ReadTimeout):  # not streamed: gone while it waits
+        client.post(path, json=made | {"stream": False}, timeout=0.3)
+    assert_nothing_held(client)
+
+
+def test_fifty_at_once_leave_nothing(client, offline, tmp_path):
+    """Plain, capturing, steering, streaming and aborted requests together; each gets its own."""
+
+    async def one(http, i):
+        prompt, kind = PROMPTS[i % 3], i % 5
+        wish = WISH | {"response": {"inline_bytes": 0 if i % 2 else 1 << 20}}
+        asked = body(prompt=prompt, return_token_ids=True)
+        if kind == 0:
+            got = (await http.post("/v1/completions", json=asked)).raise_for_status().json()["choices"][0]
+            assert "weir" not in got and got["token_ids"] == offline["rows", prompt][1]
+        elif kind in (1, 2):
+            name = "rows" if kind == 1 else "steered"
+            wish |= {} if kind == 1 else {"interventions": [ADD]}
+            got = (await http.post("/v1/completions", json=asked | {"weir": wish})).raise_for_status().json()
+            return name, prompt, got["choices"][0]
+        elif kind == 3:
+            async with http.stream("POST", "/v1/completions", json=asked | {"weir": wish, "stream": True}) as got:
+                lines = [line async for line in got.aiter_lines() if line.startswith("data: {")]
+            last = json.loads(lines[-1][6:])["choices"][0]
+            return "rows", prompt, last
+        else:
+            long = asked | {"weir": wish, "stream": True, "max_tokens": 200}
+            async with http.stream("POST", "/v1/completions", json=long) as got:
+                async for line in got.aiter_lines():
+                    if line.startswith("data: {"):
+                        break
+        return None
+
+    async def many():
+        async with httpx.AsyncClient(base_url=client.base_url, headers=client.headers, timeout=120) as http:
+            return await asyncio.gather(*(one(http, i) for i in range(50)))
+
+    found = [f for f in asyncio.run(many()) if f is not None]
+    assert len(found) == 30
+    for name, prompt, choice in found:
+        expected = offline[name, prompt][0]
+        acts = rows_of(client, tmp_path, choice)
+        for site, (rows, at) in expected.items():
+            # Batched with others the same sums are added in another order.
+            assert acts.positions_of(*site).tolist() == at
+            torch.testing.assert_close(acts[site], rows, rtol=1e-4, atol=1e-4)
+    assert_nothing_held(client, seconds=2)

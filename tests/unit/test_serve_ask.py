@@ -1,0 +1,154 @@
+"""What a request body asks of Weir, and what of it is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+
+from vllm_weir.errors import WeirError
+from vllm_weir.serve.ask import Ask, asks
+from vllm_weir.serve.command import all_plugins, prepare
+from vllm_weir.serve.lens import encode
+from vllm_weir.serve.limits import Limits
+from vllm_weir.spec.lens import lens_interventions
+
+LIMITS = Limits()
+WISH = {"v": 1, "capture": [{"hook": "resid_post", "layers": [1]}]}
+
+
+def parse(xargs=None, body=None, limits=LIMITS):
+    return Ask.parse(xargs, body, limits)
+
+
+def refused(field, xargs=None, body=None):
+    with pytest.raises(WeirError) as e:
+        parse(xargs, body)
+    assert e.value.field == field
+
+
+def test_every_place_says_the_same():
+    as_text = parse({"weir": json.dumps(WISH)})
+    assert as_text == parse(None, {"weir": WISH}) == parse({}, {"extra_args": {"weir": WISH}})
+    assert as_text.extra_args == {"weir": WISH} and as_text.own and not as_text.lens
+
+
+@pytest.mark.parametrize("body", [None, {}, {"user": 1}, {"extra_args": 5}, {"weir": None}])
+def test_a_plain_request_asks_for_nothing(body):
+    assert not asks({"session_id": "x"}, body)
+    assert parse({"session_id": "x"}, body) is None
+
+
+def test_the_response_options_are_taken_off_and_capped():
+    ask = parse(None, {"weir": WISH | {"response": {"inline_bytes": 1 << 40, "stream": True}}})
+    assert ask.extra_args == {"weir": WISH}
+    assert ask.inline_bytes == LIMITS.inline_bytes and ask.stream
+    assert parse(None, {"weir": WISH}).inline_bytes == LIMITS.inline_default
+    assert parse(None, {"weir": WISH | {"response": {"inline_bytes": 0}}}).inline_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "field"),
+    [
+        ({"xyz": 1}, "weir.response.xyz"),
+        (5, "weir.response"),
+        ({"inline_bytes": -1}, "weir.response.inline_bytes"),
+        ({"inline_bytes": True}, "weir.response.inline_bytes"),
+        ({"inline_bytes": 1.5}, "weir.response.inline_bytes"),
+        ({"stream": 1}, "weir.response.stream"),
+    ],
+)
+def test_bad_response_options(response, field):
+    refused(field, None, {"weir": WISH | {"response": response}})
+
+
+def test_twice_is_refused():
+    refused("weir", {"weir": json.dumps(WISH)}, {"weir": WISH})
+    refused(
+        "output_residual_stream", {"output_residual_stream": "[1]"}, {"extra_args": {"output_residual_stream": [1]}}
+    )
+
+
+@pytest.mark.parametrize("wish", ["{", "[1]", 5, [1], "9" * 5000, "[" * 100_000])
+def test_garbage(wish):
+    refused("weir", None, {"weir": wish})
+
+
+def test_no_path_of_a_client_becomes_a_sink():
+    own = {"filesystem": {"path": "/etc"}}
+    refused("capture[1].sink", None, {"weir": WISH | {"capture": [WISH["capture"][0], {"sink": own}]}})
+    refused("capture[0].sink", None, {"weir": WISH | {"capture": {"sink": own}}})
+    refused("capture[0].sink", {"weir": json.dumps(WISH | {"capture": [{"sink": own}]})})
+    assert parse(None, {"weir": WISH | {"capture": [{"sink": "archive"}]}}) is not None
+
+
+@pytest.mark.parametrize(("value", "means"), [(1, True), (1.0, True), (0, False), ([1, 2], [1, 2]), ("true", "true")])
+def test_what_vllm_makes_of_true_is_still_every_block(value, means):
+    ask = parse({"output_residual_stream": value})
+    assert ask.extra_args == {"output_residual_stream": means} and ask.lens and not ask.own
+
+
+def test_code_and_lone_numbers_are_refused():
+    refused("output_residual_stream", {"output_residual_stream": 7})
+    refused("apply_hooks", {"apply_hooks": "[]"})
+    refused("apply_hooks", None, {"extra_args": {"apply_hooks": []}})
+
+
+def lens_json(tensor, **more):
+    vector = {"activations": encode(tensor) | more, "layer_indices": list(range(len(tensor)))}
+    return json.dumps([vector])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_lens_tensors_travel_both_ways(dtype):
+    tensor = torch.randn(2, 8).to(dtype)
+    form = encode(tensor)
+    raw = zstandard.ZstdDecompressor().decompress(base64.b64decode(form["data"]))
+    back = torch.from_numpy(np.frombuffer(raw, form["dtype"]).reshape(form["shape"]).copy())
+    back = back.view(torch.bfloat16) if form["original_dtype"] == "torch.bfloat16" else back
+    assert back.dtype == dtype and torch.equal(back, tensor)
+    moves = lens_interventions(lens_json(tensor))
+    assert [m.layers for m in moves] == [(0,), (1,)] or [list(m.layers) for m in moves] == [[0], [1]]
+    for move, row in zip(moves, tensor, strict=True):
+        assert np.array_equal(np.ravel(move.vector.array), row.float().numpy())
+
+
+def test_a_bomb_is_not_inflated():
+    bomb = base64.b64encode(zstandard.ZstdCompressor().compress(bytes(1 << 30))).decode()
+    with pytest.raises(WeirError) as e:
+        lens_interventions(lens_json(torch.zeros(1, 8), data=bomb))
+    assert e.value.field == "apply_steering_vectors[0].activations.data"
+    for bad in ("!!", base64.b64encode(b"no frame").decode(), 5):
+        with pytest.raises(WeirError):
+            lens_interventions(lens_json(torch.zeros(1, 8), data=bad))
+
+
+def test_the_command_s_arguments_and_environment():
+    environ = {}
+    assert prepare(["m", "--weir-admin-key", "k", "--port", "1"], environ) == ["m", "--port", "1"]
+    assert environ["WEIR_ADMIN_KEY"] == "k" and "weir" in environ["VLLM_PLUGINS"].split(",")
+    assert set(environ["VLLM_PLUGINS"].split(",")) == set(all_plugins())
+    environ = {"VLLM_PLUGINS": "a,weir"}
+    assert prepare(["m", "--weir-admin-key=k=2"], environ) == ["m"] and environ["WEIR_ADMIN_KEY"] == "k=2"
+    assert environ["VLLM_PLUGINS"] == "a,weir"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "field"),
+    [
+        (["m", "--weir-admin-key"], {}, "--weir-admin-key"),
+        (["m"], {"VLLM_PLUGINS": "lora_filesystem_resolver"}, "VLLM_PLUGINS"),
+        (["m"], {"VLLM_PLUGINS": ""}, "VLLM_PLUGINS"),
+        (["m"], {"WEIR_DISABLE": "1"}, "WEIR_DISABLE"),
+        (["m"], {"VLLM_USE_RUST_FRONTEND": "1"}, "VLLM_USE_RUST_FRONTEND"),
+        (["m"], {"WEIR_SERVE_ROWS": "many"}, "WEIR_SERVE_ROWS"),
+    ],
+)
+def test_the_command_does_not_start_without_weir(arguments, environ, field):
+    with pytest.raises(WeirError) as e:
+        prepare(arguments, environ)
+    assert e.value.field == field

@@ -1,0 +1,165 @@
+"""Weir's routes on an app without an engine: bodies, keys, ids, ranges, and seams that cannot be held."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from types import SimpleNamespace
+from typing import Annotated
+
+import httpx
+import pytest
+import torch
+from fastapi import Body, Depends, FastAPI
+
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.activations import Activations
+from vllm_weir.seams.table import SEAMS, Status
+from vllm_weir.serve import activations
+from vllm_weir.serve.auth import require_admin
+from vllm_weir.serve.body import BodyLimit
+from vllm_weir.serve.errors import weir_error
+from vllm_weir.serve.spool import Spool
+from vllm_weir.spec.hooks import Site
+
+SITE = Site("resid_post", 1)
+
+
+@pytest.fixture
+def app(tmp_path):
+    app = FastAPI()
+    app.include_router(activations.router())
+    app.add_middleware(BodyLimit, most=1000)
+    app.add_exception_handler(WeirError, weir_error)
+    app.state.weir = SimpleNamespace(spool=Spool(tmp_path, 1 << 20, 60.0), admin_key="sesame")
+
+    @app.post("/echo")
+    async def echo(body: Annotated[dict, Body()]) -> int:
+        return len(body)
+
+    @app.post("/refuse")
+    async def refuse() -> None:
+        raise WeirError("no", "a.b")
+
+    @app.post("/admin", dependencies=[Depends(require_admin)])
+    async def admin() -> str:
+        return "done"
+
+    return app
+
+
+def call(app, method, path, **how):
+    async def go():
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **how)
+
+    return asyncio.run(go())
+
+
+def put(app):
+    at = torch.arange(5)
+    acts = Activations({SITE: torch.randn(5, 16)}, {SITE: at}, {SITE: at})
+    return acts, app.state.weir.spool.put(acts, 5 * 64)
+
+
+def test_rows_are_fetched_whole_in_ranges_and_freed(app, tmp_path):
+    acts, key = put(app)
+    url = f"/v1/activations/{key}"
+    whole = call(app, "GET", url)
+    assert whole.status_code == 200 and whole.headers["accept-ranges"] == "bytes"
+    (tmp_path / "x").write_bytes(whole.content)
+    assert torch.equal(Activations.load(tmp_path / "x")[SITE], acts[SITE])
+    part = call(app, "GET", url, headers={"Range": "bytes=8-19"})
+    assert part.status_code == 206 and part.content == whole.content[8:20]
+    assert part.headers["content-range"] == f"bytes 8-19/{len(whole.content)}"
+    assert call(app, "GET", url, headers={"Range": "bytes=999999-"}).status_code == 416
+    assert call(app, "DELETE", url).status_code == 204
+    for method in ("GET", "DELETE"):
+        gone = call(app, method, url)
+        assert gone.status_code == 404 and gone.json()["error"]["param"] == "id"
+
+
+@pytest.mark.parametrize("key", ["x", "..%2f..%2fetc%2fpasswd", "%00", "A" * 32, "a" * 5000, "%2e%2e"])
+def test_what_is_no_id_is_not_found(app, key):
+    assert call(app, "GET", f"/v1/activations/{key}").status_code == 404
+    assert call(app, "DELETE", f"/v1/activations/{key}").status_code == 404
+
+
+def test_no_file_stays_open(app):
+    import os
+
+    _, key = put(app)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        call(app, "GET", f"/v1/activations/{key}")
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_a_large_body_is_refused_before_it_is_read(app):
+    told = call(app, "POST", "/echo", json={"x": "y" * 2000})
+    assert told.status_code == 413 and told.json()["error"]["code"] == 413
+    read = 0
+
+    async def drip():
+        nonlocal read
+        for _ in range(1000):
+            read += 100
+            yield b" " * 100
+
+    assert call(app, "POST", "/echo", content=drip()).status_code == 413
+    assert read <= 2000
+    assert call(app, "POST", "/echo", json={"x": 1}).json() == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({}, 401),
+        ({"Authorization": "Basic sesame"}, 401),
+        ({"X-Weir-Admin-Key": "wrong"}, 403),
+        ({"X-Weir-Admin-Key": ""}, 403),
+        ({"Authorization": "Bearer sesam"}, 403),
+        ({"X-Weir-Admin-Key": "sesame"}, 200),
+        ({"Authorization": "bearer sesame"}, 200),
+        ({"Authorization": "Bearer api-key", "X-Weir-Admin-Key": "sesame"}, 200),
+    ],
+)
+def test_admin(app, headers, code):
+    assert call(app, "POST", "/admin", headers=headers).status_code == code
+
+
+@pytest.mark.parametrize("key", [None, ""])
+def test_without_an_admin_key_nobody_is_admin(app, key):
+    app.state.weir.admin_key = key
+    got = call(app, "POST", "/admin", headers={"X-Weir-Admin-Key": ""})
+    assert got.status_code == 403 and "--weir-admin-key" in got.text
+
+
+def test_what_weir_refuses_names_its_field(app):
+    got = call(app, "POST", "/refuse")
+    assert got.status_code == 400
+    assert got.json() == {"error": {"message": "a.b: no", "type": "BadRequestError", "param": "a.b", "code": 400}}
+
+
+def test_a_server_where_weir_did_not_start_says_so(app):
+    app.state.weir = None
+    assert call(app, "GET", f"/v1/activations/{'a' * 32}").status_code == 503
+
+
+def test_the_schema_declares_the_errors(app):
+    paths = app.openapi()["paths"]["/v1/activations/{id}"]
+    assert {"200", "206", "401", "404"} <= set(paths["get"]["responses"])
+    assert {"204", "404"} <= set(paths["delete"]["responses"])
+
+
+def test_a_missing_serving_seam_refuses_over_http_only():
+    status = Status(active=True)
+    seam = next(s for s in SEAMS if s.serving)
+    status.note(seam, "gone")
+    assert status.refusal is None
+    assert re.search(r"could not hold .* \(gone\)", status.serving_refusal or "")
+    status = Status(active=True)
+    status.note(next(s for s in SEAMS if not s.serving), "gone")
+    assert status.refusal and status.serving_refusal == status.refusal
+    assert Status(active=False).serving_refusal

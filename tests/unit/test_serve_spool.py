@@ -1,0 +1,127 @@
+"""Results by reference: budget, lifetime, ids, and the directory that processes share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.activations import Activations
+from vllm_weir.serve.home import Home
+from vllm_weir.serve.spool import Spool
+from vllm_weir.spec.hooks import Site
+
+
+def acts(rows=4, width=64, value=0.0):
+    site = Site("resid_post", 1)
+    at = torch.arange(rows)
+    return Activations({site: torch.full((rows, width), value)}, {site: at}, {site: at + 7})
+
+
+SIZE = 4 * 64 * 4
+
+
+@pytest.fixture
+def spool(tmp_path):
+    return Spool(tmp_path, 10_000, 60.0)
+
+
+def test_what_is_kept_is_what_save_writes(spool, tmp_path):
+    rows = acts(value=2.5)
+    with spool.open(spool.put(rows, SIZE)) as file:
+        data = file.read()
+    assert len(data) == len(rows.to_bytes()) == rows.save(tmp_path / "x").stat().st_size
+    (tmp_path / "y").write_bytes(data)
+    (tmp_path / "z").write_bytes(rows.to_bytes())
+    for name in "xyz":
+        back = Activations.load(tmp_path / name)
+        assert torch.equal(back["resid_post", 1], rows["resid_post", 1]) and back.token_ids.tolist() == [7, 8, 9, 10]
+
+
+def test_the_oldest_make_room_and_the_budget_holds(spool):
+    ids = []
+    for i in range(30):
+        ids.append(spool.put(acts(value=i), SIZE))
+        os.utime(spool.directory / f"{ids[-1]}.safetensors", (time.time() - 40 + i, time.time() - 40 + i))
+        assert spool.used <= spool.budget
+    held = [i for i in ids if (f := spool.open(i)) is not None and not f.close()]
+    assert 2 < len(held) < 10 and held == ids[-len(held) :]
+
+
+def test_writers_at_once_keep_the_budget(spool):
+    with ThreadPoolExecutor(8) as pool:
+        ids = list(pool.map(lambda i: spool.put(acts(value=i), SIZE), range(40)))
+    assert len(set(ids)) == 40 and 0 < spool.used <= spool.budget
+    assert not [p for p in spool.directory.iterdir() if p.name.startswith(".") and p.name != ".lock"]
+
+
+def test_one_that_is_too_large_is_refused_and_nothing_else_goes(spool):
+    kept = spool.put(acts(), SIZE)
+    with pytest.raises(WeirError, match="WEIR_SERVE_SPOOL_BYTES=10000"):
+        spool.put(acts(rows=100), 100 * 64 * 4)
+    spool.open(kept).close()
+    assert len(spool) == 1
+
+
+def test_it_expires(spool):
+    key = spool.put(acts(), SIZE)
+    file = spool.open(key)
+    past = time.time() - 61
+    os.utime(spool.directory / f"{key}.safetensors", (past, past))
+    assert spool.open(key) is None and len(spool) == 0
+    assert len(file.read()) > SIZE, "who reads it reads on"
+    file.close()
+    other = spool.put(acts(), SIZE)
+    os.utime(spool.directory / f"{other}.safetensors", (past, past))
+    spool.sweep()
+    assert len(spool) == 0
+
+
+@pytest.mark.parametrize(
+    "key", ["", "../" + "a" * 29, "a" * 31, "a" * 33, "A" * 32, "g" * 32, "a" * 32 + "\n", "٣" * 32, "/etc/passwd"]
+)
+def test_only_ids_name_files(spool, key):
+    (spool.directory.parent / "secret").write_text("x")
+    assert spool.open(key) is None and not spool.delete(key)
+
+
+def test_processes_share_a_directory_and_the_last_removes_it(tmp_path):
+    first = Home(1234567, str(tmp_path))
+    assert first.path.stat().st_mode & 0o777 == 0o700
+    second = Home(1234567, str(tmp_path))
+    assert first.path == second.path
+    (first.room("spool") / "x").write_text("x")
+    first.close()
+    assert second.path.exists()
+    second.close()
+    assert not second.path.exists()
+
+
+def test_what_a_killed_server_left_is_removed(tmp_path):
+    code = (
+        "import os, signal; from vllm_weir.serve.home import Home; "
+        f"h = Home(KEY, {str(tmp_path)!r}); (h.room('spool') / 'old').write_text('x'); "
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    for key in (11, 12):
+        subprocess.run([sys.executable, "-c", code.replace("KEY", str(key))], check=False, timeout=60)
+    assert [p.name[-2:] for p in tmp_path.iterdir()] == ["12"], "the second one has removed the first"
+    assert (next(tmp_path.iterdir()) / "spool" / "old").exists()
+    home = Home(12, str(tmp_path))  # the same number again: nothing of the other server is in it
+    assert [p.name for p in tmp_path.iterdir()] == [home.path.name] and not list(home.room("spool").iterdir())
+    home.close()
+
+
+def test_a_directory_that_others_could_write_is_not_used(tmp_path):
+    name = f"weir-serve-{os.getuid()}-99"
+    (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(WeirError, match="not this user's alone"):
+        Home(99, str(tmp_path))
+    assert not list((tmp_path / "elsewhere").iterdir())
