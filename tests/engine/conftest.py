@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.support.engines import close_all
-from tests.support.server import Served, serving
 
 # Files whose tests share the default engine stand together; those that start many of their own come after.
 ORDER = (
@@ -23,7 +24,19 @@ ORDER = (
     "test_exact",
     "test_batching",
     "test_neighbours",
+    # These share a server.
+    "test_client_server",
+    "test_inspect",
 )
+
+
+class Served(NamedTuple):
+    """A running server."""
+
+    url: str
+    model: str
+    api_key: str
+    admin_key: str
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,11 +63,20 @@ def close_engines():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_engine_left_over(request: pytest.FixtureRequest):
+def no_engine_left_over(request: pytest.FixtureRequest, shared_server: ExitStack):
     """A file that starts processes of its own asks for memory back first."""
     if getattr(request.module, "CLOSE_OTHERS", False):
         close_all()
+    if not getattr(request.module, "SHARES_SERVER", False):
+        shared_server.close()
     yield
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[ExitStack]:
+    """Holds the server of the files with SHARES_SERVER, which stand together; others find it gone."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture(scope="session")
@@ -71,12 +93,13 @@ def offline_answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def weir_server(offline_answers: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """`weir serve` of the shipped model in float32; it can load adapters."""
-    import vllm_weir as weir
+def weir_server(offline_answers: Path, shared_server: ExitStack, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """`weir serve` of the shipped model in float32; it can load adapters. For files with SHARES_SERVER."""
+    from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
 
     close_all()
     log = tmp_path_factory.mktemp("server") / "log"
-    arguments = ("--max-model-len", "256", "--enable-lora", "--max-lora-rank", "8")
-    with serving(weir.demo_model(), log, *arguments, env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}) as served:
-        yield served
+    more = ("--weir-admin-key", ADMIN_KEY, "--enable-lora", "--max-lora-rank", "8")
+    env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    http = shared_server.enter_context(running(log, WEIR, *more, env=env))
+    return Served(str(http.base_url).rstrip("/"), "demo", API_KEY, ADMIN_KEY)

@@ -19,12 +19,17 @@ from vllm_weir.client.answer import Choice, activations_of
 from vllm_weir.client.request import weir_object
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+SHARES_SERVER = True
 SAME = dict(max_tokens=MAX_TOKENS, temperature=0)
+
+
+def connect(server, cls=weir.Client, **options):
+    return cls(server.url, server.api_key, server.admin_key, **options)
 
 
 @pytest.fixture(scope="module")
 def client(weir_server, offline_answers):
-    with weir.Client(weir_server.url, admin_key=weir_server.admin_key) as made:
+    with connect(weir_server) as made:
         made.load_adapter(ADAPTER, offline_answers / "adapter")
         yield made
 
@@ -58,7 +63,7 @@ def test_every_way_gives_the_bytes_that_the_offline_engine_gives(client, weir_se
     assert name == "scores" or kept.choices[0].path.parent == tmp_path
 
     async def both():
-        async with weir.AsyncClient(weir_server.url) as other:
+        async with connect(weir_server, weir.AsyncClient) as other:
             one = await other.chat(MESSAGES, **SAME, **case, inline_bytes=0)
             many = [chunk async for chunk in other.stream(MESSAGES, **SAME, **case)]
             return one, many[-1].result
@@ -71,7 +76,7 @@ def test_openais_own_client_gets_them_too(client, weir_server, offline_answers):
     """Without any of Weir's code on this side, but for reading the file."""
     case = cases()["steer"]
     wish = weir_object(case["capture"], case["interventions"], (), 8 << 20, False)
-    plain = openai.OpenAI(base_url=f"{weir_server.url}/v1", api_key="none", max_retries=0)
+    plain = openai.OpenAI(base_url=f"{weir_server.url}/v1", api_key=weir_server.api_key, max_retries=0)
     out = plain.chat.completions.create(model=weir_server.model, messages=MESSAGES, **SAME, extra_body={"weir": wish})
     acts = activations_of(base64.b64decode(out.choices[0].weir["activations"]["b64"]))
     assert bits(acts) == bits(weir.Activations.load(offline_answers / "steer.safetensors"))
@@ -148,7 +153,7 @@ class _Cut(httpx.SyncByteStream):
 
 def test_a_download_goes_on_after_the_line_was_cut(client, weir_server, offline_answers):
     transport = Cutting(after=20_000, times=3)
-    with weir.Client(weir_server.url, transport=transport) as cut:
+    with connect(weir_server, transport=transport) as cut:
         out = cut.chat(MESSAGES, **SAME, **cases()["capture"], inline_bytes=0)
     check(out.choices[0], out.prompt_token_ids, "capture", offline_answers)
     assert transport.asked == [None, "bytes=20000-", "bytes=40000-", "bytes=60000-"]
@@ -156,12 +161,13 @@ def test_a_download_goes_on_after_the_line_was_cut(client, weir_server, offline_
 
 def test_results_are_freed_when_they_are_fetched(weir_server):
     seen = []
-    with weir.Client(weir_server.url) as client:
+    with connect(weir_server) as client:
         client._http.event_hooks["request"] = [lambda request: seen.append((request.method, request.url.path))]
         client.generate("Tom", max_tokens=2, capture=weir.Capture(), inline_bytes=0)
     places = [path for method, path in seen if method == "DELETE"]
     assert len(places) == 1 and places[0].startswith("/v1/activations/")
-    assert httpx.get(weir_server.url + places[0]).status_code == 404
+    headers = {"Authorization": f"Bearer {weir_server.api_key}"}
+    assert httpx.get(weir_server.url + places[0], headers=headers).status_code == 404
 
 
 def test_the_servers_refusals_are_typed_and_name_the_field(client, weir_server):
@@ -177,6 +183,8 @@ def test_the_servers_refusals_are_typed_and_name_the_field(client, weir_server):
             assert e.value.field == field and type(e.value) is weir.WeirError
     with pytest.raises(weir.NotFound, match="nobody"):
         client.generate("Tom", model="nobody")
+    with weir.Client(weir_server.url, "another key") as stranger, pytest.raises(weir.AuthError):
+        stranger.generate("Tom", model="demo")
     with weir.Client("http://127.0.0.1:9", retries=0) as nobody, pytest.raises(weir.ServerError, match="ConnectError"):
         nobody.info()
 

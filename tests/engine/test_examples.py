@@ -27,6 +27,15 @@ SAYS = {
     ),
     "keep.py": ("20 requests | 2370 rows | full8", "every row once: True", "projected: torch.Size([33, 64])"),
     "analyse.py": ("layer 4: (22, 128)", "timeline.png"),
+    "activation_oracle.py": ("the placeholder is token ", "layer=1): 1}"),
+    "client_capture.py": (
+        "scale +2: Tom",
+        "fetched: Activations(",
+        "together [",
+        "field capture[0].layers",
+        "[6, 256]",
+    ),
+    "inspect_eval.py": ("residual_stream [1, ", "layer=1): 1}", "success, accuracy 1.0"),
     "drop_in.py": ("block 2: output [8, ", "block 5: output [8, "),
 }
 
