@@ -463,6 +463,10 @@ def test_adapters_are_loaded_once(server, driver) -> None:
     server.plan["POST /v1/load_lora_adapter"] = [httpx.Response(404)]
     with pytest.raises(weir.WeirError, match="enable-lora"):
         driver.load_adapter("oracle", "/lora")
+    error = {"error": {"message": "No adapter found for /lora", "code": 404}}
+    server.plan["POST /v1/load_lora_adapter"] = [httpx.Response(404, json=error)]
+    with pytest.raises(weir.WeirError, match="path: No adapter found"):
+        driver.load_adapter("oracle", "/lora")
 
 
 def test_receipts_make_the_round_trip_and_later_fields_do_not_matter() -> None:

@@ -108,7 +108,9 @@ def load_adapter(name: str, path: str | None, retries: Retries) -> Flow[None]:
     call = Call("POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path}, repeatable=False)
     try:
         yield from bytes_of(call, retries)
-    except NotFound:
+    except NotFound as e:
+        if e.message not in ("Not Found", "HTTP status 404"):  # there is such a route, and it says what is not there
+            raise WeirError(e.message, "path") from None
         raise WeirError(
             f"the server loads no adapters, so not {name!r}: start it with --enable-lora and the environment variable "
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or with --lora-modules",
