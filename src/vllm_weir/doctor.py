@@ -78,7 +78,7 @@ def _check_seams(probed) -> tuple[list[dict[str, str]], list[str]]:
         if problem and seam.variant:
             runner_ok[seam.variant] = False
         elif problem:
-            missing.append(f"{seam.path}: {problem}")
+            missing.append(f"{seam.path}: {problem}{' (needed over HTTP only)' if seam.serving else ''}")
     if not any(runner_ok.values()):
         missing.append("neither model runner V1 nor V2 can be held")
     return rows, missing

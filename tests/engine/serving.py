@@ -34,7 +34,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(
-    log: Path, command: list[str], *more: str, env: dict[str, str] | None = None, timeout: float = 400
+    log: Path, command: list[str], *more: str, env: dict[str, str] | None = None, timeout: float = 800
 ) -> Iterator[httpx.Client]:
     """A client of a server that has started; the server and all its processes are gone afterwards."""
     port = free_port()

@@ -36,6 +36,12 @@ SAYS = {
         "[6, 256]",
     ),
     "inspect_eval.py": ("residual_stream [1, ", "layer=1): 1}", "success, accuracy 1.0"),
+    "serve_rows.py": (
+        "6 layers of width 256",
+        "inline: Activations(resid_post",
+        "by reference: 6 sites x 18 rows",
+        "steered: ",
+    ),
     "drop_in.py": ("block 2: output [8, ", "block 5: output [8, "),
 }
 

@@ -109,6 +109,7 @@ def test_a_large_body_is_refused_before_it_is_read(app):
 
     assert call(app, "POST", "/echo", content=drip()).status_code == 413
     assert read <= 2000
+    assert call(app, "POST", "/echo", headers={"Content-Length": "9" * 5000}).status_code == 413
     assert call(app, "POST", "/echo", json={"x": 1}).json() == 1
 
 

@@ -13,7 +13,7 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
-from vllm_weir.serve.home import Home
+from vllm_weir.serve.home import Home, clear
 from vllm_weir.serve.spool import Spool
 from vllm_weir.spec.hooks import Site
 
@@ -116,6 +116,18 @@ def test_what_a_killed_server_left_is_removed(tmp_path):
     home = Home(12, str(tmp_path))  # the same number again: nothing of the other server is in it
     assert [p.name for p in tmp_path.iterdir()] == [home.path.name] and not list(home.room("spool").iterdir())
     home.close()
+
+
+def test_the_parent_clears_up_after_children_that_were_killed(tmp_path):
+    code = f"from vllm_weir.serve.home import Home; h = Home(13, {str(tmp_path)!r}); print('up', flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"up\n"
+    clear(13, str(tmp_path), patience=0.1)
+    assert len(list(tmp_path.iterdir())) == 1, "its child lives"
+    child.kill()
+    clear(13, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+    child.communicate()
 
 
 def test_a_directory_that_others_could_write_is_not_used(tmp_path):

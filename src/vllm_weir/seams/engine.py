@@ -237,6 +237,11 @@ def desk_of(llm) -> Desk:
     return desk
 
 
+def has_desk(engine) -> bool:
+    """Whether an engine client is one that Weir serves."""
+    return getattr(getattr(engine, "output_processor", None), _DESK, None) is not None
+
+
 def async_llm_add_request(original, _status):
     async def wrapper(self, *args, **kwargs):
         params = kwargs.get("params", args[2] if len(args) > 2 else None)

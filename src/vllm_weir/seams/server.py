@@ -11,7 +11,7 @@ from http import HTTPStatus
 import vllm.outputs  # noqa: F401 - before seams.engine: its own seam is held by a function of that module
 
 from vllm_weir.errors import WeirError
-from vllm_weir.seams.engine import WeirRequestError, desk_of, view_of
+from vllm_weir.seams.engine import WeirRequestError, desk_of, has_desk, view_of
 from vllm_weir.serve.ask import KEYS, Ask, asks
 from vllm_weir.serve.reply import Reply
 from vllm_weir.serve.state import ServerState
@@ -36,7 +36,7 @@ def server_of(engine_client) -> ServerState:
 def init(original, status):
     def wrapper(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        if status.refusal is None:
+        if status.refusal is None and has_desk(self.engine_client):
             server_of(self.engine_client)
 
     return wrapper

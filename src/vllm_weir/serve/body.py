@@ -7,6 +7,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_weir.serve.errors import error
 
+LONGEST = 18
+"""Digits of a length that can be meant."""
+
 
 class BodyLimit:
     """ASGI middleware: 413 for a body of more than `most` bytes, declared or not."""
@@ -19,7 +22,7 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         declared = next((v for k, v in scope["headers"] if k == b"content-length"), b"")
-        if declared.isdigit() and int(declared) > self._most:
+        if declared.isdigit() and (len(declared) > LONGEST or int(declared) > self._most):
             await error(413, self._message())(scope, receive, send)
             return
         read = 0

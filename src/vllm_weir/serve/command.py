@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import MutableMapping
 from importlib.metadata import entry_points
 
 from vllm_weir.errors import WeirError
+from vllm_weir.serve.home import clear
 from vllm_weir.serve.limits import ADMIN_KEY, Limits
 from vllm_weir.settings import disabled
 
@@ -29,6 +31,8 @@ def serve(arguments: list[str]) -> None:
     rest = prepare(arguments, os.environ)
     from vllm_weir.seams.launch import vllm_serve
 
+    # vLLM kills its API-server processes when there are several. Runs after what this process itself clears up.
+    atexit.register(clear, os.getpid(), Limits.load().directory)
     vllm_serve(rest)
 
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,10 +32,9 @@ class Home:
     """
 
     def __init__(self, key: int, parent: str = "") -> None:
-        base = Path(parent or tempfile.gettempdir())
-        for any_server in base.glob(f"{NAME}-{os.getuid()}-*"):
+        for any_server in _base(parent).glob(f"{NAME}-{os.getuid()}-*"):
             _remove_if_dead(any_server)
-        self.path = base / f"{NAME}-{os.getuid()}-{key}"
+        self.path = _place(key, parent)
         self._lock = _join(self.path)
         self._owner = os.getpid()
         # Children that multiprocessing starts run no atexit functions, only its own.
@@ -55,6 +55,16 @@ class Home:
         atexit.unregister(self._finalizer)
 
 
+def clear(key: int, parent: str = "", patience: float = 5.0) -> None:
+    """Remove the directory of processes that were killed; `patience` is how many seconds the last may take to go."""
+    path, deadline = _place(key, parent), time.monotonic() + patience
+    while path.exists():
+        _remove_if_dead(path)
+        if time.monotonic() > deadline:
+            return  # somebody still serves; who goes last removes it
+        time.sleep(0.05)
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the file `path` locked, against other processes and other threads of this one."""
@@ -64,6 +74,14 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def _base(parent: str) -> Path:
+    return Path(parent or tempfile.gettempdir())
+
+
+def _place(key: int, parent: str) -> Path:
+    return _base(parent) / f"{NAME}-{os.getuid()}-{key}"
 
 
 def _join(path: Path) -> int:
@@ -91,6 +109,7 @@ def _join(path: Path) -> int:
 def _leave(path: Path, lock: int, owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child
+    fcntl.flock(lock, fcntl.LOCK_UN)  # of two who leave at once one then finds itself alone
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ from vllm_weir.frontend.desk import Desk
 from vllm_weir.serve.home import Home
 from vllm_weir.serve.limits import ADMIN_KEY, Limits
 from vllm_weir.serve.spool import Spool
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 THREADS = 8
@@ -76,7 +79,10 @@ class ServerState:
         """Remove expired results, for ever."""
         while self.spool is not None:
             await asyncio.sleep(min(self.limits.spool_seconds, 30.0))
-            await self.run(self.spool.sweep)
+            try:
+                await self.run(self.spool.sweep)
+            except OSError as e:
+                logger.warning("expired results stay in %s for now: %s", self.spool.directory, e)
 
 
 def server_state(request: Request) -> ServerState:

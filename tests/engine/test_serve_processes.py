@@ -1,0 +1,109 @@
+"""Other ways to serve: several API-server processes that share results, LoRAs, and plain vLLM without Weir's routes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import vllm_weir as weir
+from tests.engine.serving import PLAIN, WEIR, running
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+CLOSE_OTHERS = True
+
+BODY = {"model": "demo", "prompt": "Anna walked to the harbor", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+WISH = {"v": 1, "capture": [{"hook": "resid_post", "layers": [2], "positions": "all"}]}
+LORA = ["--enable-lora", "--max-lora-rank", "8"]
+
+
+def adapter(where):
+    """A rank-4 adapter of the shipped model's down projections."""
+    config = json.loads((where.parent / "config.json").read_text())
+    generator = torch.Generator().manual_seed(7)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        path = f"base_model.model.model.layers.{layer}.mlp.down_proj"
+        tensors[f"{path}.lora_A.weight"] = torch.randn(4, config["intermediate_size"], generator=generator) / 8
+        tensors[f"{path}.lora_B.weight"] = torch.randn(config["hidden_size"], 4, generator=generator) / 8
+    where.mkdir()
+    save_file(tensors, where / "adapter_model.safetensors")
+    kind = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["down_proj"], "bias": "none"}
+    kind |= {"task_type": "CAUSAL_LM", "base_model_name_or_path": weir.demo_model(), "lora_dropout": 0.0}
+    (where / "adapter_config.json").write_text(json.dumps(kind))
+    return where
+
+
+@pytest.fixture
+def lora(tmp_path):
+    (tmp_path / "config.json").write_text((Path(weir.demo_model()) / "config.json").read_text())
+    return adapter(tmp_path / "adapter")
+
+
+def ask(client, code=200, **more):
+    got = client.post("/v1/completions", json=BODY | more)
+    assert got.status_code == code, got.text[:2000]
+    return got.json()
+
+
+def rows(tmp_path, data):
+    path = tmp_path / "rows.safetensors"
+    path.write_bytes(data)
+    return weir.Activations.load(path)["resid_post", 2]
+
+
+def fresh(client):
+    """A client of the same server with connections of its own, which another process may take."""
+    return httpx.Client(base_url=client.base_url, headers=client.headers, timeout=60)
+
+
+def test_two_processes_share_results_and_serve_loras(tmp_path, lora):
+    log = tmp_path / "log"
+    env = {"WEIR_SERVE_DIRECTORY": str(tmp_path), "VLLM_LOGGING_LEVEL": "INFO"}
+    more = ["--api-server-count", "2", *LORA, "--lora-modules", f"tiny={lora}"]
+    with running(log, WEIR, *more, env=env) as client:
+        wish = WISH | {"response": {"inline_bytes": 0}}
+        homes = list(tmp_path.glob("weir-serve-*"))
+        assert len(homes) == 1
+        for _ in range(12):
+            with fresh(client) as one, fresh(client) as other, fresh(client) as third:
+                url = ask(one, weir=wish)["choices"][0]["weir"]["activations"]["url"]
+                assert rows(tmp_path, other.get(url).raise_for_status().content).shape[1] == 256
+                assert third.delete(url).status_code == 204
+                assert one.get(url).status_code == 404
+        base = ask(client, weir=WISH)["choices"][0]["weir"]["activations"]
+        named = ask(client, weir=WISH, lora_request={"lora_name": "tiny", "lora_int_id": 5})
+        assert named["model"] == "tiny"
+        same = ask(client, weir=WISH, model="tiny")["choices"][0]["weir"]["activations"]
+        adapted = rows(tmp_path, base64.b64decode(named["choices"][0]["weir"]["activations"]["b64"]))
+        assert torch.equal(adapted, rows(tmp_path, base64.b64decode(same["b64"])))
+        assert (adapted[:1] - rows(tmp_path, base64.b64decode(base["b64"]))[:1]).abs().max() > 1e-2
+        assert ask(client, lora_request={"lora_name": "tiny", "lora_path": str(lora)})["model"] == "tiny"
+        for bad in ({"lora_name": "tiny", "lora_path": "/etc"}, {"lora_name": "other", "lora_path": str(lora)}):
+            assert ask(client, 400, lora_request=bad)["error"]["param"].startswith("lora_request.lora_")
+    assert len(set(re.findall(r"Started server process \[(\d+)\]", log.read_text()))) == 2
+    assert not list(tmp_path.glob("weir-serve-*"))
+
+
+def test_plain_vllm_honours_keys_and_says_what_it_lacks(tmp_path, lora):
+    env = {"WEIR_SERVE_INLINE_BYTES": "20000", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with running(tmp_path / "log", PLAIN, *LORA, env=env) as client:
+        assert client.get("/v1/weir/info").status_code == 404
+        small = ask(client, weir=WISH | {"response": {"inline_bytes": 0}})["choices"][0]["weir"]
+        found = rows(tmp_path, base64.b64decode(small["activations"]["b64"]))
+        assert len(found) == small["receipt"]["captured"]["resid_post.2"]
+        every = {"v": 1, "capture": [{"hook": "resid_post", "positions": "all"}]}
+        large = ask(client, weir=every)["choices"][0]["weir"]
+        assert "b64" not in large["activations"] and "id" not in large["activations"]
+        assert "`weir serve`" in large["activations"]["error"] and large["activations"]["bytes"] > 20000
+        assert large["receipt"]["complete"]
+        assert ask(client, 400, weir={"v": 3})["error"]["param"] == "weir.v"
+        loaded = ask(client, lora_request={"lora_name": "mine", "lora_path": str(lora)}, weir=WISH)
+        assert loaded["model"] == "mine" and "weir" in loaded["choices"][0]
+        assert ask(client, lora_request={"lora_name": "mine"})["model"] == "mine"

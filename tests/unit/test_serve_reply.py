@@ -1,0 +1,174 @@
+"""What goes out for whom: chunks, what nobody gets, scores that are not finite."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.activations import Activations
+from vllm_weir.serve import reply as module
+from vllm_weir.serve.answer import scores
+from vllm_weir.serve.ask import Ask
+from vllm_weir.serve.limits import Limits
+from vllm_weir.serve.reply import Reply
+from vllm_weir.serve.spool import Spool
+from vllm_weir.serve.state import ServerState
+from vllm_weir.spec.hooks import Site
+
+
+def acts(rows=3):
+    at = torch.arange(rows)
+    return Activations(
+        {Site("resid_post", 0): torch.ones(rows, 8)}, {Site("resid_post", 0): at}, {Site("resid_post", 0): at}
+    )
+
+
+class View(SimpleNamespace):
+    """Stands for a view whose rows are there."""
+
+    start, end = 0, 3
+    part = SimpleNamespace(spec=SimpleNamespace(treatment=None, wishes=(1,)))
+
+    def activations(self):
+        self.wait()
+        return acts()
+
+    def receipt(self):
+        return SimpleNamespace(to_dict=lambda: {"complete": True})
+
+    def wait(self):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path):
+    made = ServerState(None, SimpleNamespace(serve=lambda rows: None), Limits())
+    made.spool = Spool(tmp_path, 1 << 20, 60.0)
+    return made
+
+
+def reply(server, view, inline=0, **more):
+    made = Reply(Ask({}, inline, own=True, **more), server)
+    made.note(0, view)
+    return made
+
+
+async def chunks(*data):
+    for d in data:
+        yield d if isinstance(d, str) else f"data: {json.dumps(d)}\n\n"
+
+
+def chunk(reason=None, **more):
+    return {"choices": [{"index": 0, "text": "é", "finish_reason": reason, **more}]}
+
+
+def test_only_the_last_chunk_of_a_choice_changes(server):
+    async def go():
+        source = chunks(chunk(), chunk("stop"), {"choices": [], "usage": {}}, "data: [DONE]\n\n")
+        return [c async for c in reply(server, View(), 1 << 20).rewrite(source)]
+
+    out = asyncio.run(go())
+    assert out[0] == f"data: {json.dumps(chunk())}\n\n" and out[2:] == [
+        'data: {"choices": [], "usage": {}}\n\n',
+        "data: [DONE]\n\n",
+    ]
+    choice = json.loads(out[1][6:])["choices"][0]
+    assert choice["weir"]["activations"]["sites"] == ["resid_post.0"] and choice["text"] == "é"
+    assert len(server.spool) == 0
+
+
+def test_an_id_that_nobody_gets_is_freed_and_one_that_went_out_stays(server):
+    async def go(take):
+        stream = reply(server, View()).rewrite(chunks(chunk(), chunk("stop"), "data: [DONE]\n\n"))
+        for _ in range(take):
+            await anext(stream)
+        await stream.aclose()
+        return len(server.spool)
+
+    assert asyncio.run(go(2)) == 0
+    assert asyncio.run(go(3)) == 1
+
+
+def test_rows_that_come_too_late_are_freed(server):
+    go_on = threading.Event()
+    view = View()
+    view.wait = lambda: go_on.wait(30)
+    put, made = server.spool.put, []
+    server.spool.put = lambda *what: made.append(put(*what)) or made[-1]
+
+    async def go():
+        task = asyncio.create_task(reply(server, view).answers())
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not made
+        go_on.set()
+        while not made or len(server.spool):
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(go(), 20))
+    assert len(made) == 1 and len(server.spool) == 0
+
+
+def test_lost_rows_are_said_on_the_choice_of_a_stream(server):
+    view = View()
+
+    def lost():
+        raise WeirError("3 rows did not arrive")
+
+    view.activations = lost
+
+    async def go():
+        return [c async for c in reply(server, view).rewrite(chunks(chunk("stop")))]
+
+    (out,) = asyncio.run(go())
+    assert json.loads(out[6:])["choices"][0]["weir"] == {"error": "3 rows did not arrive"}
+    with pytest.raises(WeirError):
+        asyncio.run(reply(server, view).answers())
+
+
+def test_an_error_event_names_the_field(server):
+    made = reply(server, View())
+    made.failure = WeirError("no", "capture[0].hook")
+
+    async def go():
+        return [c async for c in made.rewrite(chunks({"error": {"message": "no", "param": None}}))]
+
+    assert json.loads(asyncio.run(go())[0][6:])["error"]["param"] == "capture[0].hook"
+
+
+def test_too_much_for_vllm_lens_is_refused(server, monkeypatch):
+    view = View()
+    held = acts()
+    held._lens_layers = (0,)
+    view.activations = lambda: held
+    made = reply(server, view, lens=True)
+    server.limits = Limits(lens_bytes=10)
+    with pytest.raises(WeirError, match="WEIR_SERVE_LENS_BYTES") as e:
+        asyncio.run(made.answers())
+    assert e.value.field == "output_residual_stream"
+    assert module.activations_field(held, 1 << 20) is not None
+
+
+def test_scores_that_are_not_finite_are_null():
+    site = Site("resid_post", 0)
+    rows = torch.tensor([[1.5, float("nan")], [float("inf"), -2.0]])
+    found = scores(Activations({site: rows}, {site: torch.arange(2)}, {site: torch.arange(2)}))
+    assert found["sites"] == {"resid_post.0": [[1.5, None], [None, -2.0]]}
+    json.dumps(found, allow_nan=False)
+
+
+def test_without_routes_rows_go_inline_up_to_the_bound(server):
+    server.spool = None
+    out = asyncio.run(reply(server, View(), 0).answers())[0]["activations"]
+    assert "b64" in out
+    server.limits = Limits(inline_bytes=10)
+    out = asyncio.run(reply(server, View(), 0).answers())[0]["activations"]
+    assert "b64" not in out and "`weir serve`" in out["error"] and out["bytes"] == 96
