@@ -25,6 +25,9 @@ from vllm_weir.spec.tiers import from_tiers
 from vllm_weir.spec.verdict import SiteVerdict
 
 if TYPE_CHECKING:
+    from vllm_weir.client.aio import AsyncClient
+    from vllm_weir.client.errors import AuthError, NotFound, ServerError, TooLarge
+    from vllm_weir.client.sync import Client
     from vllm_weir.drop_in import LLM, AsyncLLM
     from vllm_weir.frontend.activations import Activations, Receipt
     from vllm_weir.keep.dataset import ActivationDataset
@@ -37,15 +40,21 @@ __all__ = [
     "ActivationDataset",
     "Activations",
     "Add",
+    "AsyncClient",
     "AsyncLLM",
+    "AuthError",
     "Capture",
     "Clamp",
+    "Client",
     "LowRank",
+    "NotFound",
     "Receipt",
     "Replace",
+    "ServerError",
     "Site",
     "SiteVerdict",
     "SteeringVector",
+    "TooLarge",
     "WeirError",
     "__version__",
     "clear_global",
@@ -67,6 +76,12 @@ __all__ = [
 ]
 
 _LAZY = {
+    "AsyncClient": "vllm_weir.client.aio",
+    "AuthError": "vllm_weir.client.errors",
+    "Client": "vllm_weir.client.sync",
+    "NotFound": "vllm_weir.client.errors",
+    "ServerError": "vllm_weir.client.errors",
+    "TooLarge": "vllm_weir.client.errors",
     "LLM": "vllm_weir.drop_in",
     "AsyncLLM": "vllm_weir.drop_in",
     "Activations": "vllm_weir.frontend.activations",

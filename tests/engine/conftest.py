@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -19,7 +24,19 @@ ORDER = (
     "test_exact",
     "test_batching",
     "test_neighbours",
+    # These share a server.
+    "test_client_server",
+    "test_inspect",
 )
+
+
+class Served(NamedTuple):
+    """A running server."""
+
+    url: str
+    model: str
+    api_key: str
+    admin_key: str
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,8 +63,43 @@ def close_engines():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_engine_left_over(request: pytest.FixtureRequest):
+def no_engine_left_over(request: pytest.FixtureRequest, shared_server: ExitStack):
     """A file that starts processes of its own asks for memory back first."""
     if getattr(request.module, "CLOSE_OTHERS", False):
         close_all()
+    if not getattr(request.module, "SHARES_SERVER", False):
+        shared_server.close()
     yield
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[ExitStack]:
+    """Holds the server of the files with SHARES_SERVER, which stand together; others find it gone."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def offline_answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an offline engine gives for `tests.engine.serve_cases`: a directory; it ran and is gone."""
+    from tests.engine.serve_cases import make_adapter
+
+    close_all()
+    where = tmp_path_factory.mktemp("offline")
+    make_adapter(where / "adapter")
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-m", "tests.engine.serve_cases", str(where)], cwd=root, check=True, timeout=500)
+    return where
+
+
+@pytest.fixture(scope="session")
+def weir_server(offline_answers: Path, shared_server: ExitStack, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """`weir serve` of the shipped model in float32; it can load adapters. For files with SHARES_SERVER."""
+    from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
+
+    close_all()
+    log = tmp_path_factory.mktemp("server") / "log"
+    more = ("--weir-admin-key", ADMIN_KEY, "--enable-lora", "--max-lora-rank", "8")
+    env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    http = shared_server.enter_context(running(log, WEIR, *more, env=env))
+    return Served(str(http.base_url).rstrip("/"), "demo", API_KEY, ADMIN_KEY)

@@ -34,6 +34,15 @@ SAYS = {
         "block 99 does not exist",
         "weir_steered_tokens_total",
     ),
+    "activation_oracle.py": ("the placeholder is token ", "layer=1): 1}"),
+    "client_capture.py": (
+        "scale +2: Tom",
+        "fetched: Activations(",
+        "together [",
+        "field capture[0].layers",
+        "[6, 256]",
+    ),
+    "inspect_eval.py": ("residual_stream [1, ", "layer=1): 1}", "success, accuracy 1.0"),
     "serve_rows.py": (
         "6 layers of width 256",
         "inline: Activations(resid_post",

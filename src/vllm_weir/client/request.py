@@ -1,0 +1,100 @@
+"""From what a caller asks to the body of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.spec.request import WIRE_KEY, RequestSpec, parse_captures, parse_interventions
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSE_KEY, MODULES_KEY = "response", "modules"
+_OWN = ("stream", "prompt", "messages", WIRE_KEY)
+
+
+def weir_object(
+    capture: Any, interventions: Any, modules: Any, inline_bytes: int | None, stream: bool
+) -> dict[str, Any] | None:
+    """The body's ``weir`` object; None if nothing is asked of Weir.
+
+    Raises:
+        WeirError: naming the field that is wrong.
+    """
+    spec = RequestSpec(parse_captures(capture, "capture"), parse_interventions(interventions, "interventions"))
+    if inline_bytes is not None and (not isinstance(inline_bytes, int) or inline_bytes < 0):
+        raise WeirError(f"a number of bytes, got {brief(inline_bytes)}", "inline_bytes")
+    named = [modules] if isinstance(modules, (str, Mapping)) else list(modules or ())
+    if not spec.capture and not spec.interventions and not named:
+        return None
+    out = spec.to_json() | ({MODULES_KEY: named} if named else {})
+    response: dict[str, Any] = {}
+    if inline_bytes is not None:
+        response["inline_bytes"] = inline_bytes
+    if stream and any(c.project is not None for c in spec.capture):
+        response["stream"] = True
+    return out | {RESPONSE_KEY: response} if response else out
+
+
+def body_of(
+    about: Mapping[str, Any],
+    model: str,
+    *,
+    capture: Any = (),
+    interventions: Any = (),
+    modules: Any = (),
+    inline_bytes: int | None = None,
+    stream: bool = False,
+    fields: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The body of ``/v1/completions`` or ``/v1/chat/completions``.
+
+    Args:
+        about: ``{"prompt": ...}`` or ``{"messages": ...}``.
+        fields: OpenAI's and vLLM's own fields; None leaves one out; an ``extra_body`` among them is merged in.
+    """
+    fields = dict(fields)
+    extra = fields.pop("extra_body", None) or {}
+    for name in (*fields, *extra):
+        if name in _OWN:
+            raise WeirError("is an argument of its own; pass it as that", name)
+    body = {"model": model, "return_token_ids": True, **fields, **extra}
+    body = {name: value for name, value in body.items() if value is not None} | dict(about)
+    wish = weir_object(capture, interventions, modules, inline_bytes, stream)
+    if wish is not None:
+        body[WIRE_KEY] = wish
+    if stream:
+        body["stream"] = True
+    return body
+
+
+def about_of(prompt: Any) -> tuple[str, dict[str, Any]]:
+    """(path, what `body_of` calls about) for a text, token ids, or chat messages."""
+    if isinstance(prompt, str) or is_tokens(prompt):
+        return COMPLETIONS, {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+    if is_chat(prompt):
+        return CHAT, {"messages": list(prompt)}
+    raise WeirError("expected a text, token ids, or chat messages ({'role', 'content'})", "prompt")
+
+
+def is_tokens(prompt: Any) -> bool:
+    """Whether this is one prompt, given as token ids."""
+    return _list(prompt) and len(prompt) > 0 and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt)
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether this is one conversation."""
+    return _list(prompt) and len(prompt) > 0 and all(isinstance(m, Mapping) and "role" in m for m in prompt)
+
+
+def several(prompts: Any, one: Any) -> list[Any] | None:
+    """The prompts of a list of them, None if `prompts` is a single one (by `one`)."""
+    if isinstance(prompts, str) or one(prompts):
+        return None
+    if not _list(prompts):
+        raise WeirError(f"expected a prompt or a list of them, got {type(prompts).__name__}", "prompt")
+    return list(prompts)
+
+
+def _list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))

@@ -1,0 +1,205 @@
+"""Inspect AI's provider ``weir/<model>`` against a server: vllm-lens's examples, Weir's keys, LoRA, a whole eval."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from inspect_ai import Task, eval
+from inspect_ai.dataset import Sample
+from inspect_ai.log import read_eval_log
+from inspect_ai.model import ChatMessageUser, GenerateConfig, get_model
+from inspect_ai.scorer import Score, accuracy, scorer
+from inspect_ai.solver import solver
+
+import vllm_weir as weir
+from tests.engine.serve_cases import ADAPTER, MAX_TOKENS, MESSAGES, cases, lens_vector
+from tests.engine.test_client_server import bits
+from vllm_weir import SteeringVector
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+SHARES_SERVER = True
+INPUT = [ChatMessageUser(content=MESSAGES[0]["content"])]
+
+
+@pytest.fixture(scope="module")
+def model(weir_server):
+    return get_model(f"weir/{weir_server.model}", base_url=f"{weir_server.url}/v1", api_key=weir_server.api_key)
+
+
+@pytest.fixture
+def told(offline_answers) -> dict:
+    return json.loads((offline_answers / "told.json").read_text())
+
+
+def ask(model, max_tokens: int = MAX_TOKENS, **extra_body):
+    config = GenerateConfig(temperature=0.0, max_tokens=max_tokens, extra_body=extra_body)
+    return asyncio.run(model.generate(INPUT, config=config))
+
+
+def check(output, name: str, told: dict, offline: Path, key: str = "activations") -> None:
+    """The output is what the offline engine gave, to the byte."""
+    expected = told[name]
+    assert output.completion == expected["text"]
+    assert output.metadata["token_ids"] == expected["token_ids"]
+    assert output.metadata["prompt_token_ids"] == expected["prompt_token_ids"]
+    assert json.loads(json.dumps(output.metadata["receipt"].to_dict())) == expected["receipt"]
+    assert bits(output.metadata[key]) == bits(weir.Activations.load(offline / f"{name}.safetensors"))
+
+
+@pytest.mark.parametrize("inline_bytes", [8 << 20, 0])
+@pytest.mark.parametrize("name", [name for name in cases() if name != "adapter"])
+def test_weirs_keys_give_the_bytes_of_the_offline_engine(model, told, offline_answers, name, inline_bytes):
+    output = ask(model, weir=cases()[name] | {"response": {"inline_bytes": inline_bytes}})
+    check(output, name, told, offline_answers, "scores" if name == "scores" else "activations")
+    assert ("scores" in output.metadata) == (name == "scores")
+
+
+def test_wire_form_and_json_text_are_understood_too(model, told, offline_answers):
+    wire = {"v": 1, "capture": [c.to_json() for c in cases()["capture"]["capture"]]}
+    for wish in (wire, json.dumps(wire)):
+        check(ask(model, weir=wish), "capture", told, offline_answers)
+    check(ask(model, extra_args={"weir": wire}), "capture", told, offline_answers)
+
+
+def test_an_adapter_is_loaded_and_used(model, told, offline_answers):
+    case = {k: v for k, v in cases()["adapter"].items() if k != "model"}
+    request = {"lora_name": ADAPTER, "lora_int_id": 1, "lora_path": str(offline_answers / "adapter")}
+    check(ask(model, weir=case, lora_request=request), "adapter", told, offline_answers)
+
+
+def test_vllm_lens_first_example(model, told, offline_answers):
+    """Extracting activations: as in vllm-lens's README, with only the prefix of the model changed."""
+    extraction_activation_layers = [1, 3]
+    capture_config = GenerateConfig(
+        temperature=0.0,
+        max_tokens=1,
+        extra_body={
+            "extra_args": {"output_residual_stream": extraction_activation_layers},
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
+    )
+    output = asyncio.run(model.generate(INPUT, config=capture_config))
+    residual_stream = output.metadata["activations"]["residual_stream"]
+    offline = weir.Activations.load(offline_answers / "lens.safetensors")["residual_stream"]
+    prompt = len(told["lens"]["prompt_token_ids"])
+    assert residual_stream.shape == (2, prompt, 256)
+    assert torch.equal(residual_stream, offline[:, :prompt])
+    assert type(output.metadata["activations"]) is dict
+
+    longer = ask(model, extra_args={"output_residual_stream": [3, 1]})
+    assert torch.equal(longer.metadata["activations"]["residual_stream"], offline)
+    both = ask(model, extra_args={"output_residual_stream": [1, 3]}, weir={"capture": [weir.Capture("attn_out", 2)]})
+    assert torch.equal(both.metadata["activations"]["residual_stream"], offline)
+    assert both.metadata["activations"]["attn_out", 2].shape == (prompt + MAX_TOKENS - 1, 256)
+    every = ask(model, 1, extra_args={"output_residual_stream": True})
+    assert every.metadata["activations"]["residual_stream"].shape == (6, prompt, 256)
+
+
+def test_vllm_lens_second_example(model, told, offline_answers):
+    """Steering with an activation oracle: as in vllm-lens's README; ``SteeringVector`` comes from vllm_weir."""
+    given = lens_vector()
+    act_vector, injection_layer, special_pos = given.activations, given.layer_indices[0], given.position_indices[0]
+    steering_coefficient, lora_path = given.scale, str(offline_answers / "adapter")
+    messages = [ChatMessageUser(content=MESSAGES[0]["content"])]
+    oracle_config = GenerateConfig(
+        temperature=0.0,
+        max_tokens=MAX_TOKENS,
+        extra_body={
+            "extra_args": {
+                "apply_steering_vectors": [
+                    SteeringVector(
+                        activations=act_vector,
+                        layer_indices=[injection_layer],
+                        scale=steering_coefficient,
+                        norm_match=True,
+                        position_indices=[special_pos],
+                    )
+                ],
+            },
+            "lora_request": {
+                "lora_name": ADAPTER,
+                "lora_int_id": 1,
+                "lora_path": lora_path,
+            },
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
+    )
+    response = asyncio.run(model.generate(messages, config=oracle_config))
+    assert response.completion == told["oracle"]["text"]
+    assert response.metadata["receipt"].steered == ({weir.Site("resid_post", injection_layer): 1},)
+    oracle_config.extra_body["weir"] = {"capture": [weir.Capture(layers=[2, 3])]}
+    again = asyncio.run(model.generate(messages, config=oracle_config))
+    check(again, "oracle", told, offline_answers)
+
+
+def test_choices_each_have_their_own(model):
+    config = GenerateConfig(temperature=1.0, seed=3, num_choices=2, max_tokens=4)
+    config.extra_body = {"weir": {"capture": [weir.Capture(layers=3)]}}
+    output = asyncio.run(model.generate(INPUT, config=config))
+    each = output.metadata["choices"]
+    assert len(output.choices) == len(each) == 2
+    assert each[0]["token_ids"] != each[1]["token_ids"]
+    for found in each:
+        P = len(output.metadata["prompt_token_ids"])
+        assert found["activations"].token_ids.tolist()[P:] == found["token_ids"][:-1]
+    assert output.metadata["activations"] is each[0]["activations"]
+
+
+def test_refusals(model):
+    for extra_body, said in (
+        ({"weir": {"capture": [weir.Capture(layers=99)]}}, "block 99 does not exist"),
+        ({"weir": {"captures": []}}, "weir.captures"),
+        ({"extra_args": {"apply_hooks": ["code"]}}, "runs no code"),
+        ({"extra_args": {"weir": {"v": 1}}, "weir": {"v": 1}}, "given twice"),
+        ({"lora_request": {"lora_name": "nobody", "lora_path": "/nowhere"}}, "nowhere"),
+    ):
+        with pytest.raises(Exception, match=said):
+            ask(model, **extra_body)
+
+
+def test_a_whole_eval_with_its_log(weir_server, tmp_path, monkeypatch):
+    """`inspect eval`: the solver has the tensors, and the log can be written and read without them."""
+    monkeypatch.setenv("WEIR_BASE_URL", f"{weir_server.url}/v1")
+    monkeypatch.setenv("WEIR_API_KEY", weir_server.api_key)
+    seen = []
+
+    @solver
+    def probing():
+        async def solve(state, generate):
+            extra_body = {
+                "weir": {"capture": [weir.Capture(layers=3, project=torch.ones(256))]},
+                "extra_args": {"apply_steering_vectors": [lens_vector()]},
+            }
+            config = GenerateConfig(temperature=0.0, max_tokens=4, extra_body=extra_body)
+            state.output = await get_model().generate(state.messages, config=config)
+            scores = state.output.metadata["scores"]
+            seen.append(scores["resid_post", 3])
+            state.metadata["probe"] = scores["resid_post", 3][-1].item()
+            return state
+
+        return solve
+
+    @scorer(metrics=[accuracy()])
+    def probe():
+        async def score(state, target):
+            return Score(value=state.metadata["probe"] != 0)
+
+        return score
+
+    samples = [Sample(input=f"{name} was happy.", target="") for name in ("Tom", "Anna", "Mia")]
+    task = Task(dataset=samples, solver=probing(), scorer=probe(), name="probing")
+    (log,) = eval(
+        task, model=f"weir/{weir_server.model}", log_dir=str(tmp_path), display="none", log_model_api=True,
+        score_display=False,
+    )  # fmt: skip
+    assert log.status == "success" and log.results.scores[0].metrics["accuracy"].value == 1.0
+    assert len(seen) == 3 and all(len(rows) >= 8 for rows in seen)
+    again = read_eval_log(log.location)
+    event = next(e for e in again.samples[0].events if e.event == "model")
+    assert "b64" in json.dumps(event.call.request) and len(json.dumps(event.call.request)) < 2000
+    assert "(1368 characters)" in json.dumps(event.call.request)
+    assert event.output.metadata["receipt"]["complete"] is True

@@ -1,0 +1,512 @@
+"""Both clients against a server in memory: what they send, what they make of answers and of failures."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import io
+import json
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import torch
+
+import vllm_weir as weir
+from tests.unit.fake_server import RECEIPT, SCORES, Body, FakeServer, rows, same
+from vllm_weir.client import flow
+from vllm_weir.client.answer import activations_of, receipt_of, scores_of
+from vllm_weir.client.flow import Retries
+from vllm_weir.client.wire import Call, Fetch, Lost, Reply, Sleep
+
+CAPTURE = weir.Capture("resid_post", layers=3)
+
+
+class Driver:
+    """One way to call both clients."""
+
+    def __init__(self, kind: str, server: FakeServer, **options) -> None:
+        self.kind = kind
+        self._loop = asyncio.new_event_loop()
+        cls = {"sync": weir.Client, "async": weir.AsyncClient}[kind]
+        self.client = cls("http://fake:1/v1/", transport=server.transport, **options)
+        object.__setattr__(self.client._options, "retries", Retries(self.client._options.retries.most, base=0.001))
+
+    def wait(self, made):
+        return self._loop.run_until_complete(made) if inspect.isawaitable(made) else made
+
+    def __getattr__(self, name: str):
+        return lambda *a, **k: self.wait(getattr(self.client, name)(*a, **k))
+
+    def stream(self, *a, **k) -> list:
+        made = self.client.stream(*a, **k)
+        if self.kind == "sync":
+            return list(made)
+
+        async def all_of():
+            return [chunk async for chunk in made]
+
+        return self._loop.run_until_complete(all_of())
+
+    def finish(self) -> None:
+        self.wait(self.client.close())
+        self._loop.close()
+
+
+@pytest.fixture
+def server(tmp_path) -> FakeServer:
+    return FakeServer(tmp_path)
+
+
+@pytest.fixture(params=["sync", "async"])
+def driver(request, server) -> Iterator[Driver]:
+    made = Driver(request.param, server, model="demo", admin_key="root", api_key="key")
+    yield made
+    made.finish()
+
+
+def generations(server: FakeServer) -> list[dict]:
+    return [body for method, path, body in server.seen if path.endswith("completions")]
+
+
+def test_importing_weir_imports_neither_httpx_nor_openai_nor_vllm() -> None:
+    code = "import sys, vllm_weir; print(sorted({'httpx', 'openai', 'vllm', 'torch'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    code = "import sys, vllm_weir; vllm_weir.Client; print('vllm' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_request_carries_what_offline_params_would(server, driver) -> None:
+    vector = torch.randn(8)
+    driver.generate(
+        "hello",
+        max_tokens=5,
+        temperature=0,
+        n=2,
+        capture=CAPTURE,
+        interventions=[weir.Add(vector, layers=1, scale=2.0, positions="generated")],
+        inline_bytes=77,
+        extra_body={"min_p": 0.1},
+    )
+    (body,) = generations(server)
+    spec = {"v": 1, "capture": [CAPTURE.to_json()]}
+    spec["interventions"] = [weir.Add(vector, layers=1, scale=2.0, positions="generated").to_json()]
+    assert body.pop("weir") == spec | {"response": {"inline_bytes": 77}}
+    assert body == {
+        "model": "demo", "prompt": "hello", "max_tokens": 5, "temperature": 0, "n": 2, "min_p": 0.1,
+        "return_token_ids": True,
+    }  # fmt: skip
+    assert server.headers[0]["authorization"] == "Bearer key"
+    assert "x-weir-admin-key" not in server.headers[0]
+
+
+def test_a_request_without_wishes_has_no_weir_key(server, driver) -> None:
+    driver.generate("hello")
+    driver.chat([{"role": "user", "content": "hi"}])
+    assert all("weir" not in body for body in generations(server))
+    assert [path for _, path, _ in server.seen] == ["/v1/completions", "/v1/chat/completions"]
+
+
+def test_wrong_wishes_are_refused_before_anything_is_sent(server, driver) -> None:
+    for wrong, field in (
+        (dict(capture={"hook": "resid_past"}), "capture[0].hook"),
+        (dict(interventions=[weir.Add([1.0], 0), {"op": "add"}]), "interventions[1]"),
+        (dict(inline_bytes=-1, capture=CAPTURE), "inline_bytes"),
+        (dict(messages=[]), "messages"),
+        (dict(extra_body={"weir": {}}), "weir"),
+    ):
+        with pytest.raises(weir.WeirError) as e:
+            driver.generate("hello", **wrong)
+        assert e.value.field.startswith(field)
+    for wrong in ("", 7, None):
+        with pytest.raises(weir.WeirError, match="base_url"):
+            type(driver.client)(wrong)
+    with pytest.raises(weir.WeirError, match="prompt"):
+        driver.generate(7)
+    assert not server.seen
+
+
+def test_inline_activations_come_back_to_the_bit(server, driver) -> None:
+    truth = rows()
+    server.weir = lambda body: {"receipt": RECEIPT.to_dict(), "activations": server.inline(truth)}
+    for out in (
+        driver.generate("a", capture=CAPTURE),
+        driver.chat([{"role": "user", "content": "a"}], capture=CAPTURE),
+    ):
+        assert out.text == "answer 0 to a"
+        assert out.token_ids == [1, 2, 3] and out.prompt_token_ids == [7, 8, 9]
+        assert same(out.activations, truth)
+        assert out.receipt == RECEIPT
+        assert type(out.raw).__module__.startswith("openai.types")
+        assert out.raw.choices[0].finish_reason == "length"
+    assert not any(path.startswith("/v1/activations") for _, path, _ in server.seen)
+
+
+def test_every_choice_has_its_own(server, driver) -> None:
+    server.weir = lambda body: {"receipt": RECEIPT.to_dict(), "activations": server.inline(rows())}
+    out = driver.generate("a", n=3, capture=CAPTURE)
+    assert [c.index for c in out.choices] == [0, 1, 2]
+    assert [c.token_ids[-1] for c in out.choices] == [3, 4, 5]
+    assert all(same(c.activations, rows()) for c in out.choices)
+
+
+def test_activations_by_reference_are_fetched_and_freed(server, driver) -> None:
+    truth = rows(40)
+    id = server.keep(truth)
+    # An address elsewhere must not be followed: the client's key would go there.
+    server.weir = lambda body: {"activations": {"id": id, "url": "http://evil/x", "expires_in": 60}}
+    out = driver.generate("a", capture=CAPTURE)
+    assert same(out.activations, truth)
+    assert [(m, p) for m, p, _ in server.seen[1:]] == [
+        ("GET", f"/v1/activations/{id}"),
+        ("DELETE", f"/v1/activations/{id}"),
+    ]
+    assert not server.spool
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_broken_download_goes_on_where_it_broke(server, driver, ranges, tmp_path) -> None:
+    truth = rows(64)
+    id = server.keep(truth)
+    size = len(server.spool[id])
+    server.ranges = ranges
+    server.breaks = [100, 900] if ranges else [100]
+    server.weir = lambda body: {"activations": {"id": id}}
+    out = driver.generate("a", capture=CAPTURE)
+    assert same(out.activations, truth)
+    asked = [h.get("range") for h, (m, p, _) in zip(server.headers, server.seen) if m == "GET"]
+    assert asked == ([None, "bytes=100-", "bytes=1000-"] if ranges else [None, "bytes=100-"])
+    assert server.headers[2]["if-range"] == '"1"'
+    assert size > 1000
+
+
+def test_a_download_that_never_comes_is_given_up(server, driver) -> None:
+    id = server.keep(rows(64))
+    server.breaks = [100, 0, 0, 0, 0, 0, 0]
+    server.weir = lambda body: {"activations": {"id": id}}
+    with pytest.raises(weir.ServerError, match="cut"):
+        driver.generate("a", capture=CAPTURE)
+    assert len(server.breaks) == 3  # the first brought something; then three in a row did not
+    assert len(generations(server)) == 1
+
+
+def test_an_expired_result_is_not_found(server, driver) -> None:
+    server.weir = lambda body: {"activations": {"id": "f" * 32}}
+    with pytest.raises(weir.NotFound, match="expired"):
+        driver.generate("a", capture=CAPTURE)
+
+
+def test_a_result_that_cannot_be_freed_is_still_delivered(server, driver, caplog) -> None:
+    id = server.keep(rows())
+    server.plan[f"DELETE /v1/activations/{id}"] = [httpx.Response(500, text="no") for _ in range(3)]
+    server.weir = lambda body: {"activations": {"id": id}}
+    assert same(driver.generate("a", capture=CAPTURE).activations, rows())
+    assert "could not free" in caplog.text
+
+
+def test_activations_the_server_did_not_keep_say_why_and_the_text_is_there(server, driver) -> None:
+    server.weir = lambda body: {"receipt": RECEIPT.to_dict(), "activations": {"reason": "larger than the spool"}}
+    out = driver.generate("a", capture=CAPTURE)
+    assert out.text == "answer 0 to a" and out.receipt == RECEIPT
+    with pytest.raises(weir.WeirError, match="larger than the spool"):
+        _ = out.activations
+
+
+def test_save_to_leaves_files_and_reads_them_when_asked(server, driver, tmp_path) -> None:
+    truth, place = rows(64), tmp_path / "kept" / "here"
+    id = server.keep(truth)
+    server.breaks = [300]
+    server.weir = lambda body: {"activations": {"id": id} if body["prompt"] == "a" else server.inline(truth)}
+    for prompt in ("a", "b"):
+        choice = driver.generate(prompt, capture=CAPTURE, save_to=place).choices[0]
+        assert same(weir.Activations.load(choice.path), truth) and same(choice.activations, truth)
+    assert sorted(p.name for p in place.iterdir()) == sorted([f"{id}.safetensors", "cmpl-1-0.safetensors"])
+
+
+def test_scores(server, driver) -> None:
+    server.weir = lambda body: {"receipt": RECEIPT.to_dict(), "scores": SCORES}
+    out = driver.generate("a", capture=weir.Capture(layers=3, project=torch.ones(2, 8)))
+    assert torch.equal(out.scores["resid_post", 3], torch.tensor(SCORES["sites"]["resid_post.3"]))
+    assert out.scores.positions.tolist() == [0, 1, 2] and out.scores.token_ids.tolist() == [5, 6, 7]
+    assert out.activations is out.scores  # as offline, where a projection is what the request gets
+
+
+def test_scores_that_are_not_finite_are_nan() -> None:
+    found = scores_of({"sites": {"embed.0": [[None, 1.0]]}, "positions": [0], "token_ids": [1]})
+    assert found["embed", 0].isnan().tolist() == [[True, False]]
+
+
+def test_scores_of_sites_with_rows_of_their_own() -> None:
+    sites = {"resid_post.3": [[1.0]], "embed.0": [[2.0], [3.0]]}
+    at = {"resid_post.3": [4], "embed.0": [0, 1]}
+    found = scores_of({"sites": sites, "positions_of": at, "token_ids_of": at})
+    assert found.positions_of("embed", 0).tolist() == [0, 1]
+    assert found["embed", 0].tolist() == [[2.0], [3.0]]
+    with pytest.raises(weir.WeirError, match="positions_of"):
+        _ = found.positions
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_streams(server, driver, chat) -> None:
+    truth = rows(30)
+    id = server.keep(truth)
+    server.weir = lambda body: {"receipt": RECEIPT.to_dict(), "scores": SCORES, "activations": {"id": id}}
+    prompt = [{"role": "user", "content": "é🌊"}] if chat else "é🌊"
+    chunks = driver.stream(prompt, capture=weir.Capture(layers=3, project=[1.0] * 8), max_tokens=4)
+    body = server.seen[0][2]
+    assert body["stream"] is True and body["weir"]["response"] == {"stream": True}
+    *parts, last = chunks
+    assert [c.text for c in parts] == ["answer", " 0", " to", " é🌊"]
+    assert last.result.text == "answer 0 to é🌊" and last.result.token_ids == [0, 1, 2, 3]
+    assert same(last.result.activations, truth) and last.result.receipt == RECEIPT
+    assert not server.spool
+    assert all(c.result is None for c in parts)
+    together = torch.cat([c.scores["resid_post", 3] for c in parts if c.scores is not None])
+    assert torch.equal(together, last.result.scores["resid_post", 3])  # each row once, none missing
+    assert [c.scores.positions.tolist() for c in parts if c.scores is not None] == [[0], [1], [2]]
+
+
+def test_a_stream_that_breaks_is_an_error_and_is_not_begun_again(server, driver) -> None:
+    event = json.dumps({"choices": [{"index": 0, "text": "a", "finish_reason": None}]})
+    for pieces, what in (
+        ([f"data: {event}\n\n".encode(), httpx.ReadError("gone")], "broke: ReadError: gone"),
+        ([f"data: {event}\n\n".encode()], "before the answer was complete"),
+        ([b"data: {oh\n\n"], "no JSON"),
+        ([b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'], "out of memory"),
+    ):
+        server.seen.clear()
+        server.plan["POST /v1/completions"] = [httpx.Response(200, stream=Body(pieces))]
+        with pytest.raises(weir.ServerError, match=what):
+            driver.stream("a")
+        assert len(server.seen) == 1
+
+
+def test_a_stream_whose_request_could_not_be_done_is_an_error_after_its_text(server, driver) -> None:
+    server.weir = lambda body: {"error": "rows were lost"}
+    texts = []
+
+    async def read():
+        async for chunk in driver.client.stream("a", capture=CAPTURE):
+            texts.append(chunk.text)
+
+    with pytest.raises(weir.WeirError, match="rows were lost"):
+        if driver.kind == "async":
+            driver.wait(read())
+        else:
+            texts += (chunk.text for chunk in driver.client.stream("a", capture=CAPTURE))
+    assert driver.kind == "sync" or "".join(texts) == "answer 0 to a"
+
+
+def test_modules_travel_by_name(server, driver) -> None:
+    driver.generate("a", modules="calm")
+    driver.generate("a", modules=["calm", {"name": "loud", "scale": 2.0}], capture=CAPTURE)
+    first, second = (body["weir"] for body in generations(server))
+    assert first == {"v": 1, "capture": [], "interventions": [], "modules": ["calm"]}
+    assert second["modules"] == ["calm", {"name": "loud", "scale": 2.0}] and second["capture"] == [CAPTURE.to_json()]
+
+
+def test_a_refused_stream_is_a_typed_error(server, driver) -> None:
+    error = {"error": {"message": "capture[0].layers: no", "param": "capture[0].layers", "code": 400}}
+    server.plan["POST /v1/completions"] = [httpx.Response(400, json=error)]
+    with pytest.raises(weir.WeirError) as e:
+        driver.stream("a", capture=CAPTURE)
+    assert e.value.field == "capture[0].layers" and e.value.message == "no"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, weir.WeirError), (401, weir.AuthError), (403, weir.AuthError), (404, weir.NotFound), (413, weir.TooLarge),
+     (422, weir.WeirError), (500, weir.ServerError), (507, weir.ServerError)],
+)  # fmt: skip
+def test_errors_are_typed_and_name_the_field(server, driver, status, kind) -> None:
+    error = {
+        "error": {"message": "capture[0].layers: block 9 does not exist", "type": "x", "param": "capture[0].layers"}
+    }
+    server.plan["POST /v1/completions"] = [httpx.Response(status, json=error) for _ in range(5)]
+    with pytest.raises(weir.WeirError) as e:
+        driver.generate("a")
+    assert type(e.value) is kind
+    assert e.value.field == "capture[0].layers" and str(e.value) == "capture[0].layers: block 9 does not exist"
+    again = pickle.loads(pickle.dumps(e.value))  # noqa: S301 - processes hand errors on this way
+    assert type(again) is kind and str(again) == str(e.value) and getattr(again, "status", status) == status
+    assert len(server.seen) == 1  # no generation is repeated after the server had it
+
+
+@pytest.mark.parametrize("body", ["plain text", '{"detail": "Unauthorized"}', '{"error": "Unauthorized"}', ""])
+def test_errors_in_other_shapes(server, driver, body) -> None:
+    server.plan["POST /v1/completions"] = [httpx.Response(401, text=body)]
+    with pytest.raises(weir.AuthError, match=r"plain text|Unauthorized|401"):
+        driver.generate("a")
+
+
+def test_a_generation_is_repeated_only_if_it_never_began(server, driver) -> None:
+    for failures, tries in (
+        ([httpx.ConnectError("refused"), httpx.ConnectTimeout("slow")], 3),
+        ([httpx.Response(503, headers={"retry-after": "0"}), httpx.Response(429, headers={"retry-after": "0"})], 3),
+    ):
+        server.seen.clear()
+        server.plan["POST /v1/completions"] = list(failures)
+        assert driver.generate("a").text == "answer 0 to a"
+        assert len(server.seen) == tries
+    for failure in (httpx.ReadTimeout("late"), httpx.ReadError("cut"), httpx.RemoteProtocolError("gone")):
+        server.seen.clear()
+        server.plan["POST /v1/completions"] = [failure]
+        with pytest.raises(weir.ServerError, match=type(failure).__name__):
+            driver.generate("a")
+        assert len(server.seen) == 1
+    server.plan["POST /v1/completions"] = [httpx.ConnectError("refused")] * 3
+    with pytest.raises(weir.ServerError, match="refused"):
+        driver.generate("a")
+
+
+def test_what_can_be_repeated_is(server, driver) -> None:
+    server.plan["GET /v1/weir/info"] = [httpx.ReadTimeout("late"), httpx.Response(502)]
+    assert driver.info()["path"] == "/v1/weir/info"
+    server.plan["GET /v1/weir/info"] = [httpx.Response(500, text="no")] * 3
+    with pytest.raises(weir.ServerError, match="no"):
+        driver.info()
+
+
+def test_lists_keep_their_order_and_their_limit(server, driver) -> None:
+    at_once, most, lock = 0, 0, threading.Lock()
+    plain, told = server.handle, []
+
+    def counting(request):
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        import time
+
+        time.sleep(0.01)
+        with lock:
+            at_once -= 1
+        return plain(request)
+
+    server.transport.handler = counting
+    prompts = [f"p{k}" for k in range(20)]
+    out = driver.generate(prompts, concurrency=3, progress=lambda done, total: told.append((done, total)))
+    assert [o.text for o in out] == [f"answer 0 to {p}" for p in prompts]
+    assert told == [(k, 20) for k in range(1, 21)]
+    assert most <= 3 and (driver.kind == "async" or most > 1)
+    assert driver.generate([]) == []
+    assert [o.text for o in driver.generate([[1, 2], [3]])] == ["answer 0 to [1, 2]", "answer 0 to [3]"]
+    assert driver.generate([1, 2]).text == "answer 0 to [1, 2]"
+    talks = [[{"role": "user", "content": str(k)}] for k in range(3)]
+    assert [o.text for o in driver.chat(talks, progress=True)] == [f"answer 0 to {k}" for k in range(3)]
+
+
+def test_the_first_failure_of_a_list_stops_it(server, driver) -> None:
+    error = {"error": {"message": "no", "param": "prompt"}}
+    server.plan["POST /v1/completions"] = [httpx.Response(400, json=error)]
+    with pytest.raises(weir.WeirError, match="prompt: no"):
+        driver.generate([f"p{k}" for k in range(50)], concurrency=1)
+    assert len(generations(server)) < 5
+
+
+def test_the_model_is_asked_for_once(server) -> None:
+    with weir.Client("http://fake:1", transport=server.transport) as client:
+        client.generate(["a", "b"])
+        client.generate("c", model="adapter")
+        assert client.model == "demo"
+    assert [b["model"] for b in generations(server)] == ["demo", "demo", "adapter"]
+    assert sum(path == "/v1/models" for _, path, _ in server.seen) == 1
+
+
+def test_vectors_and_steering(server, driver, tmp_path) -> None:
+    file = tmp_path / "v.gguf"
+    file.write_bytes(b"GGUF...")
+    vectors, steering = driver.client.vectors, driver.client.steering
+    driver.wait(vectors.put("a/b", torch.ones(2)))
+    driver.wait(vectors.put("c", file))
+    driver.wait(vectors.get("c")), driver.wait(vectors.list()), driver.wait(vectors.delete("c"))
+    driver.wait(steering.set(vectors={"resid_post": {3: torch.ones(2), 4: {"vector": [1.0, 2.0], "scale": 2.0}}}))
+    driver.wait(steering.register("calm", weir.Add([1.0, 2.0], layers=3)))
+    driver.wait(steering.modules()), driver.wait(steering.unregister("calm"))
+    driver.wait(steering.get()), driver.wait(steering.layers()), driver.wait(steering.clear())
+    said = [(m, p) for m, p, _ in server.seen]
+    assert said == [
+        ("PUT", "/v1/vectors/a/b"), ("PUT", "/v1/vectors/c"), ("GET", "/v1/vectors/c"), ("GET", "/v1/vectors"),
+        ("DELETE", "/v1/vectors/c"), ("POST", "/v1/steering/set"), ("POST", "/v1/steering/modules/register"),
+        ("GET", "/v1/steering/modules"), ("POST", "/v1/steering/modules/unregister"), ("GET", "/v1/steering"),
+        ("GET", "/v1/steering/layers"), ("POST", "/v1/steering/clear"),
+    ]  # fmt: skip
+    admin = [h.get("x-weir-admin-key") for h in server.headers]
+    assert admin == ["root", "root", None, None, "root", "root", "root", None, "root", None, None, "root"]
+    assert server.seen[1][2] == b"GGUF..."
+    assert server.seen[6][2] == {"name": "calm", "interventions": [weir.Add([1.0, 2.0], layers=3).to_json()]}
+    assert server.seen[5][2] == {
+        "vectors": {"resid_post": {"3": [1.0, 1.0], "4": {"vector": [1.0, 2.0], "scale": 2.0}}}
+    }
+
+
+def test_admin_calls_need_the_admin_key(server) -> None:
+    with weir.Client("http://fake:1", transport=server.transport) as client:
+        for call in (lambda: client.vectors.put("a", [1.0]), client.steering.clear, lambda: client.vectors.delete("a")):
+            with pytest.raises(weir.WeirError, match="admin_key"):
+                call()
+    assert not server.seen
+    assert "secret" not in repr(weir.Client("http://fake:1", admin_key="secret")._options)
+
+
+def test_adapters_are_loaded_once(server, driver) -> None:
+    driver.load_adapter("adapter")
+    driver.load_adapter("oracle", "/lora")
+    posts = [body for method, path, body in server.seen if method == "POST"]
+    assert posts == [{"lora_name": "oracle", "lora_path": "/lora"}]
+    server.plan["POST /v1/load_lora_adapter"] = [httpx.Response(404)]
+    with pytest.raises(weir.WeirError, match="enable-lora"):
+        driver.load_adapter("oracle", "/lora")
+    error = {"error": {"message": "No adapter found for /lora", "code": 404}}
+    server.plan["POST /v1/load_lora_adapter"] = [httpx.Response(404, json=error)]
+    with pytest.raises(weir.WeirError, match="path: No adapter found"):
+        driver.load_adapter("oracle", "/lora")
+
+
+def test_receipts_make_the_round_trip_and_later_fields_do_not_matter() -> None:
+    assert receipt_of(json.loads(json.dumps(RECEIPT.to_dict())) | {"later": 1}) == RECEIPT
+
+
+@pytest.mark.parametrize("cut", [0, 5, 60, -1])
+def test_damaged_activations_are_an_error(server, cut) -> None:
+    data = server.file(rows())
+    assert same(activations_of(data), rows())
+    with pytest.raises(weir.WeirError):
+        activations_of(data[:cut])
+
+
+def test_a_download_without_end_in_sight_stops_at_the_end() -> None:
+    """Without Content-Length the end of the answer is the end."""
+    sink = io.BytesIO()
+    doing = flow.fetch("0" * 32, sink, Retries(0))
+    effect = next(doing)
+    assert isinstance(effect, Fetch)
+    effect.sink.write(b"abc")
+    with pytest.raises(StopIteration) as end:
+        doing.send(Reply(200, {}))
+    assert end.value.value == 3
+
+
+def test_a_download_never_leaves_a_hole() -> None:
+    sink = io.BytesIO(b"12345")
+    fetch = Fetch(Call("GET", "/x"), sink, 5)
+    fetch.begin({"content-range": "bytes 5-9/10"})
+    assert sink.tell() == 5
+    fetch.begin({})
+    assert sink.tell() == 0
+    with pytest.raises(Lost, match="from 7"):
+        fetch.begin({"content-range": "bytes 7-9/10"})
+
+
+def test_waits_grow_and_heed_the_server() -> None:
+    retries = Retries(5, base=1.0, longest=4.0, chance=lambda: 0.0)
+    assert [retries.wait(k) for k in (1, 2, 3, 4)] == [Sleep(1.0), Sleep(2.0), Sleep(4.0), Sleep(4.0)]
+    assert retries.wait(1, {"retry-after": "7"}) == Sleep(7.0)
+    assert retries.wait(1, {"retry-after": "9999"}) == Sleep(60.0)
+    assert Retries(1, base=1.0, chance=lambda: 1.0).wait(1) == Sleep(1.5)
