@@ -26,6 +26,7 @@ from vllm_weir.spec.verdict import SiteVerdict
 
 if TYPE_CHECKING:
     from vllm_weir.drop_in import LLM, AsyncLLM
+    from vllm_weir.extraction.job import extract
     from vllm_weir.frontend.activations import Activations, Receipt
     from vllm_weir.keep.dataset import ActivationDataset
     from vllm_weir.keep.open import load, open_writer
@@ -50,6 +51,7 @@ __all__ = [
     "__version__",
     "clear_global",
     "demo_model",
+    "extract",
     "flush",
     "from_tiers",
     "list",
@@ -72,6 +74,7 @@ _LAZY = {
     "Activations": "vllm_weir.frontend.activations",
     "Receipt": "vllm_weir.frontend.activations",
     "ActivationDataset": "vllm_weir.keep.dataset",
+    "extract": "vllm_weir.extraction.job",
     "load": "vllm_weir.keep.open",
     "open_writer": "vllm_weir.keep.open",
 }

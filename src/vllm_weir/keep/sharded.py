@@ -150,6 +150,9 @@ class ShardedWriter(Writer):
         if self._loose >= max(16, self._joined):
             self._join()
 
+    def _tidy(self) -> None:
+        self._join()
+
     def _end(self) -> None:
         for shard in self._open.values():
             shard.spool.discard()

@@ -105,6 +105,12 @@ class Writer(ABC):
         with self._lock:
             self._flush()
 
+    def tidy(self) -> None:
+        """Flush, and bring what readers look at first up to date with what other writers have published."""
+        with self._lock:
+            self._flush()
+            self._tidy()
+
     def close(self) -> None:
         """Flush and end. Unfinished requests are dropped."""
         with self._lock:
@@ -163,6 +169,9 @@ class Writer(ABC):
 
     @abstractmethod
     def _flush(self) -> None: ...
+
+    def _tidy(self) -> None:  # noqa: B027
+        """Nothing, where every file is whole by itself."""
 
     def _end(self) -> None:  # noqa: B027  (most have nothing open)
         """Let go of what is open."""
