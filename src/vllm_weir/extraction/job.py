@@ -106,7 +106,7 @@ class Summary:
         held: records that were there already.
         truncated: requests of this run whose prompt was cut to `max_length`.
         skipped: record -> why it was not taken; also in the dataset's ``skipped.jsonl``.
-        seconds: that reading and writing took, without the engine's start.
+        seconds: that reading and writing took; with Ray, and the engines' start.
         interrupted: whether it ended early; the same call goes on.
     """
 
@@ -200,7 +200,7 @@ def extract(
         elif ray is not None:
             from vllm_weir.extraction.ray import run
 
-            run(plan, ray, left, total, tell, stop, started)
+            run(plan, ray, left, total, tell, stop)
         else:
             _run(plan, total, tell, stop, started)
         if plan.skip:

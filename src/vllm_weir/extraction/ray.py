@@ -47,7 +47,7 @@ class Worker:
 
 def run(
     plan: Plan, how: Ray, left: Sequence[tuple[int, int]], total: int, tell: Callable[[Counts], Any],
-    stop: Callable[[], bool], started: list[float],
+    stop: Callable[[], bool],
 ) -> None:  # fmt: skip
     """Run on Ray.
 
@@ -73,15 +73,12 @@ def run(
         DataContext.get_current().enable_progress_bars = False
         gpus = how.gpus if how.gpus is not None else float(ray.cluster_resources().get("GPU", 0) > 0)
         tasks = _tasks(left)
-        told = Counts()
         results = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map_batches(
             Worker, fn_constructor_args=(plan,), batch_size=1, compute=ActorPoolStrategy(size=how.workers),
             num_cpus=how.cpus, num_gpus=gpus,
         )  # fmt: skip
         for row in results.iter_rows():
-            counts = _counts(row["done"])
-            told.add(counts)
-            tell(counts)
+            tell(_counts(row["done"]))
             if stop():
                 return
         _tell_settled(plan, left, total, tell)

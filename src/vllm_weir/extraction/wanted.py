@@ -18,8 +18,7 @@ FORMAT, VERSION = "weir-extract", 1
 HARMLESS = frozenset(
     {
         "block_size", "disable_log_stats", "distributed_executor_backend", "gpu_memory_utilization",
-        "kv_cache_memory_bytes", "load_format", "max_num_batched_tokens", "max_num_seqs", "seed", "swap_space",
-        "use_tqdm_on_load",
+        "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs", "use_tqdm_on_load",
     }
 )  # fmt: skip
 """Engine options that a run may change when it goes on: they decide how fast it is, not what the rows are."""
