@@ -27,10 +27,10 @@ class _Seen:
         self.parts: list[np.ndarray] = []
         self.top, self.rows = -1, 0
 
-    def add(self, positions: np.ndarray) -> None:
+    def add(self, positions: np.ndarray, ascending: bool) -> None:
         if len(positions):
             self.parts.append(positions)
-            self.top = max(self.top, int(positions.max()))
+            self.top = max(self.top, int(positions[-1] if ascending else positions.max()))
             self.rows += len(positions)
 
 
@@ -71,7 +71,9 @@ class Writer(ABC):
             except WeirError as e:
                 self._fail(packed.request_id, str(e))
                 raise
-            self._seen.setdefault(packed.request_id, {}).setdefault(packed.site, _Seen()).add(packed.positions)
+            self._seen.setdefault(packed.request_id, {}).setdefault(packed.site, _Seen()).add(
+                packed.positions, packed.ascending
+            )
 
     def finish_request(self, request_id: str, metadata: Mapping[str, Any] | None = None) -> None:
         """Declare a request complete. `metadata`: plain JSON data to keep with it.
