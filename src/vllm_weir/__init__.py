@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm_weir.client.errors import AuthError, NotFound, ServerError, TooLarge
     from vllm_weir.client.sync import Client
     from vllm_weir.drop_in import LLM, AsyncLLM
+    from vllm_weir.extraction.job import extract
     from vllm_weir.frontend.activations import Activations, Receipt
     from vllm_weir.keep.dataset import ActivationDataset
     from vllm_weir.keep.open import load, open_writer
@@ -59,6 +60,7 @@ __all__ = [
     "__version__",
     "clear_global",
     "demo_model",
+    "extract",
     "flush",
     "from_tiers",
     "list",
@@ -87,6 +89,7 @@ _LAZY = {
     "Activations": "vllm_weir.frontend.activations",
     "Receipt": "vllm_weir.frontend.activations",
     "ActivationDataset": "vllm_weir.keep.dataset",
+    "extract": "vllm_weir.extraction.job",
     "load": "vllm_weir.keep.open",
     "open_writer": "vllm_weir.keep.open",
 }

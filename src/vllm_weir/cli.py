@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 
 from vllm_weir.bench.command import app as bench
+from vllm_weir.extraction.command import extract
 from vllm_weir.keep.command import convert, inspect
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Read and steer models served by vLLM.")
 app.add_typer(bench, name="bench")
 app.command()(inspect)
 app.command()(convert)
+app.command()(extract)
 
 
 @app.callback()

@@ -49,6 +49,16 @@ SAYS = {
         "by reference: 6 sites x 18 rows",
         "steered: ",
     ),
+    "extract_texts.py": (
+        "6 of 8 records",
+        "skipped record 6: ",
+        "the text is empty",
+        "skipped record 7: ",
+        "tokens, the engine takes 255",
+        "again: 0 done, 6 were there already",
+        "refused: layers",
+        "last tokens of 6 texts: [6, 256]",
+    ),
     "drop_in.py": ("block 2: output [8, ", "block 5: output [8, "),
 }
 

@@ -76,18 +76,22 @@ def pack(batch: Batch, compression: Compression) -> Packed:
     rows = batch.rows
     if not isinstance(rows, torch.Tensor) or rows.ndim != 2:
         raise WeirError("rows is a tensor [n, d]", "batch.rows")
-    positions, token_ids = (
-        _ints(getattr(batch, name), len(rows), f"batch.{name}") for name in ("positions", "token_ids")
-    )
+    n = rows.shape[0]
+    positions, token_ids = _ints(batch.positions, n, "batch.positions"), _ints(batch.token_ids, n, "batch.token_ids")
     ascending = bool((positions[1:] > positions[:-1]).all())
-    if len(positions) and (positions[0] if ascending else positions.min()) < 0:
+    if n and (positions[0] if ascending else positions.min()) < 0:
         raise WeirError("a position is never negative", "batch.positions")
     if batch.header is None:
-        dtype = str(rows.dtype).removeprefix("torch.")
+        dtype = _name(rows.dtype)
         if dtype not in ROW_DTYPES:
             raise WeirError(f"rows are {', '.join(ROW_DTYPES)}, got {dtype}; records need their header", "batch.rows")
         header = _made(compression, rows.shape[1], dtype)
-        rows = encode(rows, compression) if compression.method != "none" else as_bytes(rows)
+        if compression.method != "none":
+            rows = encode(rows, compression)
+        elif rows.is_contiguous() and rows.numel():
+            rows = rows.view(torch.uint8)
+        else:
+            rows = as_bytes(rows)
     else:
         header = header_text(batch.header)
         width = _checked(header)
@@ -105,6 +109,11 @@ def header_text(header: Mapping[str, Any]) -> str:
         return json.dumps(header, sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError):
         raise WeirError("a header is plain JSON data", "batch.header") from None
+
+
+@functools.lru_cache(maxsize=64)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.batch import Packed
 from vllm_weir.keep.index import site_order
-from vllm_weir.keep.tensorfile import CODES, NAMES, Container, Tensor
+from vllm_weir.keep.tensorfile import CODES, NAMES, Container, Tensor, build_header
 from vllm_weir.keep.writer import Writer
 from vllm_weir.spec.compress import ITEMSIZE, Compression, header_bytes
 from vllm_weir.spec.hooks import Site, normalise_hook
@@ -123,6 +123,21 @@ def site_tensors(sites: list[SiteRows], prefix: str = "") -> dict[str, tuple[tup
         for name, values in (("positions", s.positions), ("token_ids", s.token_ids)):
             out[f"{prefix}{s.name}.{name}"] = (("I64", [len(values)], values.nbytes), values.astype("<i8"))
     return out
+
+
+def publish_tensors(
+    store: Store, name: str, tensors: dict[str, tuple[tuple[str, list[int], int], np.ndarray]], metadata: dict[str, str]
+) -> None:
+    """Publish a safetensors file of what `site_tensors` gives; after an error nothing of it is left."""
+    spool = store.spool(name)
+    try:
+        spool.write(build_header({key: layout for key, (layout, _) in tensors.items()}, metadata))
+        for _, data in tensors.values():
+            spool.write(data.data)
+        spool.publish()
+    except WeirError:
+        spool.discard()
+        raise
 
 
 def read_site(

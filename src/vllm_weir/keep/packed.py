@@ -12,9 +12,9 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import FileBlock
-from vllm_weir.keep.gathered import GatheringWriter, SiteRows, read_site, site_tensors
+from vllm_weir.keep.gathered import GatheringWriter, SiteRows, publish_tensors, read_site, site_tensors
 from vllm_weir.keep.index import Builder, Index, text_field
-from vllm_weir.keep.tensorfile import build_header, read_container
+from vllm_weir.keep.tensorfile import read_container
 
 PREFIX, SUFFIX = "pack-", ".safetensors"
 
@@ -68,15 +68,7 @@ class PackedWriter(GatheringWriter):
             requests.append({"request": request, "sites": used, "metadata": metadata})
             tensors |= site_tensors(sites, f"{n}/")
         meta = {"weir": "pack", "headers": json.dumps(headers), "requests": json.dumps(requests)}
-        spool = self.store.spool(f"{PREFIX}{self.name}-{self._count:06d}{SUFFIX}")
-        try:
-            spool.write(build_header({key: layout for key, (layout, _) in tensors.items()}, meta))
-            for _, data in tensors.values():
-                spool.write(data.data)
-            spool.publish()
-        except WeirError:
-            spool.discard()
-            raise
+        publish_tensors(self.store, f"{PREFIX}{self.name}-{self._count:06d}{SUFFIX}", tensors, meta)
         self._count += 1
         self.held_bytes -= self._waiting_bytes
         self._waiting, self._waiting_bytes = {}, 0

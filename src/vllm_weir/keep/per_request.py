@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 
-from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import FileBlock
-from vllm_weir.keep.gathered import GatheringWriter, SiteRows, read_site, safe_name, site_tensors
+from vllm_weir.keep.gathered import GatheringWriter, SiteRows, publish_tensors, read_site, safe_name, site_tensors
 from vllm_weir.keep.index import Builder, Index
-from vllm_weir.keep.tensorfile import Container, build_header, read_container
+from vllm_weir.keep.tensorfile import Container, read_container
 from vllm_weir.spec.hooks import Site
 
 SUFFIX = ".safetensors"
@@ -44,15 +43,7 @@ class PerRequestWriter(GatheringWriter):
             "lens": "[]",
             "metadata": metadata,
         }
-        spool = self.store.spool(name)
-        try:
-            spool.write(build_header({key: layout for key, (layout, _) in tensors.items()}, meta))
-            for _, data in tensors.values():
-                spool.write(data.data)
-            spool.publish()
-        except WeirError:
-            spool.discard()
-            raise
+        publish_tensors(self.store, name, tensors, meta)
         self._files.add(name)
         self.held_bytes -= sum(s.records.nbytes for s in sites)
 

@@ -20,38 +20,42 @@ GAP = 4096
 """Bytes in which a shard's own header must fit: it is written last, before rows whose number it holds."""
 GATHER = 4 << 20
 """Small batches are collected up to this many bytes before they go to the file."""
-SMALL = 64 << 10
-"""Batches below this many bytes are small."""
+SMALL = 1 << 20
+"""Batches below this many bytes are small: file systems take a few large writes faster than many small ones."""
 
 
 @dataclass(eq=False)
 class _Shard:
-    """A shard in the making. `gathered`: bytes that follow what is in the spool."""
+    """A shard in the making. The first `held` bytes of `gathered` follow what is in the spool."""
 
     spool: Spool
     runs: Runs
     header: dict
     gathered: bytearray = field(default_factory=bytearray)
+    held: int = 0
 
     @property
     def end(self) -> int:
-        return self.spool.size + len(self.gathered)
+        return self.spool.size + self.held
 
     def push(self) -> None:
         """Move what was gathered into the file."""
-        if self.gathered:
-            self.spool.write(self.gathered)
-            self.gathered = bytearray()
+        if self.held:
+            self.spool.write(memoryview(self.gathered)[: self.held])
+            self.held = 0
 
     def append(self, packed: Packed) -> None:
-        offset = self.end
-        if packed.nbytes >= SMALL:
+        offset, size = self.end, packed.nbytes
+        if size >= SMALL:
             self.push()
             self.spool.write(packed.records.data)
         else:
-            if len(self.gathered) + packed.nbytes > GATHER:
+            if self.held + size > GATHER:
                 self.push()
-            self.gathered += packed.records.data
+            if not self.gathered:
+                self.gathered = bytearray(GATHER)
+            memoryview(self.gathered)[self.held : self.held + size] = packed.records.data.cast("B")
+            self.held += size
         self.runs.add(packed, offset)
 
 
@@ -149,6 +153,9 @@ class ShardedWriter(Writer):
             self._publish("")
         if self._loose >= max(16, self._joined):
             self._join()
+
+    def _tidy(self) -> None:
+        self._join()
 
     def _end(self) -> None:
         for shard in self._open.values():

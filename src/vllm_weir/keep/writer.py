@@ -27,10 +27,10 @@ class _Seen:
         self.parts: list[np.ndarray] = []
         self.top, self.rows = -1, 0
 
-    def add(self, positions: np.ndarray) -> None:
+    def add(self, positions: np.ndarray, ascending: bool) -> None:
         if len(positions):
             self.parts.append(positions)
-            self.top = max(self.top, int(positions.max()))
+            self.top = max(self.top, int(positions[-1] if ascending else positions.max()))
             self.rows += len(positions)
 
 
@@ -71,7 +71,9 @@ class Writer(ABC):
             except WeirError as e:
                 self._fail(packed.request_id, str(e))
                 raise
-            self._seen.setdefault(packed.request_id, {}).setdefault(packed.site, _Seen()).add(packed.positions)
+            self._seen.setdefault(packed.request_id, {}).setdefault(packed.site, _Seen()).add(
+                packed.positions, packed.ascending
+            )
 
     def finish_request(self, request_id: str, metadata: Mapping[str, Any] | None = None) -> None:
         """Declare a request complete. `metadata`: plain JSON data to keep with it.
@@ -104,6 +106,12 @@ class Writer(ABC):
         """Publish what is finished. After an error (a full disk) nothing is lost: try again."""
         with self._lock:
             self._flush()
+
+    def tidy(self) -> None:
+        """Flush, and bring what readers look at first up to date with what other writers have published."""
+        with self._lock:
+            self._flush()
+            self._tidy()
 
     def close(self) -> None:
         """Flush and end. Unfinished requests are dropped."""
@@ -163,6 +171,9 @@ class Writer(ABC):
 
     @abstractmethod
     def _flush(self) -> None: ...
+
+    def _tidy(self) -> None:  # noqa: B027
+        """Nothing, where every file is whole by itself."""
 
     def _end(self) -> None:  # noqa: B027  (most have nothing open)
         """Let go of what is open."""

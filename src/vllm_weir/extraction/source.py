@@ -1,0 +1,188 @@
+"""Where texts come from: JSONL, Parquet, plain text, and datasets saved by HF `datasets`, behind any fsspec URL.
+
+A source numbers its records from 0 in a fixed order, says what each is (or why it is none), and has a digest of its
+bytes, so that a run that goes on tomorrow knows that it reads the same texts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+from collections.abc import Iterator
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import pyarrow as pa
+
+from vllm_weir.errors import WeirError
+from vllm_weir.extraction.formats import READERS, Part, kind_of
+from vllm_weir.keep.atomic import Store, naming
+
+BLOCK = 4 << 20
+"""Files are read and digested in blocks of so many bytes."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record.
+
+    Attributes:
+        index: its number in the source.
+        value: the text, or a chat (a list of messages), or None.
+        reason: why it is none, naming the place; empty if it is one.
+    """
+
+    index: int
+    value: str | list[dict[str, Any]] | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Records of one or more files. Made by `open_source`; may be pickled.
+
+    Attributes:
+        store, kind, parts: the files.
+        column: whose value is the text.
+        digest: hexadecimal, of the files' names and bytes.
+    """
+
+    store: Store
+    kind: str
+    parts: tuple[Part, ...]
+    column: str
+    digest: str
+
+    def __len__(self) -> int:
+        return sum(part.records for part in self.parts)
+
+    def read(self, start: int, stop: int) -> Iterator[Record]:
+        """Records `start` to `stop` - 1, in order."""
+        first = 0
+        for part in self.parts:
+            begin, end = max(start - first, 0), min(stop - first, part.records)
+            if begin < end:
+                yield from self._read_part(part, first, begin, end)
+            first += part.records
+
+    def _read_part(self, part: Part, first: int, begin: int, end: int) -> Iterator[Record]:
+        file = self.store.describe(part.name)
+        with naming("read", file):
+            try:
+                for i, raw in enumerate(READERS[self.kind].read(self.store, part, begin, end, self.column), begin):
+                    yield _record(first + i, raw, f"{file}, {READERS[self.kind].unit} {i + 1}", self.column)
+            except (pa.ArrowException, KeyError, EOFError) as e:
+                raise WeirError(f"cannot read {file}: {str(e)[:200]}", "source") from e
+
+
+def open_source(
+    url: str | PathLike,
+    column: str = "text",
+    *,
+    split: str | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> Source:
+    """Texts in a file or a folder; reads all of it once, for its digest and the number of its records.
+
+    Args:
+        url: ``.jsonl`` (``.ndjson``, ``.json`` with one object a line), ``.parquet``, ``.txt`` (one text a line), any
+            of the line formats with ``.gz``, a folder of files of one of these kinds, or a folder of
+            ``Dataset.save_to_disk``; a local path or any fsspec URL.
+        column: whose value is the text. Where it is missing and there is a column ``messages``, or where its value is a
+            list of messages, the record is a chat.
+        split: which one of a saved ``DatasetDict``.
+        storage_options: for fsspec.
+
+    Raises:
+        WeirError: if there is nothing to read, or it cannot be told what it is.
+    """
+    store = Store(url, storage_options)
+    if store.is_file():
+        parent, _, name = store.url.rpartition("/")
+        store = Store(parent or ("/" if store.url.startswith("/") else "."), storage_options)
+        names = [name]
+    else:
+        if not store.exists():
+            raise WeirError(f"{store.url} does not exist", "source")
+        store, names = _saved(store, split, storage_options)
+    found = {name: kind_of(name) for name in names}
+    kinds = {kind for kind in found.values() if kind}
+    if len(kinds) != 1:
+        what = f"holds files of several kinds ({', '.join(sorted(kinds))}); name one" if kinds else "holds no texts"
+        raise WeirError(f"{store.url} {what}; JSONL, Parquet, .txt and saved HF datasets are read", "source")
+    kind = kinds.pop()
+    digest, parts = hashlib.blake2b(digest_size=16), []
+    for name in sorted(name for name in names if found[name]) if len(names) > 1 and kind != "arrow" else names:
+        if found[name]:
+            parts.append(_scan(store, name, kind, digest, column))
+    return Source(store, kind, tuple(parts), column, digest.hexdigest())
+
+
+def _scan(store: Store, name: str, kind: str, digest: Any, column: str) -> Part:
+    """Digest a file, and count its records."""
+    file = store.describe(name)
+    reader = READERS[kind]
+    with naming("read", file):
+        store._refresh()
+        counter = reader.counter(name)
+        size = 0
+        with store.fs.open(store.path(name), "rb") as stream:
+            while block := stream.read(BLOCK):
+                digest.update(block)
+                counter.feed(block)
+                size += len(block)
+        digest.update(json.dumps([posixpath.basename(name), size]).encode())
+        try:
+            return counter.part(store, column)
+        except (pa.ArrowException, EOFError, OSError) as e:
+            raise WeirError(f"cannot read {file}: {str(e)[:200]}", "source") from e
+
+
+def _saved(store: Store, split: str | None, options: dict[str, Any] | None) -> tuple[Store, list[str]]:
+    """The files of a folder; those of a saved HF dataset in its own order."""
+    names = list(store.names())
+    if "dataset_dict.json" in names:
+        splits = list(_json(store, "dataset_dict.json").get("splits", []))
+        if split is None and len(splits) == 1:
+            split = splits[0]
+        if split not in splits:
+            raise WeirError(f"{store.url} has the splits {', '.join(map(str, splits))}; name one", "split")
+        store = Store(f"{store.url.rstrip('/')}/{split}", options)
+        names = list(store.names())
+    elif split is not None:
+        raise WeirError(f"{store.url} is no DatasetDict that was saved to disk; leave split out", "split")
+    if "state.json" in names:
+        try:
+            files = [str(entry["filename"]) for entry in _json(store, "state.json")["_data_files"]]
+        except (KeyError, TypeError):
+            raise store.fail("state.json", "does not list the dataset's files") from None
+        for gone in [file for file in files if file not in names]:
+            raise store.fail(gone, "state.json names it, and it is not there")
+        return store, files
+    return store, names
+
+
+def _json(store: Store, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(store.read(name))
+    except ValueError as e:
+        raise store.fail(name, f"is no JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise store.fail(name, "is no JSON object")
+    return value
+
+
+def _record(index: int, raw: Any, where: str, column: str) -> Record:
+    """What a format's reader found, judged: a text, a chat, or a reason."""
+    if isinstance(raw, Exception):
+        return Record(index, None, f"{where}: {raw}")
+    if isinstance(raw, str):
+        return Record(index, raw) if raw.strip() else Record(index, None, f"{where}: the text is empty")
+    if isinstance(raw, list) and raw:
+        if all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in raw):
+            return Record(index, raw)
+        return Record(index, None, f"{where}: a chat is a list of messages with role and content")
+    what = "an empty list" if raw == [] else "nothing" if raw is None else f"a {type(raw).__name__}"
+    return Record(index, None, f"{where}: column {column!r} holds {what}, not a text or a list of messages")

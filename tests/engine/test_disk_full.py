@@ -1,0 +1,83 @@
+"""A disk that is really full (a small tmpfs): it fails the requests whose rows it cannot take, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import vllm_weir as weir
+from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
+from tests.support.engines import get_llm
+from tests.support.extracting import differences, run_fake, texts, write_jsonl
+from vllm_weir.keep import load
+
+SIZE = 2 << 20
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of SIZE bytes."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()[:120]}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def free(path: Path) -> int:
+    stat = os.statvfs(path)
+    return stat.f_bavail * stat.f_frsize
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("layout", ["per_request", "sharded"])
+def test_a_full_disk_fails_the_request_and_not_the_engine(layout: str, root: Path, disk: Path) -> None:
+    llm = get_llm(directory(root))
+    more = {"flush_seconds": 0, "shard_bytes": 1} if layout == "sharded" else {}
+    sink = {"filesystem": {"url": str(disk / "rows"), "layout": layout, "ids": "caller", **more}}
+    to_disk = weir.params(sampling(1), capture=weir.Capture("resid_post", sink=sink))
+    in_memory = weir.params(sampling(1), capture=weir.Capture("resid_post"))
+    (first,) = llm.generate(prompts([5]), to_disk, use_tqdm=False)
+    assert set(first.receipt.sinks.values()) == {"written"}
+    reference = llm.generate(prompts([20]), in_memory, use_tqdm=False)[0].activations
+
+    ballast = disk / "ballast"
+    ballast.write_bytes(bytes(free(disk)))
+    assert free(disk) == 0
+    with pytest.raises(weir.WeirError, match=f"cannot write {disk}.*No space left on device"):
+        llm.generate(prompts([20]), to_disk, use_tqdm=False)
+    (beside,) = llm.generate(prompts([20]), in_memory, use_tqdm=False)
+    for site in reference.sites:
+        assert (beside.activations[site] == reference[site]).all()
+
+    ballast.unlink()
+    (last,) = llm.generate(prompts([7]), to_disk, use_tqdm=False)
+    assert set(last.receipt.sinks.values()) == {"written"}
+    weir.flush(llm)
+    assert set(load(disk / "rows").requests) == {first.request_id, last.request_id}
+    assert_nothing_is_held(llm)
+
+
+def test_extract_onto_a_full_disk_goes_on_when_there_is_room(tmp_path: Path, disk: Path) -> None:
+    source = write_jsonl(tmp_path / "t.jsonl", texts(80))
+    run_fake(source, str(tmp_path / "whole"))
+    out = str(disk / "out")
+    run_fake(source, out, limit=16)
+    ballast = disk / "ballast"
+    ballast.write_bytes(bytes(max(0, free(disk) - 40_000)))
+    with pytest.raises(weir.WeirError, match=f"cannot write {disk}.*No space left on device"):
+        run_fake(source, out)
+    held = len(load(out))
+    assert 16 <= held < 80
+    ballast.unlink()
+    assert run_fake(source, out).held == held
+    assert differences(load(out), load(tmp_path / "whole")) == []

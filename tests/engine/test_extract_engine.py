@@ -1,0 +1,128 @@
+"""`weir extract` on real engines: rows are transformers', and kills, Ctrl-C and Ray leave the same dataset."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import vllm_weir as weir
+from tests.engine.extract_kill import BOUND, ENGINE, ROOT, trial
+from tests.support.extracting import differences, texts, write_jsonl
+from tests.support.oracle import Oracle, rel_err
+from vllm_weir.keep import load
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+CLOSE_OTHERS = True
+RECORDS = 240
+RAY = {"num_cpus": 2, "object_store_memory": 100_000_000}
+
+
+def begin(source: Path, out: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
+    """`weir extract` in a process group of its own, as a terminal would start it."""
+    command = [
+        sys.executable, "-m", "vllm_weir.cli", "extract", str(source), "-m", weir.demo_model(), "-o", str(out),
+        "--layers", "1,4", "-e", json.dumps(ENGINE), "--batch", "8", "--flush-seconds", "0", "--json", "-q", *more,
+    ]  # fmt: skip
+    env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def end(process: subprocess.Popen[str], code: int) -> dict[str, Any]:
+    """Its summary."""
+    try:
+        out, err = process.communicate(timeout=600)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == code, (process.returncode, err[-3000:])
+    return json.loads(out.strip().splitlines()[-1])
+
+
+def wait_for(path: Path, shards: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 400
+    while len(list(path.glob("shard-*"))) < shards:
+        assert process.poll() is None and time.monotonic() < deadline, "it published nothing"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """(texts, dataset of an uninterrupted run)."""
+    folder = tmp_path_factory.mktemp("extract")
+    source = write_jsonl(folder / "texts.jsonl", texts(RECORDS))
+    summary = end(begin(source, folder / "whole"), 0)
+    assert (summary["requests"], summary["skipped"], summary["interrupted"]) == (RECORDS, {}, False)
+    assert summary["rows"] == load(folder / "whole").count() and summary["bytes"] == summary["rows"] * 256 * 4
+    yield source, folder / "whole"
+
+
+def test_rows_are_those_of_transformers(whole: tuple[Path, Path]) -> None:
+    ds = load(whole[1])
+    truth = Oracle(Path(weir.demo_model()))
+    assert [tuple(site) for site in ds.sites] == [("resid_post", 1), ("resid_post", 4)]
+    for request in sorted(ds.requests)[::40]:
+        acts = ds[request]
+        reference = truth.rows(acts.token_ids.tolist())
+        assert acts.positions.tolist() == list(range(ds.metadata(request)["prompt_tokens"]))
+        for site in acts.sites:
+            assert rel_err(acts[site], reference[site]) <= 1e-5
+
+
+def test_ctrl_c_then_ray_whose_worker_dies(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    """The engine's processes get Ctrl-C too, as in a terminal, and still finish what is under way."""
+    pytest.importorskip("ray")
+    source, out = whole[0], tmp_path / "out"
+    process = begin(source, out)
+    wait_for(out, 2, process)
+    os.killpg(process.pid, signal.SIGINT)
+    first = end(process, 130)
+    held = len(load(out))
+    assert first["interrupted"] and 0 < first["requests"] == held < RECORDS
+
+    ray = ["--ray", "--ray-workers", "2", "--ray-cpus", "1", "--ray-options", json.dumps(RAY)]
+    process = begin(source, out, *ray, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    shards = len(list(out.glob("shard-*")))
+    wait_for(out, shards + 1, process)
+    workers = [p for p in psutil.Process(process.pid).children(recursive=True) if "MapWorker" in p.name() + _title(p)]
+    assert len(workers) == 2, workers
+    workers[0].kill()
+    second = end(process, 0)
+    found = load(out)
+    # What the dead worker had published of its last task is there, and in no count.
+    assert second["held"] >= held and second["requests"] + second["held"] == RECORDS == len(found)
+    assert differences(found, load(whole[1]), BOUND) == []
+    writers = {block.name.split("-")[1] for block in found.index.blocks}
+    assert len(writers) >= 2  # before Ctrl-C, and a worker; the other may have died before it published anything
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def test_killed_twice(tmp_path: Path) -> None:
+    result = trial(tmp_path, kills=2, seed=3, records=160)
+    assert result["kills"] == 2 and result["max_difference"] <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_killed_twenty_times(tmp_path: Path) -> None:
+    result = trial(tmp_path, kills=20, seed=0, records=600)
+    assert result["kills"] == 20

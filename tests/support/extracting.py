@@ -1,0 +1,162 @@
+"""Runs of `extract` with an engine that needs no model, texts to run over, and when two datasets are equal."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_weir.errors import WeirError
+from vllm_weir.extraction.engine import Reading
+from vllm_weir.extraction.job import extract
+from vllm_weir.extraction.wanted import Wanted
+from vllm_weir.keep import ActivationDataset, Batch
+
+D = 16
+WORDS = [
+    "Tom",
+    "Anna",
+    "went",
+    "to",
+    "the",
+    "garden",
+    "and",
+    "took",
+    "a",
+    "boat",
+    "early",
+    "while",
+    "it",
+    "was",
+    "open",
+]
+
+
+def texts(count: int, seed: int = 0, longest: int = 40) -> list[str]:
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(1, longest))) for _ in range(count)]
+
+
+def write_jsonl(path: Path, values: Sequence[Any], column: str = "text") -> Path:
+    path.write_text("".join(json.dumps({column: value, "n": i}) + "\n" for i, value in enumerate(values)))
+    return path
+
+
+class FakeEngine:
+    """Rows are a function of site, position and token; a token is a word."""
+
+    limit = 64
+    row_bytes = 2 * D * 4
+
+    def __init__(self, wanted: Wanted, pause: float = 0.0) -> None:
+        self.wanted, self.pause, self.reads = wanted, pause, 0
+        self.layers = [0, 1] if wanted.layers == "all" else list(wanted.layers)
+
+    def encode(self, values: Sequence[Any]) -> list[Any]:
+        return [self._encode(value) for value in values]
+
+    def _encode(self, value: Any) -> Any:
+        if isinstance(value, list):
+            value = " ".join(m["content"] for m in value)
+        if "unspeakable" in value:
+            return WeirError("the chat template refuses it")
+        return [sum(word.encode()) % 97 for word in value.split()]
+
+    def read(self, prompts: Sequence[list[int]]) -> list[Reading]:
+        self.reads += 1
+        time.sleep(self.pause)
+        return [Reading([self._rows(layer, ids) for layer in self.layers], len(ids), 1, "length") for ids in prompts]
+
+    def _rows(self, layer: int, ids: list[int]) -> Batch:
+        at = np.arange(len(ids))
+        values = (np.array(ids)[:, None] * 31 + at[:, None] * 7 + np.arange(D) + layer * 1000).astype(np.float32)
+        return Batch("", "resid_post", layer, at, np.array(ids), torch.from_numpy(values))
+
+    def close(self) -> None:
+        pass
+
+
+class SlowEngine(FakeEngine):
+    def __init__(self, wanted: Wanted) -> None:
+        super().__init__(wanted, pause=0.01)
+
+
+def run_fake(source: Path, out: str, **more: Any) -> Any:
+    """A run with the fake engine: small batches and shards, published after every batch."""
+    options = {"batch": 8, "flush_seconds": 0.0, "start_engine": FakeEngine} | more
+    if options.get("layout", "sharded") == "sharded":
+        options.setdefault("shard_bytes", 6000)
+    return extract(source, "fake", out, **options)
+
+
+def run_and_die(source: Path, out: str, writes: int, seconds: float, options: dict[str, Any]) -> None:
+    """A run that SIGKILLs itself at its n-th call that writes or publishes, or after some seconds."""
+    left = [writes]
+
+    def guard(call: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    if writes:
+        import s3fs
+
+        os.pwrite, os.replace = guard(os.pwrite), guard(os.replace)
+        s3fs.S3FileSystem._put_file = guard(s3fs.S3FileSystem._put_file)
+    if seconds:
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+    run_fake(source, out, **options)
+
+
+def differences(found: ActivationDataset, wanted: ActivationDataset, bound: float = 0.0) -> list[str]:
+    """How two datasets differ, row for row: requests, metadata, sites, positions, token ids, and rows.
+
+    Args:
+        bound: largest difference of a value, relative to the site's largest; 0 for equal to the bit.
+    """
+    out = []
+    if sorted(found.requests) != sorted(wanted.requests):
+        out.append(f"requests: {len(found)} against {len(wanted)}")
+    if found.sites != wanted.sites or found.count() != wanted.count():
+        out.append(f"sites or rows: {found} against {wanted}")
+    for request in sorted(set(found.requests) & set(wanted.requests)):
+        a, b = found[request], wanted[request]
+        if found.metadata(request) != wanted.metadata(request) or a.sites != b.sites:
+            out.append(f"{request}: metadata or sites")
+            continue
+        for site in a.sites:
+            same = torch.equal(a.positions_of(*site), b.positions_of(*site))
+            if not same or not torch.equal(a.token_ids_of(*site), b.token_ids_of(*site)):
+                out.append(f"{request} {site}: positions or tokens")
+            elif a[site].dtype != b[site].dtype or a[site].shape != b[site].shape:
+                out.append(f"{request} {site}: dtype or shape")
+            elif bound == 0.0:
+                if not torch.equal(a[site].view(torch.uint8), b[site].view(torch.uint8)):
+                    out.append(f"{request} {site}: bytes of rows")
+            elif (worst := _worst(a[site], b[site])) > bound:
+                out.append(f"{request} {site}: rows by {worst:.1e}")
+    return out
+
+
+def worst_difference(found: ActivationDataset, wanted: ActivationDataset) -> float:
+    """Largest difference of any value, relative to the largest value of its request and site."""
+    return max(_worst(found[r][s], wanted[r][s]) for r in wanted.requests for s in wanted[r].sites)
+
+
+def _worst(a: torch.Tensor, b: torch.Tensor) -> float:
+    if not len(b):
+        return 0.0
+    return ((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30)).item()

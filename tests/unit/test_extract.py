@@ -1,0 +1,294 @@
+"""A run: what is refused, skipped, cut, gone on with; the engine is a made-up one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.support.extracting import FakeEngine, differences, run_fake, texts, write_jsonl
+from vllm_weir.cli import app
+from vllm_weir.errors import WeirError
+from vllm_weir.extraction import command
+from vllm_weir.extraction.job import extract
+from vllm_weir.keep import LAYOUTS, Batch, load, open_writer
+
+VALUES = texts(50)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "t.jsonl", VALUES)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_are_the_records(layout: str, source: Path, tmp_path: Path) -> None:
+    summary = run_fake(source, str(tmp_path / "out"), layout=layout)
+    ds = load(tmp_path / "out")
+    words = [len(value.split()) for value in VALUES]
+    assert sorted(ds.requests) == sorted(set(ds.requests)) and len(ds) == 50
+    for i, request in enumerate(sorted(ds.requests)):
+        assert request.startswith(f"{i:010d}-") and ds.metadata(request)["record"] == i
+        assert ds.metadata(request)["prompt_tokens"] == words[i]
+        assert ds[request].positions.tolist() == list(range(words[i]))
+        expected = FakeEngine(_wanted()).read([ds[request].token_ids.tolist()])[0].rows
+        for batch in expected:
+            assert torch.equal(ds[request][batch.hook, batch.layer], batch.rows)
+    assert (summary.records, summary.requests, summary.held, summary.skipped) == (50, 50, 0, {})
+    assert summary.tokens == sum(words) and summary.rows == 2 * sum(words) == ds.count()
+    assert summary.bytes == ds.count() * 64 and not summary.interrupted
+
+
+def _wanted() -> Any:
+    from vllm_weir.extraction.wanted import Wanted
+
+    return Wanted("fake")
+
+
+def test_limit_then_all(source: Path, tmp_path: Path) -> None:
+    run_fake(source, str(tmp_path / "whole"))
+    first = run_fake(source, str(tmp_path / "out"), limit=11)
+    assert (first.records, first.requests, first.held) == (11, 11, 0)
+    rest = run_fake(source, str(tmp_path / "out"), batch=7)
+    assert (rest.records, rest.requests, rest.held) == (50, 39, 11)
+    assert differences(load(tmp_path / "out"), load(tmp_path / "whole")) == []
+
+
+def test_a_finished_run_starts_no_engine(source: Path, tmp_path: Path) -> None:
+    run_fake(source, str(tmp_path / "out"))
+
+    def never(wanted: object) -> Any:
+        raise AssertionError
+
+    again = run_fake(source, str(tmp_path / "out"), start_engine=never)
+    assert (again.requests, again.held) == (0, 50)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("model", {}),
+        ("layers", {"layers": [1]}),
+        ("positions", {"positions": "last_prompt"}),
+        ("max_tokens", {"max_tokens": 2}),
+        ("max_length", {"max_length": 9}),
+        ("compress", {"compress": "full8"}),
+        ("dtype", {"dtype": "float16"}),
+        ("engine", {"engine": {"dtype": "float32"}}),
+        ("source", {"column": "text"}),
+    ],
+)
+def test_another_run_into_the_same_place_is_refused(
+    field: str, change: dict[str, Any], source: Path, tmp_path: Path
+) -> None:
+    run_fake(source, str(tmp_path / "out"), layers=[0, 1], limit=9)
+    before = sorted(p.name for p in (tmp_path / "out").iterdir())
+    if field == "source":
+        write_jsonl(source, [*VALUES[:-1], "another text"])
+    with pytest.raises(WeirError, match=f"^{field}: .*was begun with"):
+        extract(
+            source, "other" if field == "model" else "fake", tmp_path / "out", start_engine=FakeEngine,
+            **{"layers": [0, 1]} | change,
+        )  # fmt: skip
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == before
+
+
+def test_another_layout_in_the_same_place_is_refused(source: Path, tmp_path: Path) -> None:
+    run_fake(source, str(tmp_path / "out"), limit=9)
+    with pytest.raises(WeirError, match="cannot be continued as 'packed'"):
+        run_fake(source, str(tmp_path / "out"), layout="packed")
+
+
+def test_options_that_only_decide_how_fast_may_change(source: Path, tmp_path: Path) -> None:
+    run_fake(source, str(tmp_path / "out"), limit=9, engine={"max_num_seqs": 4, "dtype": "float32"})
+    assert run_fake(source, str(tmp_path / "out"), engine={"dtype": "float32"}).held == 9
+
+
+def test_a_dataset_of_something_else_is_refused(source: Path, tmp_path: Path) -> None:
+    with open_writer(tmp_path / "out") as writer:
+        writer.write(Batch("a", "resid_post", 0, [0], [0], torch.zeros(1, 4)))
+        writer.finish_request("a")
+    with pytest.raises(WeirError, match=r"^out: .*`weir extract` did not write"):
+        run_fake(source, str(tmp_path / "out"))
+
+
+def bad(tmp_path: Path) -> Path:
+    path = write_jsonl(tmp_path / "bad.jsonl", [*VALUES[:20], "", *VALUES[20:25], "a " * 65, 7, "unspeakable"])
+    with path.open("a") as file:
+        file.write("{not json\n")
+    return path
+
+
+def test_a_bad_record_ends_the_run_and_what_was_done_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(WeirError, match=r"^record 20: .*bad.jsonl, line 21: the text is empty; .*--on-error skip"):
+        run_fake(bad(tmp_path), str(tmp_path / "out"))
+    assert len(load(tmp_path / "out")) == 16  # two batches of 8
+    mended = run_fake(bad(tmp_path), str(tmp_path / "out"), on_error="skip")
+    assert (mended.requests, mended.held) == (9, 16)
+
+
+def test_bad_records_are_listed(tmp_path: Path) -> None:
+    source = bad(tmp_path)
+    for _ in range(2):  # the second run finds all settled
+        summary = run_fake(source, str(tmp_path / "out"), on_error="skip")
+        assert sorted(summary.skipped) == [20, 26, 27, 28, 29]
+        for index, why in {20: "empty", 26: "65 tokens, the engine takes 64", 27: "a int", 28: "template"}.items():
+            assert why in summary.skipped[index]
+        lines = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
+        assert {entry["record"]: entry["reason"] for entry in lines} == summary.skipped
+    assert (summary.requests, summary.held) == (0, 25)
+    with pytest.raises(WeirError, match="record 20"):
+        run_fake(source, str(tmp_path / "out"))
+
+
+def test_long_prompts_are_cut_if_asked(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "t.jsonl", ["a " * 65, "b b b"])
+    summary = run_fake(source, str(tmp_path / "out"), max_length=10)
+    ds = load(tmp_path / "out")
+    long, short = sorted(ds.requests)
+    assert summary.truncated == 1 and ds.metadata(long)["truncated_from"] == 65
+    assert len(ds[long].positions) == 10 and "truncated_from" not in ds.metadata(short)
+    with pytest.raises(WeirError, match="max_length: the engine takes prompts of up to 64"):
+        run_fake(source, str(tmp_path / "other"), max_length=65)
+
+
+def test_rows_under_way_are_bounded(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_weir.extraction.share.PIECE_BYTES", 50 * FakeEngine.row_bytes)
+    seen: list[int] = []
+
+    class Engine(FakeEngine):
+        def read(self, prompts: Any) -> Any:
+            seen.append(sum(map(len, prompts)))
+            return super().read(prompts)
+
+    run_fake(source, str(tmp_path / "out"), start_engine=Engine, batch=50)
+    assert max(seen) <= 50 and len(seen) >= 10
+    run_fake(source, str(tmp_path / "whole"))
+    assert differences(load(tmp_path / "out"), load(tmp_path / "whole")) == []
+
+
+def test_ctrl_c_finishes_what_is_under_way(source: Path, tmp_path: Path) -> None:
+    class Engine(FakeEngine):
+        def read(self, prompts: Any) -> Any:
+            out = super().read(prompts)
+            if self.reads == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            return out
+
+    handler = signal.getsignal(signal.SIGINT)
+    summary = run_fake(source, str(tmp_path / "out"), start_engine=Engine, flush_seconds=60.0, shard_bytes=10**9)
+    assert summary.interrupted and summary.requests == 24 == len(load(tmp_path / "out"))
+    assert signal.getsignal(signal.SIGINT) is handler
+    run_fake(source, str(tmp_path / "out"))
+    run_fake(source, str(tmp_path / "whole"))
+    assert differences(load(tmp_path / "out"), load(tmp_path / "whole")) == []
+
+
+@pytest.mark.parametrize("cause", ["engine", "disk"])
+def test_a_failure_keeps_what_was_finished(
+    cause: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = [False]
+    real = os.pwrite
+
+    def pwrite(*args: Any) -> int:
+        if full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+
+    class Engine(FakeEngine):
+        def read(self, prompts: Any) -> Any:
+            if self.reads == 4:
+                if cause == "engine":
+                    raise RuntimeError("the engine died")
+                full[0] = True
+            return super().read(prompts)
+
+    expected = (RuntimeError, "the engine died") if cause == "engine" else (WeirError, "No space left on device")
+    with pytest.raises(expected[0], match=expected[1]):
+        run_fake(source, str(tmp_path / "out"), start_engine=Engine)
+    full[0] = False
+    held = len(load(tmp_path / "out"))
+    assert held == 32 if cause == "engine" else 24 <= held <= 32
+    run_fake(source, str(tmp_path / "out"))
+    run_fake(source, str(tmp_path / "whole"))
+    assert differences(load(tmp_path / "out"), load(tmp_path / "whole")) == []
+
+
+def test_groups_do_not_depend_on_what_is_there(source: Path, tmp_path: Path) -> None:
+    """A resumed run gives the engine the same batches, less what is there."""
+    seen: list[list[int]] = []
+
+    class Engine(FakeEngine):
+        def read(self, prompts: Any) -> Any:
+            seen.append([len(p) for p in prompts])
+            return super().read(prompts)
+
+    run_fake(source, str(tmp_path / "out"), limit=13)
+    run_fake(source, str(tmp_path / "out"), start_engine=Engine)
+    assert [len(batch) for batch in seen] == [3, 8, 8, 8, 8, 2]
+
+
+def test_differences_sees_each_kind(source: Path, tmp_path: Path) -> None:
+    run_fake(source, str(tmp_path / "a"))
+    run_fake(source, str(tmp_path / "b"), limit=49)
+    whole = load(tmp_path / "a")
+    assert any("requests" in d for d in differences(load(tmp_path / "b"), whole))
+    shard = max((tmp_path / "a").glob("shard-*"), key=lambda p: p.stat().st_size)
+    raw = bytearray(shard.read_bytes())
+    raw[5000] ^= 1
+    (tmp_path / "c").mkdir()
+    for file in (tmp_path / "a").iterdir():
+        (tmp_path / "c" / file.name).write_bytes(raw if file == shard else file.read_bytes())
+    assert any("bytes of rows" in d for d in differences(load(tmp_path / "c"), whole))
+
+
+def test_arguments(source: Path, tmp_path: Path) -> None:
+    for field, change in {
+        "on_error": {"on_error": "ignore"}, "batch": {"batch": 0}, "limit": {"limit": 0}, "hook": {"hook": "nowhere"},
+        "max_tokens": {"max_tokens": 0}, "engine": {"engine": {"model": "x"}}, "layout": {"layout": "heap"},
+        "reduce": {"reduce": "median"},
+    }.items():  # fmt: skip
+        with pytest.raises(WeirError, match=f"^{field}"):
+            run_fake(source, str(tmp_path / "out"), **change)
+        assert not (tmp_path / "out").exists() or field == "layout"
+
+
+def test_command(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm_weir.extraction.job as job
+
+    asked = []
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        asked.append((args, kwargs))
+        return extract(*args, **kwargs | {"start_engine": FakeEngine})
+
+    monkeypatch.setattr(job, "extract", fake)
+    line = ["extract", str(bad(tmp_path)), "-m", "fake", "-o", str(tmp_path / "out"), "--layers", "0,1"]
+    options = ["-e", "max-num-seqs=4", "-e", "enforce_eager=True", "-e", '{"dtype": "float32"}', "--batch", "8"]
+    result = CliRunner().invoke(app, [*line, *options])
+    assert result.exit_code == 1 and "record 20" in result.output
+    result = CliRunner().invoke(app, [*line, *options, "--on-error", "skip", "--positions", "prompt"])
+    assert result.exit_code == 0, result.output
+    assert asked[1][1]["engine"] == {"max_num_seqs": 4, "enforce_eager": True, "dtype": "float32"}
+    for text in ("9 of 30 records", "16 records were there already", "5 records were skipped", "record 26: 65 tokens"):
+        assert text in result.output
+    result = CliRunner().invoke(app, [*line, "-q", "--json", "--on-error", "skip", "--layers", "0"])
+    assert result.exit_code == 1 and "layers: " in result.output
+    assert command._positions("-4:") == "-4:" and command._positions('{"token_ids": [3]}') == {"token_ids": [3]}
+    assert command._positions("[0, -1]") == [0, -1]
+
+
+def test_a_share_is_told_in_steps(source: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    run_fake(source, str(tmp_path / "out"), report=lambda step, total: seen.append((step.records, total)))
+    assert sum(n for n, _ in seen) == 50 and {total for _, total in seen} == {50} and len(seen) >= 7
