@@ -398,13 +398,14 @@ def test_vllm_lens_s_own_client(client):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_client_that_vanishes_leaves_nothing(client, path):
     assert_nothing_held(client)
-    more = {"max_tokens": 200, "weir": WISH | {"response": {"inline_bytes": 0}}}
-    made = chat(stream=True, **more) if "chat" in path else body(stream=True, n=2, **more)
+    more = {"max_tokens": 200, "temperature": 1.0, "n": 2, "weir": WISH | {"response": {"inline_bytes": 0}}}
+    made = chat(stream=True, **more) if "chat" in path else body(stream=True, **more)
     with client.stream("POST", path, json=made) as got:
-        for i, line in enumerate(got.iter_lines()):
-            if i > 6:
-                assert 'finish_reason":null' in line or not line
-                break
+        assert got.status_code == 200
+        lines = got.iter_lines()
+        seen = [next(lines) for _ in range(8)]
+        assert held(client)["requests"] == 2, "it had ended before its client was gone"
+    assert not any('finish_reason":"' in line for line in seen)
     assert_nothing_held(client)
     whole = made | {"stream": False} | ({} if "chat" in path else {"prompt": PROMPTS * 8})
     with pytest.raises(httpx.ReadTimeout):  # not streamed: gone while it waits

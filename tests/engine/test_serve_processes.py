@@ -58,6 +58,18 @@ def rows(tmp_path, data):
     return weir.Activations.load(path)["resid_post", 2]
 
 
+def unadapted(tmp_path, data):
+    """What transformers computes for the same tokens without an adapter."""
+    from transformers import AutoModelForCausalLM
+
+    path = tmp_path / "rows.safetensors"
+    path.write_bytes(data)
+    ids = weir.Activations.load(path).token_ids
+    model = AutoModelForCausalLM.from_pretrained(weir.demo_model(), dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(ids[None], output_hidden_states=True).hidden_states[3][0]
+
+
 def fresh(client):
     """A client of the same server with connections of its own, which another process may take."""
     return httpx.Client(base_url=client.base_url, headers=client.headers, timeout=60)
@@ -77,13 +89,13 @@ def test_two_processes_share_results_and_serve_loras(tmp_path, lora):
                 assert rows(tmp_path, other.get(url).raise_for_status().content).shape[1] == 256
                 assert third.delete(url).status_code == 204
                 assert one.get(url).status_code == 404
-        base = ask(client, weir=WISH)["choices"][0]["weir"]["activations"]
         named = ask(client, weir=WISH, lora_request={"lora_name": "tiny", "lora_int_id": 5})
         assert named["model"] == "tiny"
         same = ask(client, weir=WISH, model="tiny")["choices"][0]["weir"]["activations"]
         adapted = rows(tmp_path, base64.b64decode(named["choices"][0]["weir"]["activations"]["b64"]))
         assert torch.equal(adapted, rows(tmp_path, base64.b64decode(same["b64"])))
-        assert (adapted[:1] - rows(tmp_path, base64.b64decode(base["b64"]))[:1]).abs().max() > 1e-2
+        # Not against an answer of this server: on CPU stock vLLM can give a loaded adapter to requests without one.
+        assert (adapted - unadapted(tmp_path, base64.b64decode(same["b64"]))).abs().max() > 1e-2
         assert ask(client, lora_request={"lora_name": "tiny", "lora_path": str(lora)})["model"] == "tiny"
         for bad in ({"lora_name": "tiny", "lora_path": "/etc"}, {"lora_name": "other", "lora_path": str(lora)}):
             assert ask(client, 400, lora_request=bad)["error"]["param"].startswith("lora_request.lora_")
