@@ -21,7 +21,7 @@ from vllm.lora.request import LoRARequest
 import vllm_weir as weir
 
 SUBJECTS = ["Tom went to the garden. Tom was happy.", "Tom went to the garden. Tom was sad."]
-QUESTION = [{"role": "user", "content": "Tom was ? today."}]
+QUESTION = [{"role": "user", "content": "Tom was it that day."}]
 READ_LAYER, INJECT_LAYER = 3, 1
 
 
@@ -64,7 +64,7 @@ def main(model: str, adapter: Path) -> None:
     look = weir.params(plain, capture=weir.Capture(layers=INJECT_LAYER, positions="prompt"))
     (without,) = llm.chat(QUESTION, look, lora_request=oracle, use_tqdm=False)
     tokens = [llm.get_tokenizer().decode([t]).strip() for t in without.prompt_token_ids]
-    place = tokens.index("?")
+    place = tokens.index("it")
     print(f"the placeholder is token {place} of {tokens}")
 
     asked = []

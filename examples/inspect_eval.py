@@ -44,7 +44,7 @@ def ask_about_activations():
                 "weir": {"capture": [weir.Capture(layers=INJECT_LAYER, project=probe)]},
             },
         )
-        state.output = await model.generate([ChatMessageUser(content="Tom was ? today.")], config=oracle_config)
+        state.output = await model.generate([ChatMessageUser(content="Tom was it that day.")], config=oracle_config)
         state.metadata["receipt"] = state.output.metadata["receipt"].to_dict()
         print(f"  {state.output.completion!r}, rows changed: {state.output.metadata['receipt'].steered}")
         return state
