@@ -38,7 +38,8 @@ def test_fuzzed_wishes_are_refused_by_field_or_resolved(extra_args):
         return
     for wish in admitted.spec.wishes:
         assert wish.site.hook in HOOKS and 0 <= wish.site.layer < LAYERS
-        assert admitted.parts[0].dtypes[wish.site] in ("float32", "float16", "bfloat16")
+        given = [part.dtypes[wish.site] for part in admitted.parts if wish.site in part.dtypes]
+        assert given and set(given) <= {"float32", "float16", "bfloat16"}
     if wire is None:
         assert not admitted.spec.wishes and not admitted.effective
         return
