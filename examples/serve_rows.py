@@ -64,7 +64,8 @@ def show(client: httpx.Client) -> None:
     print("inline:", load(base64.b64decode(small["b64"])))
 
     # Many are fetched once, as a safetensors file.
-    large = ask(client, {"capture": [{"hook": "resid_post", "positions": "all"}]})["weir"]["activations"]
+    every = [{"hook": "resid_post", "positions": "all"}]
+    large = ask(client, {"capture": every, "response": {"inline_bytes": 0}})["weir"]["activations"]
     rows = load(client.get(large["url"]).raise_for_status().content)
     print(f"by reference: {len(rows.sites)} sites x {len(rows.positions)} rows")
     client.delete(large["url"]).raise_for_status()

@@ -94,7 +94,7 @@ def test_two_processes_share_results_and_serve_loras(tmp_path, lora):
         same = ask(client, weir=WISH, model="tiny")["choices"][0]["weir"]["activations"]
         adapted = rows(tmp_path, base64.b64decode(named["choices"][0]["weir"]["activations"]["b64"]))
         assert torch.equal(adapted, rows(tmp_path, base64.b64decode(same["b64"])))
-        # Not against an answer of this server: on CPU stock vLLM can give a loaded adapter to requests without one.
+        # Against transformers, not against another answer of this server.
         assert (adapted - unadapted(tmp_path, base64.b64decode(same["b64"]))).abs().max() > 1e-2
         assert ask(client, lora_request={"lora_name": "tiny", "lora_path": str(lora)})["model"] == "tiny"
         for bad in ({"lora_name": "tiny", "lora_path": "/etc"}, {"lora_name": "other", "lora_path": str(lora)}):
