@@ -25,9 +25,9 @@ CAPTURE = {"capture": [{"hook": "resid_post", "layers": [1, 4], "positions": "al
 EMPTY = {"store": 0, "requests": 0, "workers": 0, "spool": 0}
 
 
-def add(which: int) -> dict:
-    vector = [0.0] * 256
-    vector[which] = 25.0
+def add(seed: int) -> dict:
+    chance = random.Random(seed)
+    vector = [round(chance.gauss(0, 3), 3) for _ in range(256)]
     return {"interventions": [{"op": "add", "vector": vector, "layers": [2], "scale": 1.0}]}
 
 

@@ -43,14 +43,19 @@ async function connect() {
     }
     const named = await (await call("/v1/vectors")).json();
     for (const { name, shape, layers, refs } of named.vectors) {
-      if (layers.length) state.vectors.set(name, { wire: (layer) => ({ ref: refs[nearest(layers, layer)] }) });
-      else if (shape.length === 1) state.vectors.set(name, { wire: () => ({ ref: name }) });
+      if (layers.length) keep(name, (layer) => ({ ref: refs[nearest(layers, layer)] }));
+      else if (shape.length === 1) keep(name, () => ({ ref: name }));
     }
     showVectors();
   } catch (error) {
     $("model").textContent = "not connected";
     complain(error);
   }
+}
+
+/** A vector, by what stands for it in requests; one that is there already keeps its slider. */
+function keep(name, wire) {
+  state.vectors.set(name, { ...state.vectors.get(name), wire });
 }
 
 /** Index of the block that has a direction of its own, nearest to `layer`. */
@@ -271,7 +276,7 @@ async function makeVector() {
   const apart = plus.map((v, i) => v - minus[i]), length = Math.hypot(...apart);
   if (!(length > 0)) throw new Error("the two texts have the same mean row");
   const wire = encode(apart.map((v) => v / length));
-  state.vectors.set(name, { wire: () => wire });
+  keep(name, () => wire);
   showVectors();
   $("probe").value = name;
 }
