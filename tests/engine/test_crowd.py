@@ -25,18 +25,18 @@ CAPTURE = {"capture": [{"hook": "resid_post", "layers": [1, 4], "positions": "al
 EMPTY = {"store": 0, "requests": 0, "workers": 0, "spool": 0}
 
 
-def add(seed: int) -> dict:
+def add(seed: int, scale: float) -> dict:
     chance = random.Random(seed)
     vector = [round(chance.gauss(0, 3), 3) for _ in range(256)]
-    return {"interventions": [{"op": "add", "vector": vector, "layers": [2], "scale": 1.0}]}
+    return {"interventions": [{"op": "add", "vector": vector, "layers": [2], "scale": scale}]}
 
 
 WISHES = {
     "plain": None,
     "capture": {"v": 1} | CAPTURE,
-    "steer 3": {"v": 1} | add(3),
-    "steer 90": {"v": 1} | add(90),
-    "both": {"v": 1} | CAPTURE | add(90),
+    "steer one way": {"v": 1} | add(3, 1.0),
+    "steer another": {"v": 1} | add(5, 2.0),
+    "both": {"v": 1} | CAPTURE | add(5, 2.0),
 }
 
 
