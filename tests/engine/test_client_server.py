@@ -14,7 +14,7 @@ import torch
 
 import vllm_weir as weir
 from tests.engine.serve_cases import ADAPTER, MAX_TOKENS, MESSAGES, cases, vector
-from tests.support.oracle import rel_err
+from tests.support.measure import rel_err
 from vllm_weir.client.answer import Choice, activations_of
 from vllm_weir.client.request import weir_object
 

@@ -18,7 +18,8 @@ import pytest
 import vllm_weir as weir
 from tests.engine.extract_kill import BOUND, ENGINE, ROOT, trial
 from tests.support.extracting import differences, texts, write_jsonl
-from tests.support.oracle import Oracle, rel_err
+from tests.support.measure import rel_err
+from tests.support.oracle import Oracle
 from vllm_weir.keep import load
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]

@@ -28,14 +28,25 @@ SCREENSHOTS = os.environ.get("WEIR_SCREENSHOTS")
 def server(tmp_path_factory):
     log = tmp_path_factory.mktemp("page") / "server.log"
     with running(log, WEIR, env={"WEIR_ADMIN_KEY": ADMIN_KEY}) as client:
-        info = client.get("/v1/weir/info").json()
-        rng = np.random.default_rng(5)
-        for name in ("warm", "cold"):
-            vector = (rng.standard_normal(info["d_model"])).astype(np.float32)
+        mood = rows(client, "Tom was happy.", "-2:", tmp_path_factory) - rows(
+            client, "Tom was sad.", "-2:", tmp_path_factory
+        )
+        odd = np.random.default_rng(5).standard_normal(len(mood)).astype(np.float32)
+        for name, vector in (("happy", mood), ("odd", odd)):
             body = {"vector": Vector.parse(vector, "vector").to_json()}
             headers = {"X-Weir-Admin-Key": ADMIN_KEY}
             client.put(f"/v1/vectors/{name}", json=body, headers=headers).raise_for_status()
         yield client
+
+
+def rows(client, text: str, positions: str, tmp_path_factory) -> np.ndarray:
+    """[d_model]: the mean of a text's rows after block LAYER."""
+    capture = [{"hook": "resid_post", "layers": [LAYER], "positions": positions, "reduce": "mean"}]
+    body = {"model": "demo", "prompt": text, "max_tokens": 1, "weir": {"v": 1, "capture": capture}}
+    answer = client.post("/v1/completions", json=body).raise_for_status().json()
+    path = tmp_path_factory.mktemp("rows") / "rows.safetensors"
+    path.write_bytes(base64.b64decode(answer["choices"][0]["weir"]["activations"]["b64"]))
+    return weir.Activations.load(path)["resid_post", LAYER][0].numpy().copy()
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +70,7 @@ def page(browser, server):
     page.fill("#key", API_KEY)
     page.dispatch_event("#key", "change")
     page.wait_for_selector("#model:has-text('demo,')")
-    page.wait_for_selector("#probe option[value=warm]", state="attached")
+    page.wait_for_selector("#probe option[value=happy]", state="attached")
     yield page
     assert not problems
     page.close()
@@ -87,7 +98,7 @@ def user(text: str) -> list[dict]:
     return [{"role": "user", "content": text}]
 
 
-def scores_of(server, name: str = "warm", **wish) -> tuple[np.ndarray, dict]:
+def scores_of(server, name: str = "happy", **wish) -> tuple[np.ndarray, dict]:
     """[tokens, blocks] of the first reply to TEXT, and its choice."""
     capture = {"hook": "resid_post", "layers": "all", "positions": "sampled", "project": {"ref": name}}
     choice = asked(server, user(TEXT), capture=[capture], **wish)
@@ -100,7 +111,7 @@ def picture(page, name: str, tmp_path: Path) -> None:
 
 
 def test_tokens_have_the_colour_of_their_score(page, server, tmp_path):
-    page.select_option("#probe", "warm")
+    page.select_option("#probe", "happy")
     page.fill("#probe-layer", str(LAYER))
     tokens = say(page, TEXT)
     expected, choice = scores_of(server)
@@ -127,37 +138,37 @@ def painted(page, scores: np.ndarray) -> bool:
 
 
 def test_a_slider_steers_the_next_reply(page, server, tmp_path):
-    page.select_option("#probe", "warm")
-    page.fill("[data-layer-of=cold]", "1")
-    page.eval_on_selector("[data-steer=cold]", "s => { s.value = 12; s.dispatchEvent(new Event('input')); }")
+    page.select_option("#probe", "happy")
+    page.fill("[data-layer-of=happy]", "2")
+    page.eval_on_selector("[data-steer=happy]", "s => { s.value = -2; s.dispatchEvent(new Event('input')); }")
     tokens = say(page, TEXT)
-    add = {"op": "add", "vector": {"ref": "cold"}, "layers": [1], "scale": 12.0}
+    add = {"op": "add", "vector": {"ref": "happy"}, "layers": [2], "scale": -2.0}
     _, steered = scores_of(server, interventions=[add])
     _, plain = scores_of(server)
     said = "".join(t["text"] for t in tokens)
     assert said == steered["message"]["content"] != plain["message"]["content"]
-    assert "steered by cold × 12 at block 1" in page.inner_text(".note")
+    assert "steered by happy × -2 at block 2" in page.inner_text(".note")
     picture(page, "page_steered", tmp_path)
 
 
 def test_a_click_shows_blocks_by_tokens(page, server, tmp_path):
-    page.select_option("#probe", "cold")
+    page.select_option("#probe", "odd")
     tokens = say(page, TEXT)
     page.click("#messages .token >> nth=3")
     cells = page.eval_on_selector_all(
         "#map-table td",
         "cells => cells.map(c => [Number(c.dataset.token), Number(c.dataset.layer), Number(c.dataset.score)])",
     )
-    expected, _ = scores_of(server, "cold")
+    expected, _ = scores_of(server, "odd")
     shown = min(len(tokens), 3 + 17)
     assert len(cells) == shown * expected.shape[1]
     for token, layer, score in cells:
         assert abs(score - expected[token, layer]) <= 1e-5 * np.abs(expected).max()
-    assert page.inner_text("#map-title") == "cold, block by token"
+    assert page.inner_text("#map-title") == "odd, block by token"
     picture(page, "page_heat_map", tmp_path)
 
 
-def test_a_vector_from_two_texts(page, server, tmp_path):
+def test_a_vector_from_two_texts(page, server, tmp_path_factory):
     page.fill("#new-name", "dogs")
     page.fill("#new-plus", "a dog and a dog")
     page.fill("#new-minus", "the cat on the hill")
@@ -167,14 +178,8 @@ def test_a_vector_from_two_texts(page, server, tmp_path):
     assert page.inner_text("#error") == ""
     assert page.input_value("#probe") == "dogs"
     tokens = say(page, TEXT)
-    rows = []
-    for text in ("a dog and a dog", "the cat on the hill"):
-        capture = [{"hook": "resid_post", "layers": [LAYER], "positions": "prompt", "reduce": "mean"}]
-        body = {"model": "demo", "prompt": text, "max_tokens": 1, "weir": {"v": 1, "capture": capture}}
-        found = server.post("/v1/completions", json=body).json()["choices"][0]["weir"]["activations"]
-        (tmp_path / "rows.safetensors").write_bytes(base64.b64decode(found["b64"]))
-        rows.append(weir.Activations.load(tmp_path / "rows.safetensors")["resid_post", LAYER][0].clone())
-    apart = (rows[0] - rows[1]).numpy()
+    apart = rows(server, "a dog and a dog", "prompt", tmp_path_factory)
+    apart -= rows(server, "the cat on the hill", "prompt", tmp_path_factory)
     vector = Vector.parse(apart / np.linalg.norm(apart), "vector").to_json()
     capture = {"hook": "resid_post", "layers": [int(page.input_value("#probe-layer"))], "positions": "sampled"}
     choice = asked(server, user(TEXT), capture=[capture | {"project": vector}])
