@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import vllm_weir as weir
-from tests.engine.common import directory, prompts, sampling
+from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
 from tests.support.engines import get_llm
 from tests.support.extracting import differences, run_fake, texts, write_jsonl
 from vllm_weir.keep import load
@@ -64,6 +64,8 @@ def test_a_full_disk_fails_the_request_and_not_the_engine(layout: str, root: Pat
     assert set(last.receipt.sinks.values()) == {"written"}
     weir.flush(llm)
     assert set(load(disk / "rows").requests) == {first.request_id, last.request_id}
+    del first, last, beside, reference
+    assert_nothing_is_held(llm)
 
 
 def test_extract_onto_a_full_disk_goes_on_when_there_is_room(tmp_path: Path, disk: Path) -> None:

@@ -83,7 +83,7 @@ def test_rows_are_those_of_transformers(whole: tuple[Path, Path]) -> None:
             assert rel_err(acts[site], reference[site]) <= 1e-5
 
 
-def test_ctrl_c_then_ray_whose_worker_dies(whole: tuple[Path, Path], tmp_path: Path) -> None:
+def test_ctrl_c_then_ray_whose_workers_die(whole: tuple[Path, Path], tmp_path: Path) -> None:
     """The engine's processes get Ctrl-C too, as in a terminal, and still finish what is under way."""
     pytest.importorskip("ray")
     source, out = whole[0], tmp_path / "out"
@@ -100,14 +100,15 @@ def test_ctrl_c_then_ray_whose_worker_dies(whole: tuple[Path, Path], tmp_path: P
     wait_for(out, shards + 1, process)
     workers = [p for p in psutil.Process(process.pid).children(recursive=True) if "MapWorker" in p.name() + _title(p)]
     assert len(workers) == 2, workers
-    workers[0].kill()
+    for worker in workers:  # one of them has published
+        worker.kill()
     second = end(process, 0)
     found = load(out)
-    # What the dead worker had published of its last task is there, and in no count.
+    # What the dead workers had published of their last tasks is there, and in no count.
     assert second["held"] >= held and second["requests"] + second["held"] == RECORDS == len(found)
     assert differences(found, load(whole[1]), BOUND) == []
     writers = {block.name.split("-")[1] for block in found.index.blocks}
-    assert len(writers) >= 2  # before Ctrl-C, and a worker; the other may have died before it published anything
+    assert len(writers) >= 3  # before Ctrl-C, a worker that died, and one that Ray started again
 
 
 def _title(process: psutil.Process) -> str:

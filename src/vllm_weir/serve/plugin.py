@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import logging
 import os
 from argparse import Namespace
@@ -13,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from vllm_weir.errors import WeirError
+from vllm_weir.serve import activations, info, page, steering, vectors
 from vllm_weir.serve.body import BodyLimit
 from vllm_weir.serve.errors import weir_error
 from vllm_weir.serve.limits import Limits
@@ -20,8 +19,7 @@ from vllm_weir.settings import disabled
 
 logger = logging.getLogger(__name__)
 
-ROUTERS = ("activations", "info", "steering", "vectors", "page")
-"""Modules of this package with ``router()``."""
+ROUTERS = (activations, info, steering, vectors, page)
 
 
 class Endpoints:
@@ -34,9 +32,8 @@ class Endpoints:
         """Add the routes, the limit on bodies, and the form of Weir's errors."""
         if disabled():
             return
-        for name in ROUTERS:
-            if importlib.util.find_spec(f"vllm_weir.serve.{name}") is not None:
-                app.include_router(importlib.import_module(f"vllm_weir.serve.{name}").router())
+        for room in ROUTERS:
+            app.include_router(room.router())
         # The innermost of vLLM's middlewares: who has no API key is told that, not the limit.
         app.add_middleware(BodyLimit, most=Limits.load().body_bytes)
         app.add_exception_handler(WeirError, weir_error)

@@ -7,6 +7,7 @@ import logging
 import queue
 import tempfile
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,9 @@ class Runner:
                     self._consumer.take(rows)
                 files = tuple(str(file) for file in self._consumer.finish(job.request) or ())
             self.sequences += 1
-        except Exception as e:
-            logger.exception("the sink %s failed at request %s", self.name, job.request.name)
+        except Exception as e:  # noqa: BLE001 (a consumer may raise anything; the request is told)
+            # As text: a log record that kept the traceback would keep its frames, and the rows in them.
+            logger.error("the sink %s failed at request %s\n%s", self.name, job.request.name, traceback.format_exc())
             self._note(e)
             state = f"failed: {self.last_error}"
             self._abort(job)
