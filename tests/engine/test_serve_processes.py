@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import os
 import re
+import signal
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -119,3 +123,31 @@ def test_plain_vllm_honours_keys_and_says_what_it_lacks(tmp_path, lora):
         loaded = ask(client, lora_request={"lora_name": "mine", "lora_path": str(lora)}, weir=WISH)
         assert loaded["model"] == "mine" and "weir" in loaded["choices"][0]
         assert ask(client, lora_request={"lora_name": "mine"})["model"] == "mine"
+
+
+def test_a_killed_server_starts_again_clean(tmp_path):
+    """Only what was under way is lost; what the dead server had kept for its clients is cleared up."""
+    env = {"WEIR_SERVE_DIRECTORY": str(tmp_path)}
+    kept = WISH | {"response": {"inline_bytes": 0}}
+    with contextlib.suppress(httpx.TransportError), running(tmp_path / "log", WEIR, env=env) as client:
+        before = ask(client, weir=WISH)["choices"][0]
+        url = ask(client, weir=kept)["choices"][0]["weir"]["activations"]["url"]
+        (server,) = [p for p in psutil.Process().children() if str(client.base_url.port) in p.cmdline()]
+        with client.stream(
+            "POST", "/v1/completions", json=BODY | {"max_tokens": 200, "stream": True, "weir": WISH}
+        ) as got:
+            lines = got.iter_lines()
+            assert next(lines).startswith("data: ")
+            os.killpg(server.pid, signal.SIGKILL)
+            for _ in lines:
+                pass
+        pytest.fail("the stream ended as if the server had lived")
+    assert len(list(tmp_path.glob("weir-serve-*"))) == 1
+    with running(tmp_path / "log", WEIR, env=env) as client:
+        assert len(list(tmp_path.glob("weir-serve-*"))) == 1
+        assert client.get(url).status_code == 404
+        again = ask(client, weir=WISH)["choices"][0]
+        assert again["text"] == before["text"]
+        same, other = (rows(tmp_path, base64.b64decode(c["weir"]["activations"]["b64"])) for c in (again, before))
+        assert torch.equal(same, other)
+    assert not list(tmp_path.glob("weir-serve-*"))
