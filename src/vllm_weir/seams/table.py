@@ -243,7 +243,7 @@ def _module_exists(name: str) -> bool:
         return False
 
 
-def probe() -> list[tuple[Seam, str]]:
+def verify() -> list[tuple[Seam, str]]:
     """Every seam with what is wrong with it, empty if it is as expected. Imports all the modules."""
     found = []
     for seam in SEAMS:
