@@ -123,7 +123,7 @@ def test_two_hundred_clients(plain_tokens, tmp_path):
         for prompt in PROMPTS:
             for kind in WISHES:
                 choice = client.post("/v1/completions", json=body(prompt, kind)).raise_for_status().json()["choices"][0]
-                alone[prompt, kind] = read(choice, tmp_path, "alone")
+                alone[prompt, kind] = read(choice, tmp_path, f"alone-{len(alone)}")
         assert len({tuple(alone[PROMPTS[0], kind].tokens) for kind in WISHES}) == 3, "steering changes what is said"
         found = asyncio.run(crowd(url, headers))
         deadline = time.monotonic() + 1
