@@ -63,7 +63,7 @@ def run(source: Path, out: Path, rng: random.Random | None) -> bool:
         else:
             watchdog = threading.Timer(300, process.kill)
             watchdog.start()
-            assert process.stdout is not None and process.stdout.readline() == "started\n"
+            assert process.stdout is not None and any(line == "started\n" for line in process.stdout)  # vLLM logs too
             watchdog.cancel()
             time.sleep(rng.uniform(0, 2))
         return process.poll() == 0
