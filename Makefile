@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 # auto: vLLM for CUDA where an NVIDIA GPU answers, for CPU elsewhere.
 FLAVOUR ?= auto
 MODEL ?=
+# Test processes; each may hold an engine of its own.
+WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -31,7 +33,7 @@ bench: $(STAMP)
 	@$(BIN)/weir bench $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 unit: $(STAMP)
 	@$(BIN)/python -m pytest tests/unit $(ARGS)

