@@ -1,10 +1,12 @@
-"""`weir serve` with two API-server processes: what one is told, the other knows, and both count together."""
+"""`weir serve` with two API-server processes and two data-parallel engines: what one process is told, the other knows,
+both engines do it, and all count together."""
 
 from __future__ import annotations
 
 import base64
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -64,6 +66,15 @@ class Server:
                     out[key] = out.get(key, 0) + sample.value
         return out
 
+    def finished_by_engine(self) -> dict[str, float]:
+        """Engine -> requests that it has finished."""
+        out: dict[str, float] = {}
+        for family in text_string_to_metric_families(self("GET", "/metrics").text):
+            for sample in family.samples:
+                if sample.name == "vllm:request_success_total":
+                    out[sample.labels["engine"]] = out.get(sample.labels["engine"], 0) + sample.value
+        return out
+
     def by_process(self, name: str) -> list[float]:
         """A counter's value in each API-server process."""
         values = []
@@ -77,7 +88,8 @@ class Server:
 def server(tmp_path_factory) -> Iterator[Server]:
     folder, counts = tmp_path_factory.mktemp("serve"), tmp_path_factory.mktemp("counts")
     env = {"WEIR_ADMIN_KEY": ADMIN_KEY, "PROMETHEUS_MULTIPROC_DIR": str(counts)}
-    with running(folder / "log", WEIR, "--api-server-count", "2", env=env, timeout=800) as client:
+    more = ["--api-server-count", "2", "--data-parallel-size", "2"]
+    with running(folder / "log", WEIR, *more, env=env, timeout=800) as client:
         yield Server(str(client.base_url), str(counts))
 
 
@@ -145,6 +157,23 @@ def test_steering_of_every_request(server, tmp_path):
     for _ in range(4):
         found = server.complete()["logprobs"]["token_logprobs"]
         assert np.abs(np.array(found) - plain["logprobs"]["token_logprobs"]).max() < 1e-4
+
+
+def test_both_engines_read_and_steer(server, tmp_path):
+    """Requests at the same time are shared out between the engines, and each gets its own rows from its own."""
+    before = server.finished_by_engine()
+    plain = server.rows(tmp_path)[0]
+
+    def moved(k: int) -> float:
+        add = {"op": "add", "vector": V.tolist(), "layers": [LAYER], "scale": float(k)}
+        (folder := tmp_path / str(k)).mkdir()
+        return np.abs(server.rows(folder, interventions=[add])[0] - plain - k * V).max()
+
+    with ThreadPoolExecutor(16) as pool:
+        assert max(pool.map(moved, range(-16, 16))) < BOUND * 16 * np.abs(V).max()
+    after = server.finished_by_engine()
+    assert sorted(after) == ["0", "1"] and all(after[e] - before.get(e, 0) >= 4 for e in after), (before, after)
+    assert sum(after.values()) - sum(before.values()) == 33
 
 
 def test_keys_on_a_real_server(server):
