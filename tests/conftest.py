@@ -40,6 +40,8 @@ def place(item: pytest.Item) -> tuple[int, str, int]:
     return rank, group, TOGETHER[group].index(item.path.stem) if group in TOGETHER else 0
 
 
+# Before xdist reads the groups.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
     for item in items:
