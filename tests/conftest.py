@@ -6,6 +6,8 @@ whoever is free. What takes longest starts first, so that neither is left with a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 # Each file of a group uses the engine, or the server, that the one before it has started.
@@ -40,9 +42,10 @@ def place(item: pytest.Item) -> tuple[int, str, int]:
     return rank, group, TOGETHER[group].index(item.path.stem) if group in TOGETHER else 0
 
 
-# Before xdist reads the groups.
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# A wrapper, so that it comes before xdist reads the groups.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     items.sort(key=place)
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    return (yield)
