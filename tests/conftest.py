@@ -1,12 +1,13 @@
-"""The order of the tests, and which of them stay together when they are shared out to several workers.
+"""The order of the tests, and which of them stay together when several workers share them out (pytest-xdist, `-n 2`).
 
-`make test` runs two workers (pytest-xdist, `--dist loadgroup`): a group goes to one of them as a whole, the next to
-whoever is free. What takes longest starts first, so that neither is left with a long one at the end.
+A group goes to one worker as a whole, the next group to whoever is free. What takes longest starts first, so that no
+worker is left with a long one at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
 
 import pytest
 
@@ -31,21 +32,29 @@ LONGEST = ("engine", "server", "test_serve", "test_page", "test_representatives"
 WITH_ENGINES = ("engine", "traps")
 
 
-def group_of(item: pytest.Item) -> str:
-    file, folder = item.path.stem, item.path.parent.name
+def group_of(folder: str, file: str) -> str:
     return GROUP_OF.get(file, file) if folder in WITH_ENGINES or file in LONGEST else f"{folder}/{file}"
 
 
 def place(item: pytest.Item) -> tuple[int, str, int]:
-    group = group_of(item)
-    rank = LONGEST.index(group) if group in LONGEST else len(LONGEST) + (item.path.parent.name not in WITH_ENGINES)
-    return rank, group, TOGETHER[group].index(item.path.stem) if group in TOGETHER else 0
+    folder, file = item.path.parent.name, item.path.stem
+    group = group_of(folder, file)
+    rank = LONGEST.index(group) if group in LONGEST else len(LONGEST) + (folder not in WITH_ENGINES)
+    return rank, group, TOGETHER[group].index(file) if group in TOGETHER else 0
 
 
-# A wrapper, so that it comes before xdist reads the groups.
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
-    return (yield)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = PurePosixPath(nodeid.split("::", 1)[0])
+            return group_of(path.parent.name, path.stem)
+
+    config.option.loadscopereorder = False  # the order above, not by the number of tests
+    return ByGroup(config, log)
