@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.support.check import expected_positions
-from tests.support.measure import rel_err
+from tests.support.measure import eventually, rel_err
 from tests.support.models import make_model
 from tests.support.oracle import Oracle
 
@@ -119,10 +118,8 @@ def assert_nothing_is_held(llm):
     llm.llm_engine.step()  # a worker learns of the last finished requests with the next step
     gc.collect()
     assert len(desk(llm).store) == 0
-    deadline = time.monotonic() + 1  # that a tensor is gone is told by one thread to another
-    while any(n for held in llm.collective_rpc("weir_usage") for n in held.values()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(n for held in llm.collective_rpc("weir_usage") for n in held.values())
+    # That a tensor is gone is told by one thread to another.
+    eventually(lambda: [n for held in llm.collective_rpc("weir_usage") for n in held.values() if n], [], 1)
     assert not llm.llm_engine.output_processor.request_states
     assert not scheduler(llm).requests
     assert not llm.llm_engine.has_unfinished_requests()

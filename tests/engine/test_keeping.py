@@ -13,6 +13,7 @@ import torch
 import vllm_weir as weir
 from tests.engine.common import assert_nothing_is_held, desk, directory, prompts, sampling
 from tests.support.engines import get_llm
+from tests.support.measure import eventually
 from vllm_weir import consumers
 from vllm_weir.consumers import Consumer
 
@@ -137,11 +138,8 @@ def test_rows_reach_their_sinks(llm, compress):
 def test_rows_that_were_written_hold_no_memory(llm):
     outs = llm.generate(prompts([40] * 6), to("kept", "all"), use_tqdm=False)
     llm.llm_engine.step()
-    deadline = time.monotonic() + 5
-    while any(u["host_rows"] for u in llm.collective_rpc("weir_usage")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(u["host_rows"] for u in llm.collective_rpc("weir_usage")), "though the outputs are still held"
-    assert len(outs) == 6
+    eventually(lambda: sum(u["host_rows"] for u in llm.collective_rpc("weir_usage")), 0, 5)
+    assert len(outs) == 6, "they are still held here"
 
 
 def test_sequences_have_names_of_their_own(llm):

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 
 import httpx
 import numpy as np
@@ -22,6 +21,7 @@ from tests.engine.common import sampling
 from tests.engine.serve_probe import PATH as HELD
 from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
 from tests.support.engines import close_all, get_llm
+from tests.support.measure import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 CLOSE_OTHERS = True
@@ -139,11 +139,7 @@ def held(client):
 
 
 def assert_nothing_held(client, seconds=1.0, spool=0):
-    deadline = time.monotonic() + seconds
-    while (now := held(client)) != (empty := {"store": 0, "requests": 0, "workers": 0, "spool": spool}):
-        if time.monotonic() > deadline:
-            assert now == empty
-        time.sleep(0.02)
+    eventually(lambda: held(client), {"store": 0, "requests": 0, "workers": 0, "spool": spool}, seconds)
 
 
 def test_plain_answers_are_vllm_s(client):

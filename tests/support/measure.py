@@ -1,8 +1,25 @@
-"""How far rows are from a reference."""
+"""How far rows are from a reference, and how long something may take."""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
+
+T = TypeVar("T")
+SHARED = 8
+"""How much longer things may take where other test processes, with engines of their own, share the machine's cores."""
+
+
+def eventually(read: Callable[[], T], expected: T, seconds: float) -> None:
+    """`read()` is `expected` within so many seconds of a machine of its own."""
+    deadline = time.monotonic() + seconds * (SHARED if "PYTEST_XDIST_WORKER" in os.environ else 1)
+    while (now := read()) != expected:
+        assert time.monotonic() < deadline, f"still {now} after {seconds} s, not {expected}"
+        time.sleep(0.02)
 
 
 def rel_err(a: torch.Tensor, b: torch.Tensor) -> float:
