@@ -16,9 +16,6 @@ CHUNK = 1 << 24
 """Values that are encoded at once: what bounds the float32 copies that encoding makes."""
 
 
-_AFFINE = Compression("full8")
-
-
 @dataclass(frozen=True)
 class Codec:
     """A way to compress rows [n, d_model], ready to be used.
@@ -36,11 +33,10 @@ class Codec:
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """uint8 [n, record_bytes] of rows [n, d_model]."""
-        if self.halves is not None and rows.is_cuda:
-            # Tensor cores read the rows as they are and add up in float32; what is left is rp8's affine code, full8's.
-            both = torch.mm(rows, self.halves, out_dtype=torch.float32)
-            k = both.shape[1] // 2
-            return codec.encode(both[:, :k] + both[:, k:], _AFFINE)
+        if rows.is_cuda and (width := self._packed_at_once(rows.shape[1])):
+            from vllm_weir.worker.codec_triton import pack
+
+            return pack(rows.contiguous() if self.projection is None else self._project(rows), width)
         step = max(1, CHUNK // rows.shape[1])
         if len(rows) <= step:
             return codec.encode(rows, self.compression, self.projection)
@@ -48,6 +44,19 @@ class Codec:
         for first in range(0, len(rows), step):
             out[first : first + step] = codec.encode(rows[first : first + step], self.compression, self.projection)
         return out
+
+    def _packed_at_once(self, d: int) -> int:
+        """Values of a record of the affine code, if one launch can pack them; else 0."""
+        width = {"full8": d, "rp8": self.compression.k or 0}.get(self.compression.method, 0)
+        return 0 if width % 4 else width
+
+    def _project(self, rows: torch.Tensor) -> torch.Tensor:
+        """float32 [n, k] or, as a sum of two, [n, 2 k]."""
+        if self.halves is None:
+            assert self.projection is not None
+            return rows.float() @ self.projection.T
+        # Tensor cores read the rows as they are and add up in float32.
+        return torch.mm(rows, self.halves, out_dtype=torch.float32)
 
 
 class Codecs:

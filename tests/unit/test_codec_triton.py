@@ -1,0 +1,49 @@
+"""The affine code's kernel, run by Triton's interpreter: the bytes that the plain codec packs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+# The interpreter is chosen when a kernel is defined, so in a process of its own.
+CASES = """
+import torch
+from vllm_weir import codec
+from vllm_weir.spec.compress import Compression
+from vllm_weir.worker.codec_triton import pack
+
+torch.manual_seed(0)
+inf, nan = float("inf"), float("nan")
+tried = 0
+for k in (4, 32, 64, 100, 512):
+    for addends in (1, 2):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            rows = torch.randn(40, addends * k) * torch.logspace(-30, 30, 40)[:, None]
+            rows[0], rows[1] = 0, 2.5
+            for row, value in enumerate((nan, inf, -inf, 1.6e38, -1.6e38), start=2):
+                rows[row, k - 1] = value
+            rows[7] = (torch.arange(addends * k) % k) * 0.5  # many halves between two codes
+            rows = rows.to(dtype) + 0.0  # which of two zeros is the smallest is open
+            sums = rows.float().view(40, addends, k).sum(1)
+            assert torch.equal(pack(rows, k), codec.encode(sums, Compression("full8"))), (k, addends, dtype)
+            tried += 1
+assert pack(torch.zeros(0, 8), 4).shape == (0, 12)
+for wrong in ((torch.zeros(2, 6), 3), (torch.zeros(2, 6), 4), (torch.zeros(8, 2).T, 4)):
+    try:
+        pack(*wrong)
+    except ValueError as e:
+        assert "multiple of 4" in str(e)
+        tried += 1
+print("packed", tried)
+"""
+
+
+def test_bytes_are_the_plain_codec_s():
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", CASES], capture_output=True, text=True, env=env, timeout=300)
+    assert done.stdout == "packed 33\n", done.stderr[-3000:]
