@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
+import weakref
 
 import pytest
 
@@ -19,7 +22,7 @@ from tests.engine.common import (
     tokens,
     verify,
 )
-from tests.support.engines import get_llm
+from tests.support.engines import close_all, get_llm
 
 pytestmark = pytest.mark.engine
 
@@ -94,3 +97,24 @@ def test_an_aborted_request_gives_the_rows_it_has_and_harms_nobody(root):
     verify(last["stays"], wanted, truth)
     del last, out, rows
     assert_nothing_is_held(llm)
+
+
+def test_a_closed_engine_leaves_neither_threads_nor_its_model(root):
+    def threads():
+        gc.collect()
+        return [t for t in threading.enumerate() if t.name.startswith("weir-")]
+
+    # The first engine of a process imports much as it starts, and exceptions of those imports hold its frames.
+    get_llm(directory(root))
+    close_all()
+    before = threads()
+    assert {t.name for t in before} <= {"weir-inbox"}
+    llm = get_llm(directory(root))
+    out = llm.generate(prompts([5]), asking("all", 4)[0], use_tqdm=False)[0]
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    model = weakref.ref(worker.model_runner.get_model())
+    assert {t.name for t in threads()} == {"weir-inbox", "weir-link", "weir-drain"}
+    del llm, worker
+    close_all()
+    assert threads() == before and model() is None
+    assert out.activations["resid_post", 0].isfinite().all(), "rows outlive the engine"

@@ -67,6 +67,7 @@ def _place(worker, status) -> None:
         station.switch.pin()  # runner V1 has one set of graphs, with live taps
     _hold_execute_model(runner, station)
     _hold_dummy_run(runner, station)
+    _hold_shutdown(worker, station)
     spans(station)
     worker.weir_report = functools.partial(_report, status, station)
     worker.weir_usage = station.usage
@@ -132,6 +133,17 @@ def _hold_dummy_run(runner, station: Station) -> None:
         return dummy_run(*args, **kwargs)
 
     runner._dummy_run = wrapper
+
+
+def _hold_shutdown(worker, station: Station) -> None:
+    shutdown = worker.shutdown
+
+    @functools.wraps(shutdown)
+    def wrapper():
+        station.close()
+        shutdown()
+
+    worker.shutdown = wrapper
 
 
 def _v1_spans(runner):

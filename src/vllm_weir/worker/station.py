@@ -262,6 +262,12 @@ class Station:
         self._treater.run(plan, start, self._directions.tensors)
         return self._treater.pack(plan, start, self._codecs)
 
+    def close(self) -> None:
+        """Send what is under way, then let go of threads, sockets and pinned memory; nothing is served after it."""
+        self.drain.close()
+        self.link.close()
+        self.host.close()
+
     def silence(self) -> None:
         """The coming forward pass is a dummy: nothing is recorded or changed."""
         self._step = None
