@@ -10,6 +10,7 @@ import torch
 from tests.conformance.against_identities import identity_errors
 from tests.conformance.checks import (
     Wrong,
+    beyond,
     check_neighbours,
     check_refusals,
     conclude,
@@ -67,7 +68,22 @@ def check_oracle(
         if site is not None:
             vector = vector_for(plain[STEERED][site], seed)
             found["steer"] = _steer_error(engine, oracle, good, site, vector, stock, captured, bound)
+    for _, hook, way in beyond(verdict, bound):
+        steer = None
+        if way == "steer":
+            site = middle(good, hook)
+            assert site is not None
+            steer = (*site, vector_for(plain[STEERED][site], list(verdict.hooks).index(hook)))
+        verdict.hooks[hook]["rounding"][way] = _rounding(oracle, captured, hook, steer)
     conclude(verdict, bound)
+
+
+def _rounding(oracle: RemoteOracle, captured: Sequence[Answer], hook: str, steer: Any) -> float:
+    """How far the reference in fp32 is from itself in float64: at `hook`, or at all that an addition moves."""
+    if steer is not None:
+        return max(oracle.rounding(captured[STEERED].ids, steer).values())
+    errors = [oracle.rounding(answer.ids) for answer in captured if answer.rows]
+    return max(error for found in errors for at, error in found.items() if at[0] == hook)
 
 
 def _steer_error(
