@@ -7,7 +7,8 @@ the MLP does, and in proportion where they are small.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -65,10 +66,14 @@ def check_identities(
     conclude(verdict, bound)
 
 
-def identity_errors(rows: Rows, added: tuple[Site, torch.Tensor] | None = None) -> dict[str, float]:
+def identity_errors(
+    rows: Rows, added: tuple[Site, torch.Tensor] | None = None, gains: Mapping[int, float] = MappingProxyType({})
+) -> dict[str, float]:
     """The largest error of the identities that each hook point takes part in.
 
-    `added`: a site and what was added there, which the identity that defines its value knows nothing of.
+    Args:
+        added: a site and what was added there, which the identity that defines its value knows nothing of.
+        gains: block -> what it multiplies its sum with before it leaves.
     """
 
     def made(site: Site) -> torch.Tensor:
@@ -84,7 +89,8 @@ def identity_errors(rows: Rows, added: tuple[Site, torch.Tensor] | None = None) 
             sums.append(("resid_post", "resid_pre", *(h for h in ("attn_out", "mlp_out") if h in here)))
         for total, *terms in sums:
             if len(terms) > 1 and {total, *terms} <= set(here):
-                error = rel_err(sum(here[t] for t in terms), made((total, layer)))
+                gain = gains.get(layer, 1.0) if total == "resid_post" else 1.0
+                error = rel_err(gain * sum(here[t] for t in terms), made((total, layer)))
                 for hook in (total, *terms):
                     worst[hook] = max(worst.get(hook, 0.0), error)
                 for hook in terms:

@@ -31,7 +31,7 @@ class RemoteOracle:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """`num_layers`, `hidden_size`, `kinds` of the blocks, and `missing`: (hook, layer) -> why."""
+        """`num_layers`, `hidden_size`, `kinds` and `gains` of the blocks, and `missing`: (hook, layer) -> why."""
         if self._facts is None:
             self._facts = self._answer()
         return self._facts
@@ -106,6 +106,7 @@ def _serve(pipe: Any, model_dir: Path) -> None:
             "num_layers": oracle.num_layers,
             "hidden_size": oracle.hidden_size,
             "kinds": [shape.kind for shape in oracle.shapes],
+            "gains": oracle.gains,
             "missing": {site: why for site in sites if (why := oracle.missing(*site))},
         }
 
