@@ -53,7 +53,7 @@ def check_oracle(
     check_refusals(engine, sites)
 
     captured = engine.ask(good)
-    check_neighbours(stock, captured, "captured", bound, exact=True)
+    check_neighbours(stock, captured, "captured", bound, exact=verdict.steady)
     plain = [oracle.points(answer.ids)[0] for answer in captured]
     for rows in plain:
         broken = {
@@ -69,7 +69,7 @@ def check_oracle(
         site = middle(good, hook)
         if site is not None:
             vector = vector_for(plain[STEERED][site], seed)
-            found["steer"] = _steer_error(engine, oracle, good, site, vector, stock, captured, bound)
+            found["steer"] = _steer_error(engine, oracle, good, site, vector, stock, verdict)
     for _, hook, way in beyond(verdict, bound):
         steer = None
         if way == "steer":
@@ -95,15 +95,14 @@ def _steer_error(
     site: tuple[str, int],
     vector: torch.Tensor,
     stock: Sequence[Answer],
-    captured: Sequence[Answer],
-    bound: float,
+    verdict: Verdict,
 ) -> float:
     """Add `vector` at a site of one request: all its rows and log-probabilities against the steered reference."""
     import vllm_weir as weir
 
-    hook, layer = site
+    (hook, layer), bound = site, verdict.bound
     answers = engine.ask(good, [weir.Add(vector, layers=layer, hook=hook)])
-    check_neighbours(stock, answers, f"{hook}[{layer}] steered", bound, exact=bound <= 1e-5)
+    check_neighbours(stock, answers, f"{hook}[{layer}] steered", bound, exact=verdict.steady and bound <= 1e-5)
     mine = answers[STEERED]
     rows, logits = oracle.steer(mine.ids, hook, layer, vector)
     before = oracle.logits(mine.ids)
