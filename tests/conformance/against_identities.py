@@ -7,7 +7,8 @@ the MLP does, and in proportion where they are small.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from tests.conformance.checks import (
 from tests.conformance.engine import LENGTHS, STEERED, Answer, Engine
 from tests.conformance.oracle import FIVE
 from tests.conformance.verdict import Verdict
+from tests.conformance.zoo.entry import COARSE, EXACT
 from tests.support.measure import rel_err
 
 Site = tuple[str, int]
@@ -45,7 +47,7 @@ def check_identities(
     good = served(sites)
     check_refusals(engine, sites)
     captured = engine.ask(good)
-    check_neighbours(stock, captured, "captured", bound, exact=True)
+    check_neighbours(stock, captured, "captured", bound, exact=verdict.steady)
     for answer in captured:
         if not torch.isfinite(answer.logprobs).all():
             raise Wrong("the model's own log-probabilities are not finite")
@@ -57,7 +59,7 @@ def check_identities(
             raise Wrong(f"{hook} takes part in no identity: nothing tells whether it is right")
         verdict.hooks[hook]["capture"] = _end_error(hook, captured)
 
-    checks = _Steering(engine, good, stock, captured[STEERED], bound)
+    checks = _Steering(engine, good, stock, captured[STEERED], verdict)
     for seed, (hook, found) in enumerate(verdict.hooks.items()):
         site = middle(good, hook)
         if site is not None:
@@ -65,10 +67,14 @@ def check_identities(
     conclude(verdict, bound)
 
 
-def identity_errors(rows: Rows, added: tuple[Site, torch.Tensor] | None = None) -> dict[str, float]:
+def identity_errors(
+    rows: Rows, added: tuple[Site, torch.Tensor] | None = None, gains: Mapping[int, float] = MappingProxyType({})
+) -> dict[str, float]:
     """The largest error of the identities that each hook point takes part in.
 
-    `added`: a site and what was added there, which the identity that defines its value knows nothing of.
+    Args:
+        added: a site and what was added there, which the identity that defines its value knows nothing of.
+        gains: block -> what it multiplies its sum with before it leaves.
     """
 
     def made(site: Site) -> torch.Tensor:
@@ -84,7 +90,8 @@ def identity_errors(rows: Rows, added: tuple[Site, torch.Tensor] | None = None) 
             sums.append(("resid_post", "resid_pre", *(h for h in ("attn_out", "mlp_out") if h in here)))
         for total, *terms in sums:
             if len(terms) > 1 and {total, *terms} <= set(here):
-                error = rel_err(sum(here[t] for t in terms), made((total, layer)))
+                gain = gains.get(layer, 1.0) if total == "resid_post" else 1.0
+                error = rel_err(gain * sum(here[t] for t in terms), made((total, layer)))
                 for hook in (total, *terms):
                     worst[hook] = max(worst.get(hook, 0.0), error)
                 for hook in terms:
@@ -119,9 +126,12 @@ def _end_error(hook: str, captured: Sequence[Answer]) -> float:
 
 class _Steering:
     def __init__(
-        self, engine: Engine, good: Sequence[Site], stock: Sequence[Answer], plain: Answer, bound: float
+        self, engine: Engine, good: Sequence[Site], stock: Sequence[Answer], plain: Answer, verdict: Verdict
     ) -> None:
-        self.engine, self.good, self.stock, self.plain, self.bound = engine, good, stock, plain, bound
+        self.engine, self.good, self.stock, self.plain, self.bound = engine, good, stock, plain, verdict.bound
+        self.exact = verdict.steady and verdict.bound <= EXACT
+        # Rounding to so few bits hides what little does, and a router may send a token elsewhere for it.
+        self.coarse = verdict.bound >= COARSE
 
     def error(self, site: Site, seed: int) -> float:
         """The largest error of the exact checks at a site; raises Wrong at what has no measure."""
@@ -139,7 +149,8 @@ class _Steering:
         elif torch.equal(whole.logprobs, self.plain.logprobs):
             raise Wrong(f"adding at {hook}[{layer}] moved nothing")
         else:
-            self._small_ones_are_linear(site, vector)
+            if not self.coarse:
+                self._small_ones_are_linear(site, vector)
             self._mixing(site, vector)
         for first, second, later in SAME_PLACE:
             twin = (second, layer + later)
@@ -156,7 +167,7 @@ class _Steering:
         hook, layer = site
         add = weir.Add(vector, layers=layer, hook=hook, positions=positions)
         answers = self.engine.ask(self.good, [add])
-        check_neighbours(self.stock, answers, f"{hook}[{layer}] steered", self.bound, exact=self.bound <= 1e-5)
+        check_neighbours(self.stock, answers, f"{hook}[{layer}] steered", self.bound, exact=self.exact)
         return answers[STEERED]
 
     @property
@@ -168,7 +179,8 @@ class _Steering:
         return answer.rows[site][: self._length]
 
     def _apart(self, a: Answer, b: Answer, after: Site) -> float:
-        errors = [rel_err(self._prompt(a, at), self._prompt(b, at)) for at in self.good if not _before(at, after)]
+        later = [after] if self.coarse else [at for at in self.good if not _before(at, after)]
+        errors = [rel_err(self._prompt(a, at), self._prompt(b, at)) for at in later]
         return max(errors, default=0.0)
 
     def _small_ones_are_linear(self, site: Site, vector: torch.Tensor) -> None:
@@ -213,7 +225,8 @@ class _Steering:
             return first - first.mean()
 
         plain = centred(self.plain)
-        one, two = (centred(self._added(site, k * vector)) - plain for k in (0.1, 0.2))
+        step = 1.0 if self.coarse else 0.1
+        one, two = (centred(self._added(site, k * step * vector)) - plain for k in (1, 2))
         if float(one.abs().max()) < 1e-3:
             raise Wrong("adding at final_norm does not move the logits")
         if rel_err(2 * one, two) > 0.05:

@@ -10,6 +10,7 @@ import torch
 from tests.conformance.against_identities import identity_errors
 from tests.conformance.checks import (
     Wrong,
+    beyond,
     check_neighbours,
     check_refusals,
     conclude,
@@ -52,10 +53,12 @@ def check_oracle(
     check_refusals(engine, sites)
 
     captured = engine.ask(good)
-    check_neighbours(stock, captured, "captured", bound, exact=True)
+    check_neighbours(stock, captured, "captured", bound, exact=verdict.steady)
     plain = [oracle.points(answer.ids)[0] for answer in captured]
     for rows in plain:
-        broken = {hook: error for hook, error in identity_errors(rows).items() if error > 1e-6}
+        broken = {
+            hook: error for hook, error in identity_errors(rows, None, oracle.facts["gains"]).items() if error > 1e-6
+        }
         if broken:
             raise Wrong(f"the reference breaks its own identities: {broken}")
     for hook, layer in good:
@@ -66,8 +69,23 @@ def check_oracle(
         site = middle(good, hook)
         if site is not None:
             vector = vector_for(plain[STEERED][site], seed)
-            found["steer"] = _steer_error(engine, oracle, good, site, vector, stock, captured, bound)
+            found["steer"] = _steer_error(engine, oracle, good, site, vector, stock, verdict)
+    for _, hook, way in beyond(verdict, bound):
+        steer = None
+        if way == "steer":
+            site = middle(good, hook)
+            assert site is not None
+            steer = (*site, vector_for(plain[STEERED][site], list(verdict.hooks).index(hook)))
+        verdict.hooks[hook]["rounding"][way] = _rounding(oracle, captured, hook, steer)
     conclude(verdict, bound)
+
+
+def _rounding(oracle: RemoteOracle, captured: Sequence[Answer], hook: str, steer: Any) -> float:
+    """How far the reference in fp32 is from itself in float64: at `hook`, or at all that an addition moves."""
+    if steer is not None:
+        return max(oracle.rounding(captured[STEERED].ids, steer).values())
+    errors = [oracle.rounding(answer.ids) for answer in captured if answer.rows]
+    return max(error for found in errors for at, error in found.items() if at[0] == hook)
 
 
 def _steer_error(
@@ -77,15 +95,14 @@ def _steer_error(
     site: tuple[str, int],
     vector: torch.Tensor,
     stock: Sequence[Answer],
-    captured: Sequence[Answer],
-    bound: float,
+    verdict: Verdict,
 ) -> float:
     """Add `vector` at a site of one request: all its rows and log-probabilities against the steered reference."""
     import vllm_weir as weir
 
-    hook, layer = site
+    (hook, layer), bound = site, verdict.bound
     answers = engine.ask(good, [weir.Add(vector, layers=layer, hook=hook)])
-    check_neighbours(stock, answers, f"{hook}[{layer}] steered", bound, exact=bound <= 1e-5)
+    check_neighbours(stock, answers, f"{hook}[{layer}] steered", bound, exact=verdict.steady and bound <= 1e-5)
     mine = answers[STEERED]
     rows, logits = oracle.steer(mine.ids, hook, layer, vector)
     before = oracle.logits(mine.ids)

@@ -9,6 +9,7 @@ import torch
 
 from tests.conformance.engine import STEERED, Answer, Engine
 from tests.conformance.oracle import ENDS, FIVE
+from tests.conformance.rounding import widened
 from tests.conformance.verdict import CONFORMS, FAILS, Verdict
 
 HOOKS = ("embed", *FIVE, "final_norm")
@@ -36,6 +37,7 @@ def summary(sites: Iterable[Any]) -> dict[str, dict[str, Any]]:
             "has": None,
             "capture": None,
             "steer": None,
+            "rounding": {},
             "refused": "; ".join(reasons),
         }
     return found
@@ -88,14 +90,22 @@ def check_neighbours(stock: Sequence[Answer], now: Sequence[Answer], what: str, 
             raise Wrong(f"{what}: request {i} of the batch has log-probabilities far from the others'")
 
 
-def conclude(verdict: Verdict, bound: float) -> None:
-    """Conforms, or the worst of what does not."""
-    worst = [
+def beyond(verdict: Verdict, bound: float) -> list[tuple[float, str, str]]:
+    """(error, hook point, "capture" or "steer") of what is off by more than the bound.
+
+    Where the reference's own rounding was measured, the bound is `widened` by it.
+    """
+    return [
         (error, hook, way)
         for hook, found in verdict.hooks.items()
         for way in ("capture", "steer")
-        if (error := found[way]) is not None and not error <= bound
+        if (error := found[way]) is not None and not error <= widened(bound, found["rounding"].get(way, 0.0))
     ]
+
+
+def conclude(verdict: Verdict, bound: float) -> None:
+    """Conforms, or the worst of what does not."""
+    worst = beyond(verdict, bound)
     if worst:
         error, hook, way = max(worst)
         verdict.verdict, verdict.reason = FAILS, f"{way} at {hook} is off by {error:.1e}"

@@ -16,28 +16,60 @@ backend, as a tiny model with random weights in fp32 on {backend}. A cell is the
 all blocks, prompt and generated positions: of captured rows / of all that follows from an addition at the point. The
 reference is the same model in transformers, its hook points read off the additions its blocks make; where transformers
 lacks the model (*identities*), the identities of [hook_points.md](hook_points.md) stand in, and what an addition may
-move and what not. `(2 of 4)`: so many blocks have the point. Bounds: 1e-5; routed experts and latent attention 1e-4.
+move and what not. `(2 of 4)`: so many blocks have the point; *none*: the
+reference has none either. Bounds: 1e-5; routed experts and latent attention 1e-4.
 
 """
 
+ROUNDED = """
+† Beyond 1e-5, and within four times what fp32 itself is off there: transformers in fp32 against transformers in
+float64 differs by {cases}. Two implementations that round in orders of their own cannot agree better.
+"""
 
-def write_docs(results: dict[str, Verdict], path: Path) -> None:
-    """Write the page."""
+
+ON_A_GPU = """
+On a GPU (`tests/gpu/conformance.py`): what the CPU cannot run, and some of what it can, for the taps there. fp32,
+without the tensor cores' shorter numbers, bound 1e-4; where vLLM's kernels take bfloat16 alone, or make it themselves,
+the identities, up to its rounding: 2e-2.
+"""
+
+
+def write_docs(results: dict[str, Verdict], gpu: dict[str, Verdict], path: Path) -> None:
+    """Write the page from what a CPU and what a GPU found."""
     verdicts = [results[a] for a in sorted(results, key=str.lower)]
     by = {kind: [v for v in verdicts if v.verdict == kind] for kind in (CONFORMS, REFUSED, CANNOT)}
     others = [v for v in verdicts if v.verdict not in by]
+    on_gpu = [gpu[a] for a in sorted(gpu, key=str.lower)]
+    judged = {v.architecture for v in on_gpu if v.verdict in (CONFORMS, REFUSED)}
+    by[CANNOT] = [v for v in by[CANNOT] if v.architecture not in judged]
+    more = [v for v in on_gpu if v.verdict == CONFORMS and results[v.architecture].verdict == CANNOT]
     version = ", ".join(sorted({v.vllm for v in verdicts if v.vllm}))
     backend = ", ".join(sorted({v.backend for v in verdicts}))
     lines = [HEAD.format(version=version, backend=backend)]
-    lines.append(" · ".join(f"{len(found)} {kind}" for kind, found in [*by.items(), ("fail", others)] if found) + "\n")
+    counts = [(len(found), kind) for kind, found in [*by.items(), ("fail", others)] if found]
+    counts[1:1] = [(len(more), f"more {CONFORMS} on {_device(more[0])}")] if more else []
+    lines.append(" · ".join(f"{count} {kind}" for count, kind in counts) + "\n")
     lines.append("## Conform\n")
-    lines.append("| architecture | vLLM's class | reference | " + " | ".join(f"`{hook}`" for hook in HOOKS) + " |")
-    lines.append("|" + "---|" * (3 + len(HOOKS)))
+    lines += _header(["reference"])
     for v in by[CONFORMS]:
         reference = v.checked + (f", {v.note}" if v.note else "")
         lines.append(f"| {v.architecture} | {v.model_class} | {reference} | {' | '.join(_cells(v))} |")
-    lines.append("\nWhy a point is not there, or not in every block:\n")
-    lines += [f"* {reason}: {', '.join(names)}" for reason, names in sorted(_reasons(by[CONFORMS]).items())]
+    rounded = [
+        f"{error:.0e} ({v.architecture}, {way} at `{hook}`)"
+        for v in by[CONFORMS]
+        for hook, found in v.hooks.items()
+        for way, error in found.get("rounding", {}).items()
+    ]
+    if rounded:
+        lines.append(ROUNDED.format(cases=", ".join(rounded)))
+    lines += _why(by[CONFORMS])
+    if on_gpu:
+        lines += _gpu_table([v for v in on_gpu if v.verdict == CONFORMS])
+    by[REFUSED] += [v for v in on_gpu if v.verdict == REFUSED]
+    if any(v.verdict not in (CONFORMS, REFUSED) for v in on_gpu):
+        lines.append("\nNot judged there:\n")
+        unjudged = [v for v in on_gpu if v.verdict not in (CONFORMS, REFUSED)]
+        lines += [f"* {v.architecture} ({v.dtype}): {v.verdict}, {_cell(v.reason)}" for v in unjudged]
     for kind, title in ((REFUSED, "Refused"), (CANNOT, "Cannot be run here")):
         lines.append(f"\n## {title}\n\n| architecture | why | known |\n|---|---|---|")
         lines += [f"| {v.architecture} | {_cell(v.reason)} | {v.checked} |" for v in by[kind]]
@@ -47,16 +79,44 @@ def write_docs(results: dict[str, Verdict], path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+def _gpu_table(verdicts: list[Verdict]) -> list[str]:
+    lines = [ON_A_GPU, *_header(["device", "dtype", "bound", "reference"])]
+    for v in verdicts:
+        reference = v.checked + (f", {v.note}" if v.note else "")
+        cells = [v.architecture, v.model_class, _device(v), v.dtype, f"{v.bound:.0e}", reference, *_cells(v)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines + _why(verdicts)
+
+
+def _device(verdict: Verdict) -> str:
+    return f"{verdict.backend}, vLLM {verdict.vllm}"
+
+
+def _header(more: list[str]) -> list[str]:
+    names = ["architecture", "vLLM's class", *more, *(f"`{hook}`" for hook in HOOKS)]
+    return [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+
+
+def _why(verdicts: list[Verdict]) -> list[str]:
+    reasons = sorted(_reasons(verdicts).items())
+    return ["\nWhy a point is not there, or not in every block:\n"] * bool(reasons) + [
+        f"* {reason}: {', '.join(names)}" for reason, names in reasons
+    ]
+
+
 def _cells(verdict: Verdict) -> list[str]:
     cells = []
     for hook in HOOKS:
         found = verdict.hooks.get(hook)
         if not found or found["capture"] is None:
-            cells.append("refused")
+            cells.append("none" if found and found.get("has") == 0 else "refused")
             continue
         of = f" ({found['layers']} of {found['of']})" if found["layers"] < found["of"] else ""
-        steer = "-" if found["steer"] is None else f"{found['steer']:.0e}"
-        cells.append(f"{found['capture']:.0e} / {steer}{of}")
+        errors = []
+        for way in ("capture", "steer"):
+            mark = "†" if way in found.get("rounding", {}) else ""
+            errors.append("-" if found[way] is None else f"{found[way]:.0e}{mark}")
+        cells.append(" / ".join(errors) + of)
     return cells
 
 

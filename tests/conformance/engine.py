@@ -27,6 +27,9 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # What tensor cores would shorten to 10 bits is multiplied in full, and no sampler is compiled.
+    "TRITON_F32_DEFAULT": "ieee",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 """To be set before vLLM is imported."""
 
@@ -45,10 +48,20 @@ ARGUMENTS: dict[str, Any] = dict(
     disable_log_stats=True,
 )
 
+ON_GPU: dict[str, Any] = dict(block_size=None, kv_cache_memory_bytes=256 << 20, gpu_memory_utilization=0.08)
+"""In their place there: backends choose the size of cache blocks, and several engines share the device."""
+
 
 def set_environment() -> None:
     """Before vLLM is imported."""
     os.environ.update(ENVIRONMENT)
+
+
+def device_name() -> str:
+    """What vLLM runs on: "cpu", or the name of the GPU."""
+    from vllm.platforms import current_platform
+
+    return current_platform.get_device_name().removeprefix("NVIDIA ") if current_platform.is_cuda() else "cpu"
 
 
 def prompts() -> list[list[int]]:
@@ -87,7 +100,8 @@ class Engine:
     def __init__(self, entry: Entry, model_dir: Path) -> None:
         from vllm import LLM
 
-        arguments = ARGUMENTS | {"model": str(model_dir)} | entry.engine
+        arguments = ARGUMENTS | {"model": str(model_dir), "dtype": entry.dtype}
+        arguments |= entry.engine if device_name() == "cpu" else ON_GPU | entry.engine
         if not entry.oracle:
             from tests.conformance.zoo.loader import LOAD_FORMAT
 
@@ -136,5 +150,5 @@ def _answer(output: Any) -> Answer:
         for hook, layer in activations.sites:
             if activations.positions_of(hook, layer).tolist() != list(range(len(ids))):
                 raise AssertionError(f"{hook}[{layer}] has not one row for each of {len(ids)} tokens")
-            rows[hook, layer] = activations[hook, layer].clone()
+            rows[hook, layer] = activations[hook, layer].float().clone()
     return Answer(ids, made, logprobs, rows)

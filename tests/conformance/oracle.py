@@ -41,6 +41,7 @@ class Shape:
         kind: "sequential", "parallel", "mixer", "mlp" or "unknown".
         attn, mlp: where the term is found: (step on the block's chain of additions, operand of the addition that made
             that step's term, or -1 for the term itself).
+        gain: what the stream is multiplied with after the last addition.
         missing: hook point -> why there is none.
     """
 
@@ -48,6 +49,7 @@ class Shape:
     attn: tuple[int, int] = (0, -1)
     mlp: tuple[int, int] = (1, -1)
     missing: dict[str, str] = field(default_factory=dict)
+    gain: float = 1.0
 
     def read(self, done: Pass, hook: str) -> torch.Tensor:
         """The rows [n, d] of a hook point."""
@@ -148,6 +150,9 @@ def find_shape(plain: Pass, disturb: Callable[[int, bool], Pass]) -> Shape:
         reason = alone.format("an MLP", "token mixer")
         return Shape("mlp", mlp=(0, -1), missing={"resid_mid": reason, "attn_out": reason})
     if len(terms) >= 2 and mixing[0] and not any(mixing[1:]) and terms[1].sees:
+        gain = _proportion(plain.value(chain[-1][0].result), plain.left)
+        if not whole and len(terms) == 2 and gain != 1:
+            return Shape("sequential", gain=gain)
         after = "more is added to the stream after the MLP's term" if whole else "the stream is scaled after the MLP"
         return Shape("sequential", missing={"mlp_out": f"{after}: resid_mid + mlp_out is not what leaves the block"})
     what = f"{len(terms)} terms, {sum(mixing)} of token mixers, are added" if whole else "more than additions lie"
@@ -175,6 +180,11 @@ class Oracle:
         """The logits [n, vocab] of a plain pass that nothing watches."""
         with torch.no_grad():
             return self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+
+    @property
+    def gains(self) -> dict[int, float]:
+        """Block -> what it multiplies the stream with at its end, where it does."""
+        return {layer: shape.gain for layer, shape in enumerate(self.shapes) if shape.gain != 1}
 
     def missing(self, hook: str, layer: int = 0) -> str | None:
         """Why there is no such point; None if there is."""
@@ -299,7 +309,7 @@ def _is_stream(output: Any, oracle: Oracle) -> bool:
     return isinstance(output, torch.Tensor) and output.ndim == 3 and output.shape[-1] == oracle.hidden_size
 
 
-def _proportion(embedding: torch.Tensor, stream: torch.Tensor) -> float:
-    """What the embedding is multiplied with to be the stream; 1 if something else is done to it (positions, a norm)."""
-    scale = float((embedding * stream).sum() / (embedding * embedding).sum())
-    return scale if rel_err(scale * embedding, stream) < 1e-5 else 1.0
+def _proportion(one: torch.Tensor, other: torch.Tensor) -> float:
+    """What one tensor is multiplied with to be another; 1 if something else is done to it (positions, a norm)."""
+    scale = float((one * other).sum() / (one * one).sum())
+    return scale if rel_err(scale * one, other) < 1e-5 else 1.0

@@ -31,7 +31,7 @@ class RemoteOracle:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """`num_layers`, `hidden_size`, `kinds` of the blocks, and `missing`: (hook, layer) -> why."""
+        """`num_layers`, `hidden_size`, `kinds` and `gains` of the blocks, and `missing`: (hook, layer) -> why."""
         if self._facts is None:
             self._facts = self._answer()
         return self._facts
@@ -47,6 +47,10 @@ class RemoteOracle:
     def steer(self, ids: Sequence[int], hook: str, layer: int, vector: torch.Tensor) -> tuple[Rows, torch.Tensor]:
         """As `Oracle.steer`, at all positions."""
         return self._ask("steer", list(ids), hook, layer, vector)
+
+    def rounding(self, ids: Sequence[int], steer: tuple[str, int, torch.Tensor] | None = None) -> dict[Any, float]:
+        """As `rounding_errors`."""
+        return self._ask("rounding", list(ids), steer)
 
     def close(self) -> None:
         """End the process."""
@@ -87,8 +91,12 @@ def _serve(pipe: Any, model_dir: Path) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     from tests.conformance.oracle import ENDS, FIVE, Oracle
+    from tests.conformance.rounding import rounding_errors
 
     oracle: Oracle
+
+    def answer(name: str, arguments: Sequence[Any]) -> Any:
+        return rounding_errors(oracle, *arguments) if name == "rounding" else getattr(oracle, name)(*arguments)
 
     def facts() -> dict[str, Any]:
         nonlocal oracle
@@ -98,6 +106,7 @@ def _serve(pipe: Any, model_dir: Path) -> None:
             "num_layers": oracle.num_layers,
             "hidden_size": oracle.hidden_size,
             "kinds": [shape.kind for shape in oracle.shapes],
+            "gains": oracle.gains,
             "missing": {site: why for site in sites if (why := oracle.missing(*site))},
         }
 
@@ -105,7 +114,7 @@ def _serve(pipe: Any, model_dir: Path) -> None:
     with contextlib.suppress(EOFError):
         while True:
             name, *arguments = _unpacked(pipe.recv())
-            _reply(pipe, lambda name=name, arguments=arguments: getattr(oracle, name)(*arguments))
+            _reply(pipe, lambda name=name, arguments=arguments: answer(name, arguments))
 
 
 def _reply(pipe: Any, work: Any) -> None:

@@ -9,19 +9,19 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tests.conformance.engine import Engine, set_environment
+from tests.conformance.engine import Engine, device_name, set_environment
 from tests.conformance.verdict import CANNOT, FAILS, REFUSED, Verdict
 from tests.conformance.zoo import ZOO, Entry, build
 
 
-def run_one(architecture: str, where: Path, *, retry: bool = False) -> Verdict:
+def run_one(entry: Entry, where: Path, *, retry: bool = False) -> Verdict:
     """The verdict on one architecture; `where` is an empty directory for its model.
 
     Args:
         retry: run what the zoo says cannot be run, too.
     """
-    entry, start = ZOO[architecture], time.monotonic()
-    verdict = Verdict(architecture, bound=entry.bound, checked="transformers" if entry.oracle else "identities")
+    start, checked = time.monotonic(), "transformers" if _has_oracle(entry) else "identities"
+    verdict = Verdict(entry.architecture, bound=entry.bound, dtype=entry.dtype, checked=checked)
     if entry.verdict and not retry:
         verdict.verdict, verdict.reason = entry.verdict, entry.reason
         verdict.checked = "by running it" if entry.tried else "by reading its source"
@@ -29,7 +29,7 @@ def run_one(architecture: str, where: Path, *, retry: bool = False) -> Verdict:
         _run(entry, where, verdict)
     import vllm
 
-    verdict.vllm = vllm.__version__
+    verdict.vllm, verdict.backend = vllm.__version__, device_name()
     verdict.seconds = round(time.monotonic() - start, 1)
     return verdict
 
@@ -41,12 +41,14 @@ def _run(entry: Entry, where: Path, verdict: Verdict) -> None:
 
     torch.set_num_threads(1)
     build(entry, where)
-    oracle = RemoteOracle(where) if entry.oracle else None
+    oracle = RemoteOracle(where) if _has_oracle(entry) else None
     try:
         try:
             engine = Engine(entry, where)
             verdict.model_class = engine.model_class
             stock = engine.ask(plain=True)
+            if device_name() != "cpu":
+                verdict.steady = all(a.same(b) for a, b in zip(stock, engine.ask(plain=True)))
         except Exception as e:  # noqa: BLE001 - whatever stops stock vLLM is the verdict; only what is expected passes
             verdict.verdict, verdict.reason = CANNOT if entry.verdict else FAILS, _brief(e)
             traceback.print_exc()
@@ -55,6 +57,10 @@ def _run(entry: Entry, where: Path, verdict: Verdict) -> None:
     finally:
         if oracle is not None:
             oracle.close()
+
+
+def _has_oracle(entry: Entry) -> bool:
+    return entry.oracle and not entry.identities
 
 
 def _judge(entry: Entry, engine: Engine, oracle: Any, stock: Any, verdict: Verdict) -> None:
@@ -80,10 +86,11 @@ def _judge(entry: Entry, engine: Engine, oracle: Any, stock: Any, verdict: Verdi
                 if not entry.apart:
                     raise Wrong(f"vLLM itself is {verdict.stock_error:.1e} from transformers")
                 verdict.checked, verdict.note, oracle = "identities", entry.apart, None
+                verdict.bound = max(entry.bound, entry.apart_bound)
         if oracle is not None:
-            check_oracle(engine, oracle, sites, stock, entry.bound, verdict)
+            check_oracle(engine, oracle, sites, stock, verdict.bound, verdict)
         else:
-            check_identities(engine, sites, stock, entry.bound, verdict)
+            check_identities(engine, sites, stock, verdict.bound, verdict)
     except NoPoint as e:
         verdict.verdict, verdict.reason = FAILS, f"Weir serves points, but the reference finds none: {e}"
     except Exception as e:  # noqa: BLE001 - anything unforeseen is a failure, and says so
@@ -107,7 +114,7 @@ def main() -> None:
     arguments = parser.parse_args()
     set_environment()
     with tempfile.TemporaryDirectory(prefix="weir-zoo-") as scratch:
-        verdict = run_one(arguments.architecture, Path(scratch) / arguments.architecture, retry=arguments.retry)
+        verdict = run_one(ZOO[arguments.architecture], Path(scratch) / "model", retry=arguments.retry)
     if arguments.out:
         verdict.save(arguments.out)
     print(verdict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ class Verdict:
             without a reference), "capture" and "steer": largest max|d| / max|ref|, or None where nothing is served,
             "refused": why some or all blocks do not}.
         note: why identities were checked although transformers has the model.
+        steady: whether stock vLLM gives the same answers to the bit, asked twice.
         stock_error: how far vLLM itself is from transformers in the log-probabilities, max|d| / max|ref|.
     """
 
@@ -35,6 +37,8 @@ class Verdict:
     blocks: list[str] = field(default_factory=list)
     stock_error: float | None = None
     bound: float = 0.0
+    dtype: str = "float32"
+    steady: bool = True
     vllm: str = ""
     backend: str = "cpu"
     seconds: float = 0.0
@@ -48,3 +52,16 @@ class Verdict:
     def load(cls, path: Path) -> Verdict:
         """Read one that was written."""
         return cls(**json.loads(path.read_text()))
+
+
+def load_results(path: Path) -> dict[str, Verdict]:
+    """Architecture -> verdict, of a file that `save_results` wrote; nothing if there is none."""
+    return {v["architecture"]: Verdict(**v) for v in json.loads(path.read_text())} if path.exists() else {}
+
+
+def save_results(verdicts: Iterable[Verdict], path: Path, keep: Container[str] | None = None) -> None:
+    """Put new verdicts in the place of older ones; `keep`: architectures to keep, None for all."""
+    known = load_results(path) | {v.architecture: v for v in verdicts}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    wanted = [asdict(known[a]) for a in sorted(known) if keep is None or a in keep]
+    path.write_text(json.dumps(wanted, indent=1) + "\n")

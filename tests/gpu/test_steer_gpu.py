@@ -28,10 +28,12 @@ def shipped(graphs=None, **more):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("d_model", [96, 256, 4096])
-def test_the_triton_tap_equals_the_cpu_op(d_model, dtype):
+@pytest.mark.parametrize("beside", [("residual", 1.0, 1.0), ("residual", 1.3, 0.7), ("offset", 0.8, 0.8)], ids=str)
+def test_the_triton_tap_equals_the_cpu_op(d_model, dtype, beside):
     from vllm_weir.spec.interventions import Ablate, Add, Clamp, LowRank, Move, Replace
     from vllm_weir.spec.sizes import Sizes
     from vllm_weir.worker.programs import ProgramTable
+    from vllm_weir.worker.tap import numbered
 
     rng = np.random.default_rng(0)
     v = lambda *s: rng.standard_normal(s).astype(np.float32)
@@ -64,19 +66,22 @@ def test_the_triton_tap_equals_the_cpu_op(d_model, dtype):
     ranks = torch.full((4, 9), -1, dtype=torch.int32)
     ranks[0, 3:6] = torch.arange(3, dtype=torch.int32)
     hidden, residual = (torch.from_numpy(v(n, d_model)).to(dtype) for _ in range(2))
+    kind, scale, other_scale = beside
+    if kind == "offset":
+        residual = residual[:1].expand(n, d_model)
     results = []
     for device in ("cpu", "cuda"):
-        h, r = hidden.clone().to(device), residual.clone().to(device)
+        h, r = (tensor.to(device, copy=True) for tensor in (hidden, residual))
         ring = torch.zeros(3 * n, d_model, dtype=dtype, device=device)
         tables = [torch.from_numpy(getattr(table, name)).to(device) for name in ("heads", "ints", "floats", "vectors")]
-        torch.ops.weir.tap_residual(
-            h, r, torch.tensor(1, dtype=torch.int32, device=device), plan.to(device), ranks.to(device), ring, *tables
-        )
+        number = numbered(1, scale, other_scale, kind == "offset", device)
+        op = getattr(torch.ops.weir, f"tap_{kind}")
+        op(h, r, number, plan.to(device), ranks.to(device), ring, *tables)
         results.append([x.cpu().float() for x in (h, r, ring)])
     for ours, theirs in zip(*results, strict=True):
-        scale = theirs.abs().max()
+        most = theirs.abs().max()
         # One bf16 step is 2^-8 of the value; float32 sums differ by their order only.
-        assert (ours - theirs).abs().max() <= (scale / 128 if dtype == torch.bfloat16 else 2e-6 * scale * d_model**0.5)
+        assert (ours - theirs).abs().max() <= (most / 128 if dtype == torch.bfloat16 else 2e-6 * most * d_model**0.5)
     plain = plan[:n, 2] < 0
     assert torch.equal(results[1][0][plain], hidden[plain].float()) and torch.equal(
         results[1][1][plain], residual[plain].float()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_weir.worker.anchors import Anchor, Key
+from vllm_weir.spec.interventions import BLEND
+from vllm_weir.worker.anchors import Anchor, Beside, Key
 from vllm_weir.worker.plan import Planner
+from vllm_weir.worker.programs import LAST
 from vllm_weir.worker.select import STAGES
 from vllm_weir.worker.tap import TapTensors, numbered, place
 
@@ -18,11 +21,12 @@ from vllm_weir.worker.tap import TapTensors, numbered, place
     seed=st.integers(0, 2**32 - 1),
     tokens=st.integers(0, 12),
     d=st.integers(1, 9),
-    residual=st.booleans(),
+    beside=st.sampled_from(["", "residual", "offset"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     scale=st.sampled_from([1.0, 0.22, 3.0]),
+    ratio=st.sampled_from([1.0, 0.7]),
 )
-def test_tap_equals_a_naive_loop(seed, tokens, d, residual, dtype, scale):
+def test_tap_equals_a_naive_loop(seed, tokens, d, beside, dtype, scale, ratio):
     draw = np.random.default_rng(seed)
     taps, profiles = 3, 4
     ranks = np.full((profiles, taps * STAGES), -1, np.int32)
@@ -36,32 +40,41 @@ def test_tap_equals_a_naive_loop(seed, tokens, d, residual, dtype, scale):
             plan[token, :2] = row, draw.integers(profiles)
             row += int((ranks[plan[token, 1]] >= 0).sum())
     hidden = torch.from_numpy(draw.standard_normal((tokens, d))).to(dtype)
-    other = torch.from_numpy(draw.standard_normal((tokens, d))).to(dtype) if residual else None
+    other = torch.from_numpy(draw.standard_normal((tokens, d))).to(dtype)
+    if beside == "offset":
+        other, ratio = torch.from_numpy(draw.standard_normal(d)).to(dtype).expand(tokens, d), 1.0
     ring = torch.full((row + 1, d), 7.0, dtype=dtype)
-    before = hidden.clone()
+    before, beside_before = hidden.clone(), other.clone()
     for tap in range(taps):
         expected = ring.clone()
         for token in range(tokens):
             slot, profile = plan[token, :2]
             for stage in range(STAGES):
                 rank = ranks[profile, tap * STAGES + stage] if slot >= 0 else -1
-                if rank >= 0:
-                    value = hidden[token] + other[token] if residual else hidden[token]
-                    expected[slot + rank] = value * scale
+                if rank >= 0 and not beside:
+                    expected[slot + rank] = hidden[token] * scale
+                elif rank >= 0 and ratio == 1:
+                    expected[slot + rank] = (hidden[token] + other[token]) * scale
+                elif rank >= 0:
+                    expected[slot + rank] = hidden[token] * scale + other[token] * float32(ratio * scale)
         tensors = (
-            numbered(tap, scale),
+            numbered(tap, scale, ratio * scale, beside == "offset"),
             torch.from_numpy(plan),
             torch.from_numpy(ranks),
             ring,
             *no_programs(taps, d),
         )
-        if residual:
-            torch.ops.weir.tap_residual(hidden, other, *tensors)
+        if beside:
+            getattr(torch.ops.weir, f"tap_{beside}")(hidden, other, *tensors)
         else:
             torch.ops.weir.tap(hidden, *tensors)
         assert ring.equal(expected)
-    assert hidden.equal(before)
+    assert hidden.equal(before) and other.equal(beside_before)
     assert bool((ring[row] == 7.0).all())
+
+
+def float32(number):
+    return float(np.float32(number))
 
 
 def no_programs(taps, d):
@@ -110,6 +123,56 @@ def test_arguments_are_found_by_name_however_they_are_passed():
             rows = captured(Block(two), call)
             assert rows[:, 0].equal(stream)
             assert rows[:, 1].equal(h * 5 if two else h * 2)
+
+
+class Branches(torch.nn.Module):
+    """Adds up what two modules give, or what one gives and the bias that it hands over for others to add."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self, by: float, bias: bool = False) -> None:
+            super().__init__()
+            self.by, self.bias = by, torch.nn.Parameter(torch.full((3,), 0.5)) if bias else None
+
+        def forward(self, x):
+            return x * self.by if self.bias is None else (x * self.by, self.bias)
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.one, self.two = self.Scaled(2.0, bias), self.Scaled(-3.0)
+
+    def forward(self, x):
+        if self.one.bias is not None:
+            out, bias = self.one(x)
+            return 2.0 * (out + bias)
+        one, two = self.one(x), self.two(x)
+        return 2.0 * one + 4.0 * two
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_points_made_of_two_tensors(bias, compiled):
+    """Recorded, and written so that the sum is what was written: token 1 gets the vector 9, token 0 stays."""
+    model = torch.nn.ModuleDict({"block": Branches(bias)})
+    plan = torch.tensor([[0, 0, -1], [1, 0, 0]], dtype=torch.int32)
+    ranks = torch.full((1, STAGES), -1, dtype=torch.int32)
+    ranks[0, 0] = 0
+    ring = torch.zeros(2, 3)
+    ints = torch.tensor([[BLEND, 0, -1, -1, LAST]], dtype=torch.int32)
+    heads = torch.zeros(1, 1, dtype=torch.int32)
+    tensors = TapTensors(plan, ranks, ring, heads, ints, torch.ones(1, 4), torch.full((1, 3), 9.0))
+    if bias:
+        anchor = Anchor("block.one", "after", Key("out", 0), scale=2.0, offset=Key("out", 1))
+    else:
+        anchor = Anchor("block.two", "after", Key("out", -1), None, 4.0, Beside("block.one", Key("out", -1), 2.0))
+    place(model, anchor, 0, tensors)
+    x = torch.arange(6.0).view(2, 3)
+    run = torch.compile(model["block"], backend="aot_eager", fullgraph=True) if compiled else model["block"]
+    with torch.inference_mode():
+        for _ in range(2):
+            out = run(x.clone())
+            plain = 4.0 * x + 1.0 if bias else -8.0 * x
+            assert ring.equal(plain)
+            assert out[0].equal(plain[0]) and out[1].equal(torch.full((3,), 9.0))
 
 
 def test_the_planner_s_tables_are_what_the_tap_reads():

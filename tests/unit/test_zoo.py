@@ -6,10 +6,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.conformance.docs import write_docs
 from tests.conformance.representatives import REPRESENTATIVES
-from tests.conformance.verdict import CANNOT
+from tests.conformance.verdict import CANNOT, CONFORMS, Verdict, load_results, save_results
 from tests.conformance.zoo import ZOO
 from tests.conformance.zoo.backend import BACKEND
+from tests.conformance.zoo.entry import COARSE, LOOSE
+from tests.conformance.zoo.gpu import GPU, in_bfloat16
 
 
 def test_every_architecture_of_the_registry_has_an_entry() -> None:
@@ -37,3 +40,31 @@ def test_what_cannot_be_run_says_why() -> None:
 def test_representatives_are_in_the_zoo_and_run() -> None:
     for architecture in REPRESENTATIVES:
         assert not ZOO[architecture].verdict, architecture
+
+
+def test_what_a_gpu_runs_has_a_bound_for_its_dtype() -> None:
+    assert len({entry.architecture for entry in GPU}) == len(GPU)
+    for entry in GPU:
+        assert entry.architecture in ZOO
+        assert entry.bound == (LOOSE if entry.dtype == "float32" else COARSE), entry.architecture
+        assert entry.identities == (entry.dtype == "bfloat16"), entry.architecture
+        assert in_bfloat16(entry).bound == COARSE
+
+
+def test_what_a_gpu_found_joins_the_page(tmp_path) -> None:
+    point = {"layers": 4, "of": 4, "has": None, "capture": 3e-3, "steer": 4e-3, "rounding": {}, "refused": ""}
+    cpu = {
+        "A": Verdict("A", CONFORMS, model_class="A", hooks={"embed": point}, vllm="0.32.0"),
+        "B": Verdict("B", CANNOT, "no kernel", checked="by running it", vllm="0.32.0"),
+        "C": Verdict("C", CANNOT, "no kernel either", checked="by running it", vllm="0.32.0"),
+    }
+    done = Verdict("B", CONFORMS, model_class="B", hooks={"embed": point}, vllm="0.26.0", backend="H200", bound=COARSE)
+    undone = Verdict("C", CANNOT, "too big", vllm="0.26.0", backend="H200", dtype="bfloat16")
+    save_results([done, undone], tmp_path / "gpu.json")
+    write_docs(cpu, load_results(tmp_path / "gpu.json"), tmp_path / "page.md")
+    lines = (tmp_path / "page.md").read_text().splitlines()
+    (row,) = [line for line in lines if line.startswith("| B |")]
+    assert "| H200, vLLM 0.26.0 | float32 | 2e-02 |" in row and "| 3e-03 / 4e-03 |" in row
+    assert "1 conforms · 1 more conforms on H200, vLLM 0.26.0 · 1 cannot run" in lines
+    assert "* C (bfloat16): cannot run, too big" in lines
+    assert [line for line in lines if line.startswith("| C |")] == ["| C | no kernel either | by running it |"]

@@ -21,19 +21,20 @@ def find_sites(runner, config, facts: ModelFacts, settings: Settings, v2: bool) 
     """
     from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     model = runner.get_model()
     layers = config.model_config.get_total_num_hidden_layers()
     family = described(type(model).__name__, settings.describe)
+    # With LoRA a wrapper is what is called; a head that computes logits is a subclass too.
+    tables = (VocabParallelEmbedding, VocabParallelEmbeddingWithLoRA)
     scene = find_scene(
         model,
         facts.d_model,
         layers,
         family,
         is_core=lambda module: isinstance(module, AttentionLayerBase),
-        # A head that computes logits is a subclass; with LoRA a wrapper is what is called.
-        is_embedding=lambda m: type(m) is VocabParallelEmbedding or isinstance(m, VocabParallelEmbeddingWithLoRA),
+        is_embedding=lambda module: isinstance(module, tables) and not isinstance(module, ParallelLMHead),
     )
     tokens = min(TOKENS, config.scheduler_config.max_num_batched_tokens)
     dummy = {"is_profile": True, "skip_eplb": True, **({"skip_attn": True} if v2 else {})}

@@ -29,14 +29,29 @@ class Key:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What an earlier module of the same block returned: `scale` times it belongs to the point's value."""
+
+    module: str
+    hidden: Key
+    scale: float
+
+
+@dataclass(frozen=True)
 class Anchor:
     """Where a hook point is.
+
+    Its value is ``scale * hidden``, and what stands beside it, of which there is one at most:
 
     Attributes:
         module: path from the model.
         when: whether the tensors are taken before or after the module's call.
-        hidden, residual: the tensors, whose sum the point's value is; `residual` may be None.
-        scale: the point's value is this times `hidden`.
+        hidden: the tensor that is written to.
+        residual: another of the call's, added: the sum is the stream. None in a call that goes without one.
+        scale: of `hidden`.
+        beside: another call's, added. A written point leaves zeros there, as in `residual`.
+        offset: a vector [d] that the call returns too (a bias) and the model adds by itself: the value is
+            ``scale * (hidden + offset)``, and only `hidden` is written.
     """
 
     module: str
@@ -44,17 +59,42 @@ class Anchor:
     hidden: Key
     residual: Key | None = None
     scale: float = 1.0
+    beside: Beside | None = None
+    offset: Key | None = None
 
     def __str__(self) -> str:
-        both = f"{self.hidden} + {self.residual}" if self.residual else f"{self.hidden}"
-        times = "" if self.scale == 1 else f"{self.scale:.6g} x "
-        return f"{times}{both} of {self.module}, {self.when} the call"
+        both = " + ".join(str(key) for key in (self.hidden, self.residual, self.offset) if key is not None)
+        both = f"{_times(self.scale)}{both} of {self.module}, {self.when} the call"
+        if self.beside is None:
+            return both
+        return f"{both}, + {_times(self.beside.scale)}{self.beside.hidden} of {self.beside.module}"
 
-    def tensors(self, args: Sequence, kwargs: Mapping, output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The tensors of one call, as [tokens, width] views."""
-        hidden = pick(self.hidden, args, kwargs, output)
-        residual = None if self.residual is None else pick(self.residual, args, kwargs, output)
-        return _rows(hidden), None if residual is None else _rows(residual)
+    @property
+    def other_scale(self) -> float:
+        """Factor of whatever stands beside `hidden`."""
+        return self.scale if self.beside is None else self.beside.scale
+
+    def tensors(
+        self, args: Sequence, kwargs: Mapping, output: Any, kept: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`hidden` and what stands beside it in one call, as [tokens, width] views; `kept`: the tensor of `beside`."""
+        hidden = _rows(pick(self.hidden, args, kwargs, output))
+        if self.offset is not None:
+            return hidden, pick(self.offset, args, kwargs, output).expand_as(hidden)
+        other = kept if self.residual is None else pick(self.residual, args, kwargs, output)
+        return hidden, None if other is None else _rows(other)
+
+    def value(self, hidden: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+        """The point's value [tokens, width]."""
+        own = hidden if self.scale == 1 else self.scale * hidden
+        if other is None:
+            return own
+        return own + (other if self.other_scale == 1 else self.other_scale * other)
+
+    def magnitude(self, hidden: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+        """The sum of the magnitudes of what makes up the value: its rounding is a part of this."""
+        own = abs(self.scale) * hidden.abs()
+        return own if other is None else own + abs(self.other_scale) * other.abs()
 
 
 def pick(key: Key, args: Sequence, kwargs: Mapping, output: Any) -> Any:
@@ -91,6 +131,10 @@ def parameters_of(module: torch.nn.Module) -> list[str]:
             break
         names.append(parameter.name)
     return names
+
+
+def _times(scale: float) -> str:
+    return "" if scale == 1 else f"{scale:.6g} x "
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ import zlib
 import torch
 
 from vllm_weir.worker.resolve import Ports, alike
-from vllm_weir.worker.trace import Call, Scene
+from vllm_weir.worker.scene import Scene
+from vllm_weir.worker.trace import Call
 
 
 def noise(name: str, like: torch.Tensor) -> torch.Tensor:

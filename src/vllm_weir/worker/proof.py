@@ -9,9 +9,12 @@ import torch
 
 from vllm_weir.spec.hooks import BLOCK_HOOKS, INNER_HOOKS, Site
 from vllm_weir.worker.anchors import Anchor
+from vllm_weir.worker.ends import Ends
+from vllm_weir.worker.matcher import Matcher, rms
 from vllm_weir.worker.noise import enter_noise, leave_noise, noise
-from vllm_weir.worker.resolve import Matcher, Points, Ports
-from vllm_weir.worker.trace import Call, Recorder, Scene, Trace
+from vllm_weir.worker.resolve import Points, Ports
+from vllm_weir.worker.scene import Scene
+from vllm_weir.worker.trace import Override, Recorder, Trace, terms_at, value_at
 
 if TYPE_CHECKING:
     from vllm_weir.worker.sites import SiteMap
@@ -30,6 +33,7 @@ class Proof:
         own: the pass with the model's own weights.
         sites: takes the verdicts.
         outer: a pass with noise, for what lies outside the blocks.
+        mix: what the pass with the model's own weights leaves behind instead of token mixers' results.
     """
 
     def __init__(
@@ -43,10 +47,12 @@ class Proof:
         own: Trace,
         sites: SiteMap,
         outer: Trace,
+        mix: Override,
     ) -> None:
         self._scene, self._run, self._m, self._ports = scene, run, matcher, ports
         self._found, self._noisy, self._own, self._sites, self._outer = found, noisy, own, sites, outer
-        self._shared = scene.shared()
+        self._mix, self._shared = mix, scene.shared()
+        self._ends = Ends(scene, matcher, own, outer, sites)
 
     def conclude(self, cores: set[str]) -> None:
         """Fill the map."""
@@ -56,13 +62,17 @@ class Proof:
                 anchor = points.anchors.get(hook)
                 if anchor is None:
                     self._sites.refuse((hook,), (block,), points.refused.get(hook, "it was not found"))
-                elif anchor.module in self._shared:
-                    self._sites.refuse((hook,), (block,), f"{anchor.module} is shared by several blocks")
+                elif shared := self._shared & {anchor.module, *([anchor.beside.module] if anchor.beside else [])}:
+                    self._sites.refuse((hook,), (block,), f"{shared.pop()} is shared by several blocks")
                 else:
                     self._sites.anchors[Site(hook, block)] = anchor
-        self._resolve_outside()
+        if 0 in self._scene.blocks:
+            self._ends.find_embed()
+        if self._scene.num_layers - 1 in self._scene.blocks:
+            self._ends.find_final_norm(self._scene.num_layers - 1)
         self._check_own()
         self._check_writes(cores)
+        self._check_embed()
         self._hand_over()
 
     def _hand_over(self) -> None:
@@ -104,56 +114,14 @@ class Proof:
                 why = f"between block {block - 1} and block {block} the model changes the stream"
                 self._sites.refuse(("resid_pre",), (block,), why)
 
-    def _resolve_outside(self) -> None:
-        """`embed` and `final_norm`."""
-        scene, sites, first, last = self._scene, self._sites, 0, self._scene.num_layers - 1
-        if first in scene.blocks:
-            calls = [c for c in self._outer.outside if scene.is_embedding(scene.modules[c.path]) and c.out]
-            into = sites.anchors.get(Site("resid_pre", 0))
-            if into is None or not calls:
-                sites.refuse(("embed",), (0,), "no token embedding runs together with the blocks")
-            else:
-                # Positions may be added to it, or a norm applied; a mere factor is part of the embedding. Some models
-                # keep a copy of it beside the stream, so it is tapped where it comes from.
-                factor = self._m.factor(*self._embedded(calls[0], into)) or 1.0
-                sites.anchors[Site("embed", 0)] = Anchor(calls[0].path, "after", next(iter(calls[0].out)), None, factor)
-        if last in scene.blocks:
-            self._resolve_final_norm(last)
-
-    def _embedded(self, call: Call, into: Anchor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the embedding gave, and what entered block 0, in the pass in which blocks are entered by the stream."""
-        same = next(c for c in self._own.outside if c.path == call.path)
-        value = self._value(self._own, 0, into)
-        assert value is not None
-        return next(iter(same.out.values())), value
-
-    def _resolve_final_norm(self, last: int) -> None:
-        site = Site("final_norm", 0)
-        stream = self._value(self._outer, last, self._sites.anchors.get(Site("resid_post", last)))
-        end = self._outer.blocks[last][0].end
-        root = self._outer.root
-        for call in self._outer.outside:
-            given = list(call.args.values())
-            sums = [*given, given[0] + given[1]] if len(given) == 2 and given[0].shape == given[1].shape else given
-            if call.start < end or stream is None or not any(self._m.same(g, stream) for g in sums) or not call.out:
-                continue
-            key, out = next(iter(call.out.items()))
-            if root is None or not self._m.same(out, root):
-                why = f"the model changes what {call.path} returns before it hands it on"
-                self._sites.refuse(("final_norm",), (0,), why)
-            else:
-                self._sites.anchors[site] = Anchor(call.path, "after", key)
-            return
-        self._sites.refuse(("final_norm",), (0,), "no module was found that is given what leaves the last block")
-
     def _check_own(self) -> None:
         """The identities on the model's own weights."""
         for block, points in self._found.items():
             sites, kind = self._sites, points.kind
-            value = {h: self._value(self._own, block, sites.anchors.get(Site(h, block))) for h in BLOCK_HOOKS}
+            at = {h: sites.anchors.get(Site(h, block)) for h in BLOCK_HOOKS}
+            value = {h: self._value(self._own, block, anchor) for h, anchor in at.items()}
             checks: dict[str, list[tuple[str, tuple[str, ...]]]] = {
                 "sequential": [("resid_mid", ("resid_pre", "attn_out")), ("resid_post", ("resid_mid", "mlp_out"))],
-                "two mixers": [("resid_post", ("resid_mid", "mlp_out"))],
                 "parallel": [("resid_post", ("resid_pre", "attn_out", "mlp_out"))],
                 "attention only": [("resid_post", ("resid_pre", "attn_out"))],
                 "MLP only": [("resid_post", ("resid_pre", "mlp_out"))],
@@ -171,10 +139,13 @@ class Proof:
                         why = f"nothing proves its description without {missing}"
                         sites.refuse([h for h in (whole, *parts) if h in INNER_HOOKS], (block,), why)
                     continue
-                total = torch.stack(right).sum(0)
-                if not self._close(total, left, torch.stack([left, *right]).abs().sum(0)):
+                gain = points.gain if whole == "resid_post" else 1.0
+                total = gain * torch.stack(right).sum(0)
+                rooms = [self._room(block, anchor) for h in (whole, *parts) if (anchor := at[h]) is not None]
+                if not self._close(total, left, rooms[0] + abs(gain) * torch.stack(rooms[1:]).sum(0)):
                     error = float((total - left).abs().max() / left.abs().max())
-                    why = f"with the model's own weights {whole} is not {' + '.join(parts)} (off by {error:.1e})"
+                    what = " + ".join(parts) if gain == 1 else f"{gain:.6g} x ({' + '.join(parts)})"
+                    why = f"with the model's own weights {whole} is not {what} (off by {error:.1e})"
                     sites.refuse([h for h in (whole, *parts) if h in INNER_HOOKS], (block,), why)
 
     def _check_writes(self, cores: set[str]) -> None:
@@ -186,19 +157,19 @@ class Proof:
             writes: dict[Anchor, list[torch.Tensor]] = {}
             for site, anchor in sites.anchors.items():
                 inside = site.hook in ("resid_pre", *INNER_HOOKS) and site.layer in blocks
-                if inside or (outer and site.hook in ("embed", "final_norm")):
+                if inside or (outer and site.hook == "final_norm"):
                     writes.setdefault(anchor, []).append(self._what(site))
             if not writes:
                 continue
             added = {anchor: torch.stack(parts).sum(0) for anchor, parts in writes.items()}
             enter, leave = enter_noise(self._ports), leave_noise(self._scene, mode, cores)
-            recorder = Recorder(self._scene, enter, leave, added)
+            recorder = Recorder(self._scene, enter, leave, added, noise)
             with recorder.recording() as trace:
                 self._run()
             for block in blocks:
                 self._check_block(block, trace)
             if outer:
-                self._check_final_norm(trace)
+                self._ends.check_final_norm(trace)
 
     def _check_block(self, block: int, trace: Trace) -> None:
         points, before = self._found[block], self._noisy[block]
@@ -221,9 +192,9 @@ class Proof:
         stream = pre
         if at["resid_mid"] is not None:
             mid = self._value(trace, block, at["resid_mid"])
-            if mid is None or (a is None and points.kind != "two mixers"):
+            if mid is None or a is None:
                 return
-            stream = mid if a is None else pre + a + self._what(Site("resid_mid", block))[: len(pre)]
+            stream = pre + a + self._what(Site("resid_mid", block))[: len(pre)]
             if not self._m.same(mid, stream):
                 why = "what is added there does not arrive in the stream before the MLP"
                 self._sites.refuse(("attn_out", "resid_mid"), (block,), why)
@@ -233,38 +204,37 @@ class Proof:
         if o is not None:
             stream = stream + o
         why = ""
-        if points.kind in ("sequential", "two mixers") and o is None:
+        if points.kind == "sequential" and o is None:
             # What the MLP adds is the same noise in both passes, so what was added before it is all that differs.
             was = self._value(before, block, at["resid_mid"]), self._value(before, block, at["resid_post"])
             if was[0] is not None and was[1] is not None and self._m.factor(stream - was[0], post - was[1]) is None:
                 why = "what is added before the MLP does not arrive in the stream that leaves the block"
-        elif (a is not None or o is not None) and not self._m.same(post, stream):
+        elif (a is not None or o is not None) and not self._m.same(post, points.gain * stream):
             why = "what is added there does not arrive in the stream that leaves the block"
         if why:
             self._sites.refuse(INNER_HOOKS, (block,), why)
 
-    def _check_final_norm(self, trace: Trace) -> None:
-        site = Site("final_norm", 0)
-        anchor = self._sites.anchors.get(site)
-        if anchor is None:
+    def _check_embed(self) -> None:
+        """Add something to the embedding, with the model's own weights."""
+        anchor, into = (self._sites.anchors.get(Site(hook, 0)) for hook in ("embed", "resid_pre"))
+        stream = None if 0 not in self._scene.blocks else self._value(self._own, 0, into)
+        if anchor is None or stream is None:
             return
-        value = next(c for c in reversed(trace.outside) if c.path == anchor.module).left[anchor.hidden]
-        if trace.root is None or not self._m.same(trace.root, value):
-            self._sites.refuse(("final_norm",), (0,), "what is added there does not arrive in what the model returns")
+        # As large as the stream there: next to a large multiplier little things are lost in rounding.
+        what = self._what(Site("embed", 0))[: len(stream)] * rms(stream)
+        recorder = Recorder(self._scene, leave=self._mix, writes={anchor: what})
+        with recorder.recording() as trace:
+            self._run()
+        self._ends.check_embed(trace, what)
 
     def _value(self, trace: Trace, block: int, anchor: Anchor | None) -> torch.Tensor | None:
         """A point's value in a pass."""
-        if anchor is None:
-            return None
-        call = next((c for c in trace.blocks[block] if c.path == anchor.module), None)
-        if call is None:
-            return None
-        tensors = call.left if anchor.when == "after" else call.args
-        hidden = tensors.get(anchor.hidden)
-        if hidden is None:
-            return None
-        residual = tensors.get(anchor.residual) if anchor.residual is not None else None
-        return hidden * anchor.scale if residual is None else hidden + residual
+        return None if anchor is None else value_at(trace.blocks[block], anchor)
+
+    def _room(self, block: int, anchor: Anchor) -> torch.Tensor:
+        terms = terms_at(self._own.blocks[block], anchor)
+        assert terms is not None
+        return anchor.magnitude(*terms)
 
     def _what(self, site: Site) -> torch.Tensor:
         """What is added at a site to see where it arrives."""

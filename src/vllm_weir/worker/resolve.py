@@ -8,7 +8,6 @@ module is given ``mid = pre + c * a``, and it is left as ``post = mid + c' * o``
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,11 +15,9 @@ from typing import Literal
 import torch
 
 from vllm_weir.spec.hooks import INNER_HOOKS
-from vllm_weir.worker.anchors import Anchor, Key
-from vllm_weir.worker.trace import Call
-
-FAINT = 1e-3
-"""A tensor of a smaller root mean square than this part of the noise's is taken for zero."""
+from vllm_weir.worker.anchors import Anchor, Beside, Key
+from vllm_weir.worker.matcher import FAINT, Matcher, rms
+from vllm_weir.worker.trace import Call, value_at
 
 
 @dataclass(frozen=True)
@@ -49,12 +46,14 @@ class Points:
     Attributes:
         anchors: of `attn_out`, `resid_mid`, `mlp_out`, as far as they were found.
         refused: hook point -> why it has none.
-        kind: "sequential", "parallel", "two mixers", "attention only", "MLP only", "described" or "unknown".
+        kind: "sequential", "parallel", "attention only", "MLP only", "described" or "unknown".
+        gain: what the stream is multiplied with after the last addition, before it leaves the block.
     """
 
     anchors: dict[str, Anchor] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     kind: str = "unknown"
+    gain: float = 1.0
 
     @property
     def proven(self) -> bool:
@@ -69,19 +68,25 @@ class Points:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor that a call leaves behind, or is given."""
+    """A tensor that a call leaves behind, or is given; with an offset, plus a vector that it returns."""
 
     call: Call
     when: Literal["before", "after"]
     key: Key
     value: torch.Tensor
+    offset: Key | None = None
 
     @property
     def time(self) -> int:
         return self.call.end if self.when == "after" else self.call.start
 
+    @property
+    def part(self) -> str:
+        """The child of the block that it belongs to."""
+        return self.call.local.split(".")[0]
+
     def anchor(self, scale: float = 1.0) -> Anchor:
-        return Anchor(self.call.path, self.when, self.key, None, scale)
+        return Anchor(self.call.path, self.when, self.key, None, scale, None, self.offset)
 
 
 @dataclass(frozen=True)
@@ -91,36 +96,27 @@ class Found:
     source: Source
     scale: float
 
+    def anchor(self) -> Anchor:
+        return self.source.anchor(self.scale)
 
-class Matcher:
-    """Compares tensors of noise up to the rounding of `dtype`."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.tolerance = 1e-4 if dtype == torch.float32 else 0.08
-        self.eps = torch.finfo(torch.float32 if dtype == torch.float32 else torch.bfloat16).eps
+@dataclass(frozen=True)
+class Pair:
+    """Two sources that make up a difference together, each with a factor."""
 
-    def same(self, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """Whether two tensors are equal; a tensor of nothing equals none."""
-        return a.shape == b.shape and _rms(b) > FAINT and float((a - b).abs().max()) <= self.tolerance * _rms(b)
+    one: Found
+    other: Found
 
-    def factor(self, part: torch.Tensor, whole: torch.Tensor) -> float | None:
-        """c such that ``c * part == whole``, or None."""
-        if part.shape != whole.shape or _rms(part) <= FAINT or _rms(whole) <= FAINT:
-            return None
-        c = float((part.double() * whole).sum() / (part.double() ** 2).sum())
-        if abs(c - 1) < self.tolerance / 4:
-            c = 1.0
-        return c if abs(c) > FAINT and self.same(c * part, whole) else None
+    def anchor(self) -> Anchor:
+        """At the one that comes later."""
+        first, last = sorted((self.one, self.other), key=lambda f: f.source.time)
+        beside = Beside(first.source.call.path, first.source.key, first.scale)
+        return Anchor(last.source.call.path, "after", last.source.key, None, last.scale, beside)
 
-    def factors(self, a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor) -> tuple[float, float] | None:
-        """(c, d) such that ``c * a + d * b == whole``, or None."""
-        sizes = _rms(a), _rms(b), _rms(whole)
-        if not (a.shape == b.shape == whole.shape and min(sizes) > FAINT and math.isfinite(sum(sizes))):
-            return None
-        parts = torch.stack([a.double().flatten(), b.double().flatten()], 1)
-        solution = torch.linalg.lstsq(parts, whole.double().flatten()[:, None]).solution[:, 0].tolist()
-        c, d = (1.0 if abs(x - 1) < self.tolerance / 4 else x for x in solution)
-        return (c, d) if min(abs(c), abs(d)) > FAINT and self.same(c * a + d * b, whole) else None
+    @property
+    def rank(self) -> tuple:
+        """Sorts the likelier first."""
+        return max(_rank(self.one), _rank(self.other)), min(_rank(self.one), _rank(self.other))
 
 
 def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain: Callable[[str], bool], m: Matcher):
@@ -156,7 +152,7 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
     if only is not None and not (mixed and others):
         hook = "attn_out" if mixed else "mlp_out"
         points.kind = "attention only" if mixed else "MLP only"
-        points.anchors[hook] = only.source.anchor(only.scale)
+        points.anchors[hook] = only.anchor()
         missing = "MLP" if mixed else "attention"
         for other in INNER_HOOKS:
             if other != hook:
@@ -174,10 +170,7 @@ def holds(anchors: Mapping[str, Anchor], calls: Sequence[Call], ports: Ports, m:
 
     def value(hook: str) -> torch.Tensor | None:
         anchor = anchors.get(hook)
-        call = next((c for c in calls if anchor is not None and c.path == anchor.module), None)
-        if anchor is None or call is None:
-            return None
-        return _stream(call.left if anchor.when == "after" else call.args, anchor.hidden, anchor.residual)
+        return None if anchor is None else value_at(calls, anchor)
 
     ports = ports.of(calls[0])
     pre = _stream(calls[0].args, ports.hidden_in, ports.residual_in)
@@ -197,42 +190,54 @@ def _sequential(points: Points, inside, outs, pre, post, mixing: tuple[int, int]
             continue
         before = [s for s in outs if mixing[0] < s.time < call.start]
         before += [Source(call, "before", k, call.args[k]) for k in (hidden, residual) if k is not None]
-        a = _best(before, mid - pre, m)
-        if a is None and not _joined(before, subtree, mid - pre, m):
+        a = _best(before, mid - pre, m) or _pair([s for s in before if s.part in subtree], (pre, mid), mid - pre, m)
+        if a is None:
             continue
-        o = _best([s for s in outs if s.time > call.start], post - mid, m)
-        points.anchors["resid_mid"] = Anchor(call.path, "before", hidden, residual)
-        if a is not None:
-            points.kind = "sequential"
-            points.anchors["attn_out"] = a.source.anchor(a.scale)
-        else:
-            points.kind = "two mixers"
-            points.refused["attn_out"] = (
-                "this block adds what attention and what another mixer give, and no one tensor holds their sum"
-            )
+        later = [s for s in outs if s.time > call.start]
+        # Which two of many are added up is told by those that the block itself can add.
+        children = [s for s in later if s.call.local and "." not in s.call.local]
+        o = _best(later, post - mid, m) or _pair(children, (pre, mid), post - mid, m)
+        points.kind = "sequential"
+        points.anchors |= {"attn_out": a.anchor(), "resid_mid": Anchor(call.path, "before", hidden, residual)}
+        if o is None:
+            o, points.gain = _scaled(children, mid, post, m)
         if o is None:
             points.refused["mlp_out"] = "no tensor was found that is what the MLP adds to the stream"
+            if any(m.same(given, mid + s.value) for s in children for _, _, _, given in _given(inside, s.time)):
+                points.refused["mlp_out"] = "more is added to the stream after what the MLP adds"
         else:
-            points.anchors["mlp_out"] = o.source.anchor(o.scale)
+            points.anchors["mlp_out"] = o.anchor()
         return True
     return False
 
 
-def _joined(sources: Sequence[Source], subtree: set[str], delta: torch.Tensor, m: Matcher) -> bool:
-    """Whether `delta` is made up by two parts of the block that both mix tokens."""
-    branches = [[s for s in sources if s.call.local.split(".")[0] == part] for part in sorted(subtree)]
-    return any(
-        m.factors(a.value, b.value, delta) is not None
-        for one, other in itertools.combinations(branches, 2)
-        for a in one
-        for b in other
+def _scaled(sources: Sequence[Source], mid: torch.Tensor, post: torch.Tensor, m: Matcher) -> tuple[Found | None, float]:
+    """The source o of ``post = c * (mid + o)``, and c; (None, 1) if there is none."""
+    for source in sources:
+        both = m.factors(mid, source.value, post)
+        if both is not None and both[0] == both[1]:
+            return Found(source, 1.0), both[0]
+    return None, 1.0
+
+
+def _pair(sources: Sequence[Source], streams: Sequence[torch.Tensor], delta: torch.Tensor, m: Matcher) -> Pair | None:
+    """Two sources from different parts of the block, neither of them one of `streams`, that make up `delta`."""
+    if rms(delta) <= FAINT:
+        return None
+    returned = [s for s in sources if s.when == "after" and s.key.kind == "out" and s.offset is None]
+    returned = [s for s in returned if all(m.factor(s.value, stream) is None for stream in streams)]
+    pairs = (
+        Pair(Found(a, both[0]), Found(b, both[1]))
+        for a, b in itertools.combinations(returned, 2)
+        if a.part != b.part and (both := m.factors(a.value, b.value, delta)) is not None
     )
+    return min(pairs, key=lambda pair: pair.rank, default=None)
 
 
 def _parallel(points: Points, outs, subtree: set[str], delta, m: Matcher) -> bool:
     """``post = pre + a + o``, where `a` comes from the part that holds the attention and `o` does not."""
-    attention = [s for s in outs if s.call.local.split(".")[0] in subtree]
-    rest = [s for s in outs if s.call.local and s.call.local.split(".")[0] not in subtree]
+    attention = [s for s in outs if s.part in subtree]
+    rest = [s for s in outs if s.call.local and s.part not in subtree]
     found = []
     for a in attention:
         for o in rest:
@@ -265,11 +270,13 @@ def _given(calls: Sequence[Call], after: int) -> Iterator[tuple[Call, Key, Key |
 def _left(call: Call) -> Iterator[Source]:
     for key, value in call.left.items():
         yield Source(call, "after", key, value)
+        for vector, offset in call.offsets.items():
+            yield Source(call, "after", key, value + offset, vector)
 
 
 def _best(sources: Sequence[Source], delta: torch.Tensor, m: Matcher) -> Found | None:
     """The source that makes up `delta`: unscaled before scaled, then the outermost, then the earliest."""
-    if _rms(delta) <= FAINT:
+    if rms(delta) <= FAINT:
         return None
     found = [Found(s, c) for s in sources if (c := m.factor(s.value, delta)) is not None]
     return min(found, key=_rank, default=None)
@@ -295,7 +302,3 @@ def _stream(tensors, hidden: Key, residual: Key | None) -> torch.Tensor | None:
     if residual is None or tensors.get(residual) is None:
         return tensors[hidden]
     return tensors[hidden] + tensors[residual]
-
-
-def _rms(tensor: torch.Tensor) -> float:
-    return float(tensor.double().pow(2).mean().sqrt()) if tensor.numel() else 0.0

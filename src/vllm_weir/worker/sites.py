@@ -18,11 +18,13 @@ from vllm_weir.settings import Settings
 from vllm_weir.spec.hooks import BLOCK_HOOKS, HOOKS, INNER_HOOKS, MODEL_HOOKS, Site, place_of
 from vllm_weir.worker.anchors import Anchor, Key, parameters_of
 from vllm_weir.worker.families import Family
-from vllm_weir.worker.noise import enter_noise, fill, leave_noise
+from vllm_weir.worker.matcher import Matcher
+from vllm_weir.worker.noise import enter_noise, fill, leave_noise, noise
 from vllm_weir.worker.proof import Proof
-from vllm_weir.worker.resolve import Matcher, Points, Ports, holds, resolve_block
+from vllm_weir.worker.resolve import Points, Ports, holds, resolve_block
+from vllm_weir.worker.scene import Scene
 from vllm_weir.worker.select import tap_of
-from vllm_weir.worker.trace import Call, Recorder, Scene, Trace
+from vllm_weir.worker.trace import Call, Recorder, Trace
 
 Run = Callable[[], None]
 """Runs the model once, uncompiled, over a few tokens."""
@@ -150,7 +152,7 @@ def map_sites(scene: Scene, run: Run, dtype: torch.dtype, family: Family) -> Sit
             best = score, ports, found, traces
     assert best is not None
     _, ports, found, traces = best
-    Proof(scene, run, matcher, ports, found, traces, own, sites, noisy["children"]).conclude(cores)
+    Proof(scene, run, matcher, ports, found, traces, own, sites, noisy["children"], mix).conclude(cores)
     return sites
 
 
@@ -225,7 +227,7 @@ def _residual_of(scene: Scene, block: int) -> Key | None:
 
 def _noisy(scene: Scene, run: Run, ports: Ports, mode: str, cores: set[str]) -> Trace:
     """A pass with noise at every block's entrance and wherever a part of it ends."""
-    return _record(Recorder(scene, enter=enter_noise(ports), leave=leave_noise(scene, mode, cores)), run)
+    return _record(Recorder(scene, enter_noise(ports), leave_noise(scene, mode, cores), offset=noise), run)
 
 
 def _record(recorder: Recorder, run: Run) -> Trace:

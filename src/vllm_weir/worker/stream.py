@@ -69,12 +69,12 @@ class Streamer:
             made = _pieces(plan, profiles, {p: columns_of[p].index(column) for p in used if column in columns_of[p]})
             self._columns.setdefault(column // STAGES, []).append(Column(start, *made))
 
-    def tap(self, hidden, residual, tap, plan, _ranks, ring, *tables) -> None:
+    def tap(self, hidden, other, tap, plan, _ranks, ring, *tables) -> None:
         """Stands in for the tap's launch during the step."""
         columns = self._columns.get(self._taps[tap.data_ptr()], [])
         for column in columns:
             self._ring.claim(column.start, self._lanes)
-        launch(hidden, residual, tap, plan, self._regions, ring, *tables)
+        launch(hidden, other, tap, plan, self._regions, ring, *tables)
         if not columns:
             return
         written, copied = torch.cuda.Event(), torch.cuda.Event()

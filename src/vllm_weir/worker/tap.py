@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from vllm_weir.spec.interventions import AFFINE, BLEND, CLAMP, CONST, NORM
-from vllm_weir.worker.anchors import Anchor
+from vllm_weir.worker.anchors import Anchor, pick
 from vllm_weir.worker.programs import AFTER_POST, LAST
 from vllm_weir.worker.select import STAGES
 
@@ -22,6 +22,7 @@ _LIBRARY = torch.library.Library("weir", "DEF")
 _TABLES = "Tensor tap, Tensor plan, Tensor ranks, Tensor ring, Tensor heads, Tensor ints, Tensor floats, Tensor vectors"
 _LIBRARY.define(f"tap(Tensor(a!) hidden, {_TABLES}) -> ()")
 _LIBRARY.define(f"tap_residual(Tensor(a!) hidden, Tensor(b!) residual, {_TABLES}) -> ()")
+_LIBRARY.define(f"tap_offset(Tensor(a!) hidden, Tensor offset, {_TABLES}) -> ()")
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ _switches: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionar
 """By the address of the plan, the one thing of its engine that an op can be sure of."""
 
 
-def _tap_cpu(hidden, residual, tap, plan, ranks, ring, heads, ints, floats, vectors) -> None:
-    n, scale = hidden.shape[0], float(tap[1].view(torch.float32))
+def _tap_cpu(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors) -> None:
+    n, (scale, other_scale), fixed = hidden.shape[0], tap[1:3].view(torch.float32).tolist(), bool(tap[3])
     tap = int(tap[0])
     slots, profiles, programs = plan[:n].unbind(1)
     nodes = torch.where(programs >= 0, heads[programs.clamp(min=0).long(), tap], -1)
@@ -100,9 +101,14 @@ def _tap_cpu(hidden, residual, tap, plan, ranks, ring, heads, ints, floats, vect
     tokens = ((nodes >= 0) | (ranked >= 0).any(1)).nonzero().squeeze(1)
     if not len(tokens):
         return
-    stream = hidden[tokens] if residual is None else hidden[tokens] + residual[tokens]
+    stream = hidden[tokens]
+    # In the order in which models round: a sum is scaled, or terms of different scales are added.
+    if other is not None and scale == other_scale:
+        stream = stream + other[tokens]
     if scale != 1:
         stream = stream * scale
+    if other is not None and scale != other_scale:
+        stream = stream + other[tokens] * other_scale
     nodes, ranked, slots = nodes[tokens], ranked[tokens], slots[tokens]
     h = stream.float()
     for stage in range(STAGES):
@@ -114,9 +120,12 @@ def _tap_cpu(hidden, residual, tap, plan, ranks, ring, heads, ints, floats, vect
     steered = programs[tokens] >= 0
     steered &= heads[programs[tokens].clamp(min=0).long(), tap] >= 0
     if steered.any():
-        hidden[tokens[steered]] = (h[steered] / scale).to(hidden.dtype)
-        if residual is not None:
-            residual[tokens[steered]] = 0
+        rows, written = tokens[steered], h[steered] / scale
+        if fixed:
+            written -= other[rows]
+        hidden[rows] = written.to(hidden.dtype)
+        if other is not None and not fixed:
+            other[rows] = 0
 
 
 def _run(nodes, h, past_post: bool, ints, floats, vectors):
@@ -155,30 +164,30 @@ def _factor(kind: int, rows, w, a: float, b: float, lo: float, hi: float):
     raise AssertionError(f"unknown instruction {kind}")
 
 
-def _tap_cuda(hidden, residual, *tables) -> None:
+def _tap_cuda(hidden, other, *tables) -> None:
     from vllm_weir.worker.tap_triton import launch
 
-    launch(hidden, residual, *tables)
+    launch(hidden, other, *tables)
 
 
-def _act(usual: Callable[..., None], hidden, residual, tap, plan, *tables) -> None:
+def _act(usual: Callable[..., None], hidden, other, tap, plan, *tables) -> None:
     switch = _switches.get(plan.data_ptr())
     if switch is None:
-        usual(hidden, residual, tap, plan, *tables)
+        usual(hidden, other, tap, plan, *tables)
     elif switch.mask and switch.acts(tap):
-        (switch.launch or usual)(hidden, residual, tap, plan, *tables)
+        (switch.launch or usual)(hidden, other, tap, plan, *tables)
 
 
-def _plain(usual: Callable[..., None]) -> Callable[..., None]:
+def _alone(usual: Callable[..., None]) -> Callable[..., None]:
     def tap(hidden, *tables):
         _act(usual, hidden, None, *tables)
 
     return tap
 
 
-def _summed(usual: Callable[..., None]) -> Callable[..., None]:
-    def tap(hidden, residual, *tables):
-        _act(usual, hidden, residual, *tables)
+def _with_other(usual: Callable[..., None]) -> Callable[..., None]:
+    def tap(hidden, other, *tables):
+        _act(usual, hidden, other, *tables)
 
     return tap
 
@@ -188,29 +197,42 @@ def _nothing(*_) -> None:
 
 
 for _key, _implementation in (("CPU", _tap_cpu), ("CUDA", _tap_cuda)):
-    _LIBRARY.impl("tap", _plain(_implementation), _key)
-    _LIBRARY.impl("tap_residual", _summed(_implementation), _key)
-_LIBRARY._register_fake("tap", _nothing)
-_LIBRARY._register_fake("tap_residual", _nothing)
+    _LIBRARY.impl("tap", _alone(_implementation), _key)
+    _LIBRARY.impl("tap_residual", _with_other(_implementation), _key)
+    _LIBRARY.impl("tap_offset", _with_other(_implementation), _key)
+for _name in ("tap", "tap_residual", "tap_offset"):
+    _LIBRARY._register_fake(_name, _nothing)
 
 
 def place(model: torch.nn.Module, anchor: Anchor, tap: int, tensors: TapTensors) -> torch.Tensor:
     """Tap the stream at `anchor`; taps at one place act in the order in which they are placed.
 
-    Returns the tap's number, a tensor of two: which tap it is, and the bits of the anchor's scale.
+    Returns the tap's number, as of `numbered`.
     """
     module = model.get_submodule(anchor.module)
     name = f"weir_tap_{tap}"
-    module.register_buffer(name, numbered(tap, anchor.scale, tensors.plan.device), persistent=False)
+    number = numbered(tap, anchor.scale, anchor.other_scale, anchor.offset is not None, tensors.plan.device)
+    module.register_buffer(name, number, persistent=False)
     for entry in fields(tensors):
         module.register_buffer(f"weir_{entry.name}", getattr(tensors, entry.name), persistent=False)
+    kept: list[torch.Tensor] = []
+    """What stands beside, from the call that returns it to the one that is tapped."""
+    op = torch.ops.weir.tap_residual if anchor.offset is None else torch.ops.weir.tap_offset
 
     def before(module, args, kwargs):
-        _apply(module, getattr(module, name), *anchor.tensors(args, kwargs, None))
+        _apply(op, module, getattr(module, name), *anchor.tensors(args, kwargs, None))
 
     def after(module, args, kwargs, output):
-        _apply(module, getattr(module, name), *anchor.tensors(args, kwargs, output))
+        beside = None if anchor.beside is None else kept.pop()
+        _apply(op, module, getattr(module, name), *anchor.tensors(args, kwargs, output, beside))
 
+    if anchor.beside is not None:
+        key = anchor.beside.hidden
+
+        def keep(_module, args, kwargs, output):
+            kept[:] = [pick(key, args, kwargs, output)]
+
+        model.get_submodule(anchor.beside.module).register_forward_hook(keep, with_kwargs=True)
     if anchor.when == "before":
         module.register_forward_pre_hook(before, with_kwargs=True)
     else:
@@ -218,13 +240,21 @@ def place(model: torch.nn.Module, anchor: Anchor, tap: int, tensors: TapTensors)
     return getattr(module, name)
 
 
-def numbered(tap: int, scale: float = 1.0, device: torch.device | str = "cpu") -> torch.Tensor:
-    """A tap's number, int32 [2]."""
-    bits = torch.tensor(scale, dtype=torch.float32).view(torch.int32)
-    return torch.stack([torch.tensor(tap, dtype=torch.int32), bits]).to(device)
+def numbered(
+    tap: int, scale: float = 1.0, other: float = 1.0, fixed: bool = False, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """A tap's number, int32 [4]: which it is, the bits of its scales, and whether what stands beside is not written.
+
+    Args:
+        scale: of the tensor that is written.
+        other: of what stands beside it, if anything does.
+        fixed: whether that stays as it is: the model adds it again.
+    """
+    bits = torch.tensor([scale, other], dtype=torch.float32).view(torch.int32).tolist()
+    return torch.tensor([tap, *bits, int(fixed)], dtype=torch.int32, device=device)
 
 
-def _apply(module, tap, hidden, residual) -> None:
+def _apply(op, module, tap, hidden, other) -> None:
     tables = (
         module.weir_plan,
         module.weir_ranks,
@@ -234,10 +264,10 @@ def _apply(module, tap, hidden, residual) -> None:
         module.weir_floats,
         module.weir_vectors,
     )
-    if residual is None:
+    if other is None:
         torch.ops.weir.tap(hidden, tap, *tables)
     else:
-        torch.ops.weir.tap_residual(hidden, residual, tap, *tables)
+        op(hidden, other, tap, *tables)
 
 
 def warm(tensors: TapTensors, d_model: int) -> None:

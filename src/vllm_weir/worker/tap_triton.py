@@ -47,7 +47,7 @@ def _term(node, h, ints, floats, vectors, d_model, offsets, inside):
 @triton.jit
 def _tap(
     hidden,
-    residual,
+    other,
     tap,
     plan,
     ranks,
@@ -57,12 +57,12 @@ def _tap(
     floats,
     vectors,
     hidden_stride,
-    residual_stride,
+    other_stride,
     plan_size,
     rank_width,
     num_taps,
     d_model,
-    HAS_RESIDUAL: tl.constexpr,
+    HAS_OTHER: tl.constexpr,
     STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -83,9 +83,14 @@ def _tap(
             offsets = tl.arange(0, BLOCK)
             inside = offsets < d_model
             row = tl.load(hidden + token * hidden_stride + offsets, mask=inside, other=0.0)
-            if HAS_RESIDUAL:
-                row = row + tl.load(residual + token * residual_stride + offsets, mask=inside, other=0.0)
-            row = (row.to(tl.float32) * scale).to(row.dtype)
+            if HAS_OTHER:
+                beside = tl.load(other + token * other_stride + offsets, mask=inside, other=0.0)
+                other_scale = tl.load(tap + 2).to(tl.float32, bitcast=True)
+                terms = (row.to(tl.float32) * scale).to(row.dtype) + (beside.to(tl.float32) * other_scale).to(row.dtype)
+                both = ((row + beside).to(tl.float32) * scale).to(row.dtype)
+                row = tl.where(scale == other_scale, both, terms)
+            else:
+                row = (row.to(tl.float32) * scale).to(row.dtype)
             tl.store(ring + (slot + r0) * d_model + offsets, row, mask=inside & (r0 >= 0))
             steered = node >= 0
             h = row.to(tl.float32)
@@ -106,23 +111,26 @@ def _tap(
                     delta = delta * 0.0
                 node = tl.load(ints + node * _INTS + 3).to(tl.int64)
             tl.store(ring + (slot + r2) * d_model + offsets, h.to(row.dtype), mask=inside & (r2 >= 0))
-            tl.store(hidden + token * hidden_stride + offsets, (h * (1.0 / scale)).to(row.dtype), mask=inside & steered)
-            if HAS_RESIDUAL:
+            written = h * (1.0 / scale)
+            if HAS_OTHER:
+                free = tl.load(tap + 3) == 0
+                written = tl.where(free, written, written - beside.to(tl.float32))
                 nothing = (h * 0.0).to(row.dtype)
-                tl.store(residual + token * residual_stride + offsets, nothing, mask=inside & steered)
+                tl.store(other + token * other_stride + offsets, nothing, mask=inside & steered & free)
+            tl.store(hidden + token * hidden_stride + offsets, written.to(row.dtype), mask=inside & steered)
 
 
-def launch(hidden, residual, tap, plan, ranks, ring, heads, ints, floats, vectors) -> None:
-    """Record and steer rows of ``hidden (+ residual)``, both [tokens, d_model], as the plan says."""
+def launch(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors) -> None:
+    """Record and steer rows of `hidden` and what stands beside it, both [tokens, d_model], as the plan says."""
     tokens, d_model = hidden.shape
     if not tokens:
         return
-    if hidden.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
+    if hidden.stride(1) != 1 or (other is not None and other.stride(1) != 1):
         raise ValueError("the tap needs rows that are contiguous in memory")
     block = triton.next_power_of_2(d_model)
     _tap[(tokens,)](
         hidden,
-        hidden if residual is None else residual,
+        hidden if other is None else other,
         tap,
         plan,
         ranks,
@@ -132,12 +140,12 @@ def launch(hidden, residual, tap, plan, ranks, ring, heads, ints, floats, vector
         floats,
         vectors,
         hidden.stride(0),
-        0 if residual is None else residual.stride(0),
+        0 if other is None else other.stride(0),
         plan.shape[0],
         ranks.shape[1],
         heads.shape[1],
         d_model,
-        HAS_RESIDUAL=residual is not None,
+        HAS_OTHER=other is not None,
         STAGES=STAGES,
         BLOCK=block,
         num_warps=4 if block <= 2048 else 8,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from vllm_weir.worker.anchors import Anchor, Key, arguments, outputs, parameters_of, pick
-
-OUTSIDE = -1
-"""Block number of modules that belong to none."""
+from vllm_weir.worker.scene import OUTSIDE, Scene
 
 
 @dataclass
@@ -25,6 +23,8 @@ class Call:
         start, end: order of events.
         args, out: tensors of the stream's width, float32 [tokens, d], as they came and as they were returned.
         after: the same arguments once more if the call changed them in place.
+        offsets: vectors [d] among its results, float32: biases that the caller is to add.
+        narrow: outside the blocks, tensors of other widths among arguments and results, as they came.
         shapes: of every floating-point tensor among arguments and results.
         pointers: addresses of the tensors in `args` and `out`.
     """
@@ -36,6 +36,8 @@ class Call:
     args: dict[Key, torch.Tensor] = field(default_factory=dict)
     out: dict[Key, torch.Tensor] = field(default_factory=dict)
     after: dict[Key, torch.Tensor] = field(default_factory=dict)
+    offsets: dict[Key, torch.Tensor] = field(default_factory=dict)
+    narrow: dict[Key, torch.Tensor] = field(default_factory=dict)
     shapes: dict[Key, tuple[int, ...]] = field(default_factory=dict)
     pointers: dict[Key, int] = field(default_factory=dict)
 
@@ -52,7 +54,7 @@ class Trace:
     Attributes:
         blocks: per block, the calls of the block itself (path "") and of everything in it, by start.
         outside: calls of modules that belong to no block, and are no ancestor of one, by start.
-        root: what the model returned, if it has the stream's width.
+        root: what the model returned, the first of it, float32 [tokens, any width].
     """
 
     blocks: list[list[Call]]
@@ -60,54 +62,26 @@ class Trace:
     root: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Scene:
-    """The module tree as the probe sees it.
+def terms_at(calls: Sequence[Call], anchor: Anchor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """`hidden` of a point and what stands beside it, in recorded calls; None if they are not among them."""
+    call = next((c for c in calls if c.path == anchor.module), None)
+    tensors = {} if call is None else call.left if anchor.when == "after" else call.args
+    hidden = tensors.get(anchor.hidden)
+    if call is None or hidden is None:
+        return None
+    if anchor.beside is not None:
+        beside = anchor.beside
+        other = next((c.out[beside.hidden] for c in calls if c.path == beside.module), None)
+        return None if other is None else (hidden, other)
+    if anchor.offset is not None:
+        return hidden, call.offsets[anchor.offset]
+    return hidden, None if anchor.residual is None else tensors.get(anchor.residual)
 
-    Attributes:
-        model: all of it.
-        stack: path of the blocks' list; `blocks`: index -> block, for those that are here.
-        width: of the stream.
-        is_core: whether a module mixes tokens (attention, linear attention, a state-space layer).
-        is_embedding: whether a module looks tokens up.
-    """
 
-    model: torch.nn.Module
-    stack: str
-    blocks: dict[int, torch.nn.Module]
-    num_layers: int
-    width: int
-    is_core: Callable[[torch.nn.Module], bool]
-    is_embedding: Callable[[torch.nn.Module], bool]
-
-    @cached_property
-    def modules(self) -> dict[str, torch.nn.Module]:
-        """Every module of the model by path; one that stands in several places comes with the first."""
-        return dict(self.model.named_modules())
-
-    def members(self) -> Iterator[tuple[int, str, str, torch.nn.Module]]:
-        """(block or OUTSIDE, path, path in the block, module); ancestors of the blocks are left out.
-
-        A module that stands in several places comes with the first.
-        """
-        prefix = f"{self.stack}."
-        for path, module in self.modules.items():
-            if path == "" or path == self.stack or self.stack.startswith(f"{path}."):
-                continue
-            if not path.startswith(prefix):
-                yield OUTSIDE, path, path, module
-                continue
-            number, _, local = path.removeprefix(prefix).partition(".")
-            if int(number) in self.blocks:
-                yield int(number), path, local, module
-
-    def shared(self) -> set[str]:
-        """Paths of modules in a block that other blocks use as well."""
-        places: dict[int, list[tuple[str, str]]] = {}
-        for path, module in self.model.named_modules(remove_duplicate=False):
-            if path.startswith(f"{self.stack}."):
-                places.setdefault(id(module), []).append((path.removeprefix(f"{self.stack}.").split(".")[0], path))
-        return {path for found in places.values() if len({b for b, _ in found}) > 1 for _, path in found}
+def value_at(calls: Sequence[Call], anchor: Anchor) -> torch.Tensor | None:
+    """The value of a point in recorded calls, float32 [tokens, d]; None if it is not among them."""
+    terms = terms_at(calls, anchor)
+    return None if terms is None else anchor.value(*terms)
 
 
 Override = Callable[[int, str, Call, Mapping[Key, torch.Tensor]], None]
@@ -122,6 +96,7 @@ class Recorder:
         enter: called with a block's live argument tensors before they are recorded.
         leave: called with the live tensors that any module leaves behind before they are recorded.
         writes: what to add at anchors, [tokens, d] float32 each; after `enter` and `leave`, before the recording.
+        offset: (name, vector) -> what a module returns instead of a vector [d].
     """
 
     def __init__(
@@ -130,9 +105,12 @@ class Recorder:
         enter: Override | None = None,
         leave: Override | None = None,
         writes: Mapping[Anchor, torch.Tensor] | None = None,
+        offset: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self._scene, self._enter, self._leave = scene, enter, leave
+        self._scene, self._enter, self._leave, self._offset = scene, enter, leave, offset
         self._writes = dict(writes or {})
+        self._beside = {a.beside.module: a.beside.hidden for a in self._writes if a.beside is not None}
+        self._kept: dict[str, tuple[torch.Tensor, Call]] = {}
         self._clock = 0
         self.trace = Trace([[] for _ in range(scene.num_layers)], [])
         self._handles: list[Any] = []
@@ -145,11 +123,34 @@ class Recorder:
         try:
             for block, path, local, module in self._scene.members():
                 self._watch(block, path, local, module)
-            self._handles.append(self._scene.model.register_forward_hook(self._ended))
-            yield self.trace
+            with self._watching_the_end():
+                yield self.trace
         finally:
             for handle in self._handles:
                 handle.remove()
+
+    @contextmanager
+    def _watching_the_end(self) -> Iterator[None]:
+        # Not by a hook: a class that compiles itself calls its forward past them.
+        model = self._scene.model
+        forward, own = model.forward, model.__dict__.get("forward")
+
+        @functools.wraps(forward)
+        def watched(*args, **kwargs):
+            output = forward(*args, **kwargs)
+            first = output[0] if isinstance(output, (tuple, list)) else output
+            if _floating(first):
+                self.trace.root = _copy(first)
+            return output
+
+        model.forward = watched
+        try:
+            yield
+        finally:
+            if own is None:
+                del model.forward
+            else:
+                model.forward = own
 
     def _watch(self, block: int, path: str, local: str, module: torch.nn.Module) -> None:
         names = parameters_of(module)
@@ -168,37 +169,50 @@ class Recorder:
                 self._within.append(block)
             # Where it is called counts: a module may be used by several blocks.
             inside = self._within[-1] if self._within else OUTSIDE
+            if inside == OUTSIDE:
+                call.narrow = self._narrow(given)
             (self.trace.outside if inside == OUTSIDE else self.trace.blocks[inside]).append(call)
             self._open.setdefault(id(module), []).append(call)
 
         def after(module, args, kwargs, output):
             call = self._open[id(module)].pop()
             given = self._wide(arguments(names, args, kwargs))
+            output = self._with_offsets(path, call, output)
             out = self._wide(outputs(output))
             changed = {k: v for k, v in given.items() if k in call.args and not _same(call.args[k], v)}
             call.shapes |= {k: tuple(v.shape) for k, v in outputs(output).items() if _floating(v)}
             if self._leave is not None:
-                core = self._scene.is_core(module)
+                free = self._scene.is_core(module) or self._scene.is_embedding(module)
                 # What a module hands on as it came (dropout) is not its own.
                 came = {call.pointers[k]: v for k, v in call.args.items()}
                 made = {k: v for k, v in out.items() if v.data_ptr() not in came or not _same(came[v.data_ptr()], v)}
-                any_width = {k: v for k, v in outputs(output).items() if _floating(v)} if core else {}
+                any_width = {k: v for k, v in outputs(output).items() if _floating(v)} if free else {}
                 self._leave(block, path, call, any_width or made or ({} if out else changed))
             self._write(path, "after", args, kwargs, output)
             call.after = {k: _copy(v) for k, v in changed.items()}
             call.out = {k: _copy(v) for k, v in out.items()}
             call.pointers |= {k: v.data_ptr() for k, v in out.items()}
+            if path in self._beside:
+                self._kept[path] = pick(self._beside[path], args, kwargs, output), call
             call.end = self._tick()
             if local == "":
                 self._within.pop()
+            if not self._within:
+                call.narrow |= self._narrow(outputs(output))
+            return output
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
-    def _ended(self, _module, _args, output) -> None:
-        first = output[0] if isinstance(output, (tuple, list)) else output
-        if _floating(first) and first.shape[-1] == self._scene.width:
-            self.trace.root = _copy(first)
+    def _with_offsets(self, path: str, call: Call, output: Any) -> Any:
+        """What a call returned, its vectors [d] recorded, and replaced if they are to be."""
+        found = {k: v for k, v in outputs(output).items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+        found = {k: v for k, v in found.items() if k.index >= 0 and v.shape == (self._scene.width,)}
+        if found and self._offset is not None and type(output) in (tuple, list):
+            found = {k: self._offset(f"{path}:{k.index}", v).to(v.dtype) for k, v in found.items()}
+            output = type(output)(found.get(Key("out", i), value) for i, value in enumerate(output))
+        call.offsets = {k: v.float() for k, v in found.items()}
+        return output
 
     def _write(self, path: str, when: str, args, kwargs, output) -> None:
         for anchor, what in self._writes.items():
@@ -206,14 +220,23 @@ class Recorder:
                 continue
             if not self._wide({anchor.hidden: pick(anchor.hidden, args, kwargs, output)}):
                 continue
-            hidden, residual = anchor.tensors(args, kwargs, output)
-            value = hidden.float() if residual is None else hidden.float() + residual.float()
-            hidden.copy_(value + what[: len(value)] / anchor.scale)
-            if residual is not None:
-                residual.zero_()
+            kept, call = self._kept[anchor.beside.module] if anchor.beside is not None else (None, None)
+            hidden, other = anchor.tensors(args, kwargs, output, kept)
+            value = anchor.value(hidden.float(), None if other is None else other.float()) + what[: len(hidden)]
+            if anchor.offset is not None and other is not None:
+                hidden.copy_(value / anchor.scale - other.float())
+                continue
+            hidden.copy_(value / anchor.scale)
+            if other is not None:
+                other.zero_()
+            if anchor.beside is not None and call is not None:
+                call.out[anchor.beside.hidden].zero_()
 
     def _wide(self, tensors: Mapping[Key, Any]) -> dict[Key, torch.Tensor]:
         return {k: v for k, v in tensors.items() if _floating(v) and v.shape[-1:] == (self._scene.width,)}
+
+    def _narrow(self, tensors: Mapping[Key, Any]) -> dict[Key, torch.Tensor]:
+        return {k: _copy(v) for k, v in tensors.items() if _floating(v) and v.shape[-1] != self._scene.width}
 
     def _tick(self) -> int:
         self._clock += 1

@@ -118,7 +118,7 @@ def fill(model: torch.nn.Module, name: str, zero: tuple[str, ...] = ()) -> None:
         if not tensor.is_floating_point():
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{path}".encode()))
-        noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        noise = torch.randn(tensor.shape, generator=generator).to(tensor)
         if zero and path.endswith(zero):
             tensor.zero_()
         elif id(tensor) in embeddings:

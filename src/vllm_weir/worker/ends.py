@@ -1,0 +1,131 @@
+"""The points outside the blocks, `embed` and `final_norm`: where they are, and whether writing there arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_weir.spec.hooks import Site
+from vllm_weir.worker.anchors import Anchor
+from vllm_weir.worker.matcher import FAINT, Matcher
+from vllm_weir.worker.scene import Scene
+from vllm_weir.worker.trace import Call, Trace, value_at
+
+if TYPE_CHECKING:
+    from vllm_weir.worker.sites import SiteMap
+
+EMBED, FINAL_NORM = Site("embed", 0), Site("final_norm", 0)
+
+
+class Ends:
+    """Verdicts on the two.
+
+    Args:
+        scene, matcher: as in `sites`.
+        own: the pass with the model's own weights.
+        outer: a pass with noise in the embedding, the blocks and the final norm.
+        sites: takes the verdicts.
+    """
+
+    def __init__(self, scene: Scene, matcher: Matcher, own: Trace, outer: Trace, sites: SiteMap) -> None:
+        self._scene, self._m, self._own, self._outer, self._sites = scene, matcher, own, outer, sites
+        self._after_norm: str | None = None
+        """The module that alone is given what the final norm returned, if the model does not return that itself."""
+
+    def find_embed(self) -> None:
+        """The token embedding, or what widens it to the stream."""
+        into = self._sites.anchors.get(Site("resid_pre", 0))
+        calls = [c for c in self._own.outside if self._scene.is_embedding(self._scene.modules[c.path])]
+        found = next((c for c in calls if c.out), None) or next((w for c in calls if (w := self._widened(c))), None)
+        before = None if into is None else value_at(self._own.blocks[0], into)
+        if found is None or before is None:
+            self._refuse(EMBED, "no token embedding runs together with the blocks")
+            return
+        key, value = next(iter(found.out.items()))
+        # Positions may be added to it, or a norm applied; a mere factor is part of the embedding. Some models keep a
+        # copy of it beside the stream, so it is tapped where it comes from.
+        factor = self._m.factor(value, before) or 1.0
+        self._sites.anchors[EMBED] = Anchor(found.path, "after", key, None, factor)
+
+    def _widened(self, embedding: Call) -> Call | None:
+        narrow = [v for k, v in embedding.narrow.items() if k.kind == "out"]
+        return next(
+            (c for c in self._own.outside if c.start > embedding.end and c.out and self._gets(c, narrow)),
+            None,
+        )
+
+    def check_embed(self, trace: Trace, what: torch.Tensor) -> None:
+        """`trace`: the pass with the model's own weights, and `what` added at the embedding."""
+        anchor, into = self._sites.anchors.get(EMBED), self._sites.anchors.get(Site("resid_pre", 0))
+        if anchor is None or into is None:
+            return
+        before, after = value_at(self._own.blocks[0], into), value_at(trace.blocks[0], into)
+        value = value_at(self._own.outside, anchor)
+        assert before is not None and after is not None and value is not None
+        moved = after - before
+        simple = self._m.same(value, before)
+        everywhere = bool((moved.abs().amax(1) > FAINT * before.abs().amax()).all())
+        if not (self._m.same(moved, what) or (everywhere and not simple)):
+            self._refuse(EMBED, "what is added there does not arrive in what enters block 0")
+
+    def find_final_norm(self, last: int) -> None:
+        """The norm that is given what leaves the last block."""
+        anchor = self._sites.anchors.get(Site("resid_post", last))
+        stream = None if anchor is None else value_at(self._outer.blocks[last], anchor)
+        end, root = self._outer.blocks[last][0].end, self._outer.root
+        if stream is None:
+            self._refuse(FINAL_NORM, "what leaves the last block could not be followed")
+            return
+        normed = [c for c in self._outer.outside if c.start > end and c.out and any(self._streams(c, stream))]
+        if not normed:
+            why = "no module was found that is given what leaves the last block"
+            if root is not None and self._m.same(stream, root):
+                why = (
+                    "the model returns the stream as it leaves the last block: it has no final norm, or one that runs "
+                    "later, and then on the rows alone that logits are computed from"
+                )
+            self._refuse(FINAL_NORM, why)
+            return
+        key, out = next(iter(normed[0].out.items()))
+        if root is None or self._m.factor(out, root) is None:
+            after = next((c for c in self._outer.outside if c.start > normed[0].end and self._returns(c, out)), None)
+            if after is None:
+                self._refuse(FINAL_NORM, f"the model changes what {normed[0].path} returns before it hands it on")
+                return
+            self._after_norm = after.path
+        self._sites.anchors[FINAL_NORM] = Anchor(normed[0].path, "after", key)
+
+    def check_final_norm(self, trace: Trace) -> None:
+        """`trace`: the pass with noise, and something added at the final norm."""
+        anchor = self._sites.anchors.get(FINAL_NORM)
+        value = None if anchor is None else value_at(trace.outside[::-1], anchor)
+        if value is None:
+            return
+        if self._after_norm is None:
+            arrives = trace.root is not None and self._m.factor(value, trace.root) is not None
+        else:
+            after = next(c for c in reversed(trace.outside) if c.path == self._after_norm)
+            arrives = self._gets(after, [value])
+        if not arrives:
+            self._refuse(FINAL_NORM, "what is added there does not arrive in what the model returns")
+
+    def _streams(self, call: Call, stream: torch.Tensor) -> Iterator[bool]:
+        given = list(call.args.values())
+        if len(given) == 2 and given[0].shape == given[1].shape:
+            yield self._m.same(given[0] + given[1], stream)
+        yield from (self._m.same(g, stream) for g in given)
+
+    def _returns(self, call: Call, given: torch.Tensor) -> bool:
+        """Whether a call is given that, and returns what the model returns."""
+        root = self._outer.root
+        made = [*call.out.values(), *(v for k, v in call.narrow.items() if k.kind == "out")]
+        return root is not None and self._gets(call, [given]) and any(self._m.same(v, root) for v in made)
+
+    def _gets(self, call: Call, tensors: list[torch.Tensor]) -> bool:
+        given = [*call.args.values(), *(v for k, v in call.narrow.items() if k.kind == "arg")]
+        return any(self._m.same(g, t) for g in given for t in tensors)
+
+    def _refuse(self, site: Site, why: str) -> None:
+        self._sites.refuse((site.hook,), (site.layer,), why)

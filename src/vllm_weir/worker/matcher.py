@@ -1,0 +1,49 @@
+"""Whether tensors of noise are equal, multiples of each other, or sums of two: up to the rounding of their dtype."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+FAINT = 1e-3
+"""A tensor of a smaller root mean square than this part of the noise's is taken for zero."""
+
+
+class Matcher:
+    """Compares tensors of noise up to the rounding of `dtype`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.tolerance = 1e-4 if dtype == torch.float32 else 0.08
+        self.eps = torch.finfo(torch.float32 if dtype == torch.float32 else torch.bfloat16).eps
+
+    def same(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether two tensors are equal; a tensor of nothing equals none."""
+        return a.shape == b.shape and rms(b) > FAINT and float((a - b).abs().max()) <= self.tolerance * rms(b)
+
+    def factor(self, part: torch.Tensor, whole: torch.Tensor) -> float | None:
+        """c such that ``c * part == whole``, or None."""
+        if part.shape != whole.shape or rms(part) <= FAINT or rms(whole) <= FAINT:
+            return None
+        c = float((part.double() * whole).sum() / (part.double() ** 2).sum())
+        if abs(c - 1) < self.tolerance / 4:
+            c = 1.0
+        return c if abs(c) > FAINT and self.same(c * part, whole) else None
+
+    def factors(self, a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor) -> tuple[float, float] | None:
+        """(c, d) such that ``c * a + d * b == whole``, or None."""
+        sizes = rms(a), rms(b), rms(whole)
+        if not (a.shape == b.shape == whole.shape and min(sizes) > FAINT and math.isfinite(sum(sizes))):
+            return None
+        parts = torch.stack([a.double().flatten(), b.double().flatten()], 1)
+        solution = torch.linalg.lstsq(parts, whole.double().flatten()[:, None]).solution[:, 0].tolist()
+        c, d = (1.0 if abs(x - 1) < self.tolerance / 4 else x for x in solution)
+        # From many numbers a factor is known far better than each of them is.
+        if abs(c - d) <= 8 * self.eps / math.sqrt(whole.numel()) * abs(c):
+            c = d = (c + d) / 2
+        return (c, d) if min(abs(c), abs(d)) > FAINT and self.same(c * a + d * b, whole) else None
+
+
+def rms(tensor: torch.Tensor) -> float:
+    """Root of the mean square; 0 of nothing."""
+    return float(tensor.double().pow(2).mean().sqrt()) if tensor.numel() else 0.0

@@ -1,0 +1,131 @@
+"""Points made of two tensors, and the two outside the blocks where models do more than add and norm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.blocks import (
+    LAYERS,
+    Biased,
+    BiasedParallel,
+    D,
+    Fused,
+    Model,
+    More,
+    Sequential,
+    Shared,
+    TooLate,
+    TwoMixers,
+    mapped,
+    supported,
+)
+from vllm_weir.spec.hooks import Site
+from vllm_weir.worker.anchors import Anchor, Key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_points_made_of_two_tensors(dtype):
+    shared = mapped(Model([Shared] * LAYERS), dtype).anchors[Site("mlp_out", 1)]
+    assert (shared.module, shared.beside.module) == ("layers.1.shared", "layers.1.mlp")
+    assert shared.scale == shared.beside.scale == pytest.approx(0.8, rel=3e-3)
+    mixers = mapped(Model([TwoMixers] * LAYERS), dtype).anchors[Site("attn_out", 1)]
+    assert (mixers.module, mixers.beside.module) == ("layers.1.mixer", "layers.1.self_attn")
+    assert (mixers.scale, mixers.beside.scale) == pytest.approx((1.3, 0.7), rel=3e-3)
+    assert "x output of layers.1.mixer, after the call, + 0." in str(mixers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_that_is_handed_over_belongs_to_the_point(dtype):
+    """However small it is next to the noise of the probe, and to bfloat16."""
+    sites = mapped(Model([BiasedParallel] * LAYERS), dtype)
+    assert supported(sites) == {"resid_pre", "attn_out", "mlp_out", "resid_post"}
+    for found in (sites, mapped(Model([Biased] * LAYERS), dtype)):
+        assert all(found.anchors[Site(h, 1)].offset == Key("out", 1) for h in ("attn_out", "mlp_out"))
+
+
+def test_what_is_added_after_the_mlp():
+    sites = mapped(Model([More] * LAYERS))
+    assert supported(sites) == {"resid_pre", "attn_out", "resid_mid", "resid_post"}
+    assert "after what the MLP adds" in sites.refused[Site("mlp_out", 1)]
+
+
+def test_what_is_used_too_early_is_refused():
+    sites = mapped(Model([TooLate] * LAYERS))
+    assert not {"attn_out", "resid_mid"} & supported(sites)
+    assert "does not arrive" in sites.refused[Site("attn_out", 1)]
+
+
+def test_what_comes_after_the_final_norm():
+    """A factor, a projection to another width, a class that calls its forward past the hooks."""
+
+    class Divides(Model):
+        def forward(self, ids):
+            return super().forward(ids) / 1.75
+
+    class Projects(Model):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.head = nn.Linear(D, D // 2)
+
+        def forward(self, ids):
+            return self.head(super().forward(ids))
+
+    class CallsItself(Model):
+        def __call__(self, ids):
+            return self.forward(ids)
+
+    class Doubles(Projects):
+        def forward(self, ids):
+            return self.head(2 * Model.forward(self, ids))
+
+    for kind in (Divides, Projects, CallsItself):
+        assert mapped(kind([Sequential] * LAYERS)).anchors[Site("final_norm", 0)] == Anchor(
+            "norm", "after", Key("out", -1)
+        )
+    assert "changes what norm returns" in mapped(Doubles([Sequential] * LAYERS)).refused[Site("final_norm", 0)]
+
+
+def test_a_final_norm_outside_the_pass_is_refused():
+    class Sums(Model):
+        def forward(self, ids):
+            hidden, residual = self.embed_tokens(ids), None
+            for layer in self.layers:
+                hidden, residual = layer(None, hidden, residual)
+            return hidden + residual
+
+    model = Sums([Fused] * LAYERS, True)
+    assert "returns the stream as it leaves" in mapped(model).refused[Site("final_norm", 0)]
+
+
+def test_an_embedding_that_is_widened():
+    class Narrow(Model):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+            self.embed_tokens = nn.Embedding(11, D // 2)
+            self.widen = nn.Linear(D // 2, D)
+
+        def forward(self, ids):
+            positions = torch.arange(len(ids))
+            hidden = self.widen(self.embed_tokens(ids)) + self.wpe(positions)
+            for layer in self.layers:
+                hidden = layer(positions, hidden)
+            return self.norm(hidden)
+
+    model = Narrow([Sequential] * LAYERS, positions=True)
+    sites = mapped(model)
+    assert sites.anchors[Site("embed", 0)].module == "widen" and not sites.refused
+
+
+def test_an_embedding_that_does_not_reach_the_stream_is_refused():
+    class Elsewhere(Model):
+        def forward(self, ids):
+            self.embed_tokens(ids)
+            hidden = self.wpe(torch.arange(len(ids)))
+            for layer in self.layers:
+                hidden = layer(None, hidden)
+            return self.norm(hidden)
+
+    sites = mapped(Elsewhere([Sequential] * LAYERS, positions=True))
+    assert "does not arrive" in sites.refused[Site("embed", 0)]
