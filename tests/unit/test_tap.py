@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_weir.worker.anchors import Anchor, Key
-from vllm_weir.worker.plan import Planner
+from vllm_weir.worker.profiles import Profiles
 from vllm_weir.worker.select import STAGES
 from vllm_weir.worker.tap import TapTensors, numbered, place
 
@@ -113,5 +113,5 @@ def test_arguments_are_found_by_name_however_they_are_passed():
 
 
 def test_the_planner_s_tables_are_what_the_tap_reads():
-    planner = Planner(frozenset(range(6)), 6, 4, None)
-    assert planner.ranks.shape == (4, 6) and planner.ranks.dtype == np.int32 and (planner.ranks == -1).all()
+    ranks = Profiles(4, 6).ranks
+    assert ranks.shape == (4, 6) and ranks.dtype == np.int32 and (ranks == -1).all()

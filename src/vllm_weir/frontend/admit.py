@@ -277,8 +277,7 @@ def _needs(admitted: Admitted, prompt_ids, prompt_len: int, max_tokens: int, siz
 
 def _count_needs(moves: Sequence[Move], prompt_ids, prompt_len: int, max_tokens: int) -> tuple[int, int]:
     """(programs, instructions), an upper bound: one program for each combination that a position can have."""
-    ids = None if prompt_ids is None else np.asarray(prompt_ids, np.int64)
-    selectors = Selectors(list(dict.fromkeys(m.positions for m in moves)), prompt_len, ids)
+    selectors = Selectors(list(dict.fromkeys(m.positions for m in moves)), prompt_len, prompt_ids)
     if len(selectors.by_token) > MAX_TOKEN_SELECTORS:
         raise WeirError(f"at most {MAX_TOKEN_SELECTORS} different token_ids selectors can steer", "interventions")
     every = np.unique(selectors.codes(np.arange(prompt_len + max_tokens)), return_counts=True)

@@ -394,6 +394,11 @@ class Move:
         text = json.dumps([self.hook, self.layers, self.instructions], separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
+    @functools.cached_property
+    def vectors(self) -> frozenset[str]:
+        """Digests of the rows that it uses."""
+        return frozenset(d for i in self.instructions for d in (i.u, i.w) if d)
+
     def to_wire(self) -> list[Any]:
         """For scheduler and workers."""
         ins = [list(i) for i in self.instructions]

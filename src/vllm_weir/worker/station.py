@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
@@ -94,8 +93,8 @@ class Station:
         self.strands = Strands(self.arena, settings.timeout if settings.overflow == "wait" else None)
         self.strands.grant = self._grant
         self.planner = Planner(columns, num_columns, MAX_PROFILES, self.table, self.strands)
-        self.planner.vouches = facts.rank == 0
-        self.planner.row_bytes = self.host.row_bytes
+        self.planner.steerer.vouches = facts.rank == 0
+        self.planner.reader.row_bytes = self.host.row_bytes
         self._treater = Treater(self.ring.buffer)
         self._outlet = (CudaOutlet if cuda else CpuOutlet)(self.ring, self.host)
         self._step_rows = min(settings.ring_rows(*size), settings.step_rows(*size)) if ships else 0
@@ -225,13 +224,14 @@ class Station:
             logger.error("Weir cannot go on serving request %s: %s", request_id, reason)
             self._failures.setdefault(reply, {})[request_id] = reason
         self._tables.flush()
-        if self.planner.ranks_changed:
-            used = self.planner.profiles_used
-            self.tensors.ranks[:used].copy_(torch.from_numpy(self.planner.ranks[:used]))
-            self.planner.ranks_changed = False
+        profiles = self.planner.profiles
+        if profiles.changed:
+            used = profiles.used
+            self.tensors.ranks[:used].copy_(torch.from_numpy(profiles.ranks[:used]))
+            profiles.changed = False
         if streamer is not None:
-            streamer.begin(plan, self.planner.columns_of)
-            plan.slots[plan.tokens] = np.arange(len(plan.tokens))
+            streamer.begin(plan, profiles.columns_of)
+            plan = plan.in_lanes()
         self.switch.launch = None if streamer is None else streamer.tap
         self._writer.write(plan, start, input_ids)
 
