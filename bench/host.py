@@ -150,7 +150,7 @@ class Run:
         with clock.part(f"core: {kind} schedule, a step"):
             core.schedule(lambda self: None, OK)(self.scheduler)
         with clock.part(f"worker: {kind} plan, a step"):
-            self.station.begin_step(_starts(output))
+            self.station.begin_step(*_starts(output))
             self.station.plan_step(order, counts.astype(np.int32), starts, self.input_ids)
         with clock.part(f"worker: shipping of the {kind}, a step"):
             self.station.end_step()  # without copies

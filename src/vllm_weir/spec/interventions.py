@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
-import msgspec
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
@@ -407,11 +406,5 @@ class Move:
     @classmethod
     def from_wire(cls, data: list[Any]) -> Move:
         """The inverse of `to_wire`."""
-        return _move(msgspec.msgpack.encode(data))
-
-
-@functools.lru_cache(maxsize=4096)
-def _move(encoded: bytes) -> Move:
-    """Requests often carry the same moves, and one request's come to several places."""
-    hook, layers, positions, per_position, ins = msgspec.msgpack.decode(encoded)
-    return Move(hook, tuple(layers), Positions.parse(positions), per_position, tuple(Instruction(*i) for i in ins))
+        hook, layers, positions, per_position, ins = data
+        return cls(hook, tuple(layers), Positions.parse(positions), per_position, tuple(Instruction(*i) for i in ins))

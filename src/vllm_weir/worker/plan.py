@@ -33,7 +33,7 @@ from vllm_weir.worker.strands import Strands
 ESTIMATE = 4096
 """Generated tokens that are looked ahead to guess how many rows a request will have."""
 
-MOST_SPECS = 64
+MOST_SPECS = 1024
 """Specs of which is remembered what they want here."""
 
 

@@ -12,13 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.settings import Settings
-from vllm_weir.spec.interventions import Move
-from vllm_weir.spec.request import ResolvedSpec
+from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.worker.arena import Arena
 from vllm_weir.worker.codecs import Codecs
 from vllm_weir.worker.directions import Directions
@@ -28,7 +26,7 @@ from vllm_weir.worker.hostmem import HostBuffer
 from vllm_weir.worker.link import Link
 from vllm_weir.worker.live import LiveRequests
 from vllm_weir.worker.outlet import CpuOutlet, CudaOutlet, at_once
-from vllm_weir.worker.plan import MOST_SPECS, Planner
+from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.ring import Ring
 from vllm_weir.worker.select import STAGES, is_boundary, num_taps, tap_of
@@ -117,7 +115,6 @@ class Station:
         self._writer = PlanWriter(self.tensors.plan)
         self._step: tuple[int, StepPlan] | None = None
         self._failures: dict[str, dict[str, str]] = {}
-        self._specs: dict[bytes, ResolvedSpec] = {}
         self.switch.numbers = {
             place(model, anchor, tap, self.tensors).data_ptr(): tap for tap, anchor in placed.items()
         }
@@ -143,44 +140,37 @@ class Station:
             self.planner.remove(request_id)  # a resumed request joins again
             self._live.leave(request_id)
             try:
-                self._live.join(request_id, wire, prompt_len)
-                self._join(request_id, wire, prompt_len, prompt_ids)
+                spec = EngineSpec.from_wire(wire["spec"])
+                self._live.join(request_id, spec, prompt_len)
+                self._join(request_id, spec, wire, prompt_len, prompt_ids)
             except (WeirError, KeyError, TypeError, ValueError) as e:
                 logger.exception("Weir cannot follow request %s", request_id)
                 if isinstance(wire.get("reply"), str):
                     self.drain.fail(wire["reply"], request_id, f"the worker could not serve the request: {e}")
 
-    def _join(self, request_id: str, wire: dict, prompt_len: int, prompt_ids: Sequence[int] | None) -> None:
-        reply = wire["reply"]
-        if wire["wishes"] and self.planner.columns:
+    def _join(
+        self, request_id: str, spec: EngineSpec, wire: dict, prompt_len: int, prompt_ids: Sequence[int] | None
+    ) -> None:
+        reply, treatment = wire["reply"], spec.captures.treatment
+        if spec.captures.wishes and self.planner.columns:
             self.link.maps(reply)
-            spec = self._spec(wire["wishes"], wire["treatment"])
             directions = -1
-            if spec.treatment is not None and spec.treatment.directions:
-                directions = self._directions.hold(request_id, spec.treatment.directions, reply)
-            elif spec.treatment is not None and spec.treatment.compression is not None:
-                directions = PACKED - self._codecs.hold(request_id, spec.treatment.compression)
-            self.planner.read(request_id, reply, spec, prompt_len, prompt_ids, wire["most"], directions)
-        if wire["moves"]:
-            moves = [Move.from_wire(m) for m in wire["moves"]]
+            if treatment is not None and treatment.directions:
+                directions = self._directions.hold(request_id, treatment.directions, reply)
+            elif treatment is not None and treatment.compression is not None:
+                directions = PACKED - self._codecs.hold(request_id, treatment.compression)
+            self.planner.read(request_id, reply, spec.captures, prompt_len, prompt_ids, wire["most"], directions)
+        if spec.moves:
             fetch = functools.partial(self._fetcher.fetch, reply)
-            self.planner.steer(request_id, reply, moves, prompt_len, prompt_ids, fetch)
-
-    def _spec(self, wishes: list, treatment: list | None) -> ResolvedSpec:
-        key = msgspec.msgpack.encode([wishes, treatment])
-        if key not in self._specs:
-            if len(self._specs) >= MOST_SPECS:
-                self._specs.clear()
-            self._specs[key] = ResolvedSpec.from_wire(wishes, treatment)
-        return self._specs[key]
+            self.planner.steer(request_id, reply, spec.moves, prompt_len, prompt_ids, fetch)
 
     def _grant(self, reply: str, start: int, rows: int) -> None:
         self.host.prepare(start, rows)
         self.link.grant(reply, start)
 
-    def begin_step(self, starts: Iterable[tuple[str, int]]) -> None:
-        """Turn on the taps that the coming step needs, alike on all ranks; `starts` as in `LiveRequests.taps_in`."""
-        self.switch.turn(self._live.taps_in(starts))
+    def begin_step(self, *groups: tuple[Sequence[str], Sequence[int]]) -> None:
+        """Turn on the taps that the coming step needs, alike on all ranks; `groups` as in `LiveRequests.taps_in`."""
+        self.switch.turn(self._live.taps_in(*groups))
 
     def plan_step(
         self,
