@@ -14,7 +14,6 @@ import gc
 import importlib.metadata
 import json
 import platform
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,7 +124,7 @@ class Run:
         new = [
             (r.request_id, wire, PROMPT, r.prompt_token_ids) for r in requests if (wire := core.wire_of(r)) is not None
         ]
-        with clock.part("worker: join, a request (with the waiting for vectors)", count, time.perf_counter):
+        with clock.part("worker: join, a request", count):
             station.follow(new, ())
         limit = core.schedule(lambda scheduler: scheduler.max_num_scheduled_tokens, OK)(self.scheduler)
         group, first = min(count, limit // PROMPT), Clock()
@@ -231,6 +230,8 @@ def main() -> None:
     parser.add_argument("--name", default="now", help="of these figures in the file")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # as vLLM's engine core does once it has started
     versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "msgspec", "vllm-weir")}
     found: dict[str, Any] = {
         "processor": platform.machine(), "python": platform.python_version(), "vllm": vllm.__version__, **versions,

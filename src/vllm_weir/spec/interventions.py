@@ -14,11 +14,11 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
+import msgspec
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
@@ -390,8 +390,8 @@ class Move:
     @functools.cached_property
     def digest(self) -> str:
         """Content address of what this move does to a row at its sites."""
-        text = json.dumps([self.hook, self.layers, self.instructions], separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        content = msgspec.msgpack.encode([self.hook, self.layers, self.instructions])
+        return hashlib.sha256(content).hexdigest()[:32]
 
     @functools.cached_property
     def vectors(self) -> frozenset[str]:

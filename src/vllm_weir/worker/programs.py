@@ -93,6 +93,10 @@ class ProgramTable:
         """Whether a move has a site at one of this worker's taps."""
         return not self._local.isdisjoint(_taps(move.hook, move.layers))
 
+    def absent(self, digests: Iterable[str]) -> list[str]:
+        """Those of these vectors that would have to be fetched."""
+        return [digest for digest in digests if digest not in self._vector_slots.of]
+
     def hold_vectors(self, digests: Iterable[str], fetch: Callable[[list[str]], dict[str, np.ndarray]]) -> None:
         """Take a request's vectors, each once, fetching those that are not here; all or nothing.
 

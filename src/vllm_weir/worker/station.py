@@ -136,17 +136,29 @@ class Station:
             self.planner.remove(request_id)
             self._directions.release(request_id)
             self._codecs.release(request_id)
-        for request_id, wire, prompt_len, prompt_ids in new:
+        joining = [(EngineSpec.from_wire(request[1]["spec"]), *request) for request in new]
+        self._fetch_ahead((wire["reply"], spec) for spec, _, wire, _, _ in joining)
+        for spec, request_id, wire, prompt_len, prompt_ids in joining:
             self.planner.remove(request_id)  # a resumed request joins again
-            self._live.leave(request_id)
+            self._live.join(request_id, spec, prompt_len)
             try:
-                spec = EngineSpec.from_wire(wire["spec"])
-                self._live.join(request_id, spec, prompt_len)
                 self._join(request_id, spec, wire, prompt_len, prompt_ids)
-            except (WeirError, KeyError, TypeError, ValueError) as e:
+            except (WeirError, ValueError) as e:
                 logger.exception("Weir cannot follow request %s", request_id)
-                if isinstance(wire.get("reply"), str):
-                    self.drain.fail(wire["reply"], request_id, f"the worker could not serve the request: {e}")
+                self.drain.fail(wire["reply"], request_id, f"the worker could not serve the request: {e}")
+        self._fetcher.forget()
+
+    def _fetch_ahead(self, joining: Iterable[tuple[str, EngineSpec]]) -> None:
+        """Fetch what requests (reply address, spec) that join in one step need and is not here, all at once."""
+        wanted: dict[str, list[str]] = {}
+        for reply, spec in joining:
+            treatment = spec.captures.treatment
+            if treatment is not None and treatment.directions and self.planner.columns:
+                wanted.setdefault(reply, []).extend(self._directions.absent(treatment.directions))
+            for move in spec.moves:
+                if self.table.local(move) and (absent := self.table.absent(move.vectors)):
+                    wanted.setdefault(reply, []).extend(absent)
+        self._fetcher.fetch_ahead({reply: digests for reply, digests in wanted.items() if digests})
 
     def _join(
         self, request_id: str, spec: EngineSpec, wire: dict, prompt_len: int, prompt_ids: Sequence[int] | None
