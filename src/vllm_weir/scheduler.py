@@ -1,13 +1,13 @@
 """The scheduler's half: cache keys and hit limits, step budgets, and a place to wait while the tables are full.
 
-Reads only the engine wire form of a request: ``first`` (its first wanted position, or None), ``width`` (the most rows
-that one of its tokens can give), ``moves`` (its interventions) and ``needs`` (what they need of the tables).
+Reads only the engine wire form of a request, see `vllm_weir.frontend.admit.engine_form`.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,27 +31,45 @@ class CacheKeys:
     key, and requests whose interventions do the same to the same positions share, however they were written down.
     """
 
-    def __init__(self, wire: Mapping[str, Any], prompt_len: int) -> None:
-        moves = [Move.from_wire(m) for m in wire["moves"]]
-        self._moves = [(m, m.digest) for m in moves]
+    def __init__(self, moves: Sequence[Move], prompt_len: int) -> None:
+        self._moves = [(m, None if m.per_position else m.positions.bounds(prompt_len)) for m in moves]
         self._prompt_len = prompt_len
 
     def of_block(self, start: int, token_ids: Sequence[int]) -> str | None:
         """Digest for the block of `token_ids` that starts at position `start`; None if nothing is done in it."""
-        positions = np.arange(start, start + len(token_ids))
-        ids = np.asarray(token_ids)
         effects: list[str] = []
-        for move, digest in self._moves:
-            chosen = np.flatnonzero(move.positions.mask(positions, self._prompt_len, ids))
-            if move.per_position and len(chosen):
-                before = int(move.positions.mask(np.arange(start), self._prompt_len).sum())
-                done = [(int(c), before + k) for k, c in enumerate(chosen) if before + k < len(move.instructions)]
-                done = [(at, rank) for at, rank in done if move.instructions[rank].u]
-                if done:
-                    effects.append(f"{move.hook}{move.layers}{[(at, move.instructions[rank]) for at, rank in done]}")
-            elif len(chosen):
-                effects.append(f"{digest}@{chosen.tolist()}")
-        return hashlib.sha256("\n".join(effects).encode()).hexdigest() if effects else None
+        for move, bounds in self._moves:
+            if bounds is None:
+                effect = self._scattered(move, start, token_ids)
+            else:
+                effect = _effect(move.digest, max(bounds[0] - start, 0), min(bounds[1] - start, len(token_ids)))
+            if effect:
+                effects.append(effect)
+        return _digest(tuple(effects)) if effects else None
+
+    def _scattered(self, move: Move, start: int, token_ids: Sequence[int]) -> str:
+        """What a move does in a block; the form is that of `_effect`, so that equal effects share."""
+        positions = np.arange(start, start + len(token_ids))
+        chosen = np.flatnonzero(move.positions.mask(positions, self._prompt_len, np.asarray(token_ids)))
+        if not len(chosen):
+            return ""
+        if not move.per_position:
+            return f"{move.digest}@{chosen.tolist()}"
+        before = int(move.positions.mask(np.arange(start), self._prompt_len).sum())
+        done = [(int(c), before + k) for k, c in enumerate(chosen) if before + k < len(move.instructions)]
+        done = [(at, rank) for at, rank in done if move.instructions[rank].u]
+        return f"{move.hook}{move.layers}{[(at, move.instructions[rank]) for at, rank in done]}" if done else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _effect(digest: str, first: int, end: int) -> str:
+    """What a move does at the `first` to `end`-th position of a block."""
+    return f"{digest}@{list(range(first, end))}" if first < end else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(effects: tuple[str, ...]) -> str:
+    return hashlib.sha256("\n".join(effects).encode()).hexdigest()
 
 
 class StepBudget:
@@ -66,24 +84,28 @@ class StepBudget:
     def __init__(self, ring_rows: int, host_rows: int, streams_above: int | None = None) -> None:
         self._ring_rows, self._host_rows, self._streams_above = ring_rows, host_rows, streams_above
         self._widths: dict[str, int] = {}
+        self._widest = 0
         self._whole: set[str] = set()
         """Requests whose rows are treated on the device once a step is done: its rows must fit the ring."""
 
     def join(self, request_id: str, wire: Mapping[str, Any]) -> None:
         """A capturing request has entered the scheduler."""
-        self._widths[request_id] = max(1, int(wire.get("width", 1)))
-        if wire.get("treatment"):
+        self._widths[request_id] = width = max(1, int(wire.get("width", 1)))
+        self._widest = max(self._widest, width)
+        if wire.get("treated"):
             self._whole.add(request_id)
 
     def tokens(self, live: Mapping[str, Any], limit: int) -> int:
         """Tokens that the coming step may hold, at most `limit`; forgets requests that are no longer `live`."""
         if not self._widths:
             return limit
-        self._widths = {r: w for r, w in self._widths.items() if r in live}
-        self._whole &= self._widths.keys()
-        if not self._widths:
-            return limit
-        width = max(self._widths.values())
+        if not self._widths.keys() <= live.keys():
+            self._widths = {r: w for r, w in self._widths.items() if r in live}
+            self._widest = max(self._widths.values(), default=0)
+            self._whole &= self._widths.keys()
+            if not self._widths:
+                return limit
+        width = self._widest
         limit = min(limit, self._host_rows // width)
         if limit * width > self._ring_rows and not self._streams(limit, width):
             limit = self._ring_rows // width
@@ -104,7 +126,7 @@ class WaitingRoom:
 
     def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
-        self._vectors: Counter[str] = Counter()
+        self._vectors: dict[str, int] = {}
         self._programs = self._nodes = 0
         self._inside: dict[str, Sequence[Any]] = {}
         self._waiting: OrderedDict[str, tuple[Any, Sequence[Any]]] = OrderedDict()
@@ -131,12 +153,9 @@ class WaitingRoom:
 
     def release(self, live: Mapping[str, Any]) -> list[Any]:
         """Requests that may go on now that those not `live` any more have left, in order."""
-        for request_id in [r for r in self._inside if r not in live]:
-            digests, programs, nodes = self._inside.pop(request_id)
-            self._vectors.subtract(digests)
-            self._programs -= programs
-            self._nodes -= nodes
-        self._vectors += Counter()
+        if not self._inside.keys() <= live.keys():
+            for request_id in [r for r in self._inside if r not in live]:
+                self._give_back(self._inside.pop(request_id))
         out = []
         while self._waiting:
             request_id, (request, needs) = next(iter(self._waiting.items()))
@@ -156,9 +175,19 @@ class WaitingRoom:
             and self._nodes + nodes <= self._sizes.nodes
         )
 
+    def _give_back(self, needs: Sequence[Any]) -> None:
+        digests, programs, nodes = needs
+        for digest in digests:
+            self._vectors[digest] -= 1
+            if not self._vectors[digest]:
+                del self._vectors[digest]
+        self._programs -= programs
+        self._nodes -= nodes
+
     def _take(self, request_id: str, needs: Sequence[Any]) -> None:
         digests, programs, nodes = needs
-        self._vectors.update(digests)
+        for digest in digests:
+            self._vectors[digest] = self._vectors.get(digest, 0) + 1
         self._programs += programs
         self._nodes += nodes
         self._inside[request_id] = needs

@@ -52,7 +52,7 @@ class Post:
         self.strands = Strands(self.arena, patience)
         table = ProgramTable(Sizes(4, 4, 4), taps, range(taps), D)
         self.planner = Planner(self.columns, taps * STAGES, profiles, table, self.strands)
-        self.planner.row_bytes = D * self.rows.element_size()
+        self.planner.reader.row_bytes = D * self.rows.element_size()
         self.compression = None
         """How the rows of those are compressed that ask for it."""
         self.store = Store()
@@ -71,7 +71,7 @@ class Post:
             for after, place, size, columns, _ in plan.packs.tolist():
                 (token,) = np.flatnonzero(plan.slots == after - columns)
                 name, position = where[token]
-                wanted = self.planner.columns_of[int(plan.profiles[token])]
+                wanted = self.planner.profiles.columns_of[int(plan.profiles[token])]
                 rows = torch.stack([content(name, column, position).float() for column in wanted])
                 records = codec.encode(rows, self.compression)
                 assert len(wanted) == columns and records.numel() == size
@@ -79,7 +79,7 @@ class Post:
             plain = [t for t in plan.tokens.tolist() if not len(plan.packs)]
             for token, (_, row, width, *_) in zip(plain, plan.jobs.tolist(), strict=True):
                 name, position = where[token]
-                columns = self.planner.columns_of[int(plan.profiles[token])] if width else ()
+                columns = self.planner.profiles.columns_of[int(plan.profiles[token])] if width else ()
                 assert len(columns) == width
                 for k, column in enumerate(columns):
                     self.rows[row + k] = content(name, column, position)
@@ -108,7 +108,7 @@ class Post:
 
     def _fetch(self, news, marks) -> bytes:
         for opened in news.opened:
-            self._far[opened.strand] = (opened.rank_bytes(self.planner.row_bytes), [])
+            self._far[opened.strand] = (opened.rank_bytes(self.planner.reader.row_bytes), [])
         for placed in news.placed:
             self._far[placed.strand][1].append(placed)
         parts = []
@@ -116,7 +116,7 @@ class Post:
             if rank >= 0:
                 width, extents = self._far[number]
                 extent = next(x for x in reversed(extents) if x.rank <= rank)
-                first = extent.start * self.planner.row_bytes + (rank - extent.rank) * width
+                first = extent.start * self.planner.reader.row_bytes + (rank - extent.rank) * width
                 parts.append(self.rows.view(-1).view(torch.uint8)[first : first + count * width].numpy().tobytes())
         return b"".join(parts)
 
@@ -129,9 +129,9 @@ class Post:
         for token, (slot, _, width, *_) in zip(plan.tokens.tolist(), plan.jobs.tolist(), strict=True):
             if width:
                 assert plan.slots[token] == slot
-                columns = np.flatnonzero(self.planner.ranks[plan.profiles[token]] >= 0)
+                columns = np.flatnonzero(self.planner.profiles.ranks[plan.profiles[token]] >= 0)
                 assert len(columns) == width
-                used[slot + self.planner.ranks[plan.profiles[token], columns]] += 1
+                used[slot + self.planner.profiles.ranks[plan.profiles[token], columns]] += 1
         assert (used == 1).all()
         silent = np.setdiff1d(np.arange(len(where)), plan.tokens)
         assert (plan.slots[silent] == -1).all() and (plan.profiles[silent] == -1).all()

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from tests.unit.wishes import any_extra_args, sensible_captures, served
 from vllm_weir import Capture, Site, WeirError
 from vllm_weir.frontend.admit import EngineFacts, admit, carries_keys, engine_form
+from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.hooks import HOOKS, place_of
-from vllm_weir.spec.request import RequestSpec, ResolvedSpec
+from vllm_weir.spec.request import RequestSpec
 from vllm_weir.spec.sizes import Sizes
 
 LAYERS = 4
@@ -43,8 +44,9 @@ def test_fuzzed_wishes_are_refused_by_field_or_resolved(extra_args):
     if wire is None:
         assert not admitted.spec.wishes and not admitted.effective
         return
-    again = ResolvedSpec.from_wire(wire["wishes"])
-    assert set(again.wishes) == set(admitted.spec.wishes)
+    again = EngineSpec.from_wire(wire["spec"])
+    assert set(again.captures.wishes) == set(admitted.spec.wishes) and list(again.moves) == admitted.effective
+    assert again.captures.treatment == admitted.spec.treatment and EngineSpec.from_wire(wire["spec"]) is again
     assert wire["first"] is None or wire["first"] >= 0
     assert wire["width"] == len({(w.site, w.before) for w in admitted.spec.wishes})
 

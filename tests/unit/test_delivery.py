@@ -139,7 +139,7 @@ def test_every_wanted_row_exactly_once(near, rows, how, data):
     for r in requests.values():
         if r.captures is not None:
             r.verify()
-    assert not post.planner.reading and not post.planner._users and not post.strands.live
+    assert not post.planner.reading and not len(post.planner.profiles) and not post.strands.live
     requests.clear()
     del r
     gc.collect()

@@ -8,11 +8,17 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vllm_weir.seams import graph_sets
 from vllm_weir.seams.graph_sets import MOST_SETS, GraphSets
 from vllm_weir.settings import Settings
+from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.hooks import Site
+from vllm_weir.spec.interventions import Move
+from vllm_weir.spec.positions import Positions
+from vllm_weir.spec.request import ResolvedSpec, Wish
 from vllm_weir.worker.live import LiveRequests
 from vllm_weir.worker.select import tap_of
 from vllm_weir.worker.tap import ALL, Switch, TapTensors, numbered
@@ -255,11 +261,11 @@ def test_closing_lets_go_of_everything():
     assert step(sets, manager, station, True, 1)[1] is None and step(sets, manager, station, False, 1)[1] is False
 
 
-def wire(*positions, moves=()):
-    return {
-        "wishes": [["resid_post", [0], p, False] for p in positions],
-        "moves": [["resid_post", [0], p, False, []] for p in moves],
-    }
+def wire(*positions, moves=(), captured=("resid_post", [0]), moved=("resid_post", [0])):
+    """As a worker reads it."""
+    wishes = [Wish(Site(captured[0], k), Positions.parse(p), False) for p in positions for k in captured[1]]
+    made = tuple(Move(moved[0], tuple(moved[1]), Positions.parse(p), False, ()) for p in moves)
+    return EngineSpec.from_wire(EngineSpec(ResolvedSpec(tuple(wishes)), made).wire)
 
 
 @pytest.mark.parametrize(
@@ -281,12 +287,17 @@ def wire(*positions, moves=()):
 def test_a_request_is_live_as_long_as_something_of_it_can_be_selected(form, prompt_only):
     live = LiveRequests()
     live.join("a", form, 10)
-    assert live.taps_in([("b", 0), ("a", 0)]) == live.taps_in([("a", 9)]) == mask(("resid_post", 0))
-    assert bool(live.taps_in([("a", 10)])) is not prompt_only
-    assert bool(live.taps_in([("b", 0), ("aa", 3)])) is not prompt_only
+    assert taps_in(live, ("b", 0), ("a", 0)) == taps_in(live, ("a", 9)) == mask(("resid_post", 0))
+    assert bool(taps_in(live, ("a", 10))) is not prompt_only
+    assert bool(taps_in(live, ("b", 0), ("aa", 3))) is not prompt_only
     live.leave("a")
-    assert not live.taps_in([("a", 0)])
+    assert not taps_in(live, ("a", 0))
     live.leave("a")
+
+
+def taps_in(live, *starts):
+    ids, positions = zip(*starts, strict=True)
+    return live.taps_in(([], []), (ids[1:], positions[1:]), (ids[:1], positions[:1]))
 
 
 def mask(*sites):
@@ -295,12 +306,34 @@ def mask(*sites):
 
 def test_a_step_needs_the_taps_of_everyone_in_it():
     live = LiveRequests()
-    live.join("a", {"wishes": [["resid_post", [2], "all", False]], "moves": []}, 5)
-    live.join("b", {"wishes": [], "moves": [["resid_pre", [0, 4], "prompt", False, []]]}, 5)
+    live.join("a", wire("all", captured=("resid_post", [2])), 5)
+    live.join("b", wire(moves=["prompt"], moved=("resid_pre", [0, 4])), 5)
     always, prompt = mask(("resid_post", 2)), mask(("resid_pre", 0), ("resid_pre", 4))
-    assert live.taps_in([("a", 0), ("b", 0)]) == always | prompt and live.taps_in([("a", 0), ("b", 5)]) == always
+    assert taps_in(live, ("a", 0), ("b", 0)) == always | prompt and taps_in(live, ("a", 0), ("b", 5)) == always
     live.leave("a")
-    assert live.taps_in([("b", 0)]) == prompt and live.taps_in([("b", 5)]) == 0
+    assert taps_in(live, ("b", 0)) == prompt and taps_in(live, ("b", 5)) == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    joins=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans(), st.integers(1, 9)), max_size=12),
+    data=st.data(),
+)
+def test_taps_of_a_step_however_requests_came_and_went(joins, data):
+    live, inside = LiveRequests(), {}
+    for who, layer, always, length in joins:
+        name = f"r{who}"
+        if data.draw(st.booleans()):
+            live.leave(name)
+            inside.pop(name, None)
+        else:
+            live.join(name, wire("all" if always else "prompt", captured=("resid_post", [layer])), length)
+            inside[name] = (layer, always, length)
+        starts = [(f"r{k}", data.draw(st.integers(0, 10))) for k in range(6)]
+        needed = {layer for layer, always, _ in inside.values() if always}
+        needed |= {inside[r][0] for r, start in starts if r in inside and not inside[r][1] and start < inside[r][2]}
+        assert taps_in(live, *starts) == mask(*(("resid_post", layer) for layer in needed))
+    assert live._longest == max((n for _, always, n in inside.values() if not always), default=0)
 
 
 def test_sets_for_particular_taps(none_at_start):
@@ -329,7 +362,7 @@ def test_sets_for_particular_taps(none_at_start):
 def test_a_request_that_wants_nothing_is_not_live():
     live = LiveRequests()
     live.join("a", wire(), 10)
-    assert not live.taps_in([("a", 0)])
+    assert not taps_in(live, ("a", 0))
 
 
 def tensors(d=4):

@@ -51,9 +51,9 @@ def rows_of(plan, planner, batch):
             slot, profile = plan.slots[token], plan.profiles[token]
             assert (slot < 0) == (profile < 0)
             if slot >= 0:
-                for column in np.flatnonzero(planner.ranks[profile] >= 0):
+                for column in np.flatnonzero(planner.profiles.ranks[profile] >= 0):
                     found.append((request_id, int(column), position))
-                    used[slot + planner.ranks[profile, column]] += 1
+                    used[slot + planner.profiles.ranks[profile, column]] += 1
             token += 1
     assert len(plan.slots) == len(plan.profiles) == token
     assert (used == 1).all(), "rows overlap or leave gaps"
@@ -138,12 +138,14 @@ def test_a_step_that_repeats_the_last_one_is_recognised():
         batch = [(name, 1, position) for name in names]
         if position == 6:
             assert planner._repeat is not None
+    planner.strands.catch_up()
     assert planner.strands.last[[s.index for s in planner.strands.live.values()]].tolist() == [298] * 20
 
 
 def assert_free(planner, size):
-    assert not planner.reading and not planner._users and not planner._profile_of and not planner.columns_of
-    assert sorted(planner._free) == list(range(size))
+    profiles = planner.profiles
+    assert not planner.reading and not len(profiles) and not profiles._of and not profiles.columns_of
+    assert sorted(profiles._free) == list(range(size))
 
 
 def test_columns_are_distinct_and_of_their_tap():

@@ -235,7 +235,7 @@ def test_rows_by_position_of_two_moves_do_not_take_each_other_s_program():
 def test_a_pipeline_stage_vouches_for_its_own_moves_only():
     bench = Bench()
     bench.table = ProgramTable(Sizes(16, 16, 64), TAPS, range(7), D)
-    bench.planner.table = bench.table
+    bench.planner.steerer.table = bench.table
     bench.join("r", [weir.Add(torch.ones(D), 0), weir.Add(torch.ones(D), 2)], 3)
     ((number, position, count, stride),) = bench.planner.plan(["r"], [3], [0]).steered[REPLY].tolist()
     assert (position, count, stride) == (0, 3, 1)
@@ -246,7 +246,7 @@ def test_a_pipeline_stage_vouches_for_its_own_moves_only():
 def test_a_rank_that_vouches_for_nothing_steers_all_the_same():
     """In the step that is planned by itself, in the first one with everybody's, and in its repetitions."""
     told, silent = Bench(), Bench()
-    silent.planner.vouches = False
+    silent.planner.steerer.vouches = False
     for bench in (told, silent):
         bench.join("r", [weir.Add(torch.ones(D), 0)], 3)
     for count, at in ((3, 0), (1, 3), (1, 4), (1, 5)):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import vllm_weir as weir
 from tests.unit.test_steer_lowering import Bench, D, move_of
+from tests.unit.wishes import selectors
 from vllm_weir.errors import WeirError
 from vllm_weir.scheduler import CacheKeys, WaitingRoom
 from vllm_weir.spec.sizes import Sizes
@@ -114,8 +115,7 @@ def test_a_vector_that_cannot_be_fetched_leaves_no_trace():
 
 def keys(items, prompt_len=70, total=128, block=32):
     """The keys of each whole block."""
-    moves = [m.to_wire() for i in items for m in [move_of(i)[0]] if m is not None]
-    made = CacheKeys({"moves": moves}, prompt_len)
+    made = CacheKeys([m for i in items for m in [move_of(i)[0]] if m is not None], prompt_len)
     ids = [(3 * p) % 50 for p in range(total)]
     return [made.of_block(s, ids[s : s + block]) for s in range(0, total, block)]
 
@@ -153,6 +153,21 @@ def test_the_same_effect_written_differently_shares(one, other):
     assert keys([weir.Add(A, [1, 2, 1])]) == keys([weir.Add(A.double().numpy(), (2, 1))])
     assert keys([weir.Add(A, [0, 1, 2])]) == keys([weir.Add(A, "all")])
     assert keys([weir.Add(A, 1), weir.Add(torch.zeros(D), 1)]) == keys([weir.Add(A, 1)])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    wanted=st.lists(st.tuples(st.sampled_from(range(16)), selectors()), min_size=1, max_size=3),
+    prompt_len=st.integers(1, 90),
+)
+def test_keys_of_stretches_are_those_of_positions(wanted, prompt_len):
+    moves = [move_of(weir.Add(ROWS[k % D] * (1 + k), k % 3, positions=at))[0] for k, at in wanted]
+    ids = [(3 * p) % 21 for p in range(128)]
+    quick, slow = CacheKeys(moves, prompt_len), CacheKeys(moves, prompt_len)
+    slow._moves = [(move, None) for move in moves]
+    for start in range(0, 128, 16):
+        block = ids[start : start + 16]
+        assert quick.of_block(start, block) == slow.of_block(start, block)
 
 
 def test_prompt_and_all_share_the_blocks_of_the_prompt():

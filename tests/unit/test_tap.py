@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_weir.spec.interventions import BLEND
 from vllm_weir.worker.anchors import Anchor, Beside, Key
-from vllm_weir.worker.plan import Planner
+from vllm_weir.worker.profiles import Profiles
 from vllm_weir.worker.programs import LAST
 from vllm_weir.worker.select import STAGES
 from vllm_weir.worker.tap import TapTensors, numbered, place
@@ -176,5 +176,5 @@ def test_points_made_of_two_tensors(bias, compiled):
 
 
 def test_the_planner_s_tables_are_what_the_tap_reads():
-    planner = Planner(frozenset(range(6)), 6, 4, None)
-    assert planner.ranks.shape == (4, 6) and planner.ranks.dtype == np.int32 and (planner.ranks == -1).all()
+    ranks = Profiles(4, 6).ranks
+    assert ranks.shape == (4, 6) and ranks.dtype == np.int32 and (ranks == -1).all()

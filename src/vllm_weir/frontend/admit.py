@@ -13,6 +13,7 @@ import torch
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.parts import Part, common_treatment, make_parts
 from vllm_weir.spec.capture import Capture
+from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.hooks import Site, place_of
 from vllm_weir.spec.interventions import Intervention, Move
 from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY, lens_capture, lens_interventions
@@ -107,9 +108,9 @@ class Admitted:
         return [m for m in self.moves if m is not None]
 
     @functools.cached_property
-    def moves_wire(self) -> list[Any]:
-        """Wire form of `effective`."""
-        return [m.to_wire() for m in self.effective]
+    def wire(self) -> bytes:
+        """What of it travels to the engine."""
+        return EngineSpec(self.spec, tuple(self.effective)).wire
 
     @functools.cached_property
     def simple_needs(self) -> tuple[int, int] | None:
@@ -234,7 +235,13 @@ def engine_form(
     chunked: bool,
     sizes: Sizes,
 ) -> dict[str, Any] | None:
-    """What travels with the request to scheduler and workers; None if it asks for nothing that needs them."""
+    """What travels with the request to scheduler and workers; None if it asks for nothing that needs them.
+
+    ``spec``: an `EngineSpec`. ``reply``: where its reader listens. ``first``: its first wanted position, or None.
+    ``width``: the most rows that one of its tokens can give, 0 if it captures nothing. ``treated``: whether something
+    is made of them on the device. ``most``: tokens that it can generate. ``needs``: what its interventions need of the
+    tables, [vector digests, programs, instructions], None if there are none.
+    """
     moves = admitted.effective
     if not admitted.spec.wishes and not moves:
         return None
@@ -246,12 +253,11 @@ def engine_form(
             "capture",
         )
     return {
-        "wishes": admitted.spec.wire,
-        "treatment": admitted.spec.treatment_wire,
-        "moves": admitted.moves_wire,
+        "spec": admitted.wire,
         "reply": reply,
         "first": admitted.spec.first(prompt_len, prompt_ids),
         "width": width,
+        "treated": admitted.spec.treatment is not None,
         "most": max_tokens,
         "needs": _needs(admitted, prompt_ids, prompt_len, max_tokens, sizes) if moves else None,
     }
@@ -277,8 +283,7 @@ def _needs(admitted: Admitted, prompt_ids, prompt_len: int, max_tokens: int, siz
 
 def _count_needs(moves: Sequence[Move], prompt_ids, prompt_len: int, max_tokens: int) -> tuple[int, int]:
     """(programs, instructions), an upper bound: one program for each combination that a position can have."""
-    ids = None if prompt_ids is None else np.asarray(prompt_ids, np.int64)
-    selectors = Selectors(list(dict.fromkeys(m.positions for m in moves)), prompt_len, ids)
+    selectors = Selectors(list(dict.fromkeys(m.positions for m in moves)), prompt_len, prompt_ids)
     if len(selectors.by_token) > MAX_TOKEN_SELECTORS:
         raise WeirError(f"at most {MAX_TOKEN_SELECTORS} different token_ids selectors can steer", "interventions")
     every = np.unique(selectors.codes(np.arange(prompt_len + max_tokens)), return_counts=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -230,13 +230,18 @@ class Store:
         """Accept rows for a request from now on."""
         self._pending[pending.request_id] = pending
 
-    def vector(self, digest: str) -> np.ndarray | None:
-        """A steering vector that a live request uses."""
-        for pending in list(self._pending.values()):
-            row = pending.admitted.rows.get(digest)
-            if row is not None:
-                return row
-        return None
+    def vectors(self, digests: Iterable[str]) -> dict[str, np.ndarray]:
+        """Those of these vectors that a live request uses, by digest."""
+        missing, found = set(digests), {}
+        for reference in self._pending.valuerefs():  # a list: requests may come and go meanwhile
+            pending = reference()
+            rows = pending.admitted.rows if pending is not None else {}
+            for digest in [d for d in rows if d in missing] if len(rows) < len(missing) else missing & rows.keys():
+                found[digest] = rows[digest]
+                missing.discard(digest)
+            if not missing:
+                break
+        return found
 
     def get(self, request_id: str) -> Pending | None:
         """The request, or None if nobody waits for it any more."""

@@ -7,6 +7,7 @@ import weakref
 
 from vllm_weir.scheduler import CacheKeys, StepBudget, WaitingRoom, hit_limit
 from vllm_weir.settings import Settings
+from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.request import WIRE_KEY
 
 WAITING = "weir_waiting"
@@ -77,10 +78,10 @@ def block_hash_extra_keys(original, _status):
     def wrapper(request, start_token_idx, end_token_idx, *args, **kwargs):
         keys, *rest = original(request, start_token_idx, end_token_idx, *args, **kwargs)
         wire = wire_of(request)
-        if wire is None or not wire["moves"]:
+        if wire is None or wire["needs"] is None:
             return keys, *rest
         if request not in _keys:
-            _keys[request] = CacheKeys(wire, request.num_prompt_tokens)
+            _keys[request] = CacheKeys(EngineSpec.from_wire(wire["spec"]).moves, request.num_prompt_tokens)
         tokens = request.all_token_ids[start_token_idx:end_token_idx]
         digest = _keys[request].of_block(start_token_idx, tokens)
         if digest is not None:
@@ -99,7 +100,7 @@ def scheduler_add_request(original, _status):
             _rooms[self] = _Room(self.vllm_config)
         room = _rooms[self]
         room.enqueue = original
-        if wire["wishes"]:
+        if wire["width"]:
             room.budget.join(request.request_id, wire)
         if wire["needs"] is None or room.waiting.enter(request.request_id, request, wire["needs"]):
             return original(self, request, *args, **kwargs)

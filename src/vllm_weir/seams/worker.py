@@ -103,7 +103,7 @@ def _hold_execute_model(runner, station: Station) -> None:
         ]
         station.drain.waiting = vars(scheduler_output).get(WAITING, 0)
         station.follow(new, scheduler_output.finished_req_ids)
-        station.begin_step(_starts(scheduler_output))
+        station.begin_step(*_starts(scheduler_output))
         output = execute_model(scheduler_output, *args, **kwargs)
         station.end_step()
         return output
@@ -111,12 +111,11 @@ def _hold_execute_model(runner, station: Station) -> None:
     runner.execute_model = wrapper
 
 
-def _starts(scheduler_output) -> Iterator[tuple[str, int]]:
-    """Every scheduled request, and the position of its first token in the step: all ranks are told the same."""
-    cached = scheduler_output.scheduled_cached_reqs
-    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    for request in scheduler_output.scheduled_new_reqs:
-        yield request.req_id, request.num_computed_tokens
+def _starts(scheduler_output) -> Iterator[tuple[list[str], list[int]]]:
+    """The scheduled requests, and the positions of their first tokens in the step: all ranks are told the same."""
+    cached, new = scheduler_output.scheduled_cached_reqs, scheduler_output.scheduled_new_reqs
+    yield cached.req_ids, cached.num_computed_tokens
+    yield [r.req_id for r in new], [r.num_computed_tokens for r in new]
 
 
 def _prompt_len(new_request) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
@@ -391,8 +390,13 @@ class Move:
     @functools.cached_property
     def digest(self) -> str:
         """Content address of what this move does to a row at its sites."""
-        text = json.dumps([self.hook, self.layers, self.instructions], separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        content = msgspec.msgpack.encode([self.hook, self.layers, self.instructions])
+        return hashlib.sha256(content).hexdigest()[:32]
+
+    @functools.cached_property
+    def vectors(self) -> frozenset[str]:
+        """Digests of the rows that it uses."""
+        return frozenset(d for i in self.instructions for d in (i.u, i.w) if d)
 
     def to_wire(self) -> list[Any]:
         """For scheduler and workers."""
@@ -402,11 +406,5 @@ class Move:
     @classmethod
     def from_wire(cls, data: list[Any]) -> Move:
         """The inverse of `to_wire`."""
-        return _move(msgspec.msgpack.encode(data))
-
-
-@functools.lru_cache(maxsize=4096)
-def _move(encoded: bytes) -> Move:
-    """Requests often carry the same moves, and one request's come to several places."""
-    hook, layers, positions, per_position, ins = msgspec.msgpack.decode(encoded)
-    return Move(hook, tuple(layers), Positions.parse(positions), per_position, tuple(Instruction(*i) for i in ins))
+        hook, layers, positions, per_position, ins = data
+        return cls(hook, tuple(layers), Positions.parse(positions), per_position, tuple(Instruction(*i) for i in ins))

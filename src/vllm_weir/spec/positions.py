@@ -17,6 +17,8 @@ from vllm_weir.errors import WeirError, brief
 
 KEYWORDS = ("all", "prompt", "generated", "last_prompt", "sampled")
 MAX_LIST = 65_536
+ENDLESS = 2**63 - 1
+"""A position that is never reached."""
 _LIMIT = 2**31 - 1
 _SLICE = re.compile(r"^(-?\d+)?:(-?\d+)?(?::(-?\d+)?)?$")
 
@@ -171,6 +173,28 @@ class Positions:
         if stop is not None:
             return max(0, stop + prompt_len if stop < 0 else stop), False
         return (self._start(prompt_len), True) if step in (None, 1) else None
+
+    def bounds(self, prompt_len: int) -> tuple[int, int] | None:
+        """(first, end): every position between them is selected and no other; None if that is not known to be so."""
+        if self.kind == "all":
+            return 0, ENDLESS
+        if self.kind == "prompt":
+            return 0, prompt_len
+        if self.kind == "generated":
+            return prompt_len, ENDLESS
+        if self.kind == "last_prompt":
+            return prompt_len - 1, prompt_len
+        if self.kind == "sampled":
+            return prompt_len - 1, ENDLESS
+        if self.kind == "list":
+            reached = {v for v in _resolve(self.values, prompt_len) if v >= 0}
+            first, last = min(reached, default=0), max(reached, default=-1)
+            return (first, last + 1) if last - first + 1 == len(reached) else None
+        if self.kind == "token_ids" or self.values[2] not in (None, 1):
+            return None
+        first, stop = self._start(prompt_len), self.values[1]
+        end = ENDLESS if stop is None else stop + prompt_len if stop < 0 else stop
+        return first, max(first, end)
 
     def rank(self, position: int, prompt_len: int) -> int:
         """How many selected positions come before the selected `position`; not for ``token_ids``."""

@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -164,8 +164,7 @@ def selected(selectors: Sequence[Positions], prompt_len: int, token_ids: np.ndar
     return np.flatnonzero(chosen)
 
 
-@dataclass(frozen=True)
-class Wish:
+class Wish(NamedTuple):
     """One site at the positions one capture selects, resolved against a model."""
 
     site: Site

@@ -25,6 +25,10 @@ class Directions:
         self._users: dict[tuple[str, ...], set[str]] = {}
         self._held: dict[str, tuple[str, ...]] = {}
 
+    def absent(self, digests: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of these that would have to be fetched."""
+        return () if digests in self._of else digests
+
     def hold(self, request_id: str, digests: tuple[str, ...], reply: str) -> int:
         """The number of a set, fetched from the reader at `reply` if it is not here; ValueError if that fails."""
         if digests not in self._of:

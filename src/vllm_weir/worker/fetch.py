@@ -1,6 +1,10 @@
-"""Fetching vectors that a request refers to by digest from the process that admitted it."""
+"""Fetching vectors that requests refer to by digest from the processes that admitted them."""
 
 from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import zmq
@@ -8,6 +12,10 @@ import zmq
 from vllm_weir import mail
 
 TIMEOUT_MS = 10_000
+MOST_LINES = 16
+"""Sockets that are kept open."""
+MOST_AT_ONCE = 1024
+"""Vectors in one message."""
 
 
 class Fetcher:
@@ -16,26 +24,81 @@ class Fetcher:
     def __init__(self, d_model: int) -> None:
         self._d_model = d_model
         self._context = zmq.Context()
+        self._lines: OrderedDict[str, zmq.Socket] = OrderedDict()
+        self._ahead: dict[str, dict[str, np.ndarray]] = {}
+        """Reply address -> what was fetched ahead, by digest."""
+        self._failed: dict[str, str] = {}
+        """Reply address -> why nothing can be had from there at present."""
+        # The context would wait for ever for lines that were garbage together with it.
+        self.close = weakref.finalize(self, _close, self._context, self._lines)
+
+    def fetch_ahead(self, wanted: Mapping[str, Iterable[str]]) -> None:
+        """Ask for what several requests will ask for, once per reply address; what cannot be had is left to them."""
+        for reply, digests in wanted.items():
+            asked = list(dict.fromkeys(digests))
+            here = self._ahead.setdefault(reply, {})
+            try:
+                for k in range(0, len(asked), MOST_AT_ONCE):
+                    here.update(self._ask(reply, asked[k : k + MOST_AT_ONCE]))
+            except ValueError as e:
+                self._failed[reply] = str(e)
+
+    def forget(self) -> None:
+        """Drop what was fetched ahead."""
+        self._ahead.clear()
+        self._failed.clear()
 
     def fetch(self, reply: str, digests: list[str]) -> dict[str, np.ndarray]:
         """Rows [d_model] float32 by digest; raises ValueError if one cannot be had."""
+        here = self._ahead.get(reply, {})
+        missing = [digest for digest in digests if digest not in here]
+        if not missing:
+            return here
+        if reply in self._failed:
+            raise ValueError(self._failed[reply])
+        found = here | self._ask(reply, missing)
+        for digest in missing:
+            if digest not in found:
+                raise ValueError(f"the caller's process does not know vector {digest}")
+        return found
+
+    def _ask(self, reply: str, digests: list[str]) -> dict[str, np.ndarray]:
+        """Those of the rows that the caller's process has; raises ValueError if it does not answer."""
         to = mail.Reply.parse(reply)
-        socket = self._context.socket(zmq.REQ)
         try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
-            socket.setsockopt(zmq.SNDTIMEO, TIMEOUT_MS)
-            socket.connect(to.vectors)
-            socket.send(mail.encode(mail.Wanted(to.token, digests)))
-            frames = socket.recv_multipart()
+            line = self._line(to.vectors)
+            line.send(mail.encode(mail.Wanted(to.token, digests)))
+            frames = line.recv_multipart()
         except zmq.ZMQError as e:
+            self._hang_up(to.vectors)
             raise ValueError(f"the caller's process did not answer: {e}") from None
-        finally:
-            socket.close()
         rows = {}
         for digest, frame in zip(digests, frames, strict=True):
             row = np.frombuffer(frame, "<f4")
-            if row.shape != (self._d_model,):
-                raise ValueError(f"the caller's process does not know vector {digest}")
-            rows[digest] = row
+            if row.shape == (self._d_model,):
+                rows[digest] = row
         return rows
+
+    def _line(self, address: str) -> zmq.Socket:
+        line = self._lines.get(address)
+        if line is None:
+            if len(self._lines) >= MOST_LINES:
+                self._hang_up(next(iter(self._lines)))
+            line = self._lines[address] = self._context.socket(zmq.REQ)
+            line.setsockopt(zmq.LINGER, 0)
+            line.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
+            line.setsockopt(zmq.SNDTIMEO, TIMEOUT_MS)
+            line.connect(address)
+        self._lines.move_to_end(address)
+        return line
+
+    def _hang_up(self, address: str) -> None:
+        line = self._lines.pop(address, None)
+        if line is not None:
+            line.close(linger=0)
+
+
+def _close(context: zmq.Context, lines: OrderedDict[str, zmq.Socket]) -> None:
+    for line in lines.values():
+        line.close(linger=0)
+    context.term()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 
+from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.hooks import Site
 from vllm_weir.spec.positions import Positions
 from vllm_weir.worker.select import tap_of
@@ -17,40 +19,63 @@ class LiveRequests:
     def __init__(self) -> None:
         self._always: dict[str, int] = {}
         """Request -> mask of its taps, for as long as it lives."""
+        self._masks: Counter[int] = Counter()
+        """The same masks, and how often each."""
+        self._union = 0
         self._in_prompt: dict[str, tuple[int, int]] = {}
         """Request -> (prompt length, mask), for requests that need nothing past their prompt."""
-        self._union = 0
+        self._lengths: Counter[int] = Counter()
+        """The same lengths, and how often each."""
+        self._longest = 0
 
-    def join(self, request_id: str, wire: dict, prompt_len: int) -> None:
-        """A request enters with the engine wire form that it carries."""
-        mask, in_prompt = 0, True
-        for hook, layers, positions, *_ in [*wire["wishes"], *wire["moves"]]:
-            in_prompt = in_prompt and _in_prompt(Positions.parse(positions), prompt_len)
-            mask |= _mask(hook, tuple(layers))
-        if mask and in_prompt:
+    def join(self, request_id: str, spec: EngineSpec, prompt_len: int) -> None:
+        """A request enters."""
+        self.leave(request_id)
+        mask = functools.reduce(operator.or_, (_mask(*place) for place in spec.places), 0)
+        if not mask:
+            return
+        if all(_in_prompt(positions, prompt_len) for positions in spec.selectors):
             self._in_prompt[request_id] = (prompt_len, mask)
-        elif mask:
+            self._lengths[prompt_len] += 1
+            self._longest = max(self._longest, prompt_len)
+        else:
             self._always[request_id] = mask
+            self._masks[mask] += 1
             self._union |= mask
 
     def leave(self, request_id: str) -> None:
         """A request has left; unknown ids are fine."""
-        self._in_prompt.pop(request_id, None)
-        if self._always.pop(request_id, None) is not None:
-            self._union = functools.reduce(operator.or_, self._always.values(), 0)
+        limited = self._in_prompt.pop(request_id, None)
+        if limited is not None and _one_less(self._lengths, limited[0]):
+            self._longest = max(self._lengths, default=0)
+        mask = self._always.pop(request_id, None)
+        if mask is not None and _one_less(self._masks, mask):
+            self._union = functools.reduce(operator.or_, self._masks, 0)
 
-    def taps_in(self, starts: Iterable[tuple[str, int]]) -> int:
-        """Mask of the taps that a step needs; `starts` are (request id, position of its first token in the step).
+    def taps_in(self, *groups: tuple[Sequence[str], Sequence[int]]) -> int:
+        """Mask of the taps that a step needs; of each group the request ids, and positions of their first tokens in
+        the step.
 
         Requests that need taps for as long as they live count even in a step that leaves them out.
         """
         mask = self._union
-        if self._in_prompt:
-            for request_id, start in starts:
+        for request_ids, starts in groups if self._in_prompt else ():
+            if not request_ids or min(starts) >= self._longest:
+                continue
+            for request_id, start in zip(request_ids, starts, strict=True):
                 limited = self._in_prompt.get(request_id)
                 if limited is not None and start < limited[0]:
                     mask |= limited[1]
         return mask
+
+
+def _one_less(counter: Counter[int], key: int) -> bool:
+    """Whether it was the last."""
+    counter[key] -= 1
+    if counter[key]:
+        return False
+    del counter[key]
+    return True
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@ the host's copy and says which rows changed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -90,7 +91,11 @@ class ProgramTable:
 
     def local(self, move: Move) -> bool:
         """Whether a move has a site at one of this worker's taps."""
-        return any(tap_of(Site(move.hook, layer)) in self._local for layer in move.layers)
+        return not self._local.isdisjoint(_taps(move.hook, move.layers))
+
+    def absent(self, digests: Iterable[str]) -> list[str]:
+        """Those of these vectors that would have to be fetched."""
+        return [digest for digest in digests if digest not in self._vector_slots.of]
 
     def hold_vectors(self, digests: Iterable[str], fetch: Callable[[list[str]], dict[str, np.ndarray]]) -> None:
         """Take a request's vectors, each once, fetching those that are not here; all or nothing.
@@ -167,7 +172,6 @@ class ProgramTable:
         if sum(map(len, chains)) > len(self._free_nodes):
             raise IndexError
         used: list[int] = []
-        ints, floats = [], []
         self.heads[number] = -1
         for chain, taps in chains.items():
             following = -1
@@ -176,12 +180,10 @@ class ProgramTable:
                 u = self._vector_slots.of[term.u] if term.u else -1
                 w = self._vector_slots.of[term.w] if term.w else -1
                 used.append(at)
-                ints.append((term.kind, u, w, following, flags))
-                floats.append((term.a, term.b, term.lo, term.hi))
+                self.ints[at] = term.kind, u, w, following, flags
+                self.floats[at] = term.a, term.b, term.lo, term.hi
                 following = at
             self.heads[number, taps] = following
-        if used:
-            self.ints[used], self.floats[used] = ints, floats
         self._nodes_of[key] = used
         self.changed["heads"].add(number)
         self.changed["ints"].update(used)
@@ -189,18 +191,33 @@ class ProgramTable:
 
     def _chains(self, active: Sequence[tuple[Move, str, int]]) -> dict[tuple, list[int]]:
         """What happens at a tap, as (instruction, flags) in order -> the taps at which it does."""
+        if len(active) == 1:
+            ((move, _, rank),) = active
+            taps = self._local_taps(move)
+            return {_nodes(move, rank): taps} if taps else {}
         by_tap: dict[int, tuple] = {}
-        for after_post in (0, AFTER_POST):
+        for after_post in (False, True):
             for move, _, rank in active:
-                if (move.hook == "resid_pre") != bool(after_post):
-                    continue
-                terms = move.instructions if rank < 0 else move.instructions[rank : rank + 1]
-                nodes = tuple((t, after_post | (LAST if t is terms[-1] else 0)) for t in terms)
-                for layer in move.layers:
-                    tap = tap_of(Site(move.hook, layer))
-                    if tap in self._local:
+                if (move.hook == "resid_pre") == after_post:
+                    nodes = _nodes(move, rank)
+                    for tap in self._local_taps(move):
                         by_tap[tap] = by_tap.get(tap, ()) + nodes
         chains: dict[tuple, list[int]] = {}
         for tap, chain in by_tap.items():
             chains.setdefault(chain, []).append(tap)
         return chains
+
+    def _local_taps(self, move: Move) -> list[int]:
+        return [tap for tap in _taps(move.hook, move.layers) if tap in self._local]
+
+
+@functools.lru_cache(maxsize=1024)
+def _taps(hook: str, layers: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(tap_of(Site(hook, layer)) for layer in layers)
+
+
+def _nodes(move: Move, rank: int) -> tuple:
+    """What a move does at each of its taps (with its `rank`-th instruction alone, or all), as in `_chains`."""
+    terms = move.instructions if rank < 0 else move.instructions[rank : rank + 1]
+    flags = AFTER_POST if move.hook == "resid_pre" else 0
+    return tuple((term, flags | (LAST if term is terms[-1] else 0)) for term in terms)

@@ -36,15 +36,23 @@ class Seats:
     group: np.ndarray
     reply: np.ndarray
 
-    def take(self, request_id: str) -> None:
-        """A seat for a request that joins (or has one already)."""
+    def take(self, request_id: str, reply: str) -> None:
+        """A seat for a request that joins (or has one already) and answers to `reply`."""
         if request_id in self._of:
             return
         if not self._free:
             self._grow(2 * len(self.ready))
+        if not self._of:
+            self.replies.clear()
+            self._reply_numbers.clear()
         seat = self._free.pop()
         self._of[request_id] = seat
         self.ready[seat] = NEVER
+        number = self._reply_numbers.get(reply)
+        if number is None:
+            number = self._reply_numbers[reply] = len(self.replies)
+            self.replies.append(reply)
+        self.reply[seat] = number
 
     def leave(self, request_id: str) -> None:
         """The request's seat is free."""
@@ -52,9 +60,6 @@ class Seats:
         if seat is not None:
             self.ready[seat] = NEVER
             self._free.append(seat)
-        if not self._of:
-            self.replies.clear()
-            self._reply_numbers.clear()
 
     def number(self, request_id: str) -> int:
         """A request's seat."""
@@ -64,12 +69,14 @@ class Seats:
         """int64 [n], 0 for requests without a seat."""
         return np.fromiter(map(self._of.get, request_ids, repeat(0)), np.int64, len(request_ids))
 
-    def speak_to(self, seat: int, reply: str) -> None:
-        """The seat's reader."""
-        if reply not in self._reply_numbers:
-            self._reply_numbers[reply] = len(self.replies)
-            self.replies.append(reply)
-        self.reply[seat] = self._reply_numbers[reply]
+    def wait(self, seat: int) -> None:
+        """What follows is not the same for every token."""
+        self.ready[seat] = NEVER
+
+    def settle(self, seat: int, ready: int, strand: int, profile: int, program: int, group: int) -> None:
+        """This holds for every token from position `ready` on."""
+        self.ready[seat], self.strand[seat], self.profile[seat] = ready, strand, profile
+        self.program[seat], self.group[seat] = program, group
 
     def _grow(self, size: int) -> None:
         old = len(self.ready) if self._of else 1

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.spec.hooks import Site
-from vllm_weir.spec.positions import Positions
+from vllm_weir.spec.positions import ENDLESS, Positions
 
 MAX_SELECTORS = 63
 """What the bits of an int64 can tell apart."""
 STAGES = 3
 """Moments at one tap: before its interventions, after them, and at a boundary of two blocks also after resid_pre's."""
 _IN_BLOCK = {"attn_out": 3, "resid_mid": 4, "mlp_out": 5}
-NEVER = np.iinfo(np.int64).max
+NEVER = ENDLESS
+MOST_SHARED = 64
+"""Numbers in selectors that are remembered from request to request."""
 
 
 def tap_of(site: Site) -> int:
@@ -52,7 +56,7 @@ def column_of(site: Site, before: bool) -> int:
 class Selectors:
     """A request's distinct selectors; positions get a code, the bit mask of the selectors that choose them."""
 
-    def __init__(self, distinct: Sequence[Positions], prompt_len: int, prompt_ids: np.ndarray | None) -> None:
+    def __init__(self, distinct: Sequence[Positions], prompt_len: int, prompt_ids: Sequence[int] | None) -> None:
         if len(distinct) > MAX_SELECTORS:
             raise WeirError(
                 f"{len(distinct)} different position selectors in one request; at most {MAX_SELECTORS} are served",
@@ -61,7 +65,31 @@ class Selectors:
         self.distinct = list(distinct)
         self.prompt_len = prompt_len
         self.by_token = [bit for bit, s in enumerate(self.distinct) if s.needs_token_ids]
-        self._prompt_ids = prompt_ids if self.by_token else None
+        self._prompt_ids = np.asarray(prompt_ids, np.int64) if self.by_token and prompt_ids is not None else None
+
+    @functools.cached_property
+    def stretches(self) -> list[tuple[int, int, int]] | None:
+        """(code, first, end): where the code is not 0, ascending; None if a selector may not choose one stretch."""
+        bounds = [s.bounds(self.prompt_len) for s in self.distinct]
+        edges: set[int] = set()
+        for bound in bounds:
+            if bound is None:
+                return None
+            if bound[0] < bound[1]:
+                edges.update(bound)
+        out = []
+        for first, end in itertools.pairwise(sorted(edges)):
+            code = sum(1 << bit for bit, b in enumerate(bounds) if b is not None and b[0] <= first < b[1])
+            if code:
+                out.append((code, first, end))
+        return out
+
+    def runs(self, start: int, end: int) -> list[tuple[int, int, int]] | None:
+        """`stretches`, as far as they lie between `start` and `end` (not included)."""
+        stretches = self.stretches
+        if stretches is None:
+            return None
+        return [(code, max(a, start), min(b, end)) for code, a, b in stretches if a < end and b > start]
 
     def codes(self, positions: np.ndarray) -> np.ndarray:
         """int64 [n]. A selector by token takes every generated position: its token is only on the device."""
@@ -83,11 +111,14 @@ class Selectors:
 
     def count(self, code: int, start: int, end: int) -> tuple[int, int]:
         """(of the prompt, altogether): positions from `start` to `end` (not included) that have `code`."""
-        if len(self.distinct) == 1 and self.distinct[0].kind == "all":
-            return max(0, self.prompt_len - start), end - start
-        codes = self.codes(np.arange(start, end))
-        return int((codes[: max(0, self.prompt_len - start)] == code).sum()), int((codes == code).sum())
+        runs = self.runs(start, end)
+        if runs is None:
+            codes = self.codes(np.arange(start, end))
+            return int((codes[: max(0, self.prompt_len - start)] == code).sum()), int((codes == code).sum())
+        mine = [(a, b) for this, a, b in runs if this == code]
+        return sum(max(0, min(b, self.prompt_len) - a) for a, b in mine), sum(b - a for a, b in mine)
 
+    @functools.cached_property
     def steady(self) -> tuple[int, int]:
         """(position, code): the code of that position and of all later ones; position NEVER if it keeps changing."""
         start = code = 0
@@ -98,3 +129,23 @@ class Selectors:
             start = max(start, steady[0])
             code |= steady[1] << bit
         return start, code
+
+
+def selectors_of(distinct: tuple[Positions, ...], prompt_len: int, prompt_ids: Sequence[int] | None) -> Selectors:
+    """Selectors, the same object for requests whose positions are chosen alike; raises WeirError for too many."""
+    if sum(len(s.values) for s in distinct) > MOST_SHARED or any(s.needs_token_ids for s in distinct):
+        return Selectors(distinct, prompt_len, prompt_ids)
+    return _shared(distinct, prompt_len)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared(distinct: tuple[Positions, ...], prompt_len: int) -> Selectors:
+    return Selectors(distinct, prompt_len, None)
+
+
+def distinct(codes: np.ndarray) -> np.ndarray:
+    """The codes but 0, ascending."""
+    first = codes[0]
+    if first and (codes == first).all():
+        return codes[:1]
+    return np.unique(codes[codes > 0])

@@ -12,14 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.settings import Settings
-from vllm_weir.spec.interventions import Move
-from vllm_weir.spec.request import ResolvedSpec
+from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.worker.arena import Arena
 from vllm_weir.worker.codecs import Codecs
 from vllm_weir.worker.directions import Directions
@@ -29,7 +26,7 @@ from vllm_weir.worker.hostmem import HostBuffer
 from vllm_weir.worker.link import Link
 from vllm_weir.worker.live import LiveRequests
 from vllm_weir.worker.outlet import CpuOutlet, CudaOutlet, at_once
-from vllm_weir.worker.plan import MOST_SPECS, Planner
+from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.ring import Ring
 from vllm_weir.worker.select import STAGES, is_boundary, num_taps, tap_of
@@ -94,8 +91,8 @@ class Station:
         self.strands = Strands(self.arena, settings.timeout if settings.overflow == "wait" else None)
         self.strands.grant = self._grant
         self.planner = Planner(columns, num_columns, MAX_PROFILES, self.table, self.strands)
-        self.planner.vouches = facts.rank == 0
-        self.planner.row_bytes = self.host.row_bytes
+        self.planner.steerer.vouches = facts.rank == 0
+        self.planner.reader.row_bytes = self.host.row_bytes
         self._treater = Treater(self.ring.buffer)
         self._outlet = (CudaOutlet if cuda else CpuOutlet)(self.ring, self.host)
         self._step_rows = min(settings.ring_rows(*size), settings.step_rows(*size)) if ships else 0
@@ -118,7 +115,6 @@ class Station:
         self._writer = PlanWriter(self.tensors.plan)
         self._step: tuple[int, StepPlan] | None = None
         self._failures: dict[str, dict[str, str]] = {}
-        self._specs: dict[bytes, ResolvedSpec] = {}
         self.switch.numbers = {
             place(model, anchor, tap, self.tensors).data_ptr(): tap for tap, anchor in placed.items()
         }
@@ -140,48 +136,53 @@ class Station:
             self.planner.remove(request_id)
             self._directions.release(request_id)
             self._codecs.release(request_id)
-        for request_id, wire, prompt_len, prompt_ids in new:
+        joining = [(EngineSpec.from_wire(request[1]["spec"]), *request) for request in new]
+        self._fetch_ahead((wire["reply"], spec) for spec, _, wire, _, _ in joining)
+        for spec, request_id, wire, prompt_len, prompt_ids in joining:
             self.planner.remove(request_id)  # a resumed request joins again
-            self._live.leave(request_id)
+            self._live.join(request_id, spec, prompt_len)
             try:
-                self._live.join(request_id, wire, prompt_len)
-                self._join(request_id, wire, prompt_len, prompt_ids)
-            except (WeirError, KeyError, TypeError, ValueError) as e:
+                self._join(request_id, spec, wire, prompt_len, prompt_ids)
+            except (WeirError, ValueError) as e:
                 logger.exception("Weir cannot follow request %s", request_id)
-                if isinstance(wire.get("reply"), str):
-                    self.drain.fail(wire["reply"], request_id, f"the worker could not serve the request: {e}")
+                self.drain.fail(wire["reply"], request_id, f"the worker could not serve the request: {e}")
+        self._fetcher.forget()
 
-    def _join(self, request_id: str, wire: dict, prompt_len: int, prompt_ids: Sequence[int] | None) -> None:
-        reply = wire["reply"]
-        if wire["wishes"] and self.planner.columns:
+    def _fetch_ahead(self, joining: Iterable[tuple[str, EngineSpec]]) -> None:
+        """Fetch what requests (reply address, spec) that join in one step need and is not here, all at once."""
+        wanted: dict[str, list[str]] = {}
+        for reply, spec in joining:
+            treatment = spec.captures.treatment
+            if treatment is not None and treatment.directions and self.planner.columns:
+                wanted.setdefault(reply, []).extend(self._directions.absent(treatment.directions))
+            for move in spec.moves:
+                if self.table.local(move) and (absent := self.table.absent(move.vectors)):
+                    wanted.setdefault(reply, []).extend(absent)
+        self._fetcher.fetch_ahead({reply: digests for reply, digests in wanted.items() if digests})
+
+    def _join(
+        self, request_id: str, spec: EngineSpec, wire: dict, prompt_len: int, prompt_ids: Sequence[int] | None
+    ) -> None:
+        reply, treatment = wire["reply"], spec.captures.treatment
+        if spec.captures.wishes and self.planner.columns:
             self.link.maps(reply)
-            spec = self._spec(wire["wishes"], wire["treatment"])
             directions = -1
-            if spec.treatment is not None and spec.treatment.directions:
-                directions = self._directions.hold(request_id, spec.treatment.directions, reply)
-            elif spec.treatment is not None and spec.treatment.compression is not None:
-                directions = PACKED - self._codecs.hold(request_id, spec.treatment.compression)
-            self.planner.read(request_id, reply, spec, prompt_len, prompt_ids, wire["most"], directions)
-        if wire["moves"]:
-            moves = [Move.from_wire(m) for m in wire["moves"]]
+            if treatment is not None and treatment.directions:
+                directions = self._directions.hold(request_id, treatment.directions, reply)
+            elif treatment is not None and treatment.compression is not None:
+                directions = PACKED - self._codecs.hold(request_id, treatment.compression)
+            self.planner.read(request_id, reply, spec.captures, prompt_len, prompt_ids, wire["most"], directions)
+        if spec.moves:
             fetch = functools.partial(self._fetcher.fetch, reply)
-            self.planner.steer(request_id, reply, moves, prompt_len, prompt_ids, fetch)
-
-    def _spec(self, wishes: list, treatment: list | None) -> ResolvedSpec:
-        key = msgspec.msgpack.encode([wishes, treatment])
-        if key not in self._specs:
-            if len(self._specs) >= MOST_SPECS:
-                self._specs.clear()
-            self._specs[key] = ResolvedSpec.from_wire(wishes, treatment)
-        return self._specs[key]
+            self.planner.steer(request_id, reply, spec.moves, prompt_len, prompt_ids, fetch)
 
     def _grant(self, reply: str, start: int, rows: int) -> None:
         self.host.prepare(start, rows)
         self.link.grant(reply, start)
 
-    def begin_step(self, starts: Iterable[tuple[str, int]]) -> None:
-        """Turn on the taps that the coming step needs, alike on all ranks; `starts` as in `LiveRequests.taps_in`."""
-        self.switch.turn(self._live.taps_in(starts))
+    def begin_step(self, *groups: tuple[Sequence[str], Sequence[int]]) -> None:
+        """Turn on the taps that the coming step needs, alike on all ranks; `groups` as in `LiveRequests.taps_in`."""
+        self.switch.turn(self._live.taps_in(*groups))
 
     def plan_step(
         self,
@@ -225,13 +226,14 @@ class Station:
             logger.error("Weir cannot go on serving request %s: %s", request_id, reason)
             self._failures.setdefault(reply, {})[request_id] = reason
         self._tables.flush()
-        if self.planner.ranks_changed:
-            used = self.planner.profiles_used
-            self.tensors.ranks[:used].copy_(torch.from_numpy(self.planner.ranks[:used]))
-            self.planner.ranks_changed = False
+        profiles = self.planner.profiles
+        if profiles.changed:
+            used = profiles.used
+            self.tensors.ranks[:used].copy_(torch.from_numpy(profiles.ranks[:used]))
+            profiles.changed = False
         if streamer is not None:
-            streamer.begin(plan, self.planner.columns_of)
-            plan.slots[plan.tokens] = np.arange(len(plan.tokens))
+            streamer.begin(plan, profiles.columns_of)
+            plan = plan.in_lanes()
         self.switch.launch = None if streamer is None else streamer.tap
         self._writer.write(plan, start, input_ids)
 

@@ -1,15 +1,15 @@
-"""A step's plan, and the draft from which it is made. Pure numpy."""
+"""A step's plan, and those of steps that repeat it. Pure numpy."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from vllm_weir.worker.strands import Strand, Strands
+from vllm_weir.spec.positions import ENDLESS
+from vllm_weir.worker.strands import Strands
 
 PACKED = -2
 """A job whose number of directions is this or less is sent compressed, by codec ``PACKED - number``."""
@@ -82,13 +82,20 @@ class StepPlan:
     @functools.cached_property
     def segments(self) -> np.ndarray:
         """int64 [m, 3]: the fewest pieces (slot, arena row, rows) that hold all that is sent."""
-        slots, rows, widths, _, _ = self.jobs[self.jobs[:, 2] > 0].T
-        if not len(slots):
-            return np.zeros((0, 3), np.int64)
-        follows = (rows[1:] == rows[:-1] + widths[:-1]) & (slots[1:] == slots[:-1] + widths[:-1])
-        first = np.concatenate([[0], np.flatnonzero(~follows) + 1])
-        ends = np.concatenate([first[1:], [len(slots)]]) - 1
-        return np.stack([slots[first], rows[first], slots[ends] + widths[ends] - slots[first]], 1)
+        return segments_of(self.jobs)
+
+    @functools.cached_property
+    def even(self) -> int:
+        """Rows of every job, 0 if they differ."""
+        width = int(self.jobs[0, 2]) if len(self.jobs) else 0
+        return width if (self.jobs[:, 2] == width).all() else 0
+
+    def in_lanes(self) -> StepPlan:
+        """The same with the n-th captured token in slot n."""
+        slots = self.slots.copy()
+        slots[self.tokens] = np.arange(len(self.tokens))
+        known = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return StepPlan(**known | {"slots": slots})
 
     @functools.cached_property
     def treated(self) -> bool:
@@ -96,186 +103,97 @@ class StepPlan:
         return bool(self.folds) or len(self.packs) > 0 or bool((self.jobs[:, 4] >= 0).any())
 
 
-class Repeat:
-    """A step in which everybody went on as before, one token each: the next such step differs by ones.
+class Later(StepPlan):
+    """The plan of the `times`-th step after one from which everybody goes on by one position a step.
 
-    Args:
-        ids, computed: the batch, and position of each one's token.
-        plan: the step's plan.
-        strands, x: the strands that its rows went to, by index.
+    What hardly any step needs is made when it is looked at.
     """
 
-    def __init__(self, ids: Sequence[str], computed: np.ndarray, plan: StepPlan, strands: Strands, x: np.ndarray):
-        self._ids, self._computed, self._plan, self._strands, self._x = list(ids), computed, plan, strands, x
-        self._even = len(plan.jobs) > 0 and bool((plan.jobs[:, 2] == plan.jobs[0, 2]).all())
+    _base: StepPlan
+    _times: int
 
-    def next(self, ids: Sequence[str], computed: np.ndarray) -> StepPlan | None:
-        """The plan for the batch if it repeats the last one, one position on, else None."""
-        last, x, strands = self._plan, self._x, self._strands
-        if self._ids != ids or not np.array_equal(computed, self._computed + 1):
-            return None
-        if (strands.rank[x] >= strands.limit[x]).any():  # the extent is full, or was retired meanwhile
-            return None
-        jobs, packs = (x + x[:, 2:3] * (0, 1, 0, 0, 0) for x in (last.jobs, last.packs))
-        marks = {reply: marks + _NEXT_MARK for reply, marks in last.marks.items()}
-        steered = {reply: marks + _NEXT_STEERED for reply, marks in last.steered.items()}
-        strands.rank[x] += 1
-        strands.last[x] += 1
-        plan = replace(last, jobs=jobs, packs=packs, marks=marks, steered=steered)
-        if self._even and "segments" in last.__dict__:
-            segments = last.segments.copy()
-            segments[:, 1] += jobs[0, 2]
-            plan.__dict__["segments"] = segments
-        self._computed, self._plan = computed, plan
-        return plan
+    def __init__(self, base: StepPlan, times: int) -> None:
+        known = vars(base)
+        self.__dict__.update({name: known[name] for name in _LASTING})
+        self.__dict__.update(_base=base, _times=times, treated=base.treated)
+
+    @functools.cached_property
+    def jobs(self) -> np.ndarray:  # type: ignore[override]
+        return self._moved(self._base.jobs)
+
+    @functools.cached_property
+    def packs(self) -> np.ndarray:  # type: ignore[override]
+        return self._moved(self._base.packs)
+
+    @functools.cached_property
+    def marks(self) -> dict[str, np.ndarray]:  # type: ignore[override]
+        return {reply: marks + _NEXT_MARK * self._times for reply, marks in self._base.marks.items()}
+
+    @functools.cached_property
+    def steered(self) -> dict[str, np.ndarray]:  # type: ignore[override]
+        return {reply: marks + _NEXT_STEERED * self._times for reply, marks in self._base.steered.items()}
+
+    @functools.cached_property
+    def segments(self) -> np.ndarray:
+        step = self._base.even
+        if not step:
+            return segments_of(self.jobs)
+        segments = self._base.segments.copy()
+        segments[:, 1] += step * self._times
+        return segments
+
+    def _moved(self, jobs: np.ndarray) -> np.ndarray:
+        return jobs + jobs[:, 2:3] * np.array((0, self._times, 0, 0, 0)) if len(jobs) else jobs
 
 
+_LASTING = ("slots", "profiles", "programs", "rows", "tokens", "folds", "runs", "lookups", "failures")
 _NEXT_MARK = np.array((0, 1, 1, 0, 0), np.int32)
 _NEXT_STEERED = np.array((0, 1, 0, 0), np.int32)
 
 
-@dataclass
-class Draft:
-    """Collects what the tokens of one step do; numbers of replies are those of `Seats.replies`."""
+def segments_of(jobs: np.ndarray) -> np.ndarray:
+    """As `StepPlan.segments`."""
+    slots, rows, widths, _, _ = jobs[jobs[:, 2] > 0].T
+    if not len(slots):
+        return np.zeros((0, 3), np.int64)
+    follows = (rows[1:] == rows[:-1] + widths[:-1]) & (slots[1:] == slots[:-1] + widths[:-1])
+    first = np.concatenate([[0], np.flatnonzero(~follows) + 1])
+    ends = np.concatenate([first[1:], [len(slots)]]) - 1
+    return np.stack([slots[first], rows[first], slots[ends] + widths[ends] - slots[first]], 1)
 
-    size: int
-    lookups: list[Lookup] = field(default_factory=list)
-    failures: list[tuple[str, str, str]] = field(default_factory=list)
-    _tokens: list[np.ndarray] = field(default_factory=list)
-    _totals: list[np.ndarray] = field(default_factory=list)
-    _folds: list[tuple[int, str, np.ndarray, int, int]] = field(default_factory=list)
-    _jobs: list[np.ndarray] = field(default_factory=list)
-    _runs: list[tuple[int, int]] = field(default_factory=list)
-    _marks: list[np.ndarray] = field(default_factory=list)
-    _steered: list[np.ndarray] = field(default_factory=list)
-    _forgotten: list[tuple[int, int]] = field(default_factory=list)
-    _taken: int = 0
 
-    def __post_init__(self) -> None:
-        self.profiles = np.full(self.size, -1, np.int32)
-        self.programs = np.full(self.size, -1, np.int32)
+class Repeat:
+    """Steps in which everybody goes on as before, one token each: they differ by ones.
 
-    def take(self, replies, strands: Strands, x, ranks, tokens, positions) -> None:
-        """One row of each strand `x` (indices), all arrays [n]."""
-        n = len(x)
-        width, lead = strands.width[x], strands.lead[x]
-        rows = strands.origin[x] + ranks * width
-        jobs = np.stack([tokens, rows, width, lead, strands.directions[x]], 1)
-        self._add(tokens, strands.taken[x], jobs)
-        marks = np.ones((n, 6), np.int64)
-        marks[:, 0], marks[:, 1], marks[:, 2], marks[:, 3] = replies, strands.number[x], ranks, positions
-        self._marks.append(marks)
+    Args:
+        ids, computed: the batch, and position of each one's token.
+        plan: the first such step's plan.
+        strands, x: the strands that its rows go to, by index.
+    """
 
-    def take_run(self, reply: int, strands: Strands, strand: Strand, rank: int, row: int, tokens, positions) -> None:
-        """Rows `rank`.. of one strand, from arena row `row`; `tokens` and `positions` [n] ascending."""
-        n, i = len(tokens), strand.index
-        width, lead = int(strands.width[i]), int(strands.lead[i])
-        jobs = np.empty((n, 5), np.int64)
-        jobs[:, 0], jobs[:, 1] = tokens, row + np.arange(n) * width
-        jobs[:, 2:] = width, lead, strands.directions[i]
-        for start, end, _ in _runs(tokens):
-            if end - start > 1:
-                self._runs.append((self._taken + start, self._taken + end))
-        self._add(tokens, np.full(n, strands.taken[i]), jobs)
-        self._marks.append(
-            np.array([(reply, strand.number, rank + a, positions[a], b - a, s) for a, b, s in _even_runs(positions)])
+    def __init__(
+        self, ids: Sequence[str], computed: np.ndarray, plan: StepPlan | None, strands: Strands, x: np.ndarray
+    ) -> None:
+        self._ids, self._following, self._plan = list(ids), computed + 1, plan
+        self._ones = np.ones(len(computed), np.int64).tobytes()
+        self._strands, self._x, self._epoch = strands, x, strands.epoch
+        self._times = 0
+        self._room = int((strands.limit[x] - strands.rank[x]).min()) if len(x) else ENDLESS
+
+    def goes_on(self, ids: Sequence[str], counts: np.ndarray, computed: np.ndarray) -> bool:
+        """Whether the batch, with int64 arrays, is the last one's, one position on."""
+        return (
+            self._times < self._room
+            and self._epoch == self._strands.epoch  # else an extent may have been retired
+            and computed.tobytes() == self._following.tobytes()
+            and counts.tobytes() == self._ones
+            and self._ids == ids
         )
 
-    def fold(self, reply: int, strands: Strands, strand: Strand, how: str, tokens, positions, row: int | None) -> None:
-        """Reduce the rows of `tokens`; the result goes to arena row `row` if there are no more to come."""
-        columns, last = len(strand.columns), tokens[-1:]
-        totals = np.full(len(tokens), columns)
-        jobs = np.zeros((0, 5), np.int64)
-        if row is not None:
-            cell = int(strands.width[strand.index])
-            totals[-1] += cell
-            jobs = np.array([(last[0], row, cell, columns, -1)], np.int64)
-            self._marks.append(np.array([(reply, strand.number, 0, positions[-1], 1, 1)]))
-        self._add(tokens, totals, jobs)
-        self._folds.append((strand.number, how, tokens, columns, -1 if row is None else int(last[0])))
-
-    def drop(self, reply: int, number: int, positions) -> None:
-        """Rows that found no room."""
-        self._marks.append(np.array([(reply, number, -1, positions[a], b - a, s) for a, b, s in _even_runs(positions)]))
-
-    def steer(self, replies, groups, positions) -> None:
-        """One position of each group, all arrays [n]."""
-        marks = np.ones((len(groups), 5), np.int64)
-        marks[:, 0], marks[:, 1], marks[:, 2] = replies, groups, positions
-        self._steered.append(marks)
-
-    def steer_run(self, reply: int, group: int, positions) -> None:
-        """Positions of one group."""
-        self._steered.append(np.array([(reply, group, positions[a], b - a, s) for a, b, s in _even_runs(positions)]))
-
-    def forget(self, first: int, count: int) -> None:
-        """These tokens do nothing after all."""
-        self._forgotten.append((first, first + count))
-        self.profiles[first : first + count] = self.programs[first : first + count] = -1
-        self.lookups = [x for x in self.lookups if not first <= x.tokens[0] < first + count]
-
-    def finish(self, replies: Sequence[str]) -> StepPlan | None:
-        """The plan; None if nothing happens in the step."""
-        if not (self._tokens or self._steered or self._marks or self.failures or (self.programs >= 0).any()):
-            return None
-        tokens = np.concatenate(self._tokens) if self._tokens else np.zeros(0, np.int64)
-        totals = np.concatenate(self._totals) if self._tokens else np.zeros(0, np.int64)
-        jobs = np.concatenate(self._jobs) if self._jobs else np.zeros((0, 5), np.int64)
-        for first, end in self._forgotten:
-            totals[(tokens >= first) & (tokens < end)] = 0
-            jobs[(jobs[:, 0] >= first) & (jobs[:, 0] < end), 2] = 0
-            self._folds = [f for f in self._folds if not first <= f[2][0] < end]
-        ends = totals.cumsum()
-        slots = np.full(self.size, -1, np.int32)
-        slots[tokens] = ends - totals
-        jobs[:, 0] = slots[jobs[:, 0]] + jobs[:, 3]
-        folds = [
-            Fold(number, how, slots[of].astype(np.int64), columns, -1 if cell < 0 else int(slots[cell]) + columns)
-            for number, how, of, columns, cell in self._folds
-        ]
-        if self._forgotten:
-            slots[self.profiles < 0] = -1
-        rows = int(ends[-1]) if len(ends) else 0
-        packs, runs = jobs[:0], self._runs
-        if len(jobs) and jobs[:, 4].min() <= PACKED:
-            packed = jobs[:, 4] <= PACKED
-            packs, jobs, runs = jobs[packed & (jobs[:, 2] > 0)], jobs[~packed], []
-        marks, steered = _by_reply(self._marks, replies), _by_reply(self._steered, replies)
-        return StepPlan(
-            slots, self.profiles, self.programs, rows, tokens, jobs, folds, runs, marks, steered, self.lookups,
-            self.failures, packs,
-        )  # fmt: skip
-
-    def _add(self, tokens, totals, jobs) -> None:
-        self._tokens.append(tokens)
-        self._totals.append(totals)
-        self._jobs.append(jobs)
-        self._taken += len(jobs)
-
-
-def _runs(values: np.ndarray) -> list[tuple[int, int, int]]:
-    """(start, end, 1) of the longest runs of consecutive values."""
-    if int(values[-1]) - int(values[0]) == len(values) - 1:
-        return [(0, len(values), 1)]
-    breaks = np.flatnonzero(np.diff(values) != 1) + 1
-    bounds = [0, *breaks.tolist(), len(values)]
-    return [(a, b, 1) for a, b in itertools.pairwise(bounds)]
-
-
-def _even_runs(values: np.ndarray) -> list[tuple[int, int, int]]:
-    """(start, end, stride): as `_runs`, or one run if all the steps are equal."""
-    if int(values[-1]) - int(values[0]) == len(values) - 1:
-        return [(0, len(values), 1)]
-    steps = np.diff(values)
-    if (steps == steps[0]).all():
-        return [(0, len(values), int(steps[0]))]
-    return _runs(values)
-
-
-def _by_reply(parts: list[np.ndarray], replies: Sequence[str]) -> dict[str, np.ndarray]:
-    if not parts:
-        return {}
-    every = np.concatenate(parts).astype(np.int32)
-    if len(replies) == 1:
-        return {replies[0]: every[:, 1:]}
-    return {replies[k]: every[every[:, 0] == k, 1:] for k in np.unique(every[:, 0])}
+    def next(self) -> StepPlan | None:
+        """The plan of the next step, if it `goes_on`."""
+        self._times += 1
+        self._following += 1
+        if len(self._x):
+            self._strands.lag_by(self._x, self._times)
+        return None if self._plan is None else Later(self._plan, self._times)

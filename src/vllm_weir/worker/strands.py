@@ -36,6 +36,8 @@ class Strand:
     columns: tuple[int, ...]
     prompt_rows: int
     most_rows: int
+    shape: tuple[int, int, int, int]
+    """Its `width`, `lead`, `directions` and `taken`, as in the arrays."""
     extents: list[tuple[int, int, int]] = field(default_factory=list)
     """(start in the arena, first rank, capacity); the last one is being filled."""
 
@@ -66,6 +68,7 @@ class Strands:
         news: reply address -> what its reader must be told with the next step's rows.
         patience: seconds to wait for room; None: rows that find none are dropped.
         grant: called with the reply address, start and rows of every new piece of the arena.
+        epoch: grows whenever a method changes the arrays; see `lag_by`.
     """
 
     def __init__(self, arena: Arena, patience: float | None = 0.0) -> None:
@@ -74,6 +77,8 @@ class Strands:
         self.live: dict[int, Strand] = {}
         self.news: dict[str, mail.News] = {}
         self.grant: Callable[[str, int, int], None] = lambda reply, start, rows: None
+        self.epoch = 0
+        self._lag: tuple[np.ndarray, int] | None = None
         self._numbers = itertools.count()
         self._free: list[int] = []
         self._grow_arrays(64)
@@ -117,20 +122,23 @@ class Strands:
         cell: Cell | None = None,
     ) -> Strand:
         """A new strand, still without room; with a `cell` it holds that instead of rows."""
+        self.catch_up()
         if not self._free:
             self._grow_arrays(2 * len(self.rank))
         index = self._free.pop()
-        strand = Strand(next(self._numbers), index, request_id, reply, columns, prompt_rows, most_rows)
+        if cell is None:
+            shape = (len(columns), 0, -1, len(columns))
+        else:
+            taken = len(columns) + (0 if cell.kind == "packed" else cell.rows)
+            shape = (cell.rows, len(columns), cell.directions, taken)
+        strand = Strand(next(self._numbers), index, request_id, reply, columns, prompt_rows, most_rows, shape)
         self.live[index] = strand
         self.number[index] = strand.number
         self.rank[index] = self.limit[index] = self.origin[index] = 0
-        self.width[index] = cell.rows if cell else len(columns)
-        self.lead[index] = len(columns) if cell else 0
+        self.width[index], self.lead[index], self.directions[index], self.taken[index] = shape
         self.grain[index] = cell.grain if cell else 1
-        self.taken[index] = self.lead[index] + (0 if cell and cell.kind == "packed" else self.width[index])
-        self.directions[index] = cell.directions if cell else -1
         self.last[index] = -1
-        self._news(reply).opened.append(
+        self.news_for(reply).opened.append(
             mail.Opened(
                 strand.number,
                 request_id,
@@ -142,8 +150,9 @@ class Strands:
 
     def close(self, strand: Strand) -> None:
         """No more rows will come."""
+        self.catch_up()
         self._retire(strand)
-        self._news(strand.reply).closed.append(strand.number)
+        self.news_for(strand.reply).closed.append(strand.number)
         del self.live[strand.index]
         self._free.append(strand.index)
 
@@ -155,6 +164,7 @@ class Strands:
         Raises:
             WeirError: if there is no room and rows may not be dropped.
         """
+        self.catch_up()
         placed = []
         i = strand.index
         while rows:
@@ -175,8 +185,25 @@ class Strands:
 
     def retire_all(self) -> None:
         """Close every extent, so that readers can take their rows out; strands go on in new ones."""
+        self.catch_up()
         for strand in self.live.values():
             self._retire(strand)
+
+    def lag_by(self, x: np.ndarray, rows: int) -> None:
+        """The strands `x` (by index) have so many rows more than `rank` and `last` say, until `catch_up`.
+
+        So a step that repeats the last one touches no array; whoever reads these two must catch up first.
+        """
+        self._lag = (x, rows)
+
+    def catch_up(self) -> None:
+        """Make `rank` and `last` say what is so."""
+        self.epoch += 1
+        if self._lag is not None:
+            x, rows = self._lag
+            self._lag = None
+            self.rank[x] += rows
+            self.last[x] += rows
 
     def take_news(self) -> dict[str, mail.News]:
         """What readers must be told; it is told once."""
@@ -206,19 +233,20 @@ class Strands:
         self._retire(strand)
         strand.extents.append((start, rank, size))
         self.limit[i], self.origin[i] = rank + size, start * grain - rank * width
-        self._news(strand.reply).placed.append(mail.Placed(strand.number, rank, size, start))
+        self.news_for(strand.reply).placed.append(mail.Placed(strand.number, rank, size, start))
         return True
 
     def _retire(self, strand: Strand) -> None:
-        i = strand.index
-        for start, first, _ in strand.extents:
-            self._news(strand.reply).retired.append(
-                mail.Retired(strand.number, first, int(self.rank[i]) - first, start)
-            )
-        strand.extents.clear()
-        self.limit[i] = self.rank[i]
+        if strand.extents:
+            rank, news = int(self.rank[strand.index]), self.news_for(strand.reply)
+            for start, first, _ in strand.extents:
+                news.retired.append(mail.Retired(strand.number, first, rank - first, start))
+            strand.extents.clear()
+            self.limit[strand.index] = rank
 
-    def _news(self, reply: str) -> mail.News:
-        if reply not in self.news:
-            self.news[reply] = mail.News()
-        return self.news[reply]
+    def news_for(self, reply: str) -> mail.News:
+        """What this reader will be told."""
+        news = self.news.get(reply)
+        if news is None:
+            news = self.news[reply] = mail.News()
+        return news

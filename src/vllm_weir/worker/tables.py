@@ -19,35 +19,42 @@ class PlanWriter:
         self._cuda = plan.is_cuda
         self._dirty = 0
         self._turn = 0
+        self._last: _Written | None = None
         copies = STAGING if self._cuda else 1
         self._staging = [torch.empty(plan.shape, dtype=torch.int32, pin_memory=self._cuda) for _ in range(copies)]
+        self._hosts = [staging.numpy() for staging in self._staging]
         self._copied = [torch.cuda.Event() for _ in range(copies)] if self._cuda else []
 
     def write(self, plan: StepPlan, start: int, input_ids: torch.Tensor) -> None:
         """Plan of the step's tokens, slots shifted to the ring's row `start`; later tokens are silenced."""
-        n = len(plan.slots)
-        self._put(n, (plan.slots + np.where(plan.slots >= 0, start, 0), plan.profiles, plan.programs))
-        self._dirty = n
-        for lookup in plan.lookups:
-            self._resolve(lookup, input_ids)
+        if self._last is None or not self._last.same(plan):
+            self._last = _Written(plan)
+        elif start == self._last.start or not plan.rows:
+            return  # the device has it already
+        self._last.start = start
+        self._put(len(plan.slots), self._last.shifted(start))
+        if plan.lookups:
+            self._last = None  # by the time that they have been resolved, it is another
+            for lookup in plan.lookups:
+                self._resolve(lookup, input_ids)
 
     def silence(self) -> None:
         """Nothing is recorded or changed."""
+        self._last = None
         if self._dirty:
-            self._put(0, ())
-            self._dirty = 0
+            self._put(0, np.zeros((0, 3), np.int32))
 
-    def _put(self, n: int, columns) -> None:
+    def _put(self, n: int, content: np.ndarray) -> None:
+        """Write the first `n` tokens; none after them does anything."""
         width = max(n, self._dirty)
+        self._dirty = n
         self._turn = (self._turn + 1) % len(self._staging)
         if self._cuda:
             self._copied[self._turn].synchronize()
-        staging = self._staging[self._turn]
-        host = staging.numpy()
+        host = self._hosts[self._turn]
+        host[:n] = content
         host[n:width] = -1
-        for k, column in enumerate(columns):
-            host[:n, k] = column
-        self._plan[:width].copy_(staging[:width], non_blocking=True)
+        self._plan[:width].copy_(self._staging[self._turn][:width], non_blocking=True)
         if self._cuda:
             self._copied[self._turn].record()
 
@@ -62,6 +69,26 @@ class PlanWriter:
         self._plan[tokens, 2] = torch.from_numpy(lookup.programs).to(device)[index]
 
 
+class _Written:
+    """What was written last."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._slots, self._profiles, self._programs = plan.slots, plan.profiles, plan.programs
+        self._content = np.stack([plan.slots, plan.profiles, plan.programs], 1)
+        self._captured = (plan.slots >= 0).astype(np.int32)
+        self.start = 0
+
+    def same(self, plan: StepPlan) -> bool:
+        """Whether the plan is this one but for the place in the ring; steps that repeat share their arrays."""
+        return plan.slots is self._slots and plan.profiles is self._profiles and plan.programs is self._programs
+
+    def shifted(self, start: int) -> np.ndarray:
+        """int32 [tokens, 3] with slots counted from the ring's row `start`."""
+        content = self._content.copy()
+        content[:, 0] += self._captured * np.int32(start)
+        return content
+
+
 class TableWriter:
     """Mirrors a ProgramTable on the device, changed rows only."""
 
@@ -71,6 +98,8 @@ class TableWriter:
 
     def flush(self) -> None:
         """Write the rows that changed since the last flush."""
+        if not any(self._table.changed.values()):
+            return
         for name, rows in self._table.take_changes().items():
             target = self.tensors[name]
             index = torch.from_numpy(rows)

@@ -1,0 +1,111 @@
+"""What stands around Weir's code in `host.py`: a station that computes nothing, a line without sockets, a clock."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.v1.engine import EngineCoreRequest
+
+from vllm_weir.frontend import inbox
+from vllm_weir.frontend.desk import Desk
+from vllm_weir.settings import Settings
+from vllm_weir.spec.hooks import Site
+from vllm_weir.worker.anchors import Anchor, Key
+from vllm_weir.worker.outlet import at_once
+from vllm_weir.worker.sites import SiteMap
+from vllm_weir.worker.station import ModelFacts, Station
+
+LAYERS, WIDTH, PROMPT = 32, 4096, 16
+SETTINGS = {"hooks": ["resid_pre", "resid_post"], "host_bytes": 64 << 30}
+
+
+class Clock:
+    """Seconds of each part, one entry for each run (or step)."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    @contextmanager
+    def part(self, name: str, among: int = 1, now=time.thread_time):
+        """Time a part that is done for `among` requests."""
+        before = now()
+        yield
+        self.seconds[name].append((now() - before) / among)
+
+    def table(self) -> dict[str, dict[str, float]]:
+        """Part -> median and minimum, in microseconds."""
+        return {
+            name: {"median_us": round(1e6 * statistics.median(s), 2), "min_us": round(1e6 * min(s), 2), "times": len(s)}
+            for name, s in self.seconds.items()
+        }
+
+
+class Nothing(torch.nn.Module):
+    """A model of blocks that are never run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Identity() for _ in range(LAYERS))
+
+
+def make_station(requests: int) -> Station:
+    """A station whose rows go nowhere."""
+    out = Key("out", -1)
+    anchors = {Site("resid_post", k): Anchor(f"blocks.{k}", "after", out) for k in range(LAYERS)}
+    anchors |= {Site("resid_pre", k): Anchor(f"blocks.{k}", "before", Key("arg", 0)) for k in range(LAYERS)}
+    facts = ModelFacts(WIDTH, torch.bfloat16, torch.device("cpu"), requests * PROMPT)
+    settings = Settings.load({"weir": SETTINGS})
+    station = Station(Nothing(), facts, settings, SiteMap(LAYERS, anchors))
+    station._outlet.ship = lambda plan, start, treat: (plan.segments, at_once)[1]
+    return station
+
+
+class Line:
+    """From the drain to the store, without sockets; what is sent waits in `parcels`."""
+
+    def __init__(self, station: Station, desk: Desk) -> None:
+        self.parcels: list[Any] = []
+        self._frames: list[Any] = []
+        self._drain, self._desk = station.drain, desk
+        station.drain.send = self.parcels.append
+        station.drain._post = lambda address, frames: self._frames.append(frames)
+
+    def carry(self, clock: Clock, kind: str) -> None:
+        """Deliver what waits."""
+        if not self.parcels:
+            return
+        _, _, (receiver, *_), _ = self._desk._inbox.close.peek()
+        for parcel in self.parcels:
+            replies = sorted(parcel.news.keys() | parcel.marks.keys() | parcel.steered.keys())
+            for reply in replies:
+                with clock.part(f"worker: drain thread, {kind} message"):
+                    self._drain._tell(reply, parcel, "")
+                with clock.part(f"caller: inbox thread, {kind} message"):
+                    inbox.deliver(self._desk.store, receiver.reply.token, self._frames.pop(), receiver._mirror)
+        self.parcels.clear()
+
+
+class Scheduler:
+    """As much of vLLM's as Weir looks at."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Any] = {}
+        self.max_num_scheduled_tokens = 8192
+        model = SimpleNamespace(get_hidden_size=lambda: WIDTH, dtype=torch.bfloat16)
+        device = SimpleNamespace(device_type="cpu")
+        self.vllm_config = SimpleNamespace(
+            additional_config={"weir": SETTINGS}, model_config=model, device_config=device
+        )
+
+
+class Tokens:
+    """A request as the block hasher sees it."""
+
+    def __init__(self, request: EngineCoreRequest, tokens: list[int]) -> None:
+        self.sampling_params, self.num_prompt_tokens, self.all_token_ids = request.sampling_params, PROMPT, tokens

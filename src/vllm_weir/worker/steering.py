@@ -1,0 +1,160 @@
+"""Steering: which program each steered token undergoes, planned one request after the other. Pure numpy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_weir import mail
+from vllm_weir.spec.interventions import Move
+from vllm_weir.worker.draft import Draft
+from vllm_weir.worker.programs import ProgramTable
+from vllm_weir.worker.select import Selectors, distinct, selectors_of
+from vllm_weir.worker.step import Lookup
+from vllm_weir.worker.strands import Strands
+
+
+@dataclass
+class Steering:
+    """A live request's moves."""
+
+    request_id: str
+    reply: str
+    selectors: Selectors
+    moves: list[tuple[Move, str, int]]
+    """(move, digest, bit of its selector), in the order in which they apply."""
+    vectors: tuple[str, ...]
+    local: frozenset[int]
+    """Moves with a site at this worker's taps: those it can vouch for."""
+    by_position: bool
+    """Whether a move has an instruction for each position."""
+    programs: dict[tuple, tuple[object, int]] = field(default_factory=dict)
+    """(digest, rank) of every active move -> (key, number) of a held program."""
+    groups: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Moves -> number under which the reader knows them."""
+
+    def active(self, code: int) -> list[int]:
+        """The moves that apply at positions with `code`."""
+        return [k for k, (_, _, bit) in enumerate(self.moves) if code >> bit & 1]
+
+
+class Steerer:
+    """Plans what steerings change.
+
+    Args:
+        table: where programs live.
+        strands: where readers are told of groups.
+
+    Attributes:
+        vouches: whether this worker tells what was steered: one of a tensor-parallel group is enough.
+    """
+
+    def __init__(self, table: ProgramTable, strands: Strands) -> None:
+        self.table, self._strands = table, strands
+        self.vouches = True
+        self._group_numbers = itertools.count()
+
+    def join(
+        self,
+        request_id: str,
+        reply: str,
+        moves: Sequence[Move],
+        prompt_len: int,
+        prompt_ids: Sequence[int] | None,
+        fetch: Callable,
+    ) -> Steering:
+        """A request's steering; raises WeirError if the tables cannot hold it. `fetch`: digests -> rows."""
+        bits = {positions: bit for bit, positions in enumerate(dict.fromkeys(m.positions for m in moves))}
+        selectors = selectors_of(tuple(bits), prompt_len, prompt_ids)
+        local = frozenset(k for k, m in enumerate(moves) if self.table.local(m))
+        vectors = tuple(sorted({d for k in local for d in moves[k].vectors}))
+        self.table.hold_vectors(vectors, fetch)
+        placed = [(m, m.digest, bits[m.positions]) for m in moves]
+        return Steering(
+            request_id, reply, selectors, placed, vectors, local, any(m.per_position for m in moves)
+        )  # fmt: skip
+
+    def leave(self, steering: Steering) -> None:
+        """The request has left."""
+        for key, _ in steering.programs.values():
+            self.table.give_back(key)
+        self.table.drop_vectors(steering.vectors)
+
+    def plan(self, draft: Draft, steering: Steering, reply: int, first: int, start: int, count: int) -> None:
+        """The request's `count` tokens from position `start` on, tokens `first`, ... of the step."""
+        runs = None if steering.by_position else steering.selectors.runs(start, start + count)
+        if runs is None:
+            self._plan_scattered(draft, steering, reply, first, np.arange(start, start + count))
+            return
+        for code, a, b in runs:
+            group = self.group(steering, steering.active(code))
+            if group >= 0:
+                draft.steer_run(reply, group, a, b - a)
+            draft.programs[first + a - start : first + b - start] = self.program(steering, code)
+
+    def _plan_scattered(self, draft: Draft, steering: Steering, reply: int, first: int, positions: np.ndarray) -> None:
+        """As `plan`, of any positions, of those chosen by token, and with an instruction for each position."""
+        selectors = steering.selectors
+        codes = selectors.codes(positions)
+        for code in map(int, distinct(codes)):
+            at = np.flatnonzero(codes == code)
+            active = steering.active(code)
+            group = self.group(steering, active)
+            if group >= 0:
+                draft.steer_some(reply, group, positions[at])
+            groups = [(at, -1)]
+            if any(steering.moves[k][0].per_position for k in active):
+                groups = [(at[k : k + 1], int(positions[i])) for k, i in enumerate(at)]
+            open_bits = [bit for bit in selectors.by_token if code >> bit & 1]
+            for some, position in groups:
+                draft.programs[first + some] = self.program(steering, code, position)
+                unknown = some[positions[some] >= selectors.prompt_len]
+                if open_bits and len(unknown):
+                    draft.lookups.append(self._lookup(steering, code, open_bits, first + unknown, position))
+
+    def group(self, steering: Steering, active: list[int]) -> int:
+        """The number of the moves among `active` that this worker vouches for, or -1 if there are none."""
+        vouched = tuple(k for k in active if k in steering.local)
+        if not vouched or not self.vouches:
+            return -1
+        group = steering.groups.get(vouched)
+        if group is None:
+            group = steering.groups[vouched] = next(self._group_numbers)
+            news = self._strands.news_for(steering.reply)
+            news.groups.append(mail.Group(group, steering.request_id, list(vouched)))
+        return group
+
+    def program(self, steering: Steering, code: int, position: int = -1) -> int:
+        """The program of tokens with `code` (at `position`, if that matters), -1 for none; raises WeirError if the
+        tables are full."""
+        active = []
+        for move, digest, bit in steering.moves:
+            if not code >> bit & 1:
+                continue
+            rank = -1
+            if move.per_position:
+                rank = move.positions.rank(position, steering.selectors.prompt_len)
+                if rank >= len(move.instructions) or not move.instructions[rank].u:
+                    continue
+            active.append((move, digest, rank))
+        if not active:
+            return -1
+        identity = tuple((digest, rank) for _, digest, rank in active)
+        held = steering.programs.get(identity)
+        if held is None:
+            held = steering.programs[identity] = self.table.take(active)
+        return held[1]
+
+    def _lookup(self, steering: Steering, code: int, open_bits: list[int], tokens: np.ndarray, position: int) -> Lookup:
+        choices = []
+        for combination in range(1 << len(open_bits)):
+            chosen = code
+            for j, bit in enumerate(open_bits):
+                if not combination >> j & 1:
+                    chosen &= ~(1 << bit)
+            choices.append(self.program(steering, chosen, position) if chosen else -1)
+        sets = tuple(steering.selectors.distinct[bit].numbers for bit in open_bits)
+        return Lookup(tokens, sets, np.asarray(choices, np.int32))
