@@ -86,9 +86,11 @@ def _tap(
             if HAS_OTHER:
                 beside = tl.load(other + token * other_stride + offsets, mask=inside, other=0.0)
                 other_scale = tl.load(tap + 2).to(tl.float32, bitcast=True)
-                terms = (row.to(tl.float32) * scale).to(row.dtype) + (beside.to(tl.float32) * other_scale).to(row.dtype)
-                both = ((row + beside).to(tl.float32) * scale).to(row.dtype)
-                row = tl.where(scale == other_scale, both, terms)
+                # As the model rounds: a sum is scaled, or terms of different scales are added.
+                both = (row.to(tl.float32) + beside.to(tl.float32)).to(row.dtype).to(tl.float32) * scale
+                one = (row.to(tl.float32) * scale).to(row.dtype).to(tl.float32)
+                terms = one + (beside.to(tl.float32) * other_scale).to(row.dtype).to(tl.float32)
+                row = tl.where(scale == other_scale, both, terms).to(row.dtype)
             else:
                 row = (row.to(tl.float32) * scale).to(row.dtype)
             tl.store(ring + (slot + r0) * d_model + offsets, row, mask=inside & (r0 >= 0))

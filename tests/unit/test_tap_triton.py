@@ -1,0 +1,111 @@
+"""The CUDA tap's kernel, run by Triton's interpreter: what the CPU's tap records and writes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+# The interpreter is chosen when a kernel is defined, so in a process of its own.
+CASES = """
+import sys
+import numpy as np
+import torch
+from triton.runtime.interpreter import InterpreterBuilder
+from vllm_weir.spec.interventions import AFFINE, BLEND, CLAMP, CONST, NORM
+from vllm_weir.worker.programs import AFTER_POST, LAST
+from vllm_weir.worker.select import STAGES
+from vllm_weir.worker.tap import _tap_cpu, numbered
+from vllm_weir.worker.tap_triton import launch
+
+store = InterpreterBuilder.create_masked_store
+
+
+def masked_store(self, pointers, value, mask, *more):
+    mask.data = mask.data.astype(bool)  # `mask & scalar` is int32 to the interpreter, and then refused
+    return store(self, pointers, value, mask, *more)
+
+
+InterpreterBuilder.create_masked_store = masked_store
+TAPS, PROFILES, PROGRAMS, VECTORS = 3, 3, 6, 5
+DTYPES = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def programs(draw, d):
+    '''Chains of one to four instructions; a group ends with LAST, and those after the post stage come last.'''
+    heads, ints, floats = np.full((PROGRAMS, TAPS), -1, np.int32), [], []
+    for program in range(PROGRAMS):
+        for tap in range(TAPS):
+            length = int(draw.integers(0, 5))
+            post = int(draw.integers(0, length + 1))
+            for k in range(length):
+                kind = [CONST, NORM, AFFINE, CLAMP, BLEND][draw.integers(5)]
+                w = int(draw.integers(VECTORS)) if kind in (AFFINE, CLAMP) else -1
+                ends = k in (length - 1, post - 1) or draw.random() < 0.4
+                flags = (LAST if ends else 0) | (AFTER_POST if k >= post else 0)
+                follows = len(ints) + 1 if k < length - 1 else -1
+                if k == 0:
+                    heads[program, tap] = len(ints)
+                ints.append((kind, int(draw.integers(VECTORS)), w, follows, flags))
+                floats.append((draw.normal(), draw.normal(), -0.5, 0.5))
+    vectors = draw.standard_normal((VECTORS, d)) / d**0.5
+    of = lambda x, t: torch.from_numpy(np.asarray(x)).to(t)
+    return of(heads, torch.int32), of(ints, torch.int32), of(floats, torch.float32), of(vectors, torch.float32)
+
+
+recorded = steered = 0
+for seed in range(60):
+    draw = np.random.default_rng(seed)
+    dtype = [*DTYPES][seed % 3]
+    tokens, d = int(draw.integers(1, 6)), int(draw.integers(1, 12))
+    ranks = np.full((PROFILES, TAPS * STAGES), -1, np.int32)
+    for profile in range(PROFILES):
+        columns = np.flatnonzero(draw.random(TAPS * STAGES) < 0.5)
+        ranks[profile, columns] = np.arange(len(columns))
+    plan, row = np.full((tokens + 2, 3), -1, np.int32), 0
+    for token in range(tokens):
+        if draw.random() < 0.7:
+            plan[token, :2] = row, draw.integers(PROFILES)
+            row += int((ranks[plan[token, 1]] >= 0).sum())
+        plan[token, 2] = draw.integers(-1, PROGRAMS)
+    plan, ranks = torch.from_numpy(plan), torch.from_numpy(ranks)
+    tables = programs(draw, d)
+    form = ("alone", "residual", "offset")[seed // 3 % 3]
+    scale = float(draw.choice([1.0, 0.22, 3.0]))
+    ratio = float(draw.choice([1.0, 0.7])) if form == "residual" else 1.0
+    scale = 1.0 if form == "offset" else scale
+    for tap in range(TAPS):
+        hidden = torch.from_numpy(draw.standard_normal((tokens, d))).to(dtype)
+        other = None if form == "alone" else torch.from_numpy(draw.standard_normal((tokens, d))).to(dtype)
+        if form == "offset":
+            other = other[:1].clone().expand(tokens, d)
+        ring = torch.full((row + 1, d), 7.0, dtype=dtype)
+        number = numbered(tap, scale, scale * ratio, form == "offset")
+        given = [hidden, other, ring]
+        ours, theirs = ([None if x is None else x.clone() for x in given] for _ in range(2))
+        if form == "offset":
+            ours[1] = theirs[1] = other
+        launch(ours[0], ours[1], number, plan, ranks, ours[2], *tables)
+        _tap_cpu(theirs[0], theirs[1], number, plan, ranks, theirs[2], *tables)
+        for got, want in zip(ours, theirs):
+            if want is None:
+                continue
+            # Sums over a row are taken in another order.
+            error = (got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1)
+            assert error <= DTYPES[dtype], (seed, tap, form, dtype, float(error))
+        still = [t for t in range(tokens) if plan[t, 2] < 0 or tables[0][plan[t, 2], tap] < 0]
+        assert torch.equal(ours[0][still], hidden[still]), "neighbours are bit-identical"
+        recorded += int((ours[2] != 7).any(1).sum())
+        steered += tokens - len(still)
+print("same", recorded > 300, steered > 300)
+"""
+
+
+def test_the_kernel_does_what_the_cpu_s_tap_does():
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", CASES], capture_output=True, text=True, env=env, timeout=500)
+    assert done.stdout == "same True True\n", done.stdout + done.stderr[-3000:]
