@@ -17,7 +17,7 @@ ARGS ?=
 help:
 	@echo "make demo [MODEL=<directory or hub id>]   run the demo (under 5 minutes with the set-up)"
 	@echo "make bench [ARGS=--smoke]                 stock vLLM, Weir and others, timed and checked (docs/bench.md)"
-	@echo "make test                                 every test that needs no GPU"
+	@echo "make test [WORKERS=2]                     every test that needs no GPU, shared out to so many processes"
 	@echo "make conformance [ARGS=ARCH]              every architecture of vLLM's registry, and docs/models.md from it"
 	@echo "make unit | lint | venv | clean           fast tests | ruff and mypy | the environment | remove what was built"
 
