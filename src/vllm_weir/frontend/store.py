@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -47,21 +48,26 @@ class Pending:
 
     Attributes:
         admitted: what was asked.
-        prompt_token_ids: int64 [P]; -1 where a prompt was given as embeddings.
+        prompt_len: P.
         strips: rows that have come, later strips replacing earlier ones where they overlap.
         steered: per intervention, bool array by position.
     """
 
-    def __init__(self, request_id: str, admitted: Admitted, prompt_token_ids: np.ndarray, store: Store) -> None:
+    def __init__(self, request_id: str, admitted: Admitted, prompt_token_ids: Sequence[int], store: Store) -> None:
         self.request_id = request_id
         self.admitted = admitted
-        self.prompt_token_ids = prompt_token_ids
+        self._prompt, self.prompt_len = prompt_token_ids, len(prompt_token_ids)
         self.strips: list[Strip] = []
         self.groups: list[Group] = []
-        self.steered: list[np.ndarray] = [np.zeros(0, bool) for _ in admitted.effective]
+        self.steered: list[np.ndarray] = [_NOWHERE] * len(admitted.effective)
         self.failure: str | None = None
         self._store = store
         self._claims, self._lock = 0, threading.Lock()
+
+    @functools.cached_property
+    def prompt_token_ids(self) -> np.ndarray:
+        """int64 [P]; -1 where a prompt was given as embeddings."""
+        return np.asarray(self._prompt, np.int64)
 
     def claim(self, claims: int) -> None:
         """The sequence has finished, and its rows are needed in so many places."""
@@ -176,6 +182,9 @@ class Pending:
                 for site, column in zip(sites, columns, strict=True)
             },
         )
+
+
+_NOWHERE = np.zeros(0, bool)
 
 
 class Where:
