@@ -15,10 +15,12 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import Admitted, EngineFacts, admit, carries_keys, engine_form
 from vllm_weir.frontend.inbox import Inbox
 from vllm_weir.frontend.parts import Part
+from vllm_weir.frontend.pending import Pending
 from vllm_weir.frontend.shelf import Contents, Shelf, Source
 from vllm_weir.frontend.sinks.board import Board
 from vllm_weir.frontend.sinks.ticket import Ticket
-from vllm_weir.frontend.store import Pending, Store
+from vllm_weir.frontend.store import Store
+from vllm_weir.frontend.tokens import Tokens
 from vllm_weir.frontend.view import View
 from vllm_weir.memo import Memo
 from vllm_weir.settings import Settings
@@ -69,12 +71,13 @@ class Tracker:
             weakref.finalize(self, marks.leave, self.pending.request_id).atexit = False
 
     def view(self, generated: Sequence[int], delta: bool, reason: str | None, cached_tokens: int) -> View:
-        """The view for an output. `delta`: only rows that no earlier output held; `reason`: why it finished."""
+        """The view for an output. `generated`: a list to which tokens may be appended later; `delta`: only rows that no
+        earlier output held; `reason`: why it finished."""
         memory, *others = self.pending.admitted.parts
         view = View(
             pending=self.pending,
             part=memory,
-            generated=np.asarray(generated, np.int64),
+            tokens=Tokens(self.pending.prompt, generated),
             start=self._seen if delta else 0,
             finished=reason is not None,
             aborted=reason in ("abort", "error"),
@@ -94,8 +97,8 @@ class Tracker:
             request_id=self._caller,
             index=self._index,
             name=self.pending.request_id,
-            prompt_tokens=len(self.pending.prompt_token_ids),
-            generated_tokens=len(view.generated),
+            prompt_tokens=view.tokens.prompt_len,
+            generated_tokens=view.tokens.generated,
             finish_reason=reason,
         )
         views = [replace(view, part=part, start=0) for part in parts]
