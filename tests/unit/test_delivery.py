@@ -19,7 +19,8 @@ from vllm_weir.frontend.admit import EngineFacts, admit
 from vllm_weir.frontend.desk import Tracker
 from vllm_weir.frontend.inbox import deliver
 from vllm_weir.frontend.mirror import Mirror
-from vllm_weir.frontend.store import Pending, Store
+from vllm_weir.frontend.pending import Pending
+from vllm_weir.frontend.store import Store
 from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.request import RequestSpec
 from vllm_weir.worker.select import column_of

@@ -16,7 +16,8 @@ from tests.unit.wishes import served
 from vllm_weir import mail
 from vllm_weir.frontend.admit import EngineFacts, admit
 from vllm_weir.frontend.inbox import lend
-from vllm_weir.frontend.store import Pending, Store
+from vllm_weir.frontend.pending import Pending
+from vllm_weir.frontend.store import Store
 from vllm_weir.spec.request import RequestSpec
 from vllm_weir.worker import fetch
 from vllm_weir.worker.fetch import Fetcher

@@ -9,7 +9,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_bytes
@@ -94,14 +93,15 @@ class Activations(Mapping):
 
     def __init__(
         self,
-        rows: dict[Site, torch.Tensor],
-        positions: dict[Site, torch.Tensor],
-        token_ids: dict[Site, torch.Tensor],
+        rows: Mapping[Site, torch.Tensor],
+        positions: Mapping[Site, torch.Tensor],
+        token_ids: Mapping[Site, torch.Tensor],
         lens_layers: tuple[int, ...] = (),
         packed: Packed | None = None,
     ) -> None:
         self._rows = rows
         self._packed = packed
+        self._decoded: dict[Site, torch.Tensor] = {}
         self._positions = positions
         self._token_ids = token_ids
         self._lens_layers = lens_layers
@@ -135,15 +135,19 @@ class Activations(Mapping):
         return self._packed.records[site], self._packed.header
 
     def __getitem__(self, key: object) -> torch.Tensor:
+        if type(key) is Site and self._packed is None and key in self._positions:
+            return self._rows[key]
         if key == LENS_KEY and self._lens_layers:
             return torch.stack([self._row(Site("resid_post", layer)) for layer in self._lens_layers])
         return self._row(self._site(key))
 
     def _row(self, site: Site) -> torch.Tensor:
         """A site's rows, decoded when they are first asked for."""
-        if site not in self._rows and self._packed is not None:
-            self._rows[site] = self._packed.decode(site)
-        return self._rows[site]
+        if self._packed is None:
+            return self._rows[site]
+        if site not in self._decoded:
+            self._decoded[site] = self._packed.decode(site)
+        return self._decoded[site]
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self._positions)
@@ -223,14 +227,14 @@ class Activations(Mapping):
 
     def _site(self, key: object) -> Site:
         if isinstance(key, tuple) and key in self._positions:
-            return key  # a Site is a pair, so a pair of the plain names finds it
+            return key  # type: ignore[return-value] # a Site is a pair, so a pair of the plain names finds it
         site = parse_site(key)
         if site not in self._positions:
             have = ", ".join(map(str, list(self)[:8])) or "none"
             raise KeyError(f"{site} was not captured; captured: {have}")
         return site
 
-    def _shared(self, by_site: dict[Site, torch.Tensor], name: str) -> torch.Tensor:
+    def _shared(self, by_site: Mapping[Site, torch.Tensor], name: str) -> torch.Tensor:
         every = list(by_site.values())
         if not every:
             return torch.zeros(0, dtype=torch.int64)
@@ -244,8 +248,3 @@ class Activations(Mapping):
 
 
 _ENDS = ("", ".positions", ".token_ids")
-
-
-def tokens_at(prompt: np.ndarray, generated: np.ndarray) -> np.ndarray:
-    """Tokens that have rows: the prompt and every generated token but the last, which never enters the model."""
-    return np.concatenate([prompt, generated[:-1]]) if len(generated) else prompt

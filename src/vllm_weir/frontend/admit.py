@@ -41,6 +41,11 @@ class EngineFacts:
     dtype: str
     ring_rows: int
 
+    @functools.cached_property
+    def itemsize(self) -> int:
+        """Bytes of a value of a row."""
+        return getattr(torch, self.dtype).itemsize
+
     @classmethod
     def merge(cls, reports: Sequence[Mapping[str, Any]]) -> EngineFacts:
         """From every worker's report; raises WeirError with the first worker's reason if one is not served."""
@@ -130,7 +135,10 @@ class Admitted:
 
 def carries_keys(extra_args: Mapping[str, Any] | None) -> bool:
     """Whether a request asks anything of Weir."""
-    return extra_args is not None and any(extra_args.get(key) is not None for key in KEYS)
+    if not extra_args:
+        return False
+    get = extra_args.get
+    return get(WIRE_KEY) is not None or get(LENS_CAPTURE_KEY) is not None or get(LENS_STEER_KEY) is not None
 
 
 def unknown_reference(ref: str, field: str) -> np.ndarray:
@@ -245,7 +253,7 @@ def engine_form(
     moves = admitted.effective
     if not admitted.spec.wishes and not moves:
         return None
-    width = admitted.spec.width + admitted.spec.cell(facts.d_model, getattr(torch, facts.dtype).itemsize)
+    width = admitted.spec.width + admitted.spec.cell(facts.d_model, facts.itemsize)
     if width > facts.ring_rows or (not chunked and width * prompt_len > facts.ring_rows):
         raise WeirError(
             f"this capture needs {width * (1 if chunked else prompt_len)} rows in one step, the buffer holds "

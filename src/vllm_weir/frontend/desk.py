@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import marshal
 import weakref
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -12,17 +12,23 @@ import numpy as np
 
 from vllm_weir.consumers.base import EngineInfo, Finished
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admit import KEYS, Admitted, EngineFacts, admit, carries_keys, engine_form
+from vllm_weir.frontend.admit import Admitted, EngineFacts, admit, carries_keys, engine_form
 from vllm_weir.frontend.inbox import Inbox
 from vllm_weir.frontend.parts import Part
+from vllm_weir.frontend.pending import Pending
 from vllm_weir.frontend.shelf import Contents, Shelf, Source
 from vllm_weir.frontend.sinks.board import Board
 from vllm_weir.frontend.sinks.ticket import Ticket
-from vllm_weir.frontend.store import Pending, Store
+from vllm_weir.frontend.store import Store
+from vllm_weir.frontend.tokens import Tokens
 from vllm_weir.frontend.view import View
+from vllm_weir.memo import Memo
 from vllm_weir.settings import Settings
 from vllm_weir.spec.interventions import Intervention
+from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY
 from vllm_weir.spec.request import WIRE_KEY, selected
+from vllm_weir.spec.sizes import Sizes
+from vllm_weir.spec.vectors import vector_of
 
 MOST_KNOWN, LONGEST_KNOWN = 32 << 20, 1 << 20
 """Bytes of all the wishes whose admission is remembered, and of one."""
@@ -65,12 +71,13 @@ class Tracker:
             weakref.finalize(self, marks.leave, self.pending.request_id).atexit = False
 
     def view(self, generated: Sequence[int], delta: bool, reason: str | None, cached_tokens: int) -> View:
-        """The view for an output. `delta`: only rows that no earlier output held; `reason`: why it finished."""
+        """The view for an output. `generated`: a list to which tokens may be appended later; `delta`: only rows that no
+        earlier output held; `reason`: why it finished."""
         memory, *others = self.pending.admitted.parts
         view = View(
             pending=self.pending,
             part=memory,
-            generated=np.asarray(generated, np.int64),
+            tokens=Tokens(self.pending.prompt, generated),
             start=self._seen if delta else 0,
             finished=reason is not None,
             aborted=reason in ("abort", "error"),
@@ -90,8 +97,8 @@ class Tracker:
             request_id=self._caller,
             index=self._index,
             name=self.pending.request_id,
-            prompt_tokens=len(self.pending.prompt_token_ids),
-            generated_tokens=len(view.generated),
+            prompt_tokens=view.tokens.prompt_len,
+            generated_tokens=view.tokens.generated,
             finish_reason=reason,
         )
         views = [replace(view, part=part, start=0) for part in parts]
@@ -151,8 +158,8 @@ class Desk:
         self._chunked = chunked
         self._host = host
         self._inbox: Inbox | None = None
-        self._known: OrderedDict[tuple, tuple[Admitted, int]] = OrderedDict()
-        self._known_bytes = 0
+        self._known: Memo[Admitted] = Memo(MOST_KNOWN, LONGEST_KNOWN)
+        self._sizes: Sizes | None = None
         self._contents: Contents | None = None
         _desks.add(self)
 
@@ -161,7 +168,7 @@ class Desk:
         try:
             facts = EngineFacts.merge(reports)
             self.board.open(EngineInfo(self.model, facts.num_layers, facts.d_model, facts.dtype))
-            self.facts = facts
+            self.facts, self._sizes = facts, self.settings.table_sizes(facts.d_model)
         except WeirError as e:
             self.refusal = str(e)
 
@@ -191,7 +198,6 @@ class Desk:
     def _always(self, interventions: Sequence[Intervention]) -> None:
         self.always = tuple(interventions)
         self._known.clear()
-        self._known_bytes = 0
 
     def require_facts(self) -> EngineFacts:
         """The engine's facts; raises WeirError if this engine cannot serve Weir's keys."""
@@ -218,11 +224,9 @@ class Desk:
         self.board.prepare(admitted.parts)
         if self._inbox is None:
             self._inbox = Inbox(self.store, self._host)
-        sizes = self.settings.table_sizes(facts.d_model)
-        reply = self._inbox.reply
+        reply, sizes = self._inbox.reply, self._sizes or self.settings.table_sizes(facts.d_model)
         wire = engine_form(admitted, reply, prompt_ids, prompt_len, max_tokens, facts, self._chunked, sizes)
-        ids = np.full(prompt_len, -1, np.int64) if prompt_ids is None else np.asarray(prompt_ids, np.int64)
-        pending = Pending(request_id, admitted, ids, self.store)
+        pending = Pending(request_id, admitted, [-1] * prompt_len if prompt_ids is None else prompt_ids, self.store)
         self.store.open(pending)
         first = wire["first"] if wire is not None else None
         asked = carries_keys(extra_args)
@@ -232,8 +236,7 @@ class Desk:
         """As `admit`; remembered, since thousands of requests ask for the same."""
         same = _same_wish(extra_args, has_token_ids, self.shelf.version)
         if same is not None and (known := self._known.get(same[0])) is not None:
-            self._known.move_to_end(same[0])
-            return known[0]
+            return known
         admitted = admit(
             extra_args,
             self.require_facts(),
@@ -246,10 +249,7 @@ class Desk:
         )
         if same is not None:
             key, size = same
-            self._known[key] = (admitted, size)
-            self._known_bytes += size
-            while self._known_bytes > MOST_KNOWN:
-                self._known_bytes -= self._known.popitem(last=False)[1][1]
+            self._known.put(key, admitted, size)
         return admitted
 
     def set_always(self, interventions: Sequence[Intervention]) -> None:
@@ -301,33 +301,34 @@ def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 
     wish = extra_args.get(WIRE_KEY)
     if not carries_keys(extra_args):
         return (has_token_ids,), 8
-    if not isinstance(wish, dict) or any(k in extra_args for k in KEYS if k != WIRE_KEY):
+    if not isinstance(wish, dict) or LENS_CAPTURE_KEY in extra_args or LENS_STEER_KEY in extra_args:
         return None
     size = [0]
     try:
-        key = (has_token_ids, names, _frozen(wish, size))
-    except (_UnlikeError, RecursionError):
-        return None  # admission says what is wrong with it, if anything is
-    return (key, size[0]) if size[0] <= LONGEST_KNOWN else None
+        # Version 2 writes equal values alike, and different types (1, 1.0, True; a list, a tuple) differently.
+        content = marshal.dumps({name: _shortened(part, size) for name, part in wish.items()}, 2)
+    except ValueError:
+        return None  # not plain JSON; admission says what is wrong with it, if anything is
+    size[0] += len(content)
+    return ((has_token_ids, names, content), size[0]) if size[0] <= LONGEST_KNOWN else None
 
 
-class _UnlikeError(Exception):
-    """Not plain JSON."""
+def _shortened(part: Any, size: list[int]) -> Any:
+    """The same with every vector that this process wrote down replaced by its digest, which is needed anyway; `size`
+    grows by about their bytes."""
+    if type(part) is not list:
+        return part
+    return [
+        {name: _digest(value, size) if type(value) is dict else value for name, value in item.items()}
+        if type(item) is dict
+        else item
+        for item in part
+    ]
 
 
-def _frozen(value: Any, size: list[int]) -> Any:
-    """A hashable equal of plain JSON data; strings are kept as they are, so that long ones are hashed only once."""
-    kind = type(value)
-    if kind is str:
-        size[0] += len(value)
+def _digest(value: dict, size: list[int]) -> Any:
+    text = value.get("b64")
+    if type(text) is not str or (vector := vector_of(text)) is None:
         return value
-    size[0] += 8
-    if kind is int or value is None:
-        return value
-    if kind is list:
-        return list, *[_frozen(v, size) for v in value]
-    if kind is dict:
-        return dict, *value, *[_frozen(v, size) for v in value.values()]
-    if kind is bool or kind is float:
-        return kind, value  # 1, 1.0 and True are equal, but do not mean the same
-    raise _UnlikeError
+    size[0] += len(text)
+    return {**value, "b64": (..., vector.digest)}

@@ -6,7 +6,6 @@ import itertools
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -14,191 +13,12 @@ import numpy as np
 import torch
 
 from vllm_weir import mail
-from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admit import Admitted
 from vllm_weir.frontend.mirror import Mirror
+from vllm_weir.frontend.pending import Group, Pending
 from vllm_weir.frontend.strips import Extent, Strip
-from vllm_weir.spec.hooks import Site
 
 FOLD = 64
 """Messages whose marks are kept unread; reading many at once costs little more than reading one."""
-CROWDED = 0.5
-"""Share of a worker's buffer in use from which rows are handed out as copies."""
-
-
-class Group:
-    """Some interventions of a request, and at which positions each was applied."""
-
-    def __init__(self, steered: list[np.ndarray], moves: Sequence[int]) -> None:
-        self._steered, self._moves = steered, moves
-
-    def mark(self, marks: np.ndarray) -> None:
-        """int array [n, 3] of position, count, stride."""
-        if (marks[:, 1] == 1).all():
-            positions = np.sort(marks[:, 0])
-        else:
-            positions = np.unique(np.concatenate([np.arange(p, p + n * s, s) for p, n, s in marks.tolist()]))
-        for move in self._moves:
-            self._steered[move] = _mark(self._steered[move], positions)
-
-
-class Pending:
-    """One sequence's rows as they arrive.
-
-    Attributes:
-        admitted: what was asked.
-        prompt_token_ids: int64 [P]; -1 where a prompt was given as embeddings.
-        strips: rows that have come, later strips replacing earlier ones where they overlap.
-        steered: per intervention, bool array by position.
-    """
-
-    def __init__(self, request_id: str, admitted: Admitted, prompt_token_ids: np.ndarray, store: Store) -> None:
-        self.request_id = request_id
-        self.admitted = admitted
-        self.prompt_token_ids = prompt_token_ids
-        self.strips: list[Strip] = []
-        self.groups: list[Group] = []
-        self.steered: list[np.ndarray] = [np.zeros(0, bool) for _ in admitted.effective]
-        self.failure: str | None = None
-        self._store = store
-        self._claims, self._lock = 0, threading.Lock()
-
-    def claim(self, claims: int) -> None:
-        """The sequence has finished, and its rows are needed in so many places."""
-        self._claims = claims
-
-    def unclaim(self) -> None:
-        """One of the places needs them no longer; after the last one the memory is free, whoever holds an output."""
-        with self._lock:
-            self._claims -= 1
-            if self._claims == 0:
-                self.strips = []
-
-    def await_steered(self, move: int, positions: np.ndarray, timeout: float) -> None:
-        """Wait for word that `move` was applied at all of `positions`.
-
-        Raises:
-            WeirError: if the worker reported a failure, or the word does not come within `timeout` seconds.
-        """
-        if not self._store.wait(lambda: self.failure is not None or _covers(self.steered[move], positions), timeout):
-            raise WeirError(f"intervention {move} was not confirmed at every position within {timeout:g} s")
-        self.check()
-
-    def check(self) -> None:
-        """Raise WeirError if the worker reported a failure."""
-        if self.failure is not None:
-            raise WeirError(f"this request failed in the worker: {self.failure}")
-
-    def take(self, sites: Sequence[Site], positions: np.ndarray, timeout: float, kind: str = "rows") -> list[Taken]:
-        """Rows of `sites` at `positions` (ascending), or what is made of them, waiting for those still on their way.
-
-        Raises:
-            WeirError: if the worker reported a failure, or the rows do not come within `timeout` seconds.
-        """
-        found: list[tuple[Sequence[Site], Where]] = []
-
-        def complete() -> bool:
-            found[:] = [(some, self._locate(strips, positions)) for some, strips in self._groups(sites, kind)]
-            return self.failure is not None or all(w.all_in_first or w.there.all() for _, w in found)
-
-        if not self._store.wait(complete, timeout):
-            for some, where in found:
-                missing = positions[~where.there]
-                if len(missing):
-                    raise WeirError(
-                        f"{len(missing)} of {len(positions)} rows of {some[0]} did not arrive within {timeout:g} s "
-                        f"(first missing position {missing[0]}); the worker's log says why"
-                    )
-        self.check()
-        return [self._collect(*both, positions) for both in found]
-
-    def arrived(self, sites: Sequence[Site], positions: np.ndarray, kind: str = "rows") -> list[Taken]:
-        """As `take`, of those rows that are here; for requests that were aborted."""
-        self._store.fold()
-        groups = self._groups(sites, kind)
-        return [self._collect(some, self._locate(strips, positions), positions) for some, strips in groups]
-
-    def _groups(self, sites: Sequence[Site], kind: str) -> list[tuple[Sequence[Site], list[Strip]]]:
-        """The sites, those that lie in the same strips together, with these strips."""
-        strips = [strip for strip in self.strips if strip.kind == kind]
-        columns = self.admitted.columns_of(sites)
-        if len(strips) == 1 and columns == strips[0].order:
-            return [(sites, strips)]
-        groups: dict[tuple[int, ...], list[Site]] = {}
-        for site, column in zip(sites, columns, strict=True):
-            groups.setdefault(tuple(k for k, s in enumerate(strips) if column in s.columns), []).append(site)
-        return [(some, [strips[k] for k in key]) for key, some in groups.items()]
-
-    def _locate(self, strips: list[Strip], positions: np.ndarray) -> Where:
-        """Where the rows at `positions` are; the last strip that has one counts."""
-        if len(strips) == 1 and not len(strips[0].dropped):
-            have = strips[0].positions[: len(positions)]
-            if len(have) == len(positions) and (have == positions).all():
-                return Where(strips, np.zeros(len(positions), np.int64), np.arange(len(positions)), True)
-        where = Where(strips, np.full(len(positions), -1), np.zeros(len(positions), np.int64))
-        for k, strip in enumerate(strips):
-            have = strip.positions
-            rank = np.searchsorted(have, positions)
-            found = np.zeros(len(positions), bool)
-            inside = rank < len(have)
-            found[inside] = have[rank[inside]] == positions[inside]
-            where.strip[found], where.rank[found] = k, rank[found]
-            if len(strip.dropped):
-                where.dropped |= np.isin(positions, strip.dropped)
-        return where
-
-    def _collect(self, sites: Sequence[Site], where: Where, positions: np.ndarray) -> Taken:
-        strips, ranks = where.strip, where.rank
-        bounds = [0, len(positions)]
-        if not where.all_in_first:
-            have = strips >= 0
-            if not have.all():
-                positions, strips, ranks = positions[have], strips[have], ranks[have]
-            bounds = [0, *(np.flatnonzero(np.diff(strips)) + 1).tolist(), len(positions)]
-        if not len(positions):
-            return Taken(sites, positions, {})
-        columns = self.admitted.columns_of(sites)
-        pieces = [(where.strips[int(strips[a])], ranks[a:b]) for a, b in itertools.pairwise(bounds)]
-        if len(pieces) == 1:
-            strip = pieces[0][0]
-            rows = strip.gather(pieces[0][1])
-            crowded = any(strip.mirror.pressure > CROWDED for strip in where.strips)
-            every: Sequence[torch.Tensor] = (rows.clone() if crowded else rows).unbind(1)
-            if columns != strip.order:
-                every = [every[strip.columns[column]] for column in columns]
-            return Taken(sites, positions, dict(zip(sites, every, strict=True)))
-        gathered = [(strip, strip.gather(some)) for strip, some in pieces]
-        return Taken(
-            sites,
-            positions,
-            {
-                site: torch.cat([rows[:, strip.columns[column]] for strip, rows in gathered])
-                for site, column in zip(sites, columns, strict=True)
-            },
-        )
-
-
-class Where:
-    """For each position: the number (in `strips`) of the strip that has its row (-1: none), the row's rank there, and
-    whether the worker has dropped it."""
-
-    def __init__(self, strips: list[Strip], strip: np.ndarray, rank: np.ndarray, all_in_first: bool = False) -> None:
-        self.strips, self.strip, self.rank, self.all_in_first = strips, strip, rank, all_in_first
-        self.dropped = np.zeros(len(strip), bool)
-
-    @property
-    def there(self) -> np.ndarray:
-        """Whether there is nothing more to wait for."""
-        return (self.strip >= 0) | self.dropped
-
-
-@dataclass(frozen=True)
-class Taken:
-    """Rows [n, d] of some sites at `positions` [n]; no tensors if there are no rows."""
-
-    sites: Sequence[Site]
-    positions: np.ndarray
-    rows: dict[Site, torch.Tensor]
 
 
 class Load(NamedTuple):
@@ -312,9 +132,9 @@ class Store:
         with self._changed:
             unread, self._unread = self._unread, []
             for worker in {w for w, _, _ in unread}:
-                for kind, targets in ((1, self._strips), (2, self._groups)):
-                    marks = np.concatenate([m[kind] for m in unread if m[0] == worker])
-                    for number, some in _split(marks):
+                own = [(marks, steered) for w, marks, steered in unread if w == worker]
+                for kind, targets in ((0, self._strips), (1, self._groups)):
+                    for number, some in _split(merged([message[kind] for message in own])):
                         target = targets.get((worker, number))
                         if target is not None:
                             target.mark(some)
@@ -340,6 +160,33 @@ class Store:
                     extent.rows, extent.own = copy, True
 
 
+def merged(messages: Sequence[np.ndarray]) -> np.ndarray:
+    """The marks of all messages; those that repeat the ones before them, one position on, make these longer."""
+    parts: list[tuple[np.ndarray, int]] = []
+    """Marks, and of how many messages they are; 0 for marks that cannot be made longer."""
+    for marks in messages:
+        if not len(marks):
+            continue
+        last, times = parts[-1] if parts else (marks, 0)
+        if times and len(marks) == len(last) and np.array_equal(marks, last + _ON[marks.shape[1]] * times):
+            parts[-1] = last, times + 1
+        else:
+            parts.append((marks, int((marks[:, -2:] == 1).all() and (marks[:, 1] >= 0).all())))
+    return np.concatenate([messages[0][:0], *(_longer(marks, n) if n > 1 else marks for marks, n in parts)])
+
+
+_ON = {
+    len(mail.MARK_FIELDS): np.array((0, 1, 1, 0, 0), np.int32),
+    len(mail.STEER_FIELDS): np.array((0, 1, 0, 0), np.int32),
+}
+
+
+def _longer(marks: np.ndarray, times: int) -> np.ndarray:
+    marks = marks.copy()
+    marks[:, -2] = times
+    return marks
+
+
 def _split(marks: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """(number, the rest of its rows in order) for each number in the first column."""
     if not len(marks):
@@ -347,18 +194,3 @@ def _split(marks: np.ndarray) -> list[tuple[int, np.ndarray]]:
     marks = marks[np.argsort(marks[:, 0], kind="stable")]
     bounds = [0, *(np.flatnonzero(np.diff(marks[:, 0])) + 1).tolist(), len(marks)]
     return [(int(marks[a, 0]), marks[a:b, 1:]) for a, b in itertools.pairwise(bounds)]
-
-
-def _mark(have: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """`have` with `positions` (ascending) set, grown if need be."""
-    if positions[-1] >= len(have):
-        grown = np.zeros(max(2 * len(have), int(positions[-1]) + 1), bool)
-        grown[: len(have)] = have
-        have = grown
-    have[positions] = True
-    return have
-
-
-def _covers(have: np.ndarray, positions: np.ndarray) -> bool:
-    """Whether all of `positions` (ascending) are set."""
-    return not len(positions) or (int(positions[-1]) < len(have) and bool(have[positions].all()))

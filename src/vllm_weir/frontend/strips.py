@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,12 +38,11 @@ class Strip:
     """
 
     def __init__(self, opened: mail.Opened, mirror: Mirror, d_model: int, dtype: torch.dtype) -> None:
-        columns = opened.columns
         self.rank_bytes = opened.rank_bytes(d_model * dtype.itemsize)
         self._d_model, self._dtype = d_model, dtype
         self.kind, self.values, self.rows = opened.kind, opened.values, opened.rows
-        self.order = tuple(columns)
-        self.columns = {column: k for k, column in enumerate(columns)}
+        self.order = tuple(opened.columns)
+        self.columns = _places(self.order)
         self.mirror = mirror
         self.extents: list[Extent] = []
         self.dropped = np.zeros(0, np.int64)
@@ -59,15 +60,11 @@ class Strip:
 
     def mark(self, marks: np.ndarray) -> None:
         """Rows have arrived: int array [n, 4] of rank, position, count, stride, ranks ascending without gaps."""
-        if (marks[:, 2] == 1).all() and (marks[:, 0] >= 0).all():
-            self._parts.append(marks[:, 1].astype(np.int64))
-            return
-        for rank, position, count, stride in marks.tolist():
-            run = np.arange(position, position + count * stride, stride)
-            if rank < 0:
-                self.dropped = np.concatenate([self.dropped, run])
-            else:
-                self._parts.append(run)
+        lost = marks[:, 0] < 0
+        if lost.any():
+            self.dropped = np.concatenate([self.dropped, spread(*marks[lost, 1:].T)])
+            marks = marks[~lost]
+        self._parts.append(spread(*marks[:, 1:].T))
 
     def take_out(self) -> list[tuple[Extent, torch.Tensor]]:
         """Extents that could live in memory of this process instead, with a copy of each."""
@@ -89,6 +86,16 @@ class Strip:
 
         What was made of rows is float32 [n, columns, values], compressed rows are uint8 [n, columns, values].
         """
+        return self._made(self._gather(ranks))
+
+    def run(self, first: int, count: int) -> torch.Tensor:
+        """As `gather`, `count` ranks from `first` on."""
+        if len(self.extents) > 1:
+            return self.gather(np.arange(first, first + count))
+        (extent,) = self.extents
+        return self._made(extent.rows[first - extent.rank : first - extent.rank + count])
+
+    def _gather(self, ranks: np.ndarray) -> torch.Tensor:
         pieces = []
         for k, extent in enumerate(self.extents):
             end = self.extents[k + 1].rank if k + 1 < len(self.extents) else int(ranks[-1]) + 1
@@ -100,8 +107,26 @@ class Strip:
                 pieces.append(extent.rows[first : last + 1])
             else:
                 pieces.append(extent.rows[torch.from_numpy(ranks[low:high] - extent.rank)])
-        rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _made(self, rows: torch.Tensor) -> torch.Tensor:
+        """Whole ranks as what they hold."""
         if not self.values or self.kind == "packed":
             return rows
         made = rows.reshape(len(rows), -1).view(torch.float32)[:, : len(self.order) * self.values]
         return made.unflatten(1, (len(self.order), self.values))
+
+
+@functools.lru_cache(maxsize=256)
+def _places(columns: tuple[int, ...]) -> Mapping[int, int]:
+    """Column -> its place; many strips have the same."""
+    return {column: k for k, column in enumerate(columns)}
+
+
+def spread(first: np.ndarray, count: np.ndarray, stride: np.ndarray) -> np.ndarray:
+    """int64, the positions of runs [n], one run after the other."""
+    if (count == 1).all():
+        return first.astype(np.int64)
+    run = np.arange(len(count)).repeat(count)
+    within = np.arange(len(run)) - (count.cumsum() - count)[run]
+    return first[run] + within * stride[run]

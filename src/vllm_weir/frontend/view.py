@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_weir.frontend.activations import Activations, Packed, Receipt, tokens_at
+from vllm_weir.frontend.activations import Activations, Packed, Receipt
 from vllm_weir.frontend.parts import Part
+from vllm_weir.frontend.pending import Pending, Taken
 from vllm_weir.frontend.sinks.ticket import Ticket
-from vllm_weir.frontend.store import Pending, Taken
+from vllm_weir.frontend.tokens import TokenIds, Tokens
 from vllm_weir.spec.hooks import Site
+from vllm_weir.spec.interventions import Move
 from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.request import selected
 
@@ -27,7 +29,7 @@ class View:
 
     pending: Pending
     part: Part
-    generated: np.ndarray
+    tokens: Tokens
     start: int
     finished: bool
     aborted: bool
@@ -42,11 +44,11 @@ class View:
     @property
     def end(self) -> int:
         """First position without a row."""
-        return len(tokens_at(self.pending.prompt_token_ids, self.generated))
+        return len(self.tokens)
 
     def extend(self, later: View) -> None:
         """Take in a later output of the same sequence that was merged into this one."""
-        self.generated, self.finished, self.aborted = later.generated, later.finished, later.aborted
+        self.tokens, self.finished, self.aborted = later.tokens, later.finished, later.aborted
         self.tickets = later.tickets
         self._made = None
 
@@ -57,45 +59,44 @@ class View:
             self._made = self._assemble()
         return self._made
 
-    def verify(self) -> tuple[tuple[dict[Site, int], ...], tuple[int, ...]]:
-        """What was steered and what was shared, as in `Receipt`; raises WeirError if that is not what was asked."""
+    def touched(self, move: Move) -> np.ndarray:
+        """Positions that an intervention is for, ascending; those before `cached_tokens` are none of this pass."""
+        wanted = self._selected((move.positions,))
+        if move.per_position:
+            wanted = wanted[[k for k, term in enumerate(move.instructions[: len(wanted)]) if term.u]]
+        return wanted
+
+    def verify(self) -> list[tuple[Move | None, int, int]]:
+        """Of every intervention the positions that were changed, and those that were shared, as in `Receipt`; raises
+        WeirError if that is not what was asked."""
         if not self.pending.admitted.moves:
             self.pending.check()
-            return (), ()
-        tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
-        every = np.arange(len(tokens))
-        steered: list[dict[Site, int]] = []
-        shared: list[int] = []
+        out: list[tuple[Move | None, int, int]] = []
         number = 0
         for move in self.pending.admitted.moves:
             if move is None:
-                steered.append({})
-                shared.append(0)
+                out.append((None, 0, 0))
                 continue
-            wanted = np.flatnonzero(move.positions.mask(every, len(self.pending.prompt_token_ids), tokens))
-            if move.per_position:
-                kept = [k for k, term in enumerate(move.instructions[: len(wanted)]) if term.u]
-                wanted = wanted[kept]
-            cached = int((wanted < self.cached_tokens).sum())
+            wanted = self.touched(move)
+            cached = int(np.searchsorted(wanted, self.cached_tokens))
             if not self.aborted:
                 self.pending.await_steered(number, wanted[cached:], self.timeout)
             number += 1
-            steered.append({Site(move.hook, layer): len(wanted) - cached for layer in move.layers})
-            shared.append(cached)
-        return tuple(steered), tuple(shared)
+            out.append((move, len(wanted) - cached, cached))
+        return out
 
     def receipt(self) -> Receipt:
         """What was done for this sequence up to this output; waits for its sinks as `settle` does."""
         self.settle()
         acts = self.activations()
-        steered, shared = self.verify()
+        moves = self.verify()
         return Receipt(
             captured={site: acts.count(site) for site in acts.sites},
             dropped=self._dropped(acts),
-            steered=steered,
-            shared=shared,
-            prompt_tokens=len(self.pending.prompt_token_ids),
-            generated_tokens=len(self.generated),
+            steered=tuple({Site(m.hook, layer): n for layer in m.layers} if m else {} for m, n, _ in moves),
+            shared=tuple(shared for _, _, shared in moves),
+            prompt_tokens=self.tokens.prompt_len,
+            generated_tokens=self.tokens.generated,
             cached_tokens=self.cached_tokens,
             hit_limit=self.hit_limit,
             complete=self.finished and not self.aborted,
@@ -130,15 +131,21 @@ class View:
         if self.aborted:
             return {}
         out = {}
-        tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
         for sites, selectors in self.part.spec.by_positions:
-            wanted = len(self._wanted(selectors, tokens)[0])
+            wanted = len(self._wanted(selectors)[0])
             out.update({s: wanted - acts.count(s) for s in sites if acts.count(s) < wanted})
         return out
 
-    def _wanted(self, selectors: Sequence[Positions], tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _selected(self, selectors: Sequence[Positions]) -> np.ndarray:
+        """Positions that any of these chooses, ascending."""
+        bounds = selectors[0].bounds(self.tokens.prompt_len) if len(selectors) == 1 else None
+        if bounds is not None:
+            return np.arange(max(bounds[0], 0), min(bounds[1], self.end))
+        return selected(selectors, self.tokens.prompt_len, self.tokens.array)
+
+    def _wanted(self, selectors: Sequence[Positions]) -> tuple[np.ndarray, np.ndarray]:
         """(positions of the rows that belong here, positions that they are made from)."""
-        chosen = selected(selectors, len(self.pending.prompt_token_ids), tokens)
+        chosen = self._selected(selectors)
         treatment = self.part.spec.treatment
         if treatment is not None and treatment.reduce is not None:
             # A reduction is there once there is nothing more to reduce.
@@ -148,35 +155,28 @@ class View:
 
     def _assemble(self) -> Activations:
         part = self.part
-        tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
-        rows, positions, token_ids = {}, {}, {}
+        found: list[Mapping[Site, torch.Tensor]] = []
+        positions: dict[Site, torch.Tensor] = {}
         for sites, selectors in part.spec.by_positions:
-            at, sources = self._wanted(selectors, tokens)
-            for taken in self._treated(sites, at, sources):
-                held = torch.from_numpy(taken.positions)
-                ids = torch.from_numpy(tokens[taken.positions])
-                found = taken.rows or dict.fromkeys(taken.sites, self._nothing())
-                rows.update(found)
-                positions.update(dict.fromkeys(found, held))
-                token_ids.update(dict.fromkeys(found, ids))
-        order = part.spec.sites
-        if tuple(rows) != order:
-            rows, positions, token_ids = ({s: by_site[s] for s in order} for by_site in (rows, positions, token_ids))
+            for taken in self._treated(sites, *self._wanted(selectors)):
+                found.append(taken.rows or dict.fromkeys(taken.sites, self._nothing()))
+                positions.update(dict.fromkeys(taken.sites, torch.from_numpy(taken.positions)))
+        if tuple(positions) != part.spec.sites:
+            positions = {site: positions[site] for site in part.spec.sites}
+        ids = TokenIds(self.tokens, positions)
         if part.spec.treatment is not None and part.spec.treatment.compression is not None:
             dtypes = {site: DTYPES[dtype] for site, dtype in part.dtypes.items()}
             header = part.spec.treatment.compression.header(self.d_model, part.dtype)
-            packed = Packed(header, rows, dtypes)
-            return Activations({}, positions, token_ids, part.lens_layers, packed)
-        for site, dtype in self._dtypes().items():
-            rows[site] = rows[site].to(DTYPES[dtype])
-        return Activations(rows, positions, token_ids, part.lens_layers)
+            return Activations({}, positions, ids, part.lens_layers, Packed(header, _joined(found), dtypes))
+        rows: Mapping[Site, torch.Tensor] = found[0] if len(found) == 1 else _joined(found)
+        if recast := self._dtypes():
+            rows = {**rows, **{site: rows[site].to(DTYPES[dtype]) for site, dtype in recast.items()}}
+        return Activations(rows, positions, ids, part.lens_layers)
 
     @property
     def rows(self) -> int:
         """Rows that belong here, of all sites."""
-        tokens = tokens_at(self.pending.prompt_token_ids, self.generated)
-        groups = self.part.spec.by_positions
-        return sum(len(sites) * len(self._wanted(selectors, tokens)[0]) for sites, selectors in groups)
+        return sum(len(sites) * len(self._wanted(selectors)[0]) for sites, selectors in self.part.spec.by_positions)
 
     @property
     def size(self) -> int:
@@ -206,8 +206,7 @@ class View:
         if treatment.directions:
             scores = self._take(sites, sources, "scores")
             return scores if treatment.reduce is None else [_reduce(treatment.reduce, at, scores, [])]
-        prompt_len = len(self.pending.prompt_token_ids)
-        in_prompt = sources[sources < prompt_len]
+        in_prompt = sources[sources < self.tokens.prompt_len]
         folds = self._take(sites, in_prompt[-1:], "fold")
         later = self._take(sites, sources[len(in_prompt) :], "rows")
         return [_reduce(treatment.reduce or "", at, later, folds, len(in_prompt))]
@@ -216,6 +215,10 @@ class View:
         if self.aborted:
             return self.pending.arrived(sites, positions, kind)
         return self.pending.take(sites, positions, self.timeout, kind)
+
+
+def _joined(parts: Sequence[Mapping[Site, torch.Tensor]]) -> dict[Site, torch.Tensor]:
+    return {site: rows for part in parts for site, rows in part.items()}
 
 
 def _reduce(how: str, at: np.ndarray, rows: list[Taken], folds: list[Taken], folded: int = 0) -> Taken:

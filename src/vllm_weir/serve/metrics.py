@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
-from vllm_weir.frontend.activations import tokens_at
 from vllm_weir.frontend.desk import Desk
 from vllm_weir.frontend.view import View
 from vllm_weir.serve.spool import Spool
@@ -105,13 +104,7 @@ class Meter:
 
 def steered_tokens(view: View) -> int:
     """Positions of a sequence that at least one intervention changed, cached ones left out."""
-    prompt = view.pending.prompt_token_ids
-    tokens = tokens_at(prompt, view.generated)
-    changed = np.zeros(len(tokens), bool)
+    changed = np.zeros(view.end, bool)
     for move in view.pending.admitted.effective:
-        chosen = np.flatnonzero(move.positions.mask(np.arange(len(tokens)), len(prompt), tokens))
-        if move.per_position:
-            kept = [k for k, term in enumerate(move.instructions[: len(chosen)]) if term.u]
-            chosen = chosen[kept]
-        changed[chosen] = True
+        changed[view.touched(move)] = True
     return int(changed[view.cached_tokens :].sum())

@@ -129,8 +129,7 @@ class Capture:
 
     def resolve_layers(self, num_layers: int) -> tuple[int, ...]:
         """Block indices for a model of `num_layers` blocks; raises WeirError if one is out of range."""
-        field = f"{self.path}.layers"
-        return layers_of(self.hook, parse_layers(self.layers, field), num_layers, field)
+        return layers_of(self.hook, self.layers, num_layers, f"{self.path}.layers")
 
 
 def parse_layers(layers: object, field: str) -> Literal["all"] | tuple[int, ...]:

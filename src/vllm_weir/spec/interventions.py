@@ -64,9 +64,10 @@ class _Rows:
     def __init__(self) -> None:
         self.rows: dict[str, np.ndarray] = {}
 
-    def add(self, row: np.ndarray) -> str:
+    def add(self, row: np.ndarray, digest: str = "") -> str:
+        """`digest`: the row's, if that is known."""
         row = np.ascontiguousarray(row, np.float32)
-        digest = digest_of(row)
+        digest = digest or digest_of(row)
         self.rows[digest] = row
         return digest
 
@@ -124,14 +125,14 @@ class Intervention:
         return {name: getattr(self, name) for name in self.vectors}
 
     @classmethod
+    @functools.cache
     def _own_fields(cls) -> list[str]:
         shared = {"layers", "hook", "positions", "path"}
         return [f.name for f in fields(cls) if f.name not in shared]  # type: ignore[arg-type]
 
     def resolve_layers(self, num_layers: int) -> tuple[int, ...]:
         """Block indices; raises WeirError if one is out of range."""
-        field = f"{self.path}.layers"
-        return layers_of(self.hook, parse_layers(self.layers, field), num_layers, field)
+        return layers_of(self.hook, self.layers, num_layers, f"{self.path}.layers")
 
     def with_arrays(self, lookup: Callable[[str, str], np.ndarray]) -> Intervention:
         """A copy whose references are resolved. `lookup`: as for `lower`."""
@@ -202,6 +203,9 @@ class Add(Intervention):
         if not vector.any() or self.scale == 0:
             return Lowered((), {})
         rows = _Rows()
+        if vector.ndim == 1 and not self.norm_match:
+            digest = rows.add(vector, self.vector.digest if self.vector.array is vector else "")
+            return Lowered((Instruction(CONST, digest, a=self.scale),), rows.rows)
         terms = []
         for row in np.atleast_2d(vector).astype(np.float64):
             norm = float(np.linalg.norm(row))

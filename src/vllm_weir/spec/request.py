@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -56,6 +57,33 @@ class Module:
         return cls(name, number(data.get("scale", 1.0), f"{path}.scale"), path)
 
 
+class WireForm(dict):
+    """Plain JSON data. vLLM makes a deep copy of it for each request: this one knows that strings need no copying."""
+
+    def __deepcopy__(self, memo: dict) -> dict[str, Any]:
+        try:
+            return _copy(self)
+        except RecursionError:  # it holds itself: admission says what is wrong with it
+            return copy.deepcopy(dict(self), memo)
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return dict, (dict(self),)
+
+
+def _copy(value: Any) -> Any:
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind is list:
+        return [_copy(v) for v in value]
+    if kind is dict or kind is WireForm:
+        return {key: _copy(v) for key, v in value.items()}
+    return copy.deepcopy(value)
+
+
+_ATOMS = frozenset({str, int, float, bool, type(None)})
+
+
 @dataclass(frozen=True)
 class RequestSpec:
     """What one request asks of Weir."""
@@ -93,11 +121,13 @@ class RequestSpec:
 
     def to_json(self) -> dict[str, Any]:
         """The wire form."""
-        out: dict[str, Any] = {
-            "v": WIRE_VERSION,
-            "capture": [c.to_json() for c in self.capture],
-            "interventions": [i.to_json() for i in self.interventions],
-        }
+        out = WireForm(
+            {
+                "v": WIRE_VERSION,
+                "capture": [c.to_json() for c in self.capture],
+                "interventions": [i.to_json() for i in self.interventions],
+            }
+        )
         if self.modules:
             out["modules"] = [{"name": m.name, "scale": m.scale} for m in self.modules]
         return out
@@ -240,8 +270,8 @@ class ResolvedSpec:
 
     def first(self, prompt_len: int, prompt_token_ids: Sequence[int] | None) -> int | None:
         """The first wanted position, or None: a prefix-cache hit must not pass it."""
-        starts = (s.first(prompt_len, prompt_token_ids) for s in self.positions)
-        return min((s for s in starts if s is not None), default=None)
+        starts = [s.first(prompt_len, prompt_token_ids) for s in self.positions]
+        return min([s for s in starts if s is not None], default=None)
 
     @functools.cached_property
     def wire(self) -> list[list[Any]]:

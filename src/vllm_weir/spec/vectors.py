@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.memo import Memo
 
 MAX_ROWS = 8192
 MAX_ELEMENTS = 1 << 26
@@ -38,6 +40,9 @@ class Vector:
                 if not isinstance(value["ref"], str) or not 0 < len(value["ref"]) <= 256:
                     raise WeirError("a reference is a name or a digest", f"{field}.ref")
                 return cls(ref=value["ref"])
+            known = _known(value)
+            if known is not None and known.array is not None and known.array.ndim in ndim:
+                return known
             value = _decode(value, field)
         return cls(array=_checked(value, field, ndim))
 
@@ -45,13 +50,36 @@ class Vector:
         """The wire form."""
         if self.array is None:
             return {"ref": self.ref}
-        data = base64.b64encode(np.ascontiguousarray(self.array, "<f4").tobytes()).decode()
-        return {"b64": data, "dtype": "float32", "shape": list(self.array.shape)}
+        text = self._text
+        _texts.put(id(text), (text, self), 2 * len(text))
+        return {"b64": text, "dtype": "float32", "shape": list(self.array.shape)}
+
+    @functools.cached_property
+    def _text(self) -> str:
+        return base64.b64encode(np.ascontiguousarray(self.array, "<f4").tobytes()).decode()
 
     @functools.cached_property
     def digest(self) -> str:
         """Digest of the content; of a reference, what it refers to by name."""
         return digest_of(self.array) if self.array is not None else self.ref
+
+
+_texts: Memo[tuple[str, Vector]] = Memo(32 << 20)
+"""By the id of the text that stands for it on the wire; the text is held, so that its id stays its own."""
+
+
+def vector_of(text: str) -> Vector | None:
+    """The vector of which this very string was made in this process, if that is remembered."""
+    found = _texts.get(id(text))
+    return found[1] if found is not None and found[0] is text else None
+
+
+def _known(value: Mapping) -> Vector | None:
+    """What this process has written down, in the form that it gave it."""
+    vector = vector_of(value["b64"]) if isinstance(value.get("b64"), str) else None
+    if vector is None or vector.array is None or value.get("shape") != list(vector.array.shape):
+        return None
+    return vector if value.get("dtype") == "float32" and len(value) == 3 else None
 
 
 def digest_of(array: np.ndarray) -> str:
@@ -75,7 +103,7 @@ def _decode(value: Mapping, field: str) -> np.ndarray:
     if count > MAX_ELEMENTS:
         raise WeirError(f"{count} elements, more than the limit of {MAX_ELEMENTS}", f"{field}.shape")
     try:
-        raw = base64.b64decode(text, validate=True)
+        raw = _unwritten(text)
     except (binascii.Error, TypeError, ValueError):
         raise WeirError("not valid base64", f"{field}.b64") from None
     array = np.frombuffer(
@@ -86,6 +114,14 @@ def _decode(value: Mapping, field: str) -> np.ndarray:
     if dtype == "bfloat16":
         array = (array.astype("<u4") << 16).view("<f4")
     return array.reshape(shape)
+
+
+def _unwritten(text: Any) -> bytes:
+    """The bytes that base64 `text` stands for."""
+    try:
+        return msgspec.convert(text, bytes)  # several times as fast, and takes no text that base64 does not
+    except (msgspec.ValidationError, ValueError, TypeError):
+        return base64.b64decode(text, validate=True)
 
 
 def _checked(value: Any, field: str, ndim: tuple[int, ...]) -> np.ndarray:

@@ -1,0 +1,246 @@
+"""One sequence's rows as they arrive, and as they are taken."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admit import Admitted
+from vllm_weir.frontend.strips import Strip, spread
+from vllm_weir.frontend.tokens import Prompt
+from vllm_weir.spec.hooks import Site
+
+CROWDED = 0.5
+"""Share of a worker's buffer in use from which rows are handed out as copies."""
+
+
+class Arrivals(Protocol):
+    """What is needed of the store."""
+
+    def wait(self, done: Callable[[], bool], timeout: float) -> bool: ...
+    def fold(self) -> None: ...
+
+
+class Group:
+    """Some interventions of a request, and at which positions each was applied."""
+
+    def __init__(self, steered: list[np.ndarray], moves: Sequence[int]) -> None:
+        self._steered, self._moves = steered, moves
+
+    def mark(self, marks: np.ndarray) -> None:
+        """int array [n, 3] of position, count, stride."""
+        positions = spread(*marks.T)
+        for move in self._moves:
+            self._steered[move] = _mark(self._steered[move], positions)
+
+
+class Pending:
+    """One sequence's rows as they arrive.
+
+    Attributes:
+        admitted: what was asked.
+        prompt: its tokens.
+        strips: rows that have come, later strips replacing earlier ones where they overlap.
+        steered: per intervention, bool array by position.
+    """
+
+    def __init__(self, request_id: str, admitted: Admitted, prompt_token_ids: Sequence[int], store: Arrivals) -> None:
+        self.request_id = request_id
+        self.admitted = admitted
+        self.prompt = Prompt(prompt_token_ids)
+        self.strips: list[Strip] = []
+        self.groups: list[Group] = []
+        self.steered: list[np.ndarray] = [_NOWHERE] * len(admitted.effective)
+        self.failure: str | None = None
+        self._store = store
+        self._claims, self._lock = 0, threading.Lock()
+
+    def claim(self, claims: int) -> None:
+        """The sequence has finished, and its rows are needed in so many places."""
+        self._claims = claims
+
+    def unclaim(self) -> None:
+        """One of the places needs them no longer; after the last one the memory is free, whoever holds an output."""
+        with self._lock:
+            self._claims -= 1
+            if self._claims == 0:
+                self.strips = []
+
+    def await_steered(self, move: int, positions: np.ndarray, timeout: float) -> None:
+        """Wait for word that `move` was applied at all of `positions`.
+
+        Raises:
+            WeirError: if the worker reported a failure, or the word does not come within `timeout` seconds.
+        """
+        if not self._store.wait(lambda: self.failure is not None or _covers(self.steered[move], positions), timeout):
+            raise WeirError(f"intervention {move} was not confirmed at every position within {timeout:g} s")
+        self.check()
+
+    def check(self) -> None:
+        """Raise WeirError if the worker reported a failure."""
+        if self.failure is not None:
+            raise WeirError(f"this request failed in the worker: {self.failure}")
+
+    def take(self, sites: Sequence[Site], positions: np.ndarray, timeout: float, kind: str = "rows") -> list[Taken]:
+        """Rows of `sites` at `positions` (ascending), or what is made of them, waiting for those still on their way.
+
+        Raises:
+            WeirError: if the worker reported a failure, or the rows do not come within `timeout` seconds.
+        """
+        found: list[tuple[Sequence[Site], Where]] = []
+
+        def complete() -> bool:
+            found[:] = [(some, self._locate(strips, positions)) for some, strips in self._groups(sites, kind)]
+            return self.failure is not None or all(w.run is not None or w.there.all() for _, w in found)
+
+        if not self._store.wait(complete, timeout):
+            for some, where in found:
+                missing = positions[~where.there] if where.run is None else positions[:0]
+                if len(missing):
+                    raise WeirError(
+                        f"{len(missing)} of {len(positions)} rows of {some[0]} did not arrive within {timeout:g} s "
+                        f"(first missing position {missing[0]}); the worker's log says why"
+                    )
+        self.check()
+        return [self._collect(*both, positions) for both in found]
+
+    def arrived(self, sites: Sequence[Site], positions: np.ndarray, kind: str = "rows") -> list[Taken]:
+        """As `take`, of those rows that are here; for requests that were aborted."""
+        self._store.fold()
+        groups = self._groups(sites, kind)
+        return [self._collect(some, self._locate(strips, positions), positions) for some, strips in groups]
+
+    def _groups(self, sites: Sequence[Site], kind: str) -> list[tuple[Sequence[Site], list[Strip]]]:
+        """The sites, those that lie in the same strips together, with these strips."""
+        strips = [strip for strip in self.strips if strip.kind == kind]
+        columns = self.admitted.columns_of(sites)
+        if len(strips) == 1 and columns == strips[0].order:
+            return [(sites, strips)]
+        groups: dict[tuple[int, ...], list[Site]] = {}
+        for site, column in zip(sites, columns, strict=True):
+            groups.setdefault(tuple(k for k, s in enumerate(strips) if column in s.columns), []).append(site)
+        return [(some, [strips[k] for k in key]) for key, some in groups.items()]
+
+    def _locate(self, strips: list[Strip], positions: np.ndarray) -> Where:
+        """Where the rows at `positions` are; the last strip that has one counts."""
+        if len(strips) == 1 and not len(strips[0].dropped) and len(positions):
+            have = strips[0].positions
+            first = 0 if len(have) and have[0] == positions[0] else int(np.searchsorted(have, positions[0]))
+            found = have[first : first + len(positions)]
+            if len(found) == len(positions) and (found == positions).all():
+                return Where(strips, *_NONE, run=first)
+        where = Where(strips, np.full(len(positions), -1), np.zeros(len(positions), np.int64))
+        for k, strip in enumerate(strips):
+            have = strip.positions
+            rank = np.searchsorted(have, positions)
+            found = np.zeros(len(positions), bool)
+            inside = rank < len(have)
+            found[inside] = have[rank[inside]] == positions[inside]
+            where.strip[found], where.rank[found] = k, rank[found]
+            if len(strip.dropped):
+                where.dropped |= np.isin(positions, strip.dropped)
+        return where
+
+    def _collect(self, sites: Sequence[Site], where: Where, positions: np.ndarray) -> Taken:
+        columns = self.admitted.columns_of(sites)
+        if where.run is not None:
+            strip = where.strips[0]
+            return Taken(sites, positions, self._block(sites, columns, strip, strip.run(where.run, len(positions))))
+        have = where.strip >= 0
+        positions, strips, ranks = positions[have], where.strip[have], where.rank[have]
+        if not len(positions):
+            return Taken(sites, positions, {})
+        bounds = [0, *(np.flatnonzero(np.diff(strips)) + 1).tolist(), len(positions)]
+        pieces = [(where.strips[int(strips[a])], ranks[a:b]) for a, b in itertools.pairwise(bounds)]
+        if len(pieces) == 1:
+            ((strip, some),) = pieces
+            return Taken(sites, positions, self._block(sites, columns, strip, strip.gather(some)))
+        gathered = [(strip, strip.gather(some)) for strip, some in pieces]
+        return Taken(
+            sites,
+            positions,
+            {
+                site: torch.cat([rows[:, strip.columns[column]] for strip, rows in gathered])
+                for site, column in zip(sites, columns, strict=True)
+            },
+        )
+
+    def _block(self, sites: Sequence[Site], columns: Sequence[int], strip: Strip, rows: torch.Tensor) -> Block:
+        places = None if columns == strip.order else [strip.columns[column] for column in columns]
+        return Block(sites, places, rows.clone() if strip.mirror.pressure > CROWDED else rows)
+
+
+_NOWHERE = np.zeros(0, bool)
+_NONE = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+class Block(Mapping):
+    """Rows [n, d] of several sites, cut out of [n, columns, d] when one of them is first looked at.
+
+    Args:
+        places: which column each site's is; None if they are in order.
+    """
+
+    def __init__(self, sites: Sequence[Site], places: list[int] | None, rows: torch.Tensor) -> None:
+        self._sites, self._places, self._rows = sites, places, rows
+        self._cut: dict[Site, torch.Tensor] | None = None
+
+    def __getitem__(self, site: Site) -> torch.Tensor:
+        if self._cut is None:
+            every = self._rows.unbind(1)
+            self._cut = dict(zip(self._sites, [every[k] for k in self._places] if self._places else every, strict=True))
+        return self._cut[site]
+
+    def __contains__(self, site: object) -> bool:
+        return site in self._sites
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self._sites)
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+
+class Where:
+    """For each position: the number (in `strips`) of the strip that has its row (-1: none), the row's rank there, and
+    whether the worker has dropped it. `run`: instead of these, the rank in the first strip from which on they lie."""
+
+    def __init__(self, strips: list[Strip], strip: np.ndarray, rank: np.ndarray, run: int | None = None) -> None:
+        self.strips, self.strip, self.rank, self.run = strips, strip, rank, run
+        self.dropped = np.zeros(len(strip), bool)
+
+    @property
+    def there(self) -> np.ndarray:
+        """Whether there is nothing more to wait for."""
+        return (self.strip >= 0) | self.dropped
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Rows [n, d] of some sites at `positions` [n]; no tensors if there are no rows."""
+
+    sites: Sequence[Site]
+    positions: np.ndarray
+    rows: Mapping[Site, torch.Tensor]
+
+
+def _mark(have: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """`have` with `positions` set, grown if need be."""
+    if (last := int(positions.max())) >= len(have):
+        grown = np.zeros(max(2 * len(have), last + 1), bool)
+        grown[: len(have)] = have
+        have = grown
+    have[positions] = True
+    return have
+
+
+def _covers(have: np.ndarray, positions: np.ndarray) -> bool:
+    """Whether all of `positions` (ascending) are set."""
+    return not len(positions) or (int(positions[-1]) < len(have) and bool(have[positions].all()))

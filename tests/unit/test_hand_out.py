@@ -1,0 +1,163 @@
+"""What is handed out when it is looked at is what would have been made at once."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.post import Post
+from tests.unit.test_delivery import LAYERS, Request, content
+from tests.unit.wishes import selectors
+from vllm_weir import Site, mail
+from vllm_weir.frontend.pending import Block, Group
+from vllm_weir.frontend.store import merged
+from vllm_weir.frontend.strips import spread
+from vllm_weir.frontend.tokens import Prompt, TokenIds, Tokens
+from vllm_weir.spec.positions import Positions
+from vllm_weir.spec.request import selected
+
+ON = {5: np.array((0, 1, 1, 0, 0)), 4: np.array((0, 1, 0, 0))}
+
+
+@settings(max_examples=300, deadline=None)
+@given(width=st.sampled_from([4, 5]), data=st.data())
+def test_marks_of_repeated_messages_are_one(width, data):
+    """Messages that go on by one, that do not, that are empty, that drop rows: the same ranks at the same positions."""
+    messages = []
+    for _ in range(data.draw(st.integers(1, 8))):
+        if messages and data.draw(st.booleans()):
+            messages.append(messages[-1] + ON[width].astype(np.int32))
+            continue
+        rows = []
+        for number in range(data.draw(st.integers(0, 3))):
+            rank = [data.draw(st.integers(-1, 3))] if width == 5 else []
+            rows.append([number, *rank, data.draw(st.integers(0, 5)), *data.draw(st.sampled_from([(1, 1), (3, 2)]))])
+        messages.append(np.array(rows, np.int32).reshape(-1, width))
+    expected = np.concatenate(messages)
+    assert each(merged(messages)) == each(expected) and len(merged(messages)) <= len(expected)
+
+
+def each(marks):
+    """Every marked position, with its number and rank."""
+    out = []
+    for number, *rank, position, count, stride in marks.tolist():
+        lost = bool(rank) and rank[0] < 0
+        out += [(number, *(r + (0 if lost else k) for r in rank), position + k * stride) for k in range(count)]
+    return sorted(out)
+
+
+def test_a_hundred_steady_steps_are_one_mark():
+    first = np.array([[3, 0, 7, 1, 1], [5, 9, 2, 1, 1]], np.int32)
+    assert merged([first + ON[5] * k for k in range(100)]).tolist() == [[3, 0, 7, 100, 1], [5, 9, 2, 100, 1]]
+    assert merged([first[:0]] * 3).shape == (0, 5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=6))
+def test_runs_of_positions_are_spread(runs):
+    positions = [p + k * s for p, n, s in runs for k in range(n)]
+    marks = np.array(runs, np.int32)
+    assert spread(*marks.T).tolist() == positions
+    steered = [np.zeros(0, bool)]
+    Group(steered, [0]).mark(marks)
+    assert np.flatnonzero(steered[0]).tolist() == sorted(set(positions))
+
+
+@settings(max_examples=300, deadline=None)
+@given(selector=selectors(), P=st.integers(1, 20), G=st.integers(0, 12), seen=st.integers(0, 12), data=st.data())
+def test_positions_of_a_view(selector, P, G, seen, data):
+    ids = data.draw(st.lists(st.integers(0, 20), min_size=P + G, max_size=P + G))
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", [1], selector)], P, max(G, 1), [*ids, 1])
+    growing = ids[P : P + min(seen, G)]
+    request.tracker.view(growing, True, None, 0)
+    start = request.tracker._seen
+    growing += ids[P + len(growing) :]
+    view = request.tracker.view(growing, True, None, 0)
+    tokens = np.array(ids[: P + max(G - 1, 0)])
+    expected = selected([Positions.parse(selector)], P, tokens)
+    growing.append(9)
+    assert view.end == len(tokens) and view.tokens.array.tolist() == tokens.tolist()
+    assert view._wanted([Positions.parse(selector)])[0].tolist() == expected[expected >= start].tolist()
+
+
+def test_token_ids_are_made_when_asked_for():
+    class Watched(list):
+        reads = 0
+
+        def __getitem__(self, at):
+            Watched.reads += 1
+            return super().__getitem__(at)
+
+    one, other = torch.tensor([0, 3]), torch.tensor([4])
+    sites = [Site("resid_post", k) for k in range(3)]
+    tokens = Tokens(Prompt([5, 6, 7]), Watched([8, 9, 10]))
+    ids = TokenIds(tokens, {sites[0]: one, sites[1]: one, sites[2]: other})
+    assert list(ids) == sites and len(ids) == 3 and not Watched.reads
+    assert ids[sites[0]].tolist() == [5, 8] and ids[sites[0]] is ids[sites[1]] and ids[sites[2]].tolist() == [9]
+    assert Watched.reads == 1 and len(Tokens(Prompt([1]), [])) == 1 == len(Tokens(Prompt([1]), [2]))
+
+
+def test_a_block_is_cut_when_it_is_looked_at():
+    sites = [Site("resid_post", k) for k in range(3)]
+    rows = torch.arange(24.0).view(2, 3, 4)
+    block = Block(sites, None, rows)
+    assert len(block) == 3 and sites[2] in block and Site("resid_pre", 0) not in block and list(block) == sites
+    assert block._cut is None
+    assert all(
+        block[site].equal(rows[:, k]) and block[site].data_ptr() == rows[0, k].data_ptr()
+        for k, site in enumerate(sites)
+    )
+    swapped = Block(sites[:2], [2, 0], rows)
+    assert swapped[sites[0]].equal(rows[:, 2]) and swapped[sites[1]].equal(rows[:, 0])
+
+
+def test_memory_is_free_as_soon_as_nobody_holds_the_rows():
+    """Without the help of the garbage collector: what is handed out must not refer to itself."""
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 5, 1, [1] * 6)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    post.planner.remove("r0")
+    post.step([], content)
+    gc.collect()
+    gc.disable()
+    try:
+        view = request.tracker.view([1], False, "length", 0)
+        acts = view.activations()
+        pending = weakref.ref(request.pending)
+        row = acts["resid_post", 1]
+        request.tracker = request.pending = view = None
+        assert pending() is None and post.arena.used > 0 and acts.token_ids.tolist() == [1] * 5
+        del acts
+        assert post.arena.used > 0, "one tensor is enough"
+        del row
+        assert post.arena.used == 0
+    finally:
+        gc.enable()
+
+
+def test_rows_from_the_middle_of_a_strip_are_a_run():
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 5, 20, [1] * 25)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    for p in range(5, 24):
+        post.step([("r0", 1, p)], content)
+    request.tracker.view([1] * 7, True, None, 0)
+    view = request.tracker.view([1] * 20, True, "length", 0)
+    acts = view.activations()
+    low, high = post.rows.data_ptr(), post.rows.data_ptr() + post.rows.numel() * 4
+    assert acts.positions.tolist() == list(range(11, 24))
+    for site in acts.sites:
+        assert low <= acts[site].data_ptr() < high and acts[site][:, 1].tolist() == list(range(11, 24))
+
+
+def test_marks_have_the_fields_that_merging_assumes():
+    assert mail.MARK_FIELDS[1:] == ("rank", "position", "count", "stride")
+    assert mail.STEER_FIELDS[1:] == ("position", "count", "stride")
