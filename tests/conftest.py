@@ -6,10 +6,17 @@ worker is left with a long one at the end.
 
 from __future__ import annotations
 
+import os
 from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
+
+# The models are tiny, and OpenMP's threads wait for each other by spinning: with as many threads in every process as
+# the machine has cores, most of the time goes into that. Set before torch is imported; engines in processes of their
+# own inherit it, and vLLM leaves the threads as they are.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 # Each file of a group uses the engine, or the server, that the one before it has started.
 TOGETHER = {
