@@ -49,14 +49,16 @@ def child(source: str, out: str) -> None:
 
 def run(source: Path, out: Path, rng: random.Random | None) -> bool:
     """Run in a process of its own; with `rng` it is killed at a random moment. Returns whether it got to its end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.engine.extract_kill", "child", str(source), str(out)],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
-    )  # fmt: skip
+    log = out.parent / f"{out.name}.log"
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engine.extract_kill", "child", str(source), str(out)],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
+            env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        )  # fmt: skip
     try:
         if rng is None:
-            assert process.wait(300) == 0
+            assert process.wait(300) == 0, log.read_text()[-5000:]
             return True
         if rng.random() < 0.15:
             time.sleep(rng.uniform(0, 8))
@@ -67,7 +69,7 @@ def run(source: Path, out: Path, rng: random.Random | None) -> bool:
             started = any(line == "started\n" for line in process.stdout)  # vLLM logs too
             watchdog.cancel()
             if not started:  # the one before was killed when all was written: this one needs no engine
-                assert process.wait(300) == 0
+                assert process.wait(300) == 0, log.read_text()[-5000:]
                 return True
             time.sleep(rng.uniform(0, 2))
         return process.poll() == 0

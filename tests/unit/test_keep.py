@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -292,3 +295,26 @@ def test_a_million_rows_index_and_load_in_under_a_second(tmp_path: Path) -> None
     assert len(first) == 64 and torch.equal(one, rows + 1234)
     assert dataset.count() == 1_000_000
     assert took < 3, took  # under 1 s on an idle machine; bench/keep.py measures it
+
+
+_READ = """
+import sys
+from pathlib import Path
+from vllm_weir.extraction.formats import Parquet
+from vllm_weir.keep import load
+from vllm_weir.keep.atomic import Store
+threads = lambda: len(list(Path("/proc/self/task").iterdir()))
+before = threads()
+assert len(load(sys.argv[1])) == 4
+store = Store(sys.argv[2])
+part = type("Part", (), {"name": "texts.parquet"})
+assert list(Parquet().read(store, part, 0, 9, "text")) == ["a", "b"]
+assert threads() == before, (before, threads())
+"""
+
+
+def test_reading_leaves_no_thread_that_could_abort_the_process_at_its_end(tmp_path: Path) -> None:
+    """An Arrow thread that lets go of Python's memory while the interpreter ends calls std::terminate."""
+    make(tmp_path / "rows", "sharded", NAMES[:4])
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "texts.parquet")
+    subprocess.run([sys.executable, "-c", _READ, str(tmp_path / "rows"), str(tmp_path)], check=True, timeout=120)

@@ -166,7 +166,7 @@ def _column(names: list[str], column: str, field: str = "column") -> str:
 
 
 class Parquet:
-    """Parquet, by row groups."""
+    """Parquet, by row groups. Without Arrow's threads, as manifests are read."""
 
     unit = "row"
 
@@ -175,21 +175,21 @@ class Parquet:
 
     def _count(self, store: Store, name: str, column: str) -> int:
         with store.fs.open(store.path(name), "rb") as stream:
-            file = pq.ParquetFile(stream)
+            file = pq.ParquetFile(stream, pre_buffer=False)
             _column(file.schema_arrow.names, column)
             return file.metadata.num_rows
 
     def read(self, store: Store, part: Part, begin: int, end: int, column: str) -> Iterator[Any]:
         store._refresh()
         with store.fs.open(store.path(part.name), "rb") as stream:
-            file = pq.ParquetFile(stream)
+            file = pq.ParquetFile(stream, pre_buffer=False)
             name = _column(file.schema_arrow.names, column)
             first = 0
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
                 if first < end and first + rows > begin:
                     at = first
-                    for batch in file.iter_batches(1024, row_groups=[group], columns=[name]):
+                    for batch in file.iter_batches(1024, row_groups=[group], columns=[name], use_threads=False):
                         yield from _values(batch.column(0), begin - at, end - at)
                         at += len(batch)
                 first += rows
@@ -226,10 +226,10 @@ class Arrow:
             head = stream.read(6)
             stream.seek(0)
             if head == b"ARROW1":
-                file = pa.ipc.open_file(stream)
+                file = pa.ipc.open_file(stream, options=pa.ipc.IpcReadOptions(use_threads=False))
                 yield file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
             else:
-                reader = pa.ipc.open_stream(stream)
+                reader = pa.ipc.open_stream(stream, options=pa.ipc.IpcReadOptions(use_threads=False))
                 yield reader.schema, iter(reader)
 
 

@@ -115,9 +115,13 @@ def to_parquet(table: pa.Table) -> bytes:
 
 
 def from_parquet(store: Store, name: str, data: bytes) -> pa.Table:
-    """Read a manifest; raises WeirError naming the file if it is damaged or something else."""
+    """Read a manifest; raises WeirError naming the file if it is damaged or something else.
+
+    Without Arrow's threads: one that lets go of `data` while the interpreter ends would abort the process.
+    """
     try:
-        table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
+        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True, pre_buffer=False)
+        table = file.read(use_threads=False)
         return pa.Table.from_arrays([table[field.name].cast(field.type) for field in SCHEMA], schema=SCHEMA)
     except (pa.ArrowException, KeyError, OSError, ValueError) as e:
         raise store.fail(name, f"its manifest cannot be read: {str(e)[:200]}") from None
