@@ -13,7 +13,7 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import Admitted
-from vllm_weir.frontend.strips import Strip, spread
+from vllm_weir.frontend.strips import Strip
 from vllm_weir.frontend.tokens import Prompt
 from vllm_weir.spec.hooks import Site
 
@@ -36,9 +36,16 @@ class Group:
 
     def mark(self, marks: np.ndarray) -> None:
         """int array [n, 3] of position, count, stride."""
-        positions = spread(*marks.T)
+        runs = marks.tolist()
+        end = max(p + (n - 1) * s for p, n, s in runs) + 1
         for move in self._moves:
-            self._steered[move] = _mark(self._steered[move], positions)
+            have = self._steered[move]
+            if end > len(have):
+                grown = np.zeros(max(2 * len(have), end), bool)
+                grown[: len(have)] = have
+                have = self._steered[move] = grown
+            for p, n, s in runs:
+                have[p : p + n * s : s] = True
 
 
 class Pending:
@@ -229,16 +236,6 @@ class Taken:
     sites: Sequence[Site]
     positions: np.ndarray
     rows: Mapping[Site, torch.Tensor]
-
-
-def _mark(have: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """`have` with `positions` set, grown if need be."""
-    if (last := int(positions.max())) >= len(have):
-        grown = np.zeros(max(2 * len(have), last + 1), bool)
-        grown[: len(have)] = have
-        have = grown
-    have[positions] = True
-    return have
 
 
 def _covers(have: np.ndarray, positions: np.ndarray) -> bool:

@@ -125,6 +125,9 @@ def _places(columns: tuple[int, ...]) -> Mapping[int, int]:
 
 def spread(first: np.ndarray, count: np.ndarray, stride: np.ndarray) -> np.ndarray:
     """int64, the positions of runs [n], one run after the other."""
+    if len(first) == 1:
+        start, n, step = int(first[0]), int(count[0]), int(stride[0])
+        return np.arange(start, start + n * step, step)
     if (count == 1).all():
         return first.astype(np.int64)
     run = np.arange(len(count)).repeat(count)
