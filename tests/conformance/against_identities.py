@@ -32,8 +32,10 @@ from tests.support.measure import rel_err
 Site = tuple[str, int]
 Rows = dict[Site, torch.Tensor]
 
-SMALL = 2e-4
-"""Of a row's length: small enough for the first order, large enough for fp32 to see it to a few percent."""
+SMALL = (2e-4, 2e-5)
+"""Of a row's length: small enough for the first order, large enough for fp32 to see it to a few percent. Where the
+first takes an early token across the border between two experts, all the tokens after it jump; the second rarely does.
+"""
 SAME_PLACE = (("attn_out", "resid_mid", 0), ("mlp_out", "resid_post", 0), ("resid_post", "resid_pre", 1))
 """Adding at the first is adding at the second, so many blocks later."""
 
@@ -184,19 +186,30 @@ class _Steering:
         return max(errors, default=0.0)
 
     def _small_ones_are_linear(self, site: Site, vector: torch.Tensor) -> None:
-        once, twice = (self._added(site, k * SMALL * vector) for k in (1, 2))
+        at = None
+        for small in SMALL:
+            at = self._not_in_proportion(site, vector, small)
+            if at is None:
+                return
+        assert at is not None
+        raise Wrong(f"twice as little at {site[0]}[{site[1]}] is not twice the change at {at[0]}[{at[1]}]")
+
+    def _not_in_proportion(self, site: Site, vector: torch.Tensor, small: float) -> Site | None:
+        """Where twice as little is not twice the change; None if nowhere."""
+        once, twice = (self._added(site, k * small * vector) for k in (1, 2))
         for at in self.good:
             if _before(at, site) or at[0] == "final_norm":
                 continue
             plain = self._prompt(self.plain, at)
             one, two = self._prompt(once, at) - plain, self._prompt(twice, at) - plain
-            seen = one.abs().amax(1) > 2e-5 * plain.abs().amax(1)
+            seen = one.abs().amax(1) > 0.1 * small * plain.abs().amax(1)
             if not seen.any():
                 continue
             # Here and there a router sends a token elsewhere: the most of the rows have to be in proportion.
             apart = ((2 * one - two).abs().amax(1) / two.abs().amax(1))[seen]
             if float(apart.quantile(0.7)) > 0.1:
-                raise Wrong(f"twice as little at {site[0]}[{site[1]}] is not twice the change at {at[0]}[{at[1]}]")
+                return at
+        return None
 
     def _mixing(self, site: Site, vector: torch.Tensor) -> None:
         """What is added at position 0 before a token mixer reaches other positions in that block; after it, not."""

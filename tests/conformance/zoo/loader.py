@@ -24,8 +24,12 @@ class RandomLoader(BaseModelLoader):
 
     def load_weights(self, model: torch.nn.Module, model_config) -> None:
         """Give every parameter its value."""
-        for parameter in model.parameters():
-            # Some are made without a value: what a gain or a bias starts from has to be a number.
-            if parameter.ndim < 2:
+        for path, parameter in model.named_parameters():
+            if parameter.ndim >= 2 or not parameter.is_floating_point():
+                continue
+            # Some are made without a value: they hold what their memory held, and have to be the same each time.
+            if path.endswith(("bias", "A_log", "sink", "sinks")):
+                parameter.data.zero_()
+            else:
                 parameter.data.nan_to_num_(0.0, 0.0, 0.0).clamp_(-4.0, 4.0)
         fill(model, type(model).__name__)
