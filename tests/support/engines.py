@@ -24,6 +24,8 @@ DEFAULTS: dict[str, Any] = dict(
     seed=0,
     disable_log_stats=True,
 )
+if _share := os.environ.get("WEIR_TEST_GPU_SHARE"):  # several test processes on one GPU
+    DEFAULTS["gpu_memory_utilization"] = float(_share)
 
 # Set on import, because vLLM and the hub client read some of these on theirs: import this module first.
 for _name, _value in {
