@@ -86,8 +86,19 @@ class HostBuffer:
         return out
 
     def close(self) -> None:
-        """Stop pinning; the memory goes with the last one who maps it."""
+        """Unpin, once the device has written what is under way; the memory goes with the last one who maps it.
+
+        CUDA remembers addresses: left registered, the next mapping of this process that falls there could not be.
+        """
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
         self._wanted.put(None)
+        thread.join()
+        torch.cuda.synchronize(self._device)
+        for block in np.flatnonzero(self._pinned).tolist():
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr() + block * self._block))
+            self._pinned[block] = False
 
     def _pin(self, block: int) -> None:
         with self._lock:
