@@ -1,4 +1,4 @@
-"""The host buffer on CUDA, by a driver that remembers: what is pinned, when, and that a closed buffer leaves nothing."""
+"""The host buffer on CUDA, by a driver that remembers what is pinned: when, and that a closed buffer leaves nothing."""
 
 from __future__ import annotations
 
