@@ -65,7 +65,8 @@ def main() -> None:
 
     llm = LLM(
         make_model(Path(tempfile.mkdtemp())), load_format="dummy", dtype="bfloat16", max_model_len=2048,
-        skip_tokenizer_init=True, seed=0, gpu_memory_utilization=0.6, enable_prefix_caching=False,
+        skip_tokenizer_init=True, seed=0, gpu_memory_utilization=0.4, enable_prefix_caching=False,
+        kv_cache_memory_bytes=8 << 30,  # others may be on the same GPU
         additional_config={"weir": {"host_bytes": 16 << 30}},
     )  # fmt: skip
     found: dict = {"buffer_bytes": Settings().buffer_bytes, "before": llm.collective_rpc(device_bytes)[0]}
