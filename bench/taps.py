@@ -1,0 +1,109 @@
+"""Device time of the tap's kernel alone: CUDA graphs of 32 launches, one for each block of Llama-3.1-8B's shapes.
+
+PYTHONPATH=src python3 bench/taps.py [--against OTHER_TAP_TRITON.PY ...] [--out FILE]
+
+Every case is replayed many times; times are microseconds a launch, medians of 5, with the smallest and largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+from vllm_weir.spec.interventions import CONST
+from vllm_weir.worker import tap_triton
+from vllm_weir.worker.programs import LAST
+from vllm_weir.worker.select import STAGES
+from vllm_weir.worker.tap import numbered
+
+LAYERS, WIDTH, REPLAYS, REPEATS = 32, 4096, 200, 5
+CASES = ("silent", "elsewhere", "capture", "steer")
+"""No token wants anything; all do, at other taps only; each token's row is recorded; each has a vector added."""
+
+
+def tensors(case: str, tokens: int) -> dict[str, torch.Tensor]:
+    """What a launch is given."""
+    ranks = torch.full((4, LAYERS * STAGES), -1, dtype=torch.int32)
+    plan = torch.full((tokens, 3), -1, dtype=torch.int32)
+    heads = torch.full((tokens, LAYERS), -1, dtype=torch.int32)
+    if case == "capture":
+        ranks[0, STAGES - 1 :: STAGES] = torch.arange(LAYERS, dtype=torch.int32)
+    if case in ("capture", "elsewhere"):
+        plan[:, 0], plan[:, 1] = torch.arange(tokens) * LAYERS, 0
+    if case == "steer":
+        plan[:, 2] = torch.arange(tokens)
+        heads[:] = torch.arange(tokens)[:, None]
+    ints = torch.tensor([[CONST, i, -1, -1, LAST] for i in range(tokens)], dtype=torch.int32)
+    floats = torch.tensor([[0.5, 0.0, 0.0, 0.0]] * tokens)
+    on_host = {"plan": plan, "ranks": ranks, "heads": heads, "ints": ints, "floats": floats}
+    ring = torch.zeros(max(1, min(tokens * LAYERS, 1 << 15)) if case == "capture" else 1, WIDTH, dtype=torch.bfloat16)
+    return {k: v.cuda() for k, v in on_host.items()} | {
+        "ring": ring.cuda(),
+        "vectors": torch.randn(tokens, WIDTH).cuda(),
+    }
+
+
+def measure(launch, case: str, tokens: int) -> list[float]:
+    """Microseconds a launch, REPEATS times."""
+    given = tensors(case, tokens)
+    order = [given[name] for name in ("plan", "ranks", "ring", "heads", "ints", "floats", "vectors")]
+    hidden, residual = torch.randn(2, LAYERS, tokens, WIDTH, device="cuda").bfloat16()
+    taps = [numbered(i, device=hidden.device) for i in range(LAYERS)]
+
+    def step() -> None:
+        for i in range(LAYERS):
+            launch(hidden[i], residual[i], taps[i], *order)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    out = []
+    for _ in range(REPEATS + 1):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        out.append(begin.elapsed_time(end) * 1000 / REPLAYS / LAYERS)
+    return out[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--against", type=Path, nargs="*", default=[], help="other versions of worker/tap_triton.py")
+    parser.add_argument("--tokens", default="1,32,256,1024")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    launches = {"this": tap_triton.launch}
+    for path in given.against:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        launches[path.stem] = module.launch
+    found = []
+    for tokens in map(int, given.tokens.split(",")):
+        for case in CASES:
+            for name, launch in launches.items():
+                times = measure(launch, case, tokens)
+                found.append(
+                    {"version": name, "case": case, "tokens": tokens, "median_us": round(statistics.median(times), 3)}
+                    | {"min": round(min(times), 3), "max": round(max(times), 3), "repeats": len(times)}
+                )
+            row = [f"{f['version']} {f['median_us']:7.2f}" for f in found[-len(launches) :]]
+            print(f"{tokens:5} tokens  {case:10}", "  ".join(row), flush=True)
+    if given.out:
+        device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "width": WIDTH}
+        given.out.write_text(json.dumps(device | {"launches_a_graph": LAYERS, "cases": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
