@@ -42,11 +42,9 @@ def tensors(case: str, tokens: int) -> dict[str, torch.Tensor]:
     ints = torch.tensor([[CONST, i, -1, -1, LAST] for i in range(tokens)], dtype=torch.int32)
     floats = torch.tensor([[0.5, 0.0, 0.0, 0.0]] * tokens)
     on_host = {"plan": plan, "ranks": ranks, "heads": heads, "ints": ints, "floats": floats}
-    ring = torch.zeros(max(1, min(tokens * LAYERS, 1 << 15)) if case == "capture" else 1, WIDTH, dtype=torch.bfloat16)
-    return {k: v.cuda() for k, v in on_host.items()} | {
-        "ring": ring.cuda(),
-        "vectors": torch.randn(tokens, WIDTH).cuda(),
-    }
+    ring = torch.zeros(tokens * LAYERS if case == "capture" else 1, WIDTH, dtype=torch.bfloat16)
+    on_host |= {"ring": ring, "vectors": torch.randn(tokens, WIDTH)}
+    return {name: tensor.cuda() for name, tensor in on_host.items()}
 
 
 def measure(launch, case: str, tokens: int) -> list[float]:

@@ -7,7 +7,7 @@ import torch
 
 import vllm_weir as weir
 from tests.engine.common import assert_nothing_is_held, directory, oracle, prompts, sampling, scheduler, tokens
-from tests.support.engines import close_all, get_llm
+from tests.support.engines import get_llm
 from tests.support.steered import chunks
 from vllm_weir import codec
 from vllm_weir.spec.compress import Compression
@@ -203,18 +203,3 @@ def test_what_cannot_be_done_is_refused(root, captures, field):
         llm.generate(prompts([4]), weir.params(sampling(2), capture=captures), use_tqdm=False)
     assert e.value.field.startswith(field)
     assert not llm.llm_engine.has_unfinished_requests()
-
-
-@pytest.mark.parametrize("ship", ["first", "split"])
-def test_two_ranks(root, ship):
-    close_all()
-    env, settings = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, {"weir": {"ship": ship}}
-    llm = get_llm(directory(root), tensor_parallel_size=2, env=env, additional_config=settings)
-    truth = oracle(directory(root))
-    cases = [(selector, how) for selector in SELECTORS[:3] for how in ("full8", "rp8")]
-    outs = llm.generate(prompts([20 + k for k in range(len(cases))]), [asked(*c) for c in cases], use_tqdm=False)
-    for out, (_, how) in zip(outs, cases):
-        assert len(out.activations.sites) == 3
-        if how == "full8":
-            decoded(out, how, truth)
-    close_all()

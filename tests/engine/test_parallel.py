@@ -1,4 +1,4 @@
-"""Tensor parallelism: two ranks hold the same stream; one of them sends it, or each its share."""
+"""Data parallelism: rows come from every engine. Tensor parallelism is in test_two_ranks."""
 
 from __future__ import annotations
 
@@ -6,41 +6,11 @@ import asyncio
 
 import pytest
 
-from tests.engine.common import SELECTORS, asking, directory, oracle, prompts, same_rows, verify
-from tests.support.engines import DEFAULTS, close_all, get_llm
-from tests.support.measure import rel_err
+from tests.engine.common import asking, directory, oracle, prompts, verify
+from tests.support.engines import DEFAULTS, close_all
 
 pytestmark = pytest.mark.engine
 CLOSE_OTHERS = True
-
-
-def run(llm, layers):
-    asked = [asking(selector, layers)[0] for selector in SELECTORS]
-    return llm.generate(prompts(), asked, use_tqdm=False)
-
-
-@pytest.mark.parametrize("ship", ["first", "split"])
-def test_two_ranks_give_the_rows_of_one(root, ship):
-    model_dir = directory(root)
-    truth = oracle(model_dir)
-    one = run(get_llm(model_dir), truth.num_layers)
-    for out in one:  # rows are assembled before their engine goes
-        assert out.activations is not None
-    close_all()
-    env, settings = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, {"weir": {"ship": ship}}
-    llm = get_llm(model_dir, tensor_parallel_size=2, env=env, additional_config=settings)
-    reports = llm.collective_rpc("weir_report")
-    assert len(reports) == 2 and sorted(bool(r["ring_rows"]) for r in reports) == [ship == "split", True]
-    two = run(llm, truth.num_layers)
-    for a, b in zip(one, two, strict=True):
-        assert a.outputs[0].token_ids == b.outputs[0].token_ids
-        same_rows(b.activations, a.activations, 1e-4)
-        reference = truth.rows((list(b.prompt_token_ids) + list(b.outputs[0].token_ids))[:-1])
-        for site in b.activations.sites:
-            at = b.activations.positions_of(*site)
-            if len(at):
-                assert rel_err(b.activations[site], reference[tuple(site)][at]) <= 1e-4
-    close_all()
 
 
 def test_every_data_parallel_engine_delivers(root, monkeypatch):

@@ -153,20 +153,3 @@ def test_an_adapter(root, tmp_path):
     rows, _ = reference.points([*out.prompt_token_ids, *out.outputs[0].token_ids][:-1])
     for site in out.activations.sites:
         assert rel_err(out.activations[site], rows[tuple(site)]) <= 1e-5, site
-
-
-@pytest.mark.parametrize("ship", ["first", "split"])
-def test_two_ranks(root, ship):
-    close_all()
-    env, settings = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, {"weir": {"ship": ship}}
-    llm = get_llm(directory(root), block_size=32, tensor_parallel_size=2, env=env, additional_config=settings)
-    assert all(v.supported for v in weir.sites(llm))
-    v = torch.randn(128, generator=torch.Generator().manual_seed(3))
-    add = weir.Add(v, 1, 2.0, hook="attn_out")
-    asked = [weir.params(sampling(6), capture=EVERY, interventions=i) for i in ([], [add])]
-    plain, steered = llm.generate(prompts([20, 20])[:1] * 2, asked, use_tqdm=False)
-    check_identities(plain.activations, 4, 1e-5)
-    check_identities(steered.activations, 4, 1e-5)
-    moved = steered.activations["attn_out", 1][:20] - plain.activations["attn_out", 1][:20]
-    assert off(moved, (2.0 * v).expand(20, -1)) <= 1e-5
-    close_all()

@@ -1,4 +1,4 @@
-"""Steering where caller, scheduler and workers are different processes: AsyncLLM, tensor parallelism."""
+"""Steering where caller, scheduler and worker are different processes; tensor parallelism is in test_two_ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import gc
 import pytest
 
 import vllm_weir as weir
-from tests.support.engines import DEFAULTS, close_all, get_llm
-from tests.support.measure import rel_err
-from tests.support.steered import check, directory, idle, prompt, sampling, tokens, truth, vectors
+from tests.support.engines import DEFAULTS, close_all
+from tests.support.steered import check, directory, prompt, sampling, tokens, truth, vectors
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 CLOSE_OTHERS = True
@@ -94,25 +93,3 @@ def test_async_engine():
             engine.shutdown()
 
     asyncio.run(asyncio.wait_for(main(), 240))
-
-
-def test_two_ranks_equal_one():
-    model_dir = directory()
-    oracle, asked = truth(model_dir), cases(62)
-    prompts = [prompt(12 + 9 * k, k) for k in range(len(asked))]
-    params = [weir.params(sampling(6), capture=EVERYTHING, interventions=c) for c in asked]
-    runs = []
-    for more in ({}, {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}):
-        llm = get_llm(model_dir, block_size=32, **more)
-        outs = llm.generate(prompts, params, use_tqdm=False)
-        for out, case in zip(outs, asked, strict=True):
-            check(out, case, oracle, 1e-4)
-        assert len(llm.collective_rpc("weir_usage")) == (2 if more else 1)
-        assert idle(llm)
-        runs.append(outs)
-        close_all()
-    for one, two in zip(*runs, strict=True):
-        assert one.outputs[0].token_ids == two.outputs[0].token_ids
-        assert one.receipt.steered == two.receipt.steered
-        for site in one.activations.sites:
-            assert rel_err(two.activations[site], one.activations[site]) <= 1e-4

@@ -82,7 +82,7 @@ class Request:
             assert acts.compressed(site)[0].equal(records), "a wrong row, or an older one"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     near=st.booleans(), rows=st.sampled_from([700, 4000]), how=st.sampled_from([None, None, "full8"]), data=st.data()
 )

@@ -1,0 +1,114 @@
+"""Tensor parallelism: two ranks hold the same stream, and one of them sends it, or each its share. Rows, steering,
+compression and the points inside blocks are what one rank gives, and what transformers gives."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import vllm_weir as weir
+from tests.engine.common import SELECTORS, asking, directory, oracle, prompts, same_rows, sampling
+from tests.engine.test_compress import SELECTORS as SOME
+from tests.engine.test_compress import asked as compressed
+from tests.engine.test_compress import decoded
+from tests.engine.test_points import EVERY, check_identities, off
+from tests.engine.test_steer_processes import EVERYTHING, cases
+from tests.support.engines import close_all, get_llm
+from tests.support.measure import rel_err
+from tests.support.steered import check, idle, prompt, truth
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+CLOSE_OTHERS = True
+
+
+class Ranks(NamedTuple):
+    """An engine of two ranks, and which of them send: "first" or "split"."""
+
+    llm: object
+    ship: str
+
+
+def plain(llm, layers):
+    return llm.generate(prompts(), [asking(s, layers)[0] for s in SELECTORS], use_tqdm=False)
+
+
+def steered(llm):
+    asked = cases(62)
+    params = [weir.params(sampling(6), capture=EVERYTHING, interventions=c) for c in asked]
+    return llm.generate([prompt(12 + 9 * k, k) for k in range(len(asked))], params, use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def one(root):
+    """What one rank gives: plain requests, and steered ones."""
+    llm = get_llm(directory(root), block_size=32)
+    found = plain(llm, oracle(directory(root)).num_layers), steered(llm)
+    for outs in found:
+        for out in outs:  # rows are assembled before their engine goes
+            assert out.activations is not None
+    close_all()
+    return found
+
+
+@pytest.fixture(scope="module", params=["first", "split"])
+def two(root, one, request):
+    close_all()
+    env, settings = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, {"weir": {"ship": request.param}}
+    yield Ranks(
+        get_llm(directory(root), block_size=32, tensor_parallel_size=2, env=env, additional_config=settings),
+        request.param,
+    )
+    close_all()
+
+
+def test_rows(root, one, two):
+    reference = oracle(directory(root))
+    reports = two.llm.collective_rpc("weir_report")
+    assert len(reports) == 2 and sorted(bool(r["ring_rows"]) for r in reports) == [two.ship == "split", True]
+    for a, b in zip(one[0], plain(two.llm, reference.num_layers), strict=True):
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids
+        same_rows(b.activations, a.activations, 1e-4)
+        rows = reference.rows((list(b.prompt_token_ids) + list(b.outputs[0].token_ids))[:-1])
+        for site in b.activations.sites:
+            at = b.activations.positions_of(*site)
+            if len(at):
+                assert rel_err(b.activations[site], rows[tuple(site)][at]) <= 1e-4
+
+
+def test_steering(root, one, two):
+    outs = steered(two.llm)
+    for out, case in zip(outs, cases(62), strict=True):
+        check(out, case, truth(directory(root)), 1e-4)
+    for a, b in zip(one[1], outs, strict=True):
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids
+        assert a.receipt.steered == b.receipt.steered
+        for site in a.activations.sites:
+            assert rel_err(b.activations[site], a.activations[site]) <= 1e-4
+    assert len(two.llm.collective_rpc("weir_usage")) == 2
+    del outs, out, a, b
+    assert idle(two.llm)
+
+
+def test_compression(root, two):
+    reference = oracle(directory(root))
+    wanted = [(selector, how) for selector in SOME[:3] for how in ("full8", "rp8")]
+    lengths = [20 + k for k in range(len(wanted))]
+    outs = two.llm.generate(prompts(lengths), [compressed(*c) for c in wanted], use_tqdm=False)
+    for out, (_, how) in zip(outs, wanted, strict=True):
+        assert len(out.activations.sites) == 3
+        if how == "full8":
+            decoded(out, how, reference)
+
+
+def test_points_inside_blocks(two):
+    assert all(v.supported for v in weir.sites(two.llm))
+    v = torch.randn(128, generator=torch.Generator().manual_seed(3))
+    add = weir.Add(v, 1, 2.0, hook="attn_out")
+    asked = [weir.params(sampling(6), capture=EVERY, interventions=i) for i in ([], [add])]
+    before, after = two.llm.generate(prompts([20, 20])[:1] * 2, asked, use_tqdm=False)
+    check_identities(before.activations, 4, 1e-5)
+    check_identities(after.activations, 4, 1e-5)
+    moved = after.activations["attn_out", 1][:20] - before.activations["attn_out", 1][:20]
+    assert off(moved, (2.0 * v).expand(20, -1)) <= 1e-5
