@@ -138,6 +138,12 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
         points.refused = dict.fromkeys(INNER_HOOKS, "the block's stream could not be followed")
         return points
     mixed = [c for c in inside if c.path in cores]
+    silent = next((c for c in mixed if not c.left and not any(k.kind == "out" for k in c.shapes)), None)
+    if silent is not None:
+        # Whatever adds up then is what some memory happened to hold.
+        why = f"{silent.local} leaves nothing behind in the probe pass, so where its result goes could not be seen"
+        points.refused = dict.fromkeys(INNER_HOOKS, why)
+        return points
     subtree = {c.local.split(".")[0] for c in mixed}
     outs = [s for c in inside for s in _left(c)]
     outs += [Source(whole, "after", k, v) for k, v in whole.left.items() if not m.same(v, post)]
@@ -161,6 +167,9 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
     why = "no tensor was found that makes the block's output its input plus what attention and MLP add"
     if only is not None:
         why = "attention and MLP reach the stream in one addition, so what each of them adds cannot be told apart"
+    elif len(mixed) > 1:
+        where = f"{len(mixed)} places ({', '.join(c.local for c in mixed)})"
+        why = f"this block mixes tokens in {where}, which reach the stream in more than one addition"
     points.refused = dict.fromkeys(INNER_HOOKS, why)
     return points
 
