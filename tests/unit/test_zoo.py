@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import signal
+
 import pytest
 
 pytest.importorskip("vllm")
 
+from tests.conformance import pool
 from tests.conformance.docs import write_docs
 from tests.conformance.representatives import REPRESENTATIVES
-from tests.conformance.verdict import CANNOT, CONFORMS, Verdict, load_results, save_results
+from tests.conformance.verdict import CANNOT, CONFORMS, FAILS, Verdict, load_results, save_results
 from tests.conformance.zoo import ZOO
 from tests.conformance.zoo.backend import BACKEND
 from tests.conformance.zoo.entry import COARSE, LOOSE
@@ -68,3 +73,20 @@ def test_what_a_gpu_found_joins_the_page(tmp_path) -> None:
     assert "1 conforms · 1 more conforms on H200, vLLM 0.26.0 · 1 cannot run" in lines
     assert "* C (bfloat16): cannot run, too big" in lines
     assert [line for line in lines if line.startswith("| C |")] == ["| C | no kernel either | by running it |"]
+
+
+@pytest.mark.parametrize(("stock", "verdict"), [("dies", CANNOT), ("runs", FAILS)])
+def test_what_dies_cannot_be_run_only_if_stock_vllm_dies_too(stock, verdict, tmp_path, monkeypatch) -> None:
+    def child(entry, out, retry, alone) -> None:
+        if not alone or stock == "dies":
+            faulthandler.disable()
+            os.kill(os.getpid(), signal.SIGFPE)
+        os._exit(0)
+
+    monkeypatch.setattr(pool, "_child", child)
+    monkeypatch.setattr(pool, "_import_everything", lambda: None)
+    told = []
+    (found,) = pool.run_all([ZOO["LlamaForCausalLM"]], tmp_path, done=told.append)
+    assert found.verdict == verdict and told == [found]
+    assert found.reason.startswith("the process ended with -8") and found.vllm
+    assert ("stock vLLM alone" in found.reason) == (stock == "dies")

@@ -85,10 +85,23 @@ def _with_transformers(entry: Entry, where: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     fill(model, entry.architecture, entry.zero)
     model.save_pretrained(where)
+    if entry.rename:
+        _rename(where / "model.safetensors", entry.rename)
     written = json.loads((where / "config.json").read_text())
     written["architectures"] = [entry.architecture]
     written.update(entry.config_json)
     (where / "config.json").write_text(json.dumps(written, indent=1))
+
+
+def _rename(checkpoint: Path, names: dict[str, str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    renamed = {}
+    for path, tensor in load_file(checkpoint).items():
+        for old, new in names.items():
+            path = path.replace(old, new)
+        renamed[path] = tensor
+    save_file(renamed, checkpoint, {"format": "pt"})
 
 
 def _configuration_only(entry: Entry, where: Path) -> None:
