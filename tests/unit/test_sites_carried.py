@@ -5,22 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.blocks import (
-    LAYERS,
-    TOKENS,
-    Apart,
-    Core,
-    D,
-    Mamba1,
-    Model,
-    Parallel,
-    Scan,
-    ScanInto,
-    TwoAttentions,
-    Weighted,
-    mapped,
-    supported,
-)
+from tests.unit.blocks import LAYERS, TOKENS, Core, D, Model, Parallel, Weighted, mapped, supported
+from tests.unit.blocks_two import Apart, Mamba1, Scan, ScanInto, TwoAttentions
 from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
 from vllm_weir.worker.families import Family
 from vllm_weir.worker.sites import find_scene

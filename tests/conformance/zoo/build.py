@@ -36,6 +36,9 @@ COMMON: dict[str, Any] = dict(
 )
 """What most configurations share. vLLM's CPU attention takes heads of 32 or wider."""
 
+STATE = ("A_log", ".D", "dt_bias")
+"""Ends of the names of what decays, feeds through and steps a state, whatever its shape."""
+
 _GAIN = 1.2
 _NORM_NOISE = 0.2
 
@@ -150,7 +153,7 @@ def near_initial(path: str, tensor: torch.Tensor) -> bool:
 
     True of vectors (norms, biases, the decay and step of a state space) and of gains, whatever their shape.
     """
-    if tensor.ndim < 2 or path.endswith(("A_log", ".D", "dt_bias")):
+    if tensor.ndim < 2 or path.endswith(STATE):
         return True
     return bool((tensor == 1).all())
 
