@@ -39,7 +39,7 @@ class Carried:
         self._scene, self._run, self._m, self._ports, self._own, self._mix = scene, run, matcher, ports, own, mix
         self._spare = {block: self._spare_of(block) for block in scene.blocks}
         # What one rounding of what enters a block may grow to, relative to what the block adds.
-        self._part = 0.01 if matcher.tolerance < 1e-3 else 0.1
+        self._part = 0.01 if matcher.tolerance < 1e-3 else 0.2
 
     def failures(self) -> dict[int, str]:
         """Block -> why its stream cannot be what was chosen; one more pass, where blocks hand on several tensors."""
