@@ -2,8 +2,8 @@
 
 Blocks that hand on one tensor leave nothing to ask. With two, the stream may be their sum, or one of them, and the
 other something that nobody uses any more. So each block is entered by the stream of the pass with the model's own
-weights, once more and differently: the sum in the first tensor and zeros in the second, noise in whatever is not part
-of the stream. A block that goes by the stream alone leaves the same.
+weights, once more and differently: the same sum in other parts, noise in whatever is not part of the stream. A block
+that goes by the stream alone leaves the same.
 """
 
 from __future__ import annotations
@@ -77,20 +77,24 @@ class Carried:
         if own is None or anchor.hidden not in live:
             return
         if anchor.residual is not None and anchor.residual in live:
-            live[anchor.hidden].copy_(own.reshape(live[anchor.hidden].shape))
-            live[anchor.residual].zero_()
+            hidden, residual = live[anchor.hidden], live[anchor.residual]
+            residual.copy_(_share(path, own).reshape(residual.shape))
+            hidden.copy_(own.reshape(hidden.shape) - residual.float())
         for key in self._spare[block].values():
             live[key].copy_(rms(own) * noise(f"{path}:{key.name or key.index}:spare", live[key]))
 
     def _behind(self, block: int) -> dict[Anchor, torch.Tensor]:
-        """What to write behind the last block: the stream as it is, which gathers it in one tensor, and noise."""
+        """What to add behind the last block: to one part of the stream what is taken from the other, and noise."""
         if block not in self._scene.blocks:
             return {}
         anchor, path = self._anchor(block, "after"), f"{self._scene.stack}.{block}"
         stream, call = value_at(self._own.blocks[block], anchor), self._own.blocks[block][0]
         if stream is None:
             return {}
-        writes = {anchor: torch.zeros_like(stream)} if anchor.residual is not None else {}
+        writes = {}
+        if anchor.residual is not None:
+            share = _share(path, stream)
+            writes = {Anchor(path, "after", anchor.hidden): -share, Anchor(path, "after", anchor.residual): share}
         for key in self._spare[block]:
             if key in call.out and call.pointers[key] != call.pointers.get(anchor.hidden):
                 writes[Anchor(path, "after", key)] = rms(stream) * noise(f"{path}:{key.index}:spare", stream)
@@ -130,6 +134,11 @@ class Carried:
         return sum(
             (tensors[k].abs() for k in (anchor.hidden, anchor.residual) if k is not None), start=torch.tensor(0.0)
         )
+
+
+def _share(path: str, stream: torch.Tensor) -> torch.Tensor:
+    """A part of the stream, of another size in every element, so that little ones are not lost beside great ones."""
+    return stream * noise(f"{path}:share", stream)
 
 
 def _row_rms(tensor: torch.Tensor) -> torch.Tensor:

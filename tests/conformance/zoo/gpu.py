@@ -95,7 +95,7 @@ GPU = [
 _NOT_YET = "vLLM 0.26 does not have it"
 _WITH_EYES = "vLLM 0.26 has it only as a part of a model with vision"
 _DEEPGEMM = "its kernels come from DeepGEMM's sources, which are compiled when they are first used"
-_CUTLASS = "its attention is compiled by CUTLASS's Python package, which vLLM goes without here"
+_CUTLASS = "its attention is compiled by CUTLASS's and Quack's Python packages, which that machine lacks"
 
 NOT_THERE = {
     "BailingMoeV3ForCausalLM": _NOT_YET,
@@ -106,7 +106,7 @@ NOT_THERE = {
     "HYV4ForCausalLM": _NOT_YET,
     "InklingForCausalLM": _CUTLASS,
     "InklingForConditionalGeneration": _CUTLASS,
-    "MiniMaxM3SparseForCausalLM": "its norms are FlashInfer's, which vLLM goes without here",
+    "MiniMaxM3SparseForCausalLM": "its norms are FlashInfer's, which that machine lacks",
     "MuseGlimmerForCausalLM": _NOT_YET,
     "Qwen3_5ForCausalLM": _WITH_EYES,
     "Qwen3_5MoeForCausalLM": _WITH_EYES,
