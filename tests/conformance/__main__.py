@@ -1,6 +1,7 @@
 """`python -m tests.conformance [ARCH ...] [--jobs 1] [--out DIR]` runs the suite; `... docs` writes docs/models.md.
 
-What a GPU found (`tests/gpu/conformance.py`) is merged into the page from the file that `--gpu-results` names.
+What a GPU found (`tests/gpu/conformance.py`) joins the page from the file that `--gpu-results` names; `--merge FILE`
+puts the verdicts of another such run into it first.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a directory for one JSON and one log per architecture")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the table's source, updated with this run")
     parser.add_argument("--gpu-results", type=Path, default=GPU_RESULTS, help="what a GPU found, for the table")
+    parser.add_argument("--merge", type=Path, metavar="FILE", help="with `docs`: what a GPU found since")
     parser.add_argument("--retry", action="store_true", help="also what the zoo says cannot be run")
     arguments = parser.parse_args()
     if arguments.architectures == ["docs"]:
+        if arguments.merge:
+            save_results(load_results(arguments.merge).values(), arguments.gpu_results, keep=ZOO)
         write_docs(load_results(arguments.results), load_results(arguments.gpu_results), DOCS)
         return 0
     unknown = set(arguments.architectures) - set(ZOO)

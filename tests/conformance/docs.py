@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.conformance.checks import HOOKS
 from tests.conformance.verdict import CANNOT, CONFORMS, REFUSED, Verdict
+from tests.conformance.zoo.gpu import NOT_THERE
 
 HEAD = """# Models
 
@@ -34,14 +36,17 @@ the identities, up to its rounding: 2e-2.
 """
 
 
-def write_docs(results: dict[str, Verdict], gpu: dict[str, Verdict], path: Path) -> None:
-    """Write the page from what a CPU and what a GPU found."""
+def write_docs(
+    results: dict[str, Verdict], gpu: dict[str, Verdict], path: Path, not_there: Mapping[str, str] = NOT_THERE
+) -> None:
+    """Write the page from what a CPU and what a GPU found; `not_there`: why the GPU does not run an architecture."""
     verdicts = [results[a] for a in sorted(results, key=str.lower)]
     by = {kind: [v for v in verdicts if v.verdict == kind] for kind in (CONFORMS, REFUSED, CANNOT)}
-    others = [v for v in verdicts if v.verdict not in by]
     on_gpu = [gpu[a] for a in sorted(gpu, key=str.lower)]
     judged = {v.architecture for v in on_gpu if v.verdict in (CONFORMS, REFUSED)}
     by[CANNOT] = [v for v in by[CANNOT] if v.architecture not in judged]
+    by[REFUSED] += [v for v in on_gpu if v.verdict == REFUSED and results[v.architecture].verdict != REFUSED]
+    others = [v for v in [*verdicts, *on_gpu] if v.verdict not in by]
     more = [v for v in on_gpu if v.verdict == CONFORMS and results[v.architecture].verdict == CANNOT]
     version = ", ".join(sorted({v.vllm for v in verdicts if v.vllm}))
     backend = ", ".join(sorted({v.backend for v in verdicts}))
@@ -49,34 +54,37 @@ def write_docs(results: dict[str, Verdict], gpu: dict[str, Verdict], path: Path)
     counts = [(len(found), kind) for kind, found in [*by.items(), ("fail", others)] if found]
     counts[1:1] = [(len(more), f"more {CONFORMS} on {_device(more[0])}")] if more else []
     lines.append(" · ".join(f"{count} {kind}" for count, kind in counts) + "\n")
-    lines.append("## Conform\n")
-    lines += _header(["reference"])
-    for v in by[CONFORMS]:
+    lines += _cpu_table(by[CONFORMS])
+    if on_gpu:
+        lines += _gpu_table([v for v in on_gpu if v.verdict == CONFORMS])
+    lines.append("\n## Refused\n\n| architecture | where | why | known |\n|---|---|---|---|")
+    lines += [f"| {v.architecture} | {_device(v)} | {_cell(v.reason)} | {v.checked} |" for v in by[REFUSED]]
+    cpu = _device(by[CANNOT][0]) if by[CANNOT] else ""
+    lines.append(f"\n## Cannot be run here\n\n| architecture | {cpu} | known | on a GPU |\n|---|---|---|---|")
+    for v in by[CANNOT]:
+        tried = gpu.get(v.architecture)
+        there = not_there.get(v.architecture) or (f"{tried.reason} ({tried.dtype})" if tried else "not tried")
+        lines.append(f"| {v.architecture} | {_cell(v.reason)} | {v.checked} | {_cell(there)} |")
+    if others:
+        lines.append("\n## Fail\n\n| architecture | where | what |\n|---|---|---|")
+        lines += [f"| {v.architecture} | {_device(v)} | {_cell(v.reason)} |" for v in others]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _cpu_table(verdicts: list[Verdict]) -> list[str]:
+    lines = ["## Conform\n", *_header(["reference"])]
+    for v in verdicts:
         reference = v.checked + (f", {v.note}" if v.note else "")
         lines.append(f"| {v.architecture} | {v.model_class} | {reference} | {' | '.join(_cells(v))} |")
     rounded = [
         f"{error:.0e} ({v.architecture}, {way} at `{hook}`)"
-        for v in by[CONFORMS]
+        for v in verdicts
         for hook, found in v.hooks.items()
         for way, error in found.get("rounding", {}).items()
     ]
     if rounded:
         lines.append(ROUNDED.format(cases=", ".join(rounded)))
-    lines += _why(by[CONFORMS])
-    if on_gpu:
-        lines += _gpu_table([v for v in on_gpu if v.verdict == CONFORMS])
-    by[REFUSED] += [v for v in on_gpu if v.verdict == REFUSED]
-    if any(v.verdict not in (CONFORMS, REFUSED) for v in on_gpu):
-        lines.append("\nNot judged there:\n")
-        unjudged = [v for v in on_gpu if v.verdict not in (CONFORMS, REFUSED)]
-        lines += [f"* {v.architecture} ({v.dtype}): {v.verdict}, {_cell(v.reason)}" for v in unjudged]
-    for kind, title in ((REFUSED, "Refused"), (CANNOT, "Cannot be run here")):
-        lines.append(f"\n## {title}\n\n| architecture | why | known |\n|---|---|---|")
-        lines += [f"| {v.architecture} | {_cell(v.reason)} | {v.checked} |" for v in by[kind]]
-    if others:
-        lines.append("\n## Fail\n\n| architecture | what |\n|---|---|")
-        lines += [f"| {v.architecture} | {_cell(v.reason)} |" for v in others]
-    path.write_text("\n".join(lines) + "\n")
+    return lines + _why(verdicts)
 
 
 def _gpu_table(verdicts: list[Verdict]) -> list[str]:

@@ -1,6 +1,7 @@
 """Several architectures at a time, each in a process of its own with a time limit.
 
-They are forked from one that has imported vLLM, because importing it takes longer than most models take to check.
+They are forked from one that has imported vLLM, because importing it takes longer than most models take to check. One
+that dies of a signal is run once more without Weir: if stock vLLM dies by itself, it cannot be run.
 """
 
 from __future__ import annotations
@@ -8,19 +9,31 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.conformance.engine import set_environment
-from tests.conformance.verdict import FAILS, Verdict
+from tests.conformance.engine import device_name, set_environment
+from tests.conformance.verdict import CANNOT, FAILS, Verdict
 from tests.conformance.zoo import Entry
 
 LIMIT = 300.0
 """Seconds for one architecture."""
+
+
+@dataclass
+class _Run:
+    """A process at work; `died`: the verdict on the one before it, which died, while this one runs without Weir."""
+
+    entry: Entry
+    process: Any
+    started: float
+    died: Verdict | None = None
 
 
 def run_all(
@@ -49,23 +62,28 @@ def run_all(
     set_environment()
     out.mkdir(parents=True, exist_ok=True)
     _import_everything()
-    waiting, running, verdicts = list(entries), {}, []
+    waiting, verdicts = list(entries), []
+    running: dict[str, _Run] = {}
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns) as progress:
         task = progress.add_task("", total=len(entries))
         while waiting or running:
             while waiting and len(running) < jobs and time.monotonic() < until:
                 entry = waiting.pop(0)
-                running[entry.architecture] = (_start(entry, out, retry), time.monotonic())
+                running[entry.architecture] = _Run(entry, _start(entry, out, retry), time.monotonic())
             progress.update(task, description=" ".join(running))
             time.sleep(0.1)
             over = time.monotonic() >= until
-            found = [_finished(name, *at, out, 0.0 if over else limit) for name, at in running.items()]
+            found = [_finished(run, out, 0.0 if over else limit) for run in running.values()]
             if over:
                 found += [Verdict(entry.architecture, FAILS, "there was no time left for it") for entry in waiting]
                 waiting = []
             for verdict in filter(None, found):
-                running.pop(verdict.architecture, None)
+                run = running.pop(verdict.architecture, None)
+                if run is not None and run.died is None and _died(run) and not over:
+                    alone = _start(run.entry, out, retry, alone=True)
+                    running[verdict.architecture] = _Run(run.entry, alone, time.monotonic(), verdict)
+                    continue
                 next_try = None if over else again(verdict)
                 if next_try is not None:
                     waiting.append(next_try)
@@ -96,44 +114,60 @@ def _import_everything() -> None:
     assert vllm.entrypoints.llm
 
 
-def _start(entry: Entry, out: Path, retry: bool) -> Any:
+def _start(entry: Entry, out: Path, retry: bool, alone: bool = False) -> Any:
     import torch
 
     # A process that has a CUDA context cannot hand it to its children.
     way = "spawn" if torch.cuda.is_initialized() else "fork"
-    process = multiprocessing.get_context(way).Process(target=_child, args=(entry, out, retry))
+    process = multiprocessing.get_context(way).Process(target=_child, args=(entry, out, retry, alone))
     process.start()
     return process
 
 
-def _child(entry: Entry, out: Path, retry: bool) -> None:
+def _child(entry: Entry, out: Path, retry: bool, alone: bool) -> None:
     # A session of its own: whatever it starts ends with it.
     os.setsid()
-    log = os.open(out / f"{entry.architecture}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    name = f"{entry.architecture}.alone" if alone else entry.architecture
+    log = os.open(out / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    from tests.conformance.run_one import run_one
+    from tests.conformance.run_one import run_one, run_stock
 
     with tempfile.TemporaryDirectory(prefix="weir-zoo-") as scratch:
         where = Path(scratch) / entry.architecture
-        run_one(entry, where, retry=retry).save(out / f"{entry.architecture}.json")
+        if alone:
+            run_stock(entry, where)
+        else:
+            run_one(entry, where, retry=retry).save(out / f"{entry.architecture}.json")
     sys.stdout.flush()
     os._exit(0)
 
 
-def _finished(architecture: str, process: Any, started: float, out: Path, limit: float) -> Verdict | None:
+def _died(run: _Run) -> bool:
+    # By a signal, and not by one that whoever is short of time or memory sends.
+    return run.process.exitcode < 0 and run.process.exitcode != -signal.SIGKILL
+
+
+def _finished(run: _Run, out: Path, limit: float) -> Verdict | None:
     """The verdict of a process that has ended, or is ended because `limit` is over; None while it runs."""
-    seconds = time.monotonic() - started
+    process, architecture, seconds = run.process, run.entry.architecture, time.monotonic() - run.started
     late = process.is_alive() and seconds > limit
     if process.is_alive() and not late:
         return None
     if late:
         with contextlib.suppress(ProcessLookupError):  # it may not have got as far as leading a group
-            os.killpg(process.pid, 9)
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
     process.join()
+    if run.died is not None:
+        if late or process.exitcode == 0:
+            return run.died
+        return replace(run.died, verdict=CANNOT, reason=f"{run.died.reason}, and so it does with stock vLLM alone")
     written = out / f"{architecture}.json"
     if not late and written.exists() and process.exitcode == 0:
         return Verdict.load(written)
     reason = f"not done after {seconds:.0f} s" if late else f"the process ended with {process.exitcode}"
-    return Verdict(architecture, FAILS, reason, seconds=round(seconds, 1))
+    import vllm
+
+    here = {"vllm": vllm.__version__, "backend": device_name()}
+    return Verdict(architecture, FAILS, reason, dtype=run.entry.dtype, seconds=round(seconds, 1), **here)

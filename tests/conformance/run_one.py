@@ -34,6 +34,18 @@ def run_one(entry: Entry, where: Path, *, retry: bool = False) -> Verdict:
     return verdict
 
 
+def run_stock(entry: Entry, where: Path) -> None:
+    """The batch by stock vLLM without Weir, to see whether it gets through; `where` as above."""
+    import os
+
+    import torch
+
+    os.environ["VLLM_PLUGINS"] = ""
+    torch.set_num_threads(1)
+    build(entry, where)
+    Engine(entry, where).ask(plain=True)
+
+
 def _run(entry: Entry, where: Path, verdict: Verdict) -> None:
     import torch
 

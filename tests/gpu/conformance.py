@@ -3,8 +3,7 @@
 PYTHONPATH=src:. python tests/gpu/conformance.py --out DIR [ARCH ...] [--jobs 4] [--limit 170] [--total 520]
 
 DIR gets `h200-0.26.json`, the verdicts so far after each of them, and `failures.log`, the ends of the logs of those
-that do not conform. Moved to `tests/conformance/results`, the JSON becomes part of the page that
-`python -m tests.conformance docs` writes.
+that do not conform. `python -m tests.conformance docs --merge DIR/h200-0.26.json` puts them into the page.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ TAIL = 12_000
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("architectures", nargs="*", metavar="ARCH", help="default: all that zoo/gpu.py names")
+    parser.add_argument("architectures", nargs="*", metavar="ARCH", help="default: all that zoo/gpu.py runs")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=4, help="at a time, each with an engine of its own on the GPU")
     parser.add_argument("--limit", type=float, default=170.0, help="seconds for one architecture")
@@ -32,13 +31,13 @@ def main() -> None:
     from tests.conformance.pool import line, run_all
     from tests.conformance.verdict import CANNOT, CONFORMS, Verdict, save_results
     from tests.conformance.zoo import Entry
-    from tests.conformance.zoo.gpu import GPU, in_bfloat16
+    from tests.conformance.zoo.gpu import GPU, NOT_THERE, in_bfloat16
 
     entries = {entry.architecture: entry for entry in GPU}
     unknown = set(given.architectures) - set(entries)
     if unknown:
         parser.error(f"not in zoo/gpu.py: {', '.join(sorted(unknown))}")
-    chosen = [entries[name] for name in given.architectures or entries]
+    chosen = [entries[name] for name in given.architectures or entries if given.architectures or name not in NOT_THERE]
     if given.bfloat16:
         chosen = [in_bfloat16(entry) for entry in chosen]
     # Whatever stops stock vLLM is a verdict here.
@@ -59,10 +58,10 @@ def main() -> None:
             return in_bfloat16(entry)
 
         def keep_log(verdict: Verdict) -> None:
-            log = logs / f"{verdict.architecture}.log"
             with (given.out / "failures.log").open("a") as kept:
-                kept.write(f"\n===== {line(verdict)}\n")
-                kept.write(log.read_text(errors="replace")[-TAIL:] if log.exists() else "no log\n")
+                for log in logs.glob(f"{verdict.architecture}*.log"):
+                    kept.write(f"\n===== {log.stem}: {line(verdict)}\n")
+                    kept.write(log.read_text(errors="replace")[-TAIL:])
 
         def done(verdict: Verdict) -> None:
             save_results([verdict], results)

@@ -269,6 +269,33 @@ class Joint(Block):
         return hidden_states + self.join(both)
 
 
+class Feeding(Block):
+    """Attention and a linear layer after it go into a second mixer, whose result alone is added, like Zamba2's."""
+
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.mixer = Norm(), Attention()
+
+        def forward(self, positions, hidden_states, more):
+            return hidden_states + self.mixer(positions, self.norm(hidden_states + more))
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.decoder = nn.Linear(D, D), Feeding.Decoder()
+
+    def forward(self, positions, hidden_states):
+        more = self.linear(self.self_attn(positions, self.ln_1(hidden_states)))
+        return self.decoder(positions, hidden_states, more)
+
+
+class Chained(Block):
+    """The MLP works on what attention makes, and its result alone is added."""
+
+    def forward(self, positions, hidden_states):
+        return hidden_states + self.mlp(self.self_attn(positions, self.ln_1(hidden_states)))
+
+
 class Weighted(Block):
     """The stream itself is scaled, so nothing is simply added to it."""
 

@@ -10,8 +10,10 @@ from tests.unit.blocks import (
     LAYERS,
     Biased,
     Block,
+    Chained,
     D,
     Deep,
+    Feeding,
     Fused,
     Gain,
     Joint,
@@ -114,6 +116,15 @@ def test_what_cannot_be_told_apart_is_refused():
     sites = mapped(Model([Joint] * LAYERS))
     assert supported(sites) == {"resid_pre", "resid_post"}
     assert "told apart" in sites.refused[Site("attn_out", 1)]
+
+
+def test_what_goes_into_a_mixer_adds_nothing_of_its_own():
+    sites = mapped(Model([Feeding] * LAYERS))
+    assert supported(sites) == {"resid_pre", "attn_out", "resid_post"}
+    assert sites.anchors[Site("attn_out", 1)].module.startswith("layers.1.decoder.mixer")
+    chained = mapped(Model([Chained] * LAYERS))
+    assert supported(chained) == {"resid_pre", "resid_post"}
+    assert "told apart" in chained.refused[Site("attn_out", 1)]
 
 
 def test_a_pair_whose_sum_is_not_shown_to_be_the_stream_is_refused():

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import signal
+
 import pytest
 
 pytest.importorskip("vllm")
 
+from tests.conformance import pool
 from tests.conformance.docs import write_docs
 from tests.conformance.representatives import REPRESENTATIVES
-from tests.conformance.verdict import CANNOT, CONFORMS, Verdict, load_results, save_results
+from tests.conformance.verdict import CANNOT, CONFORMS, FAILS, REFUSED, Verdict, load_results, save_results
 from tests.conformance.zoo import ZOO
 from tests.conformance.zoo.backend import BACKEND
 from tests.conformance.zoo.entry import COARSE, LOOSE
-from tests.conformance.zoo.gpu import GPU, in_bfloat16
+from tests.conformance.zoo.gpu import GPU, NOT_THERE, in_bfloat16
 
 
 def test_every_architecture_of_the_registry_has_an_entry() -> None:
@@ -59,12 +64,41 @@ def test_what_a_gpu_found_joins_the_page(tmp_path) -> None:
         "C": Verdict("C", CANNOT, "no kernel either", checked="by running it", vllm="0.32.0"),
     }
     done = Verdict("B", CONFORMS, model_class="B", hooks={"embed": point}, vllm="0.26.0", backend="H200", bound=COARSE)
+    cpu["D"] = Verdict("D", CANNOT, "nor here", checked="by running it", vllm="0.32.0")
+    refused = Verdict("D", REFUSED, "two streams", vllm="0.26.0", backend="H200", checked="identities")
     undone = Verdict("C", CANNOT, "too big", vllm="0.26.0", backend="H200", dtype="bfloat16")
-    save_results([done, undone], tmp_path / "gpu.json")
+    save_results([done, undone, refused], tmp_path / "gpu.json")
     write_docs(cpu, load_results(tmp_path / "gpu.json"), tmp_path / "page.md")
     lines = (tmp_path / "page.md").read_text().splitlines()
     (row,) = [line for line in lines if line.startswith("| B |")]
     assert "| H200, vLLM 0.26.0 | float32 | 2e-02 |" in row and "| 3e-03 / 4e-03 |" in row
-    assert "1 conforms · 1 more conforms on H200, vLLM 0.26.0 · 1 cannot run" in lines
-    assert "* C (bfloat16): cannot run, too big" in lines
-    assert [line for line in lines if line.startswith("| C |")] == ["| C | no kernel either | by running it |"]
+    assert "1 conforms · 1 more conforms on H200, vLLM 0.26.0 · 1 refused · 1 cannot run" in lines
+    assert "| D | H200, vLLM 0.26.0 | two streams | identities |" in lines
+    rows = [line for line in lines if line.startswith("| C |")]
+    assert rows == ["| C | no kernel either | by running it | too big (bfloat16) |"]
+    assert "| architecture | cpu, vLLM 0.32.0 | known | on a GPU |" in lines
+    write_docs(cpu, load_results(tmp_path / "gpu.json"), tmp_path / "page.md", {"C": "no headers"})
+    assert "| C | no kernel either | by running it | no headers |" in (tmp_path / "page.md").read_text()
+
+
+def test_what_is_not_run_on_a_gpu_cannot_be_run_on_a_cpu_either() -> None:
+    assert all(ZOO[architecture].verdict == CANNOT for architecture in NOT_THERE)
+    run = {entry.architecture for entry in GPU}
+    assert {a for a, entry in ZOO.items() if entry.verdict == CANNOT} <= run | set(NOT_THERE)
+
+
+@pytest.mark.parametrize(("stock", "verdict"), [("dies", CANNOT), ("runs", FAILS)])
+def test_what_dies_cannot_be_run_only_if_stock_vllm_dies_too(stock, verdict, tmp_path, monkeypatch) -> None:
+    def child(entry, out, retry, alone) -> None:
+        if not alone or stock == "dies":
+            faulthandler.disable()
+            os.kill(os.getpid(), signal.SIGFPE)
+        os._exit(0)
+
+    monkeypatch.setattr(pool, "_child", child)
+    monkeypatch.setattr(pool, "_import_everything", lambda: None)
+    told = []
+    (found,) = pool.run_all([ZOO["LlamaForCausalLM"]], tmp_path, done=told.append)
+    assert found.verdict == verdict and told == [found]
+    assert found.reason.startswith("the process ended with -8") and found.vllm
+    assert ("stock vLLM alone" in found.reason) == (stock == "dies")

@@ -40,7 +40,11 @@ class Ends:
         calls = [c for c in self._own.outside if self._scene.is_embedding(self._scene.modules[c.path])]
         found = next((c for c in calls if c.out), None) or next((w for c in calls if (w := self._widened(c))), None)
         before = None if into is None else value_at(self._own.blocks[0], into)
-        if found is None or before is None:
+        if before is None:
+            why = self._sites.refused.get(Site("resid_pre", 0), "what enters block 0 could not be followed")
+            self._refuse(EMBED, why)
+            return
+        if found is None:
             self._refuse(EMBED, "no token embedding runs together with the blocks")
             return
         key, value = next(iter(found.out.items()))

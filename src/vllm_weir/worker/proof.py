@@ -54,10 +54,12 @@ class Proof:
         self._mix, self._shared = mix, scene.shared()
         self._ends = Ends(scene, matcher, own, outer, sites)
 
-    def conclude(self, cores: set[str]) -> None:
-        """Fill the map."""
-        self._resolve_stream()
+    def conclude(self, cores: set[str], astray: Mapping[int, str]) -> None:
+        """Fill the map; `astray`: block -> why what was taken for its stream is not."""
+        self._resolve_stream(astray)
         for block, points in self._found.items():
+            if block in astray:
+                continue
             for hook in INNER_HOOKS:
                 anchor = points.anchors.get(hook)
                 if anchor is None:
@@ -90,14 +92,11 @@ class Proof:
             else:
                 self._sites.refused[following] = self._sites.refused[post]
 
-    def _resolve_stream(self) -> None:
+    def _resolve_stream(self, astray: Mapping[int, str]) -> None:
         ports, stack = self._ports, self._scene.stack
-        for block, points in self._found.items():
-            if ports.residual_in is not None and not points.proven:
-                why = "the block hands on two tensors, and it could not be shown that the stream is their sum: " + next(
-                    iter(points.refused.values()), "nothing was found"
-                )
-                self._sites.refuse(BLOCK_HOOKS, (block,), why)
+        for block in self._found:
+            if block in astray:
+                self._sites.refuse(BLOCK_HOOKS, (block,), astray[block])
                 continue
             call = self._own.blocks[block][0]
             at, path = ports.of(call), f"{stack}.{block}"

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
 from vllm_weir.spec.hooks import INNER_HOOKS
-from vllm_weir.worker.anchors import Anchor, Beside, Key
+from vllm_weir.worker.anchors import Anchor, Key
 from vllm_weir.worker.matcher import FAINT, Matcher, rms
+from vllm_weir.worker.sources import Found, Pair, Source, rank
 from vllm_weir.worker.trace import Call, value_at
 
 
@@ -66,59 +66,6 @@ class Points:
         return len(self.anchors) == {"sequential": 3, "parallel": 2}.get(self.kind)
 
 
-@dataclass(frozen=True)
-class Source:
-    """A tensor that a call leaves behind, or is given; with an offset, plus a vector that it returns."""
-
-    call: Call
-    when: Literal["before", "after"]
-    key: Key
-    value: torch.Tensor
-    offset: Key | None = None
-
-    @property
-    def time(self) -> int:
-        return self.call.end if self.when == "after" else self.call.start
-
-    @property
-    def part(self) -> str:
-        """The child of the block that it belongs to."""
-        return self.call.local.split(".")[0]
-
-    def anchor(self, scale: float = 1.0) -> Anchor:
-        return Anchor(self.call.path, self.when, self.key, None, scale, None, self.offset)
-
-
-@dataclass(frozen=True)
-class Found:
-    """A source that makes up a difference, and the factor with which it does."""
-
-    source: Source
-    scale: float
-
-    def anchor(self) -> Anchor:
-        return self.source.anchor(self.scale)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two sources that make up a difference together, each with a factor."""
-
-    one: Found
-    other: Found
-
-    def anchor(self) -> Anchor:
-        """At the one that comes later."""
-        first, last = sorted((self.one, self.other), key=lambda f: f.source.time)
-        beside = Beside(first.source.call.path, first.source.key, first.scale)
-        return Anchor(last.source.call.path, "after", last.source.key, None, last.scale, beside)
-
-    @property
-    def rank(self) -> tuple:
-        """Sorts the likelier first."""
-        return max(_rank(self.one), _rank(self.other)), min(_rank(self.one), _rank(self.other))
-
-
 def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain: Callable[[str], bool], m: Matcher):
     """The points of one block.
 
@@ -138,6 +85,12 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
         points.refused = dict.fromkeys(INNER_HOOKS, "the block's stream could not be followed")
         return points
     mixed = [c for c in inside if c.path in cores]
+    silent = next((c for c in mixed if not c.left and not any(k.kind == "out" for k in c.shapes)), None)
+    if silent is not None:
+        # Whatever adds up then is what some memory happened to hold.
+        why = f"{silent.local} leaves nothing behind in the probe pass, so where its result goes could not be seen"
+        points.refused = dict.fromkeys(INNER_HOOKS, why)
+        return points
     subtree = {c.local.split(".")[0] for c in mixed}
     outs = [s for c in inside for s in _left(c)]
     outs += [Source(whole, "after", k, v) for k, v in whole.left.items() if not m.same(v, post)]
@@ -149,6 +102,10 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
             return points
     others = [c for c in inside if c.local.split(".")[0] not in subtree and not is_plain(c.path)]
     only = _best(outs, post - pre, m)
+    if only is not None and mixed and others:
+        # What ran before the mixer that makes the addition went into it, and adds nothing of its own.
+        last = max((c.start for c in mixed if c.local.split(".")[0] == only.source.part), default=-1)
+        others = [c for c in others if c.end > last]
     if only is not None and not (mixed and others):
         hook = "attn_out" if mixed else "mlp_out"
         points.kind = "attention only" if mixed else "MLP only"
@@ -161,6 +118,9 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
     why = "no tensor was found that makes the block's output its input plus what attention and MLP add"
     if only is not None:
         why = "attention and MLP reach the stream in one addition, so what each of them adds cannot be told apart"
+    elif len(mixed) > 1:
+        where = f"{len(mixed)} places ({', '.join(c.local for c in mixed)})"
+        why = f"this block mixes tokens in {where}, which reach the stream in more than one addition"
     points.refused = dict.fromkeys(INNER_HOOKS, why)
     return points
 
@@ -243,7 +203,7 @@ def _parallel(points: Points, outs, subtree: set[str], delta, m: Matcher) -> boo
         for o in rest:
             both = m.factors(a.value, o.value, delta)
             if both is not None:
-                found.append((_rank(Found(a, both[0])), _rank(Found(o, both[1])), a, o, both))
+                found.append((rank(Found(a, both[0])), rank(Found(o, both[1])), a, o, both))
     if not found:
         return False
     _, _, a, o, (c, d) = min(found, key=lambda f: f[:2])
@@ -279,14 +239,7 @@ def _best(sources: Sequence[Source], delta: torch.Tensor, m: Matcher) -> Found |
     if rms(delta) <= FAINT:
         return None
     found = [Found(s, c) for s in sources if (c := m.factor(s.value, delta)) is not None]
-    return min(found, key=_rank, default=None)
-
-
-def _rank(found: Found) -> tuple:
-    source = found.source
-    # The block's own results come last: a hook on a part of the block stands before those on the whole.
-    depth = source.call.local.count(".") if source.call.local else 1 << 20
-    return found.scale != 1.0, source.when != "after", depth, source.time
+    return min(found, key=rank, default=None)
 
 
 def alike(key: Key, tensors: Mapping[Key, torch.Tensor]) -> Key:

@@ -17,6 +17,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.settings import Settings
 from vllm_weir.spec.hooks import BLOCK_HOOKS, HOOKS, INNER_HOOKS, MODEL_HOOKS, Site, place_of
 from vllm_weir.worker.anchors import Anchor, Key, parameters_of
+from vllm_weir.worker.carried import Carried
 from vllm_weir.worker.families import Family
 from vllm_weir.worker.matcher import Matcher
 from vllm_weir.worker.noise import enter_noise, fill, leave_noise, noise
@@ -26,6 +27,8 @@ from vllm_weir.worker.scene import Scene
 from vllm_weir.worker.select import tap_of
 from vllm_weir.worker.trace import Call, Recorder, Trace
 
+Choice = tuple[Ports, dict[int, Points], dict[int, Trace]]
+"""What carries the stream, the points found with it, and the passes in which they were."""
 Run = Callable[[], None]
 """Runs the model once, uncompiled, over a few tokens."""
 
@@ -139,8 +142,8 @@ def map_sites(scene: Scene, run: Run, dtype: torch.dtype, family: Family) -> Sit
         why = f"the blocks of {name} do not hand on one stream of width {scene.width}: they are given {shapes}"
         sites.refuse((*BLOCK_HOOKS, *MODEL_HOOKS), range(scene.num_layers), why)
         return sites
-    best: tuple[int, Ports, dict[int, Points], dict[int, Trace]] | None = None
     noisy = {"children": _noisy(scene, run, choices[0], "children", cores)}
+    ranked: list[tuple[int, Choice]] = []
     for ports in choices:
         found, traces = _resolve(scene, noisy, ports, cores, family, matcher)
         if not all(p.complete for p in found.values()):
@@ -148,11 +151,17 @@ def map_sites(scene: Scene, run: Run, dtype: torch.dtype, family: Family) -> Sit
                 noisy["leaves"] = _noisy(scene, run, choices[0], "leaves", cores)
             found, traces = _resolve(scene, noisy, ports, cores, family, matcher)
         score = sum(len(p.anchors) for p in found.values()) + sum(p.proven for p in found.values())
-        if best is None or score > best[0]:
-            best = score, ports, found, traces
-    assert best is not None
-    _, ports, found, traces = best
-    Proof(scene, run, matcher, ports, found, traces, own, sites, noisy["children"], mix).conclude(cores)
+        ranked.append((score, (ports, found, traces)))
+    ranked.sort(key=lambda choice: -choice[0])
+    astray: list[dict[int, str]] = []
+    for _, (ports, _, _) in ranked:
+        astray.append(Carried(scene, run, matcher, ports, own, mix).failures())
+        if not astray[-1]:
+            break
+    best = -1 if not astray[-1] else 0
+    ports, found, traces = ranked[: len(astray)][best][1]
+    proof = Proof(scene, run, matcher, ports, found, traces, own, sites, noisy["children"], mix)
+    proof.conclude(cores, astray[best])
     return sites
 
 

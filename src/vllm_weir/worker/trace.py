@@ -13,6 +13,9 @@ import torch
 from vllm_weir.worker.anchors import Anchor, Key, arguments, outputs, parameters_of, pick
 from vllm_weir.worker.scene import OUTSIDE, Scene
 
+RESULT = "output"
+"""The parameter that a token mixer of vLLM's writes its result into, where it returns none."""
+
 
 @dataclass
 class Call:
@@ -22,7 +25,7 @@ class Call:
         path: from the model; `local`: from its block.
         start, end: order of events.
         args, out: tensors of the stream's width, float32 [tokens, d], as they came and as they were returned.
-        after: the same arguments once more if the call changed them in place.
+        after: the same arguments once more if the call changed them in place, or is known to.
         offsets: vectors [d] among its results, float32: biases that the caller is to add.
         narrow: outside the blocks, tensors of other widths among arguments and results, as they came.
         shapes: of every floating-point tensor among arguments and results.
@@ -180,6 +183,9 @@ class Recorder:
             output = self._with_offsets(path, call, output)
             out = self._wide(outputs(output))
             changed = {k: v for k, v in given.items() if k in call.args and not _same(call.args[k], v)}
+            if not changed and self._scene.is_core(module) and not any(_floating(v) for v in outputs(output).values()):
+                # Without a cache it may write nothing: what its caller takes up is whatever the memory held.
+                changed = {k: v for k, v in given.items() if k.name == RESULT}
             call.shapes |= {k: tuple(v.shape) for k, v in outputs(output).items() if _floating(v)}
             if self._leave is not None:
                 free = self._scene.is_core(module) or self._scene.is_embedding(module)

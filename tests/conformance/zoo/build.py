@@ -36,6 +36,9 @@ COMMON: dict[str, Any] = dict(
 )
 """What most configurations share. vLLM's CPU attention takes heads of 32 or wider."""
 
+STATE = ("A_log", ".D", "dt_bias")
+"""Ends of the names of what decays, feeds through and steps a state, whatever its shape."""
+
 _GAIN = 1.2
 _NORM_NOISE = 0.2
 
@@ -85,10 +88,23 @@ def _with_transformers(entry: Entry, where: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     fill(model, entry.architecture, entry.zero)
     model.save_pretrained(where)
+    if entry.rename:
+        _rename(where / "model.safetensors", entry.rename)
     written = json.loads((where / "config.json").read_text())
     written["architectures"] = [entry.architecture]
     written.update(entry.config_json)
     (where / "config.json").write_text(json.dumps(written, indent=1))
+
+
+def _rename(checkpoint: Path, names: dict[str, str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    renamed = {}
+    for path, tensor in load_file(checkpoint).items():
+        for old, new in names.items():
+            path = path.replace(old, new)
+        renamed[path] = tensor
+    save_file(renamed, checkpoint, {"format": "pt"})
 
 
 def _configuration_only(entry: Entry, where: Path) -> None:
@@ -137,7 +153,7 @@ def near_initial(path: str, tensor: torch.Tensor) -> bool:
 
     True of vectors (norms, biases, the decay and step of a state space) and of gains, whatever their shape.
     """
-    if tensor.ndim < 2 or path.endswith(("A_log", ".D", "dt_bias")):
+    if tensor.ndim < 2 or path.endswith(STATE):
         return True
     return bool((tensor == 1).all())
 

@@ -27,6 +27,7 @@ class Entry:
         identities: whether they are checked all the same.
         bound: largest max|delta| / max|ref| of a captured or steered row.
         zero: ends of the names of weights that are left at zero.
+        rename: parts of the checkpoint's names -> what this vLLM calls them.
         engine: arguments of `vllm.LLM` on top of the runner's.
         apart: why vLLM and transformers do not compute the same here, so that identities have to do.
         apart_bound: their bound then, if it is wider than `bound`.
@@ -43,6 +44,7 @@ class Entry:
     identities: bool = False
     bound: float = EXACT
     zero: tuple[str, ...] = ()
+    rename: dict[str, str] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     apart: str = ""
     apart_bound: float = 0.0

@@ -10,7 +10,7 @@ import torch
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from tests.conformance.zoo.build import fill
+from tests.conformance.zoo.build import STATE, fill
 
 LOAD_FORMAT = "weir_random"
 
@@ -25,7 +25,8 @@ class RandomLoader(BaseModelLoader):
     def load_weights(self, model: torch.nn.Module, model_config) -> None:
         """Give every parameter its value."""
         for path, parameter in model.named_parameters():
-            if parameter.ndim >= 2 or not parameter.is_floating_point():
+            drawn = parameter.ndim >= 2 and not path.endswith(STATE)
+            if drawn or not parameter.is_floating_point():
                 continue
             # Some are made without a value: they hold what their memory held, and have to be the same each time.
             if path.endswith(("bias", "A_log", "sink", "sinks")):

@@ -1,0 +1,98 @@
+"""What the blocks hand on: which of several tensors is the stream, and memory that nobody has written to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.unit.blocks import LAYERS, TOKENS, Core, D, Model, Parallel, Weighted, mapped, supported
+from tests.unit.blocks_two import Apart, Mamba1, Scan, ScanInto, TwoAttentions
+from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
+from vllm_weir.worker.families import Family
+from vllm_weir.worker.sites import find_scene
+from vllm_weir.worker.trace import Recorder, value_at
+
+DTYPES = (torch.float32, torch.bfloat16)
+MEMORY = {
+    "nothing": lambda normed, residual: torch.zeros_like(normed),
+    "rubbish": lambda normed, residual: torch.randn_like(normed),
+    "not a number": lambda normed, residual: torch.full_like(normed, torch.nan),
+    "what was normed": lambda normed, residual: normed.clone(),
+    "the stream": lambda normed, residual: residual.clone(),
+}
+
+
+def kind_of(mixer, holds):
+    return type("Block", (Mamba1,), {"kind": mixer, "memory": staticmethod(MEMORY[holds])})
+
+
+def worst_error(model, sites):
+    """Of what the supported points of a block hold in a pass in which the mixers write: max |d|."""
+    scene = find_scene(
+        model, D, LAYERS, Family(), lambda m: isinstance(m, Core), lambda m: m is getattr(model, "embed_tokens", None)
+    )
+    with torch.inference_mode(), Recorder(scene).recording() as trace:
+        model(torch.arange(TOKENS))
+    return max(
+        float((value_at(trace.blocks[site.layer], anchor) - model.layers[site.layer].true[site.hook]).abs().max())
+        for site, anchor in sites.anchors.items()
+        if site.hook in BLOCK_HOOKS
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("holds", MEMORY)
+def test_a_mixer_that_writes_nothing_in_the_probe_is_followed(holds, dtype, monkeypatch):
+    model = Model([kind_of(Scan, holds)] * LAYERS, True)
+    sites = mapped(model, dtype)
+    for layer in range(LAYERS):
+        assert supported(sites, layer) == {"resid_pre", "attn_out", "resid_post"}
+        assert sites.anchors[Site("attn_out", layer)].module.endswith(".mixer")
+    assert Site("embed", 0) in sites.anchors and Site("final_norm", 0) in sites.anchors
+    monkeypatch.setattr(Scan, "real", True)
+    assert worst_error(model, sites) < (1e-6 if dtype == torch.float32 else 0.2)
+
+
+@pytest.mark.parametrize("holds", MEMORY)
+def test_memory_that_nobody_wrote_to_proves_nothing(holds, monkeypatch):
+    """Where no name tells what the mixer would write into: what is supported all the same is right."""
+    model = Model([kind_of(ScanInto, holds)] * LAYERS, True)
+    sites = mapped(model)
+    monkeypatch.setattr(Scan, "real", True)
+    if any(site.hook in BLOCK_HOOKS for site in sites.anchors):
+        assert worst_error(model, sites) < 1e-6
+    for site in sites.anchors:
+        assert site.hook not in ("resid_pre", "resid_post") or sites.anchors[site].residual or site == ("resid_pre", 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_stream_of_a_block_with_two_attentions(dtype):
+    """Two tensors whose sum is all that it goes by, though nothing within it is a point."""
+    sites = mapped(Model([TwoAttentions] * LAYERS, True), dtype)
+    assert supported(sites) == {"resid_pre", "resid_post"}
+    assert sites.anchors[Site("resid_post", 1)].residual is not None
+    assert "mixes tokens in 2 places (self_attn.core, others.0.core)" in sites.refused[Site("attn_out", 1)]
+    assert {Site("embed", 0), Site("final_norm", 0)} <= set(sites.anchors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_tensors_of_which_neither_is_the_stream(dtype):
+    class Sums(Model):
+        def forward(self, ids):
+            hidden, residual = self.embed_tokens(ids), None
+            for layer in self.layers:
+                hidden, residual = layer(None, hidden, residual)
+            return self.norm(hidden - residual)
+
+    sites = mapped(Sums([Apart] * LAYERS, True), dtype)
+    assert not supported(sites)
+    assert "could not be shown that the stream is" in sites.refused[Site("resid_post", 1)]
+    assert "could not be shown that the stream is" in sites.refused[Site("embed", 0)], "not that there is no embedding"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [Parallel, Weighted])
+def test_a_tensor_that_nobody_uses_is_not_part_of_the_stream(kind, dtype):
+    sites = mapped(Model([kind] * LAYERS, True), dtype)
+    assert {"resid_pre", "resid_post"} <= supported(sites)
+    assert sites.anchors[Site("resid_post", 1)].residual is None
