@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from tests.engine.common import assert_nothing_is_held
 from tests.support.check import expected_positions
 from tests.support.engines import close_all, get_llm
 from tests.support.measure import rel_err
@@ -155,7 +156,8 @@ def test_bf16_rows(root, family, graphs):
             theirs = max(theirs, distance(noisy[key], exact[key]))
     print(f"\nbf16 {family} {graphs}: 1 - cosine {ours:.1e}, transformers in bf16 {theirs:.1e}")
     assert ours <= (max(1e-4, 2 * theirs) if family == "shipped" else 1e-4)
-    assert llm.collective_rpc("weir_usage")[0]["host_rows"] == 0
+    del out
+    assert_nothing_is_held(llm)
 
 
 def test_neighbours_are_bit_identical(root):

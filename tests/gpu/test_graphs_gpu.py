@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import os
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.engine.common import assert_nothing_is_held
 from tests.support.engines import close_all, get_llm
 from tests.support.measure import rel_err
 from tests.support.models import make_model
@@ -159,10 +158,7 @@ def test_alternating_batches(directory, oracle, without_weir, mode, monkeypatch)
     used = [kept >> 20 for *_, kept in report["captured_late"]]
     print(f"\n{mode}: {seen} of {all_graphs} live graphs, captured in {took} ms, MiB {used}; {report['steps']}")
     del out, outs  # rows are views of the worker's memory
-    gc.collect()
-    generate(llm, [[5]], ["plain"], oracle.hidden_size)  # workers hear of the last requests' end with the next step
-    time.sleep(0.5)
-    assert llm.collective_rpc("weir_usage")[0]["host_rows"] == 0
+    assert_nothing_is_held(llm)
 
 
 def kernels(llm, kind, oracle):

@@ -66,18 +66,15 @@ def _tap(
     STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # A small launch is little else than loads that wait for each other: those that need not are asked for at once.
     token = tl.program_id(0).to(tl.int64)
     planned = token < plan_size
     slot = tl.load(plan + token * 3, mask=planned, other=-1).to(tl.int64)
-    profile = tl.load(plan + token * 3 + 1, mask=planned, other=0).to(tl.int64)
     program = tl.load(plan + token * 3 + 2, mask=planned, other=-1).to(tl.int64)
-    site = tl.load(tap).to(tl.int64)
-    scale = tl.load(tap + 1).to(tl.float32, bitcast=True)
-    other_scale = tl.load(tap + 2).to(tl.float32, bitcast=True)
-    free = tl.load(tap + 3) == 0
     if (slot >= 0) | (program >= 0):
+        site = tl.load(tap).to(tl.int64)
+        scale = tl.load(tap + 1).to(tl.float32, bitcast=True)
         node = tl.load(heads + program * num_taps + site, mask=program >= 0, other=-1).to(tl.int64)
+        profile = tl.load(plan + token * 3 + 1, mask=slot >= 0, other=0).to(tl.int64)
         at = ranks + profile * rank_width + site * STAGES
         r0 = tl.load(at, mask=slot >= 0, other=-1)
         r1 = tl.load(at + 1, mask=slot >= 0, other=-1)
@@ -88,6 +85,7 @@ def _tap(
             row = tl.load(hidden + token * hidden_stride + offsets, mask=inside, other=0.0)
             if HAS_OTHER:
                 beside = tl.load(other + token * other_stride + offsets, mask=inside, other=0.0)
+                other_scale = tl.load(tap + 2).to(tl.float32, bitcast=True)
                 # As the model rounds: a sum is scaled, or terms of different scales are added.
                 both = (row.to(tl.float32) + beside.to(tl.float32)).to(row.dtype).to(tl.float32) * scale
                 one = (row.to(tl.float32) * scale).to(row.dtype).to(tl.float32)
@@ -117,6 +115,7 @@ def _tap(
             tl.store(ring + (slot + r2) * d_model + offsets, h.to(row.dtype), mask=inside & (r2 >= 0))
             written = h * (1.0 / scale)
             if HAS_OTHER:
+                free = tl.load(tap + 3) == 0
                 written = tl.where(free, written, written - beside.to(tl.float32))
                 nothing = (h * 0.0).to(row.dtype)
                 tl.store(other + token * other_stride + offsets, nothing, mask=inside & steered & free)
