@@ -205,9 +205,9 @@ class _Steering:
             seen = one.abs().amax(1) > 0.1 * small * plain.abs().amax(1)
             if not seen.any():
                 continue
-            # Here and there a router sends a token elsewhere: the most of the rows have to be in proportion.
+            # A router may send a token elsewhere, and all after it feel that: most rows have to be in proportion.
             apart = ((2 * one - two).abs().amax(1) / two.abs().amax(1))[seen]
-            if float(apart.quantile(0.7)) > 0.1:
+            if float(apart.quantile(0.6)) > 0.1:
                 return at
         return None
 
