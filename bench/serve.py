@@ -1,10 +1,10 @@
 """Plain requests on `weir serve` against the same on plain `vllm serve`, alternately, in one run.
 
-    python bench/serve.py [--rounds 9] [--clients 8] [--crowd 200] [--out bench/results/serve_cpu.json]
+    python bench/serve.py [--rounds 80] [--clients 8] [--crowd 200] [--crowd-rounds 6] [--out FILE]
 
-Two servers of the shipped model run side by side; one at a time is sent a round of requests. `idle`: every client sends
-plain requests. `crowd`: of many clients only some are plain, and on `weir serve` the others capture and steer, where on
-plain vLLM they send the same requests plain; the latency of the plain ones is compared. Medians of rounds, and spread.
+Two servers of the shipped model run side by side; one at a time is sent a round of requests. `alone`: one client sends
+plain requests, `idle`: several do. `crowd`: of many clients only some are plain, and on `weir serve` the others capture
+and steer, where on plain vLLM they send the same requests plain; the latency of the plain ones is compared.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ import time
 from pathlib import Path
 
 import httpx
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.engine.serving import PLAIN, WEIR, running
 
+PAUSE = 0.3
+"""Seconds after a round, for what it has left to do."""
 PROMPTS = ("Anna walked to the harbor in the morning .", "Tom was sad", "The lesson", "A dog ran over the hill")
 CAPTURE = {"v": 1, "capture": [{"hook": "resid_post", "layers": "all", "positions": "all"}]}
 STEER = {"v": 1, "interventions": [{"op": "add", "vector": [0.1] * 256, "layers": [3], "scale": 1.0}]}
@@ -41,7 +44,8 @@ async def one(client: httpx.AsyncClient, prompt: str, wish: dict | None) -> floa
 
 async def round_of(url: str, headers: dict, clients: int, each: int, share: float, heavy: bool) -> list[float]:
     """Latencies of the plain requests of a round, in seconds."""
-    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
+    # Servers close connections that nobody uses for 5 s; this client lets go of them first.
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients, keepalive_expiry=2)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) as client:
 
         async def person(number: int) -> list[float]:
@@ -56,36 +60,53 @@ async def round_of(url: str, headers: dict, clients: int, each: int, share: floa
 
 
 def measure(servers: dict[str, httpx.Client], case: str, clients: int, each: int, share: float, rounds: int) -> dict:
-    """p50 by round of both servers, and their ratio."""
-    p50: dict[str, list[float]] = {name: [] for name in servers}
-    for number in range(rounds + 1):
+    """p50 of the plain requests of all rounds on both servers, and their ratio with its 95 % interval."""
+    took: dict[str, list[list[float]]] = {name: [] for name in servers}
+    for number in tqdm(range(rounds + 1), desc=case, unit="round"):
         for name in sorted(servers, reverse=bool(number % 2)):
             server = servers[name]
-            took = asyncio.run(
+            found = asyncio.run(
                 round_of(str(server.base_url), dict(server.headers), clients, each, share, name == "weir")
             )
+            time.sleep(PAUSE)
             if number:  # the first round warms up
-                p50[name].append(1000 * statistics.median(took))
-        print(case, number, {k: round(v[-1], 2) for k, v in p50.items() if v}, flush=True)
-    ratios = [w / p for w, p in zip(p50["weir"], p50["vllm"], strict=True)]
+                took[name].append([1000 * seconds for seconds in found])
+    plain, weir = took["vllm"], took["weir"]
+    low, high = interval(plain, weir)
     return {
         "case": case,
         "clients": clients,
         "requests_a_round": clients * each,
         "rounds": rounds,
-        "p50_ms": {k: round(statistics.median(v), 3) for k, v in p50.items()},
-        "p50_ms_by_round": {k: [round(x, 3) for x in v] for k, v in p50.items()},
-        "ratio": round(statistics.median(ratios), 4),
-        "ratio_min": round(min(ratios), 4),
-        "ratio_max": round(max(ratios), 4),
+        "p50_ms": {k: round(p50(v), 3) for k, v in took.items()},
+        "p50_ms_by_round": {k: [round(statistics.median(x), 3) for x in v] for k, v in took.items()},
+        "ratio": round(p50(weir) / p50(plain), 4),
+        "ratio_95": [round(low, 4), round(high, 4)],
     }
+
+
+def p50(rounds: list[list[float]]) -> float:
+    """Of the requests of all rounds."""
+    return statistics.median([t for took in rounds for t in took])
+
+
+def interval(plain: list[list[float]], weir: list[list[float]], draws: int = 1000) -> tuple[float, float]:
+    """Bootstrap of the ratio over pairs of rounds: requests of one round are not independent."""
+    chance = random.Random(0)
+    ratios = []
+    for _ in range(draws):
+        some = [chance.randrange(len(plain)) for _ in plain]
+        ratios.append(p50([weir[k] for k in some]) / p50([plain[k] for k in some]))
+    ratios.sort()
+    return ratios[int(0.025 * draws)], ratios[int(0.975 * draws)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=80)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--crowd", type=int, default=200)
+    parser.add_argument("--crowd", type=int, default=200, help="clients of the crowd; 0: without it")
+    parser.add_argument("--crowd-rounds", type=int, default=6)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     import torch
@@ -98,8 +119,13 @@ def main() -> None:
             running(logs / "weir", WEIR) as served,
         ):
             servers = {"vllm": plain, "weir": served}
-            cases = [measure(servers, "idle", args.clients, 12, 1.0, args.rounds)]
-            cases.append(measure(servers, "crowd", args.crowd, 2, 0.5, args.rounds))
+            cases = [
+                measure(servers, "alone", 1, 8, 1.0, args.rounds),
+                measure(servers, "idle", args.clients, 3, 1.0, args.rounds),
+            ]
+            print(json.dumps(cases), flush=True)
+            if args.crowd:
+                cases.append(measure(servers, "crowd", args.crowd, 2, 0.5, args.crowd_rounds))
     found = {
         "device": platform.processor() or platform.machine(),
         "vllm": vllm.__version__,

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_weir.spec.interventions import BLEND
+from vllm_weir.worker import tap as tap_module
 from vllm_weir.worker.anchors import Anchor, Beside, Key
 from vllm_weir.worker.profiles import Profiles
 from vllm_weir.worker.programs import LAST
 from vllm_weir.worker.select import STAGES
-from vllm_weir.worker.tap import TapTensors, numbered, place
+from vllm_weir.worker.tap import Switch, TapTensors, numbered, place
 
 
 @settings(max_examples=300, deadline=None)
@@ -178,3 +179,20 @@ def test_points_made_of_two_tensors(bias, compiled):
 def test_the_planner_s_tables_are_what_the_tap_reads():
     ranks = Profiles(4, 6).ranks
     assert ranks.shape == (4, 6) and ranks.dtype == np.int32 and (ranks == -1).all()
+
+
+def test_a_silent_tap_is_not_asked_in_a_pass_that_is_not_compiled(monkeypatch):
+    """Asking costs more than anything else that an idle step does: hooks, buffers, and a dispatched op for each tap."""
+    calls = []
+    monkeypatch.setattr(tap_module, "_apply", lambda *args: calls.append(args))
+    model = torch.nn.ModuleDict({"block": torch.nn.Identity()})
+    tensors = TapTensors(*(torch.full((4, 3), -1, dtype=torch.int32) for _ in range(7)))
+    switch = Switch(tensors.plan)
+    place(model, Anchor("block", "after", Key("out", -1)), 5, tensors, switch)
+    for mask, asked in ((0, 0), (1 << 4, 0), (1 << 5, 1), (tap_module.ALL, 2), (0, 2)):
+        switch.turn(mask)
+        model["block"](torch.ones(2, 3))
+        assert len(calls) == asked
+    switch.pin()
+    model["block"](torch.ones(2, 3))
+    assert len(calls) == 3

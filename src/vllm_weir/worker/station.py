@@ -116,7 +116,7 @@ class Station:
         self._step: tuple[int, StepPlan] | None = None
         self._failures: dict[str, dict[str, str]] = {}
         self.switch.numbers = {
-            place(model, anchor, tap, self.tensors).data_ptr(): tap for tap, anchor in placed.items()
+            place(model, anchor, tap, self.tensors, self.switch).data_ptr(): tap for tap, anchor in placed.items()
         }
         self._streamer: Streamer | None = None
         if isinstance(self._outlet, CudaOutlet) and ships:

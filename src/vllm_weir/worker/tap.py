@@ -84,7 +84,11 @@ class Switch:
 
     def acts(self, tap: torch.Tensor) -> bool:
         """Whether this tap does."""
-        return self.mask == ALL or bool(self.mask >> self.numbers[tap.data_ptr()] & 1)
+        return self.wants(self.numbers[tap.data_ptr()]) if self.mask != ALL else True
+
+    def wants(self, tap: int) -> bool:
+        """Whether the tap of this number acts."""
+        return self.mask == ALL or bool(self.mask >> tap & 1)
 
 
 _switches: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionary()
@@ -204,8 +208,12 @@ for _name in ("tap", "tap_residual", "tap_offset"):
     _LIBRARY._register_fake(_name, _nothing)
 
 
-def place(model: torch.nn.Module, anchor: Anchor, tap: int, tensors: TapTensors) -> torch.Tensor:
+def place(
+    model: torch.nn.Module, anchor: Anchor, tap: int, tensors: TapTensors, switch: Switch | None = None
+) -> torch.Tensor:
     """Tap the stream at `anchor`; taps at one place act in the order in which they are placed.
+
+    With a `switch`, a pass that is not compiled does not even ask a tap that does not act.
 
     Returns the tap's number, as of `numbered`.
     """
@@ -219,11 +227,18 @@ def place(model: torch.nn.Module, anchor: Anchor, tap: int, tensors: TapTensors)
     """What stands beside, from the call that returns it to the one that is tapped."""
     op = torch.ops.weir.tap_residual if anchor.offset is None else torch.ops.weir.tap_offset
 
+    def silent() -> bool:
+        return not torch.compiler.is_compiling() and switch is not None and not switch.wants(tap)
+
     def before(module, args, kwargs):
+        if silent():
+            return
         _apply(op, module, getattr(module, name), *anchor.tensors(args, kwargs, None))
 
     def after(module, args, kwargs, output):
         beside = None if anchor.beside is None else kept.pop()
+        if silent():
+            return
         _apply(op, module, getattr(module, name), *anchor.tensors(args, kwargs, output, beside))
 
     if anchor.beside is not None:
