@@ -44,8 +44,8 @@ async def one(client: httpx.AsyncClient, prompt: str, wish: dict | None) -> floa
 
 async def round_of(url: str, headers: dict, clients: int, each: int, share: float, heavy: bool) -> list[float]:
     """Latencies of the plain requests of a round, in seconds."""
-    # Servers close connections that nobody uses for 5 s; this client lets go of them first.
-    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients, keepalive_expiry=2)
+    # No connection is used twice: servers close those that nobody uses for 5 s, in the middle of a crowd too.
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) as client:
 
         async def person(number: int) -> list[float]:

@@ -87,7 +87,9 @@ async def streamed(client: httpx.AsyncClient, prompt: str, kind: str, leave_afte
 
 async def crowd(url: str, headers: dict) -> list[tuple[str, str, dict]]:
     """(prompt, kind, choice) of every request that was not given up."""
-    limits = httpx.Limits(max_connections=CLIENTS)
+    # No connection is used twice: a server closes those that nobody uses for 5 s, and on a crowded machine a client may
+    # find that out only once it has asked.
+    limits = httpx.Limits(max_connections=CLIENTS, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) as client:
 
         async def person(number: int) -> list[tuple[str, str, dict]]:

@@ -135,7 +135,9 @@ def test_a_killed_server_starts_again_clean(tmp_path):
         alive = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
         (server,) = [p for p in alive if str(client.base_url.port) in p.cmdline()]
         with client.stream(
-            "POST", "/v1/completions", json=BODY | {"max_tokens": 200, "n": 32, "stream": True, "weir": WISH}
+            "POST",
+            "/v1/completions",
+            json=BODY | {"max_tokens": 200, "prompt": [BODY["prompt"]] * 32, "stream": True, "weir": WISH},
         ) as got:
             lines = got.iter_lines()
             assert next(lines).startswith("data: ")
