@@ -223,13 +223,14 @@ class Arrow:
     def _batches(self, store: Store, name: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
         opened = pa.memory_map(store.path(name)) if store.local else store.fs.open(store.path(name), "rb")
         with opened as stream:
+            options = pa.ipc.IpcReadOptions(use_threads=False)
             head = stream.read(6)
             stream.seek(0)
             if head == b"ARROW1":
-                file = pa.ipc.open_file(stream, options=pa.ipc.IpcReadOptions(use_threads=False))
+                file = pa.ipc.open_file(stream, options=options)
                 yield file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
             else:
-                reader = pa.ipc.open_stream(stream, options=pa.ipc.IpcReadOptions(use_threads=False))
+                reader = pa.ipc.open_stream(stream, options=options)
                 yield reader.schema, iter(reader)
 
 

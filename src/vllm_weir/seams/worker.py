@@ -139,8 +139,10 @@ def _hold_shutdown(worker, station: Station) -> None:
 
     @functools.wraps(shutdown)
     def wrapper():
-        station.close()
-        shutdown()
+        try:
+            station.close()  # on a device that has failed it raises: vLLM lets go of its own all the same
+        finally:
+            shutdown()
 
     worker.shutdown = wrapper
 

@@ -153,15 +153,14 @@ def map_sites(scene: Scene, run: Run, dtype: torch.dtype, family: Family) -> Sit
         score = sum(len(p.anchors) for p in found.values()) + sum(p.proven for p in found.values())
         ranked.append((score, (ports, found, traces)))
     ranked.sort(key=lambda choice: -choice[0])
-    astray: list[dict[int, str]] = []
-    for _, (ports, _, _) in ranked:
-        astray.append(Carried(scene, run, matcher, ports, own, mix).failures())
-        if not astray[-1]:
+    tried: list[tuple[Choice, dict[int, str]]] = []
+    for _, choice in ranked:
+        tried.append((choice, Carried(scene, run, matcher, choice[0], own, mix).failures()))
+        if not tried[-1][1]:
             break
-    best = -1 if not astray[-1] else 0
-    ports, found, traces = ranked[: len(astray)][best][1]
+    (ports, found, traces), astray = tried[0] if tried[-1][1] else tried[-1]
     proof = Proof(scene, run, matcher, ports, found, traces, own, sites, noisy["children"], mix)
-    proof.conclude(cores, astray[best])
+    proof.conclude(cores, astray)
     return sites
 
 

@@ -84,7 +84,7 @@ class Switch:
 
     def acts(self, tap: torch.Tensor) -> bool:
         """Whether this tap does."""
-        return self.wants(self.numbers[tap.data_ptr()]) if self.mask != ALL else True
+        return self.mask == ALL or self.wants(self.numbers[tap.data_ptr()])
 
     def wants(self, tap: int) -> bool:
         """Whether the tap of this number acts."""
