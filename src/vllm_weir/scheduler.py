@@ -86,13 +86,13 @@ class StepBudget:
         self._widths: dict[str, int] = {}
         self._widest = 0
         self._whole: set[str] = set()
-        """Requests whose rows are treated on the device once a step is done: its rows must fit the ring."""
+        """Requests of whose rows something is made once a step is done: all of its rows must fit the ring."""
 
     def join(self, request_id: str, wire: Mapping[str, Any]) -> None:
         """A capturing request has entered the scheduler."""
         self._widths[request_id] = width = max(1, int(wire.get("width", 1)))
         self._widest = max(self._widest, width)
-        if wire.get("treated"):
+        if wire.get("whole"):
             self._whole.add(request_id)
 
     def tokens(self, live: Mapping[str, Any], limit: int) -> int:

@@ -1,17 +1,13 @@
-"""Copies out of the ring: how a large step is cut into pieces, and what the driver is told. No device is needed."""
+"""Copies out of the ring: what the driver is told. No device is needed."""
 
 from __future__ import annotations
 
 import ctypes
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from vllm_weir.worker import dma
-from vllm_weir.worker.stream import ROWS_IN_A_RUN, _pieces
 
 
 class FakeDriver:
@@ -87,33 +83,35 @@ def test_a_refused_copy_is_an_error(driver):
 
 def test_the_structure_has_the_size_that_the_driver_expects():
     assert ctypes.sizeof(dma._Memcpy2D) == 128 and ctypes.sizeof(dma._Attributes) == 24
+    assert dma._RUN.itemsize == 112
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    tokens=st.lists(st.tuples(st.integers(1, 20), st.integers(-1, 2), st.booleans()), min_size=1, max_size=6),
-)
-def test_every_row_of_a_column_leaves_once(tokens):
-    """Tokens of several requests, one profile each; some rows are not sent, and profile 2 lacks the column."""
-    jobs, runs, profiles = [], [], []
-    row = 0
-    for count, profile, sent in tokens:
-        width = 0 if profile < 0 or not sent else profile + 2
-        if count > 1:
-            runs.append((len(jobs), len(jobs) + count))
-        for _ in range(count):
-            jobs.append((0, row, width, 0, -1))
-            profiles.append(profile)
-            row += max(width, 1)
-    plan = SimpleNamespace(jobs=np.array(jobs, np.int64), runs=runs)
-    places = {0: 1, 1: 0}
-    made, rest = _pieces(plan, np.array(profiles), places)
-    got = [(lane + k, first + k * width) for lane, first, width, n in made for k in range(n)]
-    got += [(lane, at) for lane, at, n in rest.tolist() if n == 1]
-    wanted = [
-        (lane, job[1] + places[profile])
-        for lane, (job, profile) in enumerate(zip(jobs, profiles, strict=True))
-        if profile in places and job[2]
+def test_runs_without_the_batched_call(driver, monkeypatch):
+    monkeypatch.setattr(dma, "_batch_of_runs", lambda: None)
+    source, target = np.arange(24, dtype=np.uint8), np.zeros(60, np.uint8)
+    to, at = target.ctypes.data + np.array([0, 40]), source.ctypes.data + np.array([0, 12])
+    dma.copy_runs(to, np.array([10, 6]), at, 6, np.array([2, 1]), 9)
+    assert driver.calls == [(2, 1, 9)] * 2
+    wanted = np.zeros(60, np.uint8)
+    wanted[0:6], wanted[10:16], wanted[40:46] = range(6), range(6, 12), range(12, 18)
+    assert target.tolist() == wanted.tolist()
+
+
+def test_the_batched_call_is_told_all_runs(monkeypatch):
+    told = []
+
+    def batch(count, runs, failed, flags, stream):
+        told.append((flags, stream))
+        told.extend(np.ctypeslib.as_array((ctypes.c_uint8 * (count * 112)).from_address(runs)).view(dma._RUN).tolist())
+        return 0
+
+    monkeypatch.setattr(dma, "_batch_of_runs", lambda: batch)
+    dma.copy_runs(np.array([100, 200]), np.array([64, 32]), np.array([1, 2]), 16, np.array([3, 4]), 5)
+    assert told == [
+        (0, 5),
+        ((1, 0, 1, 16, 3, 0), (1, 0, 100, 64, 3, 0), 16, 3, 1, 1, 1),
+        ((1, 0, 2, 16, 4, 0), (1, 0, 200, 32, 4, 0), 16, 4, 1, 1, 1),
     ]
-    assert sorted(got) == wanted
-    assert all(n >= ROWS_IN_A_RUN for *_, n in made)
+    monkeypatch.setattr(dma, "_batch_of_runs", lambda: lambda *_: 1)
+    with pytest.raises(RuntimeError, match="error 1"):
+        dma.copy_runs(np.array([100]), np.array([64]), np.array([1]), 16, np.array([3]), 5)

@@ -16,6 +16,7 @@ import vllm_weir as weir
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.desk import _same_wish
 from vllm_weir.memo import Memo
+from vllm_weir.seams.params import clone
 from vllm_weir.spec import vectors
 from vllm_weir.spec.request import RequestSpec, WireForm
 from vllm_weir.spec.vectors import Vector, vector_of
@@ -108,6 +109,38 @@ def test_copies_of_a_wire_form():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(wire)) == wire
     wire["capture"].append(wire)
     assert copy.deepcopy(wire)["capture"][1]["capture"][1]["v"] == 1, "it may even hold itself"
+
+
+def test_the_quick_copy_of_params_is_vllms_copy():
+    """The same values, and nothing that the two share can be changed in either."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    def original(params):
+        return copy.deepcopy(params)
+
+    quick = clone(original, None)
+    base = SamplingParams(
+        n=2, stop=["a", "b"], stop_token_ids=[5], bad_words=["x"], logit_bias={3: 1.0}, seed=7, max_tokens=9,
+        structured_outputs=StructuredOutputsParams(regex="a+"), extra_args={"other": {"kept": [1, 2]}},
+    )  # fmt: skip
+    params = weir.params(base, capture=weir.Capture(positions=[1, 2]), interventions=weir.Add(np.ones(4), [0], 2.0))
+    made = quick(params)
+    assert made == original(params) and made is not params and type(made) is SamplingParams
+    for name in params.__struct_fields__:
+        if isinstance(value := getattr(params, name), list | dict | set):
+            assert getattr(made, name) is not value, name
+    assert made.structured_outputs is not params.structured_outputs
+    made.extra_args["other"]["kept"].append(3)
+    made.extra_args["weir"]["capture"][0]["positions"].append(3)
+    made._all_stop_token_ids.add(77)
+    assert params.extra_args["other"] == {"kept": [1, 2]} and 77 not in params._all_stop_token_ids
+    assert params.extra_args["weir"]["capture"][0]["positions"] == [1, 2]
+    params.extra_args["weir"]["capture"].append(params.extra_args)
+    assert len(quick(params).extra_args["weir"]["capture"]) == 2, "it may even hold itself"
+    params.skip_clone = True
+    shallow = clone(lambda self: "vLLM's", None)
+    assert shallow(params) == shallow(base) == "vLLM's"
 
 
 def test_wishes_with_vectors_are_told_apart_by_content():

@@ -51,7 +51,7 @@ def bench(
     cuda = _has_gpu()
     small = smoke or not cuda
     with tempfile.TemporaryDirectory(prefix="weir-bench-") as work:
-        settings = _model(model or ("demo" if small else "llama-8b"), Path(work), cuda) | {
+        settings = model_fields(model or ("demo" if small else "llama-8b"), Path(work), cuda) | {
             "systems": _names(systems, SYSTEMS, "--systems"),
             "cases": _names(cases, CASES, "--cases"),
             "batches": _ints(batches or ("1,4" if small else "1,32,256"), "--batches"),
@@ -126,7 +126,7 @@ def _run(plan: Plan, out: Path, work: Path) -> None:
     raise typer.Exit(0 if result.passed and not failed else 1)
 
 
-def _model(name: str, work: Path, cuda: bool) -> dict[str, Any]:
+def model_fields(name: str, work: Path, cuda: bool) -> dict[str, Any]:
     """The plan's fields about the model."""
     from transformers import AutoConfig
 

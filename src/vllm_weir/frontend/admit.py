@@ -246,9 +246,9 @@ def engine_form(
     """What travels with the request to scheduler and workers; None if it asks for nothing that needs them.
 
     ``spec``: an `EngineSpec`. ``reply``: where its reader listens. ``first``: its first wanted position, or None.
-    ``width``: the most rows that one of its tokens can give, 0 if it captures nothing. ``treated``: whether something
-    is made of them on the device. ``most``: tokens that it can generate. ``needs``: what its interventions need of the
-    tables, [vector digests, programs, instructions], None if there are none.
+    ``width``: the most rows that one of its tokens can give, 0 if it captures nothing. ``whole``: whether something is
+    made of the rows of all its sites together. ``most``: tokens that it can generate. ``needs``: what its interventions
+    need of the tables, [vector digests, programs, instructions], None if there are none.
     """
     moves = admitted.effective
     if not admitted.spec.wishes and not moves:
@@ -265,7 +265,7 @@ def engine_form(
         "reply": reply,
         "first": admitted.spec.first(prompt_len, prompt_ids),
         "width": width,
-        "treated": admitted.spec.treatment is not None,
+        "whole": admitted.spec.treatment is not None and admitted.spec.treatment.compression is None,
         "most": max_tokens,
         "needs": _needs(admitted, prompt_ids, prompt_len, max_tokens, sizes) if moves else None,
     }

@@ -73,6 +73,8 @@ _RUNNER_1, _RUNNER_2 = f"{_V1}.worker.gpu_model_runner", f"{_V1}.worker.gpu.mode
 SEAMS: tuple[Seam, ...] = (
     Seam("vllm.config.vllm", "VllmConfig.compute_hash", EVERYWHERE,
          "the traced graph's identity enters the compile-cache key", "core:compute_hash"),
+    Seam("vllm.sampling_params", "SamplingParams.clone", FRONTEND,
+         "the copy that is made of a request's params is a quick one", "params:clone"),
     Seam(f"{_V1}.engine.output_processor", "OutputProcessor.add_request", FRONTEND,
          "a request is checked before it enters the engine, or refused while Weir is off",
          "engine:add_request", ("request",), guard=True),

@@ -62,7 +62,7 @@ class WireForm(dict):
 
     def __deepcopy__(self, memo: dict) -> dict[str, Any]:
         try:
-            return _copy(self)
+            return plain_copy(self)
         except RecursionError:  # it holds itself: admission says what is wrong with it
             return copy.deepcopy(dict(self), memo)
 
@@ -70,18 +70,22 @@ class WireForm(dict):
         return dict, (dict(self),)
 
 
-def _copy(value: Any) -> Any:
+def plain_copy(value: Any) -> Any:
+    """A deep copy, which is quick for plain data."""
     kind = type(value)
-    if kind in _ATOMS:
+    if kind in ATOMS:
         return value
     if kind is list:
-        return [_copy(v) for v in value]
+        return [plain_copy(v) for v in value]
     if kind is dict or kind is WireForm:
-        return {key: _copy(v) for key, v in value.items()}
+        return {key: plain_copy(v) for key, v in value.items()}
+    if kind is set:
+        return set(map(plain_copy, value))
     return copy.deepcopy(value)
 
 
-_ATOMS = frozenset({str, int, float, bool, type(None)})
+ATOMS = frozenset({str, int, float, bool, type(None)})
+"""Types whose values are their own copies."""
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,29 @@ class _Memcpy2D(ctypes.Structure):
     )
 
 
+_OPERAND = [
+    ("type", "<i4"),
+    ("_", "<i4"),
+    ("address", "<u8"),
+    ("pitch", "<u8"),
+    ("rows", "<u8"),
+    ("hint", "<i8"),
+]
+_RUN = np.dtype(
+    [
+        ("source", _OPERAND),
+        ("target", _OPERAND),
+        ("width", "<u8"),
+        ("height", "<u8"),
+        ("depth", "<u8"),
+        ("order", "<i4"),
+        ("flags", "<u4"),
+    ]
+)
+"""The driver's CUDA_MEMCPY3D_BATCH_OP, of operands that are addresses."""
+_ADDRESS = 1
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
@@ -59,6 +82,18 @@ def _batch():
     pointer = ctypes.c_void_p
     size = ctypes.c_size_t
     function.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer]
+    return function
+
+
+@functools.cache
+def _batch_of_runs():
+    """The driver's batched copy of pieces with gaps (570 and later), or None."""
+    try:
+        function = _driver().cuMemcpy3DBatchAsync
+    except AttributeError:
+        return None
+    pointer = ctypes.c_void_p
+    function.argtypes = [ctypes.c_size_t, pointer, pointer, ctypes.c_ulonglong, pointer]
     return function
 
 
@@ -95,6 +130,35 @@ def copy_pieces(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, str
             stream,
         )
     )
+
+
+def copy_runs(
+    targets: np.ndarray, pitches: np.ndarray, sources: np.ndarray, row_bytes: int, counts: np.ndarray, stream: int
+) -> None:
+    """Copy runs of rows that follow each other on the device to the host, where there are gaps between them.
+
+    Args:
+        targets, sources: addresses, int64 [n]; every run's targets lie in one pinned range.
+        pitches: bytes from one row of a run to the next on the host, int64 [n], at least `row_bytes`.
+        row_bytes: bytes of a row.
+        counts: rows of each run, int64 [n], all positive.
+        stream: handle of a stream that is not the default one.
+    """
+    batch = _batch_of_runs()
+    if batch is None:
+        for target, pitch, source, count in zip(
+            targets.tolist(), pitches.tolist(), sources.tolist(), counts.tolist(), strict=True
+        ):
+            copy_rows(target, pitch, source, row_bytes, count, stream)
+        return
+    runs = np.zeros(len(targets), _RUN)
+    for side, addresses, pitch in (("source", sources, row_bytes), ("target", targets, pitches)):
+        operand = runs[side]
+        operand["type"], operand["address"], operand["pitch"], operand["rows"] = _ADDRESS, addresses, pitch, counts
+    runs["width"], runs["height"], runs["depth"] = row_bytes, counts, 1
+    runs["order"], runs["flags"] = _IN_STREAM_ORDER, _BESIDE_KERNELS
+    failed = ctypes.c_size_t(0)
+    _check(batch(len(runs), runs.ctypes.data, ctypes.addressof(failed), 0, stream))
 
 
 def copy_rows(target: int, target_pitch: int, source: int, row_bytes: int, rows: int, stream: int) -> None:

@@ -73,17 +73,20 @@ class HostBuffer:
         """As `split`, of pieces (source byte, byte here, bytes)."""
         return _split(pieces, self._block)
 
-    def runs(self, row: int, width: int, count: int) -> list[tuple[int, int]]:
-        """(first, n): cuts `count` rows, `width` apart from `row` on, so that each run lies in one pinned block."""
-        out = []
-        first = 0
-        while first < count:
-            at = row + first * width
-            edge = (at // self._block_rows + 1) * self._block_rows
-            n = min(count - first, -(-(edge - at) // width))
-            out.append((first, n))
-            first += n
-        return out
+    def split_runs(self, runs: np.ndarray) -> np.ndarray:
+        """As `split`, of runs (source row, row here, rows here from one to the next, rows)."""
+        _, places, widths, counts = runs.T
+        first, last = places // self._block_rows, (places + (counts - 1) * widths) // self._block_rows
+        if (first == last).all():
+            return runs
+        parts = []
+        for source, place, width, count in runs.tolist():
+            while count:
+                edge = (place // self._block_rows + 1) * self._block_rows
+                n = min(count, -(-(edge - place) // width))
+                parts.append((source, place, width, n))
+                source, place, count = source + n, place + n * width, count - n
+        return np.array(parts, np.int64)
 
     def close(self) -> None:
         """Unpin, once the device has written what is under way; the memory goes with the last one who maps it.

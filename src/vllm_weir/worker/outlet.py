@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from vllm_weir.worker.dma import copy_pieces, copy_rows
+from vllm_weir.worker.dma import copy_pieces, copy_runs
 from vllm_weir.worker.hostmem import HostBuffer
 from vllm_weir.worker.ring import Ring
 from vllm_weir.worker.step import StepPlan
@@ -59,7 +59,7 @@ class CudaOutlet:
             with torch.cuda.stream(self.stream):
                 # Records are allocated for this stream: their memory is not reused before they have been copied.
                 for packet in treat():
-                    self._send_bytes(packet)
+                    self.send_packet(packet)
         self.send(plan.segments + (start, 0, 0))  # noqa: RUF005 - an array, not a tuple
         copied.record(self.stream)
         self._ring.leaves(start, plan.rows, copied)
@@ -78,20 +78,22 @@ class CudaOutlet:
             self.stream.cuda_stream,
         )
 
-    def _send_bytes(self, packet: Packet) -> None:
+    def send_packet(self, packet: Packet) -> None:
+        """Copy compressed records."""
         parts = self._host.split_bytes(packet.pieces)
         source = packet.records.data_ptr()
         copy_pieces(self._target + parts[:, 1], source + parts[:, 0], parts[:, 2], self.stream.cuda_stream)
 
-    def send_column(self, source: int, row: int, width: int, count: int) -> None:
-        """Copy `count` rows from ring row `source` on to arena rows `row`, `row + width`, ..."""
+    def send_columns(self, start: int, runs: np.ndarray) -> None:
+        """Copy runs, int64 [m, 4] of ring row (counted from `start`), arena row, arena rows from one row of the run to
+        the next, rows."""
+        rows, places, widths, counts = self._host.split_runs(runs).T
         size = self._row_bytes
-        for first, n in self._host.runs(row, width, count):
-            copy_rows(
-                self._target + (row + first * width) * size,
-                width * size,
-                self._source + (source + first) * size,
-                size,
-                n,
-                self.stream.cuda_stream,
-            )
+        copy_runs(
+            self._target + places * size,
+            widths * size,
+            self._source + (start + rows) * size,
+            size,
+            counts,
+            self.stream.cuda_stream,
+        )

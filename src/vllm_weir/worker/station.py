@@ -122,7 +122,7 @@ class Station:
         if isinstance(self._outlet, CudaOutlet) and ships:
             from vllm_weir.worker.stream import Streamer
 
-            self._streamer = Streamer(self.ring, self._outlet, self.tensors.ranks, self.switch.numbers)
+            self._streamer = Streamer(self.ring, self._outlet, self.tensors.ranks, self.switch.numbers, self._codecs)
 
     @property
     def wide(self) -> int:
@@ -205,7 +205,7 @@ class Station:
             if plan is not None and not self.switch.live:
                 raise WeirError("a step that was planned without taps has something for them to do")
             if plan is not None and plan.rows:
-                if not graph and not plan.treated and plan.rows > self.ring.capacity // STREAM_SHARE:
+                if not graph and not plan.whole and plan.rows > self.ring.capacity // STREAM_SHARE:
                     streamer = self._streamer
                 if streamer is None:
                     start = self.ring.take(plan.rows)

@@ -93,14 +93,25 @@ class StepPlan:
     def in_lanes(self) -> StepPlan:
         """The same with the n-th captured token in slot n."""
         slots = self.slots.copy()
-        slots[self.tokens] = np.arange(len(self.tokens))
+        # A token of a request that failed while it was planned is still among `tokens`, without a profile.
+        slots[self.tokens] = np.where(self.profiles[self.tokens] >= 0, np.arange(len(self.tokens)), -1)
         known = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return StepPlan(**known | {"slots": slots})
+
+    def lanes_of(self, slots: np.ndarray) -> np.ndarray:
+        """int64 [n], places in `tokens` of those whose rows start at `slots` [n]."""
+        live = np.flatnonzero(self.profiles[self.tokens] >= 0)
+        return live[np.searchsorted(self.slots[self.tokens[live]], slots)]
+
+    @functools.cached_property
+    def whole(self) -> bool:
+        """Whether something is made of all columns' rows together, which must be in the ring then."""
+        return bool(self.folds) or bool((self.jobs[:, 4] >= 0).any())
 
     @functools.cached_property
     def treated(self) -> bool:
         """Whether something is made of rows before it is sent."""
-        return bool(self.folds) or len(self.packs) > 0 or bool((self.jobs[:, 4] >= 0).any())
+        return self.whole or len(self.packs) > 0
 
 
 class Later(StepPlan):
@@ -115,7 +126,7 @@ class Later(StepPlan):
     def __init__(self, base: StepPlan, times: int) -> None:
         known = vars(base)
         self.__dict__.update({name: known[name] for name in _LASTING})
-        self.__dict__.update(_base=base, _times=times, treated=base.treated)
+        self.__dict__.update(_base=base, _times=times, treated=base.treated, whole=base.whole)
 
     @functools.cached_property
     def jobs(self) -> np.ndarray:  # type: ignore[override]

@@ -63,7 +63,7 @@ class Treater:
             else:
                 rows = self._ring[self._ranges(firsts, columns)]
             records = codecs[PACKED - number].encode(rows)
-            packets.append(Packet(records, _pieces(places, sizes)))
+            packets.append(Packet(records, pieces_of(places, sizes)))
         return packets
 
     def forget(self, strands: list[int]) -> None:
@@ -111,7 +111,7 @@ class Treater:
         self._cells[self._index(slots, cell)] = padded.view(-1, words)
 
 
-def _pieces(places: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def pieces_of(places: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """As `Packet.pieces`, the fewest: records that follow each other go together."""
     ends = sizes.cumsum()
     first = np.concatenate([[0], np.flatnonzero(places[1:] != places[:-1] + sizes[:-1]) + 1])

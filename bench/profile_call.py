@@ -1,0 +1,235 @@
+"""Where the time of one call of `generate` goes: its phases, with the engine in a process of its own as users have it.
+
+PYTHONPATH=src python3 bench/profile_call.py --batches 256 --out bench/results/phases_h200.json
+
+The engine's process is a fork of this one, or imports this file too, so the functions that are timed here are timed
+there as well, and both read the same clock. What a case's phases have more than those of `idle` is what it costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import types
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "fork"
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+
+LOG = sys.modules["weir_profile_log"] = types.ModuleType("weir_profile_log")
+LOG.events = []
+CASES = ("idle", "steer_one", "steer_all_distinct", "capture_last_all_layers", "capture_all_all_layers", "capture_rp8")
+
+
+def timed(owner: Any, name: str, part: str) -> None:
+    """Log begin and end of every call of a method."""
+    original, events, clock = getattr(owner, name), LOG.events, time.perf_counter
+
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        began = clock()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            events.append((part, began, clock()))
+
+    setattr(owner, name, wrapper)
+
+
+def take(_worker: Any = None) -> list[tuple[str, float, float]]:
+    """The events of this process since the last time."""
+    import sys
+
+    events = sys.modules["weir_profile_log"].events
+    out = list(events)
+    events.clear()
+    return out
+
+
+def hold_parts() -> None:
+    """Before the engine starts: the seams keep references to bound methods."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core_client import SyncMPClient
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from vllm_weir.frontend import inbox
+    from vllm_weir.frontend.desk import Desk
+    from vllm_weir.frontend.view import View
+    from vllm_weir.worker.drain import Drain
+    from vllm_weir.worker.outlet import CpuOutlet, CudaOutlet
+    from vllm_weir.worker.station import Station
+
+    timed(SamplingParams, "clone", "caller: clone of the params")
+    timed(InputProcessor, "process_inputs", "caller: vLLM's reading of the request")
+    timed(Desk, "admit", "caller: Weir's admission")
+    timed(SyncMPClient, "add_request", "caller: send to the core")
+    timed(OutputProcessor, "process_outputs", "caller: outputs of a step")
+    timed(View, "activations", "caller: hand-out")
+    timed(inbox._Desk, "_handle", "caller: a message of rows")
+    timed(EngineCore, "preprocess_add_request", "core: take in a request")
+    timed(EngineCore, "add_request", "core: queue a request")
+    timed(Scheduler, "schedule", "core: schedule a step")
+    timed(Scheduler, "update_from_output", "core: read a step")
+    timed(Worker, "execute_model", "worker: execute_model")
+    timed(Worker, "sample_tokens", "worker: sample_tokens")
+    timed(Station, "follow", "worker: follow")
+    timed(Station, "plan_step", "worker: plan")
+    timed(Station, "end_step", "worker: ship")
+    timed(CudaOutlet, "ship", "worker: start of the copies")
+    timed(CpuOutlet, "ship", "worker: start of the copies")
+    timed(Drain, "_tell", "drain: a message")
+
+
+def record_device(_worker: Any = None) -> None:
+    """Start to record what the device does."""
+    import sys
+
+    import torch
+
+    log = sys.modules["weir_profile_log"]
+    log.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    log.profile.start()
+
+
+def device_sums(_worker: Any = None) -> dict[str, tuple[int, float]]:
+    """Since `record_device`: times and microseconds of Weir's kernels, of copies by direction, and of all else."""
+    import sys
+
+    import torch
+
+    torch.cuda.synchronize()
+    profile = sys.modules["weir_profile_log"].profile
+    profile.stop()
+    own = {"_tap": "taps", "_pack": "packing"}
+    out: dict[str, tuple[int, float]] = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kind = own.get(event.name, event.name if event.name.startswith("Memcpy") else "the model and all else")
+            count, us = out.get(kind, (0, 0.0))
+            out[kind] = (count + 1, us + event.device_time)
+    return out
+
+
+def phases(began: float, returned: float, done: float, events: list[tuple[str, float, float]]) -> dict[str, float]:
+    """One call, in milliseconds: what follows each other, steps, and (``sum of``) parts wherever they run."""
+    by_part: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for part, a, b in events:
+        by_part[part].append((a, b))
+    sent = max(b for _, b in by_part["caller: send to the core"])
+    queued = max([sent, *(b for _, b in by_part["core: queue a request"])])
+    starts = sorted(a for a, _ in by_part["worker: execute_model"])
+    full = [a for a in starts if a > queued]
+    gaps = [b - a for a, b in itertools.pairwise(full[4:-4])]
+    last = max(b for _, b in by_part["worker: execute_model"])
+    out = {
+        "all requests sent after": sent - began,
+        "all requests queued after": queued - began,
+        "first step with all after": full[0] - began,
+        "last step issued after": last - began,
+        "generate returned after": returned - began,
+        "hand-out": done - returned,
+        "whole call": done - began,
+        "a steady step": statistics.median(gaps) if gaps else 0.0,
+        "mean steady step": statistics.fmean(gaps) if gaps else 0.0,
+    }
+    out |= {f"sum of {part}": sum(b - a for a, b in spans) for part, spans in by_part.items()}
+    return {k: 1e3 * v for k, v in out.items()} | {
+        "steps": len(starts),
+        "steps before all were queued": len(starts) - len(full),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batches", default="256")
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--calls", type=int, default=5)
+    parser.add_argument("--warmups", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--cpu", action="store_true", help="the shipped model on this machine's CPU")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/phases_h200.json"))
+    given = parser.parse_args()
+    hold_parts()
+    from vllm import LLM
+
+    from vllm_weir.bench.command import model_fields
+    from vllm_weir.bench.plan import Plan
+    from vllm_weir.bench.systems import Weir
+    from vllm_weir.bench.weights import fill_engine
+
+    work = Path(tempfile.mkdtemp())
+    cuda = not given.cpu
+    plan = Plan(
+        **model_fields("llama-8b" if cuda else "demo", work, cuda),
+        systems=("weir",), cases=CASES, batches=tuple(map(int, given.batches.split(","))), prefill=None,
+        tokens=given.tokens, repeats=given.calls, warmups=given.warmups, case_seconds=600, cuda=cuda, eager=not cuda,
+        weir_config={"host_bytes": 48 << 30} if cuda else {}, memory_share=0.8,
+    )  # fmt: skip
+    system = Weir(plan, work)
+    llm = LLM(**system.engine())
+    if plan.dummy:
+        llm.apply_model(fill_engine)
+    found: dict[str, Any] = {"model": plan.model_name, "tokens": plan.tokens, "calls": given.calls, "cases": []}
+    for size in plan.sizes():
+        prompts = [{"prompt_token_ids": ids} for ids in plan.prompts(size)]
+        asked = {case: system.params(case, size) for case in given.cases.split(",")}
+        seen: dict[str, list[dict[str, float]]] = defaultdict(list)
+        for turn in range(-given.warmups, given.calls):
+            for case, params in asked.items():
+                llm.collective_rpc(take)
+                take()
+                began = time.perf_counter()
+                outs = llm.generate(prompts, params, use_tqdm=False)
+                returned = time.perf_counter()
+                rows = system.deliver(case, outs)
+                done = time.perf_counter()
+                del outs, rows
+                if turn >= 0:
+                    seen[case].append(phases(began, returned, done, take() + llm.collective_rpc(take)[0]))
+        device = {}
+        for case, params in asked.items() if cuda else ():
+            llm.collective_rpc(record_device)
+            outs = llm.generate(prompts, params, use_tqdm=False)
+            device[case] = {
+                kind: {"a_step": round(n / size.generated, 2), "us_a_step": round(us / size.generated, 1)}
+                for kind, (n, us) in sorted(llm.collective_rpc(device_sums)[0].items())
+            }
+            del outs
+        for case, calls in seen.items():
+            names = {name for call in calls for name in call}
+            medians = {n: round(statistics.median(call.get(n, 0.0) for call in calls), 3) for n in sorted(names)}
+            whole = [call["whole call"] for call in calls]
+            medians |= {"whole call, least": round(min(whole), 3), "whole call, most": round(max(whole), 3)}
+            found["cases"].append({"case": case, "batch": size.count, "ms": medians, "device": device.get(case, {})})
+        show(found["cases"][-len(seen) :])
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def show(entries: list[dict[str, Any]]) -> None:
+    """A table, a case a column."""
+    rows = sorted({row for entry in entries for row in entry["ms"]})
+    print(f"{'ms':44s}" + "".join(f"{entry['case'][:16]:>17s}" for entry in entries))
+    for row in rows:
+        print(f"{row:44s}" + "".join(f"{entry['ms'].get(row, 0.0):17.2f}" for entry in entries), flush=True)
+    for entry in entries:
+        print(f"device, a step of {entry['case']}: {json.dumps(entry['device'])}", flush=True)
+
+
+if __name__ == "__mp_main__":  # a process of the engine that was spawned
+    hold_parts()
+if __name__ == "__main__":
+    main()
