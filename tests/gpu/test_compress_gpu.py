@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from tests.support.engines import close_all, get_llm
+from tests.support.measure import rel_err
 from tests.support.models import make_model
+from tests.support.oracle import Oracle
 from vllm_weir import codec
 from vllm_weir.spec.compress import Compression
 
@@ -63,6 +65,53 @@ def test_records_are_those_of_the_rows(directory, graphs, how):
             expected = codec.decode(codec.encode(rows, compression), header)
             got = packed.activations[site]
             near = torch.nn.functional.cosine_similarity(got.double(), expected.double(), dim=-1)
+            assert near.min() > 0.98, (site, float(near.min()))
+
+
+@pytest.mark.parametrize("how", ["full8", "topk8", {"method": "rp8", "k": 64}], ids=str)
+def test_prompts_that_leave_the_ring_tap_by_tap(directory, how, monkeypatch):
+    """Steps that do not fit the ring: plain rows are those of transformers, records those of the plain rows."""
+    from vllm import SamplingParams
+
+    import vllm_weir as weir
+    from vllm_weir.worker.stream import Streamer
+
+    begin, streamed = Streamer.begin, []
+
+    def counting(self, plan, columns_of):
+        streamed.append((plan.rows, len(plan.packs), len(plan.jobs)))
+        begin(self, plan, columns_of)
+
+    monkeypatch.setattr(Streamer, "begin", counting)
+    ring = 3 * 1024
+    arguments = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 30, "max_num_batched_tokens": 1024}
+    settings = {"weir": {"buffer_bytes": ring * 128 * 4, "host_bytes": 1 << 30}}
+    llm = get_llm(directory, enforce_eager=True, additional_config=settings, **arguments)
+    compression, oracle = Compression.parse(how, "compress"), Oracle(directory)
+    base = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    lengths = (1, 2, 5, 16, 40, 64, 100, 200)
+    prompts = [{"prompt_token_ids": [(7 * i + j) % 500 + 5 for j in range(n)]} for i, n in enumerate(lengths)]
+    wide = [weir.Capture(hook) for hook in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")]
+    some = [weir.Capture("resid_post", positions="0::3")]
+    asked = [weir.params(base, capture=captures) for captures in (wide, some)]
+    packing = [
+        weir.params(base, capture=[weir.Capture(c.hook, positions=c.positions, compress=how) for c in captures])
+        for captures in (wide, some)
+    ]
+    every = [*zip(prompts * 2, [asked[0]] * 8 + [asked[1]] * 8), *zip(prompts * 2, [packing[0]] * 8 + [packing[1]] * 8)]
+    outs = llm.generate([p for p, _ in every], [a for _, a in every], use_tqdm=False)
+    assert any(rows > ring for rows, _, _ in streamed), streamed
+    assert any(packs and jobs for _, packs, jobs in streamed), "none of the steps had both kinds"
+    for plain, packed in zip(outs[:16], outs[16:]):
+        ids = (list(plain.prompt_token_ids) + list(plain.outputs[0].token_ids))[:-1]
+        exact = oracle.rows(ids)
+        for site in plain.activations.sites:
+            at = plain.activations.positions_of(*site)
+            assert rel_err(plain.activations[site], exact[tuple(site)][at]) <= 5e-3
+            assert packed.activations.positions_of(*site).equal(at)
+            header = packed.activations.compressed(site)[1]
+            expected = codec.decode(codec.encode(plain.activations[site], compression), header)
+            near = torch.nn.functional.cosine_similarity(packed.activations[site], expected, dim=-1)
             assert near.min() > 0.98, (site, float(near.min()))
 
 

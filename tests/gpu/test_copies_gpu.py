@@ -1,0 +1,52 @@
+"""The driver's batched copies, on real memory: what `vllm_weir.worker.dma` tells it is what it does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+WIDTH = 192
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_runs_and_pieces(batched, monkeypatch):
+    """Rows go where they belong, and nothing else is written."""
+    from vllm_weir.worker import dma, outlet
+    from vllm_weir.worker.hostmem import HostBuffer
+    from vllm_weir.worker.ring import Ring
+
+    if batched:
+        assert dma._batch() is not None and dma._batch_of_runs() is not None, "this driver has no batched copies"
+    else:
+        monkeypatch.setattr(dma, "_batch", lambda: None)
+        monkeypatch.setattr(dma, "_batch_of_runs", lambda: None)
+    torch.cuda.init()
+    ring = Ring(1000, WIDTH, torch.bfloat16, torch.device("cuda", 0))
+    ring.buffer.copy_(torch.randn(1000, WIDTH, generator=torch.Generator().manual_seed(1)))
+    host = HostBuffer(400_000, WIDTH * 2, pin=True)  # three pinned blocks
+    try:
+        host.prepare(0, host.rows)
+        rows = host.view(WIDTH, torch.bfloat16)
+        rows.fill_(7)
+        sender = outlet.CudaOutlet(ring, host)
+        edge = host._block_rows
+        runs = np.array([(0, 10, 5, 7), (7, 100, 32, 16), (30, edge - 40, 33, 9), (50, 300_000, 1, 5)], np.int64)
+        rest = np.array([(500, 9, 1), (501, 2000, 40), (600, edge - 3, 6)], np.int64)
+        torch.cuda.synchronize()
+        sender.send_columns(200, runs)
+        sender.send(rest)
+        sender.stream.synchronize()
+        wanted = torch.full_like(rows[: 2 * edge], 7)
+        source = ring.buffer.cpu()
+        for lane, row, width, count in runs.tolist():
+            for k in range(count):
+                if row < len(wanted):
+                    wanted[row + k * width] = source[200 + lane + k]
+        for slot, row, count in rest.tolist():
+            wanted[row : row + count] = source[slot : slot + count]
+        assert rows[: 2 * edge].equal(wanted)
+        assert rows[300_000:300_005].equal(source[250:255]) and (rows[300_005:] == 7).all()
+    finally:
+        host.close()
