@@ -28,7 +28,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import vllm_weir as weir
 from vllm_weir.frontend.desk import Desk
-from vllm_weir.seams import core, engine
+from vllm_weir.seams import core, engine, params
 from vllm_weir.seams.worker import _starts
 from vllm_weir.settings import Settings
 from vllm_weir.worker.station import Station
@@ -41,6 +41,7 @@ CASES = (
 """`capture_own`: every request wants blocks of its own choice. ``again``: the batch's params have been used before;
 ``alike``: all requests share one params object. Captures of all blocks do both."""
 OK = SimpleNamespace(refusal=None, active=True)
+CLONE = params.clone(SamplingParams.clone, OK)
 
 
 def wishes(case: str, count: int) -> list[dict[str, Any]]:
@@ -73,8 +74,8 @@ class Run:
 
     def ask(self) -> list[EngineCoreRequest]:
         """The requests as vLLM makes them."""
-        with self.clock.part("caller: vLLM's clone of the params, a request", self.count):
-            copies = [p.clone() for p in self.params]
+        with self.clock.part("caller: copy of the params, a request", self.count):
+            copies = [CLONE(p) for p in self.params]
         prompts = np.random.default_rng(0).integers(10, 1000, (self.count, PROMPT)).tolist()
         return [
             EngineCoreRequest(i, prompt, None, p, None, 0.0, None, None, None, external_req_id=i.split("-")[0])

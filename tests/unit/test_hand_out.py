@@ -14,7 +14,8 @@ from tests.unit.post import Post
 from tests.unit.test_delivery import LAYERS, Request, content
 from tests.unit.wishes import selectors
 from vllm_weir import Site, mail
-from vllm_weir.frontend.pending import Block, Group
+from vllm_weir.frontend.block import Block
+from vllm_weir.frontend.pending import Group
 from vllm_weir.frontend.store import merged
 from vllm_weir.frontend.strips import spread
 from vllm_weir.frontend.tokens import Prompt, TokenIds, Tokens
@@ -108,7 +109,7 @@ def test_a_block_is_cut_when_it_is_looked_at():
     rows = torch.arange(24.0).view(2, 3, 4)
     block = Block(sites, None, rows)
     assert len(block) == 3 and sites[2] in block and Site("resid_pre", 0) not in block and list(block) == sites
-    assert block._cut is None
+    assert "every" not in vars(block)
     assert all(
         block[site].equal(rows[:, k]) and block[site].data_ptr() == rows[0, k].data_ptr()
         for k, site in enumerate(sites)

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from vllm_weir import codec
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.block import Block
 from vllm_weir.spec.hooks import Site, parse_site
 
 LENS_KEY = "residual_stream"
@@ -101,7 +102,8 @@ class Activations(Mapping):
     ) -> None:
         self._rows = rows
         self._packed = packed
-        self._decoded: dict[Site, torch.Tensor] = {}
+        self._made: dict[Any, torch.Tensor] = {}
+        """Rows that have been looked at; a plain pair of names finds a Site's."""
         self._positions = positions
         self._token_ids = token_ids
         self._lens_layers = lens_layers
@@ -131,23 +133,30 @@ class Activations(Mapping):
         """
         if self._packed is None:
             raise WeirError("these rows are not compressed; ask for Capture(..., compress=...)")
-        site = self._site(hook if layer is None else (hook, layer))
+        site = hook if type(hook) is Site else self._site(hook if layer is None else (hook, layer))
+        if site not in self._packed.records:
+            site = self._site(site)
         return self._packed.records[site], self._packed.header
 
     def __getitem__(self, key: object) -> torch.Tensor:
-        if type(key) is Site and self._packed is None and key in self._positions:
-            return self._rows[key]
+        try:
+            return self._made[key]
+        except (KeyError, TypeError):
+            return self._first_look(key)
+
+    def _first_look(self, key: object) -> torch.Tensor:
         if key == LENS_KEY and self._lens_layers:
             return torch.stack([self._row(Site("resid_post", layer)) for layer in self._lens_layers])
         return self._row(self._site(key))
 
     def _row(self, site: Site) -> torch.Tensor:
         """A site's rows, decoded when they are first asked for."""
-        if self._packed is None:
-            return self._rows[site]
-        if site not in self._decoded:
-            self._decoded[site] = self._packed.decode(site)
-        return self._decoded[site]
+        if site not in self._made:
+            if self._packed is None:
+                self._made = self._rows.every if isinstance(self._rows, Block) else dict(self._rows)
+            else:
+                self._made[site] = self._packed.decode(site)
+        return self._made[site]
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self._positions)

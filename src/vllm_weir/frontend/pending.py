@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,7 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import Admitted
+from vllm_weir.frontend.block import Block
 from vllm_weir.frontend.strips import Strip
 from vllm_weir.frontend.tokens import Prompt
 from vllm_weir.spec.hooks import Site
@@ -186,33 +187,6 @@ class Pending:
 
 _NOWHERE = np.zeros(0, bool)
 _NONE = (np.zeros(0, np.int64), np.zeros(0, np.int64))
-
-
-class Block(Mapping):
-    """Rows [n, d] of several sites, cut out of [n, columns, d] when one of them is first looked at.
-
-    Args:
-        places: which column each site's is; None if they are in order.
-    """
-
-    def __init__(self, sites: Sequence[Site], places: list[int] | None, rows: torch.Tensor) -> None:
-        self._sites, self._places, self._rows = sites, places, rows
-        self._cut: dict[Site, torch.Tensor] | None = None
-
-    def __getitem__(self, site: Site) -> torch.Tensor:
-        if self._cut is None:
-            every = self._rows.unbind(1)
-            self._cut = dict(zip(self._sites, [every[k] for k in self._places] if self._places else every, strict=True))
-        return self._cut[site]
-
-    def __contains__(self, site: object) -> bool:
-        return site in self._sites
-
-    def __iter__(self) -> Iterator[Site]:
-        return iter(self._sites)
-
-    def __len__(self) -> int:
-        return len(self._sites)
 
 
 class Where:
