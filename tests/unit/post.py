@@ -101,6 +101,8 @@ class Post:
             header = mail.Header("t", "w", D, "float32", news, pressure=self.arena.pressure, spill=spill)
             header = mail.decode(mail.encode(header))
             self.store.receive(header, self.mirror, marks, message[2], payload)
+            while self.store.prepare():
+                pass
             for extent in news.retired:
                 self.arena.let_go(extent.start)
                 if not self.near:

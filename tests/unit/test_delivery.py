@@ -17,6 +17,7 @@ from tests.unit.wishes import sensible_captures, served
 from vllm_weir import Capture, Site, WeirError, codec, mail
 from vllm_weir.frontend.admit import EngineFacts, admit
 from vllm_weir.frontend.desk import Tracker
+from vllm_weir.frontend.early import ends_with_the_prompt
 from vllm_weir.frontend.inbox import deliver
 from vllm_weir.frontend.mirror import Mirror
 from vllm_weir.frontend.pending import Pending
@@ -35,6 +36,8 @@ def opened(store, captures, prompt_ids, name="r", timeout=0.2, compress=None):
     admitted = admit({"weir": spec.to_json()}, FACTS)
     pending = Pending(name, admitted, np.asarray(prompt_ids), store)
     store.open(pending)
+    if ends_with_the_prompt(pending.memory, len(prompt_ids)):
+        store.early.add(pending, D)
     return pending, Tracker(pending, 0, D, timeout)
 
 

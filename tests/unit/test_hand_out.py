@@ -143,6 +143,49 @@ def test_memory_is_free_as_soon_as_nobody_holds_the_rows():
         gc.enable()
 
 
+def test_rows_of_the_prompt_are_cut_before_anybody_asks():
+    post = Post(LAYERS)
+    asked = {"r0": "last_prompt", "r1": "all", "r2": "0:2", "r3": "prompt"}
+    requests = {name: Request(post, name, [("resid_post", "all", p)], 5, 9, [1] * 14) for name, p in asked.items()}
+    for request in requests.values():
+        request.join()
+    post.step([(name, 3, 0) for name in asked], content)
+    early = {name: request.pending.early for name, request in requests.items()}
+    assert [name for name, acts in early.items() if acts is not None] == ["r2"]
+    post.step([(name, 2, 3) for name in asked], content)
+    early = {name: request.pending.early for name, request in requests.items()}
+    assert [name for name, acts in early.items() if acts is not None] == ["r0", "r2", "r3"]
+    for name, acts in early.items():
+        view = requests[name].tracker.view([1], True, None, 0)
+        assert (view.activations() is acts) == (acts is not None)
+        if acts is not None:
+            fresh = view._assemble()
+            assert acts.sites == fresh.sites and acts.positions.equal(fresh.positions)
+            assert acts.token_ids.equal(fresh.token_ids) and all(acts[s].equal(fresh[s]) for s in acts.sites)
+            later = requests[name].tracker.view([1, 1], True, None, 0).activations()
+            assert later is not acts and not len(later["resid_post", 0]), "later outputs have none of them"
+    post.planner.remove("r0")
+    requests["r0"].join()  # preempted: all is computed again
+    post.step([("r0", 5, 0)], lambda *at: content(*at) + 1)
+    again = requests["r0"].tracker.view([1, 1], False, None, 0).activations()
+    assert again is not early["r0"] and again["resid_post", 0].equal(early["r0"]["resid_post", 0] + 1)
+
+
+def test_early_hand_outs_do_not_hold_a_full_buffer():
+    """What has been cut early, and nobody has looked at, is taken out of the worker's memory as the rest is."""
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "prompt")], 5, 1, [1] * 6)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    assert request.pending.early is not None and post.arena.used > 0
+    post.strands.retire_all()
+    post.deliver(post.step([], content, deliver=False)[1], spill=True)
+    gc.collect()
+    assert request.pending.early is None and post.arena.used == 0
+    acts = request.tracker.view([1], False, "length", 0).activations()
+    assert acts["resid_post", 1][:, 1].tolist() == list(range(5))
+
+
 def test_rows_from_the_middle_of_a_strip_are_a_run():
     post = Post(LAYERS)
     request = Request(post, "r0", [("resid_post", "all", "all")], 5, 20, [1] * 25)

@@ -13,6 +13,7 @@ import numpy as np
 from vllm_weir.consumers.base import EngineInfo, Finished
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import Admitted, EngineFacts, admit, carries_keys, engine_form
+from vllm_weir.frontend.early import ends_with_the_prompt
 from vllm_weir.frontend.inbox import Inbox
 from vllm_weir.frontend.parts import Part
 from vllm_weir.frontend.pending import Pending
@@ -228,6 +229,8 @@ class Desk:
         wire = engine_form(admitted, reply, prompt_ids, prompt_len, max_tokens, facts, self._chunked, sizes)
         pending = Pending(request_id, admitted, [-1] * prompt_len if prompt_ids is None else prompt_ids, self.store)
         self.store.open(pending)
+        if prompt_ids is not None and ends_with_the_prompt(pending.memory, prompt_len):
+            self.store.early.add(pending, facts.d_model)
         first = wire["first"] if wire is not None else None
         asked = carries_keys(extra_args)
         return Tracker(pending, first, facts.d_model, self.settings.timeout, self.board, asked, self._hold), wire

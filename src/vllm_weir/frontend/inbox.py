@@ -75,7 +75,8 @@ class _Desk:
         for source in (self.rows, self.vectors, self.arenas.fileno(), self.bell):
             poller.register(source, zmq.POLLIN)
         while not self.stop:
-            for source, _ in poller.poll():
+            more = self.store.prepare()
+            for source, _ in poller.poll(0 if more else None):
                 try:
                     self._handle(source, poller)
                 except (msgspec.MsgspecError, ValueError, KeyError, RuntimeError, OSError, StopIteration) as e:

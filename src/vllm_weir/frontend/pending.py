@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.activations import Activations
 from vllm_weir.frontend.admit import Admitted
 from vllm_weir.frontend.block import Block
+from vllm_weir.frontend.parts import Part
 from vllm_weir.frontend.strips import Strip
 from vllm_weir.frontend.tokens import Prompt
 from vllm_weir.spec.hooks import Site
@@ -67,8 +69,15 @@ class Pending:
         self.groups: list[Group] = []
         self.steered: list[np.ndarray] = [_NOWHERE] * len(admitted.effective)
         self.failure: str | None = None
+        self.early: Activations | None = None
+        """What is handed out, if it was made before anybody asked."""
         self._store = store
         self._claims, self._lock = 0, threading.Lock()
+
+    @property
+    def memory(self) -> Part:
+        """What comes back on the output."""
+        return self.admitted.parts[0]
 
     def claim(self, claims: int) -> None:
         """The sequence has finished, and its rows are needed in so many places."""
@@ -79,7 +88,7 @@ class Pending:
         with self._lock:
             self._claims -= 1
             if self._claims == 0:
-                self.strips = []
+                self.strips, self.early = [], None
 
     def await_steered(self, move: int, positions: np.ndarray, timeout: float) -> None:
         """Wait for word that `move` was applied at all of `positions`.
@@ -105,8 +114,8 @@ class Pending:
         found: list[tuple[Sequence[Site], Where]] = []
 
         def complete() -> bool:
-            found[:] = [(some, self._locate(strips, positions)) for some, strips in self._groups(sites, kind)]
-            return self.failure is not None or all(w.run is not None or w.there.all() for _, w in found)
+            found[:] = self._found(sites, positions, kind)
+            return self.failure is not None or all(where.all_there for _, where in found)
 
         if not self._store.wait(complete, timeout):
             for some, where in found:
@@ -119,11 +128,17 @@ class Pending:
         self.check()
         return [self._collect(*both, positions) for both in found]
 
+    def has(self, sites: Sequence[Site], positions: np.ndarray) -> bool:
+        """Whether `take` would not have to wait for rows, by the marks that have been read."""
+        return all(where.all_there for _, where in self._found(sites, positions, "rows"))
+
+    def _found(self, sites: Sequence[Site], positions: np.ndarray, kind: str) -> list[tuple[Sequence[Site], Where]]:
+        return [(some, self._locate(strips, positions)) for some, strips in self._groups(sites, kind)]
+
     def arrived(self, sites: Sequence[Site], positions: np.ndarray, kind: str = "rows") -> list[Taken]:
         """As `take`, of those rows that are here; for requests that were aborted."""
         self._store.fold()
-        groups = self._groups(sites, kind)
-        return [self._collect(some, self._locate(strips, positions), positions) for some, strips in groups]
+        return [self._collect(some, where, positions) for some, where in self._found(sites, positions, kind)]
 
     def _groups(self, sites: Sequence[Site], kind: str) -> list[tuple[Sequence[Site], list[Strip]]]:
         """The sites, those that lie in the same strips together, with these strips."""
@@ -201,6 +216,11 @@ class Where:
     def there(self) -> np.ndarray:
         """Whether there is nothing more to wait for."""
         return (self.strip >= 0) | self.dropped
+
+    @property
+    def all_there(self) -> bool:
+        """Whether that is so at every position."""
+        return self.run is not None or bool(self.there.all())
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from vllm_weir import mail
+from vllm_weir.frontend.early import Early
 from vllm_weir.frontend.mirror import Mirror
 from vllm_weir.frontend.pending import Group, Pending
 from vllm_weir.frontend.strips import Extent, Strip
@@ -40,6 +41,7 @@ class Store:
         """Bytes of a rank of open strands whose rows come in messages."""
         self._unread: list[tuple[str, np.ndarray, np.ndarray]] = []
         self._changed = threading.Condition(threading.RLock())
+        self.early = Early()
         self.loads: dict[str, Load] = {}
         """What each worker last said of itself."""
 
@@ -97,6 +99,8 @@ class Store:
                 if not mirror.shared:
                     self._widths[worker, opened.strand] = opened.rank_bytes(header.d_model * dtype.itemsize)
                 if (pending := self.get(opened.request_id)) is not None:
+                    if pending.early is not None:  # rows that are computed again replace those of before
+                        pending.early = None
                     self._strips[worker, opened.strand] = strip = Strip(opened, mirror, header.d_model, dtype)
                     pending.strips.append(strip)
             for placed in news.placed:
@@ -116,6 +120,8 @@ class Store:
                 self._widths.pop((worker, strand), None)
             if len(marks) or len(steered):
                 self._unread.append((worker, marks, steered))
+            if len(marks):
+                self.early.look()
             if len(self._unread) > FOLD or news.retired:
                 self.fold()
             for retired in news.retired:
@@ -126,6 +132,14 @@ class Store:
             self._changed.notify_all()
         if header.spill:
             self._spill(mirror)
+
+    def prepare(self) -> bool:
+        """Make a few hand-outs early; whether there is more to be done."""
+        if self.early.due:
+            with self._changed:
+                self.fold()
+                self.early.make()
+        return self.early.due
 
     def fold(self) -> None:
         """Read the marks that have come."""
@@ -154,6 +168,8 @@ class Store:
 
     def _spill(self, mirror: Mirror) -> None:
         """Copy what a worker's buffer holds and nobody has looked at into memory of this process."""
+        for pending in list(self._pending.values()):
+            pending.early = None
         for strip in [s for s in self._strips.values() if s.mirror is mirror]:
             for extent, copy in strip.take_out():
                 with self._changed:

@@ -56,8 +56,13 @@ class View:
         """The rows; raises WeirError if they were lost."""
         if self._made is None:
             self.pending.check()
-            self._made = self._assemble()
+            early = None if self.start or self.aborted or self.part is not self.pending.memory else self.pending.early
+            self._made = self._assemble() if early is None else early
         return self._made
+
+    def arrived(self) -> bool:
+        """Whether every row of the part is here, by the marks that have been read; not for treated ones."""
+        return all(self.pending.has(sites, self._wanted(some)[0]) for sites, some in self.part.spec.by_positions)
 
     def touched(self, move: Move) -> np.ndarray:
         """Positions that an intervention is for, ascending; those before `cached_tokens` are none of this pass."""

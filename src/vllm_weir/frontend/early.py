@@ -1,0 +1,85 @@
+"""Early hand-outs: rows of prompts are complete long before the output is, and are cut while its reader still waits."""
+
+from __future__ import annotations
+
+import logging
+from weakref import WeakValueDictionary
+
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.parts import Part
+from vllm_weir.frontend.pending import Pending
+from vllm_weir.frontend.tokens import Tokens
+from vllm_weir.frontend.view import View
+
+logger = logging.getLogger(__name__)
+FEW = 8
+"""Sequences that are looked at in one go: whoever else needs the interpreter does not wait for more."""
+
+
+def ends_with_the_prompt(part: Part, prompt_len: int) -> bool:
+    """Whether the rows of a part, as the model has them, are known to be of the prompt only."""
+    spec = part.spec
+    if not spec.wishes or spec.treatment is not None or part.recast:
+        return False
+    bounds = [selector.bounds(prompt_len) for _, selectors in spec.by_positions for selector in selectors]
+    return all(b is not None and b[1] <= prompt_len for b in bounds)
+
+
+class Early:
+    """Sequences whose hand-out can be made early. Belongs to the thread that receives rows, but for `add`."""
+
+    def __init__(self) -> None:
+        self._waiting: WeakValueDictionary[str, Pending] = WeakValueDictionary()
+        self._scan: list[str] = []
+
+    def add(self, pending: Pending, d_model: int) -> None:
+        """Make this sequence's hand-out once its rows are here."""
+        self._d_model = d_model
+        self._waiting[pending.request_id] = pending
+
+    def look(self) -> None:
+        """Rows have arrived."""
+        self._scan = list(self._waiting)
+
+    @property
+    def due(self) -> bool:
+        """Whether there is something to look at."""
+        return bool(self._scan)
+
+    def make(self) -> None:
+        """Look at a few sequences; of those whose rows are here, make the hand-out."""
+        some, self._scan = self._scan[:FEW], self._scan[FEW:]
+        for name in some:
+            pending = self._waiting.get(name)
+            if pending is None:
+                continue
+            try:
+                made = self._make(pending)
+            except (WeirError, RuntimeError) as e:
+                # Whoever asks for the rows is told then.
+                logger.error("Weir could not make the hand-out of %s early: %s", name, e)
+                made = True
+            if made:
+                self._waiting.pop(name, None)
+
+    def _make(self, pending: Pending) -> bool:
+        """Whether it is made."""
+        view = View(
+            pending=pending,
+            part=pending.memory,
+            tokens=Tokens(pending.prompt, ()),
+            start=0,
+            finished=False,
+            aborted=False,
+            cached_tokens=0,
+            hit_limit=None,
+            d_model=self._d_model,
+            timeout=0.0,
+        )
+        if not view.arrived():
+            return False
+        early = view.activations()
+        for site in early.sites[:1]:
+            early[site]  # the first look cuts all of them
+        pending.early = early
+        return True
