@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -15,10 +16,11 @@ from tests.unit.test_delivery import LAYERS, Request, content
 from tests.unit.wishes import selectors
 from vllm_weir import Site, mail
 from vllm_weir.frontend.block import Block
-from vllm_weir.frontend.pending import Group
+from vllm_weir.frontend.pending import Group, _covers
 from vllm_weir.frontend.store import merged
 from vllm_weir.frontend.strips import spread
 from vllm_weir.frontend.tokens import Prompt, TokenIds, Tokens
+from vllm_weir.frontend.view import View
 from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.request import selected
 
@@ -141,6 +143,30 @@ def test_memory_is_free_as_soon_as_nobody_holds_the_rows():
         assert post.arena.used == 0
     finally:
         gc.enable()
+
+
+@settings(max_examples=200, deadline=None)
+@given(selector=selectors(), P=st.integers(1, 9), G=st.integers(1, 6), cached=st.integers(0, 12))
+def test_every_position_that_is_meant_must_have_been_steered(selector, P, G, cached):
+    """Positions that are known to be a stretch are not listed; what is awaited and counted is the same."""
+    told = []
+    move = SimpleNamespace(per_position=False, positions=Positions.parse(selector))
+    pending = SimpleNamespace(
+        admitted=SimpleNamespace(moves=[move]), await_steered=lambda number, own, timeout: told.append(own)
+    )
+    ids = list(range(P + G))
+    tokens = Tokens(Prompt(ids[:P]), ids[P:])
+    view = View(pending, None, tokens, 0, True, False, cached, None, 4, 1.0)
+    ((_, changed, shared),) = view.verify()
+    (own,) = told
+    own = np.arange(*own) if isinstance(own, tuple) else own
+    wanted = selected((Positions.parse(selector),), P, np.array(ids[: P + G - 1]))
+    assert own.tolist() == wanted[wanted >= cached].tolist()
+    assert (changed, shared) == (len(own), len(wanted) - len(own))
+    steered = np.zeros(P + G, bool)
+    assert _covers(steered, told[0]) == (not len(own))
+    steered[own] = True
+    assert _covers(steered, told[0]) and (not len(own) or not _covers(steered[: own[-1]], told[0]))
 
 
 def test_rows_of_the_prompt_are_cut_before_anybody_asks():

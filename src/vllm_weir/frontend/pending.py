@@ -90,12 +90,14 @@ class Pending:
             if self._claims == 0:
                 self.strips, self.early = [], None
 
-    def await_steered(self, move: int, positions: np.ndarray, timeout: float) -> None:
-        """Wait for word that `move` was applied at all of `positions`.
+    def await_steered(self, move: int, positions: np.ndarray | tuple[int, int], timeout: float) -> None:
+        """Wait for word that `move` was applied at all of `positions` (ascending; or the first, and where they end).
 
         Raises:
             WeirError: if the worker reported a failure, or the word does not come within `timeout` seconds.
         """
+        if self.failure is None and _covers(self.steered[move], positions):
+            return
         if not self._store.wait(lambda: self.failure is not None or _covers(self.steered[move], positions), timeout):
             raise WeirError(f"intervention {move} was not confirmed at every position within {timeout:g} s")
         self.check()
@@ -232,6 +234,9 @@ class Taken:
     rows: Mapping[Site, torch.Tensor]
 
 
-def _covers(have: np.ndarray, positions: np.ndarray) -> bool:
-    """Whether all of `positions` (ascending) are set."""
+def _covers(have: np.ndarray, positions: np.ndarray | tuple[int, int]) -> bool:
+    """Whether all of `positions`, as in `await_steered`, are set."""
+    if isinstance(positions, tuple):
+        first, end = positions
+        return first >= end or (end <= len(have) and bool(have[first:end].all()))
     return not len(positions) or (int(positions[-1]) < len(have) and bool(have[positions].all()))

@@ -82,12 +82,20 @@ class View:
             if move is None:
                 out.append((None, 0, 0))
                 continue
-            wanted = self.touched(move)
-            cached = int(np.searchsorted(wanted, self.cached_tokens))
+            span = None if move.per_position else self._span((move.positions,))
+            if span is not None:
+                first, end = span
+                cached = min(max(self.cached_tokens - first, 0), end - first)
+                own: tuple[int, int] | np.ndarray = (first + cached, end)
+                count = end - first
+            else:
+                wanted = self.touched(move)
+                cached, count = int(np.searchsorted(wanted, self.cached_tokens)), len(wanted)
+                own = wanted[cached:]
             if not self.aborted:
-                self.pending.await_steered(number, wanted[cached:], self.timeout)
+                self.pending.await_steered(number, own, self.timeout)
             number += 1
-            out.append((move, len(wanted) - cached, cached))
+            out.append((move, count - cached, cached))
         return out
 
     def receipt(self) -> Receipt:
@@ -143,10 +151,18 @@ class View:
 
     def _selected(self, selectors: Sequence[Positions]) -> np.ndarray:
         """Positions that any of these chooses, ascending."""
-        bounds = selectors[0].bounds(self.tokens.prompt_len) if len(selectors) == 1 else None
-        if bounds is not None:
-            return np.arange(max(bounds[0], 0), min(bounds[1], self.end))
+        span = self._span(selectors)
+        if span is not None:
+            return np.arange(*span)
         return selected(selectors, self.tokens.prompt_len, self.tokens.array)
+
+    def _span(self, selectors: Sequence[Positions]) -> tuple[int, int] | None:
+        """(first, end) of what `_selected` finds if that is known to be all between them, else None."""
+        bounds = selectors[0].bounds(self.tokens.prompt_len) if len(selectors) == 1 else None
+        if bounds is None:
+            return None
+        first, end = max(bounds[0], 0), min(bounds[1], self.end)
+        return first, max(first, end)
 
     def _wanted(self, selectors: Sequence[Positions]) -> tuple[np.ndarray, np.ndarray]:
         """(positions of the rows that belong here, positions that they are made from)."""
