@@ -146,7 +146,7 @@ class Store:
         try:
             spool.write(data)
             spool.publish()
-        except WeirError:
+        except Exception:
             spool.discard()
             raise
 

@@ -101,7 +101,7 @@ def _copy_rows(
         header: dict[str, Any] | None = index.blocks[block].header
         rows = torch.from_numpy(records)
         if wanted is not None and wanted != Compression.from_header(header):
-            rows, header = dataset.decoded(rows, index.blocks[block].header), None
+            rows, header = dataset.decoded(rows, index.blocks[block]), None
             if wanted.method != "none":
                 header = wanted.header(rows.shape[1], str(rows.dtype).removeprefix("torch."))
                 rows = encode(rows, wanted)

@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store
-from vllm_weir.keep.batch import Batch, Packed, metadata_text, pack
+from vllm_weir.keep.batch import Batch, Packed, check_id, metadata_text, pack
 from vllm_weir.spec.compress import FORMAT, VERSION, Compression
 from vllm_weir.spec.hooks import Site
 
@@ -80,6 +80,7 @@ class Writer(ABC):
 
         ``prompt_tokens`` in it (an int) lets readers select positions such as ``"last_prompt"``.
         """
+        check_id(request_id, "request_id")
         text = metadata_text(metadata)
         with self._lock:
             self._check_open(request_id)
