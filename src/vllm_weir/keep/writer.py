@@ -180,17 +180,23 @@ class Writer(ABC):
         """Let go of what is open."""
 
 
-def _claim(store: Store, layout: str) -> None:
-    """Write the marker that says what the folder is, or check the one that is there."""
+def is_claimed(store: Store, layout: str) -> bool:
+    """Whether a dataset of this layout is there; raises WeirError if something else is."""
     names = store.names()
     if MARKER in names:
         found = read_marker(store)
         if found != layout:
             raise WeirError(f"{store.url} is a dataset of layout {found!r}; it cannot be continued as {layout!r}")
-        return
-    if names:
+        return True
+    if names or store.is_file():
         raise WeirError(f"{store.url} is not empty and no dataset of Weir's; choose another place")
-    store.put(MARKER, json.dumps({"format": FORMAT, "version": VERSION, "layout": layout}).encode())
+    return False
+
+
+def _claim(store: Store, layout: str) -> None:
+    """Write the marker that says what the folder is, or check the one that is there."""
+    if not is_claimed(store, layout):
+        store.put(MARKER, json.dumps({"format": FORMAT, "version": VERSION, "layout": layout}).encode())
 
 
 def read_marker(store: Store) -> str:
