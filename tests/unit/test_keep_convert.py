@@ -70,7 +70,7 @@ def test_a_conversion_goes_on_only_with_the_compression_it_was_begun_with(layout
     assert convert(tmp_path / "from", tmp_path / "to", layout, compress=rp8) == 3
     assert convert(tmp_path / "from", tmp_path / "to", layout, compress=rp8) == 0
     for other in (None, "none", "full8", {"method": "rp8", "k": 32, "seed": 3}):
-        with pytest.raises(WeirError, match="^compress: .*/to holds requests of this dataset already, compressed by"):
+        with pytest.raises(WeirError, match=r"^compress: .*/to holds requests of this dataset already, compressed by"):
             convert(tmp_path / "from", tmp_path / "to", layout, compress=other)
     make(tmp_path / "more", "packed", ["e"])
     assert convert(tmp_path / "more", tmp_path / "to", layout) == 1  # other requests may be of another kind
