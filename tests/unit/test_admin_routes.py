@@ -464,9 +464,19 @@ def test_requests_of_the_fork(pair):
         with pytest.raises(WeirError) as caught:
             Ask.parse(None, bad, server.limits)
         assert caught.value.field == field
-    with pytest.raises(WeirError) as caught:
-        asked({"steering_name": "gone"})
-    assert caught.value.field == "modules[0]"
+    entry = {"op": "add", "vector": V, "layers": [3]}
+    for bad, field in (
+        ({"steering_name": "gone"}, "steering_name"),
+        ({"steering_vectors": {"post_mlp": {"1": V[1:]}}}, "steering_vectors.post_mlp.1.vector"),
+        ({"steering_name": "m", "weir": {"v": 1, "modules": ["m", "gone"]}}, "modules[1]"),
+        (body | {"weir": {"v": 1, "interventions": [entry, entry | {"layers": [99]}]}}, "interventions[1].layers"),
+        ({"weir": {"v": 1, "modules": ["gone"]}}, "modules[0]"),
+    ):
+        ask = Ask.parse(None, bad, server.limits)
+        with pytest.raises(WeirError) as caught:
+            lowered(server, {key: value for key, value in ask.extra_args["weir"].items() if key != "v"})
+        sent = ask.sent(caught.value)
+        assert (sent.field, sent.message) == (field, caught.value.message)
 
 
 def test_saes_by_path_are_refused(pair):
