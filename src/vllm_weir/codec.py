@@ -123,6 +123,9 @@ def decode(records: torch.Tensor, header: Mapping[str, Any]) -> torch.Tensor:
     Returns:
         float32 [..., d_model] on the records' device. Of rp8 the least-squares estimate: the shortest row with that
         projection, about ``k / d_model`` of the energy. Inner products want `project`.
+
+    Raises:
+        WeirError: if the records do not fit their header.
     """
     method, parts = _split(records, header)
     if method in ("none", "fp16"):
@@ -134,9 +137,12 @@ def decode(records: torch.Tensor, header: Mapping[str, Any]) -> torch.Tensor:
         return x
     d = header["d_model"]
     if method == "topk8":
+        indices = parts["indices"].long()
+        if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < d):
+            raise WeirError(f"an index of topk8 lies outside a row of {d} values", "records")
         # 0 * NaN is NaN: a marked row is NaN outside its support too
         out = (parts["scale"] * 0).expand(*x.shape[:-1], d).clone()
-        return out.scatter_(-1, parts["indices"].long(), x)
+        return out.scatter_(-1, indices, x)
     inverse = torch.from_numpy(_inverse(header["seed"], header["k"], d).copy()).to(records.device)
     return x @ inverse.T
 

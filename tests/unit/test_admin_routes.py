@@ -130,6 +130,23 @@ def test_directions_of_blocks_are_a_module_and_each_has_a_name(pair, media):
     assert caught.value.field == "interventions[0].vector"
 
 
+@pytest.mark.parametrize("format", ["json", "safetensors"])
+@pytest.mark.parametrize("content", [V, [V, OTHER], {"directions": {"1": V, "3": OTHER}}])
+def test_what_is_read_back_can_be_kept_again(pair, content, format):
+    (one, two), _ = pair
+    assert one.put("/v1/vectors/first", json=content).status_code == 200
+    answer = two.get("/v1/vectors/first", params={"format": format})
+    media = {"Content-Type": answer.headers["content-type"]}
+    again = two.put("/v1/vectors/second", content=answer.content, headers=media)
+    assert again.status_code == 200, again.text
+    assert again.json()["digest"] == one.get("/v1/vectors/first").json()["digest"]
+
+
+def test_a_dash_parts_a_name_from_its_block():
+    tensors = {"layer-1": np.float32(V), "layer-3": np.float32(OTHER)}
+    assert sorted(read_vectors(save(tensors), "safetensors", "v")) == [1, 3]
+
+
 JSON, SAFE, GGUF = "application/json", "application/vnd.safetensors", "application/gguf"
 BAD = [
     (JSON, b"[1, 2", "vector"),
@@ -148,6 +165,10 @@ BAD = [
     (JSON, b'{"directions": {"1": "happy"}}', "vector.directions.1"),
     (JSON, json.dumps({"directions": {"a": V}}).encode(), "vector.directions.a"),
     (JSON, json.dumps({"directions": {"1": V, "01": V}}).encode(), "vector.directions.01"),
+    (JSON, json.dumps({"directions": {"-1": V}}).encode(), "vector.directions.-1"),
+    (JSON, json.dumps({"directions": {"0_1": V}}).encode(), "vector.directions.0_1"),
+    (JSON, json.dumps({"vector": V, "directions": {"1": V}}).encode(), "vector"),
+    (JSON, json.dumps({"vector": V, "scale": 2}).encode(), "vector"),
     (JSON, json.dumps({"directions": {"1": V, "2": V[1:]}}).encode(), "vector.directions"),
     (JSON, json.dumps({"directions": {str(LAYERS): V}}).encode(), f"vector.{LAYERS}"),
     (JSON, json.dumps({"b64": "AAAA", "dtype": "float32", "shape": [D]}).encode(), "vector.b64"),
@@ -159,6 +180,8 @@ BAD = [
     (SAFE, save({"a": np.float32([[[1] * D]])}), "vector.a"),
     (SAFE, save({"a": np.float32([np.nan] * D)}), "vector.a"),
     (SAFE, save({"a": np.float32(V), "b": np.float32(V)}), "vector.a"),
+    (SAFE, save({"direction.1": np.float32(V), "direction.-1": np.float32(V)}), "vector.direction.-1"),
+    (SAFE, save({"1": np.float32(V), "-1": np.float32(V)}), "vector.-1"),
     (SAFE, save({}), "vector"),
     (GGUF, b"GGU", "vector"),
     (GGUF, gguf({"direction.1": V}, version=1), "vector"),
@@ -441,9 +464,19 @@ def test_requests_of_the_fork(pair):
         with pytest.raises(WeirError) as caught:
             Ask.parse(None, bad, server.limits)
         assert caught.value.field == field
-    with pytest.raises(WeirError) as caught:
-        asked({"steering_name": "gone"})
-    assert caught.value.field == "modules[0]"
+    entry = {"op": "add", "vector": V, "layers": [3]}
+    for bad, field in (
+        ({"steering_name": "gone"}, "steering_name"),
+        ({"steering_vectors": {"post_mlp": {"1": V[1:]}}}, "steering_vectors.post_mlp.1.vector"),
+        ({"steering_name": "m", "weir": {"v": 1, "modules": ["m", "gone"]}}, "modules[1]"),
+        (body | {"weir": {"v": 1, "interventions": [entry, entry | {"layers": [99]}]}}, "interventions[1].layers"),
+        ({"weir": {"v": 1, "modules": ["gone"]}}, "modules[0]"),
+    ):
+        ask = Ask.parse(None, bad, server.limits)
+        with pytest.raises(WeirError) as caught:
+            lowered(server, {key: value for key, value in ask.extra_args["weir"].items() if key != "v"})
+        sent = ask.sent(caught.value)
+        assert (sent.field, sent.message) == (field, caught.value.message)
 
 
 def test_saes_by_path_are_refused(pair):

@@ -129,6 +129,9 @@ def test_wrong_wishes_are_refused_before_anything_is_sent(server, driver) -> Non
             type(driver.client)(wrong)
     with pytest.raises(weir.WeirError, match="prompt"):
         driver.generate(7)
+    for wrong in ("hi", ["hi", "ho"], [1, 2], [[1, 2]], {"role": "user", "content": "hi"}):
+        with pytest.raises(weir.WeirError, match="messages: expected chat messages"):
+            driver.chat(wrong)
     assert not server.seen
 
 

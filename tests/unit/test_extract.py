@@ -260,7 +260,28 @@ def test_arguments(source: Path, tmp_path: Path) -> None:
     }.items():  # fmt: skip
         with pytest.raises(WeirError, match=f"^{field}"):
             run_fake(source, str(tmp_path / "out"), **change)
-        assert not (tmp_path / "out").exists() or field == "layout"
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_engine_starts(source: Path, tmp_path: Path) -> None:
+    def never(wanted: object) -> FakeEngine:
+        raise AssertionError("an engine was started")
+
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("x")
+    with open_writer(tmp_path / "packed", "packed"):
+        pass
+    for out, change, message in (
+        ("file", {}, "no dataset of Weir's"),
+        ("full", {}, "no dataset of Weir's"),
+        ("packed", {}, "cannot be continued as 'sharded'"),
+        ("new", {"layout": "heap"}, "layout: unknown layout"),
+        ("new", {"pack_bytes": 9}, "pack_bytes: unknown option"),
+    ):
+        with pytest.raises(WeirError, match=message):
+            extract(source, "fake", tmp_path / out, start_engine=never, **change)
+    assert not (tmp_path / "new").exists()
 
 
 def test_command(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import vllm_weir as weir
 from tests.support.extracting import texts, write_jsonl
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.source import open_source
@@ -167,3 +168,17 @@ def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "dict" / "train" / "data-00001-of-00003.arrow").unlink()
     with pytest.raises(WeirError, match=r"data-00001-of-00003\.arrow: state.json names it"):
         open_source(tmp_path / "dict", split="train")
+
+
+def test_half_a_surrogate_pair_costs_its_own_record_alone() -> None:
+    from transformers import AutoTokenizer
+
+    from vllm_weir.extraction.engine import VllmEngine
+
+    engine = object.__new__(VllmEngine)
+    engine.tokenizer = AutoTokenizer.from_pretrained(weir.demo_model())
+    half = "a " + chr(0xD800)
+    first, second, third, fourth = engine.encode(["Tom", half, [{"role": "user", "content": half}], "Tom"])
+    assert first == fourth and isinstance(first, list)
+    for refused in (second, third):
+        assert isinstance(refused, WeirError) and "half of a surrogate pair" in refused.message

@@ -165,6 +165,18 @@ def test_other_programs_can_read_the_files(tmp_path: Path) -> None:
     assert torch.equal(torch.from_numpy(values), decode(encode(rows, full8), full8.header(D, "bfloat16")))
 
 
+@pytest.mark.parametrize("name", ["a::b", "a[b]*?", "a b#c%20", "s3:", "~ünï"])
+def test_a_local_folder_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in (tmp_path / name, str(tmp_path / "deep" / name), name):
+        with open_writer(place, "sharded") as writer:
+            if not writer.holds("a"):
+                write(writer, "a")
+        assert (tmp_path / place / "weir.json").is_file()
+        check(load(place), ["a"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, "deep"])
+
+
 def test_what_save_wrote_loads_too(tmp_path: Path) -> None:
     make(tmp_path / "ds", "sharded", ["a"])
     (tmp_path / "mine").mkdir()

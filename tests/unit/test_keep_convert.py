@@ -63,6 +63,19 @@ def test_a_conversion_that_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.M
     assert sorted(seen) == seen
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_conversion_goes_on_only_with_the_compression_it_was_begun_with(layout: str, tmp_path: Path) -> None:
+    make(tmp_path / "from", "sharded", NAMES)
+    rp8 = {"method": "rp8", "k": 32}
+    assert convert(tmp_path / "from", tmp_path / "to", layout, compress=rp8) == 3
+    assert convert(tmp_path / "from", tmp_path / "to", layout, compress=rp8) == 0
+    for other in (None, "none", "full8", {"method": "rp8", "k": 32, "seed": 3}):
+        with pytest.raises(WeirError, match=r"^compress: .*/to holds requests of this dataset already, compressed by"):
+            convert(tmp_path / "from", tmp_path / "to", layout, compress=other)
+    make(tmp_path / "more", "packed", ["e"])
+    assert convert(tmp_path / "more", tmp_path / "to", layout) == 1  # other requests may be of another kind
+
+
 def test_the_commands(tmp_path: Path) -> None:
     make(tmp_path / "from", "sharded", NAMES)
     run = CliRunner()

@@ -19,6 +19,7 @@ import torch
 from tests.unit.stored import SITES, check, length_of, make, rows_of, tokens_of, write
 from vllm_weir.errors import WeirError
 from vllm_weir.keep import LAYOUTS, ActivationDataset, Batch, load, open_writer
+from vllm_weir.spec.compress import Compression
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [f"r{i}" for i in range(8)]
@@ -312,3 +313,49 @@ def test_rows_that_vanish_under_a_reader_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(WeirError, match=r"a.safetensors"):
         dataset["a"]["resid_post", 3]
     assert len(rows_of("a", *SITES[0], length_of("a"))) == len(tokens_of(length_of("a")))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_index_of_topk8_outside_its_row_is_damage_of_that_file(layout: str, tmp_path: Path) -> None:
+    records = torch.zeros(2, 8 + 5 * 3, dtype=torch.uint8)
+    records[1, 10] = 1  # of the second row, the first index: 65536
+    header = Compression.parse({"method": "topk8", "k": 3}).header(16, "float32")
+    with open_writer(tmp_path, layout) as writer:
+        writer.write(Batch("r", "resid_post", 0, [0, 1], [0, 0], records, header))
+        writer.finish_request("r")
+    with pytest.raises(WeirError, match=f"{tmp_path}/.*damaged: an index of topk8 lies outside a row of 16 values"):
+        load(tmp_path)["r"]["resid_post", 0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_request_without_rows_is_kept_and_its_neighbours_too(layout: str, tmp_path: Path) -> None:
+    none = np.zeros(0, np.int64)
+    with open_writer(tmp_path, layout) as writer:
+        write(writer, "before")
+        writer.write(Batch("empty", "resid_post", 1, none, none, torch.zeros(0, 8)))
+        writer.write(Batch("half", "resid_post", 1, none, none, torch.zeros(0, 8)))
+        writer.write(Batch("half", "resid_post", 2, [4], [9], torch.ones(1, 8)))
+        for name in ("empty", "half"):
+            writer.finish_request(name, {"prompt_tokens": 3})
+        write(writer, "after")
+    ds = load(tmp_path)
+    assert sorted(ds.requests) == ["after", "before", "empty", "half"]
+    assert sum(len(ds["empty"][site]) for site in ds["empty"].sites) == 0
+    assert ds.metadata("empty") == {"prompt_tokens": 3}
+    assert torch.equal(ds["half"]["resid_post", 2], torch.ones(1, 8))
+    for name in ("before", "after"):
+        assert all(torch.equal(ds[name][site], rows_of(name, *site, length_of(name))) for site in SITES)
+    assert not list(tmp_path.rglob(".*"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_id_that_is_no_text_spoils_nothing(layout: str, tmp_path: Path) -> None:
+    half = "a" + chr(0xD800)
+    with open_writer(tmp_path, layout) as writer:
+        write(writer, "r0")
+        with pytest.raises(WeirError, match="request_id: a request id is text"):
+            writer.write(Batch(half, "resid_post", 0, [0], [0], torch.ones(1, 8)))
+        for wrong in (half, "", 7):
+            with pytest.raises(WeirError, match="request_id"):
+                writer.finish_request(wrong)  # type: ignore[arg-type]
+    assert load(tmp_path).requests == ["r0"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from vllm_weir.frontend.shelf import Contents, Named
+from vllm_weir.serve import shared
 from vllm_weir.serve.shared import Shared
 from vllm_weir.spec.interventions import Add, Clamp
 from vllm_weir.spec.vectors import Vector
@@ -231,3 +233,36 @@ def test_the_state_is_json_without_content(tmp_path):
     Shared(tmp_path).change(with_module("m", 1.0))
     state = json.loads((tmp_path / "state.json").read_text())
     assert state["generation"] == 2 and "b64" not in json.dumps(state)
+
+
+@pytest.mark.parametrize("room", [0, 300])
+def test_a_change_that_the_disk_refuses_leaves_nothing_behind(tmp_path, monkeypatch, room):
+    """Without room for the first file, or for the second: later changes must find the disk as it was."""
+    kept = Shared(tmp_path)
+    kept.change(with_vector("a", 1.0))
+    files, left, real = sorted(os.listdir(tmp_path)), [room], open
+
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def write(self, data):
+            self.file.write(data[: left[0]])
+            left[0] -= len(data)
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared, "open", lambda *a, **k: Full(real(*a, **k)), raising=False)
+        with pytest.raises(OSError, match="No space left"):
+            kept.change(lambda c: replace(c, vectors={"b": Named({None: vector(2.0), 1: vector(3.0, 64)})}))
+    assert sorted(os.listdir(tmp_path)) == files
+    assert set(kept.read().vectors) == set(Shared(tmp_path).read().vectors) == {"a"}
+    kept.change(with_vector("b", 2.0))
+    assert set(Shared(tmp_path).read().vectors) == {"a", "b"}

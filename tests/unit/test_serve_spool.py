@@ -10,8 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend import activations
 from vllm_weir.frontend.activations import Activations
 from vllm_weir.serve.home import Home, clear
 from vllm_weir.serve.spool import Spool
@@ -67,6 +69,22 @@ def test_one_that_is_too_large_is_refused_and_nothing_else_goes(spool):
         spool.put(acts(rows=100), 100 * 64 * 4)
     spool.open(kept).close()
     assert len(spool) == 1
+
+
+def test_a_full_disk_is_an_error_that_names_what_could_not_be_written(spool, tmp_path, monkeypatch):
+    def full(tensors, path, metadata):
+        raise SafetensorError(f'Error while serializing: I/O error: No space left (os error 28) at path "{path}.tmp1"')
+
+    with pytest.raises(WeirError) as caught:
+        acts().save(tmp_path / "none" / "x.safetensors")
+    assert caught.value.message == f"cannot write {tmp_path}/none/x.safetensors: " + (
+        "I/O error: No such file or directory (os error 2)"
+    )
+    monkeypatch.setattr(activations, "save_file", full)
+    with pytest.raises(WeirError) as caught:
+        spool.put(acts(), SIZE)
+    assert caught.value.message == f"the server could not keep {SIZE} bytes: I/O error: No space left (os error 28)"
+    assert len(spool) == 0
 
 
 def test_it_expires(spool):

@@ -13,7 +13,7 @@ import httpx
 from vllm_weir.client import flow, routes
 from vllm_weir.client.answer import Chunk, Completion
 from vllm_weir.client.options import Options, Progress, Wish, asked_of, counter
-from vllm_weir.client.request import about_of, is_chat, is_tokens, several
+from vllm_weir.client.request import about_of, conversations, is_tokens, several
 from vllm_weir.client.sync import losses, reply_of
 from vllm_weir.client.wire import Call, Effect, Emit, Fetch, Lost, Open, Read, Sleep
 
@@ -92,9 +92,9 @@ class AsyncClient:
     ) -> Any:
         """As `Client.chat`."""
         wish = Wish(capture, interventions, modules, inline_bytes, save_to)
-        conversations = several(messages, is_chat)
+        chats = conversations(messages)
         fields = fields | {"max_tokens": max_tokens}
-        return await self._each(messages, conversations, wish, fields, concurrency, progress)
+        return await self._each(messages, chats, wish, fields, concurrency, progress)
 
     async def stream(
         self,

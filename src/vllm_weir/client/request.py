@@ -96,5 +96,14 @@ def several(prompts: Any, one: Any) -> list[Any] | None:
     return list(prompts)
 
 
+def conversations(messages: Any) -> list[Any] | None:
+    """The conversations of a list of them, None if `messages` is one; a text is none, and would miss the template."""
+    if is_chat(messages):
+        return None
+    if not _list(messages) or not all(map(is_chat, messages)):
+        raise WeirError("expected chat messages ({'role', 'content'}), or a list of conversations", "messages")
+    return list(messages)
+
+
 def _list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))

@@ -16,7 +16,7 @@ import httpx
 from vllm_weir.client import flow, routes
 from vllm_weir.client.answer import Chunk, Completion
 from vllm_weir.client.options import Options, Progress, Wish, asked_of, counter
-from vllm_weir.client.request import about_of, is_chat, is_tokens, several
+from vllm_weir.client.request import about_of, conversations, is_tokens, several
 from vllm_weir.client.wire import Call, Effect, Emit, Fetch, Lost, Open, Read, Reply, Sleep
 
 T = TypeVar("T")
@@ -124,8 +124,8 @@ class Client:
     ) -> Any:
         """Answer a conversation (``/v1/chat/completions``), or a list of them; else as `generate`."""
         wish = Wish(capture, interventions, modules, inline_bytes, save_to)
-        conversations = several(messages, is_chat)
-        return self._each(messages, conversations, wish, fields | {"max_tokens": max_tokens}, concurrency, progress)
+        chats = conversations(messages)
+        return self._each(messages, chats, wish, fields | {"max_tokens": max_tokens}, concurrency, progress)
 
     def stream(
         self,

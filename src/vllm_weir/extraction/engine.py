@@ -84,7 +84,7 @@ class VllmEngine:
         self.tokenizer = self.llm.get_tokenizer()
 
     def encode(self, values: Sequence[str | list[dict[str, Any]]]) -> list[list[int] | WeirError]:
-        texts: list[str | WeirError] = [value if isinstance(value, str) else self._chat(value) for value in values]
+        texts = [_encodable(value if isinstance(value, str) else self._chat(value)) for value in values]
         out: list[list[int] | WeirError] = [text if isinstance(text, WeirError) else [] for text in texts]
         for chat in (False, True):
             # A chat's template has put the special tokens in.
@@ -111,6 +111,16 @@ class VllmEngine:
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def _encodable(text: str | WeirError) -> str | WeirError:
+    """A text that tokenizers take: JSON may hold half of a surrogate pair, on which a whole batch would fail."""
+    try:
+        if isinstance(text, str):
+            text.encode()
+    except UnicodeEncodeError as e:
+        return WeirError(f"character {e.start} of the text is half of a surrogate pair")
+    return text
 
 
 def _reading(out: Any) -> Reading:

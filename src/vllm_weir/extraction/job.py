@@ -17,8 +17,8 @@ from vllm_weir.extraction.share import Counts, Share
 from vllm_weir.extraction.source import Source, open_source
 from vllm_weir.extraction.wanted import Wanted, begin_run, check_run, read_skipped, request_id, write_skipped
 from vllm_weir.keep.atomic import Store
-from vllm_weir.keep.open import open_writer
-from vllm_weir.keep.writer import MARKER, Writer
+from vllm_weir.keep.open import check_layout, open_writer
+from vllm_weir.keep.writer import MARKER, Writer, is_claimed
 
 ON_ERROR = ("fail", "skip")
 
@@ -48,6 +48,11 @@ class Target:
     url: str
     layout: str = "sharded"
     options: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise WeirError, without writing anything, if `writer` would."""
+        check_layout(self.layout, self.options.keys() - {"fsync", "storage_options"})
+        is_claimed(self.store, self.layout)
 
     def writer(self) -> Writer:
         """A new writer."""
@@ -182,6 +187,7 @@ def extract(
     plan = Plan(
         wanted, texts, Target(str(out), layout, options), batch, on_error == "skip", flush_seconds, start_engine
     )
+    plan.target.check()  # the engine's start is long
     begun = check_run(plan.target.store, wanted.identity(texts))
     if MARKER in plan.target.store.names() and not begun and plan.target_requests():
         raise WeirError(f"{out} holds activations that `weir extract` did not write; choose another place", "out")

@@ -195,10 +195,17 @@ class Activations(Mapping):
         return {(s.hook, s.layer): self._row(s) for s in self}
 
     def save(self, path: str | PathLike) -> Path:
-        """Write a safetensors file: ``resid_post.10`` beside its ``.positions`` and ``.token_ids``."""
+        """Write a safetensors file: ``resid_post.10`` beside its ``.positions`` and ``.token_ids``.
+
+        Raises:
+            WeirError: naming the file, if it cannot be written.
+        """
         path = Path(path)
         tensors, meta = self._file()
-        save_file(tensors, path, metadata=meta)
+        try:
+            save_file(tensors, path, metadata=meta)
+        except (OSError, SafetensorError) as e:  # a full disk is a SafetensorError
+            raise WeirError(f"cannot write {path}: {_reason(e)}") from e
         return path
 
     def to_bytes(self) -> bytes:
@@ -254,6 +261,11 @@ class Activations(Mapping):
     def __repr__(self) -> str:
         shapes = ", ".join(f"{s}: {list(self._row(s).shape)}" for s in self.sites[:4])
         return f"Activations({shapes}{', ...' if len(self) > 4 else ''})"
+
+
+def _reason(error: Exception) -> str:
+    """What the system said, without the name of safetensors' own temporary file."""
+    return str(error).removeprefix("Error while serializing: ").partition(" at path ")[0]
 
 
 _ENDS = ("", ".positions", ".token_ids")

@@ -54,7 +54,10 @@ class Store:
 
     def _open(self) -> None:
         try:
-            self.fs, root = fsspec.core.url_to_fs(self.url, **self.options)
+            if "://" in self.url:
+                self.fs, root = fsspec.core.url_to_fs(self.url, **self.options)
+            else:  # fsspec would take "::" in a path for a chain of file systems
+                self.fs, root = LocalFileSystem(**self.options), LocalFileSystem._strip_protocol(self.url)
         except (ValueError, ImportError) as e:  # an unknown protocol, or one whose package is missing
             raise WeirError(f"cannot open {self.url}: {e}") from e
         self.root = root.rstrip("/")
@@ -146,7 +149,7 @@ class Store:
         try:
             spool.write(data)
             spool.publish()
-        except WeirError:
+        except Exception:
             spool.discard()
             raise
 

@@ -68,8 +68,7 @@ class Packed:
 
 def pack(batch: Batch, compression: Compression) -> Packed:
     """Check a batch, compress it unless it is, and bring it to the host; raises WeirError naming the field."""
-    if not isinstance(batch.request_id, str) or not 0 < len(batch.request_id) <= 4096:
-        raise WeirError("a request id is a string of 1 to 4096 characters", "batch.request_id")
+    check_id(batch.request_id, "batch.request_id")
     if isinstance(batch.layer, bool) or not isinstance(batch.layer, int) or not 0 <= batch.layer < 2**31:
         raise WeirError("a layer is an int, counted from 0", "batch.layer")
     site = Site(normalise_hook(batch.hook, "batch.hook"), batch.layer)
@@ -101,6 +100,17 @@ def pack(batch: Batch, compression: Compression) -> Packed:
             )
     records = rows.detach().cpu().contiguous().numpy()
     return Packed(batch.request_id, site, positions, token_ids, records, header, ascending)
+
+
+def check_id(request_id: object, field: str) -> None:
+    """Raises WeirError if something is no request id: a string of 1 to 4096 characters that UTF-8 can encode."""
+    if not isinstance(request_id, str) or not 0 < len(request_id) <= 4096:
+        raise WeirError("a request id is a string of 1 to 4096 characters", field)
+    if not request_id.isascii():
+        try:
+            request_id.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair; one such id would spoil a file of many requests
+            raise WeirError(f"a request id is text, got {request_id[:80]!a}", field) from None
 
 
 def header_text(header: Mapping[str, Any]) -> str:

@@ -58,8 +58,10 @@ def convert(
     done, total = 0, dataset.count()
     per_request = np.bincount(dataset.index.request, dataset.index.rows, len(dataset)).astype(np.int64)
     with open_writer(target, layout, **options) as writer:
+        held = {request for request in dataset.requests if writer.holds(request)}
+        _check_held(dataset, load(target, storage_options=options.get("storage_options")), held, wanted)
         for code, request in enumerate(dataset.requests):
-            if not writer.holds(request):
+            if request not in held:
                 report = functools.partial(_report, progress, total, done)
                 _copy_request(dataset, code, writer, wanted, report)
                 writer.finish_request(request, dataset.metadata(request))
@@ -68,6 +70,25 @@ def convert(
             if progress is not None:
                 progress(done, total)
     return copied
+
+
+def _check_held(
+    dataset: ActivationDataset, there: ActivationDataset, held: set[str], wanted: Compression | None
+) -> None:
+    """Raise WeirError if what an earlier conversion left in the target is compressed in another way than asked now."""
+    if not held:
+        return
+    asked = {wanted} if wanted is not None else {Compression.from_header(h) for h in dataset.headers}
+    index = there.index
+    mine = np.isin(index.request, [index.code[request] for request in held if request in index.code])
+    for block in np.unique(index.block[mine]).tolist():
+        found = Compression.from_header(index.blocks[block].header)
+        if found not in asked:
+            raise WeirError(
+                f"{there.url} holds requests of this dataset already, compressed by {found.method}; choose another "
+                "place, or go on with the same",
+                "compress",
+            )
 
 
 def _report(progress: Callable[[int, int], Any] | None, total: int, start: int, done: int) -> None:
@@ -101,7 +122,7 @@ def _copy_rows(
         header: dict[str, Any] | None = index.blocks[block].header
         rows = torch.from_numpy(records)
         if wanted is not None and wanted != Compression.from_header(header):
-            rows, header = dataset.decoded(rows, index.blocks[block].header), None
+            rows, header = dataset.decoded(rows, index.blocks[block]), None
             if wanted.method != "none":
                 header = wanted.header(rows.shape[1], str(rows.dtype).removeprefix("torch."))
                 rows = encode(rows, wanted)

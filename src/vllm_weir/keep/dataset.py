@@ -15,6 +15,7 @@ from vllm_weir.codec import decode, project
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
 from vllm_weir.keep.batch import header_text
+from vllm_weir.keep.blocks import Block
 from vllm_weir.keep.index import Index
 from vllm_weir.spec.hooks import Site, parse_site
 from vllm_weir.spec.positions import Positions
@@ -160,8 +161,8 @@ class ActivationDataset(Mapping):
             return torch.zeros(0, 0)
         parts = []
         for block, (mine, records) in self.index.gather(which, at).items():
-            tensor, header = torch.from_numpy(records), self.index.blocks[block].header
-            parts.append((mine, self.decoded(tensor, header) if space == "model" else project(tensor, header)))
+            tensor, source = torch.from_numpy(records), self.index.blocks[block]
+            parts.append((mine, self.decoded(tensor, source) if space == "model" else project(tensor, source.header)))
         if len(parts) == 1:
             return parts[0][1]
         dtype = parts[0][1].dtype if len({p.dtype for _, p in parts}) == 1 else torch.float32
@@ -173,11 +174,14 @@ class ActivationDataset(Mapping):
         return out
 
     @staticmethod
-    def decoded(records: Tensor, header: Mapping[str, Any]) -> Tensor:
-        """Records as rows: float32, or the stored dtype of uncompressed ones."""
-        if header["method"] == "none":
-            return records.view(_PLAIN[header["dtype"]])
-        return decode(records, header)
+    def decoded(records: Tensor, block: Block) -> Tensor:
+        """A block's records as rows: float32, or the stored dtype of uncompressed ones."""
+        if block.header["method"] == "none":
+            return records.view(_PLAIN[block.header["dtype"]])
+        try:
+            return decode(records, block.header)
+        except WeirError as e:
+            raise block.store.fail(block.name, f"damaged: {e.message}") from None
 
     def _code(self, request: object) -> int:
         if request not in self.index.code:

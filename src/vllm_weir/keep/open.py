@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Any
 
@@ -55,12 +55,17 @@ def open_writer(
     Raises:
         WeirError: for unknown layouts and options, and if the place cannot be written or holds something else.
     """
+    check_layout(layout, options)
+    return _WRITERS[layout](Store(url, storage_options, fsync=fsync), compress, **options)
+
+
+def check_layout(layout: str, options: Iterable[str] = ()) -> None:
+    """Raise WeirError for an unknown layout, or options that it does not have."""
     if layout not in LAYOUTS:
         raise WeirError(f"unknown layout {brief(layout)!r}; choose from {', '.join(LAYOUTS)}", "layout")
     for name in options:
         if name not in _OPTIONS[layout]:
             raise WeirError(f"unknown option of layout {layout!r}; it has {', '.join(sorted(_OPTIONS[layout]))}", name)
-    return _WRITERS[layout](Store(url, storage_options, fsync=fsync), compress, **options)
 
 
 def load(

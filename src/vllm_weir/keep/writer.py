@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store
-from vllm_weir.keep.batch import Batch, Packed, metadata_text, pack
+from vllm_weir.keep.batch import Batch, Packed, check_id, metadata_text, pack
 from vllm_weir.spec.compress import FORMAT, VERSION, Compression
 from vllm_weir.spec.hooks import Site
 
@@ -80,6 +80,7 @@ class Writer(ABC):
 
         ``prompt_tokens`` in it (an int) lets readers select positions such as ``"last_prompt"``.
         """
+        check_id(request_id, "request_id")
         text = metadata_text(metadata)
         with self._lock:
             self._check_open(request_id)
@@ -179,17 +180,23 @@ class Writer(ABC):
         """Let go of what is open."""
 
 
-def _claim(store: Store, layout: str) -> None:
-    """Write the marker that says what the folder is, or check the one that is there."""
+def is_claimed(store: Store, layout: str) -> bool:
+    """Whether a dataset of this layout is there; raises WeirError if something else is."""
     names = store.names()
     if MARKER in names:
         found = read_marker(store)
         if found != layout:
             raise WeirError(f"{store.url} is a dataset of layout {found!r}; it cannot be continued as {layout!r}")
-        return
-    if names:
+        return True
+    if names or store.is_file():
         raise WeirError(f"{store.url} is not empty and no dataset of Weir's; choose another place")
-    store.put(MARKER, json.dumps({"format": FORMAT, "version": VERSION, "layout": layout}).encode())
+    return False
+
+
+def _claim(store: Store, layout: str) -> None:
+    """Write the marker that says what the folder is, or check the one that is there."""
+    if not is_claimed(store, layout):
+        store.put(MARKER, json.dumps({"format": FORMAT, "version": VERSION, "layout": layout}).encode())
 
 
 def read_marker(store: Store) -> str:

@@ -57,6 +57,7 @@ def create(original, status):
         lora = body.get(LORA_KEY)
         if type(self).__name__ != owner or (lora is None and not asks(request.vllm_xargs, body)):
             return await original(self, request, *args, **kwargs)
+        ask = None
         try:
             if status.serving_refusal is not None:
                 raise WeirError(status.serving_refusal, WIRE_KEY)
@@ -79,7 +80,8 @@ def create(original, status):
             observer = server_of(self.engine_client).desk.observer
             if observer is not None and not isinstance(e, WeirRequestError):  # those are counted where they are raised
                 observer.refused()
-            return self.create_error_response(str(e), param=e.field or None)
+            sent = e if ask is None else ask.sent(e)
+            return self.create_error_response(str(sent), param=sent.field or None)
 
     return wrapper
 

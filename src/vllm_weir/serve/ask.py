@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
@@ -17,6 +18,7 @@ LENS_KEYS = (LENS_CAPTURE_KEY, LENS_STEER_KEY)
 LENS_HOOKS_KEY = "apply_hooks"
 KEYS = (WIRE_KEY, *LENS_KEYS, LENS_HOOKS_KEY)
 RESPONSE = "response"
+_ENTRY = re.compile(r"^(modules|interventions)\[(\d+)\](.*)$", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Ask:
         stream: whether chunks carry new scores as they come.
         lens: whether the answer has vllm-lens's fields.
         own: whether ``weir`` itself was given, so that rows come as Weir gives them.
+        first: of the lists in ``weir``, the fields that their first entries came from, where these are the fork's.
     """
 
     extra_args: Mapping[str, Any]
@@ -36,6 +39,16 @@ class Ask:
     stream: bool = False
     lens: bool = False
     own: bool = False
+    first: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def sent(self, error: WeirError) -> WeirError:
+        """The error, naming the field as the client sent it."""
+        match = _ENTRY.match(error.field)
+        if match is None or match[1] not in self.first:
+            return error
+        first, k = self.first[match[1]], int(match[2])
+        place = first[k] if k < len(first) else f"{match[1]}[{k - len(first)}]"
+        return WeirError(error.message, place + match[3])
 
     @classmethod
     def parse(cls, xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None, limits: Limits) -> Ask | None:
@@ -53,12 +66,13 @@ class Ask:
         if WIRE_KEY in found:
             wish, (inline, stream) = _wish(found[WIRE_KEY], limits)
             found[WIRE_KEY] = wish
+        first: Mapping[str, tuple[str, ...]] = {}
         if fork:
-            found[WIRE_KEY] = with_fork(found.get(WIRE_KEY), fork)
+            found[WIRE_KEY], first = with_fork(found.get(WIRE_KEY), fork)
         if LENS_CAPTURE_KEY in found:
             found[LENS_CAPTURE_KEY] = _lens_layers(found[LENS_CAPTURE_KEY])
         inline = min(inline, limits.inline_bytes)
-        return cls(found, inline, stream, found.get(LENS_CAPTURE_KEY) is not None, WIRE_KEY in found)
+        return cls(found, inline, stream, found.get(LENS_CAPTURE_KEY) is not None, WIRE_KEY in found, first)
 
 
 def asks(xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None) -> bool:

@@ -19,22 +19,30 @@ def fork_fields(body: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: body[key] for key in FIELDS if body.get(key) is not None} if body else {}
 
 
-def with_fork(wish: Mapping[str, Any] | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+def with_fork(
+    wish: Mapping[str, Any] | None, fields: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
     """A wish (or None) that does what the fork's fields say, too: its module first, then its tiers, then the rest.
+
+    Returns:
+        It, and for its lists ``modules`` and ``interventions`` the fields that their first entries came from.
 
     Raises:
         WeirError: naming the field.
     """
     out: dict[str, Any] = dict(wish or {"v": WIRE_VERSION})
+    first: dict[str, tuple[str, ...]] = {}
     name = fields.get(NAME)
     if name is not None:
         if not isinstance(name, str):
             raise WeirError("the name of a module is a string", NAME)
         out["modules"] = [name, *_several(out.get("modules"))]
-    tiers = [one.to_json() for one in from_tiers(*(fields.get(key) for key in TIERS))]
+        first["modules"] = (NAME,)
+    tiers = from_tiers(*(fields.get(key) for key in TIERS))
     if tiers:
-        out["interventions"] = [*tiers, *_several(out.get("interventions"))]
-    return out
+        out["interventions"] = [*(one.to_json() for one in tiers), *_several(out.get("interventions"))]
+        first["interventions"] = tuple(one.path for one in tiers)
+    return out, first
 
 
 def _several(value: Any) -> list[Any]:

@@ -92,7 +92,7 @@ class Reply:
         data = json.loads(chunk[len(DATA) :])
         if "error" in data:
             if self.failure is not None and self.failure.field:
-                data["error"]["param"] = self.failure.field
+                data["error"]["param"] = self.ask.sent(self.failure).field
             return _event(data)
         added = [await self._add(choice) for choice in data.get("choices", ())]
         return _event(data) if any(added) else chunk

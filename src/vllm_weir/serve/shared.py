@@ -90,24 +90,33 @@ class Shared:
             os.close(descriptor)
 
     def _publish(self, contents: Contents) -> None:
-        """Write a state; the lock is held."""
+        """Write a state; the lock is held. After an error (a full disk) nothing of it is left."""
         arrays: dict[str, np.ndarray] = {}
         text = json.dumps(_to_json(contents, arrays), separators=(",", ":"), allow_nan=False)
-        for digest, array in arrays.items():
-            if not self._vector(digest).exists():
-                self._write(self._vector(digest), save({"v": array}))
-        self._write(self._path, text.encode(), contents.generation)
+        fresh = [digest for digest in arrays if not self._vector(digest).exists()]
+        try:
+            for digest in fresh:
+                self._write(self._vector(digest), save({"v": arrays[digest]}))
+            self._write(self._path, text.encode(), contents.generation)
+        except OSError:
+            for digest in fresh:
+                self._vector(digest).unlink(missing_ok=True)
+            raise
         for file in self._folder.iterdir():
             if file.suffix == ".tmp" or (file.suffix == _VECTOR and file.stem not in arrays):
                 file.unlink()
 
     def _write(self, path: Path, data: bytes, generation: int | None = None) -> None:
         temporary = path.with_name(f"{path.name}.tmp")
-        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
-            out.write(data)
-        if generation is not None:
-            os.utime(temporary, ns=(generation * _SECOND, generation * _SECOND))
-        os.rename(temporary, path)
+        try:
+            with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
+                out.write(data)
+            if generation is not None:
+                os.utime(temporary, ns=(generation * _SECOND, generation * _SECOND))
+            os.rename(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def _vector(self, digest: str) -> Path:
         return self._folder / f"{digest}{_VECTOR}"

@@ -43,7 +43,7 @@ class Spool:
             # One writer at a time: what is there and what is being written never exceed the budget.
             with locked(self.directory / ".lock"):
                 self._make_room(size)
-                acts.save(temporary)
+                _save(acts, temporary, size)
                 self._make_room(0)
                 self._check(temporary.stat().st_size)
                 os.replace(temporary, self._path(key))
@@ -117,6 +117,14 @@ class Spool:
                 break
             path.unlink(missing_ok=True)
             total -= n
+
+
+def _save(acts: Activations, path: Path, size: int) -> None:
+    try:
+        acts.save(path)
+    except WeirError as e:  # a client is told why, and no path of the server
+        reason = e.message.partition(f"{path}: ")[2]
+        raise WeirError(f"the server could not keep {size} bytes: {reason}") from None
 
 
 def is_id(key: str) -> bool:

@@ -21,7 +21,11 @@ Directions = dict[int | None, Vector]
 """A vector under None, or directions by block."""
 
 MAX_LAYERS, MAX_KEYS = 4096, 4096
-_NUMBERED = re.compile(r"^(?:.*?[^0-9])?(\d{1,9})$", re.ASCII | re.DOTALL)
+_NUMBERED = re.compile(r"^(?:|.*[^0-9-]|.*[A-Za-z0-9]-)(\d{1,9})$", re.ASCII | re.DOTALL)
+"""A name that ends in the number of a block. After a letter a dash parts the two; elsewhere it would be a minus."""
+_BLOCK = re.compile(r"^\d{1,9}$", re.ASCII)
+_DESCRIBED = {"name", "digest", "shape", "layers", "refs", "bytes"}
+"""What a server says of a vector beside its content."""
 _GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
 _GGUF_TENSORS = {0: "<f4", 1: "<f2"}
@@ -73,16 +77,17 @@ def _named(arrays: Mapping[str, Any], field: str) -> Directions:
     return _by_layer(arrays, field)
 
 
-def _by_layer(arrays: Mapping[str, Any], field: str) -> Directions:
+def _by_layer(arrays: Mapping[str, Any], field: str, names: re.Pattern[str] = _NUMBERED) -> Directions:
     if len(arrays) > MAX_LAYERS:
         raise WeirError(f"{len(arrays)} directions, more than the limit of {MAX_LAYERS}", field)
     out: Directions = {}
     for name, array in arrays.items():
         at = f"{field}.{brief(name)}"
-        match = _NUMBERED.match(name)
+        match = names.match(name)
         if match is None:
-            raise WeirError("expected one vector, or directions whose names end in the number of their block", at)
-        layer = int(match[1])
+            want = "the number of a block" if names is _BLOCK else "one vector, or names that end in a block's number"
+            raise WeirError(f"expected {want}, counted from 0", at)
+        layer = int(match[names.groups])
         if layer in out:
             raise WeirError(f"there are two directions of block {layer}", at)
         out[layer] = Vector.parse(array, at, (1,))
@@ -97,15 +102,16 @@ def _json(data: bytes, field: str) -> Directions:
         value = json.loads(data)
     except (ValueError, RecursionError) as e:  # of which UnicodeDecodeError is one
         raise WeirError(f"not valid JSON ({type(e).__name__}: {str(e)[:80]})", field) from None
-    if isinstance(value, dict) and len(value) == 1 and "vector" in value:
+    content = set(value) - _DESCRIBED if isinstance(value, dict) else set()
+    if content == {"vector"}:
         value, field = value["vector"], f"{field}.vector"
-    elif isinstance(value, dict) and len(value) == 1 and "directions" in value:
+    elif content == {"directions"}:
         field = f"{field}.directions"
         if not isinstance(value["directions"], dict) or not value["directions"]:
             raise WeirError("expected {block: vector}", field)
         for name, one in value["directions"].items():
             _content(one, f"{field}.{brief(name)}")
-        return _by_layer(value["directions"], field)
+        return _by_layer(value["directions"], field, _BLOCK)
     _content(value, field)
     return {None: Vector.parse(value, field)}
 
