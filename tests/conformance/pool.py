@@ -93,6 +93,7 @@ def run_all(
                 done(verdict)
                 progress.advance(task)
                 progress.console.print(line(verdict), highlight=False)
+    gc.unfreeze()
     return verdicts
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from vllm import LLM
 
@@ -35,6 +37,9 @@ for _name, _value in {
     "TOKENIZERS_PARALLELISM": "false",
 }.items():
     os.environ.setdefault(_name, _value)
+
+EAGER = {"TORCHDYNAMO_DISABLE": "1"}
+"""Without it vLLM compiles what ranks logprobs, even if no model is compiled: seconds for each engine."""
 
 _alive: dict[str, LLM] = {}
 
@@ -60,6 +65,8 @@ def get_llm(
     if any(arguments.get(size, 1) > 1 for size in sizes):
         in_process = False
     env = dict(env or {}) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
+    if arguments["enforce_eager"] and torch.version.cuda is None:
+        env = EAGER | env
     key = repr((sorted(arguments.items()), sorted((_settings() | env).items())))
     if key in _alive:
         _alive[key] = _alive.pop(key)  # the last used is the last to go
