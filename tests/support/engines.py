@@ -74,7 +74,7 @@ def get_llm(
 
     while len(_alive) >= max(1, keep):
         _close(next(iter(_alive)))
-    with _environment(env):
+    with _environment(env), contextlib.nullcontext() if in_process else quick_processes():
         from vllm import LLM
 
         llm = LLM(**arguments)
@@ -101,6 +101,53 @@ def _close(key: str) -> None:
 def _settings() -> dict[str, str]:
     """What the environment says about the engine, beyond its arguments (vLLM itself writes to other `VLLM_*` names)."""
     return {k: v for k, v in os.environ.items() if k.startswith("WEIR_") or k == "VLLM_PLUGINS"}
+
+
+@contextlib.contextmanager
+def quick_processes() -> Iterator[None]:
+    """While this holds, processes that vLLM spawns are forks of one that has imported vLLM.
+
+    That is not this process, which has run engines and tests: like spawned ones, they have nothing of it but what they
+    are handed and its environment.
+    """
+    from multiprocessing import context, popen_forkserver, set_forkserver_preload
+
+    if torch.version.cuda is not None:  # vLLM imports nothing again there
+        yield
+        return
+
+    class Popen(popen_forkserver.Popen):
+        def __init__(self, process: Any) -> None:
+            process._args = (dict(os.environ), process._target, *process._args)
+            process._target = _with_environment
+            super().__init__(process)
+
+    set_forkserver_preload(["tests.support.preload"])
+    before = context.SpawnProcess._Popen
+    context.SpawnProcess._Popen = staticmethod(Popen)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        context.SpawnProcess._Popen = staticmethod(before)  # type: ignore[assignment]
+
+
+def _with_environment(environment: Mapping[str, str], target: Any, *arguments: Any, **more: Any) -> None:
+    from tests.support.zygote import fork_instead_of_spawn
+
+    os.environ.clear()
+    os.environ.update(environment)
+    fork_instead_of_spawn()
+    target(*arguments, **more)
+
+
+def async_llm(model_dir: str | Path, **kw: Any) -> Any:
+    """An `AsyncLLM` for `model_dir` with `DEFAULTS` overridden by `kw`; the caller shuts it down."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    close_all()
+    with quick_processes():
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model_dir), **DEFAULTS | kw))
 
 
 @contextlib.contextmanager

@@ -80,6 +80,7 @@ class Zygote:
             env: its whole environment.
             out, err: files for what it says; without `err` both go to `out`.
         """
+        out.write_bytes(b"")  # there for whoever reads it before the program has begun
         files = [str(cwd), str(out), str(err) if err else None]
         return Child(self, self.ask("start", list(argv), dict(env), *files), argv)
 
