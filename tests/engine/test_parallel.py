@@ -33,7 +33,7 @@ def test_every_data_parallel_engine_delivers(root, monkeypatch):
         try:
             return await asyncio.gather(*(one(number) for number in range(12)))
         finally:
-            engine.shutdown()
+            engine.shutdown(0)
 
     sources = set()
     for out, wanted in asyncio.run(run()):

@@ -91,7 +91,7 @@ def test_async_engine_lists_its_sites(root):
                 weir.sites(engine)
             return await weir.sites_async(engine)
         finally:
-            engine.shutdown()
+            engine.shutdown(0)
 
     assert len(asyncio.run(run())) == 22
 

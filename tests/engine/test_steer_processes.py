@@ -88,6 +88,6 @@ def test_async_engine():
             (held,) = await engine.collective_rpc("weir_usage")
             assert not any(held.values()), held
         finally:
-            engine.shutdown()
+            engine.shutdown(0)
 
     asyncio.run(asyncio.wait_for(main(), 240))

@@ -91,7 +91,7 @@ def close_all() -> None:
 def _close(key: str) -> None:
     llm = _alive.pop(key)
     try:
-        llm.llm_engine.engine_core.shutdown()
+        llm.llm_engine.engine_core.shutdown(timeout=0)  # vLLM's processes do not end by themselves in its five seconds
     finally:
         # The caller may still hold the engine; let go of what we can before the next one takes memory.
         del llm

@@ -130,7 +130,7 @@ def test_trap_13_concurrent_and_streamed_responses_are_whole(root, truth):
 
             return await asyncio.gather(*[one(i) for i in range(64)])
         finally:
-            engine.shutdown()
+            engine.shutdown(0)
 
     params, wanted = asking("all", LAYERS)
     for out in asyncio.run(main()):
