@@ -34,8 +34,9 @@ TOGETHER = {
     "server": ("test_client_server", "test_inspect"),
 }
 GROUP_OF = {file: group for group, files in TOGETHER.items() for file in files}
-# Minutes each; the other files with engines follow, then the rest.
-LONGEST = ("engine", "server", "test_serve", "test_page", "test_representatives")
+# A minute and more each, the longest first; the other files with engines follow, then the rest.
+LONGEST = ("engine", "test_examples", "test_extract_engine", "test_serve_processes", "test_compiled",
+           "test_representatives")  # fmt: skip
 WITH_ENGINES = ("engine", "traps")
 
 

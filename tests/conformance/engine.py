@@ -55,6 +55,9 @@ ON_GPU: dict[str, Any] = dict(block_size=None, kv_cache_memory_bytes=256 << 20, 
 def set_environment() -> None:
     """Before vLLM is imported."""
     os.environ.update(ENVIRONMENT)
+    if torch.version.cuda is None:
+        # No model is compiled here; what else vLLM compiles (a count over the logits) takes longer than the requests.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
 def device_name() -> str:

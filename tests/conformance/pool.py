@@ -7,6 +7,7 @@ that dies of a signal is run once more without Weir: if stock vLLM dies by itsel
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -92,6 +93,7 @@ def run_all(
                 done(verdict)
                 progress.advance(task)
                 progress.console.print(line(verdict), highlight=False)
+    gc.unfreeze()
     return verdicts
 
 
@@ -110,8 +112,13 @@ def _import_everything() -> None:
     import vllm.entrypoints.llm
     import vllm.model_executor.models.registry
 
+    if device_name() == "cpu":
+        import vllm.v1.worker.cpu_worker
+
     transformers.logging.disable_progress_bar()
     assert vllm.entrypoints.llm
+    gc.collect()
+    gc.freeze()  # what is imported stays: no child's collections need look at it
 
 
 def _start(entry: Entry, out: Path, retry: bool, alone: bool = False) -> Any:

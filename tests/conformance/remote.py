@@ -24,7 +24,7 @@ class RemoteOracle:
     def __init__(self, model_dir: Path) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, model_dir), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, self._pipe, model_dir), daemon=True)
         self._process.start()
         theirs.close()
         self._facts: dict[str, Any] | None = None
@@ -83,7 +83,8 @@ def remote_oracle(model_dir: Path) -> Iterator[RemoteOracle]:
         oracle.close()
 
 
-def _serve(pipe: Any, model_dir: Path) -> None:
+def _serve(pipe: Any, other_end: Any, model_dir: Path) -> None:
+    other_end.close()  # a fork has it too, and would never find that the other side is gone
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(1)
     import transformers

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.support.engines import close_all
+from tests.support.zygote import ROOT, zygote
 
 
 class Served(NamedTuple):
@@ -60,8 +60,8 @@ def offline_answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     close_all()
     where = tmp_path_factory.mktemp("offline")
     make_adapter(where / "adapter")
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-m", "tests.engine.serve_cases", str(where)], cwd=root, check=True, timeout=500)
+    done = zygote().run(["-m", "tests.engine.serve_cases", str(where)], os.environ, ROOT, where)
+    assert done.returncode == 0, done.stderr[-4000:]
     return where
 
 
@@ -74,5 +74,5 @@ def weir_server(offline_answers: Path, shared_server: ExitStack, tmp_path_factor
     log = tmp_path_factory.mktemp("server") / "log"
     more = ("--weir-admin-key", ADMIN_KEY, "--enable-lora", "--max-lora-rank", "8")
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    http = shared_server.enter_context(running(log, WEIR, *more, env=env))
+    http = shared_server.enter_context(running(log, WEIR, *more, env=env, forked=True))
     return Served(str(http.base_url).rstrip("/"), "demo", API_KEY, ADMIN_KEY)

@@ -14,17 +14,15 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from tests.support.extracting import differences, texts, worst_difference, write_jsonl
+from tests.support.zygote import ROOT, zygote
 
-ROOT = Path(__file__).resolve().parents[2]
 ENGINE = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 256}
 BOUND = 1e-6
 """Rows of other batches: CPU kernels choose their blocks by the batch's size, so last bits differ."""
@@ -50,26 +48,22 @@ def child(source: str, out: str) -> None:
 def run(source: Path, out: Path, rng: random.Random | None) -> bool:
     """Run in a process of its own; with `rng` it is killed at a random moment. Returns whether it got to its end."""
     log = out.parent / f"{out.name}.log"
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.extract_kill", "child", str(source), str(out)],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
-            env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
-        )  # fmt: skip
+    said = log.with_suffix(".out")
+    program = ["-m", "tests.engine.extract_kill", "child", str(source), str(out)]
+    process = zygote().start(program, os.environ, ROOT, said, log)
     try:
         if rng is None:
             assert process.wait(300) == 0, log.read_text()[-5000:]
             return True
         if rng.random() < 0.15:
-            time.sleep(rng.uniform(0, 8))
+            time.sleep(rng.uniform(0, 3))
         else:
-            watchdog = threading.Timer(300, process.kill)
-            watchdog.start()
-            assert process.stdout is not None
-            started = any(line == "started\n" for line in process.stdout)  # vLLM logs too
-            watchdog.cancel()
-            if not started:  # the one before was killed when all was written: this one needs no engine
-                assert process.wait(300) == 0, log.read_text()[-5000:]
+            deadline = time.monotonic() + 300
+            while (ended := process.poll()) is None and "started" not in said.read_text().split("\n"):  # vLLM logs too
+                assert time.monotonic() < deadline, log.read_text()[-5000:]
+                time.sleep(0.02)
+            if ended is not None:  # the one before was killed when all was written: this one needs no engine
+                assert ended == 0, log.read_text()[-5000:]
                 return True
             time.sleep(rng.uniform(0, 2))
         return process.poll() == 0

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 
 import vllm_weir as weir
+from tests.support.zygote import ROOT, Child, zygote
 
 API_KEY, ADMIN_KEY = "read-me", "change-me"
 ARGS = [
@@ -34,20 +35,30 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(
-    log: Path, command: list[str], *more: str, env: dict[str, str] | None = None, timeout: float = 800
+    log: Path,
+    command: list[str],
+    *more: str,
+    env: dict[str, str] | None = None,
+    timeout: float = 800,
+    forked: bool = False,
 ) -> Iterator[httpx.Client]:
-    """A client of a server that has started; the server and all its processes are gone afterwards."""
+    """A client of a server that has started; the server and all its processes are gone afterwards.
+
+    Args:
+        forked: all its processes are forks of one that has imported vLLM: it starts in a quarter of the time.
+    """
     port = free_port()
     environ = {k: v for k, v in os.environ.items() if k not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_PLUGINS")}
     environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"} | (env or {})
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*command, weir.demo_model(), *ARGS, "--port", str(port), "--api-key", API_KEY, *more],
-            env=environ,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    command = [*command, weir.demo_model(), *ARGS, "--port", str(port), "--api-key", API_KEY, *more]
+    process: subprocess.Popen | Child
+    if forked:
+        process = zygote().start(command[1:], environ, ROOT, log)
+    else:
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command, env=environ, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
     headers = {"Authorization": f"Bearer {API_KEY}"}
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=120) as client:
@@ -62,7 +73,7 @@ def running(
             process.wait()
 
 
-def _wait(client: httpx.Client, process: subprocess.Popen, log: Path, deadline: float) -> None:
+def _wait(client: httpx.Client, process: subprocess.Popen | Child, log: Path, deadline: float) -> None:
     while True:
         assert process.poll() is None, log.read_text()[-4000:]
         assert time.monotonic() < deadline, log.read_text()[-4000:]

@@ -10,7 +10,7 @@ import torch
 import vllm_weir as weir
 from tests.engine.common import SELECTORS, asking, directory, ids_of, oracle, prompts, sampling, tokens, verify
 from tests.support.check import expected_positions
-from tests.support.engines import DEFAULTS
+from tests.support.engines import async_llm
 from tests.support.measure import rel_err
 
 pytestmark = pytest.mark.engine
@@ -22,15 +22,11 @@ class Served:
     """An AsyncLLM and the one event loop that it lives in."""
 
     def __init__(self, model_dir):
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         self.loop = asyncio.new_event_loop()
-        args = AsyncEngineArgs(model=str(model_dir), **DEFAULTS)
-        self.engine = self.call(self._start(AsyncLLM, args))
+        self.engine = self.call(self._start(model_dir))
 
-    async def _start(self, cls, args):
-        return cls.from_engine_args(args)
+    async def _start(self, model_dir):
+        return async_llm(model_dir)
 
     def call(self, awaitable):
         return self.loop.run_until_complete(asyncio.wait_for(awaitable, 120))

@@ -35,7 +35,7 @@ def check_all(llm, truth):
 
 def test_settings_switched_between_starts_on_one_cache(root, cache):
     """One block tapped, then all of them: the second start must not reuse the first one's graphs."""
-    model_dir = directory(root)
+    model_dir = directory(root, "llama", "b")  # of three blocks: compiling takes a time for each
     truth = oracle(model_dir)
     llm = compiled(model_dir, cache, WEIR_LAYERS="0")
     assert llm.llm_engine.vllm_config.compilation_config.mode.name != "NONE"

@@ -111,14 +111,15 @@ async def crowd(url: str, headers: dict) -> list[tuple[str, str, dict]]:
 @pytest.fixture(scope="module")
 def plain_tokens(tmp_path_factory) -> dict[str, list[int]]:
     """What a server without the plugin answers."""
-    with running(tmp_path_factory.mktemp("plain") / "log", PLAIN, env={"WEIR_DISABLE": "1"}) as client:
+    log = tmp_path_factory.mktemp("plain") / "log"
+    with running(log, PLAIN, env={"WEIR_DISABLE": "1"}, forked=True) as client:
         answers = {p: client.post("/v1/completions", json=body(p, "plain")).raise_for_status() for p in PROMPTS}
     return {p: a.json()["choices"][0]["token_ids"] for p, a in answers.items()}
 
 
 def test_two_hundred_clients(plain_tokens, tmp_path):
     more = ["--middleware", "tests.engine.serve_probe.Held"]
-    with running(tmp_path / "log", WEIR, *more) as client:
+    with running(tmp_path / "log", WEIR, *more, forked=True) as client:
         url, headers = str(client.base_url), dict(client.headers)
         alone = {}
         for prompt in PROMPTS:

@@ -11,7 +11,7 @@ import pytest
 
 import vllm_weir as weir
 from tests.engine.common import BOUND, directory, oracle, prompts, sampling
-from tests.support.engines import DEFAULTS
+from tests.support.engines import DEFAULTS, quick_processes
 from tests.support.measure import rel_err
 
 pytestmark = pytest.mark.engine
@@ -113,7 +113,8 @@ def test_async(root):
     model_dir = directory(root)
 
     async def main():
-        llm = weir.AsyncLLM(str(model_dir), [1, 2], include_prefill=True, **DEFAULTS)
+        with quick_processes():
+            llm = weir.AsyncLLM(str(model_dir), [1, 2], include_prefill=True, **DEFAULTS)
         try:
 
             async def one(prompt, name):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.zygote import Zygote
+from tests.support.zygote import zygote
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -72,19 +71,13 @@ def test_every_example_is_known() -> None:
 
 
 NO_ENGINE = {"keep.py", "analyse.py"}
-# These start processes of their own; the others run the engine in theirs, a fork of one that has imported vLLM.
-PROCESSES = {"client_capture.py", "inspect_eval.py", "serve_rows.py", "steering_server.py", "stream.py"}
+# These start a server as users do; the others are forks of one that has imported vLLM, and have their engine in them,
+# but for the asynchronous one.
+SERVERS = {"client_capture.py", "inspect_eval.py", "serve_rows.py", "steering_server.py"}
 
 
 # Compile caches live under the home directory as usual: the examples share what they can.
 ENV = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    found = Zygote(ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
-    yield found
-    found.close()
 
 
 @pytest.mark.timeout(900)
@@ -93,15 +86,16 @@ def zygote() -> Iterator[Zygote]:
     [pytest.param(p, marks=() if p.name in NO_ENGINE else pytest.mark.engine) for p in EXAMPLES],
     ids=lambda path: path.name,
 )
-def test_example(path: Path, tmp_path: Path, zygote: Zygote) -> None:
-    if path.name in PROCESSES:
+def test_example(path: Path, tmp_path: Path) -> None:
+    if path.name in SERVERS:
         env = ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         done: Any = subprocess.run(
             [sys.executable, str(path)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=800, check=False
         )
     else:
         (tmp_path / "in").mkdir()
-        done = zygote.run([str(path)], tmp_path / "in", tmp_path)
+        env = ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if path.name == "stream.py" else "0"}
+        done = zygote().run([str(path)], env, tmp_path / "in", tmp_path, 800)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     for text in SAYS[path.name]:
         assert text in done.stdout, done.stdout[-2000:]

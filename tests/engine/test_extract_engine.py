@@ -16,10 +16,11 @@ import psutil
 import pytest
 
 import vllm_weir as weir
-from tests.engine.extract_kill import BOUND, ENGINE, ROOT, trial
+from tests.engine.extract_kill import BOUND, ENGINE, trial
 from tests.support.extracting import differences, texts, write_jsonl
 from tests.support.measure import rel_err
 from tests.support.oracle import Oracle
+from tests.support.zygote import ROOT, zygote
 from vllm_weir.keep import load
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
@@ -28,17 +29,25 @@ RECORDS = 240
 RAY = {"num_cpus": 2, "object_store_memory": 100_000_000}
 
 
-def begin(source: Path, out: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
-    """`weir extract` in a process group of its own, as a terminal would start it."""
-    command = [
-        sys.executable, "-m", "vllm_weir.cli", "extract", str(source), "-m", weir.demo_model(), "-o", str(out),
-        "--layers", "1,4", "-e", json.dumps(ENGINE), "--batch", "8", "--flush-seconds", "0", "--json", "-q", *more,
+def extract(source: Path, out: Path) -> list[str]:
+    """The arguments of Python for `weir extract`."""
+    return [
+        "-m", "vllm_weir.cli", "extract", str(source), "-m", weir.demo_model(), "-o", str(out),
+        "--layers", "1,4", "-e", json.dumps(ENGINE), "--batch", "8", "--flush-seconds", "0", "--json", "-q",
     ]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
     env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    return env
+
+
+def begin(source: Path, out: Path, *more: str, **env: str) -> subprocess.Popen[str]:
+    """`weir extract` in a process group of its own, as a terminal would start it."""
     return subprocess.Popen(
-        command, cwd=ROOT, env=env | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        [sys.executable, *extract(source, out), *more], cwd=ROOT, env=environment() | env,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
 
@@ -65,7 +74,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path
     """(texts, dataset of an uninterrupted run)."""
     folder = tmp_path_factory.mktemp("extract")
     source = write_jsonl(folder / "texts.jsonl", texts(RECORDS))
-    summary = end(begin(source, folder / "whole"), 0)
+    done = zygote().run(extract(source, folder / "whole"), environment(), ROOT, folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads(done.stdout.strip().splitlines()[-1])
     assert (summary["requests"], summary["skipped"], summary["interrupted"]) == (RECORDS, {}, False)
     assert summary["rows"] == load(folder / "whole").count() and summary["bytes"] == summary["rows"] * 256 * 4
     yield source, folder / "whole"

@@ -12,7 +12,7 @@ import torch
 
 import vllm_weir as weir
 from tests.engine.common import assert_nothing_is_held, desk, directory, prompts, sampling
-from tests.support.engines import get_llm
+from tests.support.engines import async_llm, get_llm
 from tests.support.measure import eventually
 from vllm_weir import consumers
 from vllm_weir.consumers import Consumer
@@ -280,18 +280,9 @@ def test_a_sink_that_may_fail(root):
 
 
 def test_an_async_engine(root):
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from tests.support.engines import DEFAULTS, close_all
-
-    close_all()
-
     async def run():
         weird = {"weir": {"sinks": {"kept": {"notes": {"label": "kept"}}}}}
-        engine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(model=str(directory(root)), additional_config=weird, **DEFAULTS)
-        )
+        engine = async_llm(directory(root), additional_config=weird)
         try:
 
             async def one(k, params):

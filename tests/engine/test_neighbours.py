@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,21 +11,14 @@ import pytest
 import vllm_weir as weir
 from tests.engine.common import asking, directory, oracle, prompts, same_rows, sampling, verify
 from tests.support.engines import get_llm
+from tests.support.zygote import ROOT, zygote
 
 pytestmark = pytest.mark.engine
-ROOT = Path(__file__).parents[2]
 
 
 def run(model_dir: Path, out: Path, *words: str, **env: str) -> list:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.workload", str(model_dir), str(out), *words],
-        cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if not k.startswith("WEIR_")} | env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WEIR_")} | env
+    done = zygote().run(["-m", "tests.engine.workload", str(model_dir), str(out), *words], env, ROOT, out.parent)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
 

@@ -27,7 +27,7 @@ SCREENSHOTS = os.environ.get("WEIR_SCREENSHOTS")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     log = tmp_path_factory.mktemp("page") / "server.log"
-    with running(log, WEIR, env={"WEIR_ADMIN_KEY": ADMIN_KEY}) as client:
+    with running(log, WEIR, env={"WEIR_ADMIN_KEY": ADMIN_KEY}, forked=True) as client:
         mood = rows(client, "Tom was happy.", "-2:", tmp_path_factory) - rows(
             client, "Tom was sad.", "-2:", tmp_path_factory
         )

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.engine.common import asking, directory, oracle, prompts, verify
-from tests.support.engines import DEFAULTS, close_all
+from tests.support.engines import async_llm
 
 pytestmark = pytest.mark.engine
 CLOSE_OTHERS = True
@@ -15,17 +15,13 @@ CLOSE_OTHERS = True
 
 def test_every_data_parallel_engine_delivers(root, monkeypatch):
     """Twelve requests over the two engines of one AsyncLLM: all rows arrive, and they come from both."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
     model_dir = directory(root)
     truth = oracle(model_dir)
-    close_all()
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
 
     async def run():
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model_dir), data_parallel_size=2, **DEFAULTS))
+        engine = async_llm(model_dir, data_parallel_size=2)
 
         async def one(number):
             asked, wanted = asking("all", truth.num_layers, 5)
@@ -37,7 +33,7 @@ def test_every_data_parallel_engine_delivers(root, monkeypatch):
         try:
             return await asyncio.gather(*(one(number) for number in range(12)))
         finally:
-            engine.shutdown()
+            engine.shutdown(0)
 
     sources = set()
     for out, wanted in asyncio.run(run()):

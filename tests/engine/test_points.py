@@ -11,7 +11,7 @@ import vllm_weir as weir
 from tests.conformance.oracle import Oracle as Points
 from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
 from tests.support.adapters import adapter
-from tests.support.engines import DEFAULTS, close_all, get_llm
+from tests.support.engines import async_llm, get_llm
 from tests.support.measure import rel_err
 from tests.support.quantised import gptq
 from vllm_weir.spec.hooks import BLOCK_HOOKS, HOOKS
@@ -84,19 +84,14 @@ def test_what_is_added_is_seen_downstream_only(root):
 
 
 def test_async_engine_lists_its_sites(root):
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    close_all()
-
     async def run():
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(directory(root)), block_size=32, **DEFAULTS))
+        engine = async_llm(directory(root), block_size=32)
         try:
             with pytest.raises(weir.WeirError, match="have not reported"):
                 weir.sites(engine)
             return await weir.sites_async(engine)
         finally:
-            engine.shutdown()
+            engine.shutdown(0)
 
     assert len(asyncio.run(run())) == 22
 

@@ -79,7 +79,7 @@ def client(offline, tmp_path_factory):
     folder = tmp_path_factory.mktemp("serve")
     env = {"WEIR_SERVE_BODY_BYTES": str(4 << 20), "WEIR_SERVE_ROWS": "5000", "WEIR_SERVE_DIRECTORY": str(folder)}
     more = ["--weir-admin-key", ADMIN_KEY, "--middleware", "tests.engine.serve_probe.Held"]
-    with running(folder / "log", WEIR, *more, env=env) as found:
+    with running(folder / "log", WEIR, *more, env=env, forked=True) as found:
         yield found
     assert not list(folder.glob("weir-serve-*")), "the server leaves its directory behind"
     log = (folder / "log").read_text()

@@ -89,7 +89,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
     folder, counts = tmp_path_factory.mktemp("serve"), tmp_path_factory.mktemp("counts")
     env = {"WEIR_ADMIN_KEY": ADMIN_KEY, "PROMETHEUS_MULTIPROC_DIR": str(counts)}
     more = ["--api-server-count", "2", "--data-parallel-size", "2"]
-    with running(folder / "log", WEIR, *more, env=env, timeout=800) as client:
+    with running(folder / "log", WEIR, *more, env=env, forked=True) as client:
         yield Server(str(client.base_url), str(counts))
 
 

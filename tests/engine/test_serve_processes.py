@@ -146,7 +146,7 @@ def test_a_killed_server_starts_again_clean(tmp_path):
                 pass
         pytest.fail("the stream ended as if the server had lived")
     assert len(list(tmp_path.glob("weir-serve-*"))) == 1
-    with running(tmp_path / "log", WEIR, env=env) as client:
+    with running(tmp_path / "log", WEIR, env=env, forked=True) as client:
         assert len(list(tmp_path.glob("weir-serve-*"))) == 1
         assert client.get(url).status_code == 404
         again = ask(client, weir=WISH)["choices"][0]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,9 @@ import pytest
 import vllm_weir as weir
 from tests.engine.common import directory, oracle, prompts, sampling, verify
 from tests.support.engines import get_llm
+from tests.support.zygote import ROOT, zygote
 
 pytestmark = pytest.mark.engine
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -57,16 +55,9 @@ def test_a_block_that_does_not_exist_is_the_reason_of_every_refusal(root):
     assert out.activations is None and len(out.outputs[0].token_ids) == 8
 
 
-def child(model_dir: Path, mode: str, **env: str) -> dict:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.start_child", str(model_dir), mode],
-        cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if not k.startswith("WEIR_")} | env,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+def child(model_dir: Path, folder: Path, mode: str, **env: str) -> dict:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WEIR_")} | env
+    done = zygote().run(["-m", "tests.engine.start_child", str(model_dir), mode], env, ROOT, folder)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [text for text in done.stdout.splitlines() if text.startswith("FOUND ")]
     return json.loads(line[6:])
@@ -77,8 +68,8 @@ def child(model_dir: Path, mode: str, **env: str) -> dict:
     [("plain", {"WEIR_DISABLE": "1"}, "WEIR_DISABLE"), ("no-seam", {}, "get_computed_blocks")],
     ids=["switched-off", "seam-missing"],
 )
-def test_when_weir_is_off_its_keys_fail_and_the_rest_goes_on(root, mode, env, why):
-    found = child(directory(root), mode, **env)
+def test_when_weir_is_off_its_keys_fail_and_the_rest_goes_on(root, tmp_path, mode, env, why):
+    found = child(directory(root), tmp_path, mode, **env)
     truth = oracle(directory(root))
     assert found["tokens"] == [truth.greedy(p["prompt_token_ids"], 4) for p in prompts([5, 9])]
     for key in ("weir", "lens", "steer"):

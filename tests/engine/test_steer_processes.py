@@ -8,7 +8,7 @@ import gc
 import pytest
 
 import vllm_weir as weir
-from tests.support.engines import DEFAULTS, close_all
+from tests.support.engines import async_llm, close_all
 from tests.support.steered import check, directory, prompt, sampling, tokens, truth, vectors
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -37,9 +37,7 @@ def cases(seed):
 
 
 def test_async_engine():
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     model_dir = directory()
     oracle = truth(model_dir)
@@ -52,7 +50,7 @@ def test_async_engine():
         return last
 
     async def main():
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model_dir), block_size=32, **DEFAULTS))
+        engine = async_llm(model_dir, block_size=32)
         try:
             for turn in range(2):
                 params = [
@@ -90,6 +88,6 @@ def test_async_engine():
             (held,) = await engine.collective_rpc("weir_usage")
             assert not any(held.values()), held
         finally:
-            engine.shutdown()
+            engine.shutdown(0)
 
     asyncio.run(asyncio.wait_for(main(), 240))

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from vllm import LLM
 
@@ -35,6 +37,9 @@ for _name, _value in {
     "TOKENIZERS_PARALLELISM": "false",
 }.items():
     os.environ.setdefault(_name, _value)
+
+EAGER = {"TORCHDYNAMO_DISABLE": "1"}
+"""Without it vLLM compiles what ranks logprobs, even if no model is compiled: seconds for each engine."""
 
 _alive: dict[str, LLM] = {}
 
@@ -60,6 +65,8 @@ def get_llm(
     if any(arguments.get(size, 1) > 1 for size in sizes):
         in_process = False
     env = dict(env or {}) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
+    if arguments["enforce_eager"] and torch.version.cuda is None:
+        env = EAGER | env
     key = repr((sorted(arguments.items()), sorted((_settings() | env).items())))
     if key in _alive:
         _alive[key] = _alive.pop(key)  # the last used is the last to go
@@ -67,7 +74,7 @@ def get_llm(
 
     while len(_alive) >= max(1, keep):
         _close(next(iter(_alive)))
-    with _environment(env):
+    with _environment(env), contextlib.nullcontext() if in_process else quick_processes():
         from vllm import LLM
 
         llm = LLM(**arguments)
@@ -84,7 +91,7 @@ def close_all() -> None:
 def _close(key: str) -> None:
     llm = _alive.pop(key)
     try:
-        llm.llm_engine.engine_core.shutdown()
+        llm.llm_engine.engine_core.shutdown(timeout=0)  # vLLM's processes do not end by themselves in its five seconds
     finally:
         # The caller may still hold the engine; let go of what we can before the next one takes memory.
         del llm
@@ -94,6 +101,53 @@ def _close(key: str) -> None:
 def _settings() -> dict[str, str]:
     """What the environment says about the engine, beyond its arguments (vLLM itself writes to other `VLLM_*` names)."""
     return {k: v for k, v in os.environ.items() if k.startswith("WEIR_") or k == "VLLM_PLUGINS"}
+
+
+@contextlib.contextmanager
+def quick_processes() -> Iterator[None]:
+    """While this holds, processes that vLLM spawns are forks of one that has imported vLLM.
+
+    That is not this process, which has run engines and tests: like spawned ones, they have nothing of it but what they
+    are handed and its environment.
+    """
+    from multiprocessing import context, popen_forkserver, set_forkserver_preload
+
+    if torch.version.cuda is not None:  # vLLM imports nothing again there
+        yield
+        return
+
+    class Popen(popen_forkserver.Popen):
+        def __init__(self, process: Any) -> None:
+            process._args = (dict(os.environ), process._target, *process._args)
+            process._target = _with_environment
+            super().__init__(process)
+
+    set_forkserver_preload(["tests.support.preload"])
+    before = context.SpawnProcess._Popen
+    context.SpawnProcess._Popen = staticmethod(Popen)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        context.SpawnProcess._Popen = staticmethod(before)  # type: ignore[assignment]
+
+
+def _with_environment(environment: Mapping[str, str], target: Any, *arguments: Any, **more: Any) -> None:
+    from tests.support.zygote import fork_instead_of_spawn
+
+    os.environ.clear()
+    os.environ.update(environment)
+    fork_instead_of_spawn()
+    target(*arguments, **more)
+
+
+def async_llm(model_dir: str | Path, **kw: Any) -> Any:
+    """An `AsyncLLM` for `model_dir` with `DEFAULTS` overridden by `kw`; the caller shuts it down."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    close_all()
+    with quick_processes():
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model_dir), **DEFAULTS | kw))
 
 
 @contextlib.contextmanager

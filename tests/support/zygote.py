@@ -1,88 +1,198 @@
-"""Scripts run by forks of a process that has imported vLLM: the import is most of what a short script takes.
+"""Programs run by forks of a process that has imported vLLM: the import is most of what a short one takes.
 
-What a script sees is what it would see on its own: its arguments, directory, environment and output, and its end.
-Environment variables that vLLM reads while it is imported have to be there when the zygote starts.
+What a program sees is what it would see on its own: its arguments, directory, environment and output, and its end.
+The processes that vLLM starts in it are forked too: as vLLM does by default, but on CPU it has them import everything
+again. Environment variables that vLLM reads while it is imported have no effect here, and what its modules would
+compile of their own (not the model) is not compiled: a minute's work for each engine that counts logprobs.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Done(NamedTuple):
-    """What a script did."""
+class Child:
+    """A program that runs or has run; as a `subprocess.Popen` of a session of its own, without pipes."""
 
-    returncode: int
-    stdout: str
-    stderr: str
+    def __init__(self, zygote: Zygote, pid: int, argv: Sequence[str]) -> None:
+        self.pid, self.args, self.returncode = pid, list(argv), None
+        self._zygote = zygote
+
+    def poll(self) -> int | None:
+        """How it ended; None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._zygote.ask("poll", self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float = 600.0) -> int:
+        """How it ended, at the latest after `timeout` seconds.
+
+        Raises:
+            subprocess.TimeoutExpired: if it has not.
+        """
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """To the program, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
 
 class Zygote:
-    """One script at a time.
+    """The process that has imported vLLM."""
 
-    Args:
-        env: the environment that it, and every script, starts with.
-    """
-
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self) -> None:
+        env = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "TORCHDYNAMO_DISABLE": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.zygote"], cwd=ROOT, env=dict(env),
+            [sys.executable, "-m", "tests.support.zygote"], cwd=ROOT, env=env,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+        self._lock = threading.Lock()
 
-    def run(self, argv: Sequence[str], cwd: Path, folder: Path) -> Done:
-        """Run ``argv[0]`` as a script in `cwd`; its output passes through files in `folder`."""
+    def start(
+        self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, out: Path, err: Path | None = None
+    ) -> Child:
+        """Start a program.
+
+        Args:
+            argv: as for Python: a script and its arguments, or ``-m``, a module and its arguments.
+            env: its whole environment.
+            out, err: files for what it says; without `err` both go to `out`.
+        """
+        out.write_bytes(b"")  # there for whoever reads it before the program has begun
+        files = [str(cwd), str(out), str(err) if err else None]
+        return Child(self, self.ask("start", list(argv), dict(env), *files), argv)
+
+    def run(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, folder: Path, timeout: float = 600.0) -> Any:
+        """Run a program to its end, as `subprocess.run` with its output captured; that passes through `folder`."""
         out, err = folder / "zygote.out", folder / "zygote.err"
+        child = self.start(argv, env, cwd, out, err)
+        try:
+            code = child.wait(timeout)
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+        return subprocess.CompletedProcess(argv, code, out.read_text(), err.read_text())
+
+    def ask(self, *question: Any) -> Any:
+        """What the process answers."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        print(json.dumps([list(argv), str(cwd), str(out), str(err)]), file=stdin, flush=True)
-        said = stdout.readline()
+        with self._lock:
+            print(json.dumps(question), file=stdin, flush=True)
+            said = stdout.readline()
         assert said, "the process that forks has died"
-        return Done(json.loads(said), out.read_text(), err.read_text())
+        return json.loads(said)
 
     def close(self) -> None:
-        """End it."""
+        """End it, and what it has started."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(60)
 
 
-def _serve() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what imports print is no answer
+@cache
+def zygote() -> Zygote:
+    """The one of this process, which ends with it."""
+    made = Zygote()
+    atexit.register(made.close)
+    return made
+
+
+def fork_instead_of_spawn() -> None:
+    """From now on, in this process and its children, what is to be spawned is forked."""
+    from multiprocessing import context, popen_fork
+
+    context.SpawnProcess._Popen = staticmethod(popen_fork.Popen)  # type: ignore[assignment]
+    # A loop's descriptor, which a fork has too: the child's signals would come to the parent.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
+def import_vllm() -> None:
+    """What engines and servers import, without any plugin."""
+    import uvicorn  # noqa: F401
+    import vllm.entrypoints.openai.api_server
     import vllm.model_executor.models.llama
+    import vllm.v1.engine.async_llm
     import vllm.v1.engine.llm_engine
+    import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm import LLM  # noqa: F401
 
     import vllm_weir  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # what is imported stays: no child's collections need look at it
+
+
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.set_inheritable(answers.fileno(), False)
+    os.dup2(2, 1)  # what imports print is no answer
+    import_vllm()
+    alive: set[int] = set()
     for line in sys.stdin:
-        argv, cwd, out, err = json.loads(line)
-        child = os.fork()
-        if not child:
-            _become(argv, cwd, out, err)
-        _, status = os.waitpid(child, 0)
-        print(json.dumps(os.waitstatus_to_exitcode(status)), file=answers, flush=True)
+        what, *more = json.loads(line)
+        if what == "start":
+            answer: int | None = os.fork()
+            if not answer:
+                answers.close()
+                _become(*more)
+            alive.add(answer)
+        else:
+            (pid,) = more
+            found, status = os.waitpid(pid, os.WNOHANG)
+            alive -= {found}
+            answer = os.waitstatus_to_exitcode(status) if found else None
+        print(json.dumps(answer), file=answers, flush=True)
+    for pid in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    os._exit(0)
 
 
-def _become(argv: list[str], cwd: str, out: str, err: str) -> None:
-    for path, number in ((os.devnull, 0), (out, 1), (err, 2)):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+def _become(argv: list[str], env: dict[str, str], cwd: str, out: str, err: str | None) -> None:
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if err else 1, 2)
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     os.chdir(cwd)
-    sys.argv[:] = argv
-    sys.path[0] = str(Path(argv[0]).parent)
-    runpy.run_path(argv[0], run_name="__main__")
+    os.environ.clear()
+    os.environ.update(env)
+    fork_instead_of_spawn()
+    # What was chosen by the environment when it was imported.
+    import prometheus_client.values as values
+
+    values.ValueClass = values.get_value_class()
+    if argv[0] == "-m":
+        sys.argv[:], sys.path[0] = argv[1:], cwd
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:], sys.path[0] = argv, str(Path(argv[0]).parent)
+        runpy.run_path(argv[0], run_name="__main__")
     sys.exit(0)
 
 

@@ -10,7 +10,7 @@ import torch
 
 import vllm_weir as weir
 from tests.engine.common import asking, directory, ids_of, oracle, prompts, sampling, scheduler, tokens, verify
-from tests.support.engines import get_llm
+from tests.support.engines import async_llm, get_llm
 
 pytestmark = pytest.mark.engine
 LAYERS = 4
@@ -119,15 +119,8 @@ def test_trap_12_layers_out_of_range_are_refused(llm, layer):
 
 
 def test_trap_13_concurrent_and_streamed_responses_are_whole(root, truth):
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from tests.support.engines import DEFAULTS, close_all
-
-    close_all()
-
     async def main():
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(directory(root)), **DEFAULTS))
+        engine = async_llm(directory(root))
         try:
 
             async def one(i):
@@ -137,7 +130,7 @@ def test_trap_13_concurrent_and_streamed_responses_are_whole(root, truth):
 
             return await asyncio.gather(*[one(i) for i in range(64)])
         finally:
-            engine.shutdown()
+            engine.shutdown(0)
 
     params, wanted = asking("all", LAYERS)
     for out in asyncio.run(main()):

@@ -17,7 +17,7 @@ from vllm_weir.spec.sizes import Sizes
 LAYERS = 4
 FACTS = EngineFacts(served(LAYERS), LAYERS, 128, "float32", 1024)
 SIZES = Sizes(64, 64, 1024)
-FUZZ = settings(max_examples=2000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=800, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
 def attempt(extra_args, facts=FACTS):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vllm_weir.worker.arena import Arena
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(capacity=st.integers(1, 60), data=st.data())
 def test_pieces(capacity, data):
     arena, held = Arena(capacity), {}

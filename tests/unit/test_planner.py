@@ -71,7 +71,7 @@ def step(planner, batch):
     return planner.plan(list(names), counts, computed)  # as vLLM gives them: a repeated step is known by its list
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_planning_everybody_at_once_changes_nothing(data):
     """The same batches through a planner that plans every request by itself: same plans, same marks, same places."""
