@@ -29,7 +29,8 @@ def params(
     """A copy of `sampling_params` that carries what is asked of Weir.
 
     Args:
-        sampling_params: vLLM's own; never changed. None stands for ``SamplingParams()``.
+        sampling_params: vLLM's own; never changed. None stands for ``SamplingParams()``. What it carries already, from
+            an earlier `params`, stays: captures add up, earlier interventions apply first.
         capture: one `Capture` or a list of them (or their wire form).
         interventions: one intervention or a list of them (or their wire form), applied in the order given.
 
@@ -43,9 +44,17 @@ def params(
         from vllm import SamplingParams as Params
 
         sampling_params = Params()
-    spec = RequestSpec(parse_captures(capture, "capture"), parse_interventions(interventions, "interventions"))
+    if not hasattr(sampling_params, "extra_args"):
+        name = type(sampling_params).__name__
+        raise WeirError(f"{name} has no extra_args to carry what is asked; give a SamplingParams", "sampling_params")
+    captures, moves = parse_captures(capture, "capture"), parse_interventions(interventions, "interventions")
+    carried = sampling_params.extra_args or {}
+    spec = RequestSpec(captures, moves)
+    if carried.get(WIRE_KEY) is not None:
+        earlier = RequestSpec.parse(carried[WIRE_KEY])
+        spec = RequestSpec(earlier.capture + captures, earlier.interventions + moves, earlier.modules)
     out = copy.copy(sampling_params)
-    out.extra_args = {**(sampling_params.extra_args or {}), WIRE_KEY: spec.to_json()}
+    out.extra_args = {**carried, WIRE_KEY: spec.to_json()}
     return out
 
 

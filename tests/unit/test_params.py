@@ -1,0 +1,27 @@
+"""`weir.params`: what it makes of params that carry something already, and of what are no params."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import vllm_weir as weir
+
+
+def test_what_params_carry_already_stays():
+    base = SimpleNamespace(extra_args={"other": 1})
+    first = weir.params(base, capture=weir.Capture(layers=[0]), interventions=weir.Add(torch.ones(4), 1))
+    second = weir.params(first, capture=weir.Capture("mlp_out", 2), interventions=weir.Clamp(torch.ones(4), 1, value=0))
+    wire = second.extra_args["weir"]
+    assert [(c["hook"], c["layers"]) for c in wire["capture"]] == [("resid_post", [0]), ("mlp_out", [2])]
+    assert [i["op"] for i in wire["interventions"]] == ["add", "clamp"]
+    assert second.extra_args["other"] == 1
+    assert len(first.extra_args["weir"]["capture"]) == 1 and base.extra_args == {"other": 1}
+
+
+def test_what_cannot_carry_a_request_is_refused():
+    with pytest.raises(weir.WeirError, match="SimpleNamespace has no extra_args") as e:
+        weir.params(SimpleNamespace(beam_width=2), capture=weir.Capture())
+    assert e.value.field == "sampling_params"
