@@ -25,3 +25,17 @@ def test_what_cannot_carry_a_request_is_refused():
     with pytest.raises(weir.WeirError, match="SimpleNamespace has no extra_args") as e:
         weir.params(SimpleNamespace(beam_width=2), capture=weir.Capture())
     assert e.value.field == "sampling_params"
+
+
+def test_the_drop_in_classes_keep_what_a_request_asks_for_itself():
+    from vllm import SamplingParams
+
+    from vllm_weir.drop_in import Wanted
+
+    own = weir.params(SamplingParams(), capture=weir.Capture("mlp_out", 2), interventions=weir.Add(torch.ones(4), 1))
+    wire = Wanted.parse([5], False, True, False, False).ask(own).extra_args["weir"]
+    assert [(c["hook"], c["layers"], c.get("positions")) for c in wire["capture"]] == [
+        ("mlp_out", [2], None),
+        ("resid_post", [5], "sampled"),
+    ]
+    assert [i["op"] for i in wire["interventions"]] == ["add"]
