@@ -18,6 +18,7 @@ from vllm_weir.api import params
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
 from vllm_weir.spec.capture import Capture, parse_layers
+from vllm_weir.spec.request import WIRE_KEY, RequestSpec
 
 Layers = Literal["all"] | Sequence[int] | Sequence[str] | int
 
@@ -47,7 +48,8 @@ class Wanted:
 
     def ask(self, sampling_params: SamplingParams) -> SamplingParams:
         """A copy of `sampling_params` that captures what is wanted, besides what it asks for already."""
-        captures = []
+        own = (sampling_params.extra_args or {}).get(WIRE_KEY)
+        captures = list(RequestSpec.parse(own).capture) if own is not None else []
         if self.prefill and self.layers != ():
             captures.append(Capture("resid_post", self.layers, "last_prompt" if self.last_prefill else "prompt"))
         if self.decode and self.layers != ():

@@ -10,15 +10,16 @@ import torch
 import vllm_weir as weir
 
 
-def test_what_params_carry_already_stays():
+def test_what_params_carry_already_stays_unless_it_is_given_anew():
     base = SimpleNamespace(extra_args={"other": 1})
     first = weir.params(base, capture=weir.Capture(layers=[0]), interventions=weir.Add(torch.ones(4), 1))
-    second = weir.params(first, capture=weir.Capture("mlp_out", 2), interventions=weir.Clamp(torch.ones(4), 1, value=0))
-    wire = second.extra_args["weir"]
-    assert [(c["hook"], c["layers"]) for c in wire["capture"]] == [("resid_post", [0]), ("mlp_out", [2])]
-    assert [i["op"] for i in wire["interventions"]] == ["add", "clamp"]
-    assert second.extra_args["other"] == 1
-    assert len(first.extra_args["weir"]["capture"]) == 1 and base.extra_args == {"other": 1}
+    steered = weir.params(first, capture=weir.Capture("mlp_out", 2)).extra_args
+    assert [(c["hook"], c["layers"]) for c in steered["weir"]["capture"]] == [("mlp_out", [2])]
+    assert [i["op"] for i in steered["weir"]["interventions"]] == ["add"]
+    reading = weir.params(first, interventions=[]).extra_args
+    assert [c["layers"] for c in reading["weir"]["capture"]] == [[0]] and reading["weir"]["interventions"] == []
+    assert steered["other"] == reading["other"] == 1 and base.extra_args == {"other": 1}
+    assert len(first.extra_args["weir"]["capture"]) == len(first.extra_args["weir"]["interventions"]) == 1
 
 
 def test_what_cannot_carry_a_request_is_refused():
