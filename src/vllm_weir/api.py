@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 def params(
     sampling_params: SamplingParams | None = None,
     *,
-    capture: Capture | Mapping[str, Any] | Sequence[Capture | Mapping[str, Any]] = (),
-    interventions: Intervention | Mapping[str, Any] | Sequence[Intervention | Mapping[str, Any]] = (),
+    capture: Capture | Mapping[str, Any] | Sequence[Capture | Mapping[str, Any]] | None = None,
+    interventions: Intervention | Mapping[str, Any] | Sequence[Intervention | Mapping[str, Any]] | None = None,
 ) -> SamplingParams:
     """A copy of `sampling_params` that carries what is asked of Weir.
 
@@ -32,6 +33,8 @@ def params(
         sampling_params: vLLM's own; never changed. None stands for ``SamplingParams()``.
         capture: one `Capture` or a list of them (or their wire form).
         interventions: one intervention or a list of them (or their wire form), applied in the order given.
+
+    Params from an earlier call keep what is not given now; what is given replaces it.
 
     Returns:
         A new ``SamplingParams`` whose ``extra_args["weir"]`` is plain JSON data; usable in any number of requests.
@@ -43,9 +46,17 @@ def params(
         from vllm import SamplingParams as Params
 
         sampling_params = Params()
-    spec = RequestSpec(parse_captures(capture, "capture"), parse_interventions(interventions, "interventions"))
+    if not hasattr(sampling_params, "extra_args"):
+        name = type(sampling_params).__name__
+        raise WeirError(f"{name} has no extra_args to carry what is asked; give a SamplingParams", "sampling_params")
+    carried = sampling_params.extra_args or {}
+    spec = RequestSpec() if carried.get(WIRE_KEY) is None else RequestSpec.parse(carried[WIRE_KEY])
+    if capture is not None:
+        spec = replace(spec, capture=parse_captures(capture, "capture"))
+    if interventions is not None:
+        spec = replace(spec, interventions=parse_interventions(interventions, "interventions"))
     out = copy.copy(sampling_params)
-    out.extra_args = {**(sampling_params.extra_args or {}), WIRE_KEY: spec.to_json()}
+    out.extra_args = {**carried, WIRE_KEY: spec.to_json()}
     return out
 
 

@@ -47,7 +47,7 @@ class Wanted:
         )
 
     def ask(self, sampling_params: SamplingParams) -> SamplingParams:
-        """A copy of `sampling_params` that captures what is wanted, besides what it captures already."""
+        """A copy of `sampling_params` that captures what is wanted, besides what it asks for already."""
         own = (sampling_params.extra_args or {}).get(WIRE_KEY)
         captures = list(RequestSpec.parse(own).capture) if own is not None else []
         if self.prefill and self.layers != ():

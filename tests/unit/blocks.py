@@ -236,6 +236,8 @@ class Gain(Block):
 class More(Block):
     """Adds something else after what the MLP adds."""
 
+    scale = 0.6
+
     def __init__(self):
         super().__init__()
         self.gate, self.project = nn.Linear(D, 4), nn.Linear(4, D)
@@ -243,7 +245,11 @@ class More(Block):
     def forward(self, positions, hidden_states):
         hidden_states = hidden_states + self.self_attn(positions, self.ln_1(hidden_states))
         hidden_states = hidden_states + self.mlp(self.ln_2(hidden_states))
-        return 0.6 * (hidden_states + self.project(self.gate(hidden_states)))
+        return self.scale * (hidden_states + self.project(self.gate(hidden_states)))
+
+
+class MoreUnscaled(More):
+    scale = 1.0
 
 
 class MixerOnly(Block):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 
 import numpy as np
@@ -175,6 +177,24 @@ def test_deltas_partition_the_rows(captures, P, cuts):
 
 def content(name, column, position):
     return torch.tensor([column, position, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda view: pickle.loads(pickle.dumps(view))])  # noqa: S301
+@pytest.mark.parametrize("how", [None, "full8"])
+def test_an_output_that_was_pickled_or_copied_has_its_rows_and_its_receipt(copied, how):
+    post = Post(LAYERS)
+    post.compression = how and Compression.parse(how, "compress")
+    request = Request(post, "r0", [("resid_post", "all", "prompt"), ("final_norm", "all", "all")], 5, 3, [1] * 8)
+    request.join()
+    post.step([("r0", 7, 0)], content)
+    view = request.tracker.view([1] * 3, False, "length", 0)
+    twin = copied(view)
+    assert twin.asked and twin.receipt() == view.receipt()
+    acts, again = view.activations(), twin.activations()
+    assert again.sites == acts.sites and len(again) == LAYERS + 1
+    for site in acts.sites:
+        assert again.positions_of(site).equal(acts.positions_of(site)) and again[site].equal(acts[site])
+        assert again.token_ids_of(site).equal(acts.token_ids_of(site))
 
 
 def test_rows_of_one_site_are_not_copied():

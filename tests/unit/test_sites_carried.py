@@ -5,11 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.blocks import LAYERS, TOKENS, Core, D, Model, Parallel, Weighted, mapped, supported
+from tests.unit.blocks import (
+    LAYERS,
+    TOKENS,
+    Core,
+    D,
+    Fused,
+    Model,
+    Parallel,
+    Sandwich,
+    Weighted,
+    mapped,
+    supported,
+)
 from tests.unit.blocks_two import Apart, Mamba1, Scan, ScanInto, TwoAttentions
 from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
 from vllm_weir.worker.families import Family
-from vllm_weir.worker.sites import find_scene
+from vllm_weir.worker.sites import find_scene, map_sites
 from vllm_weir.worker.trace import Recorder, value_at
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -96,3 +108,26 @@ def test_a_tensor_that_nobody_uses_is_not_part_of_the_stream(kind, dtype):
     sites = mapped(Model([kind] * LAYERS, True), dtype)
     assert {"resid_pre", "resid_post"} <= supported(sites)
     assert sites.anchors[Site("resid_post", 1)].residual is None
+
+
+class GivenEmbeddings(Model):
+    """Is given embeddings instead of tokens, like models under `enable_prompt_embeds`."""
+
+    def forward(self, ids=None, inputs_embeds=None):
+        hidden, residual = inputs_embeds, None
+        for layer in self.layers:
+            hidden, residual = layer(None, hidden, residual)
+        return self.norm(hidden, residual)[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [Fused, Sandwich])
+def test_embeddings_given_in_a_buffer_of_zeros_that_blocks_write_into(kind, dtype):
+    torch.manual_seed(0)
+    model, buffer = GivenEmbeddings([kind] * LAYERS, True).to(dtype), torch.zeros(TOKENS, D, dtype=dtype)
+    scene = find_scene(model, D, LAYERS, Family(), lambda m: isinstance(m, Core), lambda m: m is model.embed_tokens)
+    with torch.inference_mode():
+        sites = map_sites(scene, lambda: model(inputs_embeds=buffer), dtype, Family())
+    assert all(supported(sites, layer) == set(BLOCK_HOOKS) for layer in range(LAYERS))
+    assert list(sites.refused) == [Site("embed", 0)]
+    assert not buffer.any()

@@ -14,6 +14,7 @@ from tests.unit.blocks import (
     Fused,
     Model,
     More,
+    MoreUnscaled,
     Sequential,
     Shared,
     TooLate,
@@ -45,8 +46,9 @@ def test_a_bias_that_is_handed_over_belongs_to_the_point(dtype):
         assert all(found.anchors[Site(h, 1)].offset == Key("out", 1) for h in ("attn_out", "mlp_out"))
 
 
-def test_what_is_added_after_the_mlp():
-    sites = mapped(Model([More] * LAYERS))
+@pytest.mark.parametrize("kind", [More, MoreUnscaled])
+def test_what_is_added_after_the_mlp(kind):
+    sites = mapped(Model([kind] * LAYERS))
     assert supported(sites) == {"resid_pre", "attn_out", "resid_mid", "resid_post"}
     assert "after what the MLP adds" in sites.refused[Site("mlp_out", 1)]
 

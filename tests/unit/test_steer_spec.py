@@ -310,3 +310,9 @@ def test_a_global_intervention_keeps_what_its_name_meant():
     kept = weir.Add("mood", 1).with_arrays(shelf.find)
     shelf.remove("mood")
     assert kept.lower(8, shelf.find).rows and kept.vector.array.tolist() == [1.0] * 8
+
+
+def test_complex_numbers_are_no_vector():
+    with pytest.raises(WeirError, match="expected numbers, got complex64") as e:
+        weir.Add(torch.ones(4, dtype=torch.complex64), 0)
+    assert e.value.field == "intervention.vector"

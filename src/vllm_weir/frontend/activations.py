@@ -182,13 +182,13 @@ class Activations(Mapping):
         """Token at each row's position, int64 [rows]; raises WeirError if the sites do not share their rows."""
         return self._shared(self._token_ids, "token_ids")
 
-    def positions_of(self, hook: str, layer: int) -> torch.Tensor:
-        """Positions of one site's rows, int64 [rows]."""
-        return self._positions[self._site((hook, layer))]
+    def positions_of(self, hook: object, layer: int | None = None) -> torch.Tensor:
+        """Positions of one site's rows, int64 [rows]; named as for `compressed`."""
+        return self._positions[self._site(hook if layer is None else (hook, layer))]
 
-    def token_ids_of(self, hook: str, layer: int) -> torch.Tensor:
-        """Token at each of one site's rows, int64 [rows]."""
-        return self._token_ids[self._site((hook, layer))]
+    def token_ids_of(self, hook: object, layer: int | None = None) -> torch.Tensor:
+        """Token at each of one site's rows, int64 [rows]; named as for `compressed`."""
+        return self._token_ids[self._site(hook if layer is None else (hook, layer))]
 
     def to_dict(self) -> dict[tuple[str, int], torch.Tensor]:
         """Plain dict (hook, layer) -> tensor."""

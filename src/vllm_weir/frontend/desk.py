@@ -205,7 +205,8 @@ class Desk:
         if self.refusal is not None:
             raise WeirError(self.refusal, WIRE_KEY)
         if self.facts is None:
-            raise WeirError("the workers have not reported; see `weir doctor`", WIRE_KEY)
+            why = "the workers have not reported: `await weir.sites_async(engine)` first, or see `weir doctor`"
+            raise WeirError(why, WIRE_KEY)
         return self.facts
 
     def admit(

@@ -20,6 +20,23 @@ from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.request import selected
 
 
+@dataclass(frozen=True)
+class Settled:
+    """What a view becomes in a pickle or a deep copy: all that it was then, and nothing that waits."""
+
+    asked: bool
+    rows: Activations
+    done: Receipt
+
+    def activations(self) -> Activations:
+        """As `View.activations`."""
+        return self.rows
+
+    def receipt(self) -> Receipt:
+        """As `View.receipt`."""
+        return self.done
+
+
 @dataclass
 class View:
     """Rows at positions ``[start, end)`` of a sequence, where `end` follows from the tokens generated so far.
@@ -40,6 +57,9 @@ class View:
     asked: bool = True
     tickets: Sequence[Ticket] = ()
     _made: Activations | None = None
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return Settled, (self.asked, self.activations(), self.receipt())
 
     @property
     def end(self) -> int:

@@ -126,6 +126,8 @@ def _unwritten(text: Any) -> bytes:
 
 def _checked(value: Any, field: str, ndim: tuple[int, ...]) -> np.ndarray:
     if hasattr(value, "detach"):  # a torch tensor, without importing torch for those who have none
+        if value.is_complex():
+            raise WeirError(f"expected numbers, got {str(value.dtype).removeprefix('torch.')}", field)
         value = value.detach().cpu().float().numpy()
     try:
         array = np.asarray(value)

@@ -157,6 +157,8 @@ def _sequential(points: Points, inside, outs, pre, post, mixing: tuple[int, int]
         # Which two of many are added up is told by those that the block itself can add.
         children = [s for s in later if s.call.local and "." not in s.call.local]
         o = _best(later, post - mid, m) or _pair(children, (pre, mid), post - mid, m)
+        if isinstance(o, Pair) and _one_by_one(o, inside, mid, m):
+            o = None
         points.kind = "sequential"
         points.anchors |= {"attn_out": a.anchor(), "resid_mid": Anchor(call.path, "before", hidden, residual)}
         if o is None:
@@ -192,6 +194,13 @@ def _pair(sources: Sequence[Source], streams: Sequence[torch.Tensor], delta: tor
         if a.part != b.part and (both := m.factors(a.value, b.value, delta)) is not None
     )
     return min(pairs, key=lambda pair: pair.rank, default=None)
+
+
+def _one_by_one(pair: Pair, inside: Sequence[Call], stream: torch.Tensor, m: Matcher) -> bool:
+    """Whether something is given the stream with the first of the two added: then they are two additions."""
+    first = min((pair.one, pair.other), key=lambda found: found.source.time)
+    between = stream + first.scale * first.source.value
+    return any(m.same(given, between) for *_, given in _given(inside, first.source.time))
 
 
 def _parallel(points: Points, outs, subtree: set[str], delta, m: Matcher) -> bool:

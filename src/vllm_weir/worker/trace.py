@@ -126,24 +126,25 @@ class Recorder:
         try:
             for block, path, local, module in self._scene.members():
                 self._watch(block, path, local, module)
-            with self._watching_the_end():
+            with self._watching_the_ends():
                 yield self.trace
         finally:
             for handle in self._handles:
                 handle.remove()
 
     @contextmanager
-    def _watching_the_end(self) -> Iterator[None]:
+    def _watching_the_ends(self) -> Iterator[None]:
         # Not by a hook: a class that compiles itself calls its forward past them.
         model = self._scene.model
         forward, own = model.forward, model.__dict__.get("forward")
 
         @functools.wraps(forward)
         def watched(*args, **kwargs):
-            output = forward(*args, **kwargs)
-            first = output[0] if isinstance(output, (tuple, list)) else output
-            if _floating(first):
-                self.trace.root = _copy(first)
+            with _noise_in(kwargs.get("inputs_embeds")):
+                output = forward(*args, **kwargs)
+                first = output[0] if isinstance(output, (tuple, list)) else output
+                if _floating(first):
+                    self.trace.root = _copy(first)
             return output
 
         model.forward = watched
@@ -247,6 +248,23 @@ class Recorder:
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
+
+
+@contextmanager
+def _noise_in(embeddings: Any) -> Iterator[None]:
+    """The same noise in every pass, where a model is given embeddings instead of tokens.
+
+    The runner's buffer for them holds zeros at first, which prove nothing, and blocks may write into it.
+    """
+    if not _floating(embeddings):
+        yield
+        return
+    kept = embeddings.clone()
+    embeddings.copy_(torch.randn(embeddings.shape, generator=torch.Generator().manual_seed(0)))
+    try:
+        yield
+    finally:
+        embeddings.copy_(kept)
 
 
 def _floating(value: Any) -> bool:

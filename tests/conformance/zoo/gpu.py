@@ -108,6 +108,7 @@ NOT_THERE = {
     "InklingForConditionalGeneration": _CUTLASS,
     "MiniMaxM3SparseForCausalLM": "its norms are FlashInfer's, which that machine lacks",
     "MuseGlimmerForCausalLM": _NOT_YET,
+    "NanbeigeForCausalLM": "no transformers that was at hand has it",
     "Qwen3_5ForCausalLM": _WITH_EYES,
     "Qwen3_5MoeForCausalLM": _WITH_EYES,
     "Qwen4ExpForCausalLM": _NOT_YET,

@@ -1,0 +1,42 @@
+"""`weir.params`: what it makes of params that carry something already, and of what are no params."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import vllm_weir as weir
+
+
+def test_what_params_carry_already_stays_unless_it_is_given_anew():
+    base = SimpleNamespace(extra_args={"other": 1})
+    first = weir.params(base, capture=weir.Capture(layers=[0]), interventions=weir.Add(torch.ones(4), 1))
+    steered = weir.params(first, capture=weir.Capture("mlp_out", 2)).extra_args
+    assert [(c["hook"], c["layers"]) for c in steered["weir"]["capture"]] == [("mlp_out", [2])]
+    assert [i["op"] for i in steered["weir"]["interventions"]] == ["add"]
+    reading = weir.params(first, interventions=[]).extra_args
+    assert [c["layers"] for c in reading["weir"]["capture"]] == [[0]] and reading["weir"]["interventions"] == []
+    assert steered["other"] == reading["other"] == 1 and base.extra_args == {"other": 1}
+    assert len(first.extra_args["weir"]["capture"]) == len(first.extra_args["weir"]["interventions"]) == 1
+
+
+def test_what_cannot_carry_a_request_is_refused():
+    with pytest.raises(weir.WeirError, match="SimpleNamespace has no extra_args") as e:
+        weir.params(SimpleNamespace(beam_width=2), capture=weir.Capture())
+    assert e.value.field == "sampling_params"
+
+
+def test_the_drop_in_classes_keep_what_a_request_asks_for_itself():
+    from vllm import SamplingParams
+
+    from vllm_weir.drop_in import Wanted
+
+    own = weir.params(SamplingParams(), capture=weir.Capture("mlp_out", 2), interventions=weir.Add(torch.ones(4), 1))
+    wire = Wanted.parse([5], False, True, False, False).ask(own).extra_args["weir"]
+    assert [(c["hook"], c["layers"], c.get("positions")) for c in wire["capture"]] == [
+        ("mlp_out", [2], None),
+        ("resid_post", [5], "sampled"),
+    ]
+    assert [i["op"] for i in wire["interventions"]] == ["add"]
