@@ -152,10 +152,12 @@ class Activations(Mapping):
     def _row(self, site: Site) -> torch.Tensor:
         """A site's rows, decoded when they are first asked for."""
         if site not in self._made:
-            if self._packed is None:
-                self._made = self._rows.every if isinstance(self._rows, Block) else dict(self._rows)
-            else:
+            if self._packed is not None:
                 self._made[site] = self._packed.decode(site)
+            elif isinstance(self._rows, Block):
+                self._made = self._rows.every
+            else:  # rows may be read from a file when they are looked at
+                self._made[site] = self._rows[site]
         return self._made[site]
 
     def __iter__(self) -> Iterator[Site]:
