@@ -107,7 +107,8 @@ def test_prompts_that_leave_the_ring_tap_by_tap(directory, how, monkeypatch):
         exact = oracle.rows(ids)
         for site in plain.activations.sites:
             at = plain.activations.positions_of(*site)
-            assert rel_err(plain.activations[site], exact[tuple(site)][at]) <= 5e-3
+            # Attention multiplies float32 in TF32 there; a row in a wrong place is off by its own size.
+            assert rel_err(plain.activations[site], exact[tuple(site)][at]) <= 2e-2
             assert packed.activations.positions_of(*site).equal(at)
             header = packed.activations.compressed(site)[1]
             expected = codec.decode(codec.encode(plain.activations[site], compression), header)
