@@ -9,7 +9,6 @@ there as well, and both read the same clock. What a case's phases have more than
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import os
@@ -22,6 +21,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from timed import timed as hold
+
 os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "fork"
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
@@ -32,17 +33,8 @@ CASES = ("idle", "steer_one", "steer_all_distinct", "capture_last_all_layers", "
 
 def timed(owner: Any, name: str, part: str) -> None:
     """Log begin and end of every call of a method."""
-    original, events, clock = getattr(owner, name), LOG.events, time.perf_counter
-
-    @functools.wraps(original)
-    def wrapper(*args, **kwargs):
-        began = clock()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            events.append((part, began, clock()))
-
-    setattr(owner, name, wrapper)
+    events = LOG.events
+    hold(owner, name, lambda began, ended: events.append((part, began, ended)))
 
 
 def take(_worker: Any = None) -> list[tuple[str, float, float]]:

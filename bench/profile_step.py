@@ -9,7 +9,6 @@ The engine runs in this process, so that its parts can be timed; times of the wh
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import statistics
@@ -18,6 +17,8 @@ import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+from timed import timed as hold
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
@@ -29,17 +30,7 @@ TIMES: dict[str, list[float]] = defaultdict(list)
 
 def timed(owner: Any, name: str, part: str) -> None:
     """Time every call of a method."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapper(*args, **kwargs):
-        before = time.perf_counter()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            TIMES[part].append(time.perf_counter() - before)
-
-    setattr(owner, name, wrapper)
+    hold(owner, name, lambda began, ended: TIMES[part].append(ended - began))
 
 
 def hold_parts() -> None:

@@ -87,9 +87,9 @@ def is_chat(prompt: Any) -> bool:
     return _list(prompt) and len(prompt) > 0 and all(isinstance(m, Mapping) and "role" in m for m in prompt)
 
 
-def several(prompts: Any, one: Any) -> list[Any] | None:
-    """The prompts of a list of them, None if `prompts` is a single one (by `one`)."""
-    if isinstance(prompts, str) or one(prompts):
+def several(prompts: Any) -> list[Any] | None:
+    """The prompts of a list of them, None if `prompts` is a single one."""
+    if isinstance(prompts, str) or is_tokens(prompts):
         return None
     if not _list(prompts):
         raise WeirError(f"expected a prompt or a list of them, got {type(prompts).__name__}", "prompt")

@@ -16,7 +16,7 @@ import httpx
 from vllm_weir.client import flow, routes
 from vllm_weir.client.answer import Chunk, Completion
 from vllm_weir.client.options import Options, Progress, Wish, asked_of, counter
-from vllm_weir.client.request import about_of, conversations, is_tokens, several
+from vllm_weir.client.request import about_of, conversations, several
 from vllm_weir.client.wire import Call, Effect, Emit, Fetch, Lost, Open, Read, Reply, Sleep
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class Client:
             A `Completion`; for a list of prompts a list of them, in the same order.
         """
         wish = Wish(capture, interventions, modules, inline_bytes, save_to)
-        prompts = several(prompt, is_tokens)
+        prompts = several(prompt)
         return self._each(prompt, prompts, wish, fields | {"max_tokens": max_tokens}, concurrency, progress)
 
     def chat(

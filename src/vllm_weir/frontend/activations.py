@@ -133,10 +133,7 @@ class Activations(Mapping):
         """
         if self._packed is None:
             raise WeirError("these rows are not compressed; ask for Capture(..., compress=...)")
-        site = hook if type(hook) is Site else self._site(hook if layer is None else (hook, layer))
-        if site not in self._packed.records:
-            site = self._site(site)
-        return self._packed.records[site], self._packed.header
+        return self._packed.records[self._site(hook, layer)], self._packed.header
 
     def __getitem__(self, key: object) -> torch.Tensor:
         try:
@@ -186,11 +183,11 @@ class Activations(Mapping):
 
     def positions_of(self, hook: object, layer: int | None = None) -> torch.Tensor:
         """Positions of one site's rows, int64 [rows]; named as for `compressed`."""
-        return self._positions[self._site(hook if layer is None else (hook, layer))]
+        return self._positions[self._site(hook, layer)]
 
     def token_ids_of(self, hook: object, layer: int | None = None) -> torch.Tensor:
         """Token at each of one site's rows, int64 [rows]; named as for `compressed`."""
-        return self._token_ids[self._site(hook if layer is None else (hook, layer))]
+        return self._token_ids[self._site(hook, layer)]
 
     def to_dict(self) -> dict[tuple[str, int], torch.Tensor]:
         """Plain dict (hook, layer) -> tensor."""
@@ -243,7 +240,9 @@ class Activations(Mapping):
                 raise
             raise WeirError(f"cannot read {path}: {e}") from None
 
-    def _site(self, key: object) -> Site:
+    def _site(self, key: object, layer: int | None = None) -> Site:
+        if layer is not None:
+            key = (key, layer)
         if isinstance(key, tuple) and key in self._positions:
             return key  # type: ignore[return-value] # a Site is a pair, so a pair of the plain names finds it
         site = parse_site(key)

@@ -31,6 +31,7 @@ class Early:
     def __init__(self) -> None:
         self._waiting: WeakValueDictionary[str, Pending] = WeakValueDictionary()
         self._scan: list[str] = []
+        self._d_model = 0
 
     def add(self, pending: Pending, d_model: int) -> None:
         """Make this sequence's hand-out once its rows are here."""

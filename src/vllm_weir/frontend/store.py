@@ -99,8 +99,7 @@ class Store:
                 if not mirror.shared:
                     self._widths[worker, opened.strand] = opened.rank_bytes(header.d_model * dtype.itemsize)
                 if (pending := self.get(opened.request_id)) is not None:
-                    if pending.early is not None:  # rows that are computed again replace those of before
-                        pending.early = None
+                    pending.early = None  # rows that are computed again replace those of before
                     self._strips[worker, opened.strand] = strip = Strip(opened, mirror, header.d_model, dtype)
                     pending.strips.append(strip)
             for placed in news.placed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -72,29 +73,26 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def _newer(name: str, *arguments: Any) -> Any:
+    """A function that drivers have from 570 on, with the types of its arguments, or None."""
+    function = getattr(_driver(), name, None)
+    if function is not None:
+        function.argtypes = arguments
+    return function
+
+
 @functools.cache
 def _batch():
-    """The driver's batched copy (570 and later), or None."""
-    try:
-        function = _driver().cuMemcpyBatchAsync
-    except AttributeError:
-        return None
-    pointer = ctypes.c_void_p
-    size = ctypes.c_size_t
-    function.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer]
-    return function
+    """The driver's batched copy, or None."""
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    return _newer("cuMemcpyBatchAsync", pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
 
 
 @functools.cache
 def _batch_of_runs():
-    """The driver's batched copy of pieces with gaps (570 and later), or None."""
-    try:
-        function = _driver().cuMemcpy3DBatchAsync
-    except AttributeError:
-        return None
+    """The driver's batched copy of pieces with gaps, or None."""
     pointer = ctypes.c_void_p
-    function.argtypes = [ctypes.c_size_t, pointer, pointer, ctypes.c_ulonglong, pointer]
-    return function
+    return _newer("cuMemcpy3DBatchAsync", ctypes.c_size_t, pointer, pointer, ctypes.c_ulonglong, pointer)
 
 
 _ATTRIBUTES = _Attributes(_IN_STREAM_ORDER, (0, 0), (0, 0), _BESIDE_KERNELS)
