@@ -77,9 +77,7 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
         m: compares.
     """
     whole, inside = calls[0], list(calls[1:])
-    ports = ports.of(whole)
-    pre = _stream(whole.args, ports.hidden_in, ports.residual_in)
-    post = _stream(whole.left, ports.hidden_out, ports.residual_out)
+    pre, post = stream_through(whole, ports)
     points = Points()
     if pre is None or post is None or pre.shape != post.shape:
         points.refused = dict.fromkeys(INNER_HOOKS, "the block's stream could not be followed")
@@ -125,6 +123,13 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
     return points
 
 
+def stream_through(block: Call, ports: Ports) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The stream that enters a block and the one that leaves it, as far as they are among its tensors."""
+    ports = ports.of(block)
+    entering = _stream(block.args, ports.hidden_in, ports.residual_in)
+    return entering, _stream(block.left, ports.hidden_out, ports.residual_out)
+
+
 def holds(anchors: Mapping[str, Anchor], calls: Sequence[Call], ports: Ports, m: Matcher) -> bool:
     """Whether points found otherwise add up in the pass with noise."""
 
@@ -132,9 +137,7 @@ def holds(anchors: Mapping[str, Anchor], calls: Sequence[Call], ports: Ports, m:
         anchor = anchors.get(hook)
         return None if anchor is None else value_at(calls, anchor)
 
-    ports = ports.of(calls[0])
-    pre = _stream(calls[0].args, ports.hidden_in, ports.residual_in)
-    post = _stream(calls[0].left, ports.hidden_out, ports.residual_out)
+    pre, post = stream_through(calls[0], ports)
     a, mid, o = value("attn_out"), value("resid_mid"), value("mlp_out")
     if pre is None or post is None:
         return False

@@ -19,10 +19,11 @@ from vllm_weir.spec.hooks import BLOCK_HOOKS, HOOKS, INNER_HOOKS, MODEL_HOOKS, S
 from vllm_weir.worker.anchors import Anchor, Key, parameters_of
 from vllm_weir.worker.carried import Carried
 from vllm_weir.worker.families import Family
+from vllm_weir.worker.makes import Makes
 from vllm_weir.worker.matcher import Matcher
 from vllm_weir.worker.noise import enter_noise, fill, leave_noise, noise
 from vllm_weir.worker.proof import Proof
-from vllm_weir.worker.resolve import Points, Ports, holds, resolve_block
+from vllm_weir.worker.resolve import Points, Ports, holds
 from vllm_weir.worker.scene import Scene
 from vllm_weir.worker.select import tap_of
 from vllm_weir.worker.trace import Call, Recorder, Trace
@@ -152,6 +153,8 @@ def map_sites(scene: Scene, run: Run, dtype: torch.dtype, family: Family) -> Sit
             found, traces = _resolve(scene, noisy, ports, cores, family, matcher)
         score = sum(len(p.anchors) for p in found.values()) + sum(p.proven for p in found.values())
         ranked.append((score, (ports, found, traces)))
+        if all(p.complete and p.kind == "sequential" for p in found.values()):
+            break  # no other choice can have more points
     ranked.sort(key=lambda choice: -choice[0])
     tried: list[tuple[Choice, dict[int, str]]] = []
     for _, choice in ranked:
@@ -172,8 +175,9 @@ def _resolve(scene: Scene, noisy, ports: Ports, cores: set[str], family: Family,
     def plain(path: str) -> bool:
         return all(p.dim() < 2 for p in scene.modules[path].parameters())
 
+    makes = {mode: Makes(ports, cores, plain, matcher) for mode in noisy}
     for block in scene.blocks:
-        for trace in noisy.values():
+        for mode, trace in noisy.items():
             calls = trace.blocks[block]
             if family.points:
                 points = _from_family(scene, block, calls, family)
@@ -182,7 +186,7 @@ def _resolve(scene: Scene, noisy, ports: Ports, cores: set[str], family: Family,
                         refused=dict.fromkeys(INNER_HOOKS, "what the model's description names does not add up")
                     )
             else:
-                points = resolve_block(calls, ports, cores, plain, matcher)
+                points = makes[mode].points(calls)
             if block not in found or len(points.anchors) > len(found[block].anchors):
                 found[block], traces[block] = points, trace
     return found, traces
