@@ -1,4 +1,4 @@
-"""Where the time of an engine's start goes, without caches of compiled code: stock vLLM, and Weir with some of its taps.
+"""Where the time of an engine's start goes, without caches of compiled code: stock vLLM, Weir, and Weir with few taps.
 
 PYTHONPATH=src:. python3 bench/profile_start.py --out bench/results/start_h200.json [--repeats 2] [--layers 32]
 
@@ -26,6 +26,8 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "weir, resid_post only": {"hooks": ["resid_post"]},
 }
 MARK = "PHASES "
+TELLING = ("took", "takes", " time: ", "finished in")
+"""What vLLM says about the time of a part."""
 
 
 def start(config: dict[str, Any] | None, layers: int, width: int) -> dict[str, float]:
@@ -40,7 +42,6 @@ def start(config: dict[str, Any] | None, layers: int, width: int) -> dict[str, f
 
     import torch
     from vllm import LLM
-    from vllm.v1.worker import cpu_worker, gpu_worker
 
     from vllm_weir.bench.weights import make_model
     from vllm_weir.seams import probe
@@ -48,7 +49,10 @@ def start(config: dict[str, Any] | None, layers: int, width: int) -> dict[str, f
     from vllm_weir.worker.station import Station
 
     cuda = torch.cuda.is_available()
-    worker = gpu_worker.Worker if cuda else cpu_worker.CPUWorker
+    if cuda:
+        from vllm.v1.worker.gpu_worker import Worker as worker
+    else:
+        from vllm.v1.worker.cpu_worker import CPUWorker as worker
     hold(worker, "init_device", "device")
     hold(worker, "load_model", "load the model, with Weir's proof")
     hold(worker, "determine_available_memory", "profile run, with torch.compile")
@@ -96,6 +100,8 @@ def apart(name: str, layers: int, width: int) -> dict[str, float]:
         found = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
         if not found:
             raise SystemExit(f"{name} did not start:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        said = [line for line in (done.stdout + done.stderr).splitlines() if any(word in line for word in TELLING)]
+        print("\n".join(f"  {line[:200]}" for line in said), flush=True)
         return json.loads(found[0].removeprefix(MARK))
 
 

@@ -75,6 +75,8 @@ def _cpu_table(verdicts: list[Verdict]) -> list[str]:
     lines = ["## Conform\n", *_header(["reference"])]
     for v in verdicts:
         reference = v.checked + (f", {v.note}" if v.note else "")
+        if v.dtype != "float32":
+            reference += f", in {v.dtype} (bound {v.bound:.0e})"
         lines.append(f"| {v.architecture} | {v.model_class} | {reference} | {' | '.join(_cells(v))} |")
     rounded = [
         f"{error:.0e} ({v.architecture}, {way} at `{hook}`)"

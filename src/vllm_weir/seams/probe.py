@@ -44,7 +44,9 @@ def find_sites(runner, config, facts: ModelFacts, settings: Settings, v2: bool) 
         for module in compiled:
             module.do_not_compile = True
         try:
-            runner._dummy_run(tokens, **dummy)
+            # Parts that are compiled by themselves (a norm, a rotary embedding) would be, for these passes alone.
+            with torch.compiler.set_stance("force_eager"):
+                runner._dummy_run(tokens, **dummy)
         finally:
             for module in compiled:
                 module.do_not_compile = False

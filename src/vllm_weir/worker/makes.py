@@ -1,7 +1,7 @@
 """Blocks of one make: where the points of one were found, they are looked for first in the next.
 
-The search tries hundreds of sums a block, which takes a device longer than loading many a model. Blocks whose parts were
-called alike have their points in the same places; that they are there is checked by arithmetic in each of them.
+The search tries hundreds of sums a block, which on a device takes longer than loading many a model. Blocks whose
+parts were called alike have their points in the same places; that they are there is checked in each by arithmetic.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Makes:
         return points
 
     def _make(self, calls: Sequence[Call]) -> tuple:
-        """What two blocks must have in common: which parts were called, in which order, with tensors of which shapes."""
+        """What two blocks must have in common: the parts that were called, their order, and their tensors' shapes."""
         start = calls[0].start
         return tuple(
             (

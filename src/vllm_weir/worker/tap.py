@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
+from torch.compiler import is_compiling
 
 from vllm_weir.spec.interventions import AFFINE, BLEND, CLAMP, CONST, NORM
 from vllm_weir.worker.anchors import Anchor, pick
@@ -175,6 +176,10 @@ def _tap_cuda(hidden, other, *tables) -> None:
 
 
 def _act(usual: Callable[..., None], hidden, other, tap, plan, *tables) -> None:
+    if hidden.dim() == 3:  # the Transformers backend carries a batch dimension of one
+        hidden = hidden.squeeze(0)
+    if other is not None and other.dim() == 3:
+        other = other.squeeze(0)
     switch = _switches.get(plan.data_ptr())
     if switch is None:
         usual(hidden, other, tap, plan, *tables)
@@ -227,19 +232,16 @@ def place(
     """What stands beside, from the call that returns it to the one that is tapped."""
     op = torch.ops.weir.tap_residual if anchor.offset is None else torch.ops.weir.tap_offset
 
-    def silent() -> bool:
-        return not torch.compiler.is_compiling() and switch is not None and not switch.wants(tap)
+    find = _finder(anchor)
 
     def before(module, args, kwargs):
-        if silent():
-            return
-        _apply(op, module, getattr(module, name), *anchor.tensors(args, kwargs, None))
+        if is_compiling() or switch is None or switch.wants(tap):
+            _apply(op, module, getattr(module, name), *find(args, kwargs, None, None))
 
     def after(module, args, kwargs, output):
         beside = None if anchor.beside is None else kept.pop()
-        if silent():
-            return
-        _apply(op, module, getattr(module, name), *anchor.tensors(args, kwargs, output, beside))
+        if is_compiling() or switch is None or switch.wants(tap):
+            _apply(op, module, getattr(module, name), *find(args, kwargs, output, beside))
 
     if anchor.beside is not None:
         key = anchor.beside.hidden
@@ -253,6 +255,35 @@ def place(
     else:
         module.register_forward_hook(after, with_kwargs=True)
     return getattr(module, name)
+
+
+def _finder(anchor: Anchor) -> Callable[..., tuple]:
+    """`Anchor.tensors` as a function of little code: Dynamo goes through it for every tap when an engine starts."""
+    keys = [key for key in (anchor.hidden, anchor.residual) if key is not None]
+    mixed = len({key.kind for key in keys}) > 1 or any(key.kind == "arg" and key.index < 0 for key in keys)
+    if anchor.beside is not None or anchor.offset is not None or mixed:
+        return anchor.tensors
+    if keys[0].kind == "arg":
+        (name, place), *more = [(key.name, key.index) for key in keys]
+        if not more:
+            return lambda args, kwargs, output, beside: (kwargs[name] if name in kwargs else args[place], None)
+        other_name, other = more[0]
+
+        def given(args, kwargs, output, beside):
+            hidden = kwargs[name] if name in kwargs else args[place]
+            if other_name in kwargs:
+                return hidden, kwargs[other_name]
+            return hidden, args[other] if 0 <= other < len(args) else None
+
+        return given
+    first, second = max(keys[0].index, 0), keys[1].index if len(keys) > 1 else None
+
+    def returned(args, kwargs, output, beside):
+        if not isinstance(output, (tuple, list)):
+            return output, None
+        return output[first], output[second] if second is not None and second < len(output) else None
+
+    return returned
 
 
 def numbered(

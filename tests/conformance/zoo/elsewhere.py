@@ -34,7 +34,6 @@ FOUND = {
     "MiniMaxM2ForCausalLM": _ROUTER,
     "MuseGlimmerForCausalLM": _VISION,
     "OlmoHybridForCausalLM": _TRITON,
-    "Qwen3NextForCausalLM": _DELTA,
     "Qwen3_5ForCausalLM": f"{_VISION}; {_DELTA}",
     "Qwen3_5MoeForCausalLM": f"{_VISION}; {_DELTA}",
     "Rnj1ForCausalLM": "vLLM's CPU attention does not take the argument (chunk_lookback) that the model gives it",
