@@ -294,6 +294,16 @@ def test_other_routes_refuse_what_they_cannot_answer(client):
     assert client.post("/v1/responses", json=asked | steer).status_code == 200
 
 
+def test_a_route_that_drops_what_it_does_not_know_refuses_it(client):
+    asked = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    assert client.post("/v1/messages", json=asked).status_code == 200
+    for more in ({"weir": WISH}, {"extra_args": {"weir": WISH}}, {"vllm_xargs": {"weir": json.dumps(WISH)}}):
+        got = client.post("/v1/messages", json=asked | more)
+        assert got.status_code == 400 and "/v1/completions" in got.text, (more, got.text)
+    steer = {"vllm_xargs": {"weir": json.dumps({"v": 1, "interventions": [ADD]})}}
+    assert client.post("/v1/messages", json=asked | steer).status_code == 200
+
+
 def test_large_bodies_and_missing_keys(client):
     large = json.dumps(body(user="x" * (5 << 20)))
     got = client.post("/v1/completions", content=large, headers={"Content-Type": "application/json"})

@@ -11,9 +11,9 @@ from vllm_weir.spec.hooks import Site
 from vllm_weir.worker import makes
 
 KINDS = [
-    toys.Sequential, toys.Fused, toys.Sandwich, toys.PostNorm, toys.Scaled, toys.Parallel, toys.OutputArgument, toys.Deep,
-    toys.Shared, toys.TwoMixers, toys.TooLate, toys.Biased, toys.BiasedParallel, toys.Gain, toys.More, toys.MoreUnscaled,
-    toys.MixerOnly, toys.MLPOnly, toys.Joint, toys.Feeding, toys.Chained, toys.Weighted,
+    toys.Sequential, toys.Fused, toys.Sandwich, toys.PostNorm, toys.Scaled, toys.Parallel, toys.OutputArgument,
+    toys.Deep, toys.Shared, toys.TwoMixers, toys.TooLate, toys.Biased, toys.BiasedParallel, toys.Gain, toys.More,
+    toys.MoreUnscaled, toys.MixerOnly, toys.MLPOnly, toys.Joint, toys.Feeding, toys.Chained, toys.Weighted,
 ]  # fmt: skip
 FUSED = (toys.Fused, toys.Sandwich, toys.Parallel, toys.Weighted)
 

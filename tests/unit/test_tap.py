@@ -14,7 +14,7 @@ from vllm_weir.worker.anchors import Anchor, Beside, Key
 from vllm_weir.worker.profiles import Profiles
 from vllm_weir.worker.programs import LAST
 from vllm_weir.worker.select import STAGES
-from vllm_weir.worker.tap import Switch, TapTensors, numbered, place
+from vllm_weir.worker.tap import Switch, TapTensors, _finder, numbered, place
 
 
 @settings(max_examples=300, deadline=None)
@@ -196,3 +196,37 @@ def test_a_silent_tap_is_not_asked_in_a_pass_that_is_not_compiled(monkeypatch):
     switch.pin()
     model["block"](torch.ones(2, 3))
     assert len(calls) == 3
+
+
+_IN, _OUT = Key("arg", 1, "hidden_states"), Key("out", 0)
+
+
+@pytest.mark.parametrize(
+    ("anchor", "keys"),
+    [
+        (Anchor("m", "before", _IN), "given"),
+        (Anchor("m", "before", _IN, Key("arg", 2, "residual")), "given"),
+        (Anchor("m", "before", Key("arg", -1, "hidden_states")), "given"),
+        (Anchor("m", "after", Key("out", -1)), "one"),
+        (Anchor("m", "after", _OUT), "one"),
+        (Anchor("m", "after", _OUT, Key("out", 1)), "two"),
+        (Anchor("m", "after", Key("out", 1), Key("out", 0)), "two"),
+        (Anchor("m", "after", _OUT, Key("out", 1)), "one"),
+        (Anchor("m", "after", _OUT, Key("out", 2)), "two"),
+        (Anchor("m", "after", _OUT, _IN), "two"),
+        (Anchor("m", "after", _OUT, offset=Key("out", 1)), "offset"),
+        (Anchor("m", "after", _OUT, None, 2.0, Beside("n", _OUT, 0.5)), "one"),
+    ],
+)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_quick_way_finds_the_tensors_of_an_anchor(anchor, keys, by_name):
+    positions, hidden, residual, kept = torch.arange(3), torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 4)
+    args: tuple = (positions,) if by_name else (positions, hidden, residual)
+    kwargs = {"hidden_states": hidden, "residual": residual} if by_name else {}
+    if anchor.hidden.index < 0 and anchor.when == "before":
+        kwargs = {"hidden_states": hidden}
+    output = {"given": None, "one": hidden, "two": (hidden, residual), "offset": (hidden, residual[0])}[keys]
+    beside = kept if anchor.beside is not None else None
+    found = _finder(anchor)(args, kwargs, output, beside)
+    for got, wanted in zip(found, anchor.tensors(args, kwargs, output, beside), strict=True):
+        assert (got is None and wanted is None) or (got.data_ptr() == wanted.data_ptr() and got.shape == wanted.shape)

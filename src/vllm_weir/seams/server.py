@@ -137,6 +137,22 @@ def to_sampling_params(original, status):
     return wrapper
 
 
+def messages(original, _status):
+    """Of the route whose request model drops fields that it does not know: they are read off the body itself."""
+
+    async def wrapper(self, request, raw_request=None, *args, **kwargs):
+        body = {} if raw_request is None else await raw_request.json()
+        xargs = None if "vllm_xargs" in type(request).model_fields else body.get("vllm_xargs")
+        try:
+            if asks(xargs if isinstance(xargs, Mapping) else None, body):
+                raise WeirRequestError(f"this route does not take it; use {ROUTES}", WIRE_KEY)
+            return await original(self, request, raw_request, *args, **kwargs)
+        except WeirError as e:
+            return self.create_error_response(str(e), param=e.field or None)
+
+    return wrapper
+
+
 def check_answered(params) -> None:
     """Refuse a request whose rows would come back on an answer that has no room for them."""
     extra = getattr(params, "extra_args", None)
