@@ -54,7 +54,9 @@ class Carried:
         if last in self._scene.blocks and self._own.root is not None:
             root, was = trace.root, self._own.root
             if root is None or not self._agree(root, was, was, 0 * was):
-                why = f"{what}: what the model returns depends on more"
+                finite = root is not None and bool(root.isfinite().all() and was.isfinite().all())
+                more = "what the model returns depends on more" if finite else "what the model returns is not finite"
+                why = f"{what}: {more}"
                 return dict.fromkeys(self._scene.blocks, why)
         return {
             b: f"{what}: what leaves block {b} depends on more" for b in self._scene.blocks if not self._alike(b, trace)

@@ -65,28 +65,30 @@ class Makes:
         pre, post = stream_through(calls[0], self._ports)
         if pre is None or post is None or points.gain != 1:
             return None
-        anchors = {hook: _to(anchor, before, calls[0].path) for hook, anchor in points.anchors.items()}
+        anchors = {
+            hook: moved
+            for hook, anchor in points.anchors.items()
+            if (moved := _to(anchor, before, calls[0].path)) is not None
+        }
         a, mid, o = (anchors.get(hook) for hook in ("attn_out", "resid_mid", "mlp_out"))
         if a is None or o is None:
             return None
+        one, other = (value_at(calls, replace(anchor, scale=1.0)) for anchor in (a, o))
+        if one is None or other is None:
+            return None
+        scales: tuple[float | None, float | None] | None
         if points.kind == "sequential":
             middle = None if mid is None else value_at(calls, mid)
             if middle is None or self._m.same(middle, pre) or self._m.same(middle, post):
                 return None
-            scales = self._factor(calls, a, middle - pre), self._factor(calls, o, post - middle)
+            scales = self._m.factor(one, middle - pre), self._m.factor(other, post - middle)
         else:
-            values = [value_at(calls, replace(anchor, scale=1.0)) for anchor in (a, o)]
-            both = None if any(v is None for v in values) else self._m.factors(*values, post - pre)
-            scales = both if both is not None else (None, None)
-        for hook, anchor, scale in (("attn_out", a, scales[0]), ("mlp_out", o, scales[1])):
+            scales = self._m.factors(one, other, post - pre)
+        for hook, anchor, scale in zip(("attn_out", "mlp_out"), (a, o), scales or (None, None), strict=True):
             if scale is None or (scale == 1) != (anchor.scale == 1):
                 return None
             anchors[hook] = replace(anchor, scale=scale)
         return replace(points, anchors=anchors, refused=dict(points.refused))
-
-    def _factor(self, calls: Sequence[Call], anchor: Anchor, delta) -> float | None:
-        value = value_at(calls, replace(anchor, scale=1.0))
-        return None if value is None else self._m.factor(value, delta)
 
 
 def _to(anchor: Anchor, before: str, now: str) -> Anchor | None:
