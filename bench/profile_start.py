@@ -45,7 +45,6 @@ def start(config: dict[str, Any] | None, layers: int, width: int) -> dict[str, f
 
     from vllm_weir.bench.weights import make_model
     from vllm_weir.seams import probe
-    from vllm_weir.worker import sites
     from vllm_weir.worker.station import Station
 
     cuda = torch.cuda.is_available()
@@ -63,7 +62,6 @@ def start(config: dict[str, Any] | None, layers: int, width: int) -> dict[str, f
         hold(GPUModelRunner, "capture_model", "of it: CUDA graphs")
     if config is not None:
         hold(probe, "map_sites", "of it: proof")
-        hold(sites.Recorder, "__init__", "passes of the proof")
         hold(Station, "__init__", "of it: taps and buffers")
     arguments: dict[str, Any] = {}
     if not cuda:
