@@ -257,5 +257,7 @@ def test_what_the_settings_choose():
     assert list(chosen(sites, Settings(hooks=("mlp_out", "embed"), layers=[0]))) == [0, 5]
     with pytest.raises(WeirError, match="parallel"):
         chosen(sites, Settings(hooks=("resid_mid",), refused="start"))
+    # Unless hook points are named, all that the model has are meant: what it lacks was not asked for.
+    assert chosen(sites, Settings(refused="start")) == every
     with pytest.raises(WeirError, match="block 3 does not exist"):
         chosen(sites, Settings(layers=[3]))
