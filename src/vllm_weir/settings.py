@@ -42,11 +42,11 @@ class Settings(BaseModel):
         max_instructions: terms of all those combinations together.
         ship: which ranks of a tensor-parallel group send rows: the ``"first"`` (all hold the same stream), or every one
             those of its share of the taps (``"split"``), over its own bus.
-        graphs: when CUDA graphs with live taps are captured: ``"lazy"``, each as a step first needs it, or ``"eager"``,
-            all at start-up.
+        graphs: when CUDA graphs with live taps are captured: ``"lazy"``, a few at start-up and others once steps have
+            asked for them often, or ``"eager"``, all at start-up.
         timeout: seconds that ``out.activations`` waits for rows still on their way before it raises.
-        refused: what becomes of hook points that were asked for here and that the model does not have, or that failed
-            their proof: requests for them fail (``"request"``), or the engine does not start (``"start"``).
+        refused: what becomes of hook points that are named under `hooks` and that the model does not have, or that
+            failed their proof: requests for them fail (``"request"``), or the engine does not start (``"start"``).
         describe: where hook points are in a model whose structure does not tell, see `vllm_weir.worker.families`.
         sinks: name -> ``{consumer: options}``: where captures may send their rows, and with ``"capture"`` what a sink
             gets of every request; see docs/consumers.md.

@@ -37,7 +37,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.settings import Settings
 from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
 from vllm_weir.worker.families import Family
-from vllm_weir.worker.sites import chosen
+from vllm_weir.worker.sites import SiteMap, chosen
 
 INSIDE = ("attn_out", "resid_mid", "mlp_out")
 
@@ -257,5 +257,12 @@ def test_what_the_settings_choose():
     assert list(chosen(sites, Settings(hooks=("mlp_out", "embed"), layers=[0]))) == [0, 5]
     with pytest.raises(WeirError, match="parallel"):
         chosen(sites, Settings(hooks=("resid_mid",), refused="start"))
+    # Unless hook points are named, all that the model has are meant: what it lacks was not asked for.
+    assert chosen(sites, Settings(refused="start")) == every
+    none = SiteMap(LAYERS)
+    none.refuse(BLOCK_HOOKS, range(LAYERS), "its blocks hand on two streams")
+    assert chosen(none, Settings()) == {}
+    with pytest.raises(WeirError, match="every site is refused.*two streams"):
+        chosen(none, Settings(refused="start"))
     with pytest.raises(WeirError, match="block 3 does not exist"):
         chosen(sites, Settings(layers=[3]))

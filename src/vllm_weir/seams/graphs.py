@@ -1,8 +1,8 @@
 """Two sets of CUDA graphs on runner V2: vLLM's own, captured with silent taps, and one with live taps.
 
-The live graph of a batch size is captured when a step first needs it, by vLLM's own capture code; every step then
-replays from the set it needs. Both sets share vLLM's memory pool, its static buffers and one stream, as graphs of
-different sizes do; outside a live step's forward pass everything is as vLLM left it.
+A few live graphs are captured at start-up, others once steps have asked for them often, by vLLM's own capture code;
+every step replays from the set it needs. Both sets share vLLM's memory pool, its static buffers and one stream, as
+graphs of different sizes do; outside a live step's forward pass everything is as vLLM left it.
 """
 
 from __future__ import annotations

@@ -65,11 +65,12 @@ class Makes:
         pre, post = stream_through(calls[0], self._ports)
         if pre is None or post is None or points.gain != 1:
             return None
-        anchors = {
-            hook: moved
-            for hook, anchor in points.anchors.items()
-            if (moved := _to(anchor, before, calls[0].path)) is not None
-        }
+        anchors: dict[str, Anchor] = {}
+        for hook, anchor in points.anchors.items():
+            moved = _to(anchor, before, calls[0].path)
+            if moved is None:
+                return None
+            anchors[hook] = moved
         a, mid, o = (anchors.get(hook) for hook in ("attn_out", "resid_mid", "mlp_out"))
         if a is None or o is None:
             return None

@@ -60,7 +60,8 @@ def chosen(sites: SiteMap, settings: Settings) -> dict[int, Anchor]:
     """Taps that the settings ask for and the model has here: tap -> place, in the order in which they are to act.
 
     Raises:
-        WeirError: if a layer does not exist, or, with ``refused="start"``, if a site that was asked for is refused.
+        WeirError: if a layer does not exist, or, with ``refused="start"``, if a site of a hook point that the settings
+            name is refused, or all sites are.
     """
     layers = range(sites.num_layers) if settings.layers == "all" else settings.layers
     hooks = settings.hooks or HOOKS
@@ -73,7 +74,7 @@ def chosen(sites: SiteMap, settings: Settings) -> dict[int, Anchor]:
             )
     if "resid_post" in hooks and 0 in layers:
         wanted.add(Site("resid_pre", 0))
-    if settings.refused == "start":
+    if settings.refused == "start" and settings.hooks is not None:
         for site in sorted(wanted & sites.refused.keys(), key=place_of):
             raise WeirError(f"{site} is refused: {sites.refused[site]}", "settings.hooks")
     placed: dict[int, Anchor] = {}
@@ -83,6 +84,8 @@ def chosen(sites: SiteMap, settings: Settings) -> dict[int, Anchor]:
             source = Site("resid_post", site.layer - 1)
         if site in sites.anchors and source in sites.anchors:
             placed.setdefault(tap_of(site), sites.anchors[source])
+    if settings.refused == "start" and not placed and (why := next(iter(sites.refused.items()), None)) is not None:
+        raise WeirError(f"every site is refused; {why[0]}: {why[1]}", "settings.refused")
     return dict(sorted(placed.items(), key=lambda p: (p[0] == 1, p[0])))
 
 
