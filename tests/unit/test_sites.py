@@ -262,7 +262,7 @@ def test_what_the_settings_choose():
     none = SiteMap(LAYERS)
     none.refuse(BLOCK_HOOKS, range(LAYERS), "its blocks hand on two streams")
     assert chosen(none, Settings()) == {}
-    with pytest.raises(WeirError, match="every site is refused.*two streams"):
+    with pytest.raises(WeirError, match=r"every site is refused.*two streams"):
         chosen(none, Settings(refused="start"))
     with pytest.raises(WeirError, match="block 3 does not exist"):
         chosen(sites, Settings(layers=[3]))

@@ -84,8 +84,9 @@ def chosen(sites: SiteMap, settings: Settings) -> dict[int, Anchor]:
             source = Site("resid_post", site.layer - 1)
         if site in sites.anchors and source in sites.anchors:
             placed.setdefault(tap_of(site), sites.anchors[source])
-    if settings.refused == "start" and not placed and (why := next(iter(sites.refused.items()), None)) is not None:
-        raise WeirError(f"every site is refused; {why[0]}: {why[1]}", "settings.refused")
+    if settings.refused == "start" and sites.refused and not sites.anchors:
+        site, why = next(iter(sites.refused.items()))
+        raise WeirError(f"every site is refused; {site}: {why}", "settings.refused")
     return dict(sorted(placed.items(), key=lambda p: (p[0] == 1, p[0])))
 
 
