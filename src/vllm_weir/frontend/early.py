@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.parts import Part
@@ -30,7 +30,7 @@ class Early:
 
     def __init__(self) -> None:
         self._waiting: WeakValueDictionary[str, Pending] = WeakValueDictionary()
-        self._scan: list[str] = []
+        self._scan: list[ref[Pending]] = []
         self._d_model = 0
 
     def add(self, pending: Pending, d_model: int) -> None:
@@ -40,7 +40,7 @@ class Early:
 
     def look(self) -> None:
         """Rows have arrived."""
-        self._scan = list(self._waiting)
+        self._scan = self._waiting.valuerefs()  # a list: requests may come meanwhile
 
     @property
     def due(self) -> bool:
@@ -50,9 +50,9 @@ class Early:
     def make(self) -> None:
         """Look at a few sequences; of those whose rows are here, make the hand-out."""
         some, self._scan = self._scan[:FEW], self._scan[FEW:]
-        for name in some:
-            pending = self._waiting.get(name)
-            if pending is None:
+        for reference in some:
+            pending = reference()
+            if pending is None or (name := pending.request_id) not in self._waiting:
                 continue
             try:
                 made = self._make(pending)
