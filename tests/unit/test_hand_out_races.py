@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.post import Post
-from tests.unit.test_delivery import D, FACTS, LAYERS, Request, content, opened
+from tests.unit.test_delivery import FACTS, LAYERS, D, Request, content, opened
 from vllm_weir import Capture, Site, mail
 from vllm_weir.frontend.admit import admit
 from vllm_weir.frontend.desk import Tracker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from weakref import WeakValueDictionary, ref
 
 from vllm_weir.errors import WeirError
@@ -30,7 +31,7 @@ class Early:
 
     def __init__(self) -> None:
         self._waiting: WeakValueDictionary[str, Pending] = WeakValueDictionary()
-        self._scan: list[ref[Pending]] = []
+        self._scan: Sequence[ref[Pending]] = ()
         self._d_model = 0
 
     def add(self, pending: Pending, d_model: int) -> None:

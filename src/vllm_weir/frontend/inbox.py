@@ -50,6 +50,7 @@ class _Desk:
     def __init__(self, store: Store, context: zmq.Context, folder: str, host: str | None) -> None:
         self.store, self.context = store, context
         self.stop = False
+        self.process = os.getpid()
         self.rows, self.vectors = context.socket(zmq.PULL), context.socket(zmq.ROUTER)
         self.rows.setsockopt(zmq.RCVHWM, 64)
         self.arenas = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -181,6 +182,8 @@ def deliver(store: Store, token: str, frames, mirror_of) -> None:
 
 
 def _close(desk: _Desk, thread: threading.Thread, folder: str) -> None:
+    if os.getpid() != desk.process:
+        return  # a forked child that ends: the thread and the folder are its parent's
     desk.stop = True
     os.eventfd_write(desk.bell, 1)
     if thread is not threading.current_thread():

@@ -270,15 +270,17 @@ def _reduce(
     sites = [site for taken in rows or folds for site in taken.sites]
     later = {site: part for taken in rows if len(taken.positions) == count for site, part in taken.rows.items()}
     earlier = {site: part for taken in folds for site, part in taken.rows.items()}
-    out = {}
+    out: dict[Site, torch.Tensor] = {}
     for site in sites:
         tail = later[site].float() if site in later else None
         head = earlier.get(site)
-        if not count + folded or (tail is None and count) or (head is None and folded):
-            continue
         if tail is None:
+            if head is None or count:
+                continue
             whole = head
         elif head is None:
+            if folded:
+                continue
             whole = {"last": tail[-1:], "max": tail.amax(0, True), "mean": tail.mean(0, True)}[how]
         elif how == "last":
             whole = tail[-1:]

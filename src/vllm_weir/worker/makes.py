@@ -65,9 +65,10 @@ class Makes:
         pre, post = stream_through(calls[0], self._ports)
         if pre is None or post is None or points.gain != 1:
             return None
-        anchors = {hook: _to(anchor, before, calls[0].path) for hook, anchor in points.anchors.items()}
+        moved = {hook: _to(anchor, before, calls[0].path) for hook, anchor in points.anchors.items()}
+        anchors = {hook: anchor for hook, anchor in moved.items() if anchor is not None}
         a, mid, o = (anchors.get(hook) for hook in ("attn_out", "resid_mid", "mlp_out"))
-        if a is None or o is None:
+        if a is None or o is None or len(anchors) < len(moved):
             return None
         if points.kind == "sequential":
             middle = None if mid is None else value_at(calls, mid)
@@ -75,8 +76,8 @@ class Makes:
                 return None
             scales = self._factor(calls, a, middle - pre), self._factor(calls, o, post - middle)
         else:
-            values = [value_at(calls, replace(anchor, scale=1.0)) for anchor in (a, o)]
-            both = None if any(v is None for v in values) else self._m.factors(*values, post - pre)
+            one, other = (value_at(calls, replace(anchor, scale=1.0)) for anchor in (a, o))
+            both = None if one is None or other is None else self._m.factors(one, other, post - pre)
             scales = both if both is not None else (None, None)
         for hook, anchor, scale in (("attn_out", a, scales[0]), ("mlp_out", o, scales[1])):
             if scale is None or (scale == 1) != (anchor.scale == 1):
