@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from weakref import WeakValueDictionary, ref
 
-from vllm_weir.errors import WeirError
 from vllm_weir.frontend.parts import Part
 from vllm_weir.frontend.pending import Pending
 from vllm_weir.frontend.tokens import Tokens
@@ -57,9 +56,9 @@ class Early:
                 continue
             try:
                 made = self._make(pending)
-            except (WeirError, RuntimeError) as e:
-                # Whoever asks for the rows is told then.
-                logger.error("Weir could not make the hand-out of %s early: %s", name, e)
+            except (ValueError, RuntimeError, LookupError) as e:
+                # Whoever asks for the rows is told then; others' rows come by this thread, too.
+                logger.error("Weir could not make the hand-out of %s early: %s: %s", name, type(e).__name__, e)
                 made = True
             if made:
                 self._waiting.pop(name, None)
