@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from vllm_weir import Activations, Site
+from vllm_weir import Activations, Site, WeirError
 
 
 @pytest.fixture
@@ -36,3 +37,14 @@ def test_positions_and_tokens_are_asked_for_as_rows_are(acts, key, first):
 def test_a_site_that_was_not_captured_is_a_key_error(acts):
     with pytest.raises(KeyError, match=r"resid_post\[2\] was not captured"):
         acts.positions_of("resid_post", 2)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [{"sites": "3"}, {"sites": "[3]"}, {"sites": "null"}, {"lens": "1"}, {"sites": "[" * 99_999}, {"lens": "{"}],
+)
+def test_a_file_with_foreign_metadata_is_an_error_that_names_it(tmp_path, meta):
+    path = tmp_path / "x.safetensors"
+    save_file({"x": torch.zeros(1)}, path, metadata={"weir": "1", "sites": "[]", "lens": "[]"} | meta)
+    with pytest.raises(WeirError, match=r"x\.safetensors"):
+        Activations.load(path)

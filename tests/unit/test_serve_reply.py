@@ -172,3 +172,30 @@ def test_without_routes_rows_go_inline_up_to_the_bound(server):
     server.limits = Limits(inline_bytes=10)
     out = asyncio.run(reply(server, View(), 0).answers())[0]["activations"]
     assert "b64" not in out and "`weir serve`" in out["error"] and out["bytes"] == 96
+
+
+def test_what_was_kept_for_an_answer_that_fails_is_freed(server, monkeypatch):
+    """Of several choices, one after another of which rows were kept; and where vllm-lens's field is too large."""
+    lost = View()
+
+    def activations():
+        raise WeirError("3 rows did not arrive")
+
+    lost.activations = activations
+    made = reply(server, View())
+    made.note(1, lost)
+    with pytest.raises(WeirError, match="did not arrive"):
+        asyncio.run(made.answers())
+    assert len(server.spool) == 0
+
+    def large(*_):
+        raise WeirError("too much", "output_residual_stream")
+
+    monkeypatch.setattr(module, "activations_field", large)
+
+    async def go():
+        return [c async for c in reply(server, View(), lens=True).rewrite(chunks(chunk("stop")))]
+
+    (out,) = asyncio.run(go())
+    assert "too much" in json.loads(out[6:])["choices"][0]["weir"]["error"]
+    assert len(server.spool) == 0

@@ -155,3 +155,23 @@ def test_a_directory_that_others_could_write_is_not_used(tmp_path):
     with pytest.raises(WeirError, match="not this user's alone"):
         Home(99, str(tmp_path))
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_what_a_file_holds_beside_the_rows_counts(tmp_path):
+    size = len(acts().to_bytes())
+    spool = Spool(tmp_path, 2 * size - 1, 60.0)
+    spool.put(acts(), SIZE)
+    assert SIZE + size < spool.budget, "by its rows alone another would have room"
+    kept = spool.put(acts(), SIZE)
+    assert spool.used == size
+    spool.open(kept).close()
+
+
+def test_what_a_writer_left_that_was_killed_goes(spool):
+    for left in (".0123456789abcdef", ".0123456789abcdef.tmp"):
+        (spool.directory / left).write_bytes(b"x" * 100)
+    kept = spool.put(acts(), SIZE)
+    assert {p.name for p in spool.directory.iterdir()} == {".lock", f"{kept}.safetensors"}
+    (spool.directory / ".0123456789abcdef").write_bytes(b"x" * 100)
+    spool.sweep()
+    assert {p.name for p in spool.directory.iterdir()} == {".lock", f"{kept}.safetensors"}

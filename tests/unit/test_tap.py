@@ -230,3 +230,11 @@ def test_the_quick_way_finds_the_tensors_of_an_anchor(anchor, keys, by_name):
     found = _finder(anchor)(args, kwargs, output, beside)
     for got, wanted in zip(found, anchor.tensors(args, kwargs, output, beside), strict=True):
         assert (got is None and wanted is None) or (got.data_ptr() == wanted.data_ptr() and got.shape == wanted.shape)
+
+
+@pytest.mark.parametrize("anchor", [Anchor("m", "after", Key("out", 1)), Anchor("m", "after", Key("out", 1), _OUT)])
+def test_a_call_that_does_not_return_what_is_tapped_is_an_error(anchor):
+    for find in (anchor.tensors, _finder(anchor)):
+        for output in (torch.zeros(3, 4), (torch.zeros(3, 4),)):
+            with pytest.raises((AttributeError, IndexError)):
+                find((), {}, output, None)

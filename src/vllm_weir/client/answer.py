@@ -22,7 +22,7 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.activations import Activations, Receipt
 from vllm_weir.spec.hooks import HOOKS, Site
 
-ID = re.compile(r"^[0-9a-f]{32}$")
+ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass
@@ -221,7 +221,7 @@ def take_weir(choice: Choice, data: dict[str, Any]) -> None:
             found.pop("b64")  # once is enough: `raw` does not hold it again
         except (binascii.Error, TypeError) as e:
             raise WeirError(f"the activations that the server sent are not valid base64 ({e})") from None
-    elif isinstance(found.get("id"), str) and ID.match(found["id"]):
+    elif isinstance(found.get("id"), str) and ID.fullmatch(found["id"]):
         # Where it lies is known; an address from the answer is not followed, so that no key travels elsewhere.
         choice.reference = found["id"]
     else:

@@ -235,7 +235,7 @@ class Activations(Mapping):
                     {s: file.get_tensor(f"{s.hook}.{s.layer}{end}") for s in sites} for end in _ENDS
                 )
                 return cls(rows, positions, token_ids, tuple(json.loads(meta["lens"])))
-        except (OSError, SafetensorError, ValueError, KeyError) as e:
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as e:
             if isinstance(e, WeirError):
                 raise
             raise WeirError(f"cannot read {path}: {e}") from None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from weakref import WeakValueDictionary
+from collections.abc import Sequence
+from weakref import WeakValueDictionary, ref
 
-from vllm_weir.errors import WeirError
 from vllm_weir.frontend.parts import Part
 from vllm_weir.frontend.pending import Pending
 from vllm_weir.frontend.tokens import Tokens
@@ -30,7 +30,7 @@ class Early:
 
     def __init__(self) -> None:
         self._waiting: WeakValueDictionary[str, Pending] = WeakValueDictionary()
-        self._scan: list[str] = []
+        self._scan: Sequence[ref[Pending]] = ()
         self._d_model = 0
 
     def add(self, pending: Pending, d_model: int) -> None:
@@ -40,7 +40,7 @@ class Early:
 
     def look(self) -> None:
         """Rows have arrived."""
-        self._scan = list(self._waiting)
+        self._scan = self._waiting.valuerefs()  # a list: requests may come meanwhile
 
     @property
     def due(self) -> bool:
@@ -50,15 +50,15 @@ class Early:
     def make(self) -> None:
         """Look at a few sequences; of those whose rows are here, make the hand-out."""
         some, self._scan = self._scan[:FEW], self._scan[FEW:]
-        for name in some:
-            pending = self._waiting.get(name)
-            if pending is None:
+        for reference in some:
+            pending = reference()
+            if pending is None or (name := pending.request_id) not in self._waiting:
                 continue
             try:
                 made = self._make(pending)
-            except (WeirError, RuntimeError) as e:
-                # Whoever asks for the rows is told then.
-                logger.error("Weir could not make the hand-out of %s early: %s", name, e)
+            except (ValueError, RuntimeError, LookupError) as e:
+                # Whoever asks for the rows is told then; others' rows come by this thread, too.
+                logger.error("Weir could not make the hand-out of %s early: %s: %s", name, type(e).__name__, e)
                 made = True
             if made:
                 self._waiting.pop(name, None)

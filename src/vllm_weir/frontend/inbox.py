@@ -50,6 +50,7 @@ class _Desk:
     def __init__(self, store: Store, context: zmq.Context, folder: str, host: str | None) -> None:
         self.store, self.context = store, context
         self.stop = False
+        self.process = os.getpid()
         self.rows, self.vectors = context.socket(zmq.PULL), context.socket(zmq.ROUTER)
         self.rows.setsockopt(zmq.RCVHWM, 64)
         self.arenas = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -110,19 +111,20 @@ class _Desk:
 
     def _accept(self) -> tuple[socket.socket, str]:
         line, _ = self.arenas.accept()
+        fds: list[int] = []
         try:
             line.settimeout(TIMEOUT)
-            data, fds = _receive(line)
-            for extra in fds[1:]:
-                os.close(extra)
-            hello = mail.decode_hello(data)
+            hello = mail.decode_hello(_receive(line, fds))
             if not fds or not secrets.compare_digest(hello.token.encode(), self.reply.token.encode()):
                 raise ValueError("wrong token")
-            self.mirrors[hello.worker] = Mirror(fds[0], hello.rows, hello.row_bytes, self.ring)
+            self.mirrors[hello.worker] = Mirror(fds.pop(0), hello.rows, hello.row_bytes, self.ring)
             line.sendall(b"k")
         except BaseException:
             line.close()
             raise
+        finally:
+            for unused in fds:
+                os.close(unused)
         return line, hello.worker
 
     def _mirror(self, worker: str) -> Mirror:
@@ -141,16 +143,19 @@ class _Desk:
                     logger.debug("a worker went away: %s", e)
 
 
-def _receive(line: socket.socket) -> tuple[bytes, list[int]]:
-    """A message with its length before it, and the file descriptors that came along."""
-    data, fds, _, _ = socket.recv_fds(line, MAX_HELLO, 4)
+def _receive(line: socket.socket, fds: list[int]) -> bytes:
+    """A message with its length before it; the file descriptors that come along go into `fds`."""
+    data, found, _, _ = socket.recv_fds(line, MAX_HELLO, 4)
+    fds += found
+    if len(data) < 4:
+        raise ValueError("the message is cut off")
     (length,) = struct.unpack_from("<I", data)
     while len(data) < 4 + min(length, MAX_HELLO):
         more = line.recv(MAX_HELLO)
         if not more:
             raise ValueError("the message is cut off")
         data += more
-    return data[4 : 4 + length], fds
+    return data[4 : 4 + length]
 
 
 def _bind(zsocket: zmq.Socket, host: str | None, folder: str, name: str) -> str:
@@ -172,6 +177,8 @@ def lend(store: Store, token: str, request: bytes) -> list[bytes]:
 
 def deliver(store: Store, token: str, frames, mirror_of) -> None:
     """One message into the store; rows nobody waits for are dropped. Raises ValueError for a malformed message."""
+    if len(frames) < 3:
+        raise ValueError("the message lacks parts")
     header = mail.decode(frames[0])
     if not secrets.compare_digest(header.token.encode(), token.encode()):
         raise ValueError("wrong token")
@@ -181,6 +188,8 @@ def deliver(store: Store, token: str, frames, mirror_of) -> None:
 
 
 def _close(desk: _Desk, thread: threading.Thread, folder: str) -> None:
+    if os.getpid() != desk.process:
+        return  # a forked child that ends: the thread and the folder are its parent's
     desk.stop = True
     os.eventfd_write(desk.bell, 1)
     if thread is not threading.current_thread():

@@ -29,8 +29,10 @@ class Mirror:
         self._row_bytes = row_bytes
         self._map = None
         if fd is not None:
-            self._map = mmap.mmap(fd, rows * row_bytes)
-            os.close(fd)
+            try:
+                self._map = mmap.mmap(fd, rows * row_bytes)
+            finally:
+                os.close(fd)
 
     @property
     def shared(self) -> bool:

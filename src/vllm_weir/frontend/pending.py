@@ -28,7 +28,6 @@ class Arrivals(Protocol):
     """What is needed of the store."""
 
     def wait(self, done: Callable[[], bool], timeout: float) -> bool: ...
-    def fold(self) -> None: ...
 
 
 class Group:
@@ -139,8 +138,14 @@ class Pending:
 
     def arrived(self, sites: Sequence[Site], positions: np.ndarray, kind: str = "rows") -> list[Taken]:
         """As `take`, of those rows that are here; for requests that were aborted."""
-        self._store.fold()
-        return [self._collect(some, where, positions) for some, where in self._found(sites, positions, kind)]
+        found: list[tuple[Sequence[Site], Where]] = []
+
+        def look() -> bool:
+            found.extend(self._found(sites, positions, kind))
+            return True
+
+        self._store.wait(look, 0.0)  # by way of the store: marks that come while a strip's are read would be lost
+        return [self._collect(some, where, positions) for some, where in found]
 
     def _groups(self, sites: Sequence[Site], kind: str) -> list[tuple[Sequence[Site], list[Strip]]]:
         """The sites, those that lie in the same strips together, with these strips."""

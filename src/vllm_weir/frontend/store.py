@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -55,15 +55,19 @@ class Store:
     def vectors(self, digests: Iterable[str]) -> dict[str, np.ndarray]:
         """Those of these vectors that a live request uses, by digest."""
         missing, found = set(digests), {}
-        for reference in self._pending.valuerefs():  # a list: requests may come and go meanwhile
-            pending = reference()
-            rows = pending.admitted.rows if pending is not None else {}
+        for pending in self._live():
+            rows = pending.admitted.rows
             for digest in [d for d in rows if d in missing] if len(rows) < len(missing) else missing & rows.keys():
                 found[digest] = rows[digest]
                 missing.discard(digest)
             if not missing:
                 break
         return found
+
+    def _live(self) -> Iterator[Pending]:
+        for reference in self._pending.valuerefs():  # a list: requests may come and go meanwhile
+            if (pending := reference()) is not None:
+                yield pending
 
     def get(self, request_id: str) -> Pending | None:
         """The request, or None if nobody waits for it any more."""
@@ -93,7 +97,7 @@ class Store:
                 if (pending := self.get(request_id)) is not None:
                     pending.failure = reason
             if header.broken:  # which requests had rows in the step, only the lost marks could have said
-                for pending in list(self._pending.values()):
+                for pending in self._live():
                     pending.failure = pending.failure or header.broken
             for opened in news.opened:
                 if not mirror.shared:
@@ -167,7 +171,7 @@ class Store:
 
     def _spill(self, mirror: Mirror) -> None:
         """Copy what a worker's buffer holds and nobody has looked at into memory of this process."""
-        for pending in list(self._pending.values()):
+        for pending in self._live():
             pending.early = None
         for strip in [s for s in self._strips.values() if s.mirror is mirror]:
             for extent, copy in strip.take_out():

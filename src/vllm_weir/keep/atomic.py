@@ -225,7 +225,11 @@ class Spool:
                     os.fsync(self._fd)
                 os.replace(self.temporary, self.store.path(self.name))
                 if self.store.fsync:
-                    _sync_folder(os.path.dirname(self.store.path(self.name)))
+                    try:
+                        _sync_folder(os.path.dirname(self.store.path(self.name)))
+                    except OSError:
+                        os.replace(self.store.path(self.name), self.temporary)
+                        raise
                 os.close(self._fd)
             else:
                 self.store._refresh()

@@ -9,6 +9,7 @@ so whatever an interrupted writer left behind is not read.
 from __future__ import annotations
 
 import io
+import itertools
 import posixpath
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -81,6 +82,12 @@ class Runs:
         for column in (*self.columns.values(), self.positions, self.token_ids):
             del column[n:]
 
+    def drop(self, request: str) -> None:
+        """Drop the entries of a request; its records are left where they are."""
+        keep = [name != request for name in self.columns["request"]]
+        for column in (*self.columns.values(), self.positions, self.token_ids):
+            column[:] = itertools.compress(column, keep)
+
     def _row(self, *values: Any) -> None:
         for column, value in zip(self.columns.values(), values):
             column.append(value)
@@ -134,12 +141,15 @@ def is_shard(name: str) -> bool:
 
 
 def read_manifest(store: Store, names: dict[str, int]) -> pa.Table:
-    """The manifest of everything published. `names`: the files there are, and their bytes."""
+    """The manifest of everything published. `names`: the files there are, and their bytes; those that come meanwhile
+    are added."""
     tables = []
     known: set[str] = set()
     if MANIFEST in names:
         tables.append(from_parquet(store, MANIFEST, store.read(MANIFEST)))
         known = set(pc.unique(tables[0]["file"].cast(pa.string())).to_pylist())
+        if not known <= names.keys():  # a writer at work has joined shards that were not there yet
+            names.update(store.names())
         for gone in sorted(known - set(names)):
             raise store.fail(gone or MANIFEST, "the manifest names it, and it is not there")
     fresh = sorted(name for name in names if is_shard(name) and name not in known)

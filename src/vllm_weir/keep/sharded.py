@@ -79,6 +79,8 @@ class ShardedWriter(Writer):
         self._open: dict[str, _Shard] = {}
         self._marks: dict[str, tuple[int, str]] = {}
         self._in: dict[str, set[str]] = {}
+        self._out: set[str] = set()
+        """Unfinished requests of which some rows are published."""
         names = store.names()
         self._finished = set(index_of(store, read_manifest(store, names), names).requests)
         self._loose = sum(is_shard(name) for name in names) if MANIFEST not in names else 0
@@ -97,9 +99,16 @@ class ShardedWriter(Writer):
         self._marks[request_id] = (rows, metadata)
 
     def _drop(self, request_id: str) -> None:
-        # Its runs stay where they are: without a mark nobody reads them.
         self._marks.pop(request_id, None)
         self._in.pop(request_id, None)
+        for shard in self._open.values():
+            shard.runs.drop(request_id)
+        if request_id in self._out:
+            # Without a mark nobody reads what is published; with one, later rows would be taken for more of the same.
+            self._out.discard(request_id)
+            self.failed.setdefault(
+                request_id, "it was abandoned when some of them were published; use another id, or another writer"
+            )
 
     def _shard(self, header: str) -> _Shard:
         shard = self._open.get(header)
@@ -131,13 +140,15 @@ class ShardedWriter(Writer):
             shard.spool.write(manifest)
             shard.spool.write_at(0, _shard_header(shard.header, rows_end - GAP, len(manifest)))
             shard.spool.publish()
-        except WeirError:
+        except BaseException:
             # All as before, for another try.
             shard.runs.cut(runs)
             if rows_end:
                 shard.spool.truncate(rows_end)
             raise
         del self._open[header]
+        self._out.update(shard.runs.columns["request"])
+        self._out.difference_update(ready)
         for request in ready:
             del self._marks[request]
             self._in.pop(request, None)

@@ -17,6 +17,7 @@ from vllm_weir.spec.request import WIRE_KEY
 LENS_KEYS = (LENS_CAPTURE_KEY, LENS_STEER_KEY)
 LENS_HOOKS_KEY = "apply_hooks"
 KEYS = (WIRE_KEY, *LENS_KEYS, LENS_HOOKS_KEY)
+NO_CODE = "code from the network is not run; use captures and interventions"
 RESPONSE = "response"
 _ENTRY = re.compile(r"^(modules|interventions)\[(\d+)\](.*)$", re.ASCII | re.DOTALL)
 
@@ -61,7 +62,7 @@ class Ask:
         if not found and not fork:
             return None
         if LENS_HOOKS_KEY in found:
-            raise WeirError("code from the network is not run; use captures and interventions", LENS_HOOKS_KEY)
+            raise WeirError(NO_CODE, LENS_HOOKS_KEY)
         inline, stream = limits.inline_default, False
         if WIRE_KEY in found:
             wish, (inline, stream) = _wish(found[WIRE_KEY], limits)

@@ -44,7 +44,11 @@ class Reply:
 
     async def answers(self) -> dict[int, dict[str, Any]]:
         """Choice -> its object; raises WeirError if rows were lost or do not go into the answer."""
-        return await self._server.run(lambda: {i: self._answer(i) for i in sorted(self._views)}, self.discard)
+        try:
+            return await self._server.run(lambda: {i: self._answer(i) for i in sorted(self._views)}, self.discard)
+        except WeirError:
+            self.discard()
+            raise
 
     @property
     def lens(self) -> dict[str, Any] | None:
@@ -118,6 +122,7 @@ class Reply:
         try:
             return self._answer(index)
         except WeirError as e:  # the tokens are out already: the choice says what it lacks
+            self.discard()
             return {"error": str(e)}
 
 

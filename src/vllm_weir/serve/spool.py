@@ -15,7 +15,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
 from vllm_weir.serve.home import locked
 
-SUFFIX = ".safetensors"
+SUFFIX, LOCK = ".safetensors", ".lock"
 _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
@@ -40,12 +40,12 @@ class Spool:
         key = secrets.token_hex(16)
         temporary = self.directory / f".{key}"
         try:
-            # One writer at a time: what is there and what is being written never exceed the budget.
-            with locked(self.directory / ".lock"):
+            # One writer at a time: what is kept never exceeds the budget.
+            with locked(self.directory / LOCK):
                 self._make_room(size)
+                self._clear()
                 _save(acts, temporary, size)
-                self._make_room(0)
-                self._check(temporary.stat().st_size)
+                self._make_room(temporary.stat().st_size)
                 os.replace(temporary, self._path(key))
         except OSError as e:
             raise WeirError(f"the server could not keep {size} bytes: {e.strerror}") from None
@@ -79,8 +79,9 @@ class Spool:
 
     def sweep(self) -> None:
         """Remove what has expired."""
-        with locked(self.directory / ".lock"):
+        with locked(self.directory / LOCK):
             self._make_room(0)
+            self._clear()
 
     @property
     def used(self) -> int:
@@ -117,6 +118,13 @@ class Spool:
                 break
             path.unlink(missing_ok=True)
             total -= n
+
+    def _clear(self) -> None:
+        """Remove what a writer that was killed left; the lock is held, so nobody writes."""
+        with os.scandir(self.directory) as entries:
+            for entry in entries:
+                if entry.name != LOCK and not entry.name.endswith(SUFFIX):
+                    Path(entry.path).unlink(missing_ok=True)
 
 
 def _save(acts: Activations, path: Path, size: int) -> None:

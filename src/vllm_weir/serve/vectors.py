@@ -31,8 +31,8 @@ MEDIA = {
     "application/octet-stream": "",
 }
 """Content types of uploads -> format; empty: what its first bytes say."""
-NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}$", re.ASCII)
-_DIGEST = re.compile(r"^[0-9a-f]{32}$", re.ASCII)
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 Name = Annotated[str, Path(description="1 to 128 letters, digits and . _ : @ + -", examples=["happy"])]
 State = Annotated[ServerState, Depends(server_state)]
@@ -158,7 +158,7 @@ def router() -> APIRouter:
 
 def check_name(name: str) -> None:
     """Raise WeirError for what cannot be a vector's name."""
-    if not NAME.match(name) or _DIGEST.match(name):
+    if not NAME.fullmatch(name) or _DIGEST.fullmatch(name):
         raise WeirError(
             "a name has 1 to 128 letters, digits and . _ : @ + -, begins with a letter or digit, and is no digest",
             "name",

@@ -15,7 +15,7 @@ KEEPS = ("always", "marked")
 POLICIES = ("block", "spill", "drop")
 QUEUE_BYTES = 1 << 30
 LONGEST = 1 << 16
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def parse_keep(keep: object, path: str) -> str:
 
 def parse_name(name: object, path: str) -> str:
     """The name of a sink or a consumer."""
-    if not isinstance(name, str) or not _NAME.match(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise WeirError(
             f"unknown sink {brief(name)!r}; a name is letters, digits, '_', '.' and '-', at most 128 of them", path
         )

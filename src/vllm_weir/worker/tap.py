@@ -280,7 +280,7 @@ def _finder(anchor: Anchor) -> Callable[..., tuple]:
 
     def returned(args, kwargs, output, beside):
         if not isinstance(output, (tuple, list)):
-            return output, None
+            return (output, None) if first == 0 else anchor.tensors(args, kwargs, output)
         return output[first], output[second] if second is not None and second < len(output) else None
 
     return returned

@@ -1,0 +1,103 @@
+"""The inbox goes on receiving, whoever comes and goes, whatever was lost on the way."""
+
+from __future__ import annotations
+
+import glob
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.unit.post import Post
+from tests.unit.test_delivery import LAYERS, D, Request, content
+from vllm_weir import mail
+from vllm_weir.frontend.inbox import Inbox, deliver
+from vllm_weir.frontend.mirror import Mirror
+from vllm_weir.frontend.store import Store
+
+SCRIPT = """
+import os, sys, tempfile
+tempfile.tempdir = sys.argv[1]
+from vllm_weir.frontend.inbox import Inbox
+from vllm_weir.frontend.store import Store
+inbox = Inbox(Store())
+before = [sorted(files) for _, _, files in os.walk(sys.argv[1])]
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+assert [sorted(files) for _, _, files in os.walk(sys.argv[1])] == before, "its child took the sockets along"
+inbox.close()
+assert not os.listdir(sys.argv[1])
+"""
+
+
+def test_a_child_that_ends_leaves_the_sockets_of_its_parent(tmp_path):
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("said", [b"", b"\x01", b"\xff\xff\xff\xff", b"\x01\x00\x00\x00{"])
+def test_a_worker_that_ends_while_it_introduces_itself_stops_nobody(said, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = set(threading.enumerate())
+    inbox = Inbox(Store())
+    (thread,) = set(threading.enumerate()) - before
+    (arenas,) = glob.glob(f"{tmp_path}/*/arenas")
+    for _ in range(2):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+            line.connect(arenas)
+            line.sendall(said)
+            line.shutdown(socket.SHUT_WR)
+            line.settimeout(10)
+            assert line.recv(1) == b"", "turned away"
+    thread.join(0.2)
+    assert thread.is_alive()
+    inbox.close()
+    assert not os.listdir(tmp_path)
+
+
+def test_files_of_strangers_are_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    inbox = Inbox(Store())
+    (arenas,) = glob.glob(f"{tmp_path}/*/arenas")
+    (tmp_path / "theirs").write_bytes(b"x" * 64)
+    said = msgspec.msgpack.encode({"token": "no", "worker": "w", "rows": 1, "row_bytes": 64})
+    with open(tmp_path / "theirs") as theirs, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.connect(arenas)
+        socket.send_fds(line, [struct.pack("<I", len(said)) + said], [theirs.fileno()] * 2)
+        line.settimeout(10)
+        assert line.recv(1) == b""
+        inbox.close()  # and with it the thread
+        held = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+        assert list(held).count(os.path.realpath(tmp_path / "theirs")) == 1
+
+
+def test_a_message_with_parts_missing_is_malformed():
+    header = mail.encode(mail.Header("t", "w", D, "float32", mail.News()))
+    for frames in ([header], [header, b""]):
+        with pytest.raises(ValueError, match="parts"):
+            deliver(Store(), "t", frames, lambda _: Mirror())
+
+
+def test_rows_whose_place_was_lost_on_the_way_are_the_asker_s_error_alone():
+    """Early hand-outs are made in the thread that receives everybody's rows."""
+    post = Post(LAYERS)
+    lost, whole = (Request(post, name, [("resid_post", "all", "prompt")], 4, 1, [1] * 5) for name in ("r0", "r1"))
+    lost.join()
+    _, (news, marks, steered) = post.step([("r0", 4, 0)], content, deliver=False)
+    for one in news.values():
+        one.placed.clear()
+    post.deliver((news, marks, steered))
+    whole.join()
+    post.step([("r1", 4, 0)], content)
+    assert whole.pending.early is not None and lost.pending.early is None
+    with pytest.raises(Exception):  # noqa: B017 - any but silence
+        lost.tracker.view([1], False, "length", 0).activations()
+    assert np.array_equal(whole.tracker.view([1], False, "length", 0).activations().positions, np.arange(4))

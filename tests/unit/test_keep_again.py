@@ -1,0 +1,103 @@
+"""What was stopped or given up can be done again, and readers may look while writers work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.stored import check, length_of, make, write
+from vllm_weir.errors import WeirError
+from vllm_weir.keep import LAYOUTS, load, manifest, open_writer
+from vllm_weir.keep import atomic as atomic_module
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_request_that_was_abandoned_can_be_written_again(layout: str, tmp_path: Path) -> None:
+    with open_writer(tmp_path, layout) as writer:
+        write(writer, "b", finish=False)
+        writer.abandon("b")
+        writer.flush()
+        write(writer, "a")
+        write(writer, "b", finish=False)
+        writer.abandon("b")
+        write(writer, "b")
+    check(load(tmp_path), ["a", "b"])
+
+
+def test_one_whose_rows_are_published_is_refused_rather_than_counted_twice(tmp_path: Path) -> None:
+    with open_writer(tmp_path) as writer:
+        write(writer, "b", finish=False)
+        writer.flush()
+        writer.abandon("b")
+        with pytest.raises(WeirError, match="another writer"):
+            write(writer, "b")
+        write(writer, "a")
+    check(load(tmp_path), ["a"])
+    with open_writer(tmp_path) as writer:
+        write(writer, "b")
+    check(load(tmp_path), ["a", "b"])
+
+
+@pytest.mark.parametrize("layout", ["sharded", "packed"])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError, WeirError])
+def test_whatever_stops_a_flush_it_can_be_tried_again(
+    layout: str, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system's own kinds of error, and a user who interrupts."""
+
+    def stopped(*_: object) -> None:
+        raise kind("stopped")
+
+    writer = open_writer(tmp_path, layout)
+    write(writer, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic_module.Spool, "publish", stopped)
+        with pytest.raises(kind):
+            writer.flush()
+    writer.close()
+    check(load(tmp_path), ["a"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_folder_that_cannot_be_synced_leaves_nothing_published(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_path: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    writer = open_writer(tmp_path, layout, fsync=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic_module, "_sync_folder", broken)
+        with pytest.raises(WeirError, match="Input/output error"):
+            write(writer, "a")
+            writer.flush()
+        assert [p.name for p in tmp_path.rglob("[!.]*") if p.is_file()] == ["weir.json"]
+    if layout in ("sharded", "packed"):  # the others publish when a request is finished
+        writer.close()
+        check(load(tmp_path), ["a"])
+
+
+@pytest.mark.parametrize("again", [load, open_writer])
+def test_a_manifest_may_name_shards_that_came_after_the_files_were_listed(
+    again, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, "sharded", ["a"])
+    read, came = atomic_module.Store.read, []
+
+    def late(self, name: str, *more: int) -> bytes:
+        if name == manifest.MANIFEST and not came:
+            came.append(name)
+            with open_writer(tmp_path) as writer:
+                write(writer, "b")
+                writer.tidy()
+        return read(self, name, *more)
+
+    monkeypatch.setattr(atomic_module.Store, "read", late)
+    found = again(tmp_path)
+    if again is load:
+        check(found, ["a", "b"])
+        assert found.count() == 3 * (length_of("a") + length_of("b"))
+    else:
+        assert found.holds("a") and found.holds("b")
+        found.close()
