@@ -31,6 +31,8 @@ def _float32(
         config=entry.config | (config or {}),
         # What the CPU's kernels need is not wanted, what makes the two models one is.
         engine={name: value for name, value in entry.engine.items() if name == "hf_overrides"} | (engine or {}),
+        dtype="float32",
+        identities=False,
         bound=LOOSE,
         apart=entry.apart or _COARSE_KERNELS,
         apart_bound=COARSE,
