@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.unit.stored import check, length_of, make, write
 from vllm_weir.errors import WeirError
-from vllm_weir.keep import LAYOUTS, load, manifest, open_writer
+from vllm_weir.keep import LAYOUTS, load, manifest, open_writer, sharded
 from vllm_weir.keep import atomic as atomic_module
 
 
@@ -101,3 +105,64 @@ def test_a_manifest_may_name_shards_that_came_after_the_files_were_listed(
     else:
         assert found.holds("a") and found.holds("b")
         found.close()
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("first", range(0, 24, 3))
+def test_a_write_that_failed_behind_the_writer_s_back_is_made_good(
+    first: int, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small batches are written by a thread while more of them come; the disk is full for some of its calls."""
+    monkeypatch.setattr(sharded, "GATHER", 700)
+    real, made, failed = os.pwrite, itertools.count(), []
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        if first <= next(made) - 2 < first + calls:  # two are the folder's mark and the shard's room for its header
+            real(fd, data[: len(data) // 2], offset)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    writer = open_writer(tmp_path, "sharded")
+    for name in "abcdef":
+        try:
+            write(writer, name)
+        except WeirError as e:
+            assert "No space left" in str(e)
+            failed.append(name)
+    for _ in range(calls):
+        try:
+            writer.flush()
+        except WeirError as e:
+            assert "No space left" in str(e)
+            failed.append("")
+    writer.close()
+    assert list(writer.failed) == [name for name in failed if name] and 1 <= len(failed) <= calls
+    check(load(tmp_path), [name for name in "abcdef" if name not in failed])
+
+
+def test_an_interrupted_wait_for_a_write_is_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "GATHER", 700)
+    begun, go, real = threading.Event(), threading.Event(), os.pwrite
+
+    def slow(fd: int, data: memoryview, offset: int) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            go.wait(10)
+        return real(fd, data, offset)
+
+    def interrupt(futures: list) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    writer = open_writer(tmp_path, "sharded")
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            write(writer, "a")
+    assert begun.wait(10)
+    go.set()
+    writer.abandon("a")
+    write(writer, "b")
+    writer.close()
+    check(load(tmp_path), ["b"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from vllm_weir.errors import WeirError
@@ -26,37 +27,58 @@ SMALL = 1 << 20
 
 @dataclass(eq=False)
 class _Shard:
-    """A shard in the making. The first `held` bytes of `gathered` follow what is in the spool."""
+    """A shard in the making: what is in the spool, then `sent`, then the first `held` bytes of `gathered`.
+
+    `sent` is written by a thread while more is gathered. If that fails it is written again before anything follows it.
+    """
 
     spool: Spool
     runs: Runs
     header: dict
+    thread: ThreadPoolExecutor
     gathered: bytearray = field(default_factory=bytearray)
     held: int = 0
-
-    @property
-    def end(self) -> int:
-        return self.spool.size + self.held
-
-    def push(self) -> None:
-        """Move what was gathered into the file."""
-        if self.held:
-            self.spool.write(memoryview(self.gathered)[: self.held])
-            self.held = 0
+    spare: bytearray = field(default_factory=bytearray)
+    sent: memoryview = field(default_factory=lambda: memoryview(b""))
+    writing: Future[None] | None = None
+    end: int = GAP
 
     def append(self, packed: Packed) -> None:
         offset, size = self.end, packed.nbytes
         if size >= SMALL:
-            self.push()
+            self.settle()
             self.spool.write(packed.records.data)
         else:
             if self.held + size > GATHER:
-                self.push()
+                self._send()
             if not self.gathered:
                 self.gathered = bytearray(GATHER)
             memoryview(self.gathered)[self.held : self.held + size] = packed.records.data.cast("B")
             self.held += size
+        self.end += size
         self.runs.add(packed, offset)
+
+    def settle(self) -> None:
+        """Everything so far is in the file afterwards; raises WeirError if it cannot be, and then nothing is lost."""
+        self._send()
+        self._wait()
+
+    def _send(self) -> None:
+        """Have what was gathered written, when what was sent before is."""
+        self._wait()
+        if self.held:
+            self.sent = memoryview(self.gathered)[: self.held]
+            self.gathered, self.spare, self.held = self.spare, self.gathered, 0
+            self.writing = self.thread.submit(self.spool.write, self.sent)
+
+    def _wait(self) -> None:
+        if self.writing is not None:
+            wait([self.writing])  # whoever is interrupted here waits again the next time
+            writing, self.writing = self.writing, None
+            writing.result()
+        elif self.sent:
+            self.spool.write(self.sent)
+        self.sent = memoryview(b"")
 
 
 class ShardedWriter(Writer):
@@ -76,6 +98,7 @@ class ShardedWriter(Writer):
         # Names sort by time, and never meet those of another writer.
         self.name = f"{time.time_ns():016x}{secrets.token_hex(4)}"
         self._count = 0
+        self._thread = ThreadPoolExecutor(1, "weir-sharded")
         self._open: dict[str, _Shard] = {}
         self._marks: dict[str, tuple[int, str]] = {}
         self._in: dict[str, set[str]] = {}
@@ -122,7 +145,7 @@ class ShardedWriter(Writer):
                 raise
             parsed = json.loads(header) if header else {}
             dtype, stride = (parsed["dtype"], header_bytes(parsed)) if parsed else ("", 0)
-            shard = self._open[header] = _Shard(spool, Runs(self.name, name, header, dtype, stride), parsed)
+            shard = self._open[header] = _Shard(spool, Runs(self.name, name, header, dtype, stride), parsed, self._thread)
             self._count += 1
         return shard
 
@@ -132,7 +155,7 @@ class ShardedWriter(Writer):
         ready = [r for r in self._marks if self._in.get(r, set()) <= {header}]
         runs, rows_end = len(shard.runs), 0
         try:
-            shard.push()
+            shard.settle()
             rows_end = shard.spool.size
             for request in ready:
                 shard.runs.finish(request, *self._marks[request])
@@ -169,6 +192,7 @@ class ShardedWriter(Writer):
         self._join()
 
     def _end(self) -> None:
+        self._thread.shutdown()  # nothing is written to a file that is closed
         for shard in self._open.values():
             shard.spool.discard()
         self._open.clear()
