@@ -106,6 +106,7 @@ def test_gauges_follow_the_workers_while_requests_live(desk, monkeypatch, tmp_pa
         for told in (("a", 0, 0.25, 3), ("b", 0, 0.5, 3), ("c", 1, 0.125, 0)):
             tell(*told)
         (tmp_path / f"{'0' * 32}.safetensors").write_bytes(bytes(100))
+        spool.sweep()
         await asyncio.sleep(0.1)
         found = {(n, e): value(registry, n, engine=e) for n in FILL_AND_WAIT for e in "01"}
         assert found == dict(zip(found, (0.5, 0.125, 3, 0))) and value(registry, "weir_spool_bytes") == 100

@@ -175,3 +175,40 @@ def test_what_a_writer_left_that_was_killed_goes(spool):
     (spool.directory / ".0123456789abcdef").write_bytes(b"x" * 100)
     spool.sweep()
     assert {p.name for p in spool.directory.iterdir()} == {".lock", f"{kept}.safetensors"}
+
+
+def test_not_every_result_looks_at_all_others(spool, monkeypatch):
+    """A server keeps thousands; what each costs must not grow with them."""
+    looks, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: looks.append(path) or scandir(path))
+    size = len(acts().to_bytes())
+    spool.budget = 64 * size
+    for _ in range(64):
+        spool.put(acts(), SIZE)
+    assert len(looks) == 1 and spool.used == 64 * size == spool.budget
+    for _ in range(64):
+        spool.put(acts(), SIZE)
+        assert spool.used == len(spool) * size <= spool.budget
+    assert len(looks) <= 1 + 64 // 4
+    assert len(spool) > 58, "no more goes than need be"
+
+
+def test_what_was_deleted_is_taken_off_when_it_is_looked_at(spool):
+    size = len(acts().to_bytes())
+    spool.budget = 4 * size
+    kept = [spool.put(acts(), SIZE) for _ in range(4)]
+    spool.delete(kept.pop())
+    spool.put(acts(), SIZE)
+    assert all(spool.open(key) for key in kept), "there was room"
+    spool.delete(kept.pop())
+    assert spool.used == 4 * size
+    spool.sweep()
+    assert spool.used == 3 * size and len(spool) == 3
+
+
+def test_a_count_that_was_lost_is_made_again(spool):
+    spool.put(acts(), SIZE)
+    for lost in (b"", b"123"):
+        (spool.directory / ".lock").write_bytes(lost)
+        spool.put(acts(), SIZE)
+    assert len(spool) == 3 and spool.used == 3 * len(acts().to_bytes())

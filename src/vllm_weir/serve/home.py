@@ -66,12 +66,12 @@ def clear(key: int, parent: str = "", patience: float = 5.0) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the file `path` locked, against other processes and other threads of this one."""
+def locked(path: Path) -> Iterator[int]:
+    """Hold the file `path` locked, against other processes and other threads of this one; gives its descriptor."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        yield fd
     finally:
         os.close(fd)
 

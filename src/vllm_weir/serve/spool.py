@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import struct
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -16,11 +16,17 @@ from vllm_weir.frontend.activations import Activations
 from vllm_weir.serve.home import locked
 
 SUFFIX, LOCK = ".safetensors", ".lock"
+SPARE = 16
+"""Where there is no room, this part of the budget is freed along: to look at all files for each result would be slow."""
 _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_COUNT = struct.Struct("<q")
 
 
 class Spool:
     """Files ``<id>.safetensors``; an id is random, and knowing it is what gives access.
+
+    How many bytes are kept stands in the file that is locked; what readers delete is taken off when the files are
+    looked at, which is when there seems to be no room, and at every `sweep`.
 
     Args:
         directory: where they lie; for this only.
@@ -41,11 +47,11 @@ class Spool:
         temporary = self.directory / f".{key}"
         try:
             # One writer at a time: what is kept never exceeds the budget.
-            with locked(self.directory / LOCK):
-                self._make_room(size)
-                self._clear()
+            with locked(self._lock) as lock:
+                self._reserve(lock, size, temporary.name)
                 _save(acts, temporary, size)
-                self._make_room(temporary.stat().st_size)
+                made = temporary.stat().st_size
+                self._count(lock, self._reserve(lock, made, temporary.name) + made)
                 os.replace(temporary, self._path(key))
         except OSError as e:
             raise WeirError(f"the server could not keep {size} bytes: {e.strerror}") from None
@@ -79,17 +85,23 @@ class Spool:
 
     def sweep(self) -> None:
         """Remove what has expired."""
-        with locked(self.directory / LOCK):
-            self._make_room(0)
-            self._clear()
+        with locked(self._lock) as lock:
+            self._look(lock, self.budget)
 
     @property
     def used(self) -> int:
-        """Bytes of all results."""
-        return sum(size for _, size, _ in self._files())
+        """Bytes of all results, those that were deleted since the last `sweep` included."""
+        try:
+            return _number(self._lock.read_bytes()) or 0
+        except FileNotFoundError:
+            return 0
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._files())
+        return sum(name.endswith(SUFFIX) for name in os.listdir(self.directory))
+
+    @property
+    def _lock(self) -> Path:
+        return self.directory / LOCK
 
     def _path(self, key: str) -> Path:
         return self.directory / f"{key}{SUFFIX}"
@@ -101,30 +113,45 @@ class Spool:
                 "capture fewer blocks or positions, reduce, project or compress them, or name a sink"
             )
 
-    def _files(self) -> Iterator[tuple[float, int, Path]]:
-        with os.scandir(self.directory) as entries:
-            for entry in entries:
-                if entry.name.endswith(SUFFIX):
-                    with suppress(FileNotFoundError):  # deleted by its reader
-                        found = entry.stat(follow_symlinks=False)
-                        yield found.st_mtime, found.st_size, Path(entry.path)
-
-    def _make_room(self, size: int) -> None:
+    def _reserve(self, lock: int, size: int, own: str) -> int:
+        """Have room for so many bytes more, those of the file `own`; returns how many are kept at most."""
         self._check(size)
-        now, held = time.time(), sorted(self._files())
-        total = sum(n for _, n, _ in held) + size
-        for made, n, path in held:
-            if made + self.lifetime >= now and total <= self.budget:
-                break
-            path.unlink(missing_ok=True)
-            total -= n
+        kept = _number(os.pread(lock, _COUNT.size, 0))
+        if kept is None or kept + size > self.budget:
+            kept = self._look(lock, max(0, self.budget - self.budget // SPARE - size), own)
+        return kept
 
-    def _clear(self) -> None:
-        """Remove what a writer that was killed left; the lock is held, so nobody writes."""
+    def _look(self, lock: int, most: int, own: str = "") -> int:
+        """Remove what has expired, what a writer that was killed left, and the oldest until at most `most` bytes are
+        kept; returns how many are. The lock is held: nobody writes, but for the file `own`."""
+        now, total, held = time.time(), 0, []
         with os.scandir(self.directory) as entries:
             for entry in entries:
-                if entry.name != LOCK and not entry.name.endswith(SUFFIX):
-                    Path(entry.path).unlink(missing_ok=True)
+                if entry.name in (LOCK, own):
+                    continue
+                with suppress(FileNotFoundError):  # deleted by its reader
+                    if not entry.name.endswith(SUFFIX):
+                        os.unlink(entry.path)
+                        continue
+                    found = entry.stat(follow_symlinks=False)
+                    held.append((found.st_mtime, found.st_size, entry.path))
+                    total += found.st_size
+        for made, size, path in sorted(held):
+            if made + self.lifetime >= now and total <= most:
+                break
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            total -= size
+        self._count(lock, total)
+        return total
+
+    def _count(self, lock: int, kept: int) -> None:
+        os.pwrite(lock, _COUNT.pack(kept), 0)
+
+
+def _number(data: bytes) -> int | None:
+    """The count that stands in the lock's file; None where none does yet."""
+    return _COUNT.unpack(data)[0] if len(data) == _COUNT.size else None
 
 
 def _save(acts: Activations, path: Path, size: int) -> None:
