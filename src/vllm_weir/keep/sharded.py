@@ -145,7 +145,9 @@ class ShardedWriter(Writer):
                 raise
             parsed = json.loads(header) if header else {}
             dtype, stride = (parsed["dtype"], header_bytes(parsed)) if parsed else ("", 0)
-            shard = self._open[header] = _Shard(spool, Runs(self.name, name, header, dtype, stride), parsed, self._thread)
+            shard = self._open[header] = _Shard(
+                spool, Runs(self.name, name, header, dtype, stride), parsed, self._thread
+            )
             self._count += 1
         return shard
 

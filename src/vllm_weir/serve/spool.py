@@ -17,7 +17,7 @@ from vllm_weir.serve.home import locked
 
 SUFFIX, LOCK = ".safetensors", ".lock"
 SPARE = 16
-"""Where there is no room, this part of the budget is freed along: to look at all files for each result would be slow."""
+"""Where there is no room, this part of the budget is freed along: to look at every file for each result is slow."""
 _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _COUNT = struct.Struct("<q")
 
