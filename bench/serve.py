@@ -1,19 +1,23 @@
 """Plain requests on `weir serve` against the same on plain `vllm serve`, alternately, in one run.
 
     python bench/serve.py [--rounds 80] [--clients 8] [--crowd 200] [--crowd-rounds 6] [--out FILE]
+    python bench/serve.py --llama-8b --out FILE     # on a GPU, with torch.compile and CUDA graphs
 
-Two servers of the shipped model run side by side; one at a time is sent a round of requests. `alone`: one client sends
-plain requests, `idle`: several do. `crowd`: of many clients only some are plain, and on `weir serve` the others capture
-and steer, where on plain vLLM they send the same requests plain; the latency of the plain ones is compared.
+Two servers of the shipped model, or of the Llama-3.1-8B shapes with dummy weights and the shipped tokenizer, run side
+by side; one at a time is sent a round of requests. `alone`: one client sends plain requests, `idle`: several do.
+`crowd`: of many clients only some are plain, and on `weir serve` the others capture and steer, where on plain vLLM they
+send the same requests plain; the latency of the plain ones is compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import platform
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -24,13 +28,25 @@ import httpx
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import vllm_weir as weir
 from tests.engine.serving import PLAIN, WEIR, running
+from vllm_weir.bench.weights import LLAMA_8B, make_model
 
 PAUSE = 0.3
 """Seconds after a round, for what it has left to do."""
 PROMPTS = ("Anna walked to the harbor in the morning .", "Tom was sad", "The lesson", "A dog ran over the hill")
 CAPTURE = {"v": 1, "capture": [{"hook": "resid_post", "layers": "all", "positions": "all"}]}
-STEER = {"v": 1, "interventions": [{"op": "add", "vector": [0.1] * 256, "layers": [3], "scale": 1.0}]}
+GPU_ARGS = [
+    *("--served-model-name", "demo", "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "2048"),
+    *("--gpu-memory-utilization", "0.4", "--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
+    *("--host", "127.0.0.1"),
+]
+"""Of a server of the Llama-3.1-8B shapes; two of them share a GPU."""
+
+
+def steer(width: int) -> dict:
+    """An `Add` in block 3 of a model of this width."""
+    return {"v": 1, "interventions": [{"op": "add", "vector": [0.1] * width, "layers": [3], "scale": 1.0}]}
 
 
 async def one(client: httpx.AsyncClient, prompt: str, wish: dict | None) -> float:
@@ -42,8 +58,11 @@ async def one(client: httpx.AsyncClient, prompt: str, wish: dict | None) -> floa
     return time.perf_counter() - began
 
 
-async def round_of(url: str, headers: dict, clients: int, each: int, share: float, heavy: bool) -> list[float]:
-    """Latencies of the plain requests of a round, in seconds."""
+async def round_of(
+    url: str, headers: dict, clients: int, each: int, share: float, heavy: bool, width: int = 256
+) -> list[float]:
+    """Latencies of the plain requests of a round, in seconds; `width`: of the model's stream."""
+    wishes = (CAPTURE, steer(width), CAPTURE | steer(width))
     # No connection is used twice: servers close those that nobody uses for 5 s, in the middle of a crowd too.
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) as client:
@@ -51,7 +70,7 @@ async def round_of(url: str, headers: dict, clients: int, each: int, share: floa
         async def person(number: int) -> list[float]:
             plain = number < share * clients
             chance = random.Random(number)
-            wish = None if plain or not heavy else chance.choice((CAPTURE, STEER, CAPTURE | STEER))
+            wish = None if plain or not heavy else chance.choice(wishes)
             took = [await one(client, chance.choice(PROMPTS), wish) for _ in range(each)]
             return took if plain else []
 
@@ -59,14 +78,16 @@ async def round_of(url: str, headers: dict, clients: int, each: int, share: floa
     return [t for took in found for t in took]
 
 
-def measure(servers: dict[str, httpx.Client], case: str, clients: int, each: int, share: float, rounds: int) -> dict:
+def measure(
+    servers: dict[str, httpx.Client], case: str, clients: int, each: int, share: float, rounds: int, width: int
+) -> dict:
     """p50 of the plain requests of all rounds on both servers, and their ratio with its 95 % interval."""
     took: dict[str, list[list[float]]] = {name: [] for name in servers}
     for number in tqdm(range(rounds + 1), desc=case, unit="round"):
         for name in sorted(servers, reverse=bool(number % 2)):
             server = servers[name]
             found = asyncio.run(
-                round_of(str(server.base_url), dict(server.headers), clients, each, share, name == "weir")
+                round_of(str(server.base_url), dict(server.headers), clients, each, share, name == "weir", width)
             )
             time.sleep(PAUSE)
             if number:  # the first round warms up
@@ -83,6 +104,14 @@ def measure(servers: dict[str, httpx.Client], case: str, clients: int, each: int
         "ratio": round(p50(weir) / p50(plain), 4),
         "ratio_95": [round(low, 4), round(high, 4)],
     }
+
+
+def llama_8b(folder: Path) -> str:
+    """A model's directory: the 8B shapes, and the shipped model's tokenizer."""
+    made = make_model(folder)
+    for file in Path(weir.demo_model()).glob("*token*"):
+        shutil.copy(file, folder)
+    return made
 
 
 def p50(rounds: list[list[float]]) -> float:
@@ -107,6 +136,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--crowd", type=int, default=200, help="clients of the crowd; 0: without it")
     parser.add_argument("--crowd-rounds", type=int, default=6)
+    parser.add_argument("--llama-8b", action="store_true", help="the 8B shapes on a GPU instead of the shipped model")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     import torch
@@ -114,23 +144,29 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
+        start, width = running, 256
+        if args.llama_8b:
+            start = functools.partial(running, model=llama_8b(logs / "model"), args=GPU_ARGS)
+            width = LLAMA_8B["hidden_size"]
         with (
-            running(logs / "vllm", PLAIN, env={"WEIR_DISABLE": "1"}) as plain,
-            running(logs / "weir", WEIR) as served,
+            start(logs / "vllm", PLAIN, env={"WEIR_DISABLE": "1"}) as plain,
+            start(logs / "weir", WEIR) as served,
         ):
             servers = {"vllm": plain, "weir": served}
             cases = [
-                measure(servers, "alone", 1, 8, 1.0, args.rounds),
-                measure(servers, "idle", args.clients, 3, 1.0, args.rounds),
+                measure(servers, "alone", 1, 8, 1.0, args.rounds, width),
+                measure(servers, "idle", args.clients, 3, 1.0, args.rounds, width),
             ]
             print(json.dumps(cases), flush=True)
             if args.crowd:
-                cases.append(measure(servers, "crowd", args.crowd, 2, 0.5, args.crowd_rounds))
+                cases.append(measure(servers, "crowd", args.crowd, 2, 0.5, args.crowd_rounds, width))
     found = {
-        "device": platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name() if args.llama_8b else platform.processor() or platform.machine(),
         "vllm": vllm.__version__,
         "torch": torch.__version__,
-        "model": "the shipped model, float32, eager",
+        "model": "Llama-3.1-8B shapes, dummy weights, bfloat16"
+        if args.llama_8b
+        else "the shipped model, float32, eager",
         "cases": cases,
     }
     text = json.dumps(found, indent=1)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -41,16 +41,20 @@ def running(
     env: dict[str, str] | None = None,
     timeout: float = 800,
     forked: bool = False,
+    model: str = "",
+    args: Sequence[str] = ARGS,
 ) -> Iterator[httpx.Client]:
     """A client of a server that has started; the server and all its processes are gone afterwards.
 
     Args:
+        more: arguments, after `args`.
+        model: another one than the shipped.
         forked: all its processes are forks of one that has imported vLLM: it starts in a quarter of the time.
     """
     port = free_port()
     environ = {k: v for k, v in os.environ.items() if k not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_PLUGINS")}
     environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"} | (env or {})
-    command = [*command, weir.demo_model(), *ARGS, "--port", str(port), "--api-key", API_KEY, *more]
+    command = [*command, model or weir.demo_model(), *args, "--port", str(port), "--api-key", API_KEY, *more]
     process: subprocess.Popen | Child
     if forked:
         process = zygote().start(command[1:], environ, ROOT, log)
