@@ -47,6 +47,16 @@ def test_files_rebuild_by_their_header(method: str | dict, tmp_path: Path) -> No
     assert set(manifest["sequences"]["0"]["layers"]) == {"0", "3"}
 
 
+@pytest.mark.parametrize("method", ["full8", {"method": "topk8", "k": 16}])
+def test_the_bare_fields_of_weirs_files_mean_the_same(method: str | dict, tmp_path: Path) -> None:
+    make(tmp_path, "npz", ["a"], compress=method)
+    with np.load(tmp_path / "req_a" / "seq0_layer3_rank0.npz") as data:
+        fields = {key: data[key] for key in ("q", "indices", "values", "scale", "zero") if key in data.files}
+    mode = Compression.parse(method).method
+    rows = analysis.reconstruct_activations(fields, mode, hidden_size=D)
+    np.testing.assert_allclose(rows, expected("a", method).numpy(), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_loader_reads_every_layout(layout: str, tmp_path: Path) -> None:
     make(tmp_path, layout, ["b", "a"], compress=RP8)

@@ -221,6 +221,14 @@ def test_lens_forms_mean_the_same():
     assert np.array_equal(first.vector.array, rows[0][[1, 2, 0]].numpy())
 
 
+def test_lens_positions_of_broadcast_vectors_are_not_lost():
+    rows = torch.randn(2, D, generator=torch.Generator().manual_seed(1))
+    everywhere = lens_interventions(weir.SteeringVector(rows, [0, 2]))
+    there = lens_interventions(weir.SteeringVector(rows, [0, 2], position_indices=[7, 3]))
+    assert [i.positions.to_json() for i in (*everywhere, *there)] == ["all", "all", [3, 7], [3, 7]]
+    assert [i.vector.array.tolist() for i in there] == rows.tolist()
+
+
 def test_lens_refuses_by_name():
     rows = torch.ones(2, 3, D)
     for value, field in (
@@ -229,6 +237,7 @@ def test_lens_refuses_by_name():
         ({"activations": rows, "layer_indices": [0, 1], "position_indices": [1, 1, 2]}, "position_indices"),
         ({"activations": rows, "layer_indices": [0, 1], "position_indices": [-1, 1, 2]}, "position_indices"),
         ({"activations": rows, "layer_indices": [0, 1], "position_indices": [0, 1, 2, 3]}, "position_indices"),
+        ({"activations": rows[:, 0], "layer_indices": [0, 1], "position_indices": [-1]}, "position_indices"),
         ({"activations": rows, "layer_indices": [0, 1], "more": 1}, "more"),
         ({"layer_indices": [0, 1]}, "activations"),
     ):

@@ -83,6 +83,8 @@ def _unpack(store: Store, name: str, *, width: int) -> np.ndarray:
 def rebuild(arrays: dict[str, Any], width: int | None = None) -> np.ndarray:
     """Rows of the arrays of one file: float32 [n, k] (dense) or [n, width] (topk8).
 
+    Vllm_mi_patch's scales are [n]; those of Weir's own files are [n, 1] and stand for ``q * scale + zero``.
+
     Raises WeirError if fields are missing or do not fit, or if the file keeps no values.
     """
     sparse = "indices" in arrays
@@ -100,7 +102,10 @@ def rebuild(arrays: dict[str, Any], width: int | None = None) -> np.ndarray:
         )
     if scale.size != len(codes) or zero.size != len(codes):
         raise WeirError(f"{len(codes)} rows want as many scales and zeros, got {scale.size} and {zero.size}", "scale")
-    values = (codes - zero.reshape(-1, 1)) * scale.reshape(-1, 1)
+    if scale.shape == zero.shape == (len(codes), 1):
+        values = codes * scale + zero
+    else:
+        values = (codes - zero.reshape(-1, 1)) * scale.reshape(-1, 1)
     if not sparse:
         return values
     if width is None:

@@ -24,6 +24,10 @@ def from_tiers(
     decode_steering_vectors: Mapping | None = None,
     steering_module_ref: Sequence[Any] | str | None = None,
     modules: Mapping[str, Mapping] | None = None,
+    *,
+    steering_clamps: Mapping | None = None,
+    prefill_steering_clamps: Mapping | None = None,
+    decode_steering_clamps: Mapping | None = None,
 ) -> list[Intervention]:
     """Interventions that do what the fork's request fields ask.
 
@@ -34,6 +38,8 @@ def from_tiers(
             positions, the second at the prompt's, the third at the generated ones.
         steering_module_ref: a name in `modules`, or (name, scale).
         modules: name -> what `from_fields` takes.
+        steering_clamps, prefill_steering_clamps, decode_steering_clamps: of the same tiers, as in `from_fields`; they
+            come after the additions.
 
     Raises:
         WeirError: naming the field.
@@ -48,6 +54,9 @@ def from_tiers(
     given = (steering_vectors, prefill_steering_vectors, decode_steering_vectors)
     for (prefix, positions), spec in zip(TIERS.items(), given, strict=True):
         out += _additions(spec, f"{prefix}steering_vectors", positions)
+    given = (steering_clamps, prefill_steering_clamps, decode_steering_clamps)
+    for (prefix, positions), spec in zip(TIERS.items(), given, strict=True):
+        out += _clamps(spec, f"{prefix}steering_clamps", positions)
     return out
 
 
