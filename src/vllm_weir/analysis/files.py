@@ -62,7 +62,8 @@ def reconstruct_activations(
     """Rows from the arrays of a file.
 
     Weir's files are decoded by their header (without it: ``q * scale + zero``); Vllm_mi_patch's by the inverse that
-    fits its code, ``(q - zero) * scale`` (its own function computes something else). What keeps no values (scales per dimension) is refused.
+    fits its code, ``(q - zero) * scale`` (its own function computes something else). What keeps no values (scales per
+    dimension) is refused.
 
     Args:
         compressed_data: of `load_activation_file`, or of `ActivationLoader.load_request`.
