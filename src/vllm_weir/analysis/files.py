@@ -51,7 +51,7 @@ def load_activation_file(
     store, name = _split(npz_path)
     arrays: dict[str, Any] = read_npz(store, name)
     if return_torch:
-        return {key: torch.from_numpy(_native(array)).to(device or "cpu") for key, array in arrays.items()}
+        return {key: torch.from_numpy(native(array)).to(device or "cpu") for key, array in arrays.items()}
     return arrays
 
 
@@ -139,7 +139,8 @@ def _split(path: str | PathLike) -> tuple[Store, str]:
     return Store(folder or ("/" if os.fspath(path).startswith("/") else ".")), name
 
 
-def _native(array: np.ndarray) -> np.ndarray:
+def native(array: np.ndarray) -> np.ndarray:
+    """In the machine's byte order, which torch wants."""
     return array.astype(array.dtype.newbyteorder("="))
 
 

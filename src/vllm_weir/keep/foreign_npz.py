@@ -31,7 +31,6 @@ NOTES = [
 def read_foreign_npz(store: Store, names: dict[str, int], hidden_size: int | None = None) -> Index:
     """The index of an output directory, or of single files. `hidden_size`: d_model, which topk8 needs."""
     out = Builder("vllm_mi_patch")
-    out.notes = list(NOTES)
     sequences: dict[str, set[str]] = {}
     found = []
     for name in sorted(names):
@@ -56,6 +55,7 @@ def _add(out: Builder, store: Store, name: str, request: int, site: Site, hidden
     if "weir" in shapes:
         add_own(out, store, name, request, site)
         return
+    out.notes += [note for note in NOTES if note not in out.notes]
     key = "q" if "q" in shapes else "values"
     if key not in shapes or "scale" not in shapes or "zero" not in shapes or len(shapes[key][0]) != 2:
         raise store.fail(name, "has not the fields q, scale, zero (or indices, values, scale, zero)")
