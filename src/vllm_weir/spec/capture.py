@@ -32,15 +32,15 @@ class Capture:
             model's.
         compress: ``"rp8"``, ``"full8"``, ``"topk8"``, ``"fp16"``, ``"fp8"``, ``"none"`` or ``{"method", "k", "seed"}``:
             rows leave the device compressed, see docs/keep.md; what is returned is decoded to float32, or `dtype`. All
-            captures of a request compress alike, and none of them reduces or projects.
+            captures for one sink compress alike, and none of them reduces or projects.
         sink: ``"memory"``: the rows come back on the output; otherwise the name of one of the engine's sinks, or
             ``{consumer: options}``, e.g. ``{"filesystem": {"url": "/data/rows", "layout": "sharded"}}``.
         keep: ``"always"``, or ``"marked"``: the sink gets the rows only if `weir.mark` asks for it in time.
         reduce: ``"last"``, ``"mean"`` or ``"max"`` (elementwise) over the selected positions: one row a site instead of
-            one for each position, computed where the rows are born. All captures of a request reduce alike, over the
+            one for each position, computed where the rows are born. All captures for one sink reduce alike, over the
             same positions.
         project: directions [m, d_model] (or [d_model], or a registered name): instead of rows their dot products with
-            these, float32 [rows, m] (probe scores). All captures of a request project alike.
+            these, float32 [rows, m] (probe scores). All captures for one sink project alike.
 
     Raises:
         WeirError: for anything else, naming the field.
@@ -140,7 +140,8 @@ def parse_layers(layers: object, field: str) -> Literal["all"] | tuple[int, ...]
         raise WeirError(f"layers is 'all', an int or a list of ints, got {layers[:40]!r}", field)
     if isinstance(layers, range):
         layers = list(layers[: MAX_LIST + 1])
-    values = Positions.parse([layers] if not isinstance(layers, (Sequence, dict)) else layers, field)
+    several = isinstance(layers, (Sequence, dict)) or getattr(layers, "ndim", 0) == 1
+    values = Positions.parse(layers if several else [layers], field)
     if values.kind != "list":
         raise WeirError("layers is 'all', an int or a list of ints", field)
     for value in values.numbers:

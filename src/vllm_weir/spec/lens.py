@@ -19,6 +19,19 @@ from vllm_weir.spec.vectors import MAX_ELEMENTS, Vector
 
 LENS_CAPTURE_KEY = "output_residual_stream"
 LENS_STEER_KEY = "apply_steering_vectors"
+LENS_REFUSED = {
+    "apply_hooks": "Weir runs no code from requests; use captures and interventions",
+    "output_qk": "nothing inside attention is served; capture attn_out instead",
+}
+"""vllm-lens's keys that no request may carry, and why."""
+LENS_KEYS = (LENS_CAPTURE_KEY, LENS_STEER_KEY, *LENS_REFUSED)
+
+
+def refuse_lens(extra_args: Mapping[str, Any]) -> None:
+    """Raise WeirError if a request carries one of `LENS_REFUSED`."""
+    for key, why in LENS_REFUSED.items():
+        if extra_args.get(key) is not None:
+            raise WeirError(why, key)
 
 
 def lens_capture(value: object) -> Capture | None:
