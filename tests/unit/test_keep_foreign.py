@@ -116,6 +116,19 @@ def raw(x: torch.Tensor) -> bytes:
     return x.contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def test_the_forks_tags_may_use_the_same_ids(tmp_path: Path) -> None:
+    for k, tag in enumerate(("a", "b")):
+        folder = tmp_path / tag / "r1"
+        folder.mkdir(parents=True)
+        np.full((N, D), k, "<f4").tofile(folder / "4_post_block.bin")
+        sidecar = {"request_id": "r1", "layer": 4, "hook": "post_block", "shape": [N, D], "dtype": "float32"}
+        (folder / "4_post_block.json").write_text(json.dumps(sidecar))
+    dataset = load(tmp_path)
+    assert sorted(dataset.requests) == ["a/r1", "b/r1"] and load(tmp_path / "b").requests == ["r1"]
+    for k, request in enumerate(("a/r1", "b/r1")):
+        assert torch.equal(dataset[request]["resid_post", 4], torch.full((N, D), float(k)))
+
+
 def test_the_forks_files(tmp_path: Path) -> None:
     x = torch.randn(N, D).bfloat16()
     one = tmp_path / "run" / "r1"
