@@ -15,7 +15,7 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import ArrayBlock
-from vllm_weir.keep.index import Builder, Index
+from vllm_weir.keep.index import Builder, Index, short_names
 from vllm_weir.keep.npz import FILE, add_own
 from vllm_weir.keep.npzfile import read_npz, read_some
 from vllm_weir.spec.compress import Compression
@@ -39,11 +39,12 @@ def read_foreign_npz(store: Store, names: dict[str, int], hidden_size: int | Non
             folder = name.rpartition("/")[0]
             sequences.setdefault(folder, set()).add(match[1])
             found.append((name, folder, match))
+    called = short_names(sequences)
     if any(match[3] != "0" for _, _, match in found):
         out.notes.append("files of tensor-parallel ranks other than 0 are left out")
     for name, folder, match in found:
         if match[3] == "0":
-            request = folder.rpartition("/")[2] or "request"
+            request = called[folder] or "request"
             if len(sequences[folder]) > 1:
                 request = f"{request}/seq{match[1]}"
             _add(out, store, name, out.request(request), Site("resid_post", int(match[2])), hidden_size)
