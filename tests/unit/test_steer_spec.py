@@ -276,6 +276,7 @@ def test_tiers_refuse_by_name():
     a = [1.0] * D
     for kwargs, field in (
         ({"steering_vectors": {"nowhere": {1: a}}}, "steering_vectors.nowhere.1.hook"),
+        ({"steering_vectors": {"nowhere": {}}}, "steering_vectors.nowhere"),
         ({"prefill_steering_vectors": {"post_mlp": a}}, "prefill_steering_vectors.post_mlp"),
         ({"decode_steering_vectors": {"post_mlp": {"x": a}}}, "decode_steering_vectors.post_mlp.x"),
         (

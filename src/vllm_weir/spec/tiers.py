@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.spec.hooks import normalise_hook
 from vllm_weir.spec.interventions import Add, Clamp, Intervention
 from vllm_weir.spec.vectors import Vector, number
 
@@ -146,6 +147,8 @@ def _hooks(spec: object, path: str) -> Iterator[tuple[str, Mapping, str]]:
         at = f"{path}.{brief(hook)}"
         if not isinstance(layers, Mapping):
             raise WeirError("expected {layer: vector}", at)
+        if not layers:
+            normalise_hook(_HOOKS.get(hook, hook), at)  # nothing else would look at it
         yield _HOOKS.get(hook, hook) if isinstance(hook, str) else hook, layers, at
 
 
