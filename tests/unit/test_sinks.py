@@ -17,7 +17,7 @@ from vllm_weir.frontend.sinks.job import Job
 from vllm_weir.frontend.sinks.marks import MarkBuffer
 from vllm_weir.frontend.sinks.queue import BoundedQueue
 from vllm_weir.frontend.sinks.runner import Runner
-from vllm_weir.frontend.sinks.ticket import Ticket
+from vllm_weir.frontend.sinks.ticket import Ticket, labels_of
 from vllm_weir.settings import Settings
 from vllm_weir.spec.act_env import act_sink
 from vllm_weir.spec.compress import Compression
@@ -480,3 +480,16 @@ def test_a_runner_spills():
     slow.flush(20)
     assert [job.ticket.files for job in jobs] == [(f"/x/r{k}",) for k in range(8)] and len(released) == 8
     slow.close()
+
+
+def test_sinks_of_one_name_are_told_apart():
+    x, y = (Sink.parse({"filesystem": {"url": f"/{name}"}}, "sink") for name in "xy")
+    named = Sink("filesystem")
+    assert labels_of([(x, "always"), (Sink("kept"), "marked")]) == ["filesystem", "kept"]
+    assert labels_of([(x, "always"), (y, "always"), (named, "always")]) == [
+        'filesystem {"url": "/x"}', 'filesystem {"url": "/y"}', "filesystem",
+    ]  # fmt: skip
+    assert labels_of([(x, "always"), (x, "marked"), (named, "always")]) == [
+        'filesystem {"url": "/x"}', 'filesystem {"url": "/x"} (marked)', "filesystem",
+    ]  # fmt: skip
+    assert labels_of([(named, "always"), (named, "marked")])[1] == "filesystem (marked)"
