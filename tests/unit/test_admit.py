@@ -227,3 +227,11 @@ def test_what_is_remembered_of_an_admission():
     endless = []
     endless.append(endless)
     assert key(wish(before=endless)) is None
+
+
+def test_refusals_say_what_to_write():
+    for extra_args, words in (
+        ({"weir": {"capture": [{}]}}, 'missing; this Weir speaks version 1: "v": 1'),
+        (weir(sink="nowhere"), "offline {consumer: options} makes one"),
+    ):
+        assert words in attempt(extra_args)[1].message

@@ -199,7 +199,7 @@ def admit(
         if not capture.sink.memory and capture.sink.own is None and capture.sink.name not in sinks:
             have = ", ".join(["memory", *sinks])
             raise WeirError(
-                f"unknown sink {capture.sink.name!r}; this engine has {have}; {{consumer: options}} makes one",
+                f"unknown sink {capture.sink.name!r}; this engine has {have}; offline {{consumer: options}} makes one",
                 f"{capture.path}.sink",
             )
     treatments = treatments_of(captures, facts.d_model, lookup)
