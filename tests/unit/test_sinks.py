@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import ClassVar
@@ -493,3 +494,30 @@ def test_sinks_of_one_name_are_told_apart():
         'filesystem {"url": "/x"}', 'filesystem {"url": "/x"} (marked)', "filesystem",
     ]  # fmt: skip
     assert labels_of([(named, "always"), (named, "marked")])[1] == "filesystem (marked)"
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_norms_are_heard_where_vllm_is(monkeypatch, configured):
+    heard, own = Heard(), logging.getLogger("vllm_weir.norms")
+    theirs = logging.getLogger("vllm")
+    for logger, handlers in ((own, []), (own.parent, []), (theirs, [heard])):
+        monkeypatch.setattr(logger, "handlers", handlers)
+    monkeypatch.setattr(theirs, "level", logging.INFO)
+    monkeypatch.setattr(own, "level", logging.NOTSET)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [Heard()] if configured else [])
+    norms = consumers.find("logging", "sink")(seconds=0)
+    request = Finished("r", 0, "r", 1, 1, "length")
+    norms.take(Rows(request, Site("resid_post", 1), torch.arange(2), torch.arange(2), torch.full((2, 4), 2.0)))
+    norms.finish(request)
+    assert heard.lines == ([] if configured else ["resid_post[1]: 2 rows, norm mean 4, std 0, highest 4"])
+
+
+class Heard(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
