@@ -206,6 +206,7 @@ def test_lens_forms_mean_the_same():
     forms = [
         [live],
         live,
+        json.dumps([live.model_dump(mode="json")]),
         [plain],
         plain,
         json.dumps([plain]),

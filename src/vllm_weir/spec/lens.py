@@ -75,6 +75,10 @@ class SteeringVector:
             "position_indices": None if self.position_indices is None else list(self.position_indices),
         }
 
+    def model_dump(self, **_how: Any) -> dict[str, Any]:
+        """`to_json` by the name that vllm-lens's scripts call; pydantic's options are taken and change nothing."""
+        return self.to_json()
+
 
 def lens_interventions(value: object) -> tuple[Intervention, ...]:
     """``apply_steering_vectors``: a list of SteeringVectors (Weir's or vllm-lens's own), dicts, or that as JSON."""
