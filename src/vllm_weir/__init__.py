@@ -25,6 +25,8 @@ from vllm_weir.spec.tiers import from_tiers
 from vllm_weir.spec.verdict import SiteVerdict
 
 if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+
     from vllm_weir.client.aio import AsyncClient
     from vllm_weir.client.errors import AuthError, NotFound, ServerError, TooLarge
     from vllm_weir.client.sync import Client
@@ -51,6 +53,8 @@ __all__ = [
     "NotFound",
     "Receipt",
     "Replace",
+    "RequestOutput",
+    "SamplingParams",
     "ServerError",
     "Site",
     "SiteVerdict",
@@ -78,6 +82,8 @@ __all__ = [
 ]
 
 _LAZY = {
+    "RequestOutput": "vllm",  # with the drop-in classes, so that a script can import all that it needs from here
+    "SamplingParams": "vllm",
     "AsyncClient": "vllm_weir.client.aio",
     "AuthError": "vllm_weir.client.errors",
     "Client": "vllm_weir.client.sync",

@@ -60,15 +60,17 @@ def _gaussian(seed: int, k: int, d: int) -> np.ndarray:
 def _inverse(seed: int, k: int, d: int) -> np.ndarray:
     """Pseudo-inverse of the projection, float32 [d, k]."""
     matrix = _gaussian(seed, k, d).astype(np.float64)
+    if k > d:
+        return np.linalg.solve(matrix.T @ matrix, matrix.T).astype(np.float32)
     return np.linalg.solve(matrix @ matrix.T, matrix).T.astype(np.float32)
 
 
-def encode(rows: torch.Tensor, compression: Compression, projection: torch.Tensor | None = None) -> torch.Tensor:
+def encode(rows: torch.Tensor, compression: object, projection: torch.Tensor | None = None) -> torch.Tensor:
     """Pack rows.
 
     Args:
         rows: [..., d], float32, float16 or bfloat16, any device.
-        compression: how.
+        compression: how; see `Compression.parse`.
         projection: for rp8, the result of `projection` on the rows' device; made (and copied there) if None.
 
     Returns:
@@ -77,7 +79,7 @@ def encode(rows: torch.Tensor, compression: Compression, projection: torch.Tenso
     if rows.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise WeirError(f"rows are float32, float16 or bfloat16, got {rows.dtype}", "rows")
     d = rows.shape[-1]
-    compression.check(d)
+    compression = Compression.parse(compression).check(d)
     method = compression.method
     if method == "none":
         return as_bytes(rows)
@@ -118,7 +120,7 @@ def decode(records: torch.Tensor, header: Mapping[str, Any]) -> torch.Tensor:
 
     Args:
         records: uint8 [..., record_bytes], any device.
-        header: of `Compression.header`.
+        header: of `Activations.compressed`, a dataset, or `Compression.header`.
 
     Returns:
         float32 [..., d_model] on the records' device. Of rp8 the least-squares estimate: the shortest row with that

@@ -161,13 +161,13 @@ def _self_test(found: Diagnosis, model: str) -> None:
 def show(found: Diagnosis) -> None:
     """Print a diagnosis for people."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console(file=sys.stdout)
     console.print(", ".join(f"{k} {v}" for k, v in found.versions.items()), f"on {found.platform}", highlight=False)
     for how, versions in found.verified_on.items():
         console.print(f"vLLM versions {how}: {', '.join(versions)}", highlight=False)
-    table = Table("seam", "where", "purpose", "state")
+    table = Table(Column("seam", overflow="fold"), "where", "purpose", "state")  # a name that is cut names nothing
     for row in found.seams:
         state = f"[red]{row['problem']}" if row["problem"] else "[green]found"
         table.add_row(row["seam"].replace("vllm.", "", 1), row["process"], row["purpose"], state)

@@ -28,7 +28,7 @@ from vllm_weir.client.request import MODULES_KEY, RESPONSE_KEY
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.activations import LENS_KEY, Activations
 from vllm_weir.spec.capture import Capture
-from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY, lens_capture, lens_interventions
+from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY, lens_capture, lens_interventions, refuse_lens
 from vllm_weir.spec.request import WIRE_KEY, WIRE_VERSION, RequestSpec, parse_captures, parse_interventions
 
 ATTEMPT_TIMEOUT = 3600
@@ -158,8 +158,10 @@ def server_body(extra_body: Mapping[str, Any]) -> tuple[dict[str, Any], Capture 
     """
     body = {name: value for name, value in extra_body.items() if name not in ("extra_args", "lora_request", WIRE_KEY)}
     arguments = dict(extra_body.get("extra_args") or {})
-    if "apply_hooks" in arguments:
-        raise WeirError("Weir runs no code from requests; use interventions and captures", "extra_args.apply_hooks")
+    try:
+        refuse_lens(arguments)
+    except WeirError as e:
+        raise WeirError(e.message, f"extra_args.{e.field}") from None
     wish = extra_body.get(WIRE_KEY)
     if arguments.get(WIRE_KEY) is not None:
         if wish is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
@@ -102,7 +103,12 @@ class Settings(BaseModel):
         except ValidationError as e:
             first = e.errors()[0]
             place = ".".join(str(p) for p in first["loc"])
-            raise WeirError(first["msg"], f"settings.{place}") from None
+            message = first["msg"]
+            if first["type"] == "extra_forbidden":
+                near = difflib.get_close_matches(place, cls.model_fields, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                message = f"unknown setting; {hint}known are {', '.join(cls.model_fields)}"
+            raise WeirError(message, f"settings.{place}") from None
 
     def table_sizes(self, d_model: int) -> Sizes:
         """Rows of the device tables."""

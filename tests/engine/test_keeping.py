@@ -14,7 +14,7 @@ import vllm_weir as weir
 from tests.engine.common import assert_nothing_is_held, desk, directory, prompts, sampling
 from tests.support.engines import async_llm, get_llm
 from tests.support.measure import eventually
-from vllm_weir import consumers
+from vllm_weir import codec, consumers
 from vllm_weir.consumers import Consumer
 
 pytestmark = pytest.mark.engine
@@ -259,16 +259,41 @@ def test_a_sink_for_every_request(root):
     for out in (plain, own):
         assert of(out.request_id)[site, "positions"].tolist() == [8]
         assert torch.equal(of(out.request_id)[site, "data"], own.activations[site][8:9])
-    with pytest.raises(weir.WeirError, match="alike"):
-        llm.generate(prompts([4]), to("memory", reduce="mean"), use_tqdm=False)
+    check_treated_beside_plain(llm, own)
     weir.flush(llm)
     norms = desk(llm).board._runners["norms"]._consumer
-    assert norms.sites[weir.Site("resid_post", 2)].rows == 22
+    assert norms.sites[weir.Site("resid_post", 2)].rows == 22 + 5 * 11
     # The same consumer, failing: where requests depend on it, and where they do not.
     Notes.fail.add(17)
     with pytest.raises(weir.WeirError, match="No space"):
         llm.generate(prompts([17]), sampling(2), use_tqdm=False)
     assert weir.sinks(llm)["all"]["failed"] == 1
+
+
+def check_treated_beside_plain(llm, own):
+    """What a request makes of its rows takes nothing from what sinks get of every request, nor the reverse."""
+    rows, v = own.activations["resid_post", 1], torch.randn(2, 128)
+    kinds = [
+        {"reduce": "mean"},
+        {"project": v},
+        {"project": v, "reduce": "max"},
+        {"compress": "full8"},
+        {"compress": "rp8"},
+    ]
+    asked = [to("memory", [1], max_tokens=3, **kind) for kind in kinds]
+    mean, scores, best, full, rp8 = llm.generate(prompts([9, 9])[:1] * len(asked), asked, use_tqdm=False)
+    near = {"rtol": 0, "atol": 1e-5}
+    torch.testing.assert_close(mean.activations["resid_post", 1], rows.mean(0, keepdim=True), **near)
+    torch.testing.assert_close(scores.activations["resid_post", 1], rows @ v.T, **near)
+    torch.testing.assert_close(best.activations["resid_post", 1], (rows @ v.T).amax(0, keepdim=True), **near)
+    for out, method in ((full, "full8"), (rp8, "rp8")):
+        records, header = out.activations.compressed("resid_post", 1)
+        assert header == out.receipt.compression and header["method"] == method
+        assert torch.equal(records, codec.encode(rows, method))
+    for out in (mean, scores, best, full, rp8):
+        plain = of(out.request_id)
+        assert torch.equal(plain[weir.Site("resid_post", 1), "data"], rows[8:9])
+        assert out.receipt.sinks == {"all": "written", "norms": "written"}
 
 
 def test_a_sink_that_may_fail(root):

@@ -455,11 +455,16 @@ def test_requests_of_the_fork(pair):
     assert asked(body) == first
     assert asked(body | {"weir": own}) == [first[0], *first, ("resid_post", (3,), "all", [V])]
     assert asked({"prefill_steering_vectors": {"post_mlp": {"0": V}}}) == [("resid_post", (0,), "prompt", [V])]
+    clamp = {"resid_mid": {"1": [{"vector": V, "max": 4.0}]}}
+    clamped = Ask.parse(None, {"prefill_steering_clamps": clamp} | body, server.limits).extra_args["weir"]
+    assert [(i["op"], i["positions"]) for i in clamped["interventions"]] == [("add", "generated"), ("clamp", "prompt")]
+    assert asks(None, {"steering_clamps": clamp}) and clamped["interventions"][1]["max"] == 4.0
     assert not asks(None, {"steering_name": None}) and Ask.parse(None, {}, server.limits) is None
     for bad, field in (
         ({"steering_name": 1}, "steering_name"),
         ({"steering_vectors": {"post_mlp": {**packed, "shape": [2, D]}}}, "steering_vectors.post_mlp.data.b64"),
         ({"steering_vectors": 1}, "steering_vectors"),
+        ({"decode_steering_clamps": {"resid_post": {"1": V}}}, "decode_steering_clamps.resid_post.1[0]"),
     ):
         with pytest.raises(WeirError) as caught:
             Ask.parse(None, bad, server.limits)

@@ -113,6 +113,9 @@ def weir(**capture):
         (weir(compress="zstd"), "capture[0].compress.method"),
         (weir(sink="/etc/passwd"), "capture[0].sink"),
         (weir(layer=1), "capture[0].layer"),
+        ({"weir": {"v": 1, "capture": [{"compress": "rp8"}, {"layers": 1}]}}, "capture[1].compress"),
+        ({"apply_hooks": ["code"]}, "apply_hooks"),
+        ({"weir": {"v": 1}, "output_qk": True}, "output_qk"),
         ({"weir": {"v": 1, "capture": [{"dtype": "float16"}, {"layers": 1}]}}, "capture[1].dtype"),
         ({"weir": {"v": 1, "capture": [{"before": True}, {"layers": 1}]}}, "capture[1].before"),
         ({"output_residual_stream": [4]}, "output_residual_stream.layers"),
@@ -138,6 +141,23 @@ def test_an_untapped_site_is_refused():
         admitted, refusal = attempt(weir(hook=hook, layers=layers), facts)
         assert admitted is None and refusal.field == f"capture[0].{field}"
         assert "it is not there" in refusal.message or "has one embed" in refusal.message
+
+
+def test_what_is_made_of_rows_may_differ_by_where_they_go():
+    plain, packed = {"layers": [1]}, {"layers": [1, 2], "compress": "rp8", "sink": "kept"}
+    mean = Capture(layers=2, positions="prompt", reduce="mean", sink="norms")
+    for own, everyone, device, late in (
+        ([packed], (), True, [False, False]),
+        ([plain, packed], (), False, [False, True]),
+        ([packed], (mean,), False, [False, True, True]),
+        ([plain | {"reduce": "mean"}], (mean,), False, [True, True]),  # over other positions
+        ([plain | {"reduce": "mean", "positions": "prompt"}], (mean,), True, [False, False]),
+        ([plain], (Capture(layers=2, sink="kept"),), False, [False, False]),
+    ):
+        admitted = admit({"weir": {"v": 1, "capture": own}}, FACTS, everyone=everyone, sinks=("kept", "norms"))
+        assert (admitted.spec.treatment is not None) == device
+        assert [part.late for part in admitted.parts] == late
+        assert all(part.spec.treatment == admitted.spec.treatment for part in admitted.parts if device and part.dtypes)
 
 
 def test_token_ids_need_tokens():
@@ -207,3 +227,11 @@ def test_what_is_remembered_of_an_admission():
     endless = []
     endless.append(endless)
     assert key(wish(before=endless)) is None
+
+
+def test_refusals_say_what_to_write():
+    for extra_args, words in (
+        ({"weir": {"capture": [{}]}}, 'missing; this Weir speaks version 1: "v": 1'),
+        (weir(sink="nowhere"), "offline {consumer: options} makes one"),
+    ):
+        assert words in attempt(extra_args)[1].message

@@ -47,6 +47,16 @@ def test_files_rebuild_by_their_header(method: str | dict, tmp_path: Path) -> No
     assert set(manifest["sequences"]["0"]["layers"]) == {"0", "3"}
 
 
+@pytest.mark.parametrize("method", ["full8", {"method": "topk8", "k": 16}])
+def test_the_bare_fields_of_weirs_files_mean_the_same(method: str | dict, tmp_path: Path) -> None:
+    make(tmp_path, "npz", ["a"], compress=method)
+    with np.load(tmp_path / "req_a" / "seq0_layer3_rank0.npz") as data:
+        fields = {key: data[key] for key in ("q", "indices", "values", "scale", "zero") if key in data.files}
+    mode = Compression.parse(method).method
+    rows = analysis.reconstruct_activations(fields, mode, hidden_size=D)
+    np.testing.assert_allclose(rows, expected("a", method).numpy(), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_loader_reads_every_layout(layout: str, tmp_path: Path) -> None:
     make(tmp_path, layout, ["b", "a"], compress=RP8)
@@ -62,6 +72,9 @@ def test_the_loader_reads_every_layout(layout: str, tmp_path: Path) -> None:
     assert loader.load_request("a", True, space="model")[0][3].shape[1] == D
     sequence = analysis.load_sequence_activations(tmp_path, "a", layers=[3], return_torch=True)
     assert list(sequence) == [3] and isinstance(sequence[3]["activations"], torch.Tensor)
+    if layout == "npz":  # as stored, with the fields that Vllm_mi_patch's readers look for
+        assert sequence[3]["q"].dtype == torch.uint8 and raw["q"].shape == (length_of("a"), 32) and "scale" in raw
+    np.testing.assert_allclose(analysis.reconstruct_activations(raw, "rp8"), found[0][3], rtol=0, atol=1e-6)
     np.testing.assert_array_equal(analysis.quick_load(tmp_path, layer=3), found[0][3])
     assert loader.compute_layer_statistics(found[0]) == analysis.compute_layer_statistics(found[0])
     np.testing.assert_array_equal(loader.create_token_timeline(found[0], 3), found[0][3])
@@ -91,6 +104,9 @@ def test_sequences_of_mi_patch(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found[1][2], (q.astype(float) + 1 - 10) * 2)
     file = analysis.load_activation_file(folder / "seq0_layer2_rank0.npz")
     np.testing.assert_array_equal(analysis.reconstruct_activations(file, "rp8"), (q.astype(float) - 10) * 2)
+    raw = loader.load_request("req_7-0123abcd")[1][2]
+    assert raw["q"].tolist() == (q + 1).tolist() and {"scale", "zero", "positions"} <= set(raw)
+    np.testing.assert_array_equal(loader.create_token_timeline({2: raw}, 2), found[1][2])
     with pytest.raises(WeirError, match="not the fields of topk8"):
         analysis.reconstruct_activations(file, "topk8")
     with pytest.raises(WeirError, match="has no field zero"):

@@ -237,7 +237,27 @@ def test_parse_and_json_agree() -> None:
         parsed = Compression.parse(value)
         assert Compression.parse(json.loads(json.dumps(parsed.to_json()))) == parsed
     with pytest.raises(WeirError, match="k = 64 is more than the row's 32"):
-        Compression("rp8").check(32)
+        Compression("topk8").check(32)
+
+
+def test_methods_may_be_named_as_in_a_capture() -> None:
+    x = torch.randn(3, 96)
+    for value in ("full8", {"method": "rp8", "k": 32, "seed": 2}):
+        assert torch.equal(encode(x, value), encode(x, Compression.parse(value)))
+
+
+@pytest.mark.parametrize("k", [96, 512])
+def test_rp8_may_project_to_more_values_than_the_row_has(k: int) -> None:
+    d = 96
+    x = torch.randn(50, d, generator=torch.Generator().manual_seed(1))
+    header = Compression("rp8", k, 7).header(d, "float32")
+    records = encode(x, Compression("rp8", k, 7))
+    projected = project(records, header)
+    exact = x @ projection(7, k, d).T
+    step = (exact.amax(-1, keepdim=True) - exact.amin(-1, keepdim=True)) / 255
+    assert projected.shape == (50, k) and ((projected - exact).abs() <= step * 0.51 + 1e-5).all()
+    if k > d:  # nothing but the rounding is lost; a square projection magnifies that too much to bound
+        assert (decode(records, header) - x).abs().max() < 0.05
 
 
 def test_a_header_that_was_tampered_with_is_refused() -> None:

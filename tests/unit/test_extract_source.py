@@ -143,7 +143,7 @@ def test_chats(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(WeirError, match=r"nowhere.* does not exist"):
+    with pytest.raises(WeirError, match=r"nowhere.* does not exist; .*hf://datasets/OWNER/NAME/FILE"):
         open_source(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(WeirError, match="holds no texts"):

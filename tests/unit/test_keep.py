@@ -83,8 +83,7 @@ def test_rows_by_site_request_and_position(layout: str, tmp_path: Path) -> None:
         at = {"-2:": range(PROMPT - 2, n), "1::2": range(1, n, 2)}[selector] if wanted is None else wanted
         assert got.positions.tolist() == list(at), selector
         assert len(got) == len(list(at))
-        if len(got):
-            assert torch.equal(got.rows, rows_of("c", "resid_post", 3, n)[list(at)])
+        assert torch.equal(got.rows, rows_of("c", "resid_post", 3, n)[list(at)])  # [0, d] if there are none
     with pytest.raises(KeyError, match="no resid_mid"):
         dataset.rows(("resid_mid", 3))
     with pytest.raises(KeyError, match="no request 'zz'"):

@@ -89,6 +89,8 @@ def test_the_commands(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     for text in ("packed", "3 requests", "rp8, k 32, seed 3", "resid_post[3]", "times less"):
         assert text in shown.output, shown.output
+    narrow = run.invoke(app, ["inspect", str(tmp_path / "to")], env={"COLUMNS": "40"})
+    assert narrow.output == shown.output and "…" not in shown.output  # whole numbers, also in a pipe
     found = json.loads(run.invoke(app, ["inspect", str(tmp_path / "from"), "--json"]).output)
     assert found["rows"] == 3 * found["tokens"] == 3 * sum(map(length_of, NAMES))
     assert found["stored_bytes"] == found["raw_bytes"] == found["rows"] * D * 2

@@ -116,6 +116,34 @@ def raw(x: torch.Tensor) -> bytes:
     return x.contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def test_the_forks_tags_may_use_the_same_ids(tmp_path: Path) -> None:
+    for k, tag in enumerate(("a", "b")):
+        folder = tmp_path / tag / "r1"
+        folder.mkdir(parents=True)
+        np.full((N, D), k, "<f4").tofile(folder / "4_post_block.bin")
+        sidecar = {"request_id": "r1", "layer": 4, "hook": "post_block", "shape": [N, D], "dtype": "float32"}
+        (folder / "4_post_block.json").write_text(json.dumps(sidecar))
+    dataset = load(tmp_path)
+    assert sorted(dataset.requests) == ["a/r1", "b/r1"] and load(tmp_path / "b").requests == ["r1"]
+    for k, request in enumerate(("a/r1", "b/r1")):
+        assert torch.equal(dataset[request]["resid_post", 4], torch.full((N, D), float(k)))
+
+
+def test_runs_side_by_side_are_told_apart(tmp_path: Path) -> None:
+    for k, run in enumerate(("a", "b")):
+        (tmp_path / "native" / run).mkdir(parents=True)
+        states = {"hidden_states": torch.full((N, 1, D), float(k)), "token_ids": torch.arange(N)}
+        save_file(states, tmp_path / "native" / run / "0.safetensors")
+        (tmp_path / "npz" / run / "req_1").mkdir(parents=True)
+        q = np.full((N, D), k, np.uint8)
+        np.savez(tmp_path / "npz" / run / "req_1" / "seq0_layer3_rank0.npz", q=q, scale=np.ones(N), zero=np.zeros(N))
+    native, npz = load(tmp_path / "native", layer_ids=[4]), load(tmp_path / "npz")
+    assert native.requests == ["a/0", "b/0"] and npz.requests == ["a/req_1", "b/req_1"]
+    assert load(tmp_path / "native" / "b", layer_ids=[4]).requests == ["0"]
+    for dataset in (native, npz):
+        assert [float(acts["resid_post", 3].mean()) for acts in dataset.values()] == [0.0, 1.0]
+
+
 def test_the_forks_files(tmp_path: Path) -> None:
     x = torch.randn(N, D).bfloat16()
     one = tmp_path / "run" / "r1"

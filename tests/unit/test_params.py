@@ -40,3 +40,26 @@ def test_the_drop_in_classes_keep_what_a_request_asks_for_itself():
         ("resid_post", [5], "sampled"),
     ]
     assert [i["op"] for i in wire["interventions"]] == ["add"]
+
+
+def test_arguments_come_in_the_order_that_the_design_prints():
+    sink = {"filesystem": {"url": "/rows"}}
+    capture = weir.Capture("resid_post", [1, 2], "prompt", True, "float16", "rp8", sink)
+    named = weir.Capture(
+        hook="resid_post", layers=[1, 2], positions="prompt", before=True, dtype="float16", compress="rp8", sink=sink
+    )
+    assert capture == named and named.to_json() == capture.to_json() and "reduce" not in capture.to_json()
+    add = weir.Add([1.0, 0.0], 15, 4.0, "resid_pre", "generated", True)
+    assert add.to_json() == {
+        "op": "add", "hook": "resid_pre", "positions": "generated", "layers": [15], "scale": 4.0, "norm_match": True,
+        "vector": add.vector.to_json(),
+    }  # fmt: skip
+
+
+def test_what_vllm_probe_hook_exports_comes_from_here_too():
+    import vllm
+
+    from vllm_weir import LLM, AsyncLLM, RequestOutput, SamplingParams
+
+    assert (SamplingParams, RequestOutput) == (vllm.SamplingParams, vllm.RequestOutput)
+    assert issubclass(LLM, vllm.LLM) and hasattr(AsyncLLM, "generate")

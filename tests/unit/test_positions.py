@@ -6,12 +6,13 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.check import expected_positions
 from tests.unit.wishes import selectors
-from vllm_weir import WeirError
+from vllm_weir import Capture, WeirError
 from vllm_weir.spec.positions import MAX_LIST, Positions
 
 MANY = settings(max_examples=1000, deadline=None)
@@ -69,14 +70,32 @@ def test_unknown_tokens_select_a_superset():
 
 
 @pytest.mark.parametrize(
-    "same", [range(2, 9), (2, 3, 4, 5, 6, 7, 8), np.arange(2, 9), [np.int64(i) for i in range(2, 9)]]
+    "same",
+    [range(2, 9), (2, 3, 4, 5, 6, 7, 8), np.arange(2, 9), torch.arange(2, 9), [np.int64(i) for i in range(2, 9)]],
 )
 def test_other_sequences_of_ints(same):
     assert Positions.parse(same) == Positions.parse(list(range(2, 9)))
+    assert Capture(layers=same).layers == tuple(range(2, 9))
 
 
 @pytest.mark.parametrize(
-    "bad", [None, True, 1.0, float("nan"), {1}, {}, {"a": 1}, "1", "a:b", "1:2:3:4", [None], [2**31], np.zeros((2, 2))]
+    "bad",
+    [
+        None,
+        True,
+        1.0,
+        float("nan"),
+        {1},
+        {},
+        {"a": 1},
+        "1",
+        "a:b",
+        "1:2:3:4",
+        [None],
+        [2**31],
+        np.zeros((2, 2)),
+        torch.zeros(2),
+    ],
 )
 def test_refusals(bad):
     with pytest.raises(WeirError) as e:

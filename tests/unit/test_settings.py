@@ -30,6 +30,11 @@ def test_defaults_and_precedence():
     assert load({"hooks": "post_block"}).hooks == ("resid_post",)
 
 
+def test_an_unknown_setting_is_told_what_there_is():
+    with pytest.raises(WeirError, match=r"settings.hook: unknown setting; did you mean 'hooks'\?"):
+        load({"hook": ["resid_post"]})
+
+
 @pytest.mark.parametrize(
     ("own", "environ", "field"),
     [

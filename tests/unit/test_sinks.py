@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import ClassVar
@@ -17,7 +18,7 @@ from vllm_weir.frontend.sinks.job import Job
 from vllm_weir.frontend.sinks.marks import MarkBuffer
 from vllm_weir.frontend.sinks.queue import BoundedQueue
 from vllm_weir.frontend.sinks.runner import Runner
-from vllm_weir.frontend.sinks.ticket import Ticket
+from vllm_weir.frontend.sinks.ticket import Ticket, labels_of
 from vllm_weir.settings import Settings
 from vllm_weir.spec.act_env import act_sink
 from vllm_weir.spec.compress import Compression
@@ -480,3 +481,43 @@ def test_a_runner_spills():
     slow.flush(20)
     assert [job.ticket.files for job in jobs] == [(f"/x/r{k}",) for k in range(8)] and len(released) == 8
     slow.close()
+
+
+def test_sinks_of_one_name_are_told_apart():
+    x, y = (Sink.parse({"filesystem": {"url": f"/{name}"}}, "sink") for name in "xy")
+    named = Sink("filesystem")
+    assert labels_of([(x, "always"), (Sink("kept"), "marked")]) == ["filesystem", "kept"]
+    assert labels_of([(x, "always"), (y, "always"), (named, "always")]) == [
+        'filesystem {"url": "/x"}', 'filesystem {"url": "/y"}', "filesystem",
+    ]  # fmt: skip
+    assert labels_of([(x, "always"), (x, "marked"), (named, "always")]) == [
+        'filesystem {"url": "/x"}', 'filesystem {"url": "/x"} (marked)', "filesystem",
+    ]  # fmt: skip
+    assert labels_of([(named, "always"), (named, "marked")])[1] == "filesystem (marked)"
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_norms_are_heard_where_vllm_is(monkeypatch, configured):
+    heard, own = Heard(), logging.getLogger("vllm_weir.norms")
+    theirs = logging.getLogger("vllm")
+    for logger, handlers in ((own, []), (own.parent, []), (theirs, [heard])):
+        monkeypatch.setattr(logger, "handlers", handlers)
+    monkeypatch.setattr(theirs, "level", logging.INFO)
+    monkeypatch.setattr(own, "level", logging.NOTSET)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [Heard()] if configured else [])
+    norms = consumers.find("logging", "sink")(seconds=0)
+    request = Finished("r", 0, "r", 1, 1, "length")
+    norms.take(Rows(request, Site("resid_post", 1), torch.arange(2), torch.arange(2), torch.full((2, 4), 2.0)))
+    norms.finish(request)
+    assert heard.lines == ([] if configured else ["resid_post[1]: 2 rows, norm mean 4, std 0, highest 4"])
+
+
+class Heard(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())

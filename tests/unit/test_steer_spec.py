@@ -206,6 +206,7 @@ def test_lens_forms_mean_the_same():
     forms = [
         [live],
         live,
+        json.dumps([live.model_dump(mode="json")]),
         [plain],
         plain,
         json.dumps([plain]),
@@ -221,6 +222,14 @@ def test_lens_forms_mean_the_same():
     assert np.array_equal(first.vector.array, rows[0][[1, 2, 0]].numpy())
 
 
+def test_lens_positions_of_broadcast_vectors_are_not_lost():
+    rows = torch.randn(2, D, generator=torch.Generator().manual_seed(1))
+    everywhere = lens_interventions(weir.SteeringVector(rows, [0, 2]))
+    there = lens_interventions(weir.SteeringVector(rows, [0, 2], position_indices=[7, 3]))
+    assert [i.positions.to_json() for i in (*everywhere, *there)] == ["all", "all", [3, 7], [3, 7]]
+    assert [i.vector.array.tolist() for i in there] == rows.tolist()
+
+
 def test_lens_refuses_by_name():
     rows = torch.ones(2, 3, D)
     for value, field in (
@@ -229,6 +238,7 @@ def test_lens_refuses_by_name():
         ({"activations": rows, "layer_indices": [0, 1], "position_indices": [1, 1, 2]}, "position_indices"),
         ({"activations": rows, "layer_indices": [0, 1], "position_indices": [-1, 1, 2]}, "position_indices"),
         ({"activations": rows, "layer_indices": [0, 1], "position_indices": [0, 1, 2, 3]}, "position_indices"),
+        ({"activations": rows[:, 0], "layer_indices": [0, 1], "position_indices": [-1]}, "position_indices"),
         ({"activations": rows, "layer_indices": [0, 1], "more": 1}, "more"),
         ({"layer_indices": [0, 1]}, "activations"),
     ):
@@ -267,6 +277,7 @@ def test_tiers_refuse_by_name():
     a = [1.0] * D
     for kwargs, field in (
         ({"steering_vectors": {"nowhere": {1: a}}}, "steering_vectors.nowhere.1.hook"),
+        ({"steering_vectors": {"nowhere": {}}}, "steering_vectors.nowhere"),
         ({"prefill_steering_vectors": {"post_mlp": a}}, "prefill_steering_vectors.post_mlp"),
         ({"decode_steering_vectors": {"post_mlp": {"x": a}}}, "decode_steering_vectors.post_mlp.x"),
         (

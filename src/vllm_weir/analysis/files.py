@@ -51,7 +51,7 @@ def load_activation_file(
     store, name = _split(npz_path)
     arrays: dict[str, Any] = read_npz(store, name)
     if return_torch:
-        return {key: torch.from_numpy(_native(array)).to(device or "cpu") for key, array in arrays.items()}
+        return {key: torch.from_numpy(native(array)).to(device or "cpu") for key, array in arrays.items()}
     return arrays
 
 
@@ -61,8 +61,9 @@ def reconstruct_activations(
 ) -> Any:  # fmt: skip
     """Rows from the arrays of a file.
 
-    Weir's files are decoded by their header; Vllm_mi_patch's by the inverse that fits its code, ``(q - zero) * scale``
-    (its own function computes something else). What keeps no values (scales per dimension) is refused.
+    Weir's files are decoded by their header (without it: ``q * scale + zero``); Vllm_mi_patch's by the inverse that
+    fits its code, ``(q - zero) * scale`` (its own function computes something else). What keeps no values (scales per
+    dimension) is refused.
 
     Args:
         compressed_data: of `load_activation_file`, or of `ActivationLoader.load_request`.
@@ -138,7 +139,8 @@ def _split(path: str | PathLike) -> tuple[Store, str]:
     return Store(folder or ("/" if os.fspath(path).startswith("/") else ".")), name
 
 
-def _native(array: np.ndarray) -> np.ndarray:
+def native(array: np.ndarray) -> np.ndarray:
+    """In the machine's byte order, which torch wants."""
     return array.astype(array.dtype.newbyteorder("="))
 
 

@@ -6,7 +6,10 @@ import re
 from os import PathLike
 from typing import Any
 
-from vllm_weir.analysis.files import MODES, reconstruct_activations
+import numpy as np
+import torch
+
+from vllm_weir.analysis.files import MODES, native, reconstruct_activations
 from vllm_weir.analysis.measure import (
     Matrix,
     compute_layer_statistics,
@@ -14,7 +17,9 @@ from vllm_weir.analysis.measure import (
     create_token_timeline,
 )
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.keep.blocks import ArrayBlock
 from vllm_weir.keep.npz import folder_of
+from vllm_weir.keep.npzfile import read_npz
 from vllm_weir.keep.open import load
 from vllm_weir.spec.hooks import normalise_hook
 
@@ -58,7 +63,8 @@ class ActivationLoader:
 
         Args:
             request_id: of `list_requests`, or the name of its folder.
-            reconstruct: rows; False: a dict with ``activations``, ``positions`` and ``token_ids``.
+            reconstruct: rows; False: a dict with ``activations``, ``positions`` and ``token_ids``, and of npz files
+                what they hold (``q``, ``scale``, ``zero``, ...).
             space: of rp8, as for `reconstruct_activations`.
 
         Returns:
@@ -75,7 +81,9 @@ class ActivationLoader:
             sites = [s for s in self.dataset[request].sites if s.hook == self.hook]
             out[sequence] = {s.layer: self._read(request, s, space) for s in sites}
             if reconstruct:
-                out[sequence] = {layer: reconstruct_activations(data) for layer, data in out[sequence].items()}
+                out[sequence] = {
+                    layer: reconstruct_activations(data, space=space) for layer, data in out[sequence].items()
+                }
         return out
 
     def _read(self, request: str, site: Any, space: str) -> dict[str, Any]:
@@ -83,9 +91,20 @@ class ActivationLoader:
         projected = space == "projected" and methods == {"rp8"}
         found = self.dataset.rows(site, request, space="projected" if projected else "model")
         data = {"activations": found.rows.float(), "positions": found.positions, "token_ids": found.token_ids}
+        data |= {key: torch.from_numpy(native(array)) for key, array in self._stored(request, site).items()}
         if self.device is None:
             return {key: value.numpy() for key, value in data.items()}
         return {key: value.to(self.device) for key, value in data.items()}
+
+    def _stored(self, request: str, site: Any) -> dict[str, np.ndarray]:
+        """The fields of an npz file that holds codes; of anything else none."""
+        index = self.dataset.index
+        at = (index.request == index.code[request]) & (index.site == self.dataset.sites.index(site))
+        blocks = [index.blocks[code] for code in np.unique(index.block[at]).tolist()]
+        if len(blocks) != 1 or not isinstance(blocks[0], ArrayBlock):
+            return {}
+        arrays = read_npz(blocks[0].store, blocks[0].name)
+        return arrays if "q" in arrays or "indices" in arrays else {}
 
     def compute_similarity(self, acts1: Matrix, acts2: Matrix, metric: str = "cosine") -> float:
         """See `vllm_weir.analysis.compute_similarity`."""

@@ -34,6 +34,16 @@ class Running:
         return math.sqrt(max(0.0, self.squares / self.rows - self.mean**2))
 
 
+def _be_heard() -> None:
+    """Reports go where vLLM's log goes, unless the program has set up logging itself."""
+    if logger.hasHandlers():
+        return
+    theirs = logging.getLogger("vllm")
+    for handler in theirs.handlers or [logging.StreamHandler()]:
+        logger.addHandler(handler)
+    logger.setLevel(theirs.level or logging.INFO)
+
+
 class Norms(Consumer):
     """Counts rows and their Euclidean norms per site, and logs them (INFO, logger ``vllm_weir.norms``).
 
@@ -45,6 +55,7 @@ class Norms(Consumer):
         super().__init__(**unknown)
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
             raise WeirError("a number of seconds, at least 0", "seconds")
+        _be_heard()
         self._seconds, self._last = seconds, time.monotonic()
         self.sites: dict[Site, Running] = {}
         self._fresh = False

@@ -105,7 +105,11 @@ def open_source(
         names = [name]
     else:
         if not store.exists():
-            raise WeirError(f"{store.url} does not exist", "source")
+            raise WeirError(
+                f"{store.url} does not exist; of a dataset on the Hugging Face hub name a file "
+                "(hf://datasets/OWNER/NAME/FILE), or keep it with save_to_disk and name that folder",
+                "source",
+            )
         store, names = _saved(store, split, storage_options)
     found = {name: kind_of(name) for name in names}
     kinds = {kind for kind in found.values() if kind}

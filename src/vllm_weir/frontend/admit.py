@@ -11,19 +11,26 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.parts import Part, common_treatment, make_parts
+from vllm_weir.frontend.parts import Part, make_parts, treatments_of
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.hooks import Site, place_of
 from vllm_weir.spec.interventions import Intervention, Move
-from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY, lens_capture, lens_interventions
+from vllm_weir.spec.lens import (
+    LENS_CAPTURE_KEY,
+    LENS_KEYS,
+    LENS_STEER_KEY,
+    lens_capture,
+    lens_interventions,
+    refuse_lens,
+)
 from vllm_weir.spec.request import WIRE_KEY, RequestSpec, ResolvedSpec
 from vllm_weir.spec.sizes import Sizes
 from vllm_weir.spec.tiers import scaled
 from vllm_weir.worker.select import Selectors, column_of
 
 MAX_TOKEN_SELECTORS = 4
-KEYS = (WIRE_KEY, LENS_CAPTURE_KEY, LENS_STEER_KEY)
+KEYS = (WIRE_KEY, *LENS_KEYS)
 """Keys of ``SamplingParams.extra_args`` that are Weir's to honour or refuse."""
 
 
@@ -135,10 +142,7 @@ class Admitted:
 
 def carries_keys(extra_args: Mapping[str, Any] | None) -> bool:
     """Whether a request asks anything of Weir."""
-    if not extra_args:
-        return False
-    get = extra_args.get
-    return get(WIRE_KEY) is not None or get(LENS_CAPTURE_KEY) is not None or get(LENS_STEER_KEY) is not None
+    return extra_args is not None and any(extra_args.get(key) is not None for key in KEYS)
 
 
 def unknown_reference(ref: str, field: str) -> np.ndarray:
@@ -176,6 +180,7 @@ def admit(
     Raises:
         WeirError: naming the field, for anything that cannot be done exactly as asked.
     """
+    refuse_lens(extra_args)
     spec = RequestSpec.parse(extra_args[WIRE_KEY]) if extra_args.get(WIRE_KEY) is not None else RequestSpec()
     lens_layers: tuple[int, ...] = ()
     captures = spec.capture
@@ -194,21 +199,24 @@ def admit(
         if not capture.sink.memory and capture.sink.own is None and capture.sink.name not in sinks:
             have = ", ".join(["memory", *sinks])
             raise WeirError(
-                f"unknown sink {capture.sink.name!r}; this engine has {have}; {{consumer: options}} makes one",
+                f"unknown sink {capture.sink.name!r}; this engine has {have}; offline {{consumer: options}} makes one",
                 f"{capture.path}.sink",
             )
-    treatment = common_treatment(captures, facts.d_model, lookup, rows)
+    treatments = treatments_of(captures, facts.d_model, lookup)
+    if treatments.device is not None:
+        rows.update(treatments.directions)
     parts = make_parts(
         captures,
         facts.num_layers,
         facts.dtype,
-        treatment,
+        treatments.ways,
         has_token_ids,
         lambda site, path: _check_tapped(site, facts, path),
         lens_layers,
     )
     wishes = tuple(wish for part in parts for wish in part.spec.wishes)
-    return Admitted(ResolvedSpec(wishes, treatment), parts, facts.dtype, moves, rows)
+    resolved = ResolvedSpec(wishes, treatments.device)
+    return Admitted(resolved, treatments.assign(parts), facts.dtype, moves, rows)
 
 
 def _lower(interventions, facts: EngineFacts, lookup, has_token_ids: bool):

@@ -26,7 +26,7 @@ from vllm_weir.frontend.view import View
 from vllm_weir.memo import Memo
 from vllm_weir.settings import Settings
 from vllm_weir.spec.interventions import Intervention
-from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY
+from vllm_weir.spec.lens import LENS_KEYS
 from vllm_weir.spec.request import WIRE_KEY, selected
 from vllm_weir.spec.sizes import Sizes
 from vllm_weir.spec.vectors import vector_of
@@ -305,7 +305,7 @@ def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 
     wish = extra_args.get(WIRE_KEY)
     if not carries_keys(extra_args):
         return (has_token_ids,), 8
-    if not isinstance(wish, dict) or LENS_CAPTURE_KEY in extra_args or LENS_STEER_KEY in extra_args:
+    if not isinstance(wish, dict) or any(key in extra_args for key in LENS_KEYS):
         return None
     size = [0]
     try:

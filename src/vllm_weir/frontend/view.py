@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm_weir.frontend.activations import Activations, Packed, Receipt
+from vllm_weir.frontend.late import reduced, treated
 from vllm_weir.frontend.parts import Part
 from vllm_weir.frontend.pending import Pending, Taken
 from vllm_weir.frontend.sinks.ticket import Ticket
@@ -148,7 +149,8 @@ class View:
             ticket.settle(self.timeout)
 
     def _compression(self) -> dict[str, Any] | None:
-        treatment = self.pending.admitted.spec.treatment
+        asked = (part for part in (self.part, *self.pending.admitted.parts) if part.spec.wishes)
+        treatment = next((part.spec.treatment for part in asked), None)
         if treatment is None or treatment.compression is None:
             return None
         return treatment.compression.header(self.d_model, self.part.dtype)
@@ -240,17 +242,18 @@ class View:
 
     def _treated(self, sites: Sequence[Site], at: np.ndarray, sources: np.ndarray) -> list[Taken]:
         treatment = self.part.spec.treatment
-        if treatment is None:
-            return self._take(sites, sources, "rows")
+        if treatment is None or self.part.late:
+            rows = self._take(sites, sources, "rows")
+            return rows if treatment is None else treated(treatment, self.part.directions, at, sources, rows)
         if treatment.compression is not None:
             return self._take(sites, sources, "packed")
         if treatment.directions:
             scores = self._take(sites, sources, "scores")
-            return scores if treatment.reduce is None else _reduce(treatment.reduce, at, scores, [], len(sources))
+            return scores if treatment.reduce is None else reduced(treatment.reduce, at, scores, [], len(sources))
         in_prompt = sources[sources < self.tokens.prompt_len]
         folds = self._take(sites, in_prompt[-1:], "fold")
         later = self._take(sites, sources[len(in_prompt) :], "rows")
-        return _reduce(treatment.reduce or "", at, later, folds, len(sources) - len(in_prompt), len(in_prompt))
+        return reduced(treatment.reduce or "", at, later, folds, len(sources) - len(in_prompt), len(in_prompt))
 
     def _take(self, sites: Sequence[Site], positions: np.ndarray, kind: str) -> list[Taken]:
         if self.aborted:
@@ -260,41 +263,6 @@ class View:
 
 def _joined(parts: Sequence[Mapping[Site, torch.Tensor]]) -> dict[Site, torch.Tensor]:
     return {site: rows for part in parts for site, rows in part.items()}
-
-
-def _reduce(
-    how: str, at: np.ndarray, rows: list[Taken], folds: list[Taken], count: int, folded: int = 0
-) -> list[Taken]:
-    """One row a site of its `count` rows [n, k], and of what `folded` earlier ones were reduced to ([1, k], float32);
-    none for a site of which any is missing: less than all would pass for all."""
-    sites = [site for taken in rows or folds for site in taken.sites]
-    later = {site: part for taken in rows if len(taken.positions) == count for site, part in taken.rows.items()}
-    earlier = {site: part for taken in folds for site, part in taken.rows.items()}
-    out: dict[Site, torch.Tensor] = {}
-    for site in sites:
-        tail = later[site].float() if site in later else None
-        head = earlier.get(site)
-        if tail is None:
-            if head is None or count:
-                continue
-            whole = head
-        elif head is None:
-            if folded:
-                continue
-            whole = {"last": tail[-1:], "max": tail.amax(0, True), "mean": tail.mean(0, True)}[how]
-        elif how == "last":
-            whole = tail[-1:]
-        elif how == "max":
-            whole = torch.maximum(head, tail.amax(0, keepdim=True))
-        else:
-            whole = (head * folded + tail.sum(0, keepdim=True)) / (folded + len(tail))
-        out[site] = whole
-    none = [site for site in sites if site not in out]
-    return [
-        Taken(some, at if some is not none else at[:0], {s: out[s] for s in some if s in out})
-        for some in (list(out), none)
-        if some
-    ]
 
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}

@@ -140,7 +140,7 @@ class ActivationDataset(Mapping):
         chosen = self._select(which, at, Positions.parse(positions))
         which, at = which[chosen], at[chosen]
         return Rows(
-            self.read(which, at, space),
+            self.read(which, at, space) if len(which) else self._no_rows(runs, space),
             torch.from_numpy(self.index.positions[at]),
             torch.from_numpy(self.index.token_ids[at]),
             torch.from_numpy(self.index.request[which]),
@@ -182,6 +182,14 @@ class ActivationDataset(Mapping):
             return decode(records, block.header)
         except WeirError as e:
             raise block.store.fail(block.name, f"damaged: {e.message}") from None
+
+    def _no_rows(self, runs: np.ndarray, space: str) -> Tensor:
+        """What `read` gives for none of these runs' rows: as wide, and of the same dtype, as if there were some."""
+        if not len(runs):
+            return self.read(runs, runs, space)
+        block = self.index.blocks[int(self.index.block[runs[0]])]
+        records = torch.zeros(0, block.width, dtype=torch.uint8)
+        return self.decoded(records, block) if space == "model" else project(records, block.header)
 
     def _code(self, request: object) -> int:
         if request not in self.index.code:

@@ -137,7 +137,10 @@ def show(found: Figures, console: Console | None = None) -> None:
         figures = [f"{v:.2g}" if v is not None else "" for v in (s.mean, s.std, s.norm, s.smallest, s.largest)]
         cells = [f"{s.rows:,}", f"{s.requests:,}", str(s.d_model), _size(s.stored_bytes), *figures]
         table.add_row(f"{s.hook}\\[{s.layer}]", *cells, *([str(s.bad)] if bad else []))
-    console.print(table)
+    # As wide as its numbers are: rich would cut them to the width of the terminal, or to 80 where there is none.
+    wanted = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    wide = Console(file=console.file, width=max(wanted, console.width), highlight=False)
+    wide.print(table)
     if found.sites:
         console.print(f"[dim]statistics over up to {max(s.sampled for s in found.sites):,} rows of a site[/dim]")
     for note in found.notes:

@@ -7,6 +7,7 @@ Layouts ``per_file`` (one pair for a request's layer and hook), ``packed`` (one 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,14 +44,30 @@ def read_fork(store: Store, names: dict[str, int]) -> Index:
             parts += _describe(store, name, data)
     out = Builder("fork")
     blocks: dict[tuple[str, int, str], int] = {}
+    called = _names(parts)
     by_site: dict[tuple[str, Site], list[_Part]] = {}
     for part in sorted(parts, key=lambda p: (p.seq, p.file, p.offset)):
-        by_site.setdefault((part.request, part.site), []).append(part)
+        by_site.setdefault((called[_home(part)], part.site), []).append(part)
     for (request, site), some in by_site.items():
         if any(p.positions is None for p in some) and "rows without positions are numbered from 0" not in out.notes:
             out.notes.append("rows without positions are numbered from 0")
         _add(out, store, names, blocks, out.request(request), site, some)
     return out.build()
+
+
+def _home(part: _Part) -> tuple[str, str]:
+    """Whose rows these are: tags may use an id each."""
+    return part.file.rpartition("/")[0], part.request
+
+
+def _names(parts: list[_Part]) -> dict[tuple[str, str], str]:
+    """What requests are called: by their ids, with the folder in front where several folders have one of that id."""
+    homes = {_home(part) for part in parts}
+    times = Counter(request for _, request in homes)
+    return {
+        (folder, request): request if times[request] == 1 else f"{folder.removesuffix(f'/{request}')}/{request}"
+        for folder, request in homes
+    }
 
 
 def _add(

@@ -15,7 +15,7 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import ArrayBlock
-from vllm_weir.keep.index import Builder, Index
+from vllm_weir.keep.index import Builder, Index, short_names
 from vllm_weir.keep.npz import FILE, add_own
 from vllm_weir.keep.npzfile import read_npz, read_some
 from vllm_weir.spec.compress import Compression
@@ -31,7 +31,6 @@ NOTES = [
 def read_foreign_npz(store: Store, names: dict[str, int], hidden_size: int | None = None) -> Index:
     """The index of an output directory, or of single files. `hidden_size`: d_model, which topk8 needs."""
     out = Builder("vllm_mi_patch")
-    out.notes = list(NOTES)
     sequences: dict[str, set[str]] = {}
     found = []
     for name in sorted(names):
@@ -40,11 +39,12 @@ def read_foreign_npz(store: Store, names: dict[str, int], hidden_size: int | Non
             folder = name.rpartition("/")[0]
             sequences.setdefault(folder, set()).add(match[1])
             found.append((name, folder, match))
+    called = short_names(sequences)
     if any(match[3] != "0" for _, _, match in found):
         out.notes.append("files of tensor-parallel ranks other than 0 are left out")
     for name, folder, match in found:
         if match[3] == "0":
-            request = folder.rpartition("/")[2] or "request"
+            request = called[folder] or "request"
             if len(sequences[folder]) > 1:
                 request = f"{request}/seq{match[1]}"
             _add(out, store, name, out.request(request), Site("resid_post", int(match[2])), hidden_size)
@@ -56,6 +56,7 @@ def _add(out: Builder, store: Store, name: str, request: int, site: Site, hidden
     if "weir" in shapes:
         add_own(out, store, name, request, site)
         return
+    out.notes += [note for note in NOTES if note not in out.notes]
     key = "q" if "q" in shapes else "values"
     if key not in shapes or "scale" not in shapes or "zero" not in shapes or len(shapes[key][0]) != 2:
         raise store.fail(name, "has not the fields q, scale, zero (or indices, values, scale, zero)")
@@ -83,6 +84,8 @@ def _unpack(store: Store, name: str, *, width: int) -> np.ndarray:
 def rebuild(arrays: dict[str, Any], width: int | None = None) -> np.ndarray:
     """Rows of the arrays of one file: float32 [n, k] (dense) or [n, width] (topk8).
 
+    Vllm_mi_patch's scales are [n]; those of Weir's own files are [n, 1] and stand for ``q * scale + zero``.
+
     Raises WeirError if fields are missing or do not fit, or if the file keeps no values.
     """
     sparse = "indices" in arrays
@@ -100,7 +103,10 @@ def rebuild(arrays: dict[str, Any], width: int | None = None) -> np.ndarray:
         )
     if scale.size != len(codes) or zero.size != len(codes):
         raise WeirError(f"{len(codes)} rows want as many scales and zeros, got {scale.size} and {zero.size}", "scale")
-    values = (codes - zero.reshape(-1, 1)) * scale.reshape(-1, 1)
+    if scale.shape == zero.shape == (len(codes), 1):
+        values = codes * scale + zero
+    else:
+        values = (codes - zero.reshape(-1, 1)) * scale.reshape(-1, 1)
     if not sparse:
         return values
     if width is None:

@@ -18,10 +18,12 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store, naming
 from vllm_weir.keep.blocks import FileBlock
-from vllm_weir.keep.index import Builder, Index
+from vllm_weir.keep.index import Builder, Index, short_names
 from vllm_weir.keep.plain import plain_header
 from vllm_weir.keep.tensorfile import read_container
 from vllm_weir.spec.hooks import Site
+
+SUFFIX = ".safetensors"
 
 
 def site_of(layer_id: int) -> Site:
@@ -41,13 +43,14 @@ def read_native(store: Store, names: dict[str, int], layer_ids: Sequence[int] | 
     if not ids or len(set(ids)) != len(ids) or not all(type(i) is int and i >= 0 for i in ids):
         raise WeirError("layer_ids is a list of distinct ints, from 0", "layer_ids")
     out = Builder("vllm")
-    for name in sorted(names):
-        if name.endswith(".safetensors"):
-            _add(out, store, name, names, ids)
+    files = [name for name in sorted(names) if name.endswith(SUFFIX)]
+    called = short_names(name.removesuffix(SUFFIX) for name in files)
+    for name in files:
+        _add(out, store, name, names, ids, called[name.removesuffix(SUFFIX)])
     return out.build()
 
 
-def _add(out: Builder, store: Store, name: str, names: dict[str, int], ids: list[int]) -> None:
+def _add(out: Builder, store: Store, name: str, names: dict[str, int], ids: list[int], called: str) -> None:
     _refuse_unfinished(store, name, names)
     container = read_container(store, name, names[name])
     states, tokens = container.tensors.get("hidden_states"), container.tensors.get("token_ids")
@@ -62,7 +65,7 @@ def _add(out: Builder, store: Store, name: str, names: dict[str, int], ids: list
         raise store.fail(name, f"has {n} rows and {tokens.shape[0]} tokens")
     header = plain_header(store, name, states)
     values = np.frombuffer(store.read(name, tokens.start, tokens.end), "<i8")
-    request = out.request(name.rpartition("/")[2].removesuffix(".safetensors"))
+    request = out.request(called)
     block = out.block(FileBlock(store, name, header, names[name]))
     width = out.blocks[block].width
     for i, layer_id in enumerate(ids):

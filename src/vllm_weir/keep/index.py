@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,6 +147,13 @@ class Builder:
 def site_order(site: Site) -> tuple[int, int]:
     """Sites sort by block and then by place in the block."""
     return site.layer, HOOKS.index(site.hook)
+
+
+def short_names(paths: Iterable[str]) -> dict[str, str]:
+    """What to call requests that have a path each: its last part where that is enough to tell them apart."""
+    every = set(paths)
+    times = Counter(path.rpartition("/")[2] for path in every)
+    return {path: last if times[last := path.rpartition("/")[2]] == 1 else path for path in every}
 
 
 def text_field(data: Mapping[str, Any], name: str) -> str:

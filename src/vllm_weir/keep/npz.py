@@ -173,7 +173,7 @@ def add_own(out: Builder, store: Store, name: str, request: int, site: Site) -> 
     except (KeyError, ValueError, RecursionError):
         raise store.fail(name, "was not written by Weir, or is damaged") from None
     Compression.from_header(header, f"{store.describe(name)}: header")
-    if positions.ndim != 1 or positions.shape != tokens.shape or positions.dtype != np.int64 != tokens.dtype:
+    if positions.ndim != 1 or positions.shape != tokens.shape or {positions.dtype, tokens.dtype} != {np.dtype("int64")}:
         raise store.fail(name, "damaged: its positions do not fit")
     block = out.block(ArrayBlock(store, name, header, len(positions), unpack_own))
     out.run(request, site, block, 0, positions, tokens)

@@ -12,10 +12,10 @@ import vllm.outputs  # noqa: F401 - before seams.engine: its own seam is held by
 
 from vllm_weir.errors import WeirError
 from vllm_weir.seams.engine import WeirRequestError, desk_of, has_desk, view_of
-from vllm_weir.serve.ask import KEYS, LENS_HOOKS_KEY, NO_CODE, Ask, asks
+from vllm_weir.serve.ask import KEYS, Ask, asks
 from vllm_weir.serve.reply import Reply
 from vllm_weir.serve.state import ServerState
-from vllm_weir.spec.lens import LENS_CAPTURE_KEY, lens_capture
+from vllm_weir.spec.lens import LENS_CAPTURE_KEY, lens_capture, refuse_lens
 from vllm_weir.spec.request import WIRE_KEY, RequestSpec
 
 _reply: ContextVar[Reply | None] = ContextVar("weir_reply", default=None)
@@ -158,9 +158,8 @@ def check_answered(params) -> None:
     extra = getattr(params, "extra_args", None)
     if _reply.get() is not None or not extra or not asks(extra, None):
         return
-    if extra.get(LENS_HOOKS_KEY) is not None:
-        raise WeirRequestError(NO_CODE, LENS_HOOKS_KEY)
     try:
+        refuse_lens(extra)
         captures = RequestSpec.parse(extra[WIRE_KEY]).capture if extra.get(WIRE_KEY) is not None else ()
         lens = lens_capture(extra[LENS_CAPTURE_KEY]) if extra.get(LENS_CAPTURE_KEY) is not None else None
     except WeirError as e:

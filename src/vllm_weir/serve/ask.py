@@ -11,13 +11,10 @@ from typing import Any
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.serve.fork import fork_fields, with_fork
 from vllm_weir.serve.limits import Limits
-from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY
+from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_KEYS, refuse_lens
 from vllm_weir.spec.request import WIRE_KEY
 
-LENS_KEYS = (LENS_CAPTURE_KEY, LENS_STEER_KEY)
-LENS_HOOKS_KEY = "apply_hooks"
-KEYS = (WIRE_KEY, *LENS_KEYS, LENS_HOOKS_KEY)
-NO_CODE = "code from the network is not run; use captures and interventions"
+KEYS = (WIRE_KEY, *LENS_KEYS)
 RESPONSE = "response"
 _ENTRY = re.compile(r"^(modules|interventions)\[(\d+)\](.*)$", re.ASCII | re.DOTALL)
 
@@ -61,8 +58,7 @@ class Ask:
         found, fork = _gather(xargs or {}, body or {}), fork_fields(body)
         if not found and not fork:
             return None
-        if LENS_HOOKS_KEY in found:
-            raise WeirError(NO_CODE, LENS_HOOKS_KEY)
+        refuse_lens(found)
         inline, stream = limits.inline_default, False
         if WIRE_KEY in found:
             wish, (inline, stream) = _wish(found[WIRE_KEY], limits)

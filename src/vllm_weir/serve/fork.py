@@ -10,7 +10,7 @@ from vllm_weir.spec.request import WIRE_VERSION
 from vllm_weir.spec.tiers import from_tiers
 
 NAME = "steering_name"
-TIERS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
+TIERS = tuple(f"{tier}steering_{kind}" for kind in ("vectors", "clamps") for tier in ("", "prefill_", "decode_"))
 FIELDS = (NAME, *TIERS)
 
 
@@ -38,7 +38,7 @@ def with_fork(
             raise WeirError("the name of a module is a string", NAME)
         out["modules"] = [name, *_several(out.get("modules"))]
         first["modules"] = (NAME,)
-    tiers = from_tiers(*(fields.get(key) for key in TIERS))
+    tiers = from_tiers(**{key: fields.get(key) for key in TIERS})
     if tiers:
         out["interventions"] = [*(one.to_json() for one in tiers), *_several(out.get("interventions"))]
         first["interventions"] = tuple(one.path for one in tiers)

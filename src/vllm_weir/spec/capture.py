@@ -30,17 +30,17 @@ class Capture:
         before: rows as they are before the request's own interventions at that site (default: after them).
         dtype: ``"float32"``, ``"float16"``, ``"bfloat16"`` (or the torch dtype) of the returned rows; None keeps the
             model's.
-        reduce: ``"last"``, ``"mean"`` or ``"max"`` (elementwise) over the selected positions: one row a site instead of
-            one for each position, computed where the rows are born. All captures of a request reduce alike, over the
-            same positions.
-        project: directions [m, d_model] (or [d_model], or a registered name): instead of rows their dot products with
-            these, float32 [rows, m] (probe scores). All captures of a request project alike.
         compress: ``"rp8"``, ``"full8"``, ``"topk8"``, ``"fp16"``, ``"fp8"``, ``"none"`` or ``{"method", "k", "seed"}``:
             rows leave the device compressed, see docs/keep.md; what is returned is decoded to float32, or `dtype`. All
-            captures of a request compress alike, and none of them reduces or projects.
+            captures for one sink compress alike, and none of them reduces or projects.
         sink: ``"memory"``: the rows come back on the output; otherwise the name of one of the engine's sinks, or
             ``{consumer: options}``, e.g. ``{"filesystem": {"url": "/data/rows", "layout": "sharded"}}``.
         keep: ``"always"``, or ``"marked"``: the sink gets the rows only if `weir.mark` asks for it in time.
+        reduce: ``"last"``, ``"mean"`` or ``"max"`` (elementwise) over the selected positions: one row a site instead of
+            one for each position, computed where the rows are born. All captures for one sink reduce alike, over the
+            same positions.
+        project: directions [m, d_model] (or [d_model], or a registered name): instead of rows their dot products with
+            these, float32 [rows, m] (probe scores). All captures for one sink project alike.
 
     Raises:
         WeirError: for anything else, naming the field.
@@ -51,11 +51,11 @@ class Capture:
     positions: Any = "all"
     before: bool = False
     dtype: Any = None
-    reduce: str | None = None
-    project: Any = None
     compress: Any = None
     sink: Any = MEMORY
     keep: str = "always"
+    reduce: str | None = None
+    project: Any = None
     path: str = field(default="capture", repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -140,7 +140,8 @@ def parse_layers(layers: object, field: str) -> Literal["all"] | tuple[int, ...]
         raise WeirError(f"layers is 'all', an int or a list of ints, got {layers[:40]!r}", field)
     if isinstance(layers, range):
         layers = list(layers[: MAX_LIST + 1])
-    values = Positions.parse([layers] if not isinstance(layers, (Sequence, dict)) else layers, field)
+    several = isinstance(layers, (Sequence, dict)) or getattr(layers, "ndim", 0) == 1
+    values = Positions.parse(layers if several else [layers], field)
     if values.kind != "list":
         raise WeirError("layers is 'all', an int or a list of ints", field)
     for value in values.numbers:

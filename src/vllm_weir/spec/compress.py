@@ -105,7 +105,7 @@ class Compression:
         """Itself, if it can pack rows of `d_model` values; raises WeirError if not."""
         if not _is_int(d_model) or not 0 < d_model <= MAX_WIDTH:
             raise WeirError(f"rows of {brief(d_model)} values cannot be packed", self.path)
-        if self.k is not None and self.k > d_model:
+        if self.method == "topk8" and self.k is not None and self.k > d_model:
             raise WeirError(f"k = {self.k} is more than the row's {d_model} values; lower it", f"{self.path}.k")
         return self
 

@@ -14,11 +14,24 @@ import zstandard
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.interventions import Add, Intervention
-from vllm_weir.spec.positions import Positions
+from vllm_weir.spec.positions import MAX_LIST, Positions
 from vllm_weir.spec.vectors import MAX_ELEMENTS, Vector
 
 LENS_CAPTURE_KEY = "output_residual_stream"
 LENS_STEER_KEY = "apply_steering_vectors"
+LENS_REFUSED = {
+    "apply_hooks": "Weir runs no code from requests; use captures and interventions",
+    "output_qk": "nothing inside attention is served; capture attn_out instead",
+}
+"""vllm-lens's keys that no request may carry, and why."""
+LENS_KEYS = (LENS_CAPTURE_KEY, LENS_STEER_KEY, *LENS_REFUSED)
+
+
+def refuse_lens(extra_args: Mapping[str, Any]) -> None:
+    """Raise WeirError if a request carries one of `LENS_REFUSED`."""
+    for key, why in LENS_REFUSED.items():
+        if extra_args.get(key) is not None:
+            raise WeirError(why, key)
 
 
 def lens_capture(value: object) -> Capture | None:
@@ -38,11 +51,12 @@ class SteeringVector:
     """vllm-lens's steering vector.
 
     Args:
-        activations: [layers, d_model], added at every position, or [layers, positions, d_model].
+        activations: [layers, d_model], added at every position (or at each of `position_indices`), or
+            [layers, positions, d_model].
         layer_indices: the block after which each ``activations[i]`` is added.
         scale: factor.
         norm_match: scale each row of `activations` to the L2 norm of the stream it is added to.
-        position_indices: absolute positions for 3-D activations; None means 0, 1, ...
+        position_indices: absolute positions; None means 0, 1, ... for 3-D activations and all for 2-D ones.
     """
 
     activations: Any
@@ -60,6 +74,10 @@ class SteeringVector:
             "norm_match": self.norm_match,
             "position_indices": None if self.position_indices is None else list(self.position_indices),
         }
+
+    def model_dump(self, **_how: Any) -> dict[str, Any]:
+        """`to_json` by the name that vllm-lens's scripts call; pydantic's options are taken and change nothing."""
+        return self.to_json()
 
 
 def lens_interventions(value: object) -> tuple[Intervention, ...]:
@@ -97,19 +115,27 @@ def _lens_one(vector: Any, path: str) -> list[Intervention]:
     if not isinstance(layers, Sequence) or len(layers) != len(array):
         raise WeirError(f"activations hold {len(array)} layers; name as many", f"{path}.layer_indices")
     same = {"scale": vector.get("scale", 1.0), "norm_match": vector.get("norm_match", False), "path": path}
-    if array.ndim == 2:
+    if array.ndim == 2 and positions is None:
         return [Add(Vector(row), layer, **same) for row, layer in zip(array, layers, strict=True)]
-    at = Positions.parse(list(range(array.shape[1])) if positions is None else positions, f"{path}.position_indices")
-    absolute = at.numbers
-    if at.kind != "list" or len(absolute) > array.shape[1] or any(p < 0 for p in absolute):
-        raise WeirError(f"expected at most {array.shape[1]} absolute positions", f"{path}.position_indices")
-    if len(set(absolute)) != len(absolute):
-        raise WeirError("a position is named twice", f"{path}.position_indices")
+    most = array.shape[1] if array.ndim == 3 else MAX_LIST
+    absolute = _absolute(list(range(most)) if positions is None else positions, most, f"{path}.position_indices")
     order = sorted(range(len(absolute)), key=absolute.__getitem__)
     ascending = [absolute[k] for k in order]
+    if array.ndim == 2:
+        return [Add(Vector(row), layer, positions=ascending, **same) for row, layer in zip(array, layers, strict=True)]
     return [
         Add(Vector(rows[order]), layer, positions=ascending, **same) for rows, layer in zip(array, layers, strict=True)
     ]
+
+
+def _absolute(positions: Any, most: int, path: str) -> tuple[int, ...]:
+    at = Positions.parse(positions, path)
+    absolute = at.numbers
+    if at.kind != "list" or len(absolute) > most or any(p < 0 for p in absolute):
+        raise WeirError(f"expected at most {most} absolute positions", path)
+    if len(set(absolute)) != len(absolute):
+        raise WeirError("a position is named twice", path)
+    return absolute
 
 
 def _lens_tensor(value: Any, path: str) -> Any:

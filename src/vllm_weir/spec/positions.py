@@ -43,7 +43,9 @@ class Positions:
             return cls("list", (_in_range(selector, field),))
         if isinstance(selector, range):
             selector = list(selector[: MAX_LIST + 1])
-        if isinstance(selector, Sequence) or (isinstance(selector, np.ndarray) and selector.ndim == 1):
+        if getattr(selector, "ndim", None) == 1 and hasattr(selector, "tolist"):  # an array or a tensor
+            selector = selector.tolist()
+        if isinstance(selector, Sequence):
             return cls("list", _ints(selector, field))
         raise WeirError(
             f"cannot read positions from {type(selector).__name__}; use one of {', '.join(KEYWORDS)}, an int, a list "

@@ -111,7 +111,8 @@ class RequestSpec:
                 raise WeirError("unknown key; known are v, capture, interventions, modules", f"{path}.{brief(key)}")
         version = data.get("v")
         if version != WIRE_VERSION or isinstance(version, bool):
-            raise WeirError(f"this Weir speaks version {WIRE_VERSION}, got {brief(version)}", f"{path}.v")
+            what = "missing" if version is None else f"got {brief(version)}"
+            raise WeirError(f'{what}; this Weir speaks version {WIRE_VERSION}: "v": {WIRE_VERSION}', f"{path}.v")
         captures = parse_captures(data.get("capture", ()), "capture")
         for capture in captures:
             if by_text and capture.sink.own is not None:

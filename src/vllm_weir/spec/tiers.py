@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.spec.hooks import normalise_hook
 from vllm_weir.spec.interventions import Add, Clamp, Intervention
 from vllm_weir.spec.vectors import Vector, number
 
@@ -24,6 +25,10 @@ def from_tiers(
     decode_steering_vectors: Mapping | None = None,
     steering_module_ref: Sequence[Any] | str | None = None,
     modules: Mapping[str, Mapping] | None = None,
+    *,
+    steering_clamps: Mapping | None = None,
+    prefill_steering_clamps: Mapping | None = None,
+    decode_steering_clamps: Mapping | None = None,
 ) -> list[Intervention]:
     """Interventions that do what the fork's request fields ask.
 
@@ -34,6 +39,8 @@ def from_tiers(
             positions, the second at the prompt's, the third at the generated ones.
         steering_module_ref: a name in `modules`, or (name, scale).
         modules: name -> what `from_fields` takes.
+        steering_clamps, prefill_steering_clamps, decode_steering_clamps: of the same tiers, as in `from_fields`; they
+            come after the additions.
 
     Raises:
         WeirError: naming the field.
@@ -48,6 +55,9 @@ def from_tiers(
     given = (steering_vectors, prefill_steering_vectors, decode_steering_vectors)
     for (prefix, positions), spec in zip(TIERS.items(), given, strict=True):
         out += _additions(spec, f"{prefix}steering_vectors", positions)
+    given = (steering_clamps, prefill_steering_clamps, decode_steering_clamps)
+    for (prefix, positions), spec in zip(TIERS.items(), given, strict=True):
+        out += _clamps(spec, f"{prefix}steering_clamps", positions)
     return out
 
 
@@ -137,6 +147,8 @@ def _hooks(spec: object, path: str) -> Iterator[tuple[str, Mapping, str]]:
         at = f"{path}.{brief(hook)}"
         if not isinstance(layers, Mapping):
             raise WeirError("expected {layer: vector}", at)
+        if not layers:
+            normalise_hook(_HOOKS.get(hook, hook), at)  # nothing else would look at it
         yield _HOOKS.get(hook, hook) if isinstance(hook, str) else hook, layers, at
 
 

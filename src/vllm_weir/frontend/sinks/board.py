@@ -19,7 +19,7 @@ from vllm_weir.frontend.parts import Part
 from vllm_weir.frontend.sinks.job import Job
 from vllm_weir.frontend.sinks.marks import MarkBuffer
 from vllm_weir.frontend.sinks.runner import Runner
-from vllm_weir.frontend.sinks.ticket import Ticket
+from vllm_weir.frontend.sinks.ticket import Ticket, labels_of
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.sinks import Sink, SinkDefinition
 
@@ -90,16 +90,17 @@ class Board:
         patience = self._patience if hold else 0.0
         tickets: list[Ticket] = []
         kept: list[_Kept] = []
-        for view in views:
+        labels = labels_of([(view.part.sink, view.part.keep) for view in views])
+        for view, label in zip(views, labels, strict=True):
             try:
                 runner = self._runner(view.part.sink)
             except WeirError as e:  # the request's output says so; this thread serves everybody's
-                tickets.append(Ticket(view.part.sink.name, True))
+                tickets.append(Ticket(label, True))
                 tickets[-1].close(f"failed: {e}")
                 release()
                 continue
             marked = view.part.keep == "marked"
-            ticket = Ticket(runner.name, runner.required, "held" if marked else "queued")
+            ticket = Ticket(label, runner.required, "held" if marked else "queued")
             job = Job(view, request, ticket, release)
             tickets.append(ticket)
             if marked:
@@ -130,7 +131,11 @@ class Board:
 
     def report(self) -> dict[str, dict[str, Any]]:
         """Sink -> its state."""
-        return {runner.name: runner.report() for runner in self._all()}
+        with self._lock:
+            sinks = [Sink(name) for name in self._runners] + [Sink(own.consumer, own) for own in self._own]
+            runners = [*self._runners.values(), *self._own.values()]
+        labels = labels_of([(sink, "always") for sink in sinks])
+        return {label: runner.report() for label, runner in zip(labels, runners, strict=True)}
 
     def _all(self) -> list[Runner]:
         with self._lock:

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from collections.abc import Sequence
 
 from vllm_weir.errors import WeirError
 from vllm_weir.spec.hooks import Site
+from vllm_weir.spec.sinks import Sink
 
 _OPEN = ("queued", "held")
+LONGEST = 200
+
+
+def labels_of(ways: Sequence[tuple[Sink, str]]) -> list[str]:
+    """What sinks are called beside one another: by name; where several have one, with their options, and whether rows
+    wait there to be marked."""
+    out = [sink.name for sink, _ in ways]
+    for more in (
+        [f"{sink.name} {sink.own.options[:LONGEST]}" if sink.own is not None else sink.name for sink, _ in ways],
+        [f"{sink.name} (marked)" if keep == "marked" else "" for sink, keep in ways],
+        [f"{sink.name} #{k}" for k, (sink, _) in enumerate(ways, 1)],
+    ):
+        times = Counter(out)
+        out = [
+            label if times[label] == 1 or not new else label + new.removeprefix(sink.name)
+            for label, new, (sink, _) in zip(out, more, ways, strict=True)
+        ]
+    return out
 
 
 class Ticket:
