@@ -284,6 +284,8 @@ _IN, _OUT = Key("arg", 1, "hidden_states"), Key("out", 0)
         (Anchor("m", "after", _OUT, Key("out", 1)), "two"),
         (Anchor("m", "after", Key("out", 1), Key("out", 0)), "two"),
         (Anchor("m", "after", _OUT, Key("out", 1)), "one"),
+        (Anchor("m", "after", _OUT, Key("out", 1)), "none"),
+        (Anchor("m", "after", _OUT, Key("out", 1)), "list"),
         (Anchor("m", "after", _OUT, Key("out", 2)), "two"),
         (Anchor("m", "after", _OUT, _IN), "two"),
         (Anchor("m", "after", _OUT, offset=Key("out", 1)), "offset"),
@@ -296,7 +298,8 @@ def test_the_quick_way_finds_the_tensors_of_an_anchor(anchor, keys, by_name, mon
     kwargs = {"hidden_states": hidden, "residual": residual} if by_name else {}
     if anchor.hidden.index < 0 and anchor.when == "before":
         kwargs = {"hidden_states": hidden}
-    output = {"given": None, "one": hidden, "two": (hidden, residual), "offset": (hidden, residual[0])}[keys]
+    output = {"given": None, "one": hidden, "two": (hidden, residual), "offset": (hidden, residual[0])}
+    output = (output | {"none": (hidden, None), "list": [hidden, residual]})[keys]
     found = touched(anchor, args, kwargs, output, monkeypatch)
     for got, wanted in zip(found, anchor.tensors(args, kwargs, output), strict=True):
         assert (got is None and wanted is None) or (got.data_ptr() == wanted.data_ptr() and got.shape == wanted.shape)
