@@ -21,7 +21,7 @@ from vllm_weir.spec.sizes import Sizes
 
 STEP_SHARE = 8
 """A step records no more rows than this part of the host buffer."""
-TAP_VERSION = 4
+TAP_VERSION = 5
 """Raised whenever the tap's traced form changes, so that no compiled graph of another form is reused."""
 
 

@@ -33,7 +33,7 @@ def test_the_triton_tap_equals_the_cpu_op(d_model, dtype, beside):
     from vllm_weir.spec.interventions import Ablate, Add, Clamp, LowRank, Move, Replace
     from vllm_weir.spec.sizes import Sizes
     from vllm_weir.worker.programs import ProgramTable
-    from vllm_weir.worker.tap import numbered
+    from vllm_weir.worker.tap import Switch, TapTensors, numbered
 
     rng = np.random.default_rng(0)
     v = lambda *s: rng.standard_normal(s).astype(np.float32)
@@ -75,8 +75,10 @@ def test_the_triton_tap_equals_the_cpu_op(d_model, dtype, beside):
         ring = torch.zeros(3 * n, d_model, dtype=dtype, device=device)
         tables = [torch.from_numpy(getattr(table, name)).to(device) for name in ("heads", "ints", "floats", "vectors")]
         number = numbered(1, scale, other_scale, kind == "offset", device)
-        op = getattr(torch.ops.weir, f"tap_{kind}")
-        op(h, r, number, plan.to(device), ranks.to(device), ring, *tables)
+        switch = Switch(TapTensors(plan.to(device), ranks.to(device), ring, *tables))
+        switch.pin()
+        switch.enrol(number, 1)
+        getattr(torch.ops.weir, f"tap_{kind}")(h, r, number)
         results.append([x.cpu().float() for x in (h, r, ring)])
     for ours, theirs in zip(*results, strict=True):
         most = theirs.abs().max()

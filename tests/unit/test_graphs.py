@@ -96,8 +96,7 @@ class FakePiece:
 
 class FakeStation:
     def __init__(self):
-        self.plan = torch.zeros(4, 3, dtype=torch.int32)
-        self.switch = Switch(self.plan)
+        self.switch = Switch(tensors())
         self.silenced = 0
         self.wide = ALL
 
@@ -377,25 +376,24 @@ def tensors(d=4):
     )
 
 
-def tap(t):
-    t.ring.fill_(-1)
-    tap = numbered(0)
-    torch.ops.weir.tap(torch.ones(2, 4), tap, *(getattr(t, name) for name in TapTensors.__dataclass_fields__))
-    return bool((t.ring == 1).any())
+def acts(switch, number):
+    switch.tensors.ring.fill_(-1)
+    torch.ops.weir.tap(torch.ones(2, 4), number)
+    return bool((switch.tensors.ring == 1).any())
 
 
-def test_the_op_asks_the_switch_of_its_own_plan():
-    a, b = tensors(), tensors()
-    one, other = Switch(a.plan), Switch(b.plan)
+def test_the_op_asks_the_switch_of_its_own_engine():
+    switches, numbers = [Switch(tensors()) for _ in range(2)], [numbered(0) for _ in range(2)]
+    for switch, number in zip(switches, numbers):
+        switch.enrol(number, 0)
+    one, other = switches
     one.turn(ALL)
-    assert tap(a) and not tap(b)
+    assert acts(one, numbers[0]) and not acts(other, numbers[1])
     other.pin()
     other.turn(0)
-    assert tap(b)
+    assert acts(other, numbers[1])
     one.turn(0)
-    assert not tap(a)
-    del one
-    assert tap(a)  # nobody can turn it on: it must not be silent
+    assert not acts(one, numbers[0])
 
 
 def test_setting():
@@ -404,12 +402,8 @@ def test_setting():
 
 
 def test_only_the_taps_asked_for_act():
-    a = tensors()
-    switch = Switch(a.plan)
-    number = numbered(0)  # where this engine's tables have it; the switch knows it as another
-    switch.numbers = {number.data_ptr(): 3}
+    switch, number = Switch(tensors()), numbered(0)
+    switch.enrol(number, 3)  # what its own entries say is where this engine's tables have it
     for mask in (0b1000, 0b0111, ALL, 0):
         switch.turn(mask)
-        a.ring.fill_(-1)
-        torch.ops.weir.tap(torch.ones(2, 4), number, *(getattr(a, name) for name in TapTensors.__dataclass_fields__))
-        assert bool((a.ring == 1).any()) is bool(mask >> 3 & 1)
+        assert acts(switch, number) is bool(mask >> 3 & 1)

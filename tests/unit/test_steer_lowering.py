@@ -16,10 +16,11 @@ from vllm_weir.spec.interventions import Move
 from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.request import RequestSpec
 from vllm_weir.spec.sizes import Sizes
+from vllm_weir.worker import tap_cpu
 from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.select import STAGES, num_taps, tap_of
-from vllm_weir.worker.tap import _tap_cpu, numbered
+from vllm_weir.worker.tap import numbered
 
 D, LAYERS = 8, 3
 TAPS = num_taps(LAYERS)
@@ -58,7 +59,7 @@ class Bench:
         ranks, ring = torch.full((8, TAPS * STAGES), -1, dtype=torch.int32), torch.zeros(1, D)
         tables = [torch.from_numpy(getattr(self.table, t)) for t in ("heads", "ints", "floats", "vectors")]
         h, residual = h.clone(), None if residual is None else residual.clone()
-        _tap_cpu(h, residual, numbered(tap), plan, ranks, ring, *tables)
+        tap_cpu.launch(h, residual, numbered(tap), plan, ranks, ring, *tables)
         return h if residual is None else h + residual
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +18,7 @@ from vllm_weir.worker.anchors import Anchor, Beside, Key
 from vllm_weir.worker.profiles import Profiles
 from vllm_weir.worker.programs import LAST
 from vllm_weir.worker.select import STAGES
-from vllm_weir.worker.tap import Switch, TapTensors, _finder, numbered, place
+from vllm_weir.worker.tap import Switch, TapTensors, numbered, place
 
 
 @settings(max_examples=300, deadline=None)
@@ -58,20 +62,23 @@ def test_tap_equals_a_naive_loop(seed, tokens, d, beside, dtype, scale, ratio):
                     expected[slot + rank] = (hidden[token] + other[token]) * scale
                 elif rank >= 0:
                     expected[slot + rank] = hidden[token] * scale + other[token] * float32(ratio * scale)
-        tensors = (
-            numbered(tap, scale, ratio * scale, beside == "offset"),
-            torch.from_numpy(plan),
-            torch.from_numpy(ranks),
-            ring,
-            *no_programs(taps, d),
-        )
+        number = numbered(tap, scale, ratio * scale, beside == "offset")
+        switch = live(TapTensors(torch.from_numpy(plan), torch.from_numpy(ranks), ring, *no_programs(taps, d)))
+        switch.enrol(number, tap)
         if beside:
-            getattr(torch.ops.weir, f"tap_{beside}")(hidden, other, *tensors)
+            getattr(torch.ops.weir, f"tap_{beside}")(hidden, other, number)
         else:
-            torch.ops.weir.tap(hidden, *tensors)
+            torch.ops.weir.tap(hidden, number)
         assert ring.equal(expected)
     assert hidden.equal(before) and other.equal(beside_before)
     assert bool((ring[row] == 7.0).all())
+
+
+def live(tensors):
+    """A switch of which all taps act."""
+    switch = Switch(tensors)
+    switch.pin()
+    return switch
 
 
 def float32(number):
@@ -102,11 +109,11 @@ def captured(block, call):
     ranks[0, 2], ranks[0, STAGES + 1] = 0, 1
     ring = torch.zeros(4, 3)
     tensors = TapTensors(plan, ranks, ring, *no_programs(2, 3))
-    model = torch.nn.ModuleDict({"block": block})
+    model, switch = torch.nn.ModuleDict({"block": block}), live(tensors)
     residual = Key("arg", 2, "residual")
-    place(model, Anchor("block", "before", Key("arg", 1, "hidden_states"), residual), 0, tensors)
+    place(model, Anchor("block", "before", Key("arg", 1, "hidden_states"), residual), 0, switch)
     both = (Key("out", 0), Key("out", 1)) if block.two else (Key("out", -1), None)
-    place(model, Anchor("block", "after", *both), 1, tensors)
+    place(model, Anchor("block", "after", *both), 1, switch)
     call(block)
     return ring.view(2, 2, 3)
 
@@ -165,7 +172,8 @@ def test_points_made_of_two_tensors(bias, compiled):
         anchor = Anchor("block.one", "after", Key("out", 0), scale=2.0, offset=Key("out", 1))
     else:
         anchor = Anchor("block.two", "after", Key("out", -1), None, 4.0, Beside("block.one", Key("out", -1), 2.0))
-    place(model, anchor, 0, tensors)
+    switch = live(tensors)
+    place(model, anchor, 0, switch)
     x = torch.arange(6.0).view(2, 3)
     run = torch.compile(model["block"], backend="aot_eager", fullgraph=True) if compiled else model["block"]
     with torch.inference_mode():
@@ -181,21 +189,85 @@ def test_the_planner_s_tables_are_what_the_tap_reads():
     assert ranks.shape == (4, 6) and ranks.dtype == np.int32 and (ranks == -1).all()
 
 
-def test_a_silent_tap_is_not_asked_in_a_pass_that_is_not_compiled(monkeypatch):
-    """Asking costs more than anything else that an idle step does: hooks, buffers, and a dispatched op for each tap."""
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_silent_tap_is_not_asked_in_a_pass_that_is_not_compiled(beside, monkeypatch):
+    """Asking costs more than anything else that an idle step does: a dispatched op for each tap."""
     calls = []
-    monkeypatch.setattr(tap_module, "_apply", lambda *args: calls.append(args))
-    model = torch.nn.ModuleDict({"block": torch.nn.Identity()})
-    tensors = TapTensors(*(torch.full((4, 3), -1, dtype=torch.int32) for _ in range(7)))
-    switch = Switch(tensors.plan)
-    place(model, Anchor("block", "after", Key("out", -1)), 5, tensors, switch)
+    monkeypatch.setattr(tap_module, "_act", lambda usual, hidden, *_: calls.append(hidden))
+    model = torch.nn.ModuleDict({"block": torch.nn.Identity(), "before": torch.nn.Identity()})
+    switch = Switch(TapTensors(*(torch.full((4, 3), -1, dtype=torch.int32) for _ in range(7))))
+    out = Key("out", -1)
+    place(model, Anchor("block", "after", out, beside=Beside("before", out, 1.0) if beside else None), 5, switch)
     for mask, asked in ((0, 0), (1 << 4, 0), (1 << 5, 1), (tap_module.ALL, 2), (0, 2)):
         switch.turn(mask)
-        model["block"](torch.ones(2, 3))
+        model["block"](model["before"](torch.ones(2, 3)))
         assert len(calls) == asked
     switch.pin()
-    model["block"](torch.ones(2, 3))
+    model["block"](model["before"](torch.ones(2, 3)))
     assert len(calls) == 3
+
+
+def test_a_tap_whose_engine_is_gone_says_so():
+    """It cannot know what it was to do; to do nothing would be silently wrong."""
+    model, switch = torch.nn.ModuleDict({"block": torch.nn.Identity()}), live(TapTensors(*[torch.zeros(1, 3)] * 7))
+    place(model, Anchor("block", "after", Key("out", -1)), 0, switch)
+    (number,) = [tensor for name, tensor in model.named_buffers()]
+    del switch
+    model["block"].weir_touches["after"].clear()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="engine is gone"):
+        torch.ops.weir.tap(torch.ones(1, 3), number)
+
+
+class Written(torch.nn.Module):
+    """Its forward was replaced on the instance, as some libraries do."""
+
+    def forward(self, x):
+        raise AssertionError("replaced")
+
+
+def doubled(self, x):
+    return 2 * x
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_forward_that_was_replaced_before_is_tapped_too(bound, compiled):
+    block = Written()
+    block.forward = types.MethodType(doubled, block) if bound else functools.partial(doubled, block)
+    model = torch.nn.ModuleDict({"block": block})
+    ring = torch.zeros(2, 3)
+    ranks = torch.full((1, 2 * STAGES), -1, dtype=torch.int32)
+    ranks[0, 0], ranks[0, STAGES] = 0, 1
+    switch = live(TapTensors(torch.tensor([[0, 0, -1]], dtype=torch.int32), ranks, ring, *no_programs(2, 3)))
+    place(model, Anchor("block", "before", Key("arg", 0, "x")), 0, switch)
+    place(model, Anchor("block", "after", Key("out", -1)), 1, switch)
+    run = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
+    with torch.inference_mode():
+        assert run(torch.ones(1, 3)).tolist() == [[2.0] * 3]
+    assert ring.tolist() == [[1.0] * 3, [2.0] * 3]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_taps_at_one_place_act_in_the_order_in_which_they_are_placed(when, compiled):
+    model = torch.nn.ModuleDict({"block": torch.nn.Identity()})
+    ring = torch.zeros(2, 3)
+    ranks = torch.full((1, 2 * STAGES), -1, dtype=torch.int32)
+    ranks[0, 0], ranks[0, STAGES] = 0, 1
+    heads, ints = (
+        torch.tensor([[0, -1]], dtype=torch.int32),
+        torch.tensor([[BLEND, 0, -1, -1, LAST]], dtype=torch.int32),
+    )
+    plan = torch.tensor([[0, 0, 0]], dtype=torch.int32)
+    switch = live(TapTensors(plan, ranks, ring, heads, ints, torch.ones(1, 4), torch.full((1, 3), 9.0)))
+    key = Key("arg", 0, "input") if when == "before" else Key("out", -1)
+    for tap in (0, 1):
+        place(model, Anchor("block", when, key), tap, switch)
+    run = torch.compile(model["block"], backend="aot_eager", fullgraph=True) if compiled else model["block"]
+    with torch.inference_mode():
+        run(torch.ones(1, 3))
+    assert ring.tolist() == [[1.0] * 3, [9.0] * 3], "the first steers what the second records"
 
 
 _IN, _OUT = Key("arg", 1, "hidden_states"), Key("out", 0)
@@ -212,29 +284,42 @@ _IN, _OUT = Key("arg", 1, "hidden_states"), Key("out", 0)
         (Anchor("m", "after", _OUT, Key("out", 1)), "two"),
         (Anchor("m", "after", Key("out", 1), Key("out", 0)), "two"),
         (Anchor("m", "after", _OUT, Key("out", 1)), "one"),
+        (Anchor("m", "after", _OUT, Key("out", 1)), "none"),
+        (Anchor("m", "after", _OUT, Key("out", 1)), "list"),
         (Anchor("m", "after", _OUT, Key("out", 2)), "two"),
         (Anchor("m", "after", _OUT, _IN), "two"),
         (Anchor("m", "after", _OUT, offset=Key("out", 1)), "offset"),
-        (Anchor("m", "after", _OUT, None, 2.0, Beside("n", _OUT, 0.5)), "one"),
     ],
 )
 @pytest.mark.parametrize("by_name", [False, True])
-def test_the_quick_way_finds_the_tensors_of_an_anchor(anchor, keys, by_name):
-    positions, hidden, residual, kept = torch.arange(3), torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 4)
+def test_the_quick_way_finds_the_tensors_of_an_anchor(anchor, keys, by_name, monkeypatch):
+    positions, hidden, residual = torch.arange(3), torch.randn(3, 4), torch.randn(3, 4)
     args: tuple = (positions,) if by_name else (positions, hidden, residual)
     kwargs = {"hidden_states": hidden, "residual": residual} if by_name else {}
     if anchor.hidden.index < 0 and anchor.when == "before":
         kwargs = {"hidden_states": hidden}
-    output = {"given": None, "one": hidden, "two": (hidden, residual), "offset": (hidden, residual[0])}[keys]
-    beside = kept if anchor.beside is not None else None
-    found = _finder(anchor)(args, kwargs, output, beside)
-    for got, wanted in zip(found, anchor.tensors(args, kwargs, output, beside), strict=True):
+    output = {"given": None, "one": hidden, "two": (hidden, residual), "offset": (hidden, residual[0])}
+    output = (output | {"none": (hidden, None), "list": [hidden, residual]})[keys]
+    found = touched(anchor, args, kwargs, output, monkeypatch)
+    for got, wanted in zip(found, anchor.tensors(args, kwargs, output), strict=True):
         assert (got is None and wanted is None) or (got.data_ptr() == wanted.data_ptr() and got.shape == wanted.shape)
 
 
 @pytest.mark.parametrize("anchor", [Anchor("m", "after", Key("out", 1)), Anchor("m", "after", Key("out", 1), _OUT)])
-def test_a_call_that_does_not_return_what_is_tapped_is_an_error(anchor):
-    for find in (anchor.tensors, _finder(anchor)):
-        for output in (torch.zeros(3, 4), (torch.zeros(3, 4),)):
-            with pytest.raises((AttributeError, IndexError)):
-                find((), {}, output, None)
+def test_a_call_that_does_not_return_what_is_tapped_is_an_error(anchor, monkeypatch):
+    for output in (torch.zeros(3, 4), (torch.zeros(3, 4),)):
+        with pytest.raises((AttributeError, IndexError)):
+            anchor.tensors((), {}, output, None)
+        with pytest.raises((AttributeError, IndexError)):
+            touched(anchor, (), {}, output, monkeypatch)
+
+
+def touched(anchor, args, kwargs, output, monkeypatch):
+    """What the tap at an anchor is given in one call."""
+    found = []
+    monkeypatch.setattr(tap_module, "_act", lambda usual, hidden, other, number: found.append((hidden, other)))
+    module, switch = torch.nn.Module(), live(TapTensors(*[torch.zeros(1, 3)] * 7))
+    module.weir_tap_0 = numbered(0)
+    tap_module._touch(anchor, "weir_tap_0", switch, 0)(module, args, kwargs, output)
+    (tensors,) = found
+    return tensors

@@ -19,7 +19,8 @@ from triton.runtime.interpreter import InterpreterBuilder
 from vllm_weir.spec.interventions import AFFINE, BLEND, CLAMP, CONST, NORM
 from vllm_weir.worker.programs import AFTER_POST, LAST
 from vllm_weir.worker.select import STAGES
-from vllm_weir.worker.tap import _tap_cpu, numbered
+from vllm_weir.worker import tap_cpu
+from vllm_weir.worker.tap import numbered
 from vllm_weir.worker.tap_triton import launch
 
 store = InterpreterBuilder.create_masked_store
@@ -90,7 +91,7 @@ for seed in range(60):
         if form == "offset":
             ours[1] = theirs[1] = other
         launch(ours[0], ours[1], number, plan, ranks, ours[2], *tables)
-        _tap_cpu(theirs[0], theirs[1], number, plan, ranks, theirs[2], *tables)
+        tap_cpu.launch(theirs[0], theirs[1], number, plan, ranks, theirs[2], *tables)
         for got, want in zip(ours, theirs):
             if want is None:
                 continue

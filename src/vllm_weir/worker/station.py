@@ -103,9 +103,9 @@ class Station:
             ring=self.ring.buffer,
             **self._tables.tensors,
         )
+        self.switch = Switch(self.tensors)
         if cuda:
-            warm(self.tensors, facts.d_model)
-        self.switch = Switch(self.tensors.plan)
+            warm(self.switch, facts.d_model)
         self._live = LiveRequests()
         rows = self.host.view(facts.d_model, facts.dtype)
         self.drain = Drain(rows, self.arena, self.link, self.name, facts.engine)
@@ -115,9 +115,8 @@ class Station:
         self._writer = PlanWriter(self.tensors.plan)
         self._step: tuple[int, StepPlan] | None = None
         self._failures: dict[str, dict[str, str]] = {}
-        self.switch.numbers = {
-            place(model, anchor, tap, self.tensors, self.switch).data_ptr(): tap for tap, anchor in placed.items()
-        }
+        for tap, anchor in placed.items():
+            place(model, anchor, tap, self.switch)
         self._streamer: Streamer | None = None
         if isinstance(self._outlet, CudaOutlet) and ships:
             from vllm_weir.worker.stream import Streamer

@@ -1,8 +1,8 @@
-"""The tap: one opaque custom op a site, traced into the model's graph by forward hooks on module instances.
+"""The tap: one opaque custom op a site, traced into the model's graph by a wrapper around a module's forward.
 
-The op reads everything from tensors (the site's number, the step's plan, the tables, the ring), so every layer's graph
-is the same and nothing about it changes from step to step. It mutates the stream in place, so it is seen by everything
-downstream, and the compiler can neither move nor drop it.
+Its one constant is the site's number, a tensor, so every layer's graph is the same; everything else (the step's plan,
+the tables, the ring) belongs to the engine that the number was given out by, and is found by the number's address. The
+op mutates the stream in place, so it is seen by everything downstream, and the compiler can neither move nor drop it.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from types import MethodType
+from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 
-from vllm_weir.spec.interventions import AFFINE, BLEND, CLAMP, CONST, NORM
-from vllm_weir.worker.anchors import Anchor, pick
-from vllm_weir.worker.programs import AFTER_POST, LAST
-from vllm_weir.worker.select import STAGES
+from vllm_weir.worker import tap_cpu
+from vllm_weir.worker.anchors import Anchor, Key, pick
 
 _LIBRARY = torch.library.Library("weir", "DEF")
-_TABLES = "Tensor tap, Tensor plan, Tensor ranks, Tensor ring, Tensor heads, Tensor ints, Tensor floats, Tensor vectors"
-_LIBRARY.define(f"tap(Tensor(a!) hidden, {_TABLES}) -> ()")
-_LIBRARY.define(f"tap_residual(Tensor(a!) hidden, Tensor(b!) residual, {_TABLES}) -> ()")
-_LIBRARY.define(f"tap_offset(Tensor(a!) hidden, Tensor offset, {_TABLES}) -> ()")
+_LIBRARY.define("tap(Tensor(a!) hidden, Tensor tap) -> ()")
+_LIBRARY.define("tap_residual(Tensor(a!) hidden, Tensor(b!) residual, Tensor tap) -> ()")
+_LIBRARY.define("tap_offset(Tensor(a!) hidden, Tensor offset, Tensor tap) -> ()")
 
 
 @dataclass(frozen=True)
@@ -51,24 +50,33 @@ ALL = -1
 
 
 class Switch:
-    """Which of the taps that share a plan act: in a CUDA graph as they are captured, elsewhere as they run.
+    """An engine's taps, and which of them act: in a CUDA graph as they are captured, elsewhere as they run.
 
     A silent tap returns before it launches anything, so a graph captured silently has no trace of it. Must not be
     turned while a forward pass is being issued.
 
     Attributes:
+        tensors: what the taps share.
         mask: the taps that act; 0 for none.
         numbers: address of each tap's number on the device -> the number.
         launch: what taps do instead of their usual work, with the same arguments; None for the usual.
     """
 
-    __slots__ = ("__weakref__", "launch", "mask", "numbers", "pinned")
+    __slots__ = ("__weakref__", "_kept", "launch", "mask", "numbers", "pinned", "tables", "tensors")
 
-    def __init__(self, plan: torch.Tensor) -> None:
+    def __init__(self, tensors: TapTensors) -> None:
+        self.tensors = tensors
+        self.tables = tuple(getattr(tensors, entry.name) for entry in fields(tensors))
         self.mask, self.pinned = 0, False
         self.numbers: dict[int, int] = {}
         self.launch: Callable[..., None] | None = None
-        _switches[plan.data_ptr()] = self
+        self._kept: list[torch.Tensor] = []
+
+    def enrol(self, number: torch.Tensor, tap: int) -> None:
+        """Let the tap of this number, a tensor as of `numbered`, be one of this engine's."""
+        self._kept.append(number)  # no other tensor may have its address while it is known by it
+        self.numbers[number.data_ptr()] = tap
+        _switches[number.data_ptr()] = self
 
     @property
     def live(self) -> bool:
@@ -83,90 +91,13 @@ class Switch:
         """All act, for good."""
         self.mask, self.pinned = ALL, True
 
-    def acts(self, tap: torch.Tensor) -> bool:
-        """Whether this tap does."""
-        return self.mask == ALL or self.wants(self.numbers[tap.data_ptr()])
-
     def wants(self, tap: int) -> bool:
         """Whether the tap of this number acts."""
         return self.mask == ALL or bool(self.mask >> tap & 1)
 
 
 _switches: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionary()
-"""By the address of the plan, the one thing of its engine that an op can be sure of."""
-
-
-def _tap_cpu(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors) -> None:
-    n, (scale, other_scale), fixed = hidden.shape[0], tap[1:3].view(torch.float32).tolist(), bool(tap[3])
-    tap = int(tap[0])
-    slots, profiles, programs = plan[:n].unbind(1)
-    nodes = torch.where(programs >= 0, heads[programs.clamp(min=0).long(), tap], -1)
-    ranked = ranks[profiles.clamp(min=0).long(), tap * STAGES : (tap + 1) * STAGES]
-    ranked = torch.where((slots >= 0)[:, None], ranked, -1)
-    tokens = ((nodes >= 0) | (ranked >= 0).any(1)).nonzero().squeeze(1)
-    if not len(tokens):
-        return
-    stream = hidden[tokens]
-    # In the order in which models round: a sum is scaled, or terms of different scales are added.
-    if other is not None and scale == other_scale:
-        stream = stream + other[tokens]
-    if scale != 1:
-        stream = stream * scale
-    if other is not None and scale != other_scale:
-        stream = stream + other[tokens] * other_scale
-    nodes, ranked, slots = nodes[tokens], ranked[tokens], slots[tokens]
-    h = stream.float()
-    for stage in range(STAGES):
-        if stage:
-            nodes, h = _run(nodes, h, stage == STAGES - 1, ints, floats, vectors)
-        at = ranked[:, stage] >= 0
-        if at.any():
-            ring[(slots[at] + ranked[at, stage]).long()] = h[at].to(ring.dtype)
-    steered = programs[tokens] >= 0
-    steered &= heads[programs[tokens].clamp(min=0).long(), tap] >= 0
-    if steered.any():
-        rows, written = tokens[steered], h[steered] / scale
-        if fixed:
-            written -= other[rows]
-        hidden[rows] = written.to(hidden.dtype)
-        if other is not None and not fixed:
-            other[rows] = 0
-
-
-def _run(nodes, h, past_post: bool, ints, floats, vectors):
-    """Follow each row's chain as far as the stage goes; returns where it stopped, and the new rows (float32)."""
-    nodes, h = nodes.clone(), h.clone()
-    for start in nodes[nodes >= 0].unique().tolist():
-        at = (nodes == start).nonzero().squeeze(1)
-        rows, delta, node = h[at], torch.zeros_like(h[at]), start
-        while node >= 0:
-            kind, u, w, following, flags = ints[node].tolist()
-            if flags & AFTER_POST and not past_post:
-                break
-            a, b, lo, hi = floats[node].tolist()
-            if kind == BLEND:
-                delta += a * (vectors[u] - rows)
-            else:
-                delta += _factor(kind, rows, vectors[w] if w >= 0 else None, a, b, lo, hi) * vectors[u]
-            if flags & LAST:
-                rows, delta = rows + delta, torch.zeros_like(delta)
-            node = following
-        h[at], nodes[at] = rows, node
-    return nodes, h
-
-
-def _factor(kind: int, rows, w, a: float, b: float, lo: float, hi: float):
-    """c(h) of an instruction for rows [n, d]: a float, or a tensor [n, 1]."""
-    if kind == CONST:
-        return a
-    if kind == NORM:
-        return a * rows.norm(dim=1, keepdim=True)
-    along = (rows * w).sum(1, keepdim=True)
-    if kind == AFFINE:
-        return a * along + b
-    if kind == CLAMP:
-        return a * (along.clamp(lo, hi) - along)
-    raise AssertionError(f"unknown instruction {kind}")
+"""By the address of a tap's number, the one thing of its engine that an op can be sure of."""
 
 
 def _tap_cuda(hidden, other, *tables) -> None:
@@ -175,28 +106,29 @@ def _tap_cuda(hidden, other, *tables) -> None:
     launch(hidden, other, *tables)
 
 
-def _act(usual: Callable[..., None], hidden, other, tap, plan, *tables) -> None:
+def _act(usual: Callable[..., None], hidden, other, tap) -> None:
+    switch = _switches.get(address := tap.data_ptr())
+    if switch is None:
+        raise RuntimeError("a tap acts whose engine is gone")
+    if not switch.mask or not switch.wants(switch.numbers[address]):
+        return
     if hidden.dim() == 3:  # the Transformers backend carries a batch dimension of one
         hidden = hidden.squeeze(0)
     if other is not None and other.dim() == 3:
         other = other.squeeze(0)
-    switch = _switches.get(plan.data_ptr())
-    if switch is None:
-        usual(hidden, other, tap, plan, *tables)
-    elif switch.mask and switch.acts(tap):
-        (switch.launch or usual)(hidden, other, tap, plan, *tables)
+    (switch.launch or usual)(hidden, other, tap, *switch.tables)
 
 
 def _alone(usual: Callable[..., None]) -> Callable[..., None]:
-    def tap(hidden, *tables):
-        _act(usual, hidden, None, *tables)
+    def tap(hidden, number):
+        _act(usual, hidden, None, number)
 
     return tap
 
 
 def _with_other(usual: Callable[..., None]) -> Callable[..., None]:
-    def tap(hidden, other, *tables):
-        _act(usual, hidden, other, *tables)
+    def tap(hidden, other, number):
+        _act(usual, hidden, other, number)
 
     return tap
 
@@ -205,7 +137,7 @@ def _nothing(*_) -> None:
     """Fake (shape) kernel: the op returns nothing and changes no shape."""
 
 
-for _key, _implementation in (("CPU", _tap_cpu), ("CUDA", _tap_cuda)):
+for _key, _implementation in (("CPU", tap_cpu.launch), ("CUDA", _tap_cuda)):
     _LIBRARY.impl("tap", _alone(_implementation), _key)
     _LIBRARY.impl("tap_residual", _with_other(_implementation), _key)
     _LIBRARY.impl("tap_offset", _with_other(_implementation), _key)
@@ -213,77 +145,113 @@ for _name in ("tap", "tap_residual", "tap_offset"):
     _LIBRARY._register_fake(_name, _nothing)
 
 
-def place(
-    model: torch.nn.Module, anchor: Anchor, tap: int, tensors: TapTensors, switch: Switch | None = None
-) -> torch.Tensor:
+_TOUCHES = "weir_touches"
+Touch = Callable[[torch.nn.Module, tuple, dict, Any], None]
+"""What is done where a call is tapped: (module, args, kwargs, output) -> None."""
+
+
+def place(model: torch.nn.Module, anchor: Anchor, tap: int, switch: Switch) -> None:
     """Tap the stream at `anchor`; taps at one place act in the order in which they are placed.
 
-    With a `switch`, a pass that is not compiled does not even ask a tap that does not act.
-
-    Returns the tap's number, as of `numbered`.
+    A pass that is not compiled does not even ask a tap that does not act.
     """
-    module = model.get_submodule(anchor.module)
-    name = f"weir_tap_{tap}"
-    number = numbered(tap, anchor.scale, anchor.other_scale, anchor.offset is not None, tensors.plan.device)
+    module, name = model.get_submodule(anchor.module), f"weir_tap_{tap}"
+    device = switch.tensors.plan.device
+    number = numbered(tap, anchor.scale, anchor.other_scale, anchor.offset is not None, device)
     module.register_buffer(name, number, persistent=False)
-    for entry in fields(tensors):
-        module.register_buffer(f"weir_{entry.name}", getattr(tensors, entry.name), persistent=False)
-    kept: list[torch.Tensor] = []
-    """What stands beside, from the call that returns it to the one that is tapped."""
-    op = torch.ops.weir.tap_residual if anchor.offset is None else torch.ops.weir.tap_offset
-
-    find = _finder(anchor)
-
-    def before(module, args, kwargs):
-        if is_compiling() or switch is None or switch.wants(tap):
-            _apply(op, module, getattr(module, name), *find(args, kwargs, None, None))
-
-    def after(module, args, kwargs, output):
-        beside = None if anchor.beside is None else kept.pop()
-        if is_compiling() or switch is None or switch.wants(tap):
-            _apply(op, module, getattr(module, name), *find(args, kwargs, output, beside))
-
+    switch.enrol(number, tap)
     if anchor.beside is not None:
-        key = anchor.beside.hidden
-
-        def keep(_module, args, kwargs, output):
-            kept[:] = [pick(key, args, kwargs, output)]
-
-        model.get_submodule(anchor.beside.module).register_forward_hook(keep, with_kwargs=True)
-    if anchor.when == "before":
-        module.register_forward_pre_hook(before, with_kwargs=True)
+        kept: list[torch.Tensor] = []
+        _wrap(model.get_submodule(anchor.beside.module), "after", _keep(anchor.beside.hidden, kept))
+        _wrap(module, anchor.when, _touch_beside(anchor, name, switch, tap, kept))
     else:
-        module.register_forward_hook(after, with_kwargs=True)
-    return getattr(module, name)
+        _wrap(module, anchor.when, _touch(anchor, name, switch, tap))
 
 
-def _finder(anchor: Anchor) -> Callable[..., tuple]:
-    """`Anchor.tensors` as a function of little code: Dynamo goes through it for every tap when an engine starts."""
-    keys = [key for key in (anchor.hidden, anchor.residual) if key is not None]
-    mixed = len({key.kind for key in keys}) > 1 or any(key.kind == "arg" and key.index < 0 for key in keys)
-    if anchor.beside is not None or anchor.offset is not None or mixed:
-        return anchor.tensors
-    if keys[0].kind == "arg":
-        (name, place), *more = [(key.name, key.index) for key in keys]
-        if not more:
-            return lambda args, kwargs, output, beside: (kwargs[name] if name in kwargs else args[place], None)
-        other_name, other = more[0]
+def _wrap(module: torch.nn.Module, when: str, touch: Touch) -> None:
+    """Have `touch` called before or after every call of the module, after what it was given to before.
 
-        def given(args, kwargs, output, beside):
-            hidden = kwargs[name] if name in kwargs else args[place]
-            if other_name in kwargs:
-                return hidden, kwargs[other_name]
-            return hidden, args[other] if 0 <= other < len(args) else None
+    Not by hooks: Dynamo goes through the code that calls them in every module that has any, and an engine starts later.
+    """
+    if _TOUCHES not in module.__dict__:
+        before: list[Touch] = []
+        after: list[Touch] = []
+        forward = _unbound(module)
 
-        return given
-    first, second = max(keys[0].index, 0), keys[1].index if len(keys) > 1 else None
+        def tapped(self, *args, **kwargs):
+            for touch in before:
+                touch(self, args, kwargs, None)
+            output = forward(self, *args, **kwargs)
+            for touch in after:
+                touch(self, args, kwargs, output)
+            return output
 
-    def returned(args, kwargs, output, beside):
-        if not isinstance(output, (tuple, list)):
-            return (output, None) if first == 0 else anchor.tensors(args, kwargs, output)
-        return output[first], output[second] if second is not None and second < len(output) else None
+        module.__dict__[_TOUCHES] = {"before": before, "after": after}
+        module.forward = MethodType(tapped, module)  # type: ignore[method-assign]
+    module.__dict__[_TOUCHES][when].append(touch)
 
-    return returned
+
+def _unbound(module: torch.nn.Module) -> Callable[..., Any]:
+    """The module's forward as a function of itself and the arguments."""
+    own = module.__dict__.get("forward")
+    if own is None:
+        return type(module).forward
+    if isinstance(own, MethodType) and own.__self__ is module:
+        return own.__func__
+    return lambda _self, *args, **kwargs: own(*args, **kwargs)
+
+
+def _touch(anchor: Anchor, name: str, switch: Switch, tap: int) -> Touch:
+    """The tap at an anchor with nothing beside it, in little code: Dynamo goes through it for every tap."""
+    first, second = anchor.hidden.index, -1 if anchor.residual is None else anchor.residual.index
+    alone, pair = torch.ops.weir.tap.default, torch.ops.weir.tap_residual.default
+    both = pair if anchor.offset is None else torch.ops.weir.tap_offset.default
+
+    def touch(module, args, kwargs, output):
+        if is_compiling() or switch.wants(tap):
+            hidden, other = anchor.tensors(args, kwargs, output)
+            if other is None:
+                alone(hidden, getattr(module, name))
+            else:
+                both(hidden, other, getattr(module, name))
+
+    def touch_one(module, args, kwargs, output):
+        if not isinstance(output, torch.Tensor):
+            touch(module, args, kwargs, output)
+        elif is_compiling() or switch.wants(tap):
+            alone(output, getattr(module, name))
+
+    def touch_pair(module, args, kwargs, output):
+        if not isinstance(output, tuple) or len(output) <= most or output[second] is None:
+            touch(module, args, kwargs, output)
+        elif is_compiling() or switch.wants(tap):
+            pair(output[first], output[second], getattr(module, name))
+
+    most = max(first, second)
+    returned = anchor.offset is None and all(k is None or k.kind == "out" for k in (anchor.hidden, anchor.residual))
+    if returned and anchor.residual is None and first <= 0:
+        return touch_one
+    return touch_pair if returned and anchor.residual is not None and min(first, second) >= 0 else touch
+
+
+def _touch_beside(anchor: Anchor, name: str, switch: Switch, tap: int, kept: list[torch.Tensor]) -> Touch:
+    """The tap at an anchor beside which stands what an earlier call has left in `kept`."""
+
+    def touch(module, args, kwargs, output):
+        hidden, other = anchor.tensors(args, kwargs, output, kept.pop())
+        if is_compiling() or switch.wants(tap):
+            torch.ops.weir.tap_residual(hidden, other, getattr(module, name))
+
+    return touch
+
+
+def _keep(key: Key, kept: list[torch.Tensor]) -> Touch:
+    """Keeps what stands beside, from the call that returns it to the one that is tapped."""
+
+    def touch(_module, args, kwargs, output):
+        kept[:] = [pick(key, args, kwargs, output)]
+
+    return touch
 
 
 def numbered(
@@ -300,26 +268,9 @@ def numbered(
     return torch.tensor([tap, *bits, int(fixed)], dtype=torch.int32, device=device)
 
 
-def _apply(op, module, tap, hidden, other) -> None:
-    tables = (
-        module.weir_plan,
-        module.weir_ranks,
-        module.weir_ring,
-        module.weir_heads,
-        module.weir_ints,
-        module.weir_floats,
-        module.weir_vectors,
-    )
-    if other is None:
-        torch.ops.weir.tap(hidden, tap, *tables)
-    else:
-        op(hidden, other, tap, *tables)
-
-
-def warm(tensors: TapTensors, d_model: int) -> None:
+def warm(switch: Switch, d_model: int) -> None:
     """Compile the taps' kernels, so that the first live step does not wait for that; the plan must be empty."""
-    hidden, residual = tensors.ring.new_zeros(2, 1, d_model)
-    tap = numbered(0, device=hidden.device)
-    tables = [getattr(tensors, entry.name) for entry in fields(tensors)]
-    torch.ops.weir.tap(hidden, tap, *tables)
-    torch.ops.weir.tap_residual(hidden, residual, tap, *tables)
+    hidden, residual = switch.tensors.ring.new_zeros(2, 1, d_model)
+    number = numbered(0, device=hidden.device)
+    for other in (None, residual):
+        _tap_cuda(hidden, other, number, *switch.tables)
