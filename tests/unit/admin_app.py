@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 
 from tests.unit.wishes import served
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admit import EngineFacts
 from vllm_weir.frontend.desk import Desk
+from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.serve import activations, steering, vectors
 from vllm_weir.serve.body import BodyLimit
 from vllm_weir.serve.errors import TYPES, error, weir_error

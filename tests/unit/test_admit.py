@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.unit.wishes import any_extra_args, sensible_captures, served
 from vllm_weir import Capture, Site, WeirError
-from vllm_weir.frontend.admit import EngineFacts, admit, carries_keys, engine_form
+from vllm_weir.frontend.admit import admit, carries_keys, engine_form
+from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.hooks import HOOKS, place_of
 from vllm_weir.spec.request import RequestSpec

@@ -17,9 +17,10 @@ from tests.support.check import expected_positions
 from tests.unit.post import Post
 from tests.unit.wishes import sensible_captures, served
 from vllm_weir import Capture, Site, WeirError, codec, mail
-from vllm_weir.frontend.admit import EngineFacts, admit
+from vllm_weir.frontend.admit import admit
 from vllm_weir.frontend.desk import Tracker
 from vllm_weir.frontend.early import ends_with_the_prompt
+from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.inbox import deliver
 from vllm_weir.frontend.mirror import Mirror
 from vllm_weir.frontend.pending import Pending

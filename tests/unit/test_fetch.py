@@ -14,7 +14,8 @@ import zmq
 import vllm_weir as weir
 from tests.unit.wishes import served
 from vllm_weir import mail
-from vllm_weir.frontend.admit import EngineFacts, admit
+from vllm_weir.frontend.admit import admit
+from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.inbox import lend
 from vllm_weir.frontend.pending import Pending
 from vllm_weir.frontend.store import Store

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import vllm_weir as weir
 from tests.unit.wishes import served
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admit import EngineFacts, admit
+from vllm_weir.frontend.admit import admit
+from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.shelf import Shelf
 from vllm_weir.spec.interventions import KINDS, parse_intervention
 from vllm_weir.spec.lens import lens_interventions

@@ -12,8 +12,9 @@ import numpy as np
 
 from vllm_weir.consumers.base import EngineInfo, Finished
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admit import Admitted, EngineFacts, admit, carries_keys, engine_form
+from vllm_weir.frontend.admit import Admitted, admit, carries_keys, engine_form
 from vllm_weir.frontend.early import ends_with_the_prompt
+from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.inbox import Inbox
 from vllm_weir.frontend.parts import Part
 from vllm_weir.frontend.pending import Pending

@@ -14,8 +14,8 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
-from vllm_weir.frontend.admit import EngineFacts
 from vllm_weir.frontend.desk import Desk
+from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.serve.home import Home
 from vllm_weir.serve.limits import ADMIN_KEY, Limits
 from vllm_weir.serve.metrics import Meter

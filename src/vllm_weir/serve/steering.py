@@ -11,7 +11,7 @@ from fastapi import APIRouter, Body, Depends, Query
 from fastapi.responses import Response
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.frontend.admit import EngineFacts
+from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.shelf import Contents, Shelf
 from vllm_weir.serve import steering_bodies as bodies
 from vllm_weir.serve.auth import require_admin

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.frontend.admit import EngineFacts
+from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.shelf import Contents, Named
 from vllm_weir.serve.auth import require_admin
 from vllm_weir.serve.errors import declared, error
