@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_weir.environ import warn_of_unknown
 from vllm_weir.errors import WeirError
 from vllm_weir.spec.act_env import NAME as ACT
 from vllm_weir.spec.act_env import act_sink
@@ -21,6 +22,8 @@ from vllm_weir.spec.sizes import Sizes
 
 STEP_SHARE = 8
 """A step records no more rows than this part of the host buffer."""
+OTHER_VARIABLES = ("DISABLE", "ADMIN_KEY", "API_KEY", "BASE_URL")
+"""``WEIR_*`` that are no settings of an engine."""
 TAP_VERSION = 5
 """Raised whenever the tap's traced form changes, so that no compiled graph of another form is reused."""
 
@@ -80,6 +83,7 @@ class Settings(BaseModel):
     def load(cls, additional_config: object, environ: Mapping[str, str] = os.environ) -> Settings:
         """Settings of an engine; raises WeirError naming the bad one."""
         given: dict[str, Any] = {}
+        warn_of_unknown(environ, "WEIR_", {*map(str.upper, cls.model_fields), *OTHER_VARIABLES}, ("SERVE_", "TEST_"))
         for name in cls.model_fields:
             text = environ.get(f"WEIR_{name.upper()}")
             if text is not None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_weir.environ import warn_of_unknown
 from vllm_weir.errors import WeirError
 
 PREFIX = "WEIR_SERVE_"
@@ -46,6 +47,7 @@ class Limits(BaseModel):
     @classmethod
     def load(cls, environ: Mapping[str, str] = os.environ) -> Limits:
         """From the environment; raises WeirError naming a bad variable."""
+        warn_of_unknown(environ, PREFIX, [name.upper() for name in cls.model_fields])
         given = {n: environ[PREFIX + n.upper()] for n in cls.model_fields if PREFIX + n.upper() in environ}
         try:
             return cls(**given)  # type: ignore[arg-type]

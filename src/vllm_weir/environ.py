@@ -1,0 +1,31 @@
+"""Weir's environment variables: one that is misspelt is told of, where it would be ignored."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import logging
+from collections.abc import Collection, Mapping
+
+logger = logging.getLogger(__name__)
+
+
+def warn_of_unknown(
+    environ: Mapping[str, str], prefix: str, known: Collection[str], others: tuple[str, ...] = ()
+) -> None:
+    """Log a warning, once a process, for each variable that begins with `prefix` and has no meaning.
+
+    Args:
+        known: names that have one, without the prefix.
+        others: how names begin that are somebody else's to check.
+    """
+    for variable in environ:
+        name = variable.removeprefix(prefix)
+        if name != variable and name not in known and not name.startswith(others):
+            near = difflib.get_close_matches(name, known, n=1)
+            _warn(variable, f"; did you mean {prefix}{near[0]}?" if near else "")
+
+
+@functools.cache
+def _warn(variable: str, hint: str) -> None:
+    logger.warning("the environment variable %s is none that Weir knows, and is ignored%s", variable, hint)
