@@ -18,7 +18,7 @@ from tests.unit.blocks import (
     mapped,
     supported,
 )
-from tests.unit.blocks_two import Apart, Mamba1, Scan, ScanInto, TwoAttentions
+from tests.unit.blocks_two import Apart, Halfway, Mamba1, Renamed, Scan, ScanInto, TwoAttentions
 from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
 from vllm_weir.worker.families import Family
 from vllm_weir.worker.sites import find_scene, map_sites
@@ -108,6 +108,24 @@ def test_a_tensor_that_nobody_uses_is_not_part_of_the_stream(kind, dtype):
     sites = mapped(Model([kind] * LAYERS, True), dtype)
     assert {"resid_pre", "resid_post"} <= supported(sites)
     assert sites.anchors[Site("resid_post", 1)].residual is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_of_one_block_the_tensor_that_nobody_uses_is_told_by_what_the_model_returns(layers, dtype):
+    """With nothing to be handed on to, both tensors together look like a stream, and the block's own result like an
+    addition to it."""
+    sites = mapped(Model([Halfway] * layers, True), dtype)
+    assert all(supported(sites, layer) == set(BLOCK_HOOKS) for layer in range(layers))
+    assert sites.anchors[Site("resid_post", layers - 1)].residual is None
+    assert {Site("embed", 0), Site("final_norm", 0)} <= set(sites.anchors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_of_one_block_a_tensor_that_is_part_of_the_stream_is_not_overlooked(dtype):
+    sites = mapped(Model([Renamed], True), dtype)
+    assert not supported(sites, 0)
+    assert "what the model returns depends on more" in sites.refused[Site("resid_post", 0)]
 
 
 class GivenEmbeddings(Model):

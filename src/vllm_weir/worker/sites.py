@@ -8,7 +8,7 @@ that fails any of it is refused, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -148,27 +148,44 @@ def map_sites(scene: Scene, run: Run, dtype: torch.dtype, family: Family) -> Sit
         sites.refuse((*BLOCK_HOOKS, *MODEL_HOOKS), range(scene.num_layers), why)
         return sites
     noisy = {"children": _noisy(scene, run, choices[0], "children", cores)}
-    ranked: list[tuple[int, Choice]] = []
-    for ports in choices:
+
+    def points(ports: Ports) -> Choice:
         found, traces = _resolve(scene, noisy, ports, cores, family, matcher)
         if not all(p.complete for p in found.values()):
             if "leaves" not in noisy:
                 noisy["leaves"] = _noisy(scene, run, choices[0], "leaves", cores)
             found, traces = _resolve(scene, noisy, ports, cores, family, matcher)
-        score = sum(len(p.anchors) for p in found.values()) + sum(p.proven for p in found.values())
-        ranked.append((score, (ports, found, traces)))
-        if all(p.complete and p.kind == "sequential" for p in found.values()):
-            break  # no other choice can have more points
-    ranked.sort(key=lambda choice: -choice[0])
-    tried: list[tuple[Choice, dict[int, str]]] = []
-    for _, choice in ranked:
-        tried.append((choice, Carried(scene, run, matcher, choice[0], own, mix).failures()))
-        if not tried[-1][1]:
-            break
-    (ports, found, traces), astray = tried[0] if tried[-1][1] else tried[-1]
+        return ports, found, traces
+
+    def astray(ports: Ports) -> dict[int, str]:
+        return Carried(scene, run, matcher, ports, own, mix).failures()
+
+    (ports, found, traces), failures = _choose(choices, points, astray)
     proof = Proof(scene, run, matcher, ports, found, traces, own, sites, noisy["children"], mix)
-    proof.conclude(cores, astray)
+    proof.conclude(cores, failures)
     return sites
+
+
+def _choose(
+    choices: Sequence[Ports], points: Callable[[Ports], Choice], astray: Callable[[Ports], dict[int, str]]
+) -> tuple[Choice, dict[int, str]]:
+    """The choice with most points among those whose stream is all that the blocks hand on, and what is astray in it."""
+    ranked: list[tuple[int, Choice, dict[int, str] | None]] = []
+    for ports in choices:
+        choice = points(ports)
+        found = choice[1].values()
+        full = all(p.complete and p.kind == "sequential" for p in found)
+        failures = astray(ports) if full else None
+        ranked.append((sum(len(p.anchors) + p.proven for p in found), choice, failures))
+        if failures == {}:
+            break  # no other choice can have more points
+    ranked.sort(key=lambda entry: -entry[0])
+    tried: list[tuple[Choice, dict[int, str]]] = []
+    for _, choice, failures in ranked:
+        tried.append((choice, astray(choice[0]) if failures is None else failures))
+        if not tried[-1][1]:
+            return tried[-1]
+    return tried[0]
 
 
 def _resolve(scene: Scene, noisy, ports: Ports, cores: set[str], family: Family, matcher: Matcher):
