@@ -14,6 +14,7 @@ from tests.unit.blocks import (
     Model,
     Parallel,
     Sandwich,
+    Sequential,
     Weighted,
     mapped,
     supported,
@@ -126,6 +127,26 @@ def test_of_one_block_a_tensor_that_is_part_of_the_stream_is_not_overlooked(dtyp
     sites = mapped(Model([Renamed], True), dtype)
     assert not supported(sites, 0)
     assert "what the model returns depends on more" in sites.refused[Site("resid_post", 0)]
+
+
+@pytest.mark.parametrize("streams", [2, TOKENS])
+def test_a_trunk_of_several_streams_says_so(streams):
+    """Also where there are as many of them as tokens in the probe."""
+
+    class Several(Sequential):
+        def forward(self, positions, hidden_states):
+            return torch.stack([super(Several, self).forward(positions, stream) for stream in hidden_states])
+
+    class Trunk(Model):
+        def forward(self, ids):
+            hidden = torch.stack([(i + 1) * self.embed_tokens(ids) for i in range(streams)])
+            for layer in self.layers:
+                hidden = layer(None, hidden)
+            return self.norm(hidden[0])
+
+    sites = mapped(Trunk([Several] * LAYERS))
+    assert not sites.anchors
+    assert f"several streams at once ({streams}, {TOKENS}, {D})" in sites.refused[Site("embed", 0)]
 
 
 class GivenEmbeddings(Model):

@@ -134,18 +134,13 @@ def map_sites(scene: Scene, run: Run, dtype: torch.dtype, family: Family) -> Sit
         whole = len(scene.stack.split(".")) + 2
         cores |= {".".join(path.split(".")[:whole]) for path in missed}
         own = _record(Recorder(scene, leave=mix), run)
-    odd = [b for b in scene.blocks if len([c for c in own.blocks[b] if c.local == ""]) != 1]
-    if odd:
-        times = len([c for c in own.blocks[odd[0]] if c.local == ""])
-        why = f"block {odd[0]} of {name} runs {times} times in one pass, so a position has no single row there"
-        sites.refuse((*BLOCK_HOOKS, *MODEL_HOOKS), range(scene.num_layers), why)
-        return sites
     matcher = Matcher(dtype)
-    choices = _ports(own, scene)
+    unfit = _unfit(own, scene)
+    choices = [] if unfit else _ports(own, scene)
     if not choices:
         shapes = {str(k): s for k, s in own.blocks[min(scene.blocks)][0].shapes.items()}
         why = f"the blocks of {name} do not hand on one stream of width {scene.width}: they are given {shapes}"
-        sites.refuse((*BLOCK_HOOKS, *MODEL_HOOKS), range(scene.num_layers), why)
+        sites.refuse((*BLOCK_HOOKS, *MODEL_HOOKS), range(scene.num_layers), unfit or why)
         return sites
     noisy = {"children": _noisy(scene, run, choices[0], "children", cores)}
 
@@ -164,6 +159,21 @@ def map_sites(scene: Scene, run: Run, dtype: torch.dtype, family: Family) -> Sit
     proof = Proof(scene, run, matcher, ports, found, traces, own, sites, noisy["children"], mix)
     proof.conclude(cores, failures)
     return sites
+
+
+def _unfit(own: Trace, scene: Scene) -> str:
+    """Why no position has a row of its own in a model's blocks; "" if nothing is against it."""
+    name = type(scene.model).__name__
+    for block in scene.blocks:
+        calls = [c for c in own.blocks[block] if c.local == ""]
+        if len(calls) != 1:
+            return f"block {block} of {name} runs {len(calls)} times in one pass, so a position has no single row there"
+        # The Transformers backend carries a batch dimension of one.
+        shapes = (calls[0].shapes[key] for key in calls[0].out)
+        deep = next((shape for shape in shapes if len(shape) > 2 and shape[:-2] != (1,)), None)
+        if deep is not None:
+            return f"the blocks of {name} hand on several streams at once {deep}, so a position has no single row there"
+    return ""
 
 
 def _choose(
