@@ -90,13 +90,13 @@ def _variants(verdicts: list[Verdict]) -> list[str]:
     lines = [f"\n## Other configurations\n\n{OTHER.format(good=len(good), all=len(verdicts))}"]
     lines += _header(["what differs", "reference"])
     for v in good:
-        name, cells = v.architecture.partition(":")[0], " | ".join(_cells(v))
-        lines.append(f"| {name} | {v.model_class} | {_cell(v.differs)} | {_reference(v)} | {cells} |")
+        cells = " | ".join(_cells(v))
+        lines.append(f"| {v.architecture} | {v.model_class} | {_cell(v.differs)} | {_reference(v)} | {cells} |")
     lines += _rounded(good) + _why(good)
     bad = [v for v in verdicts if v.verdict != CONFORMS]
     lines += ["\n| architecture | what differs | verdict | why |\n|---|---|---|---|"] * bool(bad)
     for v in bad:
-        lines.append(f"| {v.architecture.partition(':')[0]} | {_cell(v.differs)} | {v.verdict} | {_cell(v.reason)} |")
+        lines.append(f"| {v.architecture} | {_cell(v.differs)} | {v.verdict} | {_cell(v.reason)} |")
     return lines
 
 

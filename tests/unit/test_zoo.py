@@ -65,8 +65,8 @@ def test_other_configurations_have_a_table_of_their_own(tmp_path) -> None:
     page = (tmp_path / "page.md").read_text()
     assert "\n1 conforms\n" in page, "configurations are not counted as architectures"
     assert "1 of 2\nconform" in page
-    assert "| A | B | flat True | transformers | 3e-07 / 4e-07 |" in page
-    assert "| A | deep True | refused | two streams |" in page
+    assert "| A:flat | B | flat True | transformers | 3e-07 / 4e-07 |" in page
+    assert "| A:deep | deep True | refused | two streams |" in page
 
 
 def test_representatives_are_in_the_zoo_and_run() -> None:

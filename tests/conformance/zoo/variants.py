@@ -54,7 +54,7 @@ _DENSE = [
     _other("CohereForCausalLM", "plain-heads", dict(use_qk_norm=False, num_key_value_heads=4)),
     _other("Ernie4_5ForCausalLM", "one-block", dict(num_hidden_layers=1)),
     _other("Exaone4ForCausalLM", "no-windows", _FULL | dict(sliding_window=None, sliding_window_pattern=None)),
-    _other("Exaone4ForCausalLM", "one-block", dict(num_hidden_layers=1, layer_types=["full_attention"])),
+    _other("Exaone4ForCausalLM", "one-block", dict(num_hidden_layers=1, layer_types=["sliding_attention"])),
     _other("FalconForCausalLM", "alibi", _ALIBI, apart="transformers makes ALiBi's slopes in bf16"),
     _other("FalconForCausalLM", "sequential", dict(parallel_attn=False)),
     _other("FalconForCausalLM", "two-norms", _GROUPED),
