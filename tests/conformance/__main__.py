@@ -1,4 +1,5 @@
-"""`python -m tests.conformance [ARCH ...] [--jobs 1] [--out DIR]` runs the suite; `... docs` writes docs/models.md.
+"""`python -m tests.conformance [ARCH[:VARIANT] ...] [--jobs 1] [--out DIR]` runs the suite; `... docs` writes
+docs/models.md, `... variants` runs only the further configurations.
 
 What a GPU found (`tests/gpu/conformance.py`) joins the page from the file that `--gpu-results` names; `--merge FILE`
 puts the verdicts of another such run into it first.
@@ -14,7 +15,7 @@ from pathlib import Path
 from tests.conformance.docs import write_docs
 from tests.conformance.pool import run_all
 from tests.conformance.verdict import CONFORMS, FAILS, load_results, save_results
-from tests.conformance.zoo import ZOO
+from tests.conformance.zoo import VARIANTS, ZOO
 
 RESULTS = Path(__file__).parent / "results" / "cpu-0.32.json"
 GPU_RESULTS = Path(__file__).parent / "results" / "h200-0.26.json"
@@ -24,7 +25,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 def main() -> int:
     """The command; 1 if anything fails."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__.splitlines()[0])
-    parser.add_argument("architectures", nargs="*", metavar="ARCH", help="default: all; `docs`: only write the table")
+    parser.add_argument(
+        "architectures", nargs="*", metavar="ARCH", help="default: all; `docs`: only write the table; `variants`"
+    )
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=Path, help="a directory for one JSON and one log per architecture")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the table's source, updated with this run")
@@ -37,14 +40,15 @@ def main() -> int:
             save_results(load_results(arguments.merge).values(), arguments.gpu_results, keep=ZOO)
         write_docs(load_results(arguments.results), load_results(arguments.gpu_results), DOCS)
         return 0
-    unknown = set(arguments.architectures) - set(ZOO)
+    known = ZOO | VARIANTS
+    names = sorted(VARIANTS) if arguments.architectures == ["variants"] else arguments.architectures or sorted(known)
+    unknown = set(names) - set(known)
     if unknown:
         parser.error(f"not in the zoo: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory(prefix="weir-conformance-") as scratch:
         out = arguments.out or Path(scratch)
-        entries = [ZOO[name] for name in arguments.architectures or sorted(ZOO)]
-        verdicts = run_all(entries, out, arguments.jobs, retry=arguments.retry)
-    save_results(verdicts, arguments.results, keep=ZOO)
+        verdicts = run_all([known[name] for name in names], out, arguments.jobs, retry=arguments.retry)
+    save_results(verdicts, arguments.results, keep=known)
     failed = [v.architecture for v in verdicts if v.verdict == FAILS]
     print(f"{sum(v.verdict == CONFORMS for v in verdicts)} of {len(verdicts)} conform, {len(failed)} fail", *failed)
     return 1 if failed else 0

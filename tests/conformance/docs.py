@@ -28,6 +28,9 @@ ROUNDED = """
 float64 differs by {cases}. Two implementations that round in orders of their own cannot agree better.
 """
 
+OTHER = """Configurations that take another way through a model, through transformers or through Weir: {good} of {all}
+conform, checked like the first ones above and on the same device.
+"""
 
 ON_A_GPU = """
 On a GPU (`tests/gpu/conformance.py`): what the CPU cannot run, and some of what it can, for the taps there. fp32,
@@ -40,7 +43,7 @@ def write_docs(
     results: dict[str, Verdict], gpu: dict[str, Verdict], path: Path, not_there: Mapping[str, str] = NOT_THERE
 ) -> None:
     """Write the page from what a CPU and what a GPU found; `not_there`: why the GPU does not run an architecture."""
-    verdicts = [results[a] for a in sorted(results, key=str.lower)]
+    verdicts = [results[a] for a in sorted(results, key=str.lower) if not results[a].differs]
     by = {kind: [v for v in verdicts if v.verdict == kind] for kind in (CONFORMS, REFUSED, CANNOT)}
     on_gpu = [gpu[a] for a in sorted(gpu, key=str.lower)]
     judged = {v.architecture for v in on_gpu if v.verdict in (CONFORMS, REFUSED)}
@@ -57,6 +60,7 @@ def write_docs(
     lines += _cpu_table(by[CONFORMS])
     if on_gpu:
         lines += _gpu_table([v for v in on_gpu if v.verdict == CONFORMS])
+    lines += _variants([results[a] for a in sorted(results, key=str.lower) if results[a].differs])
     lines.append("\n## Refused\n\n| architecture | where | why | known |\n|---|---|---|---|")
     lines += [f"| {v.architecture} | {_device(v)} | {_cell(v.reason)} | {v.checked} |" for v in by[REFUSED]]
     cpu = _device(by[CANNOT][0]) if by[CANNOT] else ""
@@ -74,19 +78,43 @@ def write_docs(
 def _cpu_table(verdicts: list[Verdict]) -> list[str]:
     lines = ["## Conform\n", *_header(["reference"])]
     for v in verdicts:
-        reference = v.checked + (f", {v.note}" if v.note else "")
-        if v.dtype != "float32":
-            reference += f", in {v.dtype} (bound {v.bound:.0e})"
-        lines.append(f"| {v.architecture} | {v.model_class} | {reference} | {' | '.join(_cells(v))} |")
+        lines.append(f"| {v.architecture} | {v.model_class} | {_reference(v)} | {' | '.join(_cells(v))} |")
+    return lines + _rounded(verdicts) + _why(verdicts)
+
+
+def _variants(verdicts: list[Verdict]) -> list[str]:
+    """The architectures' other configurations: what conforms, what is refused as a whole, and what fails."""
+    if not verdicts:
+        return []
+    good = [v for v in verdicts if v.verdict == CONFORMS]
+    lines = [f"\n## Other configurations\n\n{OTHER.format(good=len(good), all=len(verdicts))}"]
+    lines += _header(["what differs", "reference"])
+    for v in good:
+        cells = " | ".join(_cells(v))
+        lines.append(f"| {v.architecture} | {v.model_class} | {_cell(v.differs)} | {_reference(v)} | {cells} |")
+    lines += _rounded(good) + _why(good)
+    bad = [v for v in verdicts if v.verdict != CONFORMS]
+    lines += ["\n| architecture | what differs | verdict | why |\n|---|---|---|---|"] * bool(bad)
+    for v in bad:
+        lines.append(f"| {v.architecture} | {_cell(v.differs)} | {v.verdict} | {_cell(v.reason)} |")
+    return lines
+
+
+def _reference(verdict: Verdict) -> str:
+    reference = verdict.checked + (f", {verdict.note}" if verdict.note else "")
+    if verdict.dtype != "float32":
+        reference += f", in {verdict.dtype} (bound {verdict.bound:.0e})"
+    return reference
+
+
+def _rounded(verdicts: list[Verdict]) -> list[str]:
     rounded = [
         f"{error:.0e} ({v.architecture}, {way} at `{hook}`)"
         for v in verdicts
         for hook, found in v.hooks.items()
         for way, error in found.get("rounding", {}).items()
     ]
-    if rounded:
-        lines.append(ROUNDED.format(cases=", ".join(rounded)))
-    return lines + _why(verdicts)
+    return [ROUNDED.format(cases=", ".join(rounded))] if rounded else []
 
 
 def _gpu_table(verdicts: list[Verdict]) -> list[str]:

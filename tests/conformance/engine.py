@@ -109,6 +109,9 @@ class Engine:
             from tests.conformance.zoo.loader import LOAD_FORMAT
 
             arguments |= {"load_format": LOAD_FORMAT, "trust_remote_code": True}
+        if not arguments["enforce_eager"]:
+            os.environ.pop("TORCHDYNAMO_DISABLE", None)  # what stands there for all the others
+            os.environ["VLLM_CACHE_ROOT"] = str(model_dir.parent / "cache")
         self.llm = LLM(**arguments)
 
     @property
@@ -146,7 +149,7 @@ def _answer(output: Any) -> Answer:
     completion = output.outputs[0]
     made = list(completion.token_ids)
     ids = (list(output.prompt_token_ids) + made)[:-1]
-    logprobs = torch.tensor([[step[token].logprob for token in range(VOCAB)] for step in completion.logprobs])
+    logprobs = torch.tensor([[step[token].logprob for token in range(len(step))] for step in completion.logprobs])
     rows = {}
     activations = getattr(completion, "activations", None)
     if activations is not None:

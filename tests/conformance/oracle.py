@@ -98,11 +98,11 @@ def moved(a: torch.Tensor, b: torch.Tensor) -> bool:
     return rel_err(b, a) > 1e-4
 
 
-def find_shape(plain: Pass, disturb: Callable[[int, bool], Pass]) -> Shape:
+def find_shape(plain: Pass, disturb: Callable[[int, bool], Pass], like: Shape | None = None) -> Shape:
     """The shape of a block from a plain pass.
 
     `disturb(step, first)` is a pass with the stream before that step's addition moved, at the first position only or
-    at all.
+    at all; `like` is the shape of an earlier block of the same class.
     """
     chain, whole = plain.chain(), plain.whole()
     terms = []
@@ -126,6 +126,9 @@ def find_shape(plain: Pass, disturb: Callable[[int, bool], Pass]) -> Shape:
         terms.append(Term(sees, later(node, term(first)), parts))
 
     mixing = [t.mixes for t in terms]
+    if len(terms) >= 2 and not any(mixing) and like is not None and like.kind == "sequential":
+        # Attention that takes its keys and values from an earlier block answers to no other position of its own stream.
+        mixing[0] = True
     if whole and len(terms) == 2:
         if not terms[1].sees:
             # Whether the second mixes shows only when what both read is moved.
@@ -275,7 +278,8 @@ class Oracle:
         if "embed" in ends:
             self.embed_scale = _proportion(ends["embed"], plain[0].value(plain[0].source))
         generator = torch.Generator().manual_seed(0)
-        shapes = []
+        shapes: list[Shape] = []
+        likes: dict[type, Shape] = {}
         for layer, done in enumerate(plain):
             delta = torch.randn(len(ids), self.hidden_size, generator=generator)
             delta *= done.value(done.source).abs().mean()
@@ -289,7 +293,9 @@ class Oracle:
                     change = Change(done.layer, "result", amount, done.chain()[step - 1][0].index)
                 return self._run(ids, [change])[0][done.layer]
 
-            shapes.append(find_shape(done, disturb))
+            kind = type(self.blocks[layer])
+            shapes.append(find_shape(done, disturb, likes.get(kind)))
+            likes.setdefault(kind, shapes[-1])
         return shapes
 
 

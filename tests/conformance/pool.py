@@ -71,13 +71,13 @@ def run_all(
         while waiting or running:
             while waiting and len(running) < jobs and time.monotonic() < until:
                 entry = waiting.pop(0)
-                running[entry.architecture] = _Run(entry, _start(entry, out, retry), time.monotonic())
+                running[entry.name] = _Run(entry, _start(entry, out, retry), time.monotonic())
             progress.update(task, description=" ".join(running))
             time.sleep(0.1)
             over = time.monotonic() >= until
             found = [_finished(run, out, 0.0 if over else limit) for run in running.values()]
             if over:
-                found += [Verdict(entry.architecture, FAILS, "there was no time left for it") for entry in waiting]
+                found += [Verdict(entry.name, FAILS, "there was no time left for it") for entry in waiting]
                 waiting = []
             for verdict in filter(None, found):
                 run = running.pop(verdict.architecture, None)
@@ -92,7 +92,7 @@ def run_all(
                 verdicts.append(verdict)
                 done(verdict)
                 progress.advance(task)
-                progress.console.print(line(verdict), highlight=False)
+                progress.console.print(line(verdict), highlight=False, emoji=False)
     gc.unfreeze()
     return verdicts
 
@@ -134,18 +134,18 @@ def _start(entry: Entry, out: Path, retry: bool, alone: bool = False) -> Any:
 def _child(entry: Entry, out: Path, retry: bool, alone: bool) -> None:
     # A session of its own: whatever it starts ends with it.
     os.setsid()
-    name = f"{entry.architecture}.alone" if alone else entry.architecture
+    name = f"{entry.name}.alone" if alone else entry.name
     log = os.open(out / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     from tests.conformance.run_one import run_one, run_stock
 
     with tempfile.TemporaryDirectory(prefix="weir-zoo-") as scratch:
-        where = Path(scratch) / entry.architecture
+        where = Path(scratch) / entry.name
         if alone:
             run_stock(entry, where)
         else:
-            run_one(entry, where, retry=retry).save(out / f"{entry.architecture}.json")
+            run_one(entry, where, retry=retry).save(out / f"{entry.name}.json")
     sys.stdout.flush()
     os._exit(0)
 
@@ -157,7 +157,7 @@ def _died(run: _Run) -> bool:
 
 def _finished(run: _Run, out: Path, limit: float) -> Verdict | None:
     """The verdict of a process that has ended, or is ended because `limit` is over; None while it runs."""
-    process, architecture, seconds = run.process, run.entry.architecture, time.monotonic() - run.started
+    process, architecture, seconds = run.process, run.entry.name, time.monotonic() - run.started
     late = process.is_alive() and seconds > limit
     if process.is_alive() and not late:
         return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.conformance.engine import Engine, device_name, set_environment
 from tests.conformance.verdict import CANNOT, FAILS, REFUSED, Verdict
-from tests.conformance.zoo import ZOO, Entry, build
+from tests.conformance.zoo import VARIANTS, ZOO, Entry, build
 
 
 def run_one(entry: Entry, where: Path, *, retry: bool = False) -> Verdict:
@@ -21,7 +21,7 @@ def run_one(entry: Entry, where: Path, *, retry: bool = False) -> Verdict:
         retry: run what the zoo says cannot be run, too.
     """
     start, checked = time.monotonic(), "transformers" if _has_oracle(entry) else "identities"
-    verdict = Verdict(entry.architecture, bound=entry.bound, dtype=entry.dtype, checked=checked)
+    verdict = Verdict(entry.name, bound=entry.bound, dtype=entry.dtype, checked=checked, differs=entry.differs)
     if entry.verdict and not retry:
         verdict.verdict, verdict.reason = entry.verdict, entry.reason
         verdict.checked = "by running it" if entry.tried else "by reading its source"
@@ -120,13 +120,14 @@ def _brief(error: BaseException) -> str:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("architecture", choices=sorted(ZOO))
+    entries = ZOO | VARIANTS
+    parser.add_argument("architecture", choices=sorted(entries), metavar="ARCH[:VARIANT]")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--retry", action="store_true", help="also what the zoo says cannot be run")
     arguments = parser.parse_args()
     set_environment()
     with tempfile.TemporaryDirectory(prefix="weir-zoo-") as scratch:
-        verdict = run_one(ZOO[arguments.architecture], Path(scratch) / "model", retry=arguments.retry)
+        verdict = run_one(entries[arguments.architecture], Path(scratch) / "model", retry=arguments.retry)
     if arguments.out:
         verdict.save(arguments.out)
     print(verdict)

@@ -12,12 +12,13 @@ pytest.importorskip("vllm")
 from tests.conformance.against_identities import identity_errors
 from tests.conformance.oracle import FIVE, NoPoint, Oracle
 from tests.conformance.rounding import rounding_errors, widened
-from tests.conformance.zoo import ZOO, build
+from tests.conformance.zoo import VARIANTS, ZOO, build
 from tests.support.measure import rel_err
 
 KINDS = {
     "LlamaForCausalLM": ["sequential"] * 4,
     "Gemma4ForCausalLM": ["sequential"] * 4,
+    "Gemma4ForCausalLM:shared-keys": ["sequential"] * 4,  # attention that no other position of the stream reaches
     "FalconForCausalLM": ["parallel"] * 4,
     "Cohere2MoeForCausalLM": ["parallel"] * 4,
     "NemotronHForCausalLM": ["mixer", "mlp", "mixer", "mlp"],
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.conformance
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Oracle]:
     """An architecture and its reference."""
     where: Path = tmp_path_factory.mktemp("oracle") / request.param
-    return request.param, Oracle(build(ZOO[request.param], where))
+    return request.param, Oracle(build((ZOO | VARIANTS)[request.param], where))
 
 
 def test_kinds_of_blocks(case: tuple[str, Oracle]) -> None:

@@ -24,6 +24,7 @@ class Verdict:
             "refused": why some or all blocks do not}.
         note: why identities were checked although transformers has the model.
         steady: whether stock vLLM gives the same answers to the bit, asked twice.
+        differs: what is other than in the architecture's first entry of the zoo; "" for that.
         stock_error: how far vLLM itself is from transformers in the log-probabilities, max|d| / max|ref|.
     """
 
@@ -39,6 +40,7 @@ class Verdict:
     bound: float = 0.0
     dtype: str = "float32"
     steady: bool = True
+    differs: str = ""
     vllm: str = ""
     backend: str = "cpu"
     seconds: float = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tests.unit.blocks import MLP, Attention, Block, Core, D
+from tests.unit.blocks import MLP, Attention, Block, Core, D, Fused, Parallel
 
 
 class Scan(Core):
@@ -78,3 +78,18 @@ class Apart(TwoAttentions):
         residual = hidden_states if residual is None else residual
         out, _ = super().forward(positions, hidden_states.clone(), residual.clone())
         return out, 0.5 * residual + hidden_states
+
+
+class Halfway(Parallel):
+    """Hands on the stream before its MLP as a second tensor that nobody uses, like Exaone 4's."""
+
+    def forward(self, positions, hidden_states, residual):
+        residual = hidden_states + self.self_attn(positions, self.ln_1(hidden_states))
+        return residual + self.mlp(self.ln_2(residual)), residual
+
+
+class Renamed(Fused):
+    """Calls the second of the two tensors whose sum is its stream something else."""
+
+    def forward(self, positions, hidden_states, rest):
+        return super().forward(positions, hidden_states, rest)

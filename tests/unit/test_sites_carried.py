@@ -14,11 +14,12 @@ from tests.unit.blocks import (
     Model,
     Parallel,
     Sandwich,
+    Sequential,
     Weighted,
     mapped,
     supported,
 )
-from tests.unit.blocks_two import Apart, Mamba1, Scan, ScanInto, TwoAttentions
+from tests.unit.blocks_two import Apart, Halfway, Mamba1, Renamed, Scan, ScanInto, TwoAttentions
 from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
 from vllm_weir.worker.families import Family
 from vllm_weir.worker.sites import find_scene, map_sites
@@ -108,6 +109,44 @@ def test_a_tensor_that_nobody_uses_is_not_part_of_the_stream(kind, dtype):
     sites = mapped(Model([kind] * LAYERS, True), dtype)
     assert {"resid_pre", "resid_post"} <= supported(sites)
     assert sites.anchors[Site("resid_post", 1)].residual is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_of_one_block_the_tensor_that_nobody_uses_is_told_by_what_the_model_returns(layers, dtype):
+    """With nothing to be handed on to, both tensors together look like a stream, and the block's own result like an
+    addition to it."""
+    sites = mapped(Model([Halfway] * layers, True), dtype)
+    assert all(supported(sites, layer) == set(BLOCK_HOOKS) for layer in range(layers))
+    assert sites.anchors[Site("resid_post", layers - 1)].residual is None
+    assert {Site("embed", 0), Site("final_norm", 0)} <= set(sites.anchors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_of_one_block_a_tensor_that_is_part_of_the_stream_is_not_overlooked(dtype):
+    sites = mapped(Model([Renamed], True), dtype)
+    assert not supported(sites, 0)
+    assert "what the model returns depends on more" in sites.refused[Site("resid_post", 0)]
+
+
+@pytest.mark.parametrize("streams", [2, TOKENS])
+def test_a_trunk_of_several_streams_says_so(streams):
+    """Also where there are as many of them as tokens in the probe."""
+
+    class Several(Sequential):
+        def forward(self, positions, hidden_states):
+            return torch.stack([super(Several, self).forward(positions, stream) for stream in hidden_states])
+
+    class Trunk(Model):
+        def forward(self, ids):
+            hidden = torch.stack([(i + 1) * self.embed_tokens(ids) for i in range(streams)])
+            for layer in self.layers:
+                hidden = layer(None, hidden)
+            return self.norm(hidden[0])
+
+    sites = mapped(Trunk([Several] * LAYERS))
+    assert not sites.anchors
+    assert f"several streams at once ({streams}, {TOKENS}, {D})" in sites.refused[Site("embed", 0)]
 
 
 class GivenEmbeddings(Model):

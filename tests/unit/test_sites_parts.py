@@ -22,7 +22,7 @@ from tests.unit.blocks import (
     mapped,
     supported,
 )
-from vllm_weir.spec.hooks import Site
+from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
 from vllm_weir.worker.anchors import Anchor, Key
 
 
@@ -87,6 +87,27 @@ def test_what_comes_after_the_final_norm():
             "norm", "after", Key("out", -1)
         )
     assert "changes what norm returns" in mapped(Doubles([Sequential] * LAYERS)).refused[Site("final_norm", 0)]
+
+
+def test_what_runs_again_elsewhere_is_no_point():
+    """A tap on a norm that is called before the blocks as well would add there too, like NanoChat's."""
+
+    class NormsFirst(Model):
+        def forward(self, ids):
+            hidden = self.norm(self.embed_tokens(ids))
+            for layer in self.layers:
+                hidden = layer(None, hidden)
+            return self.norm(hidden)
+
+    class LooksUpTwice(Model):
+        def forward(self, ids):
+            return super().forward(ids) + self.embed_tokens(ids)
+
+    sites = mapped(NormsFirst([Sequential] * LAYERS))
+    assert "norm runs 2 times in one pass" in sites.refused[Site("final_norm", 0)]
+    assert Site("embed", 0) in sites.anchors and supported(sites) == set(BLOCK_HOOKS)
+    sites = mapped(LooksUpTwice([Sequential] * LAYERS))
+    assert "embed_tokens runs 2 times in one pass" in sites.refused[Site("embed", 0)]
 
 
 def test_a_final_norm_outside_the_pass_is_refused():

@@ -14,10 +14,11 @@ from tests.conformance import pool
 from tests.conformance.docs import write_docs
 from tests.conformance.representatives import REPRESENTATIVES
 from tests.conformance.verdict import CANNOT, CONFORMS, FAILS, REFUSED, Verdict, load_results, save_results
-from tests.conformance.zoo import ZOO
+from tests.conformance.zoo import VARIANTS, ZOO
 from tests.conformance.zoo.backend import BACKEND
 from tests.conformance.zoo.entry import COARSE, LOOSE
 from tests.conformance.zoo.gpu import GPU, NOT_THERE, in_bfloat16
+from tests.conformance.zoo.variants import OTHERS
 
 
 def test_every_architecture_of_the_registry_has_an_entry() -> None:
@@ -42,6 +43,30 @@ def test_what_cannot_be_run_says_why() -> None:
     for entry in ZOO.values():
         assert bool(entry.verdict) == bool(entry.reason), entry.architecture
         assert entry.verdict in ("", CANNOT)
+
+
+def test_other_configurations_are_told_apart() -> None:
+    assert len(VARIANTS) == len(OTHERS) and not set(VARIANTS) & set(ZOO)
+    for name, entry in VARIANTS.items():
+        first = ZOO[entry.architecture]
+        assert name == f"{entry.architecture}:{entry.variant}" and entry.differs
+        assert (entry.config, entry.engine, entry.dtype) != (first.config, first.engine, first.dtype), name
+        assert not first.verdict, f"{name} is of an architecture that cannot be run"
+
+
+def test_other_configurations_have_a_table_of_their_own(tmp_path) -> None:
+    point = {"layers": 4, "of": 4, "has": None, "capture": 3e-7, "steer": 4e-7, "rounding": {}, "refused": ""}
+    found = {
+        "A": Verdict("A", CONFORMS, model_class="A", hooks={"embed": point}, vllm="0.32.0"),
+        "A:flat": Verdict("A:flat", CONFORMS, model_class="B", hooks={"embed": point}, differs="flat True"),
+        "A:deep": Verdict("A:deep", REFUSED, "two streams", differs="deep True"),
+    }
+    write_docs(found, {}, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "\n1 conforms\n" in page, "configurations are not counted as architectures"
+    assert "1 of 2\nconform" in page
+    assert "| A:flat | B | flat True | transformers | 3e-07 / 4e-07 |" in page
+    assert "| A:deep | deep True | refused | two streams |" in page
 
 
 def test_representatives_are_in_the_zoo_and_run() -> None:

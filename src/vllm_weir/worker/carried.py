@@ -43,9 +43,10 @@ class Carried:
 
     def failures(self) -> dict[int, str]:
         """Block -> why its stream cannot be what was chosen; one more pass, where blocks hand on several tensors."""
-        if self._ports.residual_in is None and not any(self._spare.values()):
-            return {}
         last = self._scene.num_layers - 1
+        besides = last in self._scene.blocks and bool(self._unclaimed(last))
+        if self._ports.residual_in is None and not any(self._spare.values()) and not besides:
+            return {}
         recorder = Recorder(self._scene, self._enter, self._mix, self._behind(last))
         with recorder.recording() as trace:
             self._run()
@@ -97,10 +98,16 @@ class Carried:
         if anchor.residual is not None:
             share = _share(path, stream)
             writes = {Anchor(path, "after", anchor.hidden): -share, Anchor(path, "after", anchor.residual): share}
-        for key in self._spare[block]:
-            if key in call.out and call.pointers[key] != call.pointers.get(anchor.hidden):
-                writes[Anchor(path, "after", key)] = rms(stream) * noise(f"{path}:{key.index}:spare", stream)
+        for key in self._unclaimed(block):
+            size = max(rms(stream), rms(call.out[key]))
+            writes[Anchor(path, "after", key)] = size * noise(f"{path}:{key.index}:spare", stream)
         return writes
+
+    def _unclaimed(self, block: int) -> list[Key]:
+        """What a block returns besides its stream."""
+        anchor, call = self._anchor(block, "after"), self._own.blocks[block][0]
+        stream = {call.pointers[k] for k in (anchor.hidden, anchor.residual) if k is not None and k in call.out}
+        return [key for key in call.out if call.pointers[key] not in stream]
 
     def _alike(self, block: int, trace: Trace) -> bool:
         """Whether a block left the same in both passes, what is not part of the stream included."""

@@ -47,6 +47,8 @@ class Ends:
         if found is None:
             self._refuse(EMBED, "no token embedding runs together with the blocks")
             return
+        if self._again(EMBED, found):
+            return
         key, value = next(iter(found.out.items()))
         # Positions may be added to it, or a norm applied; a mere factor is part of the embedding. Some models keep a
         # copy of it beside the stream, so it is tapped where it comes from.
@@ -92,6 +94,8 @@ class Ends:
                 )
             self._refuse(FINAL_NORM, why)
             return
+        if self._again(FINAL_NORM, normed[0]):
+            return
         key, out = next(iter(normed[0].out.items()))
         if root is None or self._m.factor(out, root) is None:
             after = next((c for c in self._outer.outside if c.start > normed[0].end and self._returns(c, out)), None)
@@ -114,6 +118,13 @@ class Ends:
             arrives = self._gets(after, [value])
         if not arrives:
             self._refuse(FINAL_NORM, "what is added there does not arrive in what the model returns")
+
+    def _again(self, site: Site, call: Call) -> bool:
+        """Whether the module of a call is called once more, where a tap on it would act as well; then it is refused."""
+        times = sum(c.path == call.path for calls in (self._own.outside, *self._own.blocks) for c in calls)
+        if times > 1:
+            self._refuse(site, f"{call.path} runs {times} times in one pass, and what is added there would be in each")
+        return times > 1
 
     def _streams(self, call: Call, stream: torch.Tensor) -> Iterator[bool]:
         given = list(call.args.values())

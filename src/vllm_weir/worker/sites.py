@@ -8,7 +8,7 @@ that fails any of it is refused, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -134,41 +134,68 @@ def map_sites(scene: Scene, run: Run, dtype: torch.dtype, family: Family) -> Sit
         whole = len(scene.stack.split(".")) + 2
         cores |= {".".join(path.split(".")[:whole]) for path in missed}
         own = _record(Recorder(scene, leave=mix), run)
-    odd = [b for b in scene.blocks if len([c for c in own.blocks[b] if c.local == ""]) != 1]
-    if odd:
-        times = len([c for c in own.blocks[odd[0]] if c.local == ""])
-        why = f"block {odd[0]} of {name} runs {times} times in one pass, so a position has no single row there"
-        sites.refuse((*BLOCK_HOOKS, *MODEL_HOOKS), range(scene.num_layers), why)
-        return sites
     matcher = Matcher(dtype)
-    choices = _ports(own, scene)
+    unfit = _unfit(own, scene)
+    choices = [] if unfit else _ports(own, scene)
     if not choices:
         shapes = {str(k): s for k, s in own.blocks[min(scene.blocks)][0].shapes.items()}
         why = f"the blocks of {name} do not hand on one stream of width {scene.width}: they are given {shapes}"
-        sites.refuse((*BLOCK_HOOKS, *MODEL_HOOKS), range(scene.num_layers), why)
+        sites.refuse((*BLOCK_HOOKS, *MODEL_HOOKS), range(scene.num_layers), unfit or why)
         return sites
     noisy = {"children": _noisy(scene, run, choices[0], "children", cores)}
-    ranked: list[tuple[int, Choice]] = []
-    for ports in choices:
+
+    def points(ports: Ports) -> Choice:
         found, traces = _resolve(scene, noisy, ports, cores, family, matcher)
         if not all(p.complete for p in found.values()):
             if "leaves" not in noisy:
                 noisy["leaves"] = _noisy(scene, run, choices[0], "leaves", cores)
             found, traces = _resolve(scene, noisy, ports, cores, family, matcher)
-        score = sum(len(p.anchors) for p in found.values()) + sum(p.proven for p in found.values())
-        ranked.append((score, (ports, found, traces)))
-        if all(p.complete and p.kind == "sequential" for p in found.values()):
-            break  # no other choice can have more points
-    ranked.sort(key=lambda choice: -choice[0])
-    tried: list[tuple[Choice, dict[int, str]]] = []
-    for _, choice in ranked:
-        tried.append((choice, Carried(scene, run, matcher, choice[0], own, mix).failures()))
-        if not tried[-1][1]:
-            break
-    (ports, found, traces), astray = tried[0] if tried[-1][1] else tried[-1]
+        return ports, found, traces
+
+    def astray(ports: Ports) -> dict[int, str]:
+        return Carried(scene, run, matcher, ports, own, mix).failures()
+
+    (ports, found, traces), failures = _choose(choices, points, astray)
     proof = Proof(scene, run, matcher, ports, found, traces, own, sites, noisy["children"], mix)
-    proof.conclude(cores, astray)
+    proof.conclude(cores, failures)
     return sites
+
+
+def _unfit(own: Trace, scene: Scene) -> str:
+    """Why no position has a row of its own in a model's blocks; "" if nothing is against it."""
+    name = type(scene.model).__name__
+    for block in scene.blocks:
+        calls = [c for c in own.blocks[block] if c.local == ""]
+        if len(calls) != 1:
+            return f"block {block} of {name} runs {len(calls)} times in one pass, so a position has no single row there"
+        # The Transformers backend carries a batch dimension of one.
+        shapes = (calls[0].shapes[key] for key in calls[0].out)
+        deep = next((shape for shape in shapes if len(shape) > 2 and shape[:-2] != (1,)), None)
+        if deep is not None:
+            return f"the blocks of {name} hand on several streams at once {deep}, so a position has no single row there"
+    return ""
+
+
+def _choose(
+    choices: Sequence[Ports], points: Callable[[Ports], Choice], astray: Callable[[Ports], dict[int, str]]
+) -> tuple[Choice, dict[int, str]]:
+    """The choice with most points among those whose stream is all that the blocks hand on, and what is astray in it."""
+    ranked: list[tuple[int, Choice, dict[int, str] | None]] = []
+    for ports in choices:
+        choice = points(ports)
+        found = choice[1].values()
+        full = all(p.complete and p.kind == "sequential" for p in found)
+        failures = astray(ports) if full else None
+        ranked.append((sum(len(p.anchors) + p.proven for p in found), choice, failures))
+        if failures == {}:
+            break  # no other choice can have more points
+    ranked.sort(key=lambda entry: -entry[0])
+    tried: list[tuple[Choice, dict[int, str]]] = []
+    for _, choice, failures in ranked:
+        tried.append((choice, astray(choice[0]) if failures is None else failures))
+        if not tried[-1][1]:
+            return tried[-1]
+    return tried[0]
 
 
 def _resolve(scene: Scene, noisy, ports: Ports, cores: set[str], family: Family, matcher: Matcher):

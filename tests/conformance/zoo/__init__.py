@@ -1,4 +1,4 @@
-"""Tiny random-weight models, one for every text-generation architecture of vLLM's registry."""
+"""Tiny random-weight models: one for every text-generation architecture of vLLM's registry, and others of its kind."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.conformance.zoo.elsewhere import ELSEWHERE, FOUND
 from tests.conformance.zoo.entry import Entry
 from tests.conformance.zoo.hybrid import HYBRID
 from tests.conformance.zoo.moe import MOE
+from tests.conformance.zoo.variants import OTHERS
 from tests.conformance.zoo.vllm_only import OWN
 
 
@@ -23,4 +24,6 @@ ZOO: dict[str, Entry] = {
     entry.architecture: _known(entry) for entry in [*DENSE, *MOE, *HYBRID, *BACKEND, *OWN, *ELSEWHERE]
 }
 
-__all__ = ["ZOO", "Entry", "build"]
+VARIANTS: dict[str, Entry] = {entry.name: entry for entry in OTHERS}
+
+__all__ = ["VARIANTS", "ZOO", "Entry", "build"]

@@ -33,6 +33,8 @@ class Entry:
         apart_bound: their bound then, if it is wider than `bound`.
         dtype: of weights and stream.
         verdict: a verdict that no run can change, with its `reason`, for what has no model here.
+        variant: its name among the architecture's entries; "" for the first one.
+        differs: what is other than in the first one, in a few words; "" in that.
         tried: whether `reason` was found by running the architecture; False: by reading its source.
     """
 
@@ -48,10 +50,17 @@ class Entry:
     engine: dict[str, Any] = field(default_factory=dict)
     apart: str = ""
     apart_bound: float = 0.0
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     verdict: Literal["", "refused", "cannot run"] = ""
     reason: str = ""
     tried: bool = True
+    variant: str = ""
+    differs: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is called in the zoo."""
+        return f"{self.architecture}:{self.variant}" if self.variant else self.architecture
 
     def fields(self) -> dict[str, Any]:
         """The configuration's fields."""
