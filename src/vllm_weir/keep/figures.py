@@ -126,7 +126,8 @@ def show(found: Figures, console: Console | None = None) -> None:
     )
     for header in found.headers:
         extra = "".join(f", {name} {header[name]}" for name in ("k", "seed") if header[name])
-        console.print(f"records: {header['method']}{extra}, of {header['dtype']} rows of {header['d_model']}")
+        line = f"records: {header['method']}{extra}, of {header['dtype']} rows of {header['d_model']}"
+        console.print(line, soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("site", no_wrap=True)
     names = ["rows", "requests", "width", "stored", "mean", "std", "norm", "min", "max"]
@@ -142,7 +143,8 @@ def show(found: Figures, console: Console | None = None) -> None:
     wide = Console(file=console.file, width=max(wanted, console.width), highlight=False)
     wide.print(table)
     if found.sites:
-        console.print(f"[dim]statistics over up to {max(s.sampled for s in found.sites):,} rows of a site[/dim]")
+        most = max(s.sampled for s in found.sites)
+        console.print(f"[dim]statistics over up to {most:,} rows of a site[/dim]", soft_wrap=True)
     for note in found.notes:
         console.print(f"note: {note}", soft_wrap=True)
 
