@@ -204,7 +204,11 @@ class Spool:
             except OSError:
                 os.ftruncate(self._fd, self.size)
                 raise
-        self.size += memoryview(data).nbytes
+        written = memoryview(data).nbytes
+        if self.store.local and self.store.fsync and hasattr(os, "posix_fadvise"):
+            # Has the kernel begin to write it out now, so that the disk is at work before the file is published.
+            os.posix_fadvise(self._fd, self.size, written, os.POSIX_FADV_DONTNEED)
+        self.size += written
 
     def write_at(self, offset: int, data: bytes) -> None:
         """Overwrite bytes that were written already."""
