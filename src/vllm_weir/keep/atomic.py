@@ -25,6 +25,9 @@ from vllm_weir.errors import WeirError
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oci", "oss", "r2"}
 """Stores without folders; to make one there could make a bucket."""
 
+PIECE = 1 << 20
+"""Bytes of one call that writes: for larger ones ext4 looks for long runs of free memory, at times slowly."""
+
 
 @contextlib.contextmanager
 def naming(action: str, file: str) -> Iterator[None]:
@@ -252,7 +255,7 @@ class Spool:
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:
     while data:
-        done = os.pwrite(fd, data, offset)
+        done = os.pwrite(fd, data[:PIECE], offset)
         data, offset = data[done:], offset + done
 
 
