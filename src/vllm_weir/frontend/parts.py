@@ -16,6 +16,15 @@ from vllm_weir.spec.request import ResolvedSpec, Treatment, Wish
 from vllm_weir.spec.sinks import Sink
 from vllm_weir.spec.vectors import digest_of
 
+Way: TypeAlias = tuple[Sink, str]
+"""Where rows go, and whether they wait to be marked."""
+MEMORY: Way = (Sink(), "always")
+
+
+def way_of(capture: Capture) -> Way:
+    """Captures that go the same way are one part."""
+    return capture.sink, capture.keep
+
 
 @dataclass(frozen=True)
 class Part:
@@ -87,16 +96,6 @@ def make_parts(
     if lens_layers:
         parts[0] = replace(parts[0], lens_layers=lens_layers)
     return tuple(parts)
-
-
-Way: TypeAlias = tuple[Sink, str]
-"""Where rows go, and whether they wait to be marked."""
-MEMORY: Way = (Sink(), "always")
-
-
-def way_of(capture: Capture) -> Way:
-    """Captures that go the same way are one part."""
-    return capture.sink, capture.keep
 
 
 class Treatments(NamedTuple):

@@ -11,8 +11,9 @@ from http import HTTPStatus
 import vllm.outputs  # noqa: F401 - before seams.engine: its own seam is held by a function of that module
 
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admit import KEYS
 from vllm_weir.seams.engine import WeirRequestError, desk_of, has_desk, view_of
-from vllm_weir.serve.ask import KEYS, Ask, asks
+from vllm_weir.serve.ask import Ask, asks
 from vllm_weir.serve.reply import Reply
 from vllm_weir.serve.state import ServerState
 from vllm_weir.spec.lens import LENS_CAPTURE_KEY, lens_capture, refuse_lens

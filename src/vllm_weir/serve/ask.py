@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.frontend.admit import KEYS
 from vllm_weir.serve.fork import fork_fields, with_fork
 from vllm_weir.serve.limits import Limits
-from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_KEYS, refuse_lens
+from vllm_weir.spec.lens import LENS_CAPTURE_KEY, refuse_lens
 from vllm_weir.spec.request import WIRE_KEY
 
-KEYS = (WIRE_KEY, *LENS_KEYS)
 RESPONSE = "response"
 _ENTRY = re.compile(r"^(modules|interventions)\[(\d+)\](.*)$", re.ASCII | re.DOTALL)
 

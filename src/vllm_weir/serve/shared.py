@@ -8,9 +8,7 @@ it is a new one. What a writer that died left behind is cleaned up by the next.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import fcntl
 import json
 import logging
 import os
@@ -26,6 +24,7 @@ from safetensors.numpy import load, save
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.shelf import Contents, Named
+from vllm_weir.serve.home import locked
 from vllm_weir.spec.interventions import Intervention, parse_intervention
 from vllm_weir.spec.vectors import Vector
 
@@ -48,7 +47,7 @@ class Shared:
         self._contents = Contents()
         self._reading = threading.Lock()
         self._gone = False
-        with self._writing():
+        with locked(self._folder / _LOCK):
             if not self._path.exists():
                 self._publish(Contents(generation=1))
 
@@ -74,20 +73,11 @@ class Shared:
         Returns:
             The new contents, which every later `read` in any process gives, or newer ones.
         """
-        with self._writing():
+        with locked(self._folder / _LOCK):
             before = self.read()
             after = edit(before)
             self._publish(replace(after, generation=before.generation + 1))
             return self.read()
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        descriptor = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
 
     def _publish(self, contents: Contents) -> None:
         """Write a state; the lock is held. After an error (a full disk) nothing of it is left."""
