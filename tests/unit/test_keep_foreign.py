@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 from vllm_weir.errors import WeirError
 from vllm_weir.keep import load
+from vllm_weir.keep.blocks import ArrayBlock
 
 D, N = 32, 6
 
@@ -81,6 +83,20 @@ def test_mi_patch_topk8_needs_its_width_and_unwraps_indices(tmp_path: Path) -> N
     assert torch.allclose(row[[1, 39_999, 7]], torch.tensor([3.0, -4.0, 5.0]), atol=0.05)
     with pytest.raises(WeirError, match="outside a row"):
         load(file, hidden_size=100).rows(("resid_post", 0))
+
+
+def test_a_dataset_that_is_gone_leaves_no_rows_to_the_next(tmp_path: Path) -> None:
+    """Unpacked arrays are kept for their block only: another at the same address reads its own file."""
+    file = tmp_path / "seq0_layer0_rank0.npz"
+    for i in range(10):
+        codes = mi_patch_codes((i + 1) * np.arange(D, dtype=np.float32)[None])
+        np.savez(file, q=codes["codes"], scale=codes["scale"], zero=codes["zero"] * 0)
+        dataset = load(file)
+        got = dataset.rows(("resid_post", 0)).rows.numpy()
+        assert np.array_equal(got, codes["codes"] * codes["scale"][:, None])
+        del dataset
+        gc.collect()
+        assert not ArrayBlock._recent
 
 
 def test_pickled_arrays_are_never_loaded(tmp_path: Path) -> None:

@@ -57,13 +57,16 @@ class TokenIds(Mapping):
 
     def __init__(self, tokens: Tokens, positions: Mapping[Site, torch.Tensor]) -> None:
         self._tokens, self._positions = tokens, positions
-        self._made: dict[int, torch.Tensor] = {}
+        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __getitem__(self, site: Site) -> torch.Tensor:
         at = self._positions[site]
-        if id(at) not in self._made:
-            self._made[id(at)] = torch.from_numpy(self._tokens.array[at.numpy()])
-        return self._made[id(at)]
+        for positions, ids in self._made:
+            if positions is at:
+                return ids
+        ids = torch.from_numpy(self._tokens.array[at.numpy()])
+        self._made.append((at, ids))
+        return ids
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self._positions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -90,7 +91,8 @@ class FileBlock(Block):
 class ArrayBlock(Block):
     """Records that a file unpacks to (npz): unpacked at the first look, the last few kept. Offsets count in records."""
 
-    _recent: ClassVar[dict[tuple[str, str, str], np.ndarray]] = {}
+    # Weak, and by the block itself: ids are given again, and arrays go with their dataset.
+    _recent: ClassVar[WeakKeyDictionary[ArrayBlock, np.ndarray]] = WeakKeyDictionary()
     KEEP = 8
 
     def __init__(
@@ -103,16 +105,15 @@ class ArrayBlock(Block):
         return self.count * self.width
 
     def gather(self, offsets: np.ndarray) -> np.ndarray:
-        key = (self.store.url, self.name, str(id(self)))
         recent = ArrayBlock._recent
-        array = recent.pop(key, None)
+        array = recent.pop(self, None)
         if array is None:
             array = self.unpack(self.store, self.name)
             if array.shape != (self.count, self.width) or array.dtype != np.uint8:
                 raise self.store.fail(self.name, "changed while it was open")
-        recent[key] = array
-        while len(recent) > self.KEEP:
-            recent.pop(next(iter(recent)))
+        recent[self] = array
+        for old in list(recent)[: -self.KEEP]:
+            recent.pop(old, None)
         return array[offsets // self.width]
 
 
