@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_weir.spec.interventions import BLEND
+from vllm_weir.worker import place as place_module
 from vllm_weir.worker import tap as tap_module
 from vllm_weir.worker.anchors import Anchor, Beside, Key
+from vllm_weir.worker.place import place
 from vllm_weir.worker.profiles import Profiles
 from vllm_weir.worker.programs import LAST
 from vllm_weir.worker.select import STAGES
-from vllm_weir.worker.tap import Switch, TapTensors, numbered, place
+from vllm_weir.worker.tap import Switch, TapTensors, numbered
 
 
 @settings(max_examples=300, deadline=None)
@@ -207,13 +209,26 @@ def test_a_silent_tap_is_not_asked_in_a_pass_that_is_not_compiled(beside, monkey
     assert len(calls) == 3
 
 
+def test_a_tapped_module_is_called_as_others_are():
+    """Dynamo goes around the code of `torch.nn.Module` that looks for hooks, unless it finds one or a forward of it."""
+    model, switch = torch.nn.ModuleDict({"block": torch.nn.Linear(3, 3)}), live(TapTensors(*[torch.zeros(1, 3)] * 7))
+    block = model["block"]
+    for when, key in (("before", Key("arg", 0, "input")), ("after", Key("out", -1))):
+        place(model, Anchor("block", when, key), 0, switch)
+    assert "forward" not in vars(block) and not (block._forward_hooks or block._forward_pre_hooks)
+    assert type(block).__call__ is torch.nn.Module.__call__
+    assert isinstance(block, torch.nn.Linear) and type(block).__name__ == "Linear"
+    assert type(block).__mro__[1] is torch.nn.Linear, "one class for all that is put around it"
+    assert torch.nn.Linear.forward(block, torch.ones(1, 3)).shape == (1, 3), "others of its class are not tapped"
+
+
 def test_a_tap_whose_engine_is_gone_says_so():
     """It cannot know what it was to do; to do nothing would be silently wrong."""
     model, switch = torch.nn.ModuleDict({"block": torch.nn.Identity()}), live(TapTensors(*[torch.zeros(1, 3)] * 7))
     place(model, Anchor("block", "after", Key("out", -1)), 0, switch)
     (number,) = [tensor for name, tensor in model.named_buffers()]
     del switch
-    model["block"].weir_touches["after"].clear()
+    model["block"] = torch.nn.Identity()  # what is around the old one's forward holds the switch
     gc.collect()
     with pytest.raises(RuntimeError, match="engine is gone"):
         torch.ops.weir.tap(torch.ones(1, 3), number)
@@ -320,6 +335,7 @@ def touched(anchor, args, kwargs, output, monkeypatch):
     monkeypatch.setattr(tap_module, "_act", lambda usual, hidden, other, number: found.append((hidden, other)))
     module, switch = torch.nn.Module(), live(TapTensors(*[torch.zeros(1, 3)] * 7))
     module.weir_tap_0 = numbered(0)
-    tap_module._touch(anchor, "weir_tap_0", switch, 0)(module, args, kwargs, output)
+    layer = place_module._tap(anchor, "weir_tap_0", switch, 0)
+    assert layer(lambda *_, **__: output)(module, *args, **kwargs) is output
     (tensors,) = found
     return tensors

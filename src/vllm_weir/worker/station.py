@@ -26,6 +26,7 @@ from vllm_weir.worker.hostmem import HostBuffer
 from vllm_weir.worker.link import Link
 from vllm_weir.worker.live import LiveRequests
 from vllm_weir.worker.outlet import CpuOutlet, CudaOutlet, at_once
+from vllm_weir.worker.place import place
 from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.ring import Ring
@@ -34,7 +35,7 @@ from vllm_weir.worker.sites import SiteMap, chosen
 from vllm_weir.worker.step import PACKED, StepPlan
 from vllm_weir.worker.strands import Strands
 from vllm_weir.worker.tables import PlanWriter, TableWriter
-from vllm_weir.worker.tap import Switch, TapTensors, place, warm
+from vllm_weir.worker.tap import Switch, TapTensors, warm
 from vllm_weir.worker.treat import Packet, Treater
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The tap: one opaque custom op a site, traced into the model's graph by a wrapper around a module's forward.
+"""The tap: one opaque custom op a site, called where `vllm_weir.worker.place` has put it.
 
 Its one constant is the site's number, a tensor, so every layer's graph is the same; everything else (the step's plan,
 the tables, the ring) belongs to the engine that the number was given out by, and is found by the number's address. The
@@ -10,14 +10,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from types import MethodType
-from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
 from vllm_weir.worker import tap_cpu
-from vllm_weir.worker.anchors import Anchor, Key, pick
 
 _LIBRARY = torch.library.Library("weir", "DEF")
 _LIBRARY.define("tap(Tensor(a!) hidden, Tensor tap) -> ()")
@@ -143,115 +139,6 @@ for _key, _implementation in (("CPU", tap_cpu.launch), ("CUDA", _tap_cuda)):
     _LIBRARY.impl("tap_offset", _with_other(_implementation), _key)
 for _name in ("tap", "tap_residual", "tap_offset"):
     _LIBRARY._register_fake(_name, _nothing)
-
-
-_TOUCHES = "weir_touches"
-Touch = Callable[[torch.nn.Module, tuple, dict, Any], None]
-"""What is done where a call is tapped: (module, args, kwargs, output) -> None."""
-
-
-def place(model: torch.nn.Module, anchor: Anchor, tap: int, switch: Switch) -> None:
-    """Tap the stream at `anchor`; taps at one place act in the order in which they are placed.
-
-    A pass that is not compiled does not even ask a tap that does not act.
-    """
-    module, name = model.get_submodule(anchor.module), f"weir_tap_{tap}"
-    device = switch.tensors.plan.device
-    number = numbered(tap, anchor.scale, anchor.other_scale, anchor.offset is not None, device)
-    module.register_buffer(name, number, persistent=False)
-    switch.enrol(number, tap)
-    if anchor.beside is not None:
-        kept: list[torch.Tensor] = []
-        _wrap(model.get_submodule(anchor.beside.module), "after", _keep(anchor.beside.hidden, kept))
-        _wrap(module, anchor.when, _touch_beside(anchor, name, switch, tap, kept))
-    else:
-        _wrap(module, anchor.when, _touch(anchor, name, switch, tap))
-
-
-def _wrap(module: torch.nn.Module, when: str, touch: Touch) -> None:
-    """Have `touch` called before or after every call of the module, after what it was given to before.
-
-    Not by hooks: Dynamo goes through the code that calls them in every module that has any, and an engine starts later.
-    """
-    if _TOUCHES not in module.__dict__:
-        before: list[Touch] = []
-        after: list[Touch] = []
-        forward = _unbound(module)
-
-        def tapped(self, *args, **kwargs):
-            for touch in before:
-                touch(self, args, kwargs, None)
-            output = forward(self, *args, **kwargs)
-            for touch in after:
-                touch(self, args, kwargs, output)
-            return output
-
-        module.__dict__[_TOUCHES] = {"before": before, "after": after}
-        module.forward = MethodType(tapped, module)  # type: ignore[method-assign]
-    module.__dict__[_TOUCHES][when].append(touch)
-
-
-def _unbound(module: torch.nn.Module) -> Callable[..., Any]:
-    """The module's forward as a function of itself and the arguments."""
-    own = module.__dict__.get("forward")
-    if own is None:
-        return type(module).forward
-    if isinstance(own, MethodType) and own.__self__ is module:
-        return own.__func__
-    return lambda _self, *args, **kwargs: own(*args, **kwargs)
-
-
-def _touch(anchor: Anchor, name: str, switch: Switch, tap: int) -> Touch:
-    """The tap at an anchor with nothing beside it, in little code: Dynamo goes through it for every tap."""
-    first, second = anchor.hidden.index, -1 if anchor.residual is None else anchor.residual.index
-    alone, pair = torch.ops.weir.tap.default, torch.ops.weir.tap_residual.default
-    both = pair if anchor.offset is None else torch.ops.weir.tap_offset.default
-
-    def touch(module, args, kwargs, output):
-        if is_compiling() or switch.wants(tap):
-            hidden, other = anchor.tensors(args, kwargs, output)
-            if other is None:
-                alone(hidden, getattr(module, name))
-            else:
-                both(hidden, other, getattr(module, name))
-
-    def touch_one(module, args, kwargs, output):
-        if not isinstance(output, torch.Tensor):
-            touch(module, args, kwargs, output)
-        elif is_compiling() or switch.wants(tap):
-            alone(output, getattr(module, name))
-
-    def touch_pair(module, args, kwargs, output):
-        if not isinstance(output, tuple) or len(output) <= most or output[second] is None:
-            touch(module, args, kwargs, output)
-        elif is_compiling() or switch.wants(tap):
-            pair(output[first], output[second], getattr(module, name))
-
-    most = max(first, second)
-    returned = anchor.offset is None and all(k is None or k.kind == "out" for k in (anchor.hidden, anchor.residual))
-    if returned and anchor.residual is None and first <= 0:
-        return touch_one
-    return touch_pair if returned and anchor.residual is not None and min(first, second) >= 0 else touch
-
-
-def _touch_beside(anchor: Anchor, name: str, switch: Switch, tap: int, kept: list[torch.Tensor]) -> Touch:
-    """The tap at an anchor beside which stands what an earlier call has left in `kept`."""
-
-    def touch(module, args, kwargs, output):
-        hidden, other = anchor.tensors(args, kwargs, output, kept.pop())
-        if is_compiling() or switch.wants(tap):
-            torch.ops.weir.tap_residual(hidden, other, getattr(module, name))
-
-    return touch
-
-
-def _keep(key: Key, kept: list[torch.Tensor]) -> Touch:
-    """Keeps what stands beside, from the call that returns it to the one that is tapped."""
-
-    def touch(_module, args, kwargs, output):
-        kept[:] = [pick(key, args, kwargs, output)]
-
-    return touch
 
 
 def numbered(
