@@ -343,11 +343,16 @@ def mapped(model, dtype=torch.float32, family=None) -> SiteMap:
     torch.manual_seed(0)
     model = model.to(dtype)
     family = family or Family()
-    scene = find_scene(
-        model, D, LAYERS, family, lambda m: isinstance(m, Core), lambda m: m is getattr(model, "embed_tokens", None)
-    )
+
+    def run() -> None:
+        model(torch.zeros(TOKENS, dtype=torch.long))
+
     with torch.inference_mode():
-        return map_sites(scene, lambda: model(torch.zeros(TOKENS, dtype=torch.long)), dtype, family)
+        scene = find_scene(
+            model, D, LAYERS, family, lambda m: isinstance(m, Core),
+            lambda m: m is getattr(model, "embed_tokens", None), run,
+        )  # fmt: skip
+        return map_sites(scene, run, dtype, family)
 
 
 def supported(sites, layer=1):
