@@ -228,9 +228,11 @@ class BiasedParallel(Biased):
 class Gain(Block):
     """Scales the stream before it hands it on."""
 
+    gain = 0.6
+
     def forward(self, positions, hidden_states):
         hidden_states = hidden_states + self.self_attn(positions, self.ln_1(hidden_states))
-        return 0.6 * (hidden_states + self.mlp(self.ln_2(hidden_states)))
+        return self.gain * (hidden_states + self.mlp(self.ln_2(hidden_states)))
 
 
 class More(Block):

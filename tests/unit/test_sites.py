@@ -219,6 +219,21 @@ def test_bad_descriptions_are_refused(bad):
     assert e.value.field.startswith("settings.describe")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gain", [0.02, 0.95, 0.978, 0.981, 0.985, 0.99, 0.998, 1.0, 1.01, 1.02, 1.03, 4.0])
+def test_a_gain_of_nearly_one_is_told_from_a_factor_of_what_the_mlp_adds(gain, dtype):
+    """In few bits ``c * (mid + o)`` looks much like ``mid + c * o``: every point is there, none of them scaled."""
+    model = Model([Gain] * LAYERS)
+    for block in model.layers:
+        block.gain = gain
+    sites = mapped(model, dtype)
+    assert not sites.refused
+    for layer in range(LAYERS):
+        for hook, module in (("attn_out", "self_attn"), ("mlp_out", "mlp")):
+            anchor = sites.anchors[Site(hook, layer)]
+            assert (anchor.module, anchor.scale, anchor.beside) == (f"layers.{layer}.{module}", 1.0, None)
+
+
 def test_no_stack_or_two():
     with pytest.raises(WeirError, match=r"no list of blocks with attention; name the list .*describe="):
         mapped(nn.Sequential(Norm()))
