@@ -323,6 +323,19 @@ def test_what_changes_all_requests_needs_the_admin_key(tmp_path, method, path, b
         assert all(client.get(route).status_code == 200 for route in READING)
 
 
+@pytest.mark.parametrize("key", ["schlüssel", "clé-à"])
+def test_an_admin_key_may_be_any_text(tmp_path, key):
+    """A client sends its bytes, as curl does."""
+    sent, wrong = os.fsencode(key), os.fsencode(key[:-1]) + b"\xe9"
+    with serving(tmp_path, admin_key=key) as (server,):
+        client = TestClient(app_of(server))
+        for header, before in (("X-Weir-Admin-Key", b""), ("Authorization", b"Bearer ")):
+            assert client.post("/v1/steering/clear", headers={header: before + sent}).status_code == 200
+            refused(client.post("/v1/steering/clear", headers={header: before + wrong}), 403)
+        server.admin_key = os.fsdecode(b"\xff-key")  # no text at all: what an environment may hold
+        refused(client.post("/v1/steering/clear", headers={"X-Weir-Admin-Key": sent}), 403)
+
+
 def test_steering_of_every_request(pair):
     """Tiers add up; a later set replaces its own places only; `replace` replaces all; clear clears."""
     (one, two), servers = pair
