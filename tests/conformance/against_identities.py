@@ -48,12 +48,12 @@ def check_identities(
     verdict.hooks = summary(sites)
     good = served(sites)
     check_refusals(engine, sites)
-    captured = engine.ask(good)
+    captured, gains = engine.ask(good), engine.gains
     check_neighbours(stock, captured, "captured", bound, exact=verdict.steady)
     for answer in captured:
         if not torch.isfinite(answer.logprobs).all():
             raise Wrong("the model's own log-probabilities are not finite")
-        for hook, error in identity_errors(answer.rows).items():
+        for hook, error in identity_errors(answer.rows, None, gains).items():
             verdict.hooks[hook]["capture"] = max(verdict.hooks[hook]["capture"] or 0.0, error)
     unchecked = [hook for hook, found in verdict.hooks.items() if found["layers"] and found["capture"] is None]
     for hook in unchecked:
@@ -61,7 +61,7 @@ def check_identities(
             raise Wrong(f"{hook} takes part in no identity: nothing tells whether it is right")
         verdict.hooks[hook]["capture"] = _end_error(hook, captured)
 
-    checks = _Steering(engine, good, stock, captured[STEERED], verdict)
+    checks = _Steering(engine, good, stock, captured[STEERED], verdict, gains)
     for seed, (hook, found) in enumerate(verdict.hooks.items()):
         site = middle(good, hook)
         if site is not None:
@@ -128,8 +128,10 @@ def _end_error(hook: str, captured: Sequence[Answer]) -> float:
 
 class _Steering:
     def __init__(
-        self, engine: Engine, good: Sequence[Site], stock: Sequence[Answer], plain: Answer, verdict: Verdict
-    ) -> None:
+        self, engine: Engine, good: Sequence[Site], stock: Sequence[Answer], plain: Answer, verdict: Verdict,
+        gains: Mapping[int, float],
+    ) -> None:  # fmt: skip
+        self.gains = gains
         self.engine, self.good, self.stock, self.plain, self.bound = engine, good, stock, plain, verdict.bound
         self.exact = verdict.steady and verdict.bound <= EXACT
         # Rounding to so few bits hides what little does, and a router may send a token elsewhere for it.
@@ -141,7 +143,7 @@ class _Steering:
         vector = vector_for(self.plain.rows[site], seed)
         whole = self._added(site, vector)
         errors = [rel_err(self._prompt(whole, site) - self._prompt(self.plain, site), vector.expand(self._length, -1))]
-        errors += identity_errors(whole.rows, (site, vector)).values()
+        errors += identity_errors(whole.rows, (site, vector), self.gains).values()
         for at in self.good:
             moved = not torch.equal(self._prompt(whole, at), self._prompt(self.plain, at))
             if moved and _before(at, site):
@@ -161,6 +163,8 @@ class _Steering:
         return max(errors)
 
     def _same_place(self, site: Site, twin: Site) -> bool:
+        if site[0] == "mlp_out" and self.gains.get(site[1], 1.0) != 1:
+            return False  # what is added before the gain is multiplied with it
         return site[0] != "attn_out" or ("resid_mid", site[1]) in self.good
 
     def _added(self, site: Site, vector: torch.Tensor, positions: Any = "all") -> Answer:

@@ -119,6 +119,11 @@ class Engine:
         """The name of vLLM's class."""
         return self.llm.apply_model(_class_name)[0]
 
+    @property
+    def gains(self) -> dict[int, float]:
+        """Block -> what it multiplies the stream with before it leaves, by the name that Gemma 4 gives it."""
+        return self.llm.apply_model(_gains)[0]
+
     def ask(
         self, sites: Sequence[tuple[str, int]] = (), steer: Sequence[Any] = (), plain: bool = False
     ) -> list[Answer]:
@@ -143,6 +148,11 @@ class Engine:
 
 def _class_name(model: torch.nn.Module) -> str:
     return type(model).__name__
+
+
+def _gains(model: torch.nn.Module) -> dict[int, float]:
+    parts = ((path.split("."), buffer) for path, buffer in model.named_buffers())
+    return {int(path[-2]): float(buffer) for path, buffer in parts if path[-1] == "layer_scalar"}
 
 
 def _answer(output: Any) -> Answer:

@@ -12,6 +12,7 @@ import vllm_weir as weir
 from tests.engine.common import asking, directory, oracle, prompts, same_rows, sampling, verify
 from tests.support.engines import get_llm
 from tests.support.zygote import ROOT, zygote
+from vllm_weir.worker import tap
 
 pytestmark = pytest.mark.engine
 
@@ -48,3 +49,21 @@ def test_rows_do_not_depend_on_who_is_in_the_batch(root):
     assert [out.activations is None for out in mixed] == [bool(i % 2) for i in range(8)]
     with pytest.raises(weir.WeirError):
         llm.generate(batch, weir.params(plain, capture=weir.Capture(layers=9)), use_tqdm=False)
+
+
+def test_taps_are_not_asked_in_a_pass_without_wishes(root, monkeypatch):
+    """Nor are those that no request of a step wants: an eager pass pays for the taps that act alone."""
+    llm, asked = get_llm(directory(root), enable_prefix_caching=False), []
+    act = tap._act
+    monkeypatch.setattr(tap, "_act", lambda usual, *tensors: asked.append(1) or act(usual, *tensors))
+
+    def ops(params) -> int:
+        asked.clear()
+        llm.generate(prompts([5]), params, use_tqdm=False)
+        return len(asked)
+
+    assert ops(sampling(3)) == 0
+    one = weir.Capture("resid_post", [2])
+    assert ops(weir.params(sampling(3), capture=one)) == 3, "one tap in each of three passes"
+    assert ops(weir.params(sampling(3), capture=weir.Capture("resid_post", [2], "prompt"))) == 1
+    assert ops(sampling(3)) == 0

@@ -24,6 +24,7 @@ from tests.engine.common import (
 )
 from tests.support.engines import get_llm
 from tests.support.measure import rel_err
+from vllm_weir.seams import params as seams
 
 pytestmark = pytest.mark.engine
 LAYERS = 4
@@ -251,3 +252,15 @@ def test_one_bad_request_of_a_list_leaves_nothing_behind(llm, truth):
     assert e.value.field == "capture[0].layers"
     assert not llm.llm_engine.has_unfinished_requests() and len(desk(llm).store) == 0
     verify(one(llm, prompts([5]), good), wanted, truth)
+
+
+def test_the_engine_copies_params_the_quick_way(root, monkeypatch):
+    """Of requests with Weir's keys; of others vLLM's own way."""
+    llm, copied = get_llm(directory(root)), []
+    real = seams.plain_copy
+    monkeypatch.setattr(seams, "plain_copy", lambda value: copied.append(value) or real(value))
+    params = sampling(1, extra_args={"other": 1})
+    llm.generate(prompts([5]), params, use_tqdm=False)
+    assert not copied
+    llm.generate(prompts([5]), weir.params(params, capture=weir.Capture(layers=[1])), use_tqdm=False)
+    assert any(isinstance(value, dict) and "weir" in value for value in copied)

@@ -228,9 +228,11 @@ class BiasedParallel(Biased):
 class Gain(Block):
     """Scales the stream before it hands it on."""
 
+    gain = 0.6
+
     def forward(self, positions, hidden_states):
         hidden_states = hidden_states + self.self_attn(positions, self.ln_1(hidden_states))
-        return 0.6 * (hidden_states + self.mlp(self.ln_2(hidden_states)))
+        return self.gain * (hidden_states + self.mlp(self.ln_2(hidden_states)))
 
 
 class More(Block):
@@ -343,11 +345,16 @@ def mapped(model, dtype=torch.float32, family=None) -> SiteMap:
     torch.manual_seed(0)
     model = model.to(dtype)
     family = family or Family()
-    scene = find_scene(
-        model, D, LAYERS, family, lambda m: isinstance(m, Core), lambda m: m is getattr(model, "embed_tokens", None)
-    )
+
+    def run() -> None:
+        model(torch.zeros(TOKENS, dtype=torch.long))
+
     with torch.inference_mode():
-        return map_sites(scene, lambda: model(torch.zeros(TOKENS, dtype=torch.long)), dtype, family)
+        scene = find_scene(
+            model, D, LAYERS, family, lambda m: isinstance(m, Core),
+            lambda m: m is getattr(model, "embed_tokens", None), run,
+        )  # fmt: skip
+        return map_sites(scene, run, dtype, family)
 
 
 def supported(sites, layer=1):

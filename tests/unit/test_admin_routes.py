@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import struct
+import subprocess
 
 import numpy as np
 import pytest
@@ -97,6 +99,45 @@ def test_a_vector_is_kept_used_and_forgotten_in_every_process(pair):
     refused(two.delete("/v1/vectors/happy"), 404, "name")
     with pytest.raises(WeirError, match="no vector is registered under 'happy'"):
         lowered(servers[1], wish)
+
+
+CHANGES = [
+    ("put", "/v1/vectors/other", OTHER),
+    ("delete", "/v1/vectors/happy", None),
+    ("post", "/v1/steering/set", {"vectors": {"resid_post": {"0": OTHER}}}),
+    ("post", "/v1/steering/clear", {}),
+    ("post", "/v1/steering/modules/register", {"name": "n", "vectors": {"resid_post": {"1": OTHER}}}),
+    ("post", "/v1/steering/modules/unregister", {"name": "m"}),
+]
+
+
+def test_a_full_disk_refuses_changes_and_nothing_else(tmp_path):
+    """Each is answered with 507 and changes nothing; no file stays behind, and with room again all is taken."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()[:120]}")
+    try:
+        with serving(disk) as (server,):
+            client = TestClient(app_of(server), headers=ADMIN)
+            client.put("/v1/vectors/happy", json=V)
+            client.post("/v1/steering/modules/register", json={"name": "m", "vectors": {"resid_post": {"1": V}}})
+            before, ballast = server.names.read(), disk / "ballast"
+            ballast.write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize))
+            files = sorted(disk.rglob("*"))
+            for method, path, body in CHANGES:
+                message = refused(client.request(method, path, json=body), 507)
+                assert "No space left on device" in message and str(disk) not in message
+                assert server.names.read() is before and sorted(disk.rglob("*")) == files
+            assert [v["name"] for v in client.get("/v1/vectors").json()["vectors"]] == ["happy"]
+            ballast.unlink()
+            for method, path, body in CHANGES:
+                assert client.request(method, path, json=body).status_code in (200, 204)
+            assert client.get("/v1/steering/modules").json()["modules"] == ["n"]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 LAYERED = {
@@ -280,6 +321,19 @@ def test_what_changes_all_requests_needs_the_admin_key(tmp_path, method, path, b
         server.admin_key = None
         assert "admin key" in refused(client.request(method, path, json=body, headers=ADMIN), 403)
         assert all(client.get(route).status_code == 200 for route in READING)
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "clé-à"])
+def test_an_admin_key_may_be_any_text(tmp_path, key):
+    """A client sends its bytes, as curl does."""
+    sent, wrong = os.fsencode(key), os.fsencode(key[:-1]) + b"\xe9"
+    with serving(tmp_path, admin_key=key) as (server,):
+        client = TestClient(app_of(server))
+        for header, before in (("X-Weir-Admin-Key", b""), ("Authorization", b"Bearer ")):
+            assert client.post("/v1/steering/clear", headers={header: before + sent}).status_code == 200
+            refused(client.post("/v1/steering/clear", headers={header: before + wrong}), 403)
+        server.admin_key = os.fsdecode(b"\xff-key")  # no text at all: what an environment may hold
+        refused(client.post("/v1/steering/clear", headers={"X-Weir-Admin-Key": sent}), 403)
 
 
 def test_steering_of_every_request(pair):

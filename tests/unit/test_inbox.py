@@ -9,14 +9,17 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 
 import msgspec
 import numpy as np
 import pytest
+import zmq
 
 from tests.unit.post import Post
 from tests.unit.test_delivery import LAYERS, D, Request, content
 from vllm_weir import mail
+from vllm_weir.frontend.early import FEW
 from vllm_weir.frontend.inbox import Inbox, deliver
 from vllm_weir.frontend.mirror import Mirror
 from vllm_weir.frontend.store import Store
@@ -101,3 +104,33 @@ def test_rows_whose_place_was_lost_on_the_way_are_the_asker_s_error_alone():
     with pytest.raises(Exception):  # noqa: B017 - any but silence
         lost.tracker.view([1], False, "length", 0).activations()
     assert np.array_equal(whole.tracker.view([1], False, "length", 0).activations().positions, np.arange(4))
+
+
+def test_hand_outs_are_made_early_by_the_thread_that_receives_the_rows(tmp_path, monkeypatch):
+    """Nobody looks; the rows come as messages of a worker, and of more sequences than are looked at in one go."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    post = Post(LAYERS, near=False)
+    count = 2 * FEW + 1
+    requests = [Request(post, f"r{i}", [("resid_post", "all", "prompt")], 4, 1, [1] * 5) for i in range(count)]
+    for one in requests:
+        one.join()
+    _, (news, marks, steered) = post.step([(one.name, 4, 0) for one in requests], content, deliver=False)
+    (own,) = news.values()
+    inbox, context = Inbox(post.store), zmq.Context()
+    reply = mail.Reply.parse(inbox.reply)
+    header = mail.encode(mail.Header(reply.token, "w", D, "float32", own))
+    try:
+        with context.socket(zmq.PUSH) as worker:
+            worker.connect(reply.rows)
+            worker.send_multipart([header, marks.tobytes(), steered.tobytes(), post._fetch(own, marks)])
+            deadline = time.monotonic() + 30
+            while any(one.pending.early is None for one in requests) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        made = [one.pending.early for one in requests]
+        assert None not in made
+        assert all(early["resid_post", 0].equal(made[0]["resid_post", 0]) for early in made)
+        for one, early in zip(requests, made, strict=True):
+            assert one.tracker.view([1], False, "length", 0).activations() is early
+    finally:
+        inbox.close()
+        context.destroy(linger=0)

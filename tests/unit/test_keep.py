@@ -164,6 +164,34 @@ def test_other_programs_can_read_the_files(tmp_path: Path) -> None:
     assert torch.equal(torch.from_numpy(values), decode(encode(rows, full8), full8.header(D, "bfloat16")))
 
 
+def test_a_request_of_the_npz_layout_may_be_opened_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its folder or a copy of it, it is what it was in its dataset, with its metadata and its hook points."""
+    for run in ("one", "two"):
+        make(tmp_path / run, "npz", ["a b", "c"])
+        (tmp_path / run / "weir.json").unlink()
+    for name in ("a b", "c"):
+        folder = next(f for f in (tmp_path / "one").iterdir() if f.name.startswith(f"req_{name[0]}"))
+        dataset = load(folder)
+        check(dataset, [name])
+        assert dataset.index.layout == "npz" and not dataset.index.notes
+    check(load(tmp_path / "one"), ["a b", "c"])
+    both = load(tmp_path)
+    assert sorted(both.requests) == ["one/a b", "one/c", "two/a b", "two/c"]
+    assert {str(both.metadata(r)["text"]) for r in both.requests} == {"a b", "c"}
+
+    alone = tmp_path / "one" / "req_c"
+    (alone / "manifest.json").write_text("{")
+    with pytest.raises(WeirError, match=r"req_c/manifest.json: damaged"):
+        load(alone)
+    (alone / "manifest.json").unlink()
+    monkeypatch.chdir(alone / "resid_pre")
+    whole = load(alone)
+    assert [tuple(s) for s in whole["req_c" if "req_c" in whole.requests else "request"].sites] == list(SITES)
+    for one in (".", alone / "resid_pre", "seq0_layer0_rank0.npz", alone / "resid_pre" / "seq0_layer0_rank0.npz"):
+        (acts,) = load(one).values()
+        assert torch.equal(acts["resid_pre", 0], rows_of("c", "resid_pre", 0, length_of("c"))), one
+
+
 @pytest.mark.parametrize("name", ["a::b", "a[b]*?", "a b#c%20", "s3:", "~ünï"])
 def test_a_local_folder_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

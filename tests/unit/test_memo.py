@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vllm_weir as weir
+from tests.unit.wishes import served
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.desk import _same_wish
+from vllm_weir.frontend.desk import Desk, _same_wish
+from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.memo import Memo
 from vllm_weir.seams.params import clone
+from vllm_weir.settings import Settings
 from vllm_weir.spec import vectors
 from vllm_weir.spec.request import RequestSpec, WireForm
 from vllm_weir.spec.vectors import Vector, vector_of
@@ -155,3 +158,28 @@ def test_wishes_with_vectors_are_told_apart_by_content():
     assert len(key(one)[2]) < 500, "the digest stands for the text"
     own = RequestSpec((), (weir.Add(one, 1),)).to_json()
     assert _same_wish({"weir": own}, True)[1] > 4 * len(one), "what is remembered holds the vector"
+
+
+def test_wishes_that_hold_arrays_are_not_taken_for_one_another():
+    """The same bytes are other numbers in another dtype, and another order of them in another shape."""
+    numbers = np.arange(4, dtype=np.float32)
+    for odd in (numbers, numbers.view(np.int32), [numbers], {"b64": memoryview(numbers)}, bytearray(4), np.float32(1)):
+        for wish in (
+            {"interventions": [{"op": "add", "vector": odd}]},
+            {"capture": {"project": odd}},
+            {"modules": odd},
+        ):
+            assert _same_wish({"weir": {"v": 1, **wish}}, True) is None
+    plain = {
+        "v": 1,
+        "capture": [{"hook": "resid_post", "layers": (1, 2), "positions": {"token_ids": [3]}}],
+        "modules": [],
+    }
+    assert _same_wish({"weir": plain}, True) is not None
+    facts = EngineFacts(served(2), 2, 4, "float32", 1 << 10)
+    desk = Desk(Settings(), chunked=True)
+    desk.facts = facts
+    for array in (numbers, numbers.view(np.int32).copy()):
+        wish = {"v": 1, "interventions": [{"op": "add", "vector": array, "layers": [1]}]}
+        (row,) = desk._admitted({"weir": wish}, True).rows.values()
+        assert row.tolist() == array.astype(np.float32).tolist()

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from vllm_weir.frontend.shelf import Contents, Named
 from vllm_weir.serve import shared
+from vllm_weir.serve.errors import NotKept
 from vllm_weir.serve.shared import Shared
 from vllm_weir.spec.interventions import Add, Clamp
 from vllm_weir.spec.vectors import Vector
@@ -225,7 +226,7 @@ def test_a_removed_directory_keeps_what_is_known(tmp_path, caplog):
     folder.rmdir()
     assert shared.read() is known and shared.read() is known
     assert len([r for r in caplog.records if "was removed" in r.message]) == 1
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(NotKept, match="No such file"):
         shared.change(with_always(2.0))
 
 
@@ -260,7 +261,7 @@ def test_a_change_that_the_disk_refuses_leaves_nothing_behind(tmp_path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(shared, "open", lambda *a, **k: Full(real(*a, **k)), raising=False)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(NotKept, match=r"\(No space left on device\)"):
             kept.change(lambda c: replace(c, vectors={"b": Named({None: vector(2.0), 1: vector(3.0, 64)})}))
     assert sorted(os.listdir(tmp_path)) == files
     assert set(kept.read().vectors) == set(Shared(tmp_path).read().vectors) == {"a"}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
+import weakref
 from typing import ClassVar
 
 import pytest
@@ -245,6 +247,47 @@ def test_aborted_requests_are_not_kept():
     marks.leave("unknown")
     with pytest.raises(WeirError, match="aborted"):
         marks.mark("a", {})
+
+
+def test_garbage_that_is_collected_while_marks_are_looked_at_holds_nothing_up():
+    """A request that is dropped in a cycle goes whenever Python finds it, also in a thread that holds the buffer."""
+    marks = MarkBuffer(100, 100.0)
+
+    class Tracker:
+        def __init__(self, name):
+            self.me = self
+            marks.join(name, name)
+            weakref.finalize(self, marks.leave, name).atexit = False
+
+    class Collecting(Box):
+        @property
+        def size(self):
+            gc.collect()
+            return 1
+
+        @size.setter
+        def size(self, _):
+            pass
+
+    def look():
+        Tracker("dropped")
+        marks.join("kept", "kept")
+        marks.add("kept", [Collecting()])
+        Tracker("dropped too")
+        found.append(len(marks.mark("kept", {})))
+
+    found = []
+    gc.disable()
+    try:
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        thread.join(20)
+    finally:
+        gc.enable()
+    assert found == [1], "it waits for itself"
+    assert not marks.has("dropped") and not marks.has("dropped too") and marks.had("dropped too")
+    with pytest.raises(WeirError, match="was aborted"):
+        marks.mark("dropped", {})
 
 
 def test_all_sequences_of_a_request_are_marked():

@@ -219,14 +219,48 @@ def test_bad_descriptions_are_refused(bad):
     assert e.value.field.startswith("settings.describe")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gain", [0.02, 0.95, 0.978, 0.981, 0.985, 0.99, 0.998, 1.0, 1.01, 1.02, 1.03, 4.0])
+def test_a_gain_of_nearly_one_is_told_from_a_factor_of_what_the_mlp_adds(gain, dtype):
+    """In few bits ``c * (mid + o)`` looks much like ``mid + c * o``: every point is there, none of them scaled."""
+    model = Model([Gain] * LAYERS)
+    for block in model.layers:
+        block.gain = gain
+    sites = mapped(model, dtype)
+    assert not sites.refused
+    for layer in range(LAYERS):
+        for hook, module in (("attn_out", "self_attn"), ("mlp_out", "mlp")):
+            anchor = sites.anchors[Site(hook, layer)]
+            assert (anchor.module, anchor.scale, anchor.beside) == (f"layers.{layer}.{module}", 1.0, None)
+
+
 def test_no_stack_or_two():
-    with pytest.raises(WeirError, match="0 lists of blocks"):
+    with pytest.raises(WeirError, match=r"no list of blocks with attention; name the list .*describe="):
         mapped(nn.Sequential(Norm()))
+    with pytest.raises(WeirError, match="no list of blocks called 'nowhere', as its description says"):
+        mapped(Model([Sequential] * LAYERS), family=Family("nowhere"))
     both = Model([Sequential] * LAYERS)
     both.others = nn.ModuleList(Sequential() for _ in range(LAYERS))
-    with pytest.raises(WeirError, match="2 lists of blocks"):
+    with pytest.raises(WeirError) as caught:
         mapped(both)
+    assert caught.value.message == (
+        f"Model has 2 lists of blocks with attention (layers: {LAYERS} blocks, run 1 times in one pass; "
+        f"others: {LAYERS} blocks, run 0 times in one pass). Layers are counted in one list: name it, say "
+        "describe={'stack': 'layers'}"
+    )
     assert not mapped(both, family=Family("layers")).refused
+
+
+def test_two_stacks_that_run_again_and_again_are_told_so():
+    """To name one of them would not help: what is said of a model with one such stack is said at once."""
+    both = Model([Sequential] * LAYERS, times=2)
+    both.others = nn.ModuleList(Sequential() for _ in range(LAYERS))
+    with pytest.raises(WeirError, match=r"layers: 3 blocks, run 2 times .*: Weir cannot serve this model") as caught:
+        mapped(both)
+    assert "describe" not in caught.value.message
+    assert not any(m._forward_pre_hooks for m in both.modules())
+    sites = mapped(both, family=Family("layers"))
+    assert not sites.anchors and all("runs 2 times in one pass" in why for why in sites.refused.values())
 
 
 def test_a_stage_of_a_pipeline():

@@ -42,8 +42,9 @@ def kind_of(mixer, holds):
 def worst_error(model, sites):
     """Of what the supported points of a block hold in a pass in which the mixers write: max |d|."""
     scene = find_scene(
-        model, D, LAYERS, Family(), lambda m: isinstance(m, Core), lambda m: m is getattr(model, "embed_tokens", None)
-    )
+        model, D, LAYERS, Family(), lambda m: isinstance(m, Core),
+        lambda m: m is getattr(model, "embed_tokens", None), lambda: None,
+    )  # fmt: skip
     with torch.inference_mode(), Recorder(scene).recording() as trace:
         model(torch.arange(TOKENS))
     return max(
@@ -164,9 +165,16 @@ class GivenEmbeddings(Model):
 def test_embeddings_given_in_a_buffer_of_zeros_that_blocks_write_into(kind, dtype):
     torch.manual_seed(0)
     model, buffer = GivenEmbeddings([kind] * LAYERS, True).to(dtype), torch.zeros(TOKENS, D, dtype=dtype)
-    scene = find_scene(model, D, LAYERS, Family(), lambda m: isinstance(m, Core), lambda m: m is model.embed_tokens)
+
+    def run() -> None:
+        model(inputs_embeds=buffer)
+
+    def is_embedding(module) -> bool:
+        return module is model.embed_tokens
+
+    scene = find_scene(model, D, LAYERS, Family(), lambda m: isinstance(m, Core), is_embedding, run)
     with torch.inference_mode():
-        sites = map_sites(scene, lambda: model(inputs_embeds=buffer), dtype, Family())
+        sites = map_sites(scene, run, dtype, Family())
     assert all(supported(sites, layer) == set(BLOCK_HOOKS) for layer in range(LAYERS))
     assert list(sites.refused) == [Site("embed", 0)]
     assert not buffer.any()

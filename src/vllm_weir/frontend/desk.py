@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import marshal
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from vllm_weir.memo import Memo
 from vllm_weir.settings import Settings
 from vllm_weir.spec.interventions import Intervention
 from vllm_weir.spec.lens import LENS_KEYS
-from vllm_weir.spec.request import WIRE_KEY, selected
+from vllm_weir.spec.request import ATOMS, WIRE_KEY, selected
 from vllm_weir.spec.sizes import Sizes
 from vllm_weir.spec.vectors import vector_of
 
@@ -311,11 +311,28 @@ def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 
     size = [0]
     try:
         # Version 2 writes equal values alike, and different types (1, 1.0, True; a list, a tuple) differently.
-        content = marshal.dumps({name: _shortened(part, size) for name, part in wish.items()}, 2)
+        short = {name: _shortened(part, size) for name, part in wish.items()}
+        content = marshal.dumps(short, 2)
     except ValueError:
         return None  # not plain JSON; admission says what is wrong with it, if anything is
+    if not _plain(short.values()):
+        return None  # of an array it writes the bytes alone, which stand for other numbers in another dtype
     size[0] += len(content)
     return ((has_token_ids, names, content), size[0]) if size[0] <= LONGEST_KNOWN else None
+
+
+def _plain(values: Collection[Any]) -> bool:
+    """Whether these are JSON data all through, or stand for a vector."""
+    kinds = set(map(type, values)) - _LEAVES
+    if not kinds:
+        return True
+    return kinds <= _HOLDERS and all(
+        _plain(value.values() if type(value) is dict else value) for value in values if type(value) in _HOLDERS
+    )
+
+
+_LEAVES = ATOMS | {type(...)}
+_HOLDERS = frozenset({dict, list, tuple})
 
 
 def _shortened(part: Any, size: list[int]) -> Any:

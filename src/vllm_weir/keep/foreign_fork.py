@@ -1,7 +1,8 @@
 """Reading the captures of the fork RhizoNymph/vllm: ``.bin`` files of raw rows and ``.json`` files that describe them.
 
 Layouts ``per_file`` (one pair for a request's layer and hook), ``packed`` (one pair a request, with ``entries``) and
-``sharded`` (``shard-*``, of many requests). Its hooks: ``pre_attn``, ``post_attn``, ``post_mlp``, ``post_block``.
+``sharded`` (``shard-*``, of many requests). Its hooks: ``pre_attn``, ``post_attn``, ``post_mlp``, ``post_block``; its
+``mlp_in``, what enters the MLP behind the norm, is no hook point of Weir: what was captured there is left out.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import FileBlock
-from vllm_weir.keep.index import Builder, Index
+from vllm_weir.keep.index import Builder, Index, text_field
 from vllm_weir.spec.compress import ITEMSIZE, ROW_DTYPES, Compression
 from vllm_weir.spec.hooks import Site, normalise_hook
 
@@ -35,14 +37,36 @@ class _Part(NamedTuple):
     positions: list[int] | None
 
 
+class _Unnamed(NamedTuple):
+    """A capture at a point that has no name in Weir; `file` describes it."""
+
+    request: str
+    hook: str
+    layer: int
+    file: str
+
+
 def read_fork(store: Store, names: dict[str, int]) -> Index:
-    """The index of a capture root, a tag, a request's folder, or one file."""
+    """The index of a capture root, a tag, a request's folder, or one file.
+
+    Raises:
+        WeirError: if a file is damaged, or all that is there was captured at points that Weir has no name for.
+    """
     parts: list[_Part] = []
+    unnamed: list[_Unnamed] = []
     for name in sorted(names):
         data = name.removesuffix(".json") + ".bin"
         if name.endswith(".json") and data in names:
-            parts += _describe(store, name, data)
+            for part in _describe(store, name, data):
+                if isinstance(part, _Part):
+                    parts.append(part)
+                else:
+                    unnamed.append(part)
     out = Builder("fork")
+    if unnamed:
+        if not parts:
+            raise store.fail(unnamed[0].file, f"no capture is left to read; {_left_out(unnamed, parts)}")
+        out.notes.append(_left_out(unnamed, parts))
     blocks: dict[tuple[str, int, str], int] = {}
     called = _names(parts)
     by_site: dict[tuple[str, Site], list[_Part]] = {}
@@ -55,7 +79,21 @@ def read_fork(store: Store, names: dict[str, int]) -> Index:
     return out.build()
 
 
-def _home(part: _Part) -> tuple[str, str]:
+def _left_out(unnamed: list[_Unnamed], parts: list[_Part]) -> str:
+    """What is not read, and why."""
+    where: dict[str, list[int]] = {}
+    for one in unnamed:
+        where.setdefault(one.hook[:40], []).append(one.layer)
+    points = (
+        f"{len(layers)} x {hook!r} (blocks {', '.join(map(str, sorted({*layers})))})"[:200]
+        for hook, layers in sorted(where.items())
+    )
+    gone = {_home(one) for one in unnamed} - {_home(part) for part in parts}
+    nothing_else = f"; requests that hold nothing else: {len(gone)}" if gone else ""
+    return f"left out, as Weir has no such hook point: {', '.join(points)}{nothing_else}"
+
+
+def _home(part: _Part | _Unnamed) -> tuple[str, str]:
     """Whose rows these are: tags may use an id each."""
     return part.file.rpartition("/")[0], part.request
 
@@ -98,20 +136,24 @@ def _add(
             out.run(request, site, blocks[key], part.offset + a * width, some[a:b])
 
 
-def _describe(store: Store, name: str, data: str) -> list[_Part]:
+def _describe(store: Store, name: str, data: str) -> list[_Part | _Unnamed]:
     try:
         content = json.loads(store.read(name))
         if "entries" in content:
             seq = int(content.get("seq", 0))
-            return [_part(store, name, data, {**content, **e}, seq, int(e["offset"])) for e in content["entries"]]
-        return [_part(store, name, data, content, 0, 0)]
+            return [_part(data, {**content, **e}, seq, int(e["offset"])) for e in content["entries"]]
+        return [_part(data, content, 0, 0)]
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise store.fail(name, f"is no description of captured rows: {str(e)[:120]}") from None
 
 
-def _part(store: Store, name: str, data: str, entry: dict[str, Any], seq: int, offset: int) -> _Part:
-    hook = str(entry["hook"])
-    site = Site(normalise_hook(_HOOKS.get(hook, hook), "hook"), int(entry["layer"]))
+def _part(data: str, entry: dict[str, Any], seq: int, offset: int) -> _Part | _Unnamed:
+    given, layer = text_field(entry, "hook"), int(entry["layer"])
+    try:
+        hook = normalise_hook(_HOOKS.get(given, given), "hook")
+    except WeirError:
+        return _Unnamed(str(entry["request_id"]), given, layer, data.removesuffix(".bin") + ".json")
+    site = Site(hook, layer)
     rows, width = (int(n) for n in entry["shape"])
     dtype, positions = entry.get("dtype", "float32"), entry.get("positions")
     if dtype not in ROW_DTYPES:

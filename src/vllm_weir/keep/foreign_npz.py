@@ -7,6 +7,7 @@ more, and are refused. Rows of its rp8 are in the projected space, and the proje
 
 from __future__ import annotations
 
+import posixpath
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import ArrayBlock
 from vllm_weir.keep.index import Builder, Index, short_names
-from vllm_weir.keep.npz import FILE, add_own
+from vllm_weir.keep.npz import FILE, MANIFEST, add_own, add_request, home_of
 from vllm_weir.keep.npzfile import read_npz, read_some
 from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.hooks import Site
@@ -29,33 +30,58 @@ NOTES = [
 
 
 def read_foreign_npz(store: Store, names: dict[str, int], hidden_size: int | None = None) -> Index:
-    """The index of an output directory, or of single files. `hidden_size`: d_model, which topk8 needs."""
-    out = Builder("vllm_mi_patch")
+    """The index of an output directory, or of single files. `hidden_size`: d_model, which topk8 needs.
+
+    Weir's own files of the layout `npz` may be among them, or all there is: a request's folder, or a copy of some.
+    """
+    out = Builder("npz")
     sequences: dict[str, set[str]] = {}
     found = []
     for name in sorted(names):
-        match = FILE.fullmatch(name.rpartition("/")[2])
+        match = FILE.fullmatch(posixpath.basename(name))
         if match:
-            folder = name.rpartition("/")[0]
-            sequences.setdefault(folder, set()).add(match[1])
-            found.append((name, folder, match))
-    called = short_names(sequences)
-    if any(match[3] != "0" for _, _, match in found):
+            sequences.setdefault(posixpath.dirname(name), set()).add(match[1])
+            found.append((name, match))
+    called = short_names([*sequences, *(home_of(name)[0] for name, _ in found)])
+    if any(match[3] != "0" for _, match in found):
         out.notes.append("files of tensor-parallel ranks other than 0 are left out")
-    for name, folder, match in found:
-        if match[3] == "0":
-            request = called[folder] or "request"
-            if len(sequences[folder]) > 1:
-                request = f"{request}/seq{match[1]}"
-            _add(out, store, name, out.request(request), Site("resid_post", int(match[2])), hidden_size)
+    whole: set[str] = set()
+    for name, match in found:
+        if match[3] != "0" or not whole.isdisjoint({posixpath.dirname(name), home_of(name)[0]}):
+            continue
+        _, shapes = read_some(store, name, ())
+        if "weir" in shapes:
+            _add_own(out, store, name, int(match[2]), names, called, whole)
+            continue
+        out.layout = "vllm_mi_patch"
+        folder = posixpath.dirname(name)
+        request = called[folder] or "request"
+        if len(sequences[folder]) > 1:
+            request = f"{request}/seq{match[1]}"
+        _add(out, store, name, out.request(request), Site("resid_post", int(match[2])), shapes, hidden_size)
     return out.build()
 
 
-def _add(out: Builder, store: Store, name: str, request: int, site: Site, hidden_size: int | None) -> None:
-    _, shapes = read_some(store, name, ())
-    if "weir" in shapes:
-        add_own(out, store, name, request, site)
-        return
+def _add_own(
+    out: Builder, store: Store, name: str, layer: int, names: dict[str, int], called: dict[str, str], whole: set[str]
+) -> None:
+    """Add the request that one of Weir's files belongs to, once; or the file alone, where there is no manifest."""
+    # A file does not say its hook point. It lies in a folder that does, which may itself be what was opened.
+    home, hook = home_of(name)
+    for folder in (posixpath.dirname(name), home):
+        manifest = posixpath.join(folder, MANIFEST)
+        if manifest in names:
+            whole.add(folder)
+            add_request(out, store, manifest, names, posixpath.dirname(called[folder]))
+            return
+    if "/" not in name:
+        _, hook = home_of(store.describe(name))
+    add_own(out, store, name, out.request(called[home] or "request"), Site(hook, layer))
+
+
+def _add(
+    out: Builder, store: Store, name: str, request: int, site: Site, shapes: dict[str, Any], hidden_size: int | None
+) -> None:
     out.notes += [note for note in NOTES if note not in out.notes]
     key = "q" if "q" in shapes else "values"
     if key not in shapes or "scale" not in shapes or "zero" not in shapes or len(shapes[key][0]) != 2:

@@ -9,6 +9,7 @@ have no room for, lie in a folder of the hook's name.
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 from typing import Any
 
@@ -21,7 +22,7 @@ from vllm_weir.keep.gathered import GatheringWriter, SiteRows, safe_name
 from vllm_weir.keep.index import Builder, Index
 from vllm_weir.keep.npzfile import read_npz, read_some, write_npz
 from vllm_weir.spec.compress import Compression, header_bytes
-from vllm_weir.spec.hooks import Site, normalise_hook
+from vllm_weir.spec.hooks import HOOKS, Site, normalise_hook
 
 MANIFEST = "manifest.json"
 FILE = re.compile(r"seq(\d{1,18})_layer(\d{1,9})_rank(\d{1,9})\.npz")
@@ -141,12 +142,13 @@ def read_npz_layout(store: Store, names: dict[str, int]) -> Index:
     out = Builder("npz")
     for name in sorted(names):
         if name.count("/") == 1 and name.endswith("/" + MANIFEST):
-            _add_request(out, store, name, names)
+            add_request(out, store, name, names)
     return out.build()
 
 
-def _add_request(out: Builder, store: Store, manifest: str, names: dict[str, int]) -> None:
-    folder = manifest.rpartition("/")[0]
+def add_request(out: Builder, store: Store, manifest: str, names: dict[str, int], run: str = "") -> None:
+    """Add what a request's manifest names; `run` stands before an id that several runs have."""
+    folder = posixpath.dirname(manifest)
     try:
         content = json.loads(store.read(manifest))
         request, own = content["request_id"], content["weir"]
@@ -156,9 +158,10 @@ def _add_request(out: Builder, store: Store, manifest: str, names: dict[str, int
             raise TypeError
     except (ValueError, KeyError, TypeError, RecursionError):
         raise store.fail(manifest, "damaged: it makes no sense") from None
-    code = out.request(request, metadata)
+    request = posixpath.join(run, request)
+    code = out.request(folder if request in out.requests else request, metadata)
     for short, site in files:
-        name = f"{folder}/{short}"
+        name = posixpath.join(folder, short)
         if name not in names:
             raise store.fail(name, "is missing, and the manifest names it")
         add_own(out, store, name, code, site)
@@ -177,6 +180,13 @@ def add_own(out: Builder, store: Store, name: str, request: int, site: Site) -> 
         raise store.fail(name, "damaged: its positions do not fit")
     block = out.block(ArrayBlock(store, name, header, len(positions), unpack_own))
     out.run(request, site, block, 0, positions, tokens)
+
+
+def home_of(path: str) -> tuple[str, str]:
+    """(folder of its request, hook point) of one of Weir's npz files."""
+    folder = posixpath.dirname(path)
+    hook = posixpath.basename(folder)
+    return (posixpath.dirname(folder), hook) if hook in HOOKS else (folder, "resid_post")
 
 
 def unpack_own(store: Store, name: str) -> np.ndarray:

@@ -28,14 +28,6 @@ def find_sites(runner, config, facts: ModelFacts, settings: Settings, v2: bool) 
     family = described(type(model).__name__, settings.describe)
     # With LoRA a wrapper is what is called; a head that computes logits is a subclass too.
     tables = (VocabParallelEmbedding, VocabParallelEmbeddingWithLoRA)
-    scene = find_scene(
-        model,
-        facts.d_model,
-        layers,
-        family,
-        is_core=lambda module: isinstance(module, AttentionLayerBase),
-        is_embedding=lambda module: isinstance(module, tables) and not isinstance(module, ParallelLMHead),
-    )
     tokens = min(TOKENS, config.scheduler_config.max_num_batched_tokens)
     dummy = {"is_profile": True, "skip_eplb": True, **({"skip_attn": True} if v2 else {})}
     compiled = [m for m in model.modules() if getattr(m, "do_not_compile", None) is False]
@@ -53,6 +45,15 @@ def find_sites(runner, config, facts: ModelFacts, settings: Settings, v2: bool) 
 
     try:
         with torch.inference_mode():
+            scene = find_scene(
+                model,
+                facts.d_model,
+                layers,
+                family,
+                is_core=lambda module: isinstance(module, AttentionLayerBase),
+                is_embedding=lambda module: isinstance(module, tables) and not isinstance(module, ParallelLMHead),
+                run=run,
+            )
             return map_sites(scene, run, facts.dtype, family)
     except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError, NotImplementedError, KeyError) as e:
         if isinstance(e, WeirError):

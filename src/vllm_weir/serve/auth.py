@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 
 from fastapi import HTTPException, Request
 
@@ -19,8 +20,9 @@ def require_admin(request: Request) -> None:
     given = [request.headers[HEADER]] if HEADER in request.headers else []
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token:
-        given.append(token.strip())
+        given.append(token.strip(" \t"))
     if not given:
         raise HTTPException(401, f"this needs the admin key, in the header {HEADER}", {"WWW-Authenticate": "Bearer"})
-    if not any(hmac.compare_digest(one.encode(), key.encode()) for one in given):
+    # Headers are bytes, which Starlette shows as Latin-1; a key is what the environment or a command line says.
+    if not any(hmac.compare_digest(one.encode("latin-1"), os.fsencode(key)) for one in given):
         raise HTTPException(403, "the admin key is wrong")

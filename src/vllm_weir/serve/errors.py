@@ -33,7 +33,12 @@ TYPES = {
     404: "NotFoundError",
     413: "RequestTooLarge",
     500: "InternalServerError",
+    507: "InsufficientStorage",
 }
+
+
+class NotKept(WeirError):
+    """The server's disk does not take what it was asked to keep: not the client's mistake, and nothing has changed."""
 
 
 def error(code: int, message: str, param: str | None = None) -> JSONResponse:
@@ -48,6 +53,6 @@ def declared(*codes: int) -> dict[int | str, dict[str, Any]]:
 
 
 def weir_error(_request: Request, e: Exception) -> JSONResponse:
-    """Handler: what Weir refuses is the client's mistake."""
+    """Handler: what Weir refuses is the client's mistake, unless the disk refused it."""
     assert isinstance(e, WeirError)
-    return error(400, str(e), e.field or None)
+    return error(507 if isinstance(e, NotKept) else 400, str(e), e.field or None)

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from safetensors.numpy import load, save
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.shelf import Contents, Named
+from vllm_weir.serve.errors import NotKept
 from vllm_weir.serve.home import locked
 from vllm_weir.spec.interventions import Intervention, parse_intervention
 from vllm_weir.spec.vectors import Vector
@@ -72,12 +74,23 @@ class Shared:
 
         Returns:
             The new contents, which every later `read` in any process gives, or newer ones.
+
+        Raises:
+            NotKept: if the disk refuses them.
         """
-        with locked(self._folder / _LOCK):
-            before = self.read()
-            after = edit(before)
-            self._publish(replace(after, generation=before.generation + 1))
-            return self.read()
+        try:
+            with locked(self._folder / _LOCK):
+                before = self.read()
+                after = edit(before)
+                self._publish(replace(after, generation=before.generation + 1))
+        except OSError as e:
+            logger.error("names and steering of this server stay as they are: %s: %s", self._folder, e)
+            raise NotKept(  # a client is told why, and no path of the server
+                f"the server's disk did not take the change ({e.strerror or 'it cannot be read'}), and all is as it "
+                "was; ask whoever runs the server to make room where it keeps names (WEIR_SERVE_DIRECTORY), then send "
+                "it again"
+            ) from None
+        return self.read()
 
     def _publish(self, contents: Contents) -> None:
         """Write a state; the lock is held. After an error (a full disk) nothing of it is left."""
@@ -92,9 +105,10 @@ class Shared:
             for digest in fresh:
                 self._vector(digest).unlink(missing_ok=True)
             raise
-        for file in self._folder.iterdir():
-            if file.suffix == ".tmp" or (file.suffix == _VECTOR and file.stem not in arrays):
-                file.unlink()
+        with suppress(OSError):  # the change stands; the next one cleans up
+            for file in self._folder.iterdir():
+                if file.suffix == ".tmp" or (file.suffix == _VECTOR and file.stem not in arrays):
+                    file.unlink()
 
     def _write(self, path: Path, data: bytes, generation: int | None = None) -> None:
         temporary = path.with_name(f"{path.name}.tmp")

@@ -39,7 +39,7 @@ def _steering(routes: APIRouter) -> None:
     @routes.post(
         "/v1/steering/set",
         dependencies=ADMIN,
-        responses=declared(400, 401, 403, 413),
+        responses=declared(400, 401, 403, 413, 507),
         summary="Steer every request that is admitted from now on",
     )
     async def set_steering(body: bodies.SetSteering, state: State) -> bodies.SteeringSet:
@@ -50,7 +50,7 @@ def _steering(routes: APIRouter) -> None:
     @routes.post(
         "/v1/steering/clear",
         dependencies=ADMIN,
-        responses=declared(400, 401, 403, 413),
+        responses=declared(400, 401, 403, 413, 507),
         summary="Steer no request but those that ask for it",
     )
     async def clear_steering(state: State, body: Annotated[bodies.ClearSteering | None, Body()] = None) -> bodies.Done:
@@ -77,7 +77,7 @@ def _modules(routes: APIRouter) -> None:
     @routes.post(
         "/v1/steering/modules/register",
         dependencies=ADMIN,
-        responses=declared(400, 401, 403, 413),
+        responses=declared(400, 401, 403, 413, 507),
         summary="Keep interventions under a name, for requests to use; replaces what was there",
     )
     async def register(body: bodies.RegisterModule, state: State) -> bodies.ModuleChanged:
@@ -94,7 +94,7 @@ def _modules(routes: APIRouter) -> None:
         "/v1/steering/modules/unregister",
         dependencies=ADMIN,
         response_model=bodies.ModuleChanged,
-        responses=declared(400, 401, 403, 404, 413),
+        responses=declared(400, 401, 403, 404, 413, 507),
         summary="Forget a module; requests that were admitted with it go on",
     )
     async def unregister(body: bodies.UnregisterModule, state: State) -> Any:

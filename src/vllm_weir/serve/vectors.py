@@ -116,7 +116,7 @@ def router() -> APIRouter:
     @routes.put(
         "/v1/vectors/{name}",
         dependencies=[Depends(require_admin)],
-        responses=declared(400, 401, 403, 413),
+        responses=declared(400, 401, 403, 413, 507),
         openapi_extra=_UPLOAD,
         summary="Keep a vector, or directions of several blocks, under a name; replaces what was there",
     )
@@ -146,7 +146,7 @@ def router() -> APIRouter:
         dependencies=[Depends(require_admin)],
         status_code=204,
         response_class=Response,
-        responses=declared(401, 403, 404),
+        responses=declared(401, 403, 404, 507),
         summary="Forget a name; requests that were admitted with it go on",
     )
     async def delete(name: Name, state: State) -> Response:

@@ -38,10 +38,33 @@ class Matcher:
         parts = torch.stack([a.double().flatten(), b.double().flatten()], 1)
         solution = torch.linalg.lstsq(parts, whole.double().flatten()[:, None]).solution[:, 0].tolist()
         c, d = (1.0 if abs(x - 1) < self.tolerance / 4 else x for x in solution)
-        # From many numbers a factor is known far better than each of them is.
-        if abs(c - d) <= 8 * self.eps / math.sqrt(whole.numel()) * abs(c):
+        if abs(c - d) <= self._known(whole) * abs(c):
             c = d = (c + d) / 2
         return (c, d) if min(abs(c), abs(d)) > FAINT and self.same(c * a + d * b, whole) else None
+
+    def gain(self, a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor) -> float | None:
+        """c such that ``c * (a + b) == whole``, or None, also where one of them has a factor of its own.
+
+        A gain of nearly 1 is not taken for 1: the tolerance of `same` would be used up by it.
+        """
+        if not (a.shape == b.shape == whole.shape and min(rms(a), rms(b), rms(whole)) > FAINT):
+            return None
+        one, other, sum_ = (t.double().flatten() for t in (a, b, whole))
+        dots = [one @ one, one @ other, other @ other, one @ sum_, other @ sum_]
+        aa, ab, bb, aw, bw = torch.stack(dots).tolist()
+        area = aa * bb - ab * ab
+        if not area > FAINT**2 * aa * bb:
+            return None
+        c, d = (bb * aw - ab * bw) / area, (aa * bw - ab * aw) / area
+        known = self._known(whole)
+        if not abs(c - d) <= known * abs(c):
+            return None
+        c = 1.0 if abs(c - 1) <= known else (c + d) / 2
+        return c if abs(c) > FAINT and self.same(c * (a + b), whole) else None
+
+    def _known(self, whole: torch.Tensor) -> float:
+        """How well a factor is known, relatively: from many numbers, far better than each of them is."""
+        return 8 * self.eps / math.sqrt(whole.numel())
 
 
 def rms(tensor: torch.Tensor) -> float:

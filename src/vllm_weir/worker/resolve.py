@@ -107,7 +107,8 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
     if only is not None and not (mixed and others):
         hook = "attn_out" if mixed else "mlp_out"
         points.kind = "attention only" if mixed else "MLP only"
-        points.anchors[hook] = only.anchor()
+        found, points.gain = _with_gain(only, (), pre, post, m)
+        points.anchors[hook] = (found or only).anchor()
         missing = "MLP" if mixed else "attention"
         for other in INNER_HOOKS:
             if other != hook:
@@ -164,8 +165,7 @@ def _sequential(points: Points, inside, outs, pre, post, mixing: tuple[int, int]
             o = None
         points.kind = "sequential"
         points.anchors |= {"attn_out": a.anchor(), "resid_mid": Anchor(call.path, "before", hidden, residual)}
-        if o is None:
-            o, points.gain = _scaled(children, mid, post, m)
+        o, points.gain = _with_gain(o, children, mid, post, m)
         if o is None:
             points.refused["mlp_out"] = "no tensor was found that is what the MLP adds to the stream"
             if any(m.same(given, mid + s.value) for s in children for _, _, _, given in _given(inside, s.time)):
@@ -176,13 +176,19 @@ def _sequential(points: Points, inside, outs, pre, post, mixing: tuple[int, int]
     return False
 
 
-def _scaled(sources: Sequence[Source], mid: torch.Tensor, post: torch.Tensor, m: Matcher) -> tuple[Found | None, float]:
-    """The source o of ``post = c * (mid + o)``, and c; (None, 1) if there is none."""
-    for source in sources:
-        both = m.factors(mid, source.value, post)
-        if both is not None and both[0] == both[1]:
-            return Found(source, 1.0), both[0]
-    return None, 1.0
+def _with_gain(
+    found: Found | Pair | None, sources: Sequence[Source], stream: torch.Tensor, post: torch.Tensor, m: Matcher
+) -> tuple[Found | Pair | None, float]:
+    """The source o of ``post = c * (stream + o)``, and c; `found` and 1 if that explains it.
+
+    `found` was found without a gain. Where c is nearly 1, a low precision takes c for a factor of o alone, or makes up
+    for it with a little of something else: that is told apart here.
+    """
+    for source in [found.source] if isinstance(found, Found) else sources:
+        gain = m.gain(stream, source.value, post)
+        if gain is not None and gain != 1:
+            return Found(source, 1.0), gain
+    return found, 1.0
 
 
 def _pair(sources: Sequence[Source], streams: Sequence[torch.Tensor], delta: torch.Tensor, m: Matcher) -> Pair | None:

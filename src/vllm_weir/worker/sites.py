@@ -90,8 +90,8 @@ def chosen(sites: SiteMap, settings: Settings) -> dict[int, Anchor]:
     return dict(sorted(placed.items(), key=lambda p: (p[0] == 1, p[0])))
 
 
-def find_scene(model, width: int, num_layers: int, family: Family, is_core, is_embedding) -> Scene:
-    """The decoder blocks of a model; raises WeirError saying why there are none to tap."""
+def find_scene(model, width: int, num_layers: int, family: Family, is_core, is_embedding, run: Run) -> Scene:
+    """The decoder blocks of a model; raises WeirError saying why there are none to tap. Runs it only for that."""
     name = type(model).__name__
     stacks: dict[str, torch.nn.ModuleList] = {}
     for path, module in model.named_modules():
@@ -107,11 +107,43 @@ def find_scene(model, width: int, num_layers: int, family: Family, is_core, is_e
     if len(stacks) > 1:
         stacks = {p: m for p, m in stacks.items() if len(m) == num_layers} or stacks
     if len(stacks) != 1:
-        what = f"{len(stacks)} lists of blocks with attention ({', '.join(stacks) or 'none'})"
-        raise WeirError(f"{name} has {what}; exactly one is needed, or a description that names it", "model")
+        raise WeirError(f"{name} has {_no_stack(stacks, family, run)}", "model")
     stack, modules = next(iter(stacks.items()))
     blocks = {i: m for i, m in enumerate(modules) if type(m).__name__ != "PPMissingLayer"}
     return Scene(model, stack, blocks, len(modules), width, is_core, is_embedding)
+
+
+def _no_stack(stacks: dict[str, torch.nn.ModuleList], family: Family, run: Run) -> str:
+    """Why none of these lists holds the blocks, and what to do."""
+    if not stacks:
+        named = f" called {family.stack!r}, as its description says" if family.stack else " with attention"
+        return f"no list of blocks{named}; name the list that its blocks are in: describe={{'stack': path}}"
+    runs = _runs(stacks, run)
+    told = "; ".join(f"{p}: {len(stacks[p])} blocks, run {n} times in one pass" for p, n in runs.items())
+    what = f"{len(stacks)} lists of blocks with attention ({told}). "
+    once = [path for path, n in runs.items() if n == 1]
+    if not once and max(runs.values()) > 1:
+        return what + "A block that runs several times has no single row at a position: Weir cannot serve this model"
+    return what + f"Layers are counted in one list: name it, say describe={{'stack': {[*once, *stacks][0]!r}}}"
+
+
+def _runs(stacks: dict[str, torch.nn.ModuleList], run: Run) -> dict[str, int]:
+    """How often the blocks of each list run in one pass, at most."""
+    times = [(path, block, [0]) for path, modules in stacks.items() for block in modules]
+
+    def counter(count: list[int]) -> Callable[..., None]:
+        def ran(*_: object) -> None:
+            count[0] += 1
+
+        return ran
+
+    hooks = [block.register_forward_pre_hook(counter(count)) for _, block, count in times]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {path: max((count[0] for p, _, count in times if p == path), default=0) for path in stacks}
 
 
 def map_sites(scene: Scene, run: Run, dtype: torch.dtype, family: Family) -> SiteMap:

@@ -163,7 +163,14 @@ _MODES = [
         engine=dict(enforce_eager=False),
     ),
     *_each(
-        ("LlamaForCausalLM", "FalconForCausalLM", "MixtralForCausalLM", "NemotronHForCausalLM", "GPTNeoXForCausalLM"),
+        (
+            "LlamaForCausalLM",
+            "FalconForCausalLM",
+            "MixtralForCausalLM",
+            "NemotronHForCausalLM",
+            "GPTNeoXForCausalLM",
+            "Gemma4ForCausalLM",
+        ),
         "bf16",
         dtype="bfloat16",
         identities=True,

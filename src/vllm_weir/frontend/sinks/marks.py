@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from vllm_weir.errors import WeirError
@@ -40,25 +41,39 @@ class MarkBuffer:
         self._early: dict[str, dict[str, Any]] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._bytes = 0
+        self._gone: deque[str] = deque()
+        """Ids of requests that have gone since somebody last looked."""
         self._lock = threading.Lock()
+
+    @contextmanager
+    def _held_still(self) -> Iterator[None]:
+        with self._lock:
+            while self._gone:
+                self._left(self._gone.popleft())
+            yield
 
     def join(self, request_id: str, name: str) -> None:
         """A request whose rows are to be kept has been admitted; `name` is the id that the caller knows."""
-        with self._lock:
+        with self._held_still():
             self._live[request_id] = name
 
     def leave(self, request_id: str) -> None:
-        """The request has gone without rows to keep (it was aborted); unknown ids are fine."""
-        with self._lock:
-            name = self._live.pop(request_id, None)
-            self._early.pop(request_id, None)
-            if name is not None:
-                self._end(request_id, name, "was aborted")
+        """The request has gone without rows to keep (it was aborted); unknown ids are fine.
+
+        Takes no lock: garbage may be collected, and this be called, in the middle of anything that holds it.
+        """
+        self._gone.append(request_id)
+
+    def _left(self, request_id: str) -> None:
+        name = self._live.pop(request_id, None)
+        self._early.pop(request_id, None)
+        if name is not None:
+            self._end(request_id, name, "was aborted")
 
     def add(self, request_id: str, items: list[Held]) -> dict[str, Any] | None:
         """The request has finished: keep its rows; or its marks' metadata, if it was marked already."""
         now, size = self._clock(), sum(item.size for item in items)
-        with self._lock:
+        with self._held_still():
             name = self._live.pop(request_id, request_id)
             early = self._early.pop(request_id, None)
             if early is not None:
@@ -80,7 +95,7 @@ class MarkBuffer:
             WeirError: if the request is unknown, or its rows are gone.
         """
         self.tidy()
-        with self._lock:
+        with self._held_still():
             found = [k for k, (_, own, _) in self._held.items() if name in (k, own)]
             live = [k for k, own in self._live.items() if name in (k, own)]
             if found or live:
@@ -100,17 +115,18 @@ class MarkBuffer:
 
     def has(self, name: str) -> bool:
         """Whether the request can be marked."""
-        with self._lock:
+        with self._held_still():
             held = ((k, own) for k, (_, own, _) in self._held.items())
             return any(name in both for both in (*held, *self._live.items()))
 
     def had(self, name: str) -> bool:
         """Whether it could once."""
-        return name in self._ended
+        with self._held_still():
+            return name in self._ended
 
     def tidy(self) -> None:
         """Let go what is too old."""
-        with self._lock:
+        with self._held_still():
             gone = self._expired(self._clock())
         for item, why in gone:
             item.evict(why)
@@ -118,7 +134,7 @@ class MarkBuffer:
     @property
     def due(self) -> float | None:
         """When the oldest rows are too old; None if there are none."""
-        with self._lock:
+        with self._held_still():
             return next((when for when, _, _ in self._held.values()), None)
 
     @property
