@@ -14,6 +14,7 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.batch import Packed
+from vllm_weir.keep.checksum import checksums
 from vllm_weir.keep.index import site_order
 from vllm_weir.keep.tensorfile import CODES, NAMES, Container, Tensor, build_header
 from vllm_weir.keep.writer import Writer
@@ -122,6 +123,8 @@ def site_tensors(sites: list[SiteRows], prefix: str = "") -> dict[str, tuple[tup
         out[prefix + s.name] = (tensor_layout(s.header, len(s.positions)), s.records)
         for name, values in (("positions", s.positions), ("token_ids", s.token_ids)):
             out[f"{prefix}{s.name}.{name}"] = (("I64", [len(values)], values.nbytes), values.astype("<i8"))
+        sums = checksums(s.records)
+        out[f"{prefix}{s.name}.checksums"] = (("U32", [len(sums)], sums.nbytes), sums.astype("<u4"))
     return out
 
 
@@ -143,8 +146,8 @@ def publish_tensors(
 
 def read_site(
     store: Store, file: str, container: Container, name: str, header: dict[str, Any]
-) -> tuple[Site, Tensor, np.ndarray, np.ndarray]:
-    """(site, place of the records, positions, token ids) of one site's tensors, checked."""
+) -> tuple[Site, Tensor, np.ndarray, np.ndarray, np.ndarray | None]:
+    """(site, place of the records, positions, token ids, checksums if there are) of one site's tensors, checked."""
     try:
         hook, _, layer = name.rpartition("/")[2].rpartition(".")
         site = Site(normalise_hook(hook, f"{store.describe(file)}: hook"), int(layer))
@@ -156,7 +159,8 @@ def read_site(
             raise
         raise store.fail(file, f"damaged: {name[:80]!r} is incomplete") from None
     n = lists[0].shape[0] if lists[0].shape else 0
-    if site.layer < 0 or any(t.dtype != "I64" or t.shape != (n,) for t in lists):
+    lists += [t for t in [container.tensors.get(f"{name}.checksums")] if t is not None]
+    if site.layer < 0 or any(t.dtype != dtype or t.shape != (n,) for t, dtype in zip(lists, ("I64", "I64", "U32"))):
         raise store.fail(file, f"damaged: the positions of {name[:80]!r} do not fit")
     dtype, shape, _ = tensor_layout(header, n)
     if (place.dtype, list(place.shape)) != (dtype, shape):
@@ -164,9 +168,11 @@ def read_site(
             file, f"damaged: {name[:80]!r} is {NAMES.get(place.dtype, place.dtype)} {list(place.shape)}, "
             f"its header says {NAMES[dtype]} {shape}",
         )  # fmt: skip
-    positions, tokens = (np.frombuffer(store.read(file, t.start, t.end), "<i8").astype(np.int64) for t in lists)
-    if len(positions) != n or len(tokens) != n:
+    parts = store.read_ranges(file, [t.start for t in lists], [t.end for t in lists]) if n else [b""] * len(lists)
+    if any(len(part) != t.end - t.start for part, t in zip(parts, lists)):
         raise store.fail(file, "truncated while it was read")
+    positions, tokens = (np.frombuffer(part, "<i8").astype(np.int64) for part in parts[:2])
+    sums = np.frombuffer(parts[2], "<u4") if len(parts) > 2 else None
     if n and (positions[0] < 0 or (np.diff(positions) <= 0).any()):
         raise store.fail(file, f"damaged: the positions of {name[:80]!r} do not ascend")
-    return site, place, positions, tokens
+    return site, place, positions, tokens, sums

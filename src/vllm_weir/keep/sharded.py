@@ -8,9 +8,13 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
+import numpy as np
+import pyarrow as pa
+
 from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Spool, Store
 from vllm_weir.keep.batch import Packed
+from vllm_weir.keep.checksum import checksums
 from vllm_weir.keep.manifest import MANIFEST, SHARD_PREFIX, SHARD_SUFFIX, Runs, is_shard, read_manifest, to_parquet
 from vllm_weir.keep.sharded_read import index_of
 from vllm_weir.keep.tensorfile import CODES, build_header
@@ -30,6 +34,7 @@ class _Shard:
     """A shard in the making: what is in the spool, then `sent`, then the first `held` bytes of `gathered`.
 
     `sent` is written by a thread while more is gathered. If that fails it is written again before anything follows it.
+    `sums`: checksums of consecutive records, by the byte of the file where the first one begins.
     """
 
     spool: Spool
@@ -40,6 +45,7 @@ class _Shard:
     held: int = 0
     spare: bytearray = field(default_factory=bytearray)
     sent: memoryview = field(default_factory=lambda: memoryview(b""))
+    sums: dict[int, np.ndarray] = field(default_factory=dict)
     writing: Future[None] | None = None
     end: int = GAP
 
@@ -47,7 +53,7 @@ class _Shard:
         offset, size = self.end, packed.nbytes
         if size >= SMALL:
             self.settle()
-            self.spool.write(packed.records.data)
+            self._write_large(packed.records)
         else:
             if self.held + size > GATHER:
                 self._send()
@@ -69,7 +75,7 @@ class _Shard:
         if self.held:
             self.sent = memoryview(self.gathered)[: self.held]
             self.gathered, self.spare, self.held = self.spare, self.gathered, 0
-            self.writing = self.thread.submit(self.spool.write, self.sent)
+            self.writing = self.thread.submit(self._write_sent, self.sent)
 
     def _wait(self) -> None:
         if self.writing is not None:
@@ -77,8 +83,34 @@ class _Shard:
             writing, self.writing = self.writing, None
             writing.result()
         elif self.sent:
-            self.spool.write(self.sent)
+            self._write_sent(self.sent)
         self.sent = memoryview(b"")
+
+    def _write_sent(self, data: memoryview) -> None:
+        at = self.spool.size
+        self.sums[at] = checksums(np.frombuffer(data, np.uint8).reshape(-1, header_bytes(self.header)))
+        self.spool.write(data)
+
+    def _write_large(self, records: np.ndarray) -> None:
+        at, sums = self.spool.size, self.thread.submit(checksums, records)
+        try:
+            self.spool.write(records.data)
+            self.sums[at] = sums.result()
+        except BaseException:
+            wait([sums])  # the records are their owner's again afterwards
+            if self.spool.size > at:
+                self.spool.truncate(at)
+            raise
+
+    def table(self) -> pa.Table:
+        """The manifest of what is written."""
+        sums = np.concatenate([*self.sums.values(), np.zeros(0, np.uint32)])
+        columns, width = self.runs.columns, self.runs.constant["stride"]
+        parts = []
+        for offset, rows, finished in zip(columns["offset"], columns["rows"], columns["finished"]):
+            first = 0 if finished else (offset - GAP) // width
+            parts.append(sums[first : first + (0 if finished else rows)])
+        return self.runs.table(parts)
 
 
 class ShardedWriter(Writer):
@@ -161,7 +193,7 @@ class ShardedWriter(Writer):
             rows_end = shard.spool.size
             for request in ready:
                 shard.runs.finish(request, *self._marks[request])
-            manifest = to_parquet(shard.runs.table())
+            manifest = to_parquet(shard.table())
             shard.spool.write(manifest)
             shard.spool.write_at(0, _shard_header(shard.header, rows_end - GAP, len(manifest)))
             shard.spool.publish()
