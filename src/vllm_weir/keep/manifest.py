@@ -56,6 +56,7 @@ class Runs:
     """The runs of one shard in the making."""
 
     def __init__(self, writer: str, file: str, header: str, dtype: str, stride: int) -> None:
+        self.stride = stride
         self.constant = {"writer": writer, "file": file, "compression": header, "dtype": dtype, "stride": stride}
         self.columns: dict[str, list[Any]] = {
             name: [] for name in ("request", "hook", "layer", "rows", "offset", "finished", "metadata")

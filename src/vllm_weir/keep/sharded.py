@@ -53,7 +53,7 @@ class _Shard:
         offset, size = self.end, packed.nbytes
         if size >= SMALL:
             self.settle()
-            self._write_large(packed.records)
+            self._write(packed.records.data)
         else:
             if self.held + size > GATHER:
                 self._send()
@@ -75,7 +75,7 @@ class _Shard:
         if self.held:
             self.sent = memoryview(self.gathered)[: self.held]
             self.gathered, self.spare, self.held = self.spare, self.gathered, 0
-            self.writing = self.thread.submit(self._write_sent, self.sent)
+            self.writing = self.thread.submit(self._write, self.sent)
 
     def _wait(self) -> None:
         if self.writing is not None:
@@ -83,32 +83,20 @@ class _Shard:
             writing, self.writing = self.writing, None
             writing.result()
         elif self.sent:
-            self._write_sent(self.sent)
+            self._write(self.sent)
         self.sent = memoryview(b"")
 
-    def _write_sent(self, data: memoryview) -> None:
-        at = self.spool.size
-        self.sums[at] = checksums(np.frombuffer(data, np.uint8).reshape(-1, header_bytes(self.header)))
-        self.spool.write(data)
-
-    def _write_large(self, records: np.ndarray) -> None:
-        at, sums = self.spool.size, self.thread.submit(checksums, records)
-        try:
-            self.spool.write(records.data)
-            self.sums[at] = sums.result()
-        except BaseException:
-            wait([sums])  # the records are their owner's again afterwards
-            if self.spool.size > at:
-                self.spool.truncate(at)
-            raise
+    def _write(self, records: memoryview) -> None:
+        """Put records into the file, and their checksums where those of another try were."""
+        self.sums[self.spool.size] = checksums(np.frombuffer(records, np.uint8).reshape(-1, self.runs.stride))
+        self.spool.write(records)
 
     def table(self) -> pa.Table:
         """The manifest of what is written."""
         sums = np.concatenate([*self.sums.values(), np.zeros(0, np.uint32)])
-        columns, width = self.runs.columns, self.runs.constant["stride"]
         parts = []
-        for offset, rows, finished in zip(columns["offset"], columns["rows"], columns["finished"]):
-            first = 0 if finished else (offset - GAP) // width
+        for offset, rows, finished in zip(*(self.runs.columns[name] for name in ("offset", "rows", "finished"))):
+            first = 0 if finished else (offset - GAP) // self.runs.stride
             parts.append(sums[first : first + (0 if finished else rows)])
         return self.runs.table(parts)
 
