@@ -48,8 +48,9 @@ def make(path: Path | str, layout: str, names: list[str], *, compress: object = 
             write(writer, name)
 
 
-def check(dataset: ActivationDataset, names: list[str]) -> None:
-    """The dataset holds exactly these requests, whole, to the bit."""
+def check(dataset: ActivationDataset, names: list[str], *, summed: bool = True) -> None:
+    """The dataset holds exactly these requests, whole, to the bit, and all their rows (or none) have checksums."""
+    assert dataset.layout == "npz" or (dataset.index.summed == summed).all()
     assert sorted(dataset.requests) == sorted(names)
     for name in names:
         n = length_of(name)

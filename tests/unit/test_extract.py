@@ -249,7 +249,9 @@ def test_differences_sees_each_kind(source: Path, tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     for file in (tmp_path / "a").iterdir():
         (tmp_path / "c" / file.name).write_bytes(raw if file == shard else file.read_bytes())
-    assert any("bytes of rows" in d for d in differences(load(tmp_path / "c"), whole))
+    other = load(tmp_path / "c")
+    other.index.summed[:] = False  # else the checksum tells before anyone compares
+    assert any("bytes of rows" in d for d in differences(other, whole))
 
 
 def test_arguments(source: Path, tmp_path: Path) -> None:

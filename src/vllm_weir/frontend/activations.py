@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_bytes
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from vllm_weir import codec
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.block import Block
+from vllm_weir.keep.checksum import checksums
 from vllm_weir.spec.hooks import Site, parse_site
 
 LENS_KEY = "residual_stream"
@@ -224,7 +226,10 @@ class Activations(Mapping):
 
     @classmethod
     def load(cls, path: str | PathLike) -> Activations:
-        """Read what `save` wrote; raises WeirError naming the file if it is anything else."""
+        """Read what `save` wrote; raises WeirError naming the file if it is anything else, or damaged.
+
+        Files of the layout ``per_request`` have checksums of their rows, which are compared.
+        """
         try:
             with safe_open(path, framework="pt") as file:
                 meta = file.metadata() or {}
@@ -234,6 +239,11 @@ class Activations(Mapping):
                 rows, positions, token_ids = (
                     {s: file.get_tensor(f"{s.hook}.{s.layer}{end}") for s in sites} for end in _ENDS
                 )
+                summed = [s for s in sites if f"{s.hook}.{s.layer}.checksums" in file.keys()]  # noqa: SIM118
+                for s in summed:
+                    sums = file.get_tensor(f"{s.hook}.{s.layer}.checksums").numpy()
+                    if not np.array_equal(checksums(codec.as_bytes(rows[s]).numpy()), sums):
+                        raise WeirError(f"{path} is damaged: rows of {s} do not fit their checksums")
                 return cls(rows, positions, token_ids, tuple(json.loads(meta["lens"])))
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as e:
             if isinstance(e, WeirError):

@@ -25,7 +25,10 @@ class Block:
         name: the file.
         header: of its records.
         width: bytes of a record.
+        sealed: whether the file has checksums of its own, which `gather` compares.
     """
+
+    sealed: ClassVar[bool] = False
 
     def __init__(self, store: Store, name: str, header: dict[str, Any]) -> None:
         self.store, self.name, self.header = store, name, header
@@ -94,6 +97,7 @@ class ArrayBlock(Block):
     # Weak, and by the block itself: ids are given again, and arrays go with their dataset.
     _recent: ClassVar[WeakKeyDictionary[ArrayBlock, np.ndarray]] = WeakKeyDictionary()
     KEEP = 8
+    sealed = True  # a member of a zip file has a CRC-32
 
     def __init__(
         self, store: Store, name: str, header: dict[str, Any], count: int, unpack: Callable[[Store, str], np.ndarray]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from vllm_weir.errors import WeirError
+
+if TYPE_CHECKING:
+    from vllm_weir.keep.dataset import ActivationDataset
+    from vllm_weir.keep.verify import Verified
 
 _OPTIONS = typer.Option("--storage-options", help="For fsspec, JSON.")
 
@@ -18,22 +22,47 @@ def inspect(
     path: Annotated[str, typer.Argument(help="Folder, file, or fsspec URL.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     sample: Annotated[int, typer.Option(help="Rows of each site to take statistics from.", min=0)] = 512,
+    verify: Annotated[bool, typer.Option("--verify", help="Read all rows; exit code 1 if some are damaged.")] = False,
     layer_ids: Annotated[str, typer.Option(help="Of vLLM's own hidden states, with commas.")] = "",
     hidden_size: Annotated[int | None, typer.Option(help="d_model, for Vllm_mi_patch's topk8.")] = None,
     storage_options: Annotated[str, _OPTIONS] = "{}",
 ) -> None:
-    """Show what a dataset holds: requests, sites, sizes, statistics."""
+    """Show what a dataset holds: requests, sites, sizes, statistics; and whether all of it is whole."""
     from vllm_weir.keep.figures import inspect as look
     from vllm_weir.keep.figures import show
     from vllm_weir.keep.open import load
 
     with _refusals():
         dataset = load(path, **_reading(layer_ids, hidden_size, storage_options))
-        found = look(dataset, sample)
+        checked = _verified(dataset) if verify else None
+        found = look(dataset, 0 if checked is not None and checked.damaged else sample)
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=2))
+        more = {} if checked is None else {"verified": checked.to_dict()}
+        typer.echo(json.dumps(found.to_dict() | more, indent=2))
     else:
         show(found)
+    if checked is not None:
+        _report(checked, as_json)
+
+
+def _verified(dataset: ActivationDataset) -> Verified:
+    from vllm_weir.keep.verify import verify
+
+    with _progress(False) as bar:
+        task = bar.add_task("rows", total=dataset.count(), rate="")
+        return verify(dataset, lambda done: bar.update(task, completed=done))
+
+
+def _report(checked: Verified, quiet: bool) -> None:
+    """Say what a verification found, and end with exit code 1 if it found damage."""
+    for one in checked.damaged:
+        typer.echo(f"Error: {one.error} ({one.rows:,} damaged rows in this file)", err=True)
+    if not quiet:
+        summed = checked.rows - checked.unsummed
+        damaged = sum(one.rows for one in checked.damaged)
+        typer.echo(f"{checked.rows:,} rows read, {summed:,} have checksums, {damaged:,} are damaged")
+    if checked.damaged:
+        raise typer.Exit(1)
 
 
 def convert(

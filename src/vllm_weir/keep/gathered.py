@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
 import re
+import zlib
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +17,15 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.batch import Packed
+from vllm_weir.keep.checksum import checksums
 from vllm_weir.keep.index import site_order
 from vllm_weir.keep.tensorfile import CODES, NAMES, Container, Tensor, build_header
 from vllm_weir.keep.writer import Writer
 from vllm_weir.spec.compress import ITEMSIZE, Compression, header_bytes
 from vllm_weir.spec.hooks import Site, normalise_hook
 
+_LISTS = {"positions": "I64", "token_ids": "I64", "checksums": "U32"}
+"""What stands beside a site's records, a value a row; datasets of earlier versions have no checksums."""
 _SAFE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}")
 
 
@@ -120,8 +126,9 @@ def site_tensors(sites: list[SiteRows], prefix: str = "") -> dict[str, tuple[tup
     out: dict[str, tuple[tuple[str, list[int], int], np.ndarray]] = {}
     for s in sites:
         out[prefix + s.name] = (tensor_layout(s.header, len(s.positions)), s.records)
-        for name, values in (("positions", s.positions), ("token_ids", s.token_ids)):
-            out[f"{prefix}{s.name}.{name}"] = (("I64", [len(values)], values.nbytes), values.astype("<i8"))
+        lists = (s.positions.astype("<i8"), s.token_ids.astype("<i8"), checksums(s.records).astype("<u4"))
+        for (name, dtype), values in zip(_LISTS.items(), lists):
+            out[f"{prefix}{s.name}.{name}"] = ((dtype, [len(values)], values.nbytes), values)
     return out
 
 
@@ -129,6 +136,12 @@ def publish_tensors(
     store: Store, name: str, tensors: dict[str, tuple[tuple[str, list[int], int], np.ndarray]], metadata: dict[str, str]
 ) -> None:
     """Publish a safetensors file of what `site_tensors` gives; after an error nothing of it is left."""
+    crc: dict[str, int] = {}
+    for key, (_, data) in tensors.items():
+        site, _, kind = key.rpartition(".")
+        if kind in _LISTS:
+            crc[site] = zlib.crc32(data.data if data.size else b"", crc.get(site, 0))
+    metadata = {**metadata, "lists": json.dumps(crc)}
     spool = store.spool(name)
     try:
         spool.write(build_header({key: layout for key, (layout, _) in tensors.items()}, metadata))
@@ -141,22 +154,39 @@ def publish_tensors(
         raise
 
 
+@functools.lru_cache(maxsize=1)
+def _list_crcs(text: str) -> dict[str, int]:
+    """Metadata ``lists``: by site the CRC-32 of what stands beside its records. A pack's sites share one text."""
+    return dict(json.loads(text))
+
+
+def _read_lists(store: Store, file: str, lists: list[Tensor]) -> list[bytes]:
+    """The bytes of some tensors: one read where they lie side by side."""
+    if any(a.end != b.start for a, b in itertools.pairwise(lists)):
+        return [store.read(file, t.start, t.end) for t in lists]
+    first = lists[0].start
+    data = store.read(file, first, lists[-1].end)
+    return [data[t.start - first : t.end - first] for t in lists]
+
+
 def read_site(
     store: Store, file: str, container: Container, name: str, header: dict[str, Any]
-) -> tuple[Site, Tensor, np.ndarray, np.ndarray]:
-    """(site, place of the records, positions, token ids) of one site's tensors, checked."""
+) -> tuple[Site, Tensor, np.ndarray, np.ndarray, np.ndarray | None]:
+    """(site, place of the records, positions, token ids, checksums if there are) of one site's tensors, checked."""
     try:
         hook, _, layer = name.rpartition("/")[2].rpartition(".")
         site = Site(normalise_hook(hook, f"{store.describe(file)}: hook"), int(layer))
         Compression.from_header(header, f"{store.describe(file)}: header")
         place = container.tensors[name]
-        lists = [container.tensors[f"{name}.{end}"] for end in ("positions", "token_ids")]
-    except (KeyError, ValueError) as e:
+        crc = _list_crcs(container.metadata.get("lists", "{}")).get(name)
+        kinds = _LISTS if f"{name}.checksums" in container.tensors else ("positions", "token_ids")
+        lists = [container.tensors[f"{name}.{kind}"] for kind in kinds]
+    except (KeyError, ValueError, TypeError) as e:
         if isinstance(e, WeirError):
             raise
         raise store.fail(file, f"damaged: {name[:80]!r} is incomplete") from None
     n = lists[0].shape[0] if lists[0].shape else 0
-    if site.layer < 0 or any(t.dtype != "I64" or t.shape != (n,) for t in lists):
+    if site.layer < 0 or any(t.dtype != dtype or t.shape != (n,) for t, dtype in zip(lists, _LISTS.values())):
         raise store.fail(file, f"damaged: the positions of {name[:80]!r} do not fit")
     dtype, shape, _ = tensor_layout(header, n)
     if (place.dtype, list(place.shape)) != (dtype, shape):
@@ -164,9 +194,14 @@ def read_site(
             file, f"damaged: {name[:80]!r} is {NAMES.get(place.dtype, place.dtype)} {list(place.shape)}, "
             f"its header says {NAMES[dtype]} {shape}",
         )  # fmt: skip
-    positions, tokens = (np.frombuffer(store.read(file, t.start, t.end), "<i8").astype(np.int64) for t in lists)
-    if len(positions) != n or len(tokens) != n:
+    parts = _read_lists(store, file, lists) if n else [b""] * len(lists)
+    if any(len(part) != t.end - t.start for part, t in zip(parts, lists)):
         raise store.fail(file, "truncated while it was read")
+    if crc is not None and crc != zlib.crc32(b"".join(parts)):
+        what = f"positions, tokens or checksums of {name[:80]!r}"
+        raise store.fail(file, f"damaged: {what} are not what was written; restore the file from a copy")
+    positions, tokens = (np.frombuffer(part, "<i8").astype(np.int64) for part in parts[:2])
+    sums = np.frombuffer(parts[2], "<u4") if len(parts) > 2 else None
     if n and (positions[0] < 0 or (np.diff(positions) <= 0).any()):
         raise store.fail(file, f"damaged: the positions of {name[:80]!r} do not ascend")
-    return site, place, positions, tokens
+    return site, place, positions, tokens, sums

@@ -12,6 +12,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.keep.blocks import Block, check_inside
+from vllm_weir.keep.checksum import checksums
 from vllm_weir.spec.hooks import HOOKS, Site
 
 
@@ -26,6 +27,8 @@ class Index:
         request, site, block: codes, int64 [runs].
         offset, stride, rows: int64 [runs].
         positions, token_ids: int64 [all rows], run by run; token -1 where unknown.
+        checksums: uint32 [all rows], of their records.
+        summed: bool [runs]; False for runs that were stored without checksums.
         incomplete: requests that were begun and not finished, and are left out.
         notes: what a reader should know (foreign formats).
     """
@@ -43,11 +46,13 @@ class Index:
     rows: np.ndarray
     positions: np.ndarray
     token_ids: np.ndarray
+    checksums: np.ndarray
+    summed: np.ndarray
     incomplete: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if int(self.rows.sum()) != len(self.positions) or len(self.positions) != len(self.token_ids):
+        if {int(self.rows.sum()), len(self.token_ids), len(self.checksums)} != {len(self.positions)}:
             raise WeirError(f"the index of this {self.layout} dataset is damaged: its counts do not fit")
         order = np.argsort(self.block, kind="stable")
         bounds = np.searchsorted(self.block[order], np.arange(len(self.blocks) + 1))
@@ -75,14 +80,41 @@ class Index:
         return which, self.start[which] + within
 
     def gather(self, which: np.ndarray, at: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """Records of rows (as `expand` names them): block -> (which of the rows, uint8 [n, width])."""
-        offsets = self.offset[which] + (at - self.start[which]) * self.stride[which]
+        """Records of rows (as `expand` names them): block -> (which of the rows, uint8 [n, width]).
+
+        Raises WeirError naming the file if one of them does not fit its checksum.
+        """
+        offsets = self.offsets(which, at)
         blocks = self.block[which]
         out = {}
         for block in np.unique(blocks).tolist():
             mine = np.flatnonzero(blocks == block)
-            out[block] = (mine, self.blocks[block].gather(offsets[mine]))
+            records = self.blocks[block].gather(offsets[mine])
+            wrong = mine[self.misfits(which[mine], at[mine], records)]
+            if len(wrong):
+                raise self.damage(which[wrong], at[wrong])
+            out[block] = (mine, records)
         return out
+
+    def offsets(self, which: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """Where in their blocks the records of rows (as `expand` names them) begin: int64 [rows]."""
+        return self.offset[which] + (at - self.start[which]) * self.stride[which]
+
+    def misfits(self, which: np.ndarray, at: np.ndarray, records: np.ndarray) -> np.ndarray:
+        """Which of these records, of rows of one block, do not fit their checksums: int64 [misfits], ascending."""
+        summed = self.summed[which]
+        if not summed.any():
+            return np.zeros(0, np.int64)
+        return np.flatnonzero((checksums(records) != self.checksums[at]) & summed)
+
+    def damage(self, which: np.ndarray, at: np.ndarray) -> WeirError:
+        """An error that names the file, and the first of some rows of one block that do not fit their checksums."""
+        run, byte, position = int(which[0]), int(self.offsets(which[:1], at[:1])[0]), int(self.positions[at[0]])
+        block, site = self.blocks[int(self.block[run])], self.sites[int(self.site[run])]
+        request = self.requests[int(self.request[run])]
+        row = f"the row at byte {byte} (position {position} of {site} of request {request[:80]!r})"
+        wrong = f"and {len(at) - 1:,} more do not fit their checksums" if len(at) > 1 else "does not fit its checksum"
+        return block.store.fail(block.name, f"damaged: {row} {wrong}; restore the file from a copy")
 
 
 class Builder:
@@ -94,9 +126,10 @@ class Builder:
         self.metadata: list[str] = []
         self.sites: dict[Site, int] = {}
         self.blocks: list[Block] = []
-        self.runs: list[tuple[int, int, int, int, int, int]] = []
+        self.runs: list[tuple[int, ...]] = []
         self.positions: list[np.ndarray] = []
         self.token_ids: list[np.ndarray] = []
+        self.checksums: list[np.ndarray] = []
         self.notes: list[str] = []
 
     def request(self, name: str, metadata: str = "") -> int:
@@ -120,18 +153,20 @@ class Builder:
         positions: np.ndarray,
         token_ids: np.ndarray | None = None,
         stride: int | None = None,
+        checksums: np.ndarray | None = None,
     ) -> None:
-        """A run of records; `stride` bytes apart, if not one after the other."""
+        """A run of records; `stride` bytes apart, if not one after the other; `checksums`: uint32 [rows], if any."""
         code = self.sites.setdefault(site, len(self.sites))
         step = self.blocks[block].width if stride is None else stride
-        self.runs.append((request, code, block, offset, step, len(positions)))
+        self.runs.append((request, code, block, offset, step, len(positions), checksums is not None))
         self.positions.append(np.asarray(positions, np.int64))
         tokens = np.full(len(positions), -1, np.int64) if token_ids is None else np.asarray(token_ids, np.int64)
         self.token_ids.append(tokens)
+        self.checksums.append(np.zeros(len(positions), np.uint32) if checksums is None else checksums)
 
     def build(self) -> Index:
         """The index."""
-        table = np.array(self.runs, np.int64).reshape(-1, 6)
+        table = np.array(self.runs, np.int64).reshape(-1, 7)
         none = [np.zeros(0, np.int64)]
         sites = sorted(self.sites, key=site_order)
         place = np.zeros(len(sites), np.int64)
@@ -140,7 +175,8 @@ class Builder:
         return Index(
             self.layout, list(self.requests), sites, self.blocks, self.metadata, table[:, 0],
             place[table[:, 1]] if len(table) else table[:, 1], table[:, 2], table[:, 3], table[:, 4], table[:, 5],
-            np.concatenate(self.positions or none), np.concatenate(self.token_ids or none), notes=self.notes,
+            np.concatenate(self.positions or none), np.concatenate(self.token_ids or none),
+            np.concatenate(self.checksums or none).astype(np.uint32, copy=False), table[:, 6] > 0, notes=self.notes,
         )  # fmt: skip
 
 

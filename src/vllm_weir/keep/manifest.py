@@ -3,7 +3,7 @@
 A shard carries the manifest of its own runs, so publishing a shard is one step. ``manifest.parquet`` joins them for
 readers; what is not in it yet is read from the shards. A request that is finished has one more row, ``finished``, with
 its metadata and the number of its rows. Rows count only if they come from the writer that finished their request:
-so whatever an interrupted writer left behind is not read.
+so whatever an interrupted writer left behind is not read. Manifests of earlier versions have no checksums.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ SCHEMA = pa.schema(
         ("rows", pa.int64()),
         ("position", pa.list_(pa.int64())),
         ("token_id", pa.list_(pa.int64())),
+        ("checksum", pa.list_(pa.uint32())),
         ("file", _TEXT),
         ("offset", pa.int64()),
         ("stride", pa.int64()),
@@ -49,12 +50,15 @@ SCHEMA = pa.schema(
         ("metadata", pa.string()),
     ]
 )
+# Of checksums no two are alike, so looking for those that are would only take time.
+_ALIKE = [f"{f.name}.list.element" if pa.types.is_list(f.type) else f.name for f in SCHEMA if f.name != "checksum"]
 
 
 class Runs:
     """The runs of one shard in the making."""
 
     def __init__(self, writer: str, file: str, header: str, dtype: str, stride: int) -> None:
+        self.stride = stride
         self.constant = {"writer": writer, "file": file, "compression": header, "dtype": dtype, "stride": stride}
         self.columns: dict[str, list[Any]] = {
             name: [] for name in ("request", "hook", "layer", "rows", "offset", "finished", "metadata")
@@ -92,13 +96,17 @@ class Runs:
         for column, value in zip(self.columns.values(), values):
             column.append(value)
 
-    def table(self) -> pa.Table:
-        """As an Arrow table of SCHEMA."""
+    def table(self, checksums: list[np.ndarray]) -> pa.Table:
+        """As an Arrow table of SCHEMA. `checksums`: for each entry those of its rows, uint32."""
         n = len(self)
         ends = np.concatenate([[0], np.cumsum([len(p) for p in self.positions])]).astype(np.int32)
         lists = {
-            name: pa.ListArray.from_arrays(ends, np.concatenate([*parts, np.zeros(0, np.int64)]))
-            for name, parts in (("position", self.positions), ("token_id", self.token_ids))
+            name: pa.ListArray.from_arrays(ends, np.concatenate([*parts, np.zeros(0, kind)]).astype(kind, copy=False))
+            for name, parts, kind in (
+                ("position", self.positions, np.int64),
+                ("token_id", self.token_ids, np.int64),
+                ("checksum", checksums, np.uint32),
+            )
         }
         arrays = []
         for field in SCHEMA:
@@ -117,7 +125,7 @@ class Runs:
 def to_parquet(table: pa.Table) -> bytes:
     """A manifest as Parquet bytes, its pages with checksums."""
     sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    pq.write_table(table, sink, compression="zstd", use_dictionary=_ALIKE, write_page_checksum=True)
     return sink.getvalue()
 
 
@@ -129,6 +137,8 @@ def from_parquet(store: Store, name: str, data: bytes) -> pa.Table:
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True, pre_buffer=False)
         table = file.read(use_threads=False)
+        if "checksum" not in table.column_names:
+            table = table.append_column("checksum", pa.nulls(len(table), SCHEMA.field("checksum").type))
         return pa.Table.from_arrays([table[field.name].cast(field.type) for field in SCHEMA], schema=SCHEMA)
     except (pa.ArrowException, KeyError, OSError, ValueError) as e:
         raise store.fail(name, f"its manifest cannot be read: {str(e)[:200]}") from None

@@ -101,8 +101,8 @@ def _add_file(out: Builder, store: Store, name: str, size: int) -> None:
             continue  # two writers did it; the first counts
         code = out.request(request, metadata)
         for key, header in sites:
-            site, place, positions, tokens = read_site(store, name, container, key, header)
+            site, place, positions, tokens, sums = read_site(store, name, container, key, header)
             kind = json.dumps(header, sort_keys=True)
             if kind not in blocks:
                 blocks[kind] = out.block(FileBlock(store, name, header, size))
-            out.run(code, site, blocks[kind], place.start, positions, tokens)
+            out.run(code, site, blocks[kind], place.start, positions, tokens, checksums=sums)

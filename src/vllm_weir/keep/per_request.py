@@ -81,6 +81,6 @@ def add_file(out: Builder, store: Store, name: str, size: int, container: Contai
             if key not in container.tensors:
                 raise store.fail(name, f"damaged: {key!r} is missing")
             header = plain_header(store, name, container.tensors[key])
-        found, place, positions, tokens = read_site(store, name, container, key, header)
+        found, place, positions, tokens, sums = read_site(store, name, container, key, header)
         block = out.block(FileBlock(store, name, header, size))
-        out.run(code, found, block, place.start, positions, tokens)
+        out.run(code, found, block, place.start, positions, tokens, checksums=sums)

@@ -8,9 +8,13 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
+import numpy as np
+import pyarrow as pa
+
 from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Spool, Store
 from vllm_weir.keep.batch import Packed
+from vllm_weir.keep.checksum import checksums
 from vllm_weir.keep.manifest import MANIFEST, SHARD_PREFIX, SHARD_SUFFIX, Runs, is_shard, read_manifest, to_parquet
 from vllm_weir.keep.sharded_read import index_of
 from vllm_weir.keep.tensorfile import CODES, build_header
@@ -30,6 +34,7 @@ class _Shard:
     """A shard in the making: what is in the spool, then `sent`, then the first `held` bytes of `gathered`.
 
     `sent` is written by a thread while more is gathered. If that fails it is written again before anything follows it.
+    `sums`: checksums of consecutive records, by the byte of the file where the first one begins.
     """
 
     spool: Spool
@@ -40,6 +45,7 @@ class _Shard:
     held: int = 0
     spare: bytearray = field(default_factory=bytearray)
     sent: memoryview = field(default_factory=lambda: memoryview(b""))
+    sums: dict[int, np.ndarray] = field(default_factory=dict)
     writing: Future[None] | None = None
     end: int = GAP
 
@@ -47,7 +53,7 @@ class _Shard:
         offset, size = self.end, packed.nbytes
         if size >= SMALL:
             self.settle()
-            self.spool.write(packed.records.data)
+            self._write(packed.records.data)
         else:
             if self.held + size > GATHER:
                 self._send()
@@ -69,7 +75,7 @@ class _Shard:
         if self.held:
             self.sent = memoryview(self.gathered)[: self.held]
             self.gathered, self.spare, self.held = self.spare, self.gathered, 0
-            self.writing = self.thread.submit(self.spool.write, self.sent)
+            self.writing = self.thread.submit(self._write, self.sent)
 
     def _wait(self) -> None:
         if self.writing is not None:
@@ -77,8 +83,22 @@ class _Shard:
             writing, self.writing = self.writing, None
             writing.result()
         elif self.sent:
-            self.spool.write(self.sent)
+            self._write(self.sent)
         self.sent = memoryview(b"")
+
+    def _write(self, records: memoryview) -> None:
+        """Put records into the file, and their checksums where those of another try were."""
+        self.sums[self.spool.size] = checksums(np.frombuffer(records, np.uint8).reshape(-1, self.runs.stride))
+        self.spool.write(records)
+
+    def table(self) -> pa.Table:
+        """The manifest of what is written."""
+        sums = np.concatenate([*self.sums.values(), np.zeros(0, np.uint32)])
+        parts = []
+        for offset, rows, finished in zip(*(self.runs.columns[name] for name in ("offset", "rows", "finished"))):
+            first = 0 if finished else (offset - GAP) // self.runs.stride
+            parts.append(sums[first : first + (0 if finished else rows)])
+        return self.runs.table(parts)
 
 
 class ShardedWriter(Writer):
@@ -161,7 +181,7 @@ class ShardedWriter(Writer):
             rows_end = shard.spool.size
             for request in ready:
                 shard.runs.finish(request, *self._marks[request])
-            manifest = to_parquet(shard.runs.table())
+            manifest = to_parquet(shard.table())
             shard.spool.write(manifest)
             shard.spool.write_at(0, _shard_header(shard.header, rows_end - GAP, len(manifest)))
             shard.spool.publish()

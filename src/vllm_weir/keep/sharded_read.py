@@ -59,9 +59,10 @@ def _index(store: Store, table: pa.Table, names: dict[str, int], incomplete: boo
     starts = np.concatenate([[0], np.cumsum(counts)])
     if starts[-1] != len(positions) or len(positions) != len(tokens):
         raise ValueError("its counts do not fit its positions")
+    sums, summed = _checksums(table, counts)
     if not keep.all():
         picked = np.repeat(keep, counts)
-        positions, tokens = positions[picked], tokens[picked]
+        positions, tokens, sums = positions[picked], tokens[picked], sums[picked]
     return Index(
         "sharded",
         [requests[i] for i in shown],
@@ -76,8 +77,21 @@ def _index(store: Store, table: pa.Table, names: dict[str, int], incomplete: boo
         rows[runs],
         positions,
         tokens,
+        sums,
+        summed[runs],
         incomplete=[requests[i] for i in np.flatnonzero(~done)],
     )
+
+
+def _checksums(table: pa.Table, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(checksums of all rows, uint32, 0 for those that have none; which runs have them, bool)."""
+    summed = table["checksum"].is_valid().to_numpy()
+    values = flat(table, "checksum")
+    if len(values) != int(counts[summed].sum()):
+        raise ValueError("its counts do not fit its checksums")
+    sums = np.zeros(int(counts.sum()), np.uint32)
+    sums[np.repeat(summed, counts)] = values
+    return sums, summed
 
 
 def _check_complete(
