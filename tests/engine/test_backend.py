@@ -6,13 +6,10 @@ vLLM does without it on CPU, to start sooner; here its platform is kept from tha
 from __future__ import annotations
 
 import pytest
-import torch
 
-import vllm_weir as weir
-from tests.engine.common import directory, oracle, prompts, sampling
-from tests.engine.test_compiled import check_all
+from tests.engine.common import directory, oracle
+from tests.engine.test_compiled import check_all, check_steering
 from tests.support.engines import close_all, get_llm
-from tests.support.measure import rel_err
 from tests.support.steered import SteeredOracle
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -51,19 +48,6 @@ def start(root, cache):
     before = vars(compilation_counter).copy()
     llm = get_llm(directory(root), enforce_eager=False, env=cache)
     return llm, {k: n - before[k] for k, n in vars(compilation_counter).items() if n != before[k]}
-
-
-def check_steering(llm, truth):
-    vector = torch.randn(truth.hidden_size, generator=torch.Generator().manual_seed(1))
-    moves = [weir.Add(vector, 1, 2.0), weir.Ablate(vector, 2, hook="resid_pre", positions="generated")]
-    captures = [weir.Capture(), weir.Capture("resid_pre")]
-    params = weir.params(sampling(), capture=captures, interventions=moves)
-    for out in llm.generate(prompts(), params, use_tqdm=False):
-        prompt, got = list(out.prompt_token_ids), list(out.outputs[0].token_ids)
-        rows, _ = truth.steered((prompt + got)[:-1], len(prompt), moves)
-        assert got == truth.steered_greedy(prompt, len(got), moves)
-        for site in out.activations.sites:
-            assert rel_err(out.activations[site], rows[tuple(site)]) <= 1e-5
 
 
 @pytest.mark.usefixtures("own_backend")

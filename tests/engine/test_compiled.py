@@ -33,6 +33,19 @@ def check_all(llm, truth):
             verify(out, wanted, truth)
 
 
+def check_steering(llm, truth):
+    """Two blocks steered, and what leaves and enters all of them; `truth` is a `SteeredOracle`."""
+    vector = torch.randn(truth.hidden_size, generator=torch.Generator().manual_seed(1))
+    moves = [weir.Add(vector, 1, 2.0), weir.Ablate(vector, 1, hook="resid_pre", positions="generated")]
+    params = weir.params(sampling(), capture=[weir.Capture(), weir.Capture("resid_pre")], interventions=moves)
+    for out in llm.generate(prompts(), params, use_tqdm=False):
+        prompt, got = list(out.prompt_token_ids), list(out.outputs[0].token_ids)
+        rows, _ = truth.steered((prompt + got)[:-1], len(prompt), moves)
+        assert got == truth.steered_greedy(prompt, len(got), moves)
+        for site in out.activations.sites:
+            assert rel_err(out.activations[site], rows[tuple(site)]) <= 1e-5
+
+
 def test_settings_switched_between_starts_on_one_cache(root, cache):
     """One block tapped, then all of them: the second start must not reuse the first one's graphs."""
     model_dir = directory(root, "llama", "b")  # of three blocks: compiling takes a time for each
@@ -56,15 +69,7 @@ def test_compiled_rows_and_steering(root, cache, family):
     model_dir = directory(root, family)
     llm, truth = compiled(model_dir, cache), SteeredOracle(model_dir)
     check_all(llm, truth)
-    vector = torch.randn(truth.hidden_size, generator=torch.Generator().manual_seed(1))
-    moves = [weir.Add(vector, 1, 2.0), weir.Ablate(vector, 1, hook="resid_pre", positions="generated")]
-    params = weir.params(sampling(), capture=[weir.Capture(), weir.Capture("resid_pre")], interventions=moves)
-    for out in llm.generate(prompts(), params, use_tqdm=False):
-        prompt, got = list(out.prompt_token_ids), list(out.outputs[0].token_ids)
-        rows, _ = truth.steered((prompt + got)[:-1], len(prompt), moves)
-        assert got == truth.steered_greedy(prompt, len(got), moves)
-        for site in out.activations.sites:
-            assert rel_err(out.activations[site], rows[tuple(site)]) <= 1e-5
+    check_steering(llm, truth)
 
 
 def test_the_compile_key_follows_hooks_and_layers(root, monkeypatch):
