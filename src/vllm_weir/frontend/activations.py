@@ -239,11 +239,13 @@ class Activations(Mapping):
                 rows, positions, token_ids = (
                     {s: file.get_tensor(f"{s.hook}.{s.layer}{end}") for s in sites} for end in _ENDS
                 )
-                summed = [s for s in sites if f"{s.hook}.{s.layer}.checksums" in file.keys()]  # noqa: SIM118
-                for s in summed:
-                    sums = file.get_tensor(f"{s.hook}.{s.layer}.checksums").numpy()
+                names = set(file.keys())
+                for s in sites:
+                    if (name := f"{s.hook}.{s.layer}.checksums") not in names:
+                        continue
+                    sums = file.get_tensor(name).numpy()
                     if not np.array_equal(checksums(codec.as_bytes(rows[s]).numpy()), sums):
-                        raise WeirError(f"{path} is damaged: rows of {s} do not fit their checksums")
+                        raise WeirError(f"{path} is damaged: rows of {s} do not fit their checksums; restore it")
                 return cls(rows, positions, token_ids, tuple(json.loads(meta["lens"])))
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as e:
             if isinstance(e, WeirError):

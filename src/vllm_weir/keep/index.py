@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,11 +54,8 @@ class Index:
     def __post_init__(self) -> None:
         if {int(self.rows.sum()), len(self.token_ids), len(self.checksums)} != {len(self.positions)}:
             raise WeirError(f"the index of this {self.layout} dataset is damaged: its counts do not fit")
-        order = np.argsort(self.block, kind="stable")
-        bounds = np.searchsorted(self.block[order], np.arange(len(self.blocks) + 1))
-        for i, block in enumerate(self.blocks):
-            mine = order[bounds[i] : bounds[i + 1]]
-            check_inside(block, self.offset[mine], self.rows[mine], self.stride[mine])
+        for block, runs in self.by_block():
+            check_inside(block, self.offset[runs], self.rows[runs], self.stride[runs])
         self.start = np.concatenate([[0], np.cumsum(self.rows)]).astype(np.int64)
         self.code = {request: i for i, request in enumerate(self.requests)}
 
@@ -71,6 +68,13 @@ class Index:
         if not isinstance(out, dict):
             raise WeirError(f"the metadata of request {self.requests[request][:80]!r} are damaged")
         return out
+
+    def by_block(self) -> Iterator[tuple[Block, np.ndarray]]:
+        """The blocks, each with the runs that lie in it, int64 [its runs], ascending."""
+        order = np.argsort(self.block, kind="stable")
+        bounds = np.searchsorted(self.block[order], np.arange(len(self.blocks) + 1))
+        for i, block in enumerate(self.blocks):
+            yield block, order[bounds[i] : bounds[i + 1]]
 
     def expand(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """All rows of some runs: (which run, index into `positions`), each int64 [rows]."""

@@ -53,12 +53,10 @@ def verify(dataset: ActivationDataset, progress: Callable[[int], Any] | None = N
         progress: called with the number of rows that were read so far, after every piece.
     """
     index = dataset.index
-    order = np.argsort(index.block, kind="stable")
-    bounds = np.searchsorted(index.block[order], np.arange(len(index.blocks) + 1))
     found: dict[str, Damage] = {}
     done = 0
-    for i, block in enumerate(index.blocks):
-        which, at = index.expand(order[bounds[i] : bounds[i + 1]])
+    for block, runs in index.by_block():
+        which, at = index.expand(runs)
         at_byte = np.argsort(index.offsets(which, at), kind="stable")
         step = max(1, PIECE // block.width)
         for begin in range(0, len(at_byte), step):
