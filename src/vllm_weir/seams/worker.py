@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import logging
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from vllm_weir.seams.core import WAITING, wire_of
 from vllm_weir.seams.probe import find_sites
 from vllm_weir.settings import Settings
 from vllm_weir.worker.station import ModelFacts, Station
+from vllm_weir.worker.warming import Warming
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +29,9 @@ def init_device(original, status):
 
             @functools.wraps(load_model)
             def load_then_place(*args, **kwargs):
+                warming = _warm(worker)
                 load_model(*args, **kwargs)
-                _place(worker, status)
+                _place(worker, status, warming)
 
             worker.load_model = load_then_place
 
@@ -43,7 +46,17 @@ def _report(status, station, reason=None):
     return station.report()
 
 
-def _place(worker, status) -> None:
+def _warm(worker) -> Warming | None:
+    """Begin to compile the taps' kernels, which need to know no more of the model than its width."""
+    config = worker.vllm_config.model_config
+    try:
+        width = config.get_hidden_size()
+    except AttributeError:
+        return None  # `_place` says what that means
+    return Warming(width, config.dtype, worker.model_runner.device)
+
+
+def _place(worker, status, warming: Warming | None) -> None:
     runner, config = worker.model_runner, worker.vllm_config
     settings = Settings.load(config.additional_config)
     try:
@@ -51,6 +64,7 @@ def _place(worker, status) -> None:
         if one_set and settings.hooks is None:
             settings = settings.model_copy(update={"hooks": ("resid_pre", "resid_post")})
         facts = _facts(runner, config, worker.use_v2_model_runner)
+        assert warming is not None, "the model's width is known"
         sites = find_sites(runner, config, facts, settings, worker.use_v2_model_runner)
         station = Station(runner.get_model(), facts, settings, sites)
         spans = _v2_spans(runner) if worker.use_v2_model_runner else _v1_spans(runner)
@@ -64,10 +78,12 @@ def _place(worker, status) -> None:
     if worker.use_v2_model_runner:
         worker.weir_graphs = graphs.hold(runner, station, config, settings.graphs == "eager")
     elif one_set:
+        warming.wait()
         station.switch.pin()  # runner V1 has one set of graphs, with live taps
     _hold_execute_model(runner, station)
     _hold_dummy_run(runner, station)
     _hold_shutdown(worker, station)
+    _hold_warm_up(worker, warming)
     spans(station)
     worker.weir_report = functools.partial(_report, status, station)
     worker.weir_usage = station.usage
@@ -132,6 +148,22 @@ def _hold_dummy_run(runner, station: Station) -> None:
         return dummy_run(*args, **kwargs)
 
     runner._dummy_run = wrapper
+
+
+def _hold_warm_up(worker, warming: Warming) -> None:
+    """Between here and there the model is traced and compiled, on a GPU."""
+    warm_up = worker.compile_or_warm_up_model
+    # Tracing makes millions of objects, and the collector would go through all that came before with them, time and
+    # again; vLLM freezes all for good once it is ready.
+    gc.freeze()
+
+    @functools.wraps(warm_up)
+    def wrapper(*args, **kwargs):
+        gc.unfreeze()
+        warming.wait()
+        return warm_up(*args, **kwargs)
+
+    worker.compile_or_warm_up_model = wrapper
 
 
 def _hold_shutdown(worker, station: Station) -> None:

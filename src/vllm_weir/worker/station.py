@@ -35,7 +35,7 @@ from vllm_weir.worker.sites import SiteMap, chosen
 from vllm_weir.worker.step import PACKED, StepPlan
 from vllm_weir.worker.strands import Strands
 from vllm_weir.worker.tables import PlanWriter, TableWriter
-from vllm_weir.worker.tap import Switch, TapTensors, warm
+from vllm_weir.worker.tap import Switch, TapTensors
 from vllm_weir.worker.treat import Packet, Treater
 
 if TYPE_CHECKING:
@@ -105,8 +105,6 @@ class Station:
             **self._tables.tensors,
         )
         self.switch = Switch(self.tensors)
-        if cuda:
-            warm(self.switch, facts.d_model)
         self._live = LiveRequests()
         rows = self.host.view(facts.d_model, facts.dtype)
         self.drain = Drain(rows, self.arena, self.link, self.name, facts.engine)

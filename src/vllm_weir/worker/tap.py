@@ -153,11 +153,3 @@ def numbered(
     """
     bits = torch.tensor([scale, other], dtype=torch.float32).view(torch.int32).tolist()
     return torch.tensor([tap, *bits, int(fixed)], dtype=torch.int32, device=device)
-
-
-def warm(switch: Switch, d_model: int) -> None:
-    """Compile the taps' kernels, so that the first live step does not wait for that; the plan must be empty."""
-    hidden, residual = switch.tensors.ring.new_zeros(2, 1, d_model)
-    number = numbered(0, device=hidden.device)
-    for other in (None, residual):
-        _tap_cuda(hidden, other, number, *switch.tables)

@@ -44,7 +44,8 @@ def _term(node, h, ints, floats, vectors, d_model, offsets, inside):
     return out
 
 
-@triton.jit
+# What does not help the code would only make more kernels of it.
+@triton.jit(do_not_specialize=["plan_size", "rank_width", "num_taps"])
 def _tap(
     hidden,
     other,

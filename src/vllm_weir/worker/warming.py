@@ -1,0 +1,39 @@
+"""The taps' kernels are compiled by a thread while the model is loaded and traced."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from vllm_weir.worker.tap import numbered
+
+
+class Warming:
+    """Compiles what nearly every live step launches: two kernels, a second each, most of it spent waiting for ptxas."""
+
+    def __init__(self, d_model: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._done: Future[None] | None = None
+        if device.type == "cuda":
+            thread = ThreadPoolExecutor(1, thread_name_prefix="weir-warm")
+            self._done = thread.submit(_launch, d_model, dtype, device)
+            thread.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Return once the kernels are there: nothing may be loaded while a CUDA graph is captured."""
+        if self._done is not None:
+            self._done.result()
+
+
+def _launch(d_model: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Taps of a token that no plan knows, with and without something beside it, as the launcher specialises them."""
+    from vllm_weir.worker.tap_triton import launch
+
+    torch.cuda.set_device(device)
+    hidden, residual, ring = torch.zeros(3, 1, d_model, dtype=dtype, device=device)
+    none = torch.full((1, 3), -1, dtype=torch.int32, device=device)
+    floats = torch.zeros(1, d_model, device=device)
+    number = numbered(0, device=device)
+    for other in (None, residual):
+        launch(hidden, other, number, none, none, ring, none, none, floats, floats)
+    torch.cuda.current_stream().synchronize()
