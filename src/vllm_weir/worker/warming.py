@@ -26,14 +26,21 @@ class Warming:
 
 
 def _launch(d_model: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Taps of a token that no plan knows, with and without something beside it, as the launcher specialises them."""
     from vllm_weir.worker.tap_triton import launch
 
     torch.cuda.set_device(device)
+    for arguments in stand_ins(d_model, dtype, device):
+        launch(*arguments)
+    torch.cuda.current_stream().synchronize()
+
+
+def stand_ins(d_model: int, dtype: torch.dtype, device: torch.device) -> list[tuple[torch.Tensor | None, ...]]:
+    """The launcher's arguments for a token that no plan knows, with nothing and with something beside the stream.
+
+    Nothing is left to torch's default dtype, which vLLM changes for all threads while it loads the model.
+    """
     hidden, residual, ring = torch.zeros(3, 1, d_model, dtype=dtype, device=device)
     none = torch.full((1, 3), -1, dtype=torch.int32, device=device)
-    floats = torch.zeros(1, d_model, device=device)
+    floats = torch.zeros(1, d_model, dtype=torch.float32, device=device)
     number = numbered(0, device=device)
-    for other in (None, residual):
-        launch(hidden, other, number, none, none, ring, none, none, floats, floats)
-    torch.cuda.current_stream().synchronize()
+    return [(hidden, other, number, none, none, ring, none, none, floats, floats) for other in (None, residual)]
