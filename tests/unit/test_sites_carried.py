@@ -178,3 +178,26 @@ def test_embeddings_given_in_a_buffer_of_zeros_that_blocks_write_into(kind, dtyp
     assert all(supported(sites, layer) == set(BLOCK_HOOKS) for layer in range(LAYERS))
     assert list(sites.refused) == [Site("embed", 0)]
     assert not buffer.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_that_the_first_pass_warms_up(dtype):
+    """Qwen3-Next's mixers call a part of theirs in the first pass only, to have its kernels tuned."""
+
+    class Warming(Core):
+        def __init__(self):
+            super().__init__()
+            self.kernel, self.cold = torch.nn.Linear(D, D), True
+
+        def forward(self, *args, **kwargs):
+            if self.cold:
+                self.kernel(torch.ones(3, D, dtype=self.kernel.weight.dtype))
+                self.cold = False
+            return super().forward(*args, **kwargs)
+
+    model = Model([Fused] * LAYERS, True)
+    for layer in model.layers:
+        layer.self_attn.core = Warming()
+    sites = mapped(model, dtype)
+    assert not sites.refused
+    assert all(not layer.self_attn.core.cold for layer in model.layers)

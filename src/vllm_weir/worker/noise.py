@@ -51,7 +51,10 @@ def leave_noise(scene: Scene, mode: str, cores: set[str]):
 
 
 def fill(path: str, call: Call, live) -> None:
-    """Noise instead of what a call leaves behind: what it wrote into, or the first of its results."""
+    """Noise instead of what a call leaves behind: what it wrote into, or the first of its results.
+
+    Which it is goes by the module's own calls: a pass may have calls of others that the next has not (warm-ups).
+    """
     keys = [k for k in live if k.kind == "arg"] or list(live)[:1]
     for key in keys:
-        live[key].copy_(noise(f"{path}:{call.start}:{key.index}", live[key]))
+        live[key].copy_(noise(f"{path}:{call.turn}:{key.index}", live[key]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ class Call:
     Attributes:
         path: from the model; `local`: from its block.
         start, end: order of events.
+        turn: how many calls of this module in this pass came before it.
         args, out: tensors of the stream's width, float32 [tokens, d], as they came and as they were returned.
         after: the same arguments once more if the call changed them in place, or is known to.
         offsets: vectors [d] among its results, float32: biases that the caller is to add.
@@ -35,6 +37,7 @@ class Call:
     path: str
     local: str
     start: int
+    turn: int = 0
     end: int = 0
     args: dict[Key, torch.Tensor] = field(default_factory=dict)
     out: dict[Key, torch.Tensor] = field(default_factory=dict)
@@ -115,6 +118,7 @@ class Recorder:
         self._beside = {a.beside.module: a.beside.hidden for a in self._writes if a.beside is not None}
         self._kept: dict[str, tuple[torch.Tensor, Call]] = {}
         self._clock = 0
+        self._turns: Counter[str] = Counter()
         self.trace = Trace([[] for _ in range(scene.num_layers)], [])
         self._handles: list[Any] = []
         self._open: dict[int, list[Call]] = {}
@@ -161,7 +165,8 @@ class Recorder:
 
         def before(module, args, kwargs):
             given = arguments(names, args, kwargs)
-            call = Call(path, local, self._tick())
+            call = Call(path, local, self._tick(), self._turns[path])
+            self._turns[path] += 1
             call.shapes = {k: tuple(v.shape) for k, v in given.items() if _floating(v)}
             live = self._wide(given)
             if local == "" and self._enter is not None:
