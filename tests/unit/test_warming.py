@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_weir.seams.engine import llm_engine_init
 from vllm_weir.seams.worker import _hold_warm_up
 from vllm_weir.settings import Settings
 from vllm_weir.spec.hooks import Site
@@ -41,6 +42,19 @@ def test_the_heap_is_frozen_until_the_warm_up_begins():
     assert worker.compile_or_warm_up_model(3) == 3
     assert seen == ["kernels", ("warm-up", 0)]
     assert gc.get_freeze_count() > 0
+
+
+def test_an_engine_that_does_not_start_leaves_nothing_frozen():
+    """Its model would stay on the device of a process that goes on."""
+
+    def fails(_self):
+        _hold_warm_up(SimpleNamespace(compile_or_warm_up_model=print), None)
+        raise ValueError("no room for the cache")
+
+    wrapper = llm_engine_init(fails, None)
+    with pytest.raises(ValueError, match="no room"):
+        wrapper(SimpleNamespace())
+    assert gc.get_freeze_count() == 0
 
 
 def test_nothing_is_compiled_for_a_cpu():

@@ -154,7 +154,7 @@ def _hold_warm_up(worker, warming: Warming) -> None:
     """Between here and there the model is traced and compiled, on a GPU."""
     warm_up = worker.compile_or_warm_up_model
     # Tracing makes millions of objects, and the collector would go through all that came before with them, time and
-    # again; vLLM freezes all for good once it is ready.
+    # again; vLLM freezes all for good once it is ready. Thawed here, or by the caller's seam if the start fails.
     gc.freeze()
 
     @functools.wraps(warm_up)
