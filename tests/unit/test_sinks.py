@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -309,7 +310,7 @@ class Recorder(Consumer):
     required = True
     made: ClassVar[list] = []
 
-    def __init__(self, trouble="", wait=0.0):
+    def __init__(self, trouble="", wait=0.0, note=""):
         self.calls, self.trouble, self.wait = [], trouble, wait
         Recorder.made.append(self)
 
@@ -448,6 +449,34 @@ def test_a_board_closes_its_sinks():
     assert [call[0] for call in Recorder.made[0].calls] == ["open", "flush", "close"]
 
 
+def test_a_sink_that_is_slow_to_end_holds_nobody_up(monkeypatch):
+    """Until it is asked for again: two consumers at once would write the same files."""
+    may_end, asked = threading.Event(), [SimpleNamespace(sink=sink_of(x)) for x in "abc"]
+    monkeypatch.setattr("vllm_weir.frontend.sinks.board.MOST_OWN", 1)
+    monkeypatch.setattr(Recorder, "close", lambda self: (may_end.wait(20), self._note("close")))
+    one = Board({}, 1, 1.0, 1.0)
+    one.open(ENGINE)
+    one.prepare(asked[:1])
+    began = time.monotonic()
+    for part in asked[1:]:
+        one.prepare([part])
+        assert len(one.report()) == 1
+    assert time.monotonic() - began < 5 and not any("close" in calls_of(made) for made in Recorder.made)
+    threading.Timer(0.3, may_end.set).start()
+    one.prepare(asked[:1])
+    assert calls_of(Recorder.made[0]) == ["open", "close"] and calls_of(Recorder.made[3]) == ["open"]
+    one.close()
+    assert [calls_of(made) for made in Recorder.made] == [["open", "close"]] * 4
+
+
+def sink_of(note):
+    return Sink.parse({"recorder": {"note": note}}, "s")
+
+
+def calls_of(recorder):
+    return [call[0] for call in recorder.calls]
+
+
 # Jobs
 
 
@@ -505,6 +534,15 @@ def test_rows_that_cannot_be_spilled_stay(tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(WeirError, match="lost"):
         list(job.rows())
+
+
+def test_a_temporary_file_that_cannot_be_removed_ends_no_sink(tmp_path, monkeypatch, caplog):
+    job = Job(Looked(acts_of()), Box(name="r7").request, Ticket("s", True), lambda: None)
+    job.spill(tmp_path)
+    monkeypatch.setattr("pathlib.Path.unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "I/O error")))
+    job.over()
+    job.over()
+    assert caplog.text.count("r7") == 1 and "I/O error" in caplog.text
 
 
 def test_a_runner_spills():

@@ -55,10 +55,12 @@ class Board:
         self._engine: EngineInfo | None = None
         self._runners: dict[str, Runner] = {}
         self._own: OrderedDict[SinkDefinition, Runner] = OrderedDict()
+        self._ending: dict[SinkDefinition, Runner] = {}
+        """Sinks that requests had set up, and that were told to stop."""
         self._lock = threading.Lock()
         self._tidier: threading.Thread | None = None
         self._wake = threading.Event()
-        self.close = weakref.finalize(self, _close, self._runners, self._own)
+        self.close = weakref.finalize(self, _close, self._runners, self._own, self._ending)
         _close_before_exit(self)
 
     def open(self, engine: EngineInfo) -> None:
@@ -148,6 +150,8 @@ class Board:
             runner = self._own.get(sink.own)
             if runner is None:
                 assert self._engine is not None
+                if sink.own in self._ending:
+                    self._ending.pop(sink.own).close()  # two at once would write the same files
                 self._make_room(sink.path)
                 runner = Runner(sink.name, sink.own, self._engine, sink.path)
                 self._own[sink.own] = runner
@@ -162,7 +166,11 @@ class Board:
             raise WeirError(
                 f"{MOST_OWN} sinks that requests have set up are busy; set one up for the engine and name it", path
             )
-        self._own.pop(idle).close()
+        # Its consumer may take long to end: nobody waits for that here.
+        for definition in [d for d, r in self._ending.items() if r.ended]:
+            del self._ending[definition]
+        self._ending[idle] = self._own.pop(idle)
+        self._ending[idle].stop()
 
     def _tidy(self) -> None:
         """Let go of what is not marked in time."""
@@ -250,6 +258,6 @@ def _close_all() -> None:
         board.close()
 
 
-def _close(runners: dict[str, Runner], own: OrderedDict[SinkDefinition, Runner]) -> None:
-    for runner in [*runners.values(), *own.values()]:
+def _close(runners: dict[str, Runner], *own: dict[SinkDefinition, Runner]) -> None:
+    for runner in [*runners.values(), *(runner for some in own for runner in some.values())]:
         runner.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 import threading
@@ -22,6 +23,7 @@ from vllm_weir.spec.hooks import Site
 if TYPE_CHECKING:
     from vllm_weir.frontend.view import View
 
+logger = logging.getLogger(__name__)
 _NAMES = ("positions", "token_ids", "data")
 
 
@@ -80,9 +82,12 @@ class Job:
         """The rows are not needed any more."""
         with self._lock:
             self._let_go()
-            if self._file is not None:
-                self._file.unlink(missing_ok=True)
-                self._file = None
+            file, self._file = self._file, None
+            if file is not None:
+                try:
+                    file.unlink(missing_ok=True)
+                except OSError as e:  # the sink goes on: its folder is removed when it closes
+                    logger.error("the rows of request %s stay in %s for now: %s", self.request.name, file, e)
 
     def evict(self, why: str) -> None:
         """The rows were not marked in time."""

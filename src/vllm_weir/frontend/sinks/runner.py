@@ -105,13 +105,20 @@ class Runner:
             "last_error": self.last_error,
         }
 
-    def close(self) -> None:
-        """Give the consumer what is queued, then end it."""
+    def stop(self) -> None:
+        """Take in nothing more: its thread gives the consumer what is queued, ends it, and ends."""
         self._queue.stop()
+
+    @property
+    def ended(self) -> bool:
+        """Whether that is done."""
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """As `stop`, and wait for it."""
+        self.stop()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=CLOSING)
-        if self._spills is not None:
-            self._spills.put(None)
 
     def _start(self, run, kind: str) -> threading.Thread:
         thread = threading.Thread(target=run, name=f"weir-{kind}-{self.name}", daemon=True)
@@ -130,6 +137,8 @@ class Runner:
             self._serve(job)
             self._queue.done()
             del job  # or it would hold its rows until the next one comes
+        if self._spills is not None:
+            self._spills.put(None)
         try:
             with self._call:
                 self._consumer.close()
