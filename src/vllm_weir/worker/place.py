@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from vllm_weir.worker.anchors import Anchor, Key, pick
 from vllm_weir.worker.tap import Switch, numbered
 
-_LAYERS = "weir_layers"
+_LAYERS, _TAP = "weir_layers", "weir_tap_"
 Forward = Callable[..., Any]
 """A module's forward as a function of the module and its arguments."""
 Layer = Callable[[Forward], Forward]
@@ -24,7 +24,7 @@ def place(model: torch.nn.Module, anchor: Anchor, tap: int, switch: Switch) -> N
 
     A pass that is not compiled does not even ask a tap that does not act.
     """
-    module, name = model.get_submodule(anchor.module), f"weir_tap_{tap}"
+    module, name = model.get_submodule(anchor.module), f"{_TAP}{tap}"
     device = switch.tensors.plan.device
     number = numbered(tap, anchor.scale, anchor.other_scale, anchor.offset is not None, device)
     module.register_buffer(name, number, persistent=False)
@@ -47,7 +47,7 @@ def _wrap(module: torch.nn.Module, when: str, layer: Layer) -> None:
     if _LAYERS not in state:
         own = state.pop("forward", None)
         forward = type(module).forward if own is None else _unbound(module, own)
-        state[_LAYERS] = {"class": type(module), "forward": forward, "before": [], "after": []}
+        state[_LAYERS] = {"class": type(module), "own": own, "forward": forward, "before": [], "after": []}
     layers = state[_LAYERS]
     layers[when].append(layer)
     forward = layers["forward"]
@@ -55,7 +55,23 @@ def _wrap(module: torch.nn.Module, when: str, layer: Layer) -> None:
         forward = around(forward)
     base = layers["class"]
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    module.__class__ = new_class(base.__name__, (base,), exec_body=lambda own: own.update(names, forward=forward))
+    body = names | {"__reduce_ex__": _untapped, "forward": forward}
+    module.__class__ = new_class(base.__name__, (base,), exec_body=lambda own: own.update(body))
+
+
+def _untapped(module: torch.nn.Module, protocol: Any) -> tuple:
+    """A copy, or a pickle, is of the module as the model has it without taps: these belong to one engine."""
+    layers = module.__dict__[_LAYERS]
+    reduced: Any = super(type(module), module).__reduce_ex__(protocol)
+    _, _, state, *rest = reduced
+    if isinstance(state, dict):
+        state = {name: value for name, value in state.items() if name != _LAYERS}
+        if layers["own"] is not None:
+            state["forward"] = layers["own"]
+        state["_buffers"] = {name: tensor for name, tensor in state["_buffers"].items() if not name.startswith(_TAP)}
+        kept = {name for name in state["_non_persistent_buffers_set"] if not name.startswith(_TAP)}
+        state["_non_persistent_buffers_set"] = kept
+    return object.__new__, (layers["class"],), state, *rest
 
 
 def _unbound(module: torch.nn.Module, own: Callable[..., Any]) -> Forward:
