@@ -237,6 +237,7 @@ class Station:
 
     def end_step(self) -> None:
         """The forward pass has been issued: send its rows, and word of what was steered, on."""
+        self.switch.turn(0)  # what is called between steps (by users, through `apply_model`) belongs to no request
         step, self._step = self._step, None
         if step is None and not self.strands.news:
             return
