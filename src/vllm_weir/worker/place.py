@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType, new_class
 from typing import Any
 
@@ -35,6 +35,28 @@ def place(model: torch.nn.Module, anchor: Anchor, tap: int, switch: Switch) -> N
         _wrap(module, anchor.when, _beside(anchor, name, switch, tap, kept))
     else:
         _wrap(module, anchor.when, _tap(anchor, name, switch, tap))
+
+
+class Links:
+    """Every step on the way from a model to its tapped modules.
+
+    Whoever puts another module in the place of one of them (a pruned one, say) puts it where there is no tap.
+    """
+
+    def __init__(self, model: torch.nn.Module, anchors: Iterable[Anchor]) -> None:
+        self._found: dict[str, tuple[dict[str, torch.nn.Module | None], str, torch.nn.Module | None]] = {}
+        for path in (path for a in anchors for path in (a.module, a.beside.module if a.beside else "") if path):
+            names, parent = path.split("."), model
+            for n, name in enumerate(names, 1):
+                self._found[".".join(names[:n])] = parent._modules, name, parent._modules[name]
+                parent = parent.get_submodule(name)
+
+    def replaced(self) -> str:
+        """Path of the first that is not what it was; empty if all are."""
+        for path, (held, name, module) in self._found.items():
+            if held.get(name) is not module:
+                return path
+        return ""
 
 
 def _wrap(module: torch.nn.Module, when: str, layer: Layer) -> None:
