@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import vllm_weir as weir
 from tests.engine.common import asking, directory, oracle, prompts, same_rows, sampling, verify
@@ -67,3 +69,49 @@ def test_taps_are_not_asked_in_a_pass_without_wishes(root, monkeypatch):
     assert ops(weir.params(sampling(3), capture=one)) == 3, "one tap in each of three passes"
     assert ops(weir.params(sampling(3), capture=weir.Capture("resid_post", [2], "prompt"))) == 1
     assert ops(sampling(3)) == 0
+
+
+def test_what_is_called_between_steps_is_nobody_s(root):
+    """A part of the model that a user runs by itself is not steered by what the last step was steered by."""
+    llm = get_llm(directory(root), enable_prefix_caching=False)
+    engine, x = llm.llm_engine, torch.ones(8, llm.llm_engine.model_config.get_hidden_size())
+
+    def called(model) -> torch.Tensor:
+        with torch.inference_mode():
+            return model.model.layers[0].mlp(x).clone()
+
+    (before,) = llm.apply_model(called)
+    v = torch.full(x.shape[1:], 5.0)
+    steered = weir.params(sampling(8), interventions=[weir.Add(v, 0, hook="mlp_out")], capture=weir.Capture("mlp_out"))
+    engine.add_request("steered", prompts([8])[0], steered)
+    outs = []
+    while engine.has_unfinished_requests():
+        outs = engine.step()
+        (between,) = llm.apply_model(called)
+        assert torch.equal(between, before)
+    assert outs[0].receipt.complete and sum(outs[0].receipt.steered[0].values()) == 15
+
+
+@pytest.mark.parametrize("path", ["layers.1", "layers.2.mlp"])
+def test_a_module_that_was_replaced_has_no_tap_and_says_so(root, path):
+    """Its rows would be what the ring held before, and nothing would be steered."""
+    llm = get_llm(directory(root), enable_prefix_caching=False)
+    parent, _, name = path.rpartition(".")
+    captured = weir.params(sampling(3), capture=[weir.Capture(), weir.Capture("mlp_out")])
+    steered = weir.params(sampling(3), interventions=[weir.Add(torch.ones(128), 1, hook="mlp_out")])
+
+    def put(model, module=None) -> torch.nn.Module:
+        before = model.model.get_submodule(path)
+        model.model.get_submodule(parent)._modules[name] = copy.deepcopy(before) if module is None else module
+        return before
+
+    (before,) = llm.apply_model(put)
+    try:
+        for params in (captured, steered):
+            with pytest.raises(weir.WeirError, match=f"{path} of the model was replaced"):
+                llm.generate(prompts([5]), params, use_tqdm=False)
+        (plain,) = llm.generate(prompts([5]), sampling(3), use_tqdm=False)
+    finally:
+        llm.apply_model(lambda model: put(model, before))
+    (out,) = llm.generate(prompts([5]), captured, use_tqdm=False)
+    assert out.outputs[0].token_ids == plain.outputs[0].token_ids and len(out.activations["mlp_out", 2]) == 7

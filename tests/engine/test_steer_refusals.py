@@ -229,6 +229,30 @@ def test_a_failure_takes_no_neighbour_with_it(engine, monkeypatch):
     after(llm, oracle, fresh)
 
 
+@pytest.mark.parametrize("how", ["fetch", "confirm"])
+def test_what_a_failed_request_left_in_the_prefix_cache_is_not_shared(engine, monkeypatch, how):
+    """Its KV lies under the key of steering that was not done: to ask again would be served from it."""
+    llm, _ = engine
+    fresh = weir.params(sampling(3), interventions=weir.Add(vectors(36 + len(how))(D), 1))
+    llm.reset_prefix_cache()
+
+    def fetch(self, reply, digests):
+        raise ValueError("nobody answers")
+
+    with monkeypatch.context() as patch:
+        if how == "fetch":
+            patch.setattr(Fetcher, "fetch", fetch)
+        else:
+            send = Drain.send
+            patch.setattr(Drain, "send", lambda self, parcel: send(self, dataclasses.replace(parcel, steered={})))
+        with pytest.raises(weir.WeirError):
+            llm.generate(prompt(70), fresh, use_tqdm=False)
+    (again,) = llm.generate(prompt(70), fresh, use_tqdm=False)
+    assert again.num_cached_tokens == 0 and again.receipt.steered == ({("resid_post", 1): 72},)
+    (shares,) = llm.generate(prompt(70), fresh, use_tqdm=False)
+    assert shares.num_cached_tokens == 64 and shares.outputs[0].token_ids == again.outputs[0].token_ids
+
+
 def after(llm, oracle, params):
     """The engine answers, one request in and one out, and the next steered one is served."""
     (out,) = llm.generate(prompt(9, 3), sampling(3), use_tqdm=False)

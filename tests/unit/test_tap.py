@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import pickle
 import types
 
 import numpy as np
@@ -220,6 +222,51 @@ def test_a_tapped_module_is_called_as_others_are():
     assert isinstance(block, torch.nn.Linear) and type(block).__name__ == "Linear"
     assert type(block).__mro__[1] is torch.nn.Linear, "one class for all that is put around it"
     assert torch.nn.Linear.forward(block, torch.ones(1, 3)).shape == (1, 3), "others of its class are not tapped"
+
+
+class Counting(torch.nn.Module):
+    """Has state of its own, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.seen = torch.nn.Linear(3, 3), 0
+        self.register_buffer("table", torch.ones(3), persistent=False)
+
+    def forward(self, x):
+        self.seen += 1
+        return self.inner(x) + self.table
+
+
+@pytest.mark.parametrize("protocol", [None, 0, 2, pickle.HIGHEST_PROTOCOL])
+def test_copies_and_pickles_of_a_tapped_module_have_no_taps(protocol):
+    """They belong to no engine: it is the model's own module that is copied, or sent to another process."""
+    model, ring = torch.nn.ModuleDict({"block": Counting()}), torch.zeros(2, 3)
+    ranks = torch.full((1, 2 * STAGES), -1, dtype=torch.int32)
+    ranks[0, 0], ranks[0, STAGES] = 0, 1
+    switch = live(TapTensors(torch.tensor([[0, 0, -1]], dtype=torch.int32), ranks, ring, *no_programs(2, 3)))
+    for tap in (0, 1):
+        place(model, Anchor("block", "after", Key("out", -1)), tap, switch)
+    block = model["block"]
+    twin = copy.deepcopy(block) if protocol is None else pickle.loads(pickle.dumps(block, protocol))  # noqa: S301
+    assert type(twin) is Counting and [name for name, _ in twin.named_buffers()] == ["table"]
+    assert not [name for name in vars(twin) if "weir" in name] and set(twin.state_dict()) == set(block.state_dict())
+    with torch.inference_mode():
+        out = twin(torch.ones(1, 3))
+        assert not ring.any() and (twin.seen, block.seen) == (1, 0)
+        assert torch.equal(block(torch.ones(1, 3)), out) and ring.any()
+        assert torch.equal(torch.compile(twin, backend="aot_eager", fullgraph=True)(torch.ones(1, 3)), out)
+    assert len([name for name, _ in block.named_buffers() if "weir" in name]) == 2, "the module itself stays as it was"
+
+
+def test_a_copy_keeps_the_forward_that_was_on_the_instance():
+    block = Written()
+    block.forward = types.MethodType(doubled, block)
+    model = torch.nn.ModuleDict({"block": block})
+    switch = live(TapTensors(*[torch.zeros(1, 3)] * 7))
+    place(model, Anchor("block", "after", Key("out", -1)), 0, switch)
+    twin = copy.deepcopy(model)["block"]
+    assert type(twin) is Written and twin.forward.__self__ is twin
+    assert twin(torch.ones(1)).tolist() == [2.0]
 
 
 def test_a_tap_whose_engine_is_gone_says_so():

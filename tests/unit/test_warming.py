@@ -1,15 +1,16 @@
-"""Between loading and warm-up: the collector passes over what was there, and the taps' kernels come in time."""
+"""Before the warm-up: the collector passes over what was there before tracing, and the taps' kernels come in time."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import weakref
 from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vllm_weir.seams.engine import llm_engine_init
 from vllm_weir.seams.worker import _hold_warm_up
 from vllm_weir.settings import Settings
 from vllm_weir.spec.hooks import Site
@@ -27,34 +28,50 @@ def thawed():
     gc.unfreeze()
 
 
-def test_the_heap_is_frozen_until_the_warm_up_begins():
+def holding(profile, seen):
+    worker = SimpleNamespace(
+        determine_available_memory=profile,
+        compile_or_warm_up_model=lambda size: seen.append(("warm-up", gc.get_freeze_count())) or size,
+    )
+    _hold_warm_up(worker, SimpleNamespace(wait=lambda: seen.append("kernels")))
+    return worker
+
+
+def test_the_heap_is_frozen_while_the_model_is_traced():
     seen = []
-
-    def compile_or_warm_up_model(size):
-        seen.append(("warm-up", gc.get_freeze_count()))
-        gc.freeze()  # as vLLM does, for good
-        return size
-
-    warming = SimpleNamespace(wait=lambda: seen.append("kernels"))
-    worker = SimpleNamespace(compile_or_warm_up_model=compile_or_warm_up_model)
-    _hold_warm_up(worker, warming)
-    assert gc.get_freeze_count() > 0 and not seen
+    worker = holding(lambda: gc.get_freeze_count(), seen)
+    assert gc.get_freeze_count() == 0
+    assert worker.determine_available_memory() > 0
+    assert gc.get_freeze_count() == 0
     assert worker.compile_or_warm_up_model(3) == 3
     assert seen == ["kernels", ("warm-up", 0)]
-    assert gc.get_freeze_count() > 0
 
 
-def test_an_engine_that_does_not_start_leaves_nothing_frozen():
-    """Its model would stay on the device of a process that goes on."""
+def test_what_somebody_else_has_frozen_stays_frozen():
+    worker = holding(lambda: None, [])
+    gc.freeze()
+    before = gc.get_freeze_count()
+    worker.determine_available_memory()
+    assert gc.get_freeze_count() >= before > 0
 
-    def fails(_self):
-        _hold_warm_up(SimpleNamespace(compile_or_warm_up_model=print), None)
-        raise ValueError("no room for the cache")
 
-    wrapper = llm_engine_init(fails, None)
-    with pytest.raises(ValueError, match="no room"):
-        wrapper(SimpleNamespace())
-    assert gc.get_freeze_count() == 0
+@pytest.mark.parametrize("fails", ["in", "after"])
+def test_an_engine_that_fails_to_start_can_be_collected(fails):
+    """Without room for its KV cache, say: its model would be kept for as long as the process lives."""
+
+    def profile():
+        if fails == "in":
+            raise RuntimeError("out of memory")
+
+    worker = holding(profile, [])
+    worker.itself = worker  # as engines hold themselves, in many ways
+    model = torch.nn.Identity()
+    worker.model, gone = model, weakref.ref(model)
+    with contextlib.suppress(RuntimeError):
+        worker.determine_available_memory()
+    del worker, model
+    gc.collect()
+    assert gone() is None
 
 
 def test_nothing_is_compiled_for_a_cpu():

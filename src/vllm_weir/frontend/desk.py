@@ -229,6 +229,8 @@ class Desk:
             self._inbox = Inbox(self.store, self._host)
         reply, sizes = self._inbox.reply, self._sizes or self.settings.table_sizes(facts.d_model)
         wire = engine_form(admitted, reply, prompt_ids, prompt_len, max_tokens, facts, self._chunked, sizes)
+        if wire is not None and wire["needs"] is not None and self.store.salt:
+            wire["salt"] = self.store.salt
         pending = Pending(request_id, admitted, [-1] * prompt_len if prompt_ids is None else prompt_ids, self.store)
         self.store.open(pending)
         if prompt_ids is not None and ends_with_the_prompt(pending.memory, prompt_len):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,6 +43,9 @@ class Store:
         self._unread: list[tuple[str, np.ndarray, np.ndarray]] = []
         self._changed = threading.Condition(threading.RLock())
         self.early = Early()
+        self.salt = ""
+        """Random from the first failure on, another after each: what failed has left KV under the key of what it was
+        to be, so steered requests that come later have keys of their own."""
         self.loads: dict[str, Load] = {}
         """What each worker last said of itself."""
 
@@ -93,6 +97,8 @@ class Store:
         mirror.pressure = header.pressure
         self.loads[worker] = Load(header.engine, header.pressure, header.waiting)
         with self._changed:
+            if header.failures or header.broken:
+                self.salt = secrets.token_hex(8)
             for request_id, reason in header.failures.items():
                 if (pending := self.get(request_id)) is not None:
                     pending.failure = reason

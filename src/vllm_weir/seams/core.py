@@ -85,7 +85,7 @@ def block_hash_extra_keys(original, _status):
         tokens = request.all_token_ids[start_token_idx:end_token_idx]
         digest = _keys[request].of_block(start_token_idx, tokens)
         if digest is not None:
-            keys = (*(keys or ()), ("weir", digest))
+            keys = (*(keys or ()), ("weir", digest, *([wire["salt"]] if "salt" in wire else [])))
         return keys, *rest
 
     return wrapper

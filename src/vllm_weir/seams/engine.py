@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import gc
 
 from vllm.outputs import CompletionOutput, RequestOutput
 
@@ -173,12 +172,7 @@ def _make_desk(engine, status, hold: bool) -> Desk:
 def llm_engine_init(original, status):
     def wrapper(self, *args, **kwargs):
         _check_settings(args, kwargs)
-        try:
-            original(self, *args, **kwargs)
-        except BaseException:
-            # A worker in this process may have frozen the heap for its start; what is left of it would stay for good.
-            gc.unfreeze()
-            raise
+        original(self, *args, **kwargs)
         desk = _make_desk(self, status, hold=True)
         if desk.refusal is None:
             try:

@@ -134,6 +134,8 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_V1}.worker.worker_base", "WorkerWrapperBase.init_device", WORKER,
          "the worker and its runner are taken hold of", "worker:init_device"),
     Seam(f"{_V1}.worker.gpu_worker", "Worker.load_model", WORKER, "the taps are placed once the model is loaded"),
+    Seam(f"{_V1}.worker.gpu_worker", "Worker.determine_available_memory", WORKER,
+         "the garbage collector passes over what was there before tracing"),
     Seam(f"{_V1}.worker.gpu_worker", "Worker.compile_or_warm_up_model", WORKER,
          "the taps' kernels are there before CUDA graphs are captured"),
     Seam(f"{_V1}.worker.gpu_worker", "Worker.shutdown", WORKER, "threads and host memory are let go", None),

@@ -151,18 +151,27 @@ def _hold_dummy_run(runner, station: Station) -> None:
 
 
 def _hold_warm_up(worker, warming: Warming) -> None:
-    """Between here and there the model is traced and compiled, on a GPU."""
-    warm_up = worker.compile_or_warm_up_model
-    # Tracing makes millions of objects, and the collector would go through all that came before with them, time and
-    # again; vLLM freezes all for good once it is ready. Thawed here, or by the caller's seam if the start fails.
-    gc.freeze()
+    """The model is traced and compiled by the profiling run, on a GPU; what comes next captures graphs."""
+    profile, warm_up = worker.determine_available_memory, worker.compile_or_warm_up_model
+
+    @functools.wraps(profile)
+    def frozen(*args, **kwargs):
+        # Tracing makes millions of objects, and the collector would go through all that came before with them, time
+        # and again. No longer than that: of an engine that fails to start nothing would be collected, ever.
+        if gc.get_freeze_count():  # it is somebody else's, who could not tell that we had undone it
+            return profile(*args, **kwargs)
+        gc.freeze()
+        try:
+            return profile(*args, **kwargs)
+        finally:
+            gc.unfreeze()
 
     @functools.wraps(warm_up)
     def wrapper(*args, **kwargs):
-        gc.unfreeze()
         warming.wait()
         return warm_up(*args, **kwargs)
 
+    worker.determine_available_memory = frozen
     worker.compile_or_warm_up_model = wrapper
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType, new_class
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from vllm_weir.worker.anchors import Anchor, Key, pick
 from vllm_weir.worker.tap import Switch, numbered
 
-_LAYERS = "weir_layers"
+_LAYERS, _TAP = "weir_layers", "weir_tap_"
 Forward = Callable[..., Any]
 """A module's forward as a function of the module and its arguments."""
 Layer = Callable[[Forward], Forward]
@@ -24,7 +24,7 @@ def place(model: torch.nn.Module, anchor: Anchor, tap: int, switch: Switch) -> N
 
     A pass that is not compiled does not even ask a tap that does not act.
     """
-    module, name = model.get_submodule(anchor.module), f"weir_tap_{tap}"
+    module, name = model.get_submodule(anchor.module), f"{_TAP}{tap}"
     device = switch.tensors.plan.device
     number = numbered(tap, anchor.scale, anchor.other_scale, anchor.offset is not None, device)
     module.register_buffer(name, number, persistent=False)
@@ -37,6 +37,28 @@ def place(model: torch.nn.Module, anchor: Anchor, tap: int, switch: Switch) -> N
         _wrap(module, anchor.when, _tap(anchor, name, switch, tap))
 
 
+class Links:
+    """Every step on the way from a model to its tapped modules.
+
+    Whoever puts another module in the place of one of them (a pruned one, say) puts it where there is no tap.
+    """
+
+    def __init__(self, model: torch.nn.Module, anchors: Iterable[Anchor]) -> None:
+        self._found: dict[str, tuple[dict[str, torch.nn.Module | None], str, torch.nn.Module | None]] = {}
+        for path in (path for a in anchors for path in (a.module, a.beside.module if a.beside else "") if path):
+            names, parent = path.split("."), model
+            for n, name in enumerate(names, 1):
+                self._found[".".join(names[:n])] = parent._modules, name, parent._modules[name]
+                parent = parent.get_submodule(name)
+
+    def replaced(self) -> str:
+        """Path of the first that is not what it was; empty if all are."""
+        for path, (held, name, module) in self._found.items():
+            if held.get(name) is not module:
+                return path
+        return ""
+
+
 def _wrap(module: torch.nn.Module, when: str, layer: Layer) -> None:
     """Put a layer around the module's forward; before the call, and after it, earlier ones act first.
 
@@ -47,7 +69,7 @@ def _wrap(module: torch.nn.Module, when: str, layer: Layer) -> None:
     if _LAYERS not in state:
         own = state.pop("forward", None)
         forward = type(module).forward if own is None else _unbound(module, own)
-        state[_LAYERS] = {"class": type(module), "forward": forward, "before": [], "after": []}
+        state[_LAYERS] = {"class": type(module), "own": own, "forward": forward, "before": [], "after": []}
     layers = state[_LAYERS]
     layers[when].append(layer)
     forward = layers["forward"]
@@ -55,7 +77,23 @@ def _wrap(module: torch.nn.Module, when: str, layer: Layer) -> None:
         forward = around(forward)
     base = layers["class"]
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    module.__class__ = new_class(base.__name__, (base,), exec_body=lambda own: own.update(names, forward=forward))
+    body = names | {"__reduce_ex__": _untapped, "forward": forward}
+    module.__class__ = new_class(base.__name__, (base,), exec_body=lambda own: own.update(body))
+
+
+def _untapped(module: torch.nn.Module, protocol: Any) -> tuple:
+    """A copy, or a pickle, is of the module as the model has it without taps: these belong to one engine."""
+    layers = module.__dict__[_LAYERS]
+    reduced: Any = super(type(module), module).__reduce_ex__(protocol)
+    _, _, state, *rest = reduced
+    if isinstance(state, dict):
+        state = {name: value for name, value in state.items() if name != _LAYERS}
+        if layers["own"] is not None:
+            state["forward"] = layers["own"]
+        state["_buffers"] = {name: tensor for name, tensor in state["_buffers"].items() if not name.startswith(_TAP)}
+        kept = {name for name in state["_non_persistent_buffers_set"] if not name.startswith(_TAP)}
+        state["_non_persistent_buffers_set"] = kept
+    return object.__new__, (layers["class"],), state, *rest
 
 
 def _unbound(module: torch.nn.Module, own: Callable[..., Any]) -> Forward:

@@ -26,7 +26,7 @@ from vllm_weir.worker.hostmem import HostBuffer
 from vllm_weir.worker.link import Link
 from vllm_weir.worker.live import LiveRequests
 from vllm_weir.worker.outlet import CpuOutlet, CudaOutlet, at_once
-from vllm_weir.worker.place import place
+from vllm_weir.worker.place import Links, place
 from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.ring import Ring
@@ -116,6 +116,7 @@ class Station:
         self._failures: dict[str, dict[str, str]] = {}
         for tap, anchor in placed.items():
             place(model, anchor, tap, self.switch)
+        self._links = Links(model, placed.values())
         self._streamer: Streamer | None = None
         if isinstance(self._outlet, CudaOutlet) and ships:
             from vllm_weir.worker.stream import Streamer
@@ -135,11 +136,14 @@ class Station:
             self._directions.release(request_id)
             self._codecs.release(request_id)
         joining = [(EngineSpec.from_wire(request[1]["spec"]), *request) for request in new]
+        replaced = self._links.replaced() if joining else ""
         self._fetch_ahead((wire["reply"], spec) for spec, _, wire, _, _ in joining)
         for spec, request_id, wire, prompt_len, prompt_ids in joining:
             self.planner.remove(request_id)  # a resumed request joins again
             self._live.join(request_id, spec, prompt_len)
             try:
+                if replaced:
+                    raise WeirError(f"{replaced} of the model was replaced: put the tapped one back, or start again")
                 self._join(request_id, spec, wire, prompt_len, prompt_ids)
             except (WeirError, ValueError) as e:
                 logger.exception("Weir cannot follow request %s", request_id)
@@ -237,6 +241,7 @@ class Station:
 
     def end_step(self) -> None:
         """The forward pass has been issued: send its rows, and word of what was steered, on."""
+        self.switch.turn(0)  # what is called between steps (by users, through `apply_model`) belongs to no request
         step, self._step = self._step, None
         if step is None and not self.strands.news:
             return
