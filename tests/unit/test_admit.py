@@ -133,6 +133,14 @@ def test_refusals_name_the_field(extra_args, field):
     assert str(refusal).startswith(f"{field}: ")
 
 
+@pytest.mark.parametrize(
+    "text", ['{"v": 1, "capture": [{}], "capture": []}', '{"v": 1, "capture": [{"layers": [0], "layers": [1]}]}']
+)
+def test_a_key_that_comes_twice_in_text_is_refused(text):
+    with pytest.raises(WeirError, match="comes twice"):
+        admit({"weir": text}, FACTS)
+
+
 def test_an_untapped_site_is_refused():
     gone = {Site("resid_post", 1), *(Site("attn_out", layer) for layer in range(LAYERS))}
     facts = EngineFacts(served(LAYERS, gone), LAYERS, 128, "float32", 1024)

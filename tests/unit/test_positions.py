@@ -76,6 +76,7 @@ def test_unknown_tokens_select_a_superset():
 def test_other_sequences_of_ints(same):
     assert Positions.parse(same) == Positions.parse(list(range(2, 9)))
     assert Capture(layers=same).layers == tuple(range(2, 9))
+    assert Positions.parse({"token_ids": same}) == Positions.parse({"token_ids": list(range(2, 9))})
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,7 @@ def test_other_sequences_of_ints(same):
         "1",
         "a:b",
         "1:2:3:4",
+        "1:2\n",
         [None],
         [2**31],
         np.zeros((2, 2)),

@@ -109,6 +109,48 @@ def test_every_way_to_write_a_vector_is_the_same():
     assert all(np.array_equal(Vector.parse(f, "v").array, row.numpy()) for f in forms)
 
 
+def test_a_list_of_rows_may_hold_tensors():
+    rows = torch.randn(3, D)
+    for kind in (rows.bfloat16(), rows.requires_grad_(), rows.half()):
+        want = kind.detach().float().tolist()
+        assert weir.Replace(list(kind), 0).values.array.tolist() == want
+        assert weir.Add([kind[0], want[1], kind[2].detach().float().numpy()], 0).vector.array.tolist() == want
+
+
+@pytest.mark.parametrize(
+    "odd", [torch.eye(D).to_sparse(), torch.ones(D, device="meta"), torch.ones(D, dtype=torch.bool), [torch.ones(1), 1]]
+)
+def test_odd_tensors_are_refused_by_name(odd):
+    with pytest.raises(WeirError) as caught:
+        weir.Add(odd, 0)
+    assert caught.value.field.startswith("intervention.vector")
+
+
+@pytest.mark.parametrize("b64, why", [(None, "missing"), (bytes(4 * D), "base64 text")])
+def test_base64_is_text(b64, why):
+    with pytest.raises(WeirError, match=why) as caught:
+        Vector.parse({"dtype": "float32", "shape": [D]} | ({} if b64 is None else {"b64": b64}), "v")
+    assert caught.value.field == "v.b64"
+
+
+def test_a_hook_that_names_its_block_may_repeat_it():
+    for layers in (1, [1], np.array([1]), "all"):
+        assert weir.Capture("blocks.1.hook_resid_post", layers).layers == (1,)
+        assert weir.Add(GOOD, layers, hook="blocks.1.hook_resid_post").layers == (1,)
+    for layers in (2, [1, 2], np.array([1, 2]), []):
+        for ask in (weir.Capture, lambda hook, layers: weir.Add(GOOD, layers, hook=hook)):
+            with pytest.raises(WeirError, match="says block 1 already"):
+                ask("blocks.1.hook_resid_post", layers)
+
+
+@pytest.mark.parametrize("layers", [None, {1}, {"a": 1}, {"token_ids": [1]}])
+def test_what_are_no_layers_is_refused_in_words_about_layers(layers):
+    for ask in (weir.Capture, lambda layers: weir.Add(GOOD, layers)):
+        with pytest.raises(WeirError, match="layers is 'all', an int or a list of ints, got") as caught:
+            ask(layers=layers)
+        assert caught.value.field.endswith(".layers")
+
+
 def test_a_vector_is_taken_as_it_was():
     mine = np.ones(D, np.float32)
     item = weir.Add(mine, 1)

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.spec.capture import parse_layers
+from vllm_weir.spec.capture import one_block, parse_layers
 from vllm_weir.spec.hooks import layers_of, normalise_hook, split_transformer_lens
 from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.vectors import Vector, digest_of, number
@@ -91,13 +91,11 @@ class Intervention:
     def __post_init__(self) -> None:
         at = self.path
         named = split_transformer_lens(self.hook)
-        layers = self.layers
+        layers = parse_layers(self.layers, f"{at}.layers")
         if named is not None:
-            if layers not in ("all", named.layer):
-                raise WeirError(f"{self.hook!r} names block {named.layer} already; leave layers out", f"{at}.layers")
-            layers = named.layer
+            layers = one_block(named, layers, f"{at}.layers")
         object.__setattr__(self, "hook", named.hook if named else normalise_hook(self.hook, f"{at}.hook"))
-        object.__setattr__(self, "layers", parse_layers(layers, f"{at}.layers"))
+        object.__setattr__(self, "layers", layers)
         object.__setattr__(self, "positions", Positions.parse(self.positions, f"{at}.positions"))
         for name, ndim in self.vectors.items():
             object.__setattr__(self, name, Vector.parse(getattr(self, name), f"{at}.{name}", ndim))

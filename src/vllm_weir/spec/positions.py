@@ -20,7 +20,7 @@ MAX_LIST = 65_536
 ENDLESS = 2**63 - 1
 """A position that is never reached."""
 _LIMIT = 2**31 - 1
-_SLICE = re.compile(r"^(-?\d+)?:(-?\d+)?(?::(-?\d+)?)?$")
+_SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+)?)?")
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ class Positions:
             return cls("list", (_in_range(selector, field),))
         if isinstance(selector, range):
             selector = list(selector[: MAX_LIST + 1])
-        if getattr(selector, "ndim", None) == 1 and hasattr(selector, "tolist"):  # an array or a tensor
-            selector = selector.tolist()
+        selector = _listed(selector)
         if isinstance(selector, Sequence):
             return cls("list", _ints(selector, field))
         raise WeirError(
@@ -57,7 +56,7 @@ class Positions:
     def _parse_text(cls, text: str, field: str) -> Positions:
         if text in KEYWORDS:
             return cls(text)
-        match = _SLICE.match(text)
+        match = _SLICE.fullmatch(text)
         if match is None or len(text) > 64:
             raise WeirError(
                 f"unknown selector {text[:80]!r}; use one of {', '.join(KEYWORDS)} or 'start:stop:step'", field
@@ -74,7 +73,7 @@ class Positions:
             raise WeirError(
                 f"a selector dict has the one key 'token_ids', got {sorted(map(brief, selector))[:5]}", field
             )
-        ids = selector["token_ids"]
+        ids = _listed(selector["token_ids"])
         if _is_int(ids):
             ids = [ids]
         if isinstance(ids, str) or not isinstance(ids, Sequence):
@@ -229,6 +228,11 @@ class Positions:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
+
+
+def _listed(values: object) -> object:
+    """An array or a tensor of one dimension as a list; anything else as it is."""
+    return values.tolist() if getattr(values, "ndim", None) == 1 and hasattr(values, "tolist") else values
 
 
 def _in_range(value, field: str) -> int:
