@@ -111,6 +111,18 @@ def test_long_lists_are_refused():
         Positions.parse(range(10**9))
 
 
+@pytest.mark.parametrize(
+    ("selector", "P", "count"),
+    [
+        *[(s, None, None) for s in ("all", "prompt", "generated", "sampled", "4:", "-2:", ":-1", "2:-1", [], "5:2")],
+        *[("last_prompt", None, 1), (-1, None, 1), ([5, 5, 3], None, 2), ("1:8:3", None, 3), ("-3:-1", None, 2)],
+        *[([3, -1], None, 2), ([3, -1], 4, 1), ([3, -1], 9, 2), ([-9, 2], 8, 1), (-9, 8, None), ([99, 1], 8, 2)],
+    ],
+)
+def test_how_many_positions_a_selector_names(selector, P, count):
+    assert Positions.parse(selector).count(P) == count
+
+
 @settings(max_examples=500, deadline=None)
 @given(selector=selectors(), P=st.integers(1, 40))
 def test_rank_and_steady_are_what_the_mask_says(selector, P):

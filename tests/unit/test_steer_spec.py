@@ -273,6 +273,16 @@ def test_lens_positions_of_broadcast_vectors_are_not_lost():
     assert [i.vector.array.tolist() for i in there] == rows.tolist()
 
 
+def test_lens_lists_may_be_arrays():
+    rows = torch.ones(2, 2, D)
+    listed = weir.SteeringVector(rows, [0, 2], position_indices=[7, 3])
+    for kind in (np.array, torch.tensor):
+        vector = weir.SteeringVector(rows, kind([0, 2]), position_indices=kind([7, 3]))
+        assert json.dumps(vector.to_json()) == json.dumps(listed.to_json())
+        made, want = lens_interventions(vector), lens_interventions(listed)
+        assert [i.to_json() for i in made] == [i.to_json() for i in want]
+
+
 def test_lens_refuses_by_name():
     rows = torch.ones(2, 3, D)
     for value, field in (
@@ -281,6 +291,9 @@ def test_lens_refuses_by_name():
         ({"activations": rows, "layer_indices": [0, 1], "position_indices": [1, 1, 2]}, "position_indices"),
         ({"activations": rows, "layer_indices": [0, 1], "position_indices": [-1, 1, 2]}, "position_indices"),
         ({"activations": rows, "layer_indices": [0, 1], "position_indices": [0, 1, 2, 3]}, "position_indices"),
+        ({"activations": rows, "layer_indices": [0, 1], "position_indices": [0, 1]}, "position_indices"),
+        ({"activations": rows, "layer_indices": [0, 1], "position_indices": "all"}, "position_indices"),
+        ({"activations": rows[:1], "layer_indices": 0}, "layer_indices"),
         ({"activations": rows[:, 0], "layer_indices": [0, 1], "position_indices": [-1]}, "position_indices"),
         ({"activations": rows, "layer_indices": [0, 1], "more": 1}, "more"),
         ({"layer_indices": [0, 1]}, "activations"),

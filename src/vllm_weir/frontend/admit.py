@@ -188,7 +188,14 @@ def _lower(interventions, facts: EngineFacts, lookup, has_token_ids: bool):
             continue
         rows.update(lowered.rows)
         moves.append(
-            Move(intervention.hook, layers, intervention.positions, lowered.per_position, lowered.instructions)
+            Move(
+                intervention.hook,
+                layers,
+                intervention.positions,
+                lowered.per_position,
+                lowered.instructions,
+                intervention.path,
+            )
         )
     return tuple(moves), rows
 

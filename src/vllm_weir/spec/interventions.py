@@ -388,6 +388,20 @@ class Move:
     positions: Positions
     per_position: bool
     instructions: tuple[Instruction, ...]
+    path: str = field(default="interventions", repr=False, compare=False)
+
+    def check_rows(self, prompt_len: int | None = None) -> None:
+        """Raise WeirError if there are more rows than positions for them (`prompt_len` None: with any prompt).
+
+        Rows that are left over would be ignored, and rows after a position before the prompt's start land elsewhere.
+        """
+        most = self.positions.count(prompt_len) if self.per_position else None
+        if most is not None and len(self.instructions) > most:
+            there = "" if prompt_len is None else f" in a prompt of {prompt_len} tokens"
+            raise WeirError(
+                f"{len(self.instructions)} rows for {most} positions{there}; give one row for each, or one for all",
+                f"{self.path}.positions",
+            )
 
     @functools.cached_property
     def digest(self) -> str:

@@ -197,6 +197,21 @@ class Positions:
         end = ENDLESS if stop is None else stop + prompt_len if stop < 0 else stop
         return first, max(first, end)
 
+    def count(self, prompt_len: int | None = None) -> int | None:
+        """How many positions are named, where the selector says so by itself; None where it does not, or names none.
+
+        Of a list, with a prompt of `prompt_len` tokens: those that differ and do not fall before position 0.
+        """
+        if self.kind == "last_prompt":
+            return 1
+        if self.kind == "list":
+            at = self.numbers if prompt_len is None else [v for v in _resolve(self.values, prompt_len) if v >= 0]
+            return len(set(at)) or None
+        if self.kind != "slice" or self.values[1] is None:
+            return None
+        start, stop, step = self.values[0] or 0, self.values[1], self.values[2] or 1
+        return None if (start < 0) != (stop < 0) else len(range(start, stop, step)) or None
+
     def rank(self, position: int, prompt_len: int) -> int:
         """How many selected positions come before the selected `position`; not for ``token_ids``."""
         if self.kind in ("all", "prompt"):
