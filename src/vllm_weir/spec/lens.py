@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,16 @@ def lens_interventions(value: object) -> tuple[Intervention, ...]:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise WeirError(f"expected a list of steering vectors, got {type(value).__name__}", LENS_STEER_KEY)
     return tuple(i for k, v in enumerate(value) for i in _lens_one(v, f"{LENS_STEER_KEY}[{k}]"))
+
+
+_MEANT = re.compile(rf"({LENS_STEER_KEY}\[\d+\])\.(layers|vector)\b(.*)")
+_WRITTEN = {"layers": "layer_indices", "vector": "activations"}
+
+
+def in_lens_words(error: WeirError) -> WeirError:
+    """The error, with the field named as vllm-lens's caller has written it."""
+    found = _MEANT.fullmatch(error.field)
+    return error if found is None else WeirError(error.message, f"{found[1]}.{_WRITTEN[found[2]]}{found[3]}")
 
 
 _FIELDS = ("activations", "layer_indices", "scale", "norm_match", "position_indices")
