@@ -60,6 +60,9 @@ def sites(
     except WeirError as e:
         typer.echo(str(e), err=True)
         raise typer.Exit(1) from None
+    except (OSError, ValueError) as e:  # what vLLM and transformers raise for a model that they cannot find or read
+        typer.echo(f"Error: vLLM cannot load {model}: {e}", err=True)
+        raise typer.Exit(1) from None
     if as_json:
         typer.echo(json.dumps([v._asdict() for v in verdicts], indent=2))
     else:

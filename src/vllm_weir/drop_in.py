@@ -38,6 +38,15 @@ class Wanted:
         """From the constructor's arguments; ``["all"]`` means ``"all"``."""
         if isinstance(layers, (list, tuple)) and list(layers) == ["all"]:
             layers = "all"
+        flags = {
+            "include_prefill": include_prefill,
+            "include_decode": include_decode,
+            "last_prefill_token": last_prefill_token,
+            "last_decode_token": last_decode_token,
+        }
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise WeirError(f"true or false, got {type(flag).__name__}", name)
         return cls(
             parse_layers(layers, "layers"),
             include_prefill or last_prefill_token,
@@ -47,12 +56,15 @@ class Wanted:
         )
 
     def ask(self, sampling_params: SamplingParams) -> SamplingParams:
-        """A copy of `sampling_params` that captures what is wanted, besides what it asks for already."""
+        """A copy of `sampling_params` that captures what is wanted, besides what it asks for already; itself if nothing
+        is wanted."""
+        if self.layers == () or not (self.prefill or self.decode):
+            return sampling_params
         own = (sampling_params.extra_args or {}).get(WIRE_KEY)
         captures = list(RequestSpec.parse(own).capture) if own is not None else []
-        if self.prefill and self.layers != ():
+        if self.prefill:
             captures.append(Capture("resid_post", self.layers, "last_prompt" if self.last_prefill else "prompt"))
-        if self.decode and self.layers != ():
+        if self.decode:
             captures.append(Capture("resid_post", self.layers, "sampled"))
         return params(sampling_params, capture=captures)
 

@@ -102,12 +102,18 @@ class Settings(BaseModel):
             given["hooks"] = [given["hooks"]]
         if isinstance(given.get("hooks"), (list, tuple)):
             given["hooks"] = tuple(normalise_hook(h, "settings.hooks") for h in given["hooks"])
+        for name, value in given.items():
+            if isinstance(value, bool):  # no setting is one, and pydantic would take it for 0 or 1
+                raise WeirError(f"expected another kind of value, got {value}", f"settings.{name}")
         try:
             return cls(**given)
         except ValidationError as e:
             first = e.errors()[0]
             place = ".".join(str(p) for p in first["loc"])
             message = first["msg"]
+            cause = first.get("ctx", {}).get("error")
+            if isinstance(cause, WeirError):
+                message = cause.message
             if first["type"] == "extra_forbidden":
                 near = difflib.get_close_matches(place, cls.model_fields, n=1)
                 hint = f"did you mean {near[0]!r}? " if near else ""

@@ -85,7 +85,7 @@ def test_two_instances_in_one_process_and_every_argument(root):
             a.generate(prompts([3]), {"max_tokens": 3}, use_tqdm=False)
         a.remove_hooks()
         (out,) = a.generate(prompts([3]), params, use_tqdm=False)
-        assert out.hidden_states == out.prefill_hidden_states == {}
+        assert out.hidden_states == out.prefill_hidden_states == {} and out.activations is None
         with pytest.raises(weir.WeirError) as e:
             weir.LLM(str(llama), layers=[-1])
         assert e.value.field == "layers"
@@ -107,6 +107,12 @@ def test_arguments(root, layers, arguments, decode, prefill):
     with engine(model_dir, layers, **arguments) as llm:
         for out in llm.generate(prompts([5, 1, 30]), sampling(5), use_tqdm=False):
             check(out, oracle(model_dir), expected, decode=decode, prefill=prefill)
+
+
+def test_flags_are_true_or_false():
+    for name in ("include_prefill", "include_decode", "last_prefill_token", "last_decode_token"):
+        with pytest.raises(weir.WeirError, match=f"{name}: true or false"):
+            weir.LLM("no model is looked for", **{name: "no"})
 
 
 def test_async(root):

@@ -22,6 +22,7 @@ from tests.support.steered import (
     truth,
     vectors,
 )
+from vllm_weir.spec.positions import Positions
 
 pytestmark = pytest.mark.engine
 ENGINE = {"block_size": 32, "max_num_seqs": 128, "max_num_batched_tokens": 4096}
@@ -48,10 +49,11 @@ def close_engines():
 
 def one_of_each(v, d, **where):
     """name -> interventions, each kind and each of its options, at `where`."""
+    n = min(3, Positions.parse(where["positions"]).count() or 3)
     rows = {
-        "add row per position": lambda: [weir.Add(v(3, d), **where)],
-        "add row per position, normed": lambda: [weir.Add(v(3, d), norm_match=True, scale=0.5, **where)],
-        "replace row per position": lambda: [weir.Replace(v(3, d), alpha=0.7, **where)],
+        "add row per position": lambda: [weir.Add(v(n, d), **where)],
+        "add row per position, normed": lambda: [weir.Add(v(n, d), norm_match=True, scale=0.5, **where)],
+        "replace row per position": lambda: [weir.Replace(v(n, d), alpha=0.7, **where)],
     }
     plain = {
         "add": lambda: [weir.Add(v(d), scale=1.5, **where)],

@@ -70,6 +70,12 @@ REFUSED = {
     "two embeddings": (raw(hook="embed", layers=[1]), "interventions[0].layers"),
     "missing vector": ({"op": "add", "layers": [1]}, "interventions[0].vector"),
     "too many vectors": (raw(vector=torch.randn(ROWS + 1, D).tolist()), "interventions"),
+    "more rows than positions": (raw(vector=[[1.0] * D] * 3, positions=[9, 4]), "interventions[0].positions"),
+    "rows, a position named twice": (raw(vector=[[1.0] * D] * 2, positions=[5, 5]), "interventions[0].positions"),
+    "rows, a position before the prompt": (
+        raw(vector=[[1.0] * D] * 2, positions=[-200, 1]),
+        "interventions[0].positions",
+    ),
     "zero direction": ({"op": "ablate", "directions": [0.0] * D, "layers": 1}, "interventions[0].directions"),
 }
 
@@ -85,6 +91,13 @@ def test_refused_before_it_enters(engine, name):
     assert caught.value.field == field and field in str(caught.value)
     (out,) = llm.generate(prompt(9), sampling(3), use_tqdm=False)
     assert list(out.outputs[0].token_ids) == oracle.greedy(tokens(9), 3)
+
+
+def test_more_rows_than_positions_are_refused_for_every_request(engine):
+    llm, _ = engine
+    with pytest.raises(weir.WeirError, match="3 rows for 2 positions") as caught:
+        weir.set_global(llm, weir.Replace(torch.ones(3, D), 1, positions=[9, 4]))
+    assert caught.value.field.endswith(".positions")
 
 
 def test_10_001_interventions_are_refused(engine):

@@ -133,6 +133,28 @@ def test_refusals_name_the_field(extra_args, field):
     assert str(refusal).startswith(f"{field}: ")
 
 
+@pytest.mark.parametrize(
+    "text", ['{"v": 1, "capture": [{}], "capture": []}', '{"v": 1, "capture": [{"layers": [0], "layers": [1]}]}']
+)
+def test_a_key_that_comes_twice_in_text_is_refused(text):
+    with pytest.raises(WeirError, match="comes twice"):
+        admit({"weir": text}, FACTS)
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        ({"activations": [[1.0] * 128], "layer_indices": [9]}, "layer_indices"),
+        ({"activations": [[1.0] * 128], "layer_indices": [-1]}, "layer_indices"),
+        ({"activations": [[1.0]], "layer_indices": [1]}, "activations"),
+    ],
+)
+def test_vllm_lens_s_fields_are_named_as_they_were_written(value, field):
+    with pytest.raises(WeirError) as e:
+        admit({"apply_steering_vectors": value}, FACTS)
+    assert e.value.field == f"apply_steering_vectors[0].{field}"
+
+
 def test_an_untapped_site_is_refused():
     gone = {Site("resid_post", 1), *(Site("attn_out", layer) for layer in range(LAYERS))}
     facts = EngineFacts(served(LAYERS, gone), LAYERS, 128, "float32", 1024)

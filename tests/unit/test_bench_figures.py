@@ -122,6 +122,13 @@ def test_markdown_and_chart(tmp_path: Path) -> None:
     assert [f.suffix for f in files] == [".svg", ".png"] and all(f.stat().st_size > 2000 for f in files)
 
 
+def test_a_report_of_what_is_no_result_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "odd.json").write_text('{"cases": 3}')
+    for name in ("missing.json", "odd.json"):
+        done = CliRunner().invoke(app, ["bench", "report", str(tmp_path / name)], env={"COLUMNS": "400"})
+        assert done.exit_code == 2 and name in done.stderr and "no result file" in done.stderr
+
+
 def test_report_command(tmp_path: Path) -> None:
     for name, ms in (("a", 4.0), ("b", 5.0)):
         result([decode("stock", "idle", ms), decode("weir", "idle", 6.0)]).save(tmp_path / f"{name}.json")

@@ -120,6 +120,8 @@ def test_wrong_wishes_are_refused_before_anything_is_sent(server, driver) -> Non
         (dict(inline_bytes=-1, capture=CAPTURE), "inline_bytes"),
         (dict(messages=[]), "messages"),
         (dict(extra_body={"weir": {}}), "weir"),
+        (dict(captures=CAPTURE), "captures"),
+        (dict(extra_body={"intervention": []}), "intervention"),
     ):
         with pytest.raises(weir.WeirError) as e:
             driver.generate("hello", **wrong)
@@ -227,7 +229,9 @@ def test_save_to_leaves_files_and_reads_them_when_asked(server, driver, tmp_path
     server.breaks = [300]
     server.weir = lambda body: {"activations": {"id": id} if body["prompt"] == "a" else server.inline(truth)}
     for prompt in ("a", "b"):
-        choice = driver.generate(prompt, capture=CAPTURE, save_to=place).choices[0]
+        completion = driver.generate(prompt, capture=CAPTURE, save_to=place)
+        choice = completion.choices[0]
+        assert completion.path == choice.path and completion.tool_calls is choice.tool_calls
         assert same(weir.Activations.load(choice.path), truth) and same(choice.activations, truth)
     assert sorted(p.name for p in place.iterdir()) == sorted([f"{id}.safetensors", "cmpl-1-0.safetensors"])
 

@@ -76,6 +76,7 @@ def test_unknown_tokens_select_a_superset():
 def test_other_sequences_of_ints(same):
     assert Positions.parse(same) == Positions.parse(list(range(2, 9)))
     assert Capture(layers=same).layers == tuple(range(2, 9))
+    assert Positions.parse({"token_ids": same}) == Positions.parse({"token_ids": list(range(2, 9))})
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,7 @@ def test_other_sequences_of_ints(same):
         "1",
         "a:b",
         "1:2:3:4",
+        "1:2\n",
         [None],
         [2**31],
         np.zeros((2, 2)),
@@ -107,6 +109,18 @@ def test_long_lists_are_refused():
     Positions.parse(range(MAX_LIST))
     with pytest.raises(WeirError, match="slice"):
         Positions.parse(range(10**9))
+
+
+@pytest.mark.parametrize(
+    ("selector", "P", "count"),
+    [
+        *[(s, None, None) for s in ("all", "prompt", "generated", "sampled", "4:", "-2:", ":-1", "2:-1", [], "5:2")],
+        *[("last_prompt", None, 1), (-1, None, 1), ([5, 5, 3], None, 2), ("1:8:3", None, 3), ("-3:-1", None, 2)],
+        *[([3, -1], None, 2), ([3, -1], 4, 1), ([3, -1], 9, 2), ([-9, 2], 8, 1), (-9, 8, None), ([99, 1], 8, 2)],
+    ],
+)
+def test_how_many_positions_a_selector_names(selector, P, count):
+    assert Positions.parse(selector).count(P) == count
 
 
 @settings(max_examples=500, deadline=None)

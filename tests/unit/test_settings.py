@@ -48,6 +48,9 @@ def test_an_unknown_setting_is_told_what_there_is():
         ({"buffer_bytes": 10}, {}, "settings.buffer_bytes"),
         ({"buffer_bytes": "much"}, {}, "settings.buffer_bytes"),
         ({"buffer_bytes": True}, {}, "settings.buffer_bytes"),
+        ({"max_programs": True}, {}, "settings.max_programs"),
+        ({"timeout": True}, {}, "settings.timeout"),
+        ({"layers": True}, {}, "settings.layers"),
         ({"overflow": "grow"}, {}, "settings.overflow"),
         ({"host_bytes": -1}, {}, "settings.host_bytes"),
         ({"timeout": float("nan")}, {}, "settings.timeout"),
@@ -68,6 +71,7 @@ def test_bad_settings_name_the_field(own, environ, field):
     with pytest.raises(WeirError) as e:
         Settings.load({} if own is None else {"weir": own}, environ)
     assert e.value.field == field or e.value.field.startswith(field + ".")
+    assert "Value error" not in str(e.value)  # pydantic's words around an error of ours
 
 
 def test_what_changes_the_graph_changes_its_identity():

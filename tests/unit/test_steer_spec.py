@@ -109,6 +109,48 @@ def test_every_way_to_write_a_vector_is_the_same():
     assert all(np.array_equal(Vector.parse(f, "v").array, row.numpy()) for f in forms)
 
 
+def test_a_list_of_rows_may_hold_tensors():
+    rows = torch.randn(3, D)
+    for kind in (rows.bfloat16(), rows.requires_grad_(), rows.half()):
+        want = kind.detach().float().tolist()
+        assert weir.Replace(list(kind), 0).values.array.tolist() == want
+        assert weir.Add([kind[0], want[1], kind[2].detach().float().numpy()], 0).vector.array.tolist() == want
+
+
+@pytest.mark.parametrize(
+    "odd", [torch.eye(D).to_sparse(), torch.ones(D, device="meta"), torch.ones(D, dtype=torch.bool), [torch.ones(1), 1]]
+)
+def test_odd_tensors_are_refused_by_name(odd):
+    with pytest.raises(WeirError) as caught:
+        weir.Add(odd, 0)
+    assert caught.value.field.startswith("intervention.vector")
+
+
+@pytest.mark.parametrize("b64, why", [(None, "missing"), (bytes(4 * D), "base64 text")])
+def test_base64_is_text(b64, why):
+    with pytest.raises(WeirError, match=why) as caught:
+        Vector.parse({"dtype": "float32", "shape": [D]} | ({} if b64 is None else {"b64": b64}), "v")
+    assert caught.value.field == "v.b64"
+
+
+def test_a_hook_that_names_its_block_may_repeat_it():
+    for layers in (1, [1], np.array([1]), "all"):
+        assert weir.Capture("blocks.1.hook_resid_post", layers).layers == (1,)
+        assert weir.Add(GOOD, layers, hook="blocks.1.hook_resid_post").layers == (1,)
+    for layers in (2, [1, 2], np.array([1, 2]), []):
+        for ask in (weir.Capture, lambda hook, layers: weir.Add(GOOD, layers, hook=hook)):
+            with pytest.raises(WeirError, match="says block 1 already"):
+                ask("blocks.1.hook_resid_post", layers)
+
+
+@pytest.mark.parametrize("layers", [None, {1}, {"a": 1}, {"token_ids": [1]}])
+def test_what_are_no_layers_is_refused_in_words_about_layers(layers):
+    for ask in (weir.Capture, lambda layers: weir.Add(GOOD, layers)):
+        with pytest.raises(WeirError, match="layers is 'all', an int or a list of ints, got") as caught:
+            ask(layers=layers)
+        assert caught.value.field.endswith(".layers")
+
+
 def test_a_vector_is_taken_as_it_was():
     mine = np.ones(D, np.float32)
     item = weir.Add(mine, 1)
@@ -231,6 +273,16 @@ def test_lens_positions_of_broadcast_vectors_are_not_lost():
     assert [i.vector.array.tolist() for i in there] == rows.tolist()
 
 
+def test_lens_lists_may_be_arrays():
+    rows = torch.ones(2, 2, D)
+    listed = weir.SteeringVector(rows, [0, 2], position_indices=[7, 3])
+    for kind in (np.array, torch.tensor):
+        vector = weir.SteeringVector(rows, kind([0, 2]), position_indices=kind([7, 3]))
+        assert json.dumps(vector.to_json()) == json.dumps(listed.to_json())
+        made, want = lens_interventions(vector), lens_interventions(listed)
+        assert [i.to_json() for i in made] == [i.to_json() for i in want]
+
+
 def test_lens_refuses_by_name():
     rows = torch.ones(2, 3, D)
     for value, field in (
@@ -239,6 +291,9 @@ def test_lens_refuses_by_name():
         ({"activations": rows, "layer_indices": [0, 1], "position_indices": [1, 1, 2]}, "position_indices"),
         ({"activations": rows, "layer_indices": [0, 1], "position_indices": [-1, 1, 2]}, "position_indices"),
         ({"activations": rows, "layer_indices": [0, 1], "position_indices": [0, 1, 2, 3]}, "position_indices"),
+        ({"activations": rows, "layer_indices": [0, 1], "position_indices": [0, 1]}, "position_indices"),
+        ({"activations": rows, "layer_indices": [0, 1], "position_indices": "all"}, "position_indices"),
+        ({"activations": rows[:1], "layer_indices": 0}, "layer_indices"),
         ({"activations": rows[:, 0], "layer_indices": [0, 1], "position_indices": [-1]}, "position_indices"),
         ({"activations": rows, "layer_indices": [0, 1], "more": 1}, "more"),
         ({"layer_indices": [0, 1]}, "activations"),

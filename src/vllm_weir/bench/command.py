@@ -81,8 +81,14 @@ def report(
     from vllm_weir.bench.report import as_markdown
     from vllm_weir.bench.result import Result, mark_checks, merge
 
+    results = []
+    for path in files:
+        try:
+            results.append(Result.load(path))
+        except (OSError, ValueError) as e:
+            raise typer.BadParameter(f"{path} is no result file of `weir bench`: {e}") from None
     try:
-        result = merge([Result.load(path) for path in files])
+        result = merge(results)
     except ValueError as e:
         raise typer.BadParameter(str(e)) from None
     mark_checks(result)

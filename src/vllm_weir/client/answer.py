@@ -99,6 +99,16 @@ class Completion:
         return self.choices[0].finish_reason
 
     @property
+    def tool_calls(self) -> list[Any] | None:
+        """As of `Choice`."""
+        return self.choices[0].tool_calls
+
+    @property
+    def path(self) -> Path | None:
+        """As of `Choice`."""
+        return self.choices[0].path
+
+    @property
     def activations(self) -> Activations | None:
         """As of `Choice`."""
         return self.choices[0].activations

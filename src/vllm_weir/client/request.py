@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from vllm_weir.spec.request import WIRE_KEY, RequestSpec, parse_captures, parse_
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSE_KEY, MODULES_KEY = "response", "modules"
+_WISHES = ("capture", "interventions", "modules", "inline_bytes", "save_to")
 _OWN = ("stream", "prompt", "messages", WIRE_KEY)
 
 
@@ -58,6 +60,9 @@ def body_of(
     for name in (*fields, *extra):
         if name in _OWN:
             raise WeirError("is an argument of its own; pass it as that", name)
+        near = difflib.get_close_matches(name, _WISHES, n=1, cutoff=0.85)
+        if near:  # a server passes over fields that it does not know
+            raise WeirError(f"no field of a request; did you mean the argument {near[0]}?", name)
     body = {"model": model, "return_token_ids": True, **fields, **extra}
     body = {name: value for name, value in body.items() if value is not None} | dict(about)
     wish = weir_object(capture, interventions, modules, inline_bytes, stream)

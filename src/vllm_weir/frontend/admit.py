@@ -20,6 +20,7 @@ from vllm_weir.spec.lens import (
     LENS_CAPTURE_KEY,
     LENS_KEYS,
     LENS_STEER_KEY,
+    in_lens_words,
     lens_capture,
     lens_interventions,
     refuse_lens,
@@ -132,6 +133,13 @@ def admit(
     Raises:
         WeirError: naming the field, for anything that cannot be done exactly as asked.
     """
+    try:
+        return _admit(extra_args, facts, has_token_ids, lookup, always, everyone, sinks, module)
+    except WeirError as e:
+        raise in_lens_words(e) from None
+
+
+def _admit(extra_args, facts: EngineFacts, has_token_ids: bool, lookup, always, everyone, sinks, module) -> Admitted:
     refuse_lens(extra_args)
     spec = RequestSpec.parse(extra_args[WIRE_KEY]) if extra_args.get(WIRE_KEY) is not None else RequestSpec()
     lens_layers: tuple[int, ...] = ()
@@ -188,7 +196,14 @@ def _lower(interventions, facts: EngineFacts, lookup, has_token_ids: bool):
             continue
         rows.update(lowered.rows)
         moves.append(
-            Move(intervention.hook, layers, intervention.positions, lowered.per_position, lowered.instructions)
+            Move(
+                intervention.hook,
+                layers,
+                intervention.positions,
+                lowered.per_position,
+                lowered.instructions,
+                intervention.path,
+            )
         )
     return tuple(moves), rows
 

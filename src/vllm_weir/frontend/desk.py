@@ -224,6 +224,8 @@ class Desk:
         admitted = self._admitted(extra_args, prompt_ids is not None)
         if self._most_rows is not None:
             _check_rows(admitted, prompt_len, max_tokens, self._most_rows)
+        for move in admitted.effective:
+            move.check_rows(prompt_len)
         self.board.prepare(admitted.parts)
         if self._inbox is None:
             self._inbox = Inbox(self.store, self._host)
@@ -267,6 +269,8 @@ class Desk:
         """These, found to be possible in this engine (or WeirError), with names replaced by what they mean now."""
         facts, find = self.require_facts(), (shelf or self.shelf).find
         admitted = admit({}, facts, True, find, interventions)
+        for move in admitted.effective:
+            move.check_rows()
         engine_form(admitted, "", None, 1, 1, facts, self._chunked, self.settings.table_sizes(facts.d_model))
         return tuple(i.with_arrays(find) for i in interventions)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.compress import Compression
-from vllm_weir.spec.hooks import layers_of, normalise_hook, split_transformer_lens
+from vllm_weir.spec.hooks import Site, layers_of, normalise_hook, split_transformer_lens
 from vllm_weir.spec.positions import MAX_LIST, Positions
 from vllm_weir.spec.sinks import MEMORY, Sink, parse_keep
 from vllm_weir.spec.vectors import Vector
@@ -61,12 +61,11 @@ class Capture:
     def __post_init__(self) -> None:
         at = self.path
         named = split_transformer_lens(self.hook)
+        layers = parse_layers(self.layers, f"{at}.layers")
         if named is not None:
-            if self.layers not in ("all", named.layer):
-                raise WeirError(f"{self.hook!r} names block {named.layer} already; leave layers out", f"{at}.layers")
-            object.__setattr__(self, "layers", named.layer)
+            layers = one_block(named, layers, f"{at}.layers")
         object.__setattr__(self, "hook", named.hook if named else normalise_hook(self.hook, f"{at}.hook"))
-        object.__setattr__(self, "layers", parse_layers(self.layers, f"{at}.layers"))
+        object.__setattr__(self, "layers", layers)
         object.__setattr__(self, "positions", Positions.parse(self.positions, f"{at}.positions"))
         if not isinstance(self.before, bool):
             raise WeirError(f"before is true or false, got {type(self.before).__name__}", f"{at}.before")
@@ -140,7 +139,9 @@ def parse_layers(layers: object, field: str) -> Literal["all"] | tuple[int, ...]
         raise WeirError(f"layers is 'all', an int or a list of ints, got {layers[:40]!r}", field)
     if isinstance(layers, range):
         layers = list(layers[: MAX_LIST + 1])
-    several = isinstance(layers, (Sequence, dict)) or getattr(layers, "ndim", 0) == 1
+    if layers is None or isinstance(layers, (dict, set, frozenset)):
+        raise WeirError(f"layers is 'all', an int or a list of ints, got {type(layers).__name__}", field)
+    several = isinstance(layers, Sequence) or getattr(layers, "ndim", 0) == 1
     values = Positions.parse(layers if several else [layers], field)
     if values.kind != "list":
         raise WeirError("layers is 'all', an int or a list of ints", field)
@@ -148,6 +149,13 @@ def parse_layers(layers: object, field: str) -> Literal["all"] | tuple[int, ...]
         if value < 0:
             raise WeirError(f"block {value} does not exist: blocks count from 0", field)
     return tuple(sorted(set(values.numbers)))
+
+
+def one_block(named: Site, layers: Literal["all"] | tuple[int, ...], field: str) -> tuple[int, ...]:
+    """The block that a name like ``blocks.7.hook_resid_post`` says; `layers` may say no other."""
+    if layers not in ("all", (named.layer,)):
+        raise WeirError(f"the hook's name says block {named.layer} already; leave layers out", field)
+    return (named.layer,)
 
 
 def parse_dtype(dtype: object, field: str) -> str | None:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.spec.capture import parse_layers
+from vllm_weir.spec.capture import one_block, parse_layers
 from vllm_weir.spec.hooks import layers_of, normalise_hook, split_transformer_lens
 from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.vectors import Vector, digest_of, number
@@ -91,13 +91,11 @@ class Intervention:
     def __post_init__(self) -> None:
         at = self.path
         named = split_transformer_lens(self.hook)
-        layers = self.layers
+        layers = parse_layers(self.layers, f"{at}.layers")
         if named is not None:
-            if layers not in ("all", named.layer):
-                raise WeirError(f"{self.hook!r} names block {named.layer} already; leave layers out", f"{at}.layers")
-            layers = named.layer
+            layers = one_block(named, layers, f"{at}.layers")
         object.__setattr__(self, "hook", named.hook if named else normalise_hook(self.hook, f"{at}.hook"))
-        object.__setattr__(self, "layers", parse_layers(layers, f"{at}.layers"))
+        object.__setattr__(self, "layers", layers)
         object.__setattr__(self, "positions", Positions.parse(self.positions, f"{at}.positions"))
         for name, ndim in self.vectors.items():
             object.__setattr__(self, name, Vector.parse(getattr(self, name), f"{at}.{name}", ndim))
@@ -390,6 +388,20 @@ class Move:
     positions: Positions
     per_position: bool
     instructions: tuple[Instruction, ...]
+    path: str = field(default="interventions", repr=False, compare=False)
+
+    def check_rows(self, prompt_len: int | None = None) -> None:
+        """Raise WeirError if there are more rows than positions for them (`prompt_len` None: with any prompt).
+
+        Rows that are left over would be ignored, and rows after a position before the prompt's start land elsewhere.
+        """
+        most = self.positions.count(prompt_len) if self.per_position else None
+        if most is not None and len(self.instructions) > most:
+            there = "" if prompt_len is None else f" in a prompt of {prompt_len} tokens"
+            raise WeirError(
+                f"{len(self.instructions)} rows for {most} positions{there}; give one row for each, or one for all",
+                f"{self.path}.positions",
+            )
 
     @functools.cached_property
     def digest(self) -> str:

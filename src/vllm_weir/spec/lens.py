@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,10 +70,10 @@ class SteeringVector:
         """JSON data; ``apply_steering_vectors`` takes it as it takes the object."""
         return {
             "activations": Vector.parse(self.activations, "activations", (2, 3)).to_json(),
-            "layer_indices": list(self.layer_indices),
+            "layer_indices": list(_listed(self.layer_indices)),
             "scale": self.scale,
             "norm_match": self.norm_match,
-            "position_indices": None if self.position_indices is None else list(self.position_indices),
+            "position_indices": None if self.position_indices is None else list(_listed(self.position_indices)),
         }
 
     def model_dump(self, **_how: Any) -> dict[str, Any]:
@@ -94,6 +95,16 @@ def lens_interventions(value: object) -> tuple[Intervention, ...]:
     return tuple(i for k, v in enumerate(value) for i in _lens_one(v, f"{LENS_STEER_KEY}[{k}]"))
 
 
+_MEANT = re.compile(rf"({LENS_STEER_KEY}\[\d+\])\.(layers|vector)\b(.*)")
+_WRITTEN = {"layers": "layer_indices", "vector": "activations"}
+
+
+def in_lens_words(error: WeirError) -> WeirError:
+    """The error, with the field named as vllm-lens's caller has written it."""
+    found = _MEANT.fullmatch(error.field)
+    return error if found is None else WeirError(error.message, f"{found[1]}.{_WRITTEN[found[2]]}{found[3]}")
+
+
 _FIELDS = ("activations", "layer_indices", "scale", "norm_match", "position_indices")
 
 
@@ -109,16 +120,19 @@ def _lens_one(vector: Any, path: str) -> list[Intervention]:
     array = Vector.parse(
         _lens_tensor(vector["activations"], f"{path}.activations"), f"{path}.activations", (2, 3)
     ).array
-    layers, positions = vector["layer_indices"], vector.get("position_indices")
+    layers, positions = _listed(vector["layer_indices"]), _listed(vector.get("position_indices"))
     if array is None:
         raise WeirError("a reference is not a vllm-lens form", f"{path}.activations")
-    if not isinstance(layers, Sequence) or len(layers) != len(array):
+    if not isinstance(layers, Sequence):
+        raise WeirError(f"expected a list of ints, got {type(layers).__name__}", f"{path}.layer_indices")
+    if len(layers) != len(array):
         raise WeirError(f"activations hold {len(array)} layers; name as many", f"{path}.layer_indices")
     same = {"scale": vector.get("scale", 1.0), "norm_match": vector.get("norm_match", False), "path": path}
     if array.ndim == 2 and positions is None:
         return [Add(Vector(row), layer, **same) for row, layer in zip(array, layers, strict=True)]
     most = array.shape[1] if array.ndim == 3 else MAX_LIST
-    absolute = _absolute(list(range(most)) if positions is None else positions, most, f"{path}.position_indices")
+    positions = list(range(most)) if positions is None else positions
+    absolute = _absolute(positions, most, array.ndim == 3, f"{path}.position_indices")
     order = sorted(range(len(absolute)), key=absolute.__getitem__)
     ascending = [absolute[k] for k in order]
     if array.ndim == 2:
@@ -128,11 +142,20 @@ def _lens_one(vector: Any, path: str) -> list[Intervention]:
     ]
 
 
-def _absolute(positions: Any, most: int, path: str) -> tuple[int, ...]:
+def _listed(values: Any) -> Any:
+    """An array or a tensor as a list."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def _absolute(positions: Any, most: int, exact: bool, path: str) -> tuple[int, ...]:
     at = Positions.parse(positions, path)
     absolute = at.numbers
-    if at.kind != "list" or len(absolute) > most or any(p < 0 for p in absolute):
-        raise WeirError(f"expected at most {most} absolute positions", path)
+    if at.kind != "list":
+        raise WeirError("expected a list of ints", path)
+    if any(p < 0 for p in absolute):
+        raise WeirError("positions are absolute here: they count from 0", path)
+    if exact and len(absolute) != most:
+        raise WeirError(f"activations hold {most} positions; name as many", path)
     if len(set(absolute)) != len(absolute):
         raise WeirError("a position is named twice", path)
     return absolute

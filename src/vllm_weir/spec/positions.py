@@ -20,7 +20,7 @@ MAX_LIST = 65_536
 ENDLESS = 2**63 - 1
 """A position that is never reached."""
 _LIMIT = 2**31 - 1
-_SLICE = re.compile(r"^(-?\d+)?:(-?\d+)?(?::(-?\d+)?)?$")
+_SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+)?)?")
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ class Positions:
             return cls("list", (_in_range(selector, field),))
         if isinstance(selector, range):
             selector = list(selector[: MAX_LIST + 1])
-        if getattr(selector, "ndim", None) == 1 and hasattr(selector, "tolist"):  # an array or a tensor
-            selector = selector.tolist()
+        selector = _listed(selector)
         if isinstance(selector, Sequence):
             return cls("list", _ints(selector, field))
         raise WeirError(
@@ -57,7 +56,7 @@ class Positions:
     def _parse_text(cls, text: str, field: str) -> Positions:
         if text in KEYWORDS:
             return cls(text)
-        match = _SLICE.match(text)
+        match = _SLICE.fullmatch(text)
         if match is None or len(text) > 64:
             raise WeirError(
                 f"unknown selector {text[:80]!r}; use one of {', '.join(KEYWORDS)} or 'start:stop:step'", field
@@ -74,7 +73,7 @@ class Positions:
             raise WeirError(
                 f"a selector dict has the one key 'token_ids', got {sorted(map(brief, selector))[:5]}", field
             )
-        ids = selector["token_ids"]
+        ids = _listed(selector["token_ids"])
         if _is_int(ids):
             ids = [ids]
         if isinstance(ids, str) or not isinstance(ids, Sequence):
@@ -198,6 +197,21 @@ class Positions:
         end = ENDLESS if stop is None else stop + prompt_len if stop < 0 else stop
         return first, max(first, end)
 
+    def count(self, prompt_len: int | None = None) -> int | None:
+        """How many positions are named, where the selector says so by itself; None where it does not, or names none.
+
+        Of a list, with a prompt of `prompt_len` tokens: those that differ and do not fall before position 0.
+        """
+        if self.kind == "last_prompt":
+            return 1
+        if self.kind == "list":
+            at = self.numbers if prompt_len is None else [v for v in _resolve(self.values, prompt_len) if v >= 0]
+            return len(set(at)) or None
+        if self.kind != "slice" or self.values[1] is None:
+            return None
+        start, stop, step = self.values[0] or 0, self.values[1], self.values[2] or 1
+        return None if (start < 0) != (stop < 0) else len(range(start, stop, step)) or None
+
     def rank(self, position: int, prompt_len: int) -> int:
         """How many selected positions come before the selected `position`; not for ``token_ids``."""
         if self.kind in ("all", "prompt"):
@@ -229,6 +243,11 @@ class Positions:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
+
+
+def _listed(values: object) -> object:
+    """An array or a tensor of one dimension as a list; anything else as it is."""
+    return values.tolist() if getattr(values, "ndim", None) == 1 and hasattr(values, "tolist") else values
 
 
 def _in_range(value, field: str) -> int:

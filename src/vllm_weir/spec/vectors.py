@@ -92,7 +92,10 @@ def _decode(value: Mapping, field: str) -> np.ndarray:
     for key in value:
         if key not in ("b64", "dtype", "shape"):
             raise WeirError("unknown key; a vector is {ref} or {b64, dtype, shape}", f"{field}.{brief(key)}")
-    dtype, shape, text = value.get("dtype"), value.get("shape"), value.get("b64", "")
+    dtype, shape, text = value.get("dtype"), value.get("shape"), value.get("b64")
+    if not isinstance(text, str):
+        what = "missing" if text is None else f"expected base64 text, got {type(text).__name__}"
+        raise WeirError(what, f"{field}.b64")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise WeirError(f"choose from {', '.join(_DTYPES)}", f"{field}.dtype")
     if not isinstance(shape, (list, tuple)) or not shape or not all(type(n) is int and n > 0 for n in shape):
@@ -125,10 +128,10 @@ def _unwritten(text: Any) -> bytes:
 
 
 def _checked(value: Any, field: str, ndim: tuple[int, ...]) -> np.ndarray:
-    if hasattr(value, "detach"):  # a torch tensor, without importing torch for those who have none
-        if value.is_complex():
-            raise WeirError(f"expected numbers, got {str(value.dtype).removeprefix('torch.')}", field)
-        value = value.detach().cpu().float().numpy()
+    if hasattr(value, "detach"):
+        value = _of_tensor(value, field)
+    elif isinstance(value, (list, tuple)) and any(hasattr(v, "detach") for v in value):
+        value = [_of_tensor(v, f"{field}[{i}]") if hasattr(v, "detach") else v for i, v in enumerate(value)]
     try:
         array = np.asarray(value)
     except (ValueError, TypeError):
@@ -147,6 +150,17 @@ def _checked(value: Any, field: str, ndim: tuple[int, ...]) -> np.ndarray:
         raise WeirError("contains NaN or Inf (or overflows float32)", field)
     out.setflags(write=False)
     return out
+
+
+def _of_tensor(tensor: Any, field: str) -> np.ndarray:
+    """A torch tensor as float32 on the host, without importing torch for those who have none."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.is_complex() or dtype == "bool":
+        raise WeirError(f"expected numbers, got {dtype}", field)
+    try:
+        return tensor.detach().cpu().float().numpy()
+    except (TypeError, RuntimeError) as e:  # sparse, or without data (the device "meta")
+        raise WeirError(f"a tensor without plain numbers ({str(e)[:80]}); give a dense one", field) from None
 
 
 def number(value: Any, field: str, minimum: float | None = None) -> float:
