@@ -125,11 +125,23 @@ class OutputArgument(Block):
         super().__init__()
         self.self_attn = IntoArgument()
 
+    def room(self, like):
+        return torch.empty_like(like)
+
     def forward(self, positions, hidden_states):
-        out = torch.empty_like(hidden_states)
+        out = self.room(hidden_states)
         self.self_attn(hidden_states=self.ln_1(hidden_states), output=out)
         hidden_states = hidden_states + out
         return hidden_states + self.mlp(self.ln_2(hidden_states))
+
+
+class SameRoom(OutputArgument):
+    """The memory that it gives its mixer still holds the mixer's last result."""
+
+    def room(self, like):
+        if "kept" not in self.__dict__:
+            self.__dict__["kept"] = torch.zeros_like(like)
+        return self.__dict__["kept"]
 
 
 class Deep(Block):

@@ -189,8 +189,9 @@ class Recorder:
             output = self._with_offsets(path, call, output)
             out = self._wide(outputs(output))
             changed = {k: v for k, v in given.items() if k in call.args and not _same(call.args[k], v)}
-            if not changed and self._scene.is_core(module) and not any(_floating(v) for v in outputs(output).values()):
-                # Without a cache it may write nothing: what its caller takes up is whatever the memory held.
+            if not changed and not any(_floating(v) for v in outputs(output).values()):
+                # Without a cache it may write nothing: what its caller takes up is whatever the memory held. Or that
+                # was the very same, from the pass before.
                 changed = {k: v for k, v in given.items() if k.name == RESULT}
             call.shapes |= {k: tuple(v.shape) for k, v in outputs(output).items() if _floating(v)}
             if self._leave is not None:
