@@ -14,13 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_weir.spec.interventions import BLEND
+from vllm_weir.spec.interventions import AFFINE, BLEND, CLAMP, CONST, NORM
 from vllm_weir.worker import place as place_module
 from vllm_weir.worker import tap as tap_module
+from vllm_weir.worker import tap_cpu
 from vllm_weir.worker.anchors import Anchor, Beside, Key
 from vllm_weir.worker.place import place
 from vllm_weir.worker.profiles import Profiles
-from vllm_weir.worker.programs import LAST
+from vllm_weir.worker.programs import AFTER_POST, LAST
 from vllm_weir.worker.select import STAGES
 from vllm_weir.worker.tap import Switch, TapTensors, numbered
 
@@ -386,3 +387,39 @@ def touched(anchor, args, kwargs, output, monkeypatch):
     assert layer(lambda *_, **__: output)(module, *args, **kwargs) is output
     (tensors,) = found
     return tensors
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 4), st.booleans())
+def test_chains_that_are_followed_together_and_one_by_one_give_the_same_bits(seed, length, past_post):
+    """However many different programs are in the batch."""
+    draw = torch.Generator().manual_seed(seed)
+    programs, tokens, d = 9, 17, 8
+
+    def numbers(low, high, *shape):
+        return torch.randint(low, high, shape, generator=draw, dtype=torch.int32)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=draw)
+
+    count = programs * length
+    node = torch.arange(count, dtype=torch.int32).reshape(programs, length)
+    following = torch.where(torch.arange(length) < length - 1, node + 1, -1)
+    kinds = torch.tensor([BLEND, CONST, NORM, AFFINE, CLAMP])[numbers(0, 5, count).long()]
+    # What comes after the stream has been recorded comes last, and begins with a row of its own.
+    turn = numbers(0, length + 1, programs, 1)
+    late = torch.arange(length) >= turn
+    last = (numbers(0, 2, programs, length) > 0) | (torch.arange(length) + 1 == turn) | (following < 0)
+    flags = late * AFTER_POST | last * LAST
+    ints = torch.stack([kinds, *numbers(0, 6, 2, count), following.flatten(), flags.flatten()], 1).int()
+    floats = normal(count, 4)
+    floats[:, 2:] = floats[:, 2:].sort(1)[0]
+    nodes = torch.where(numbers(0, 4, tokens) > 0, node[numbers(0, programs, tokens).long(), 0], -1)
+    h, vectors = normal(tokens, d), normal(6, d)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for few in (0, programs):
+            patch.setattr(tap_cpu, "FEW", few)
+            found.append(tap_cpu._run(nodes, h, past_post, ints, floats, vectors))
+    (stopped, rows), (same_stop, same_rows) = found
+    assert torch.equal(stopped, same_stop) and torch.equal(rows, same_rows)
