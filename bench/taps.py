@@ -12,6 +12,7 @@ import importlib.util
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -47,17 +48,27 @@ def tensors(case: str, tokens: int) -> dict[str, torch.Tensor]:
     return {name: tensor.cuda() for name, tensor in on_host.items()}
 
 
-def measure(launch, case: str, tokens: int) -> list[float]:
-    """Microseconds a launch, REPEATS times."""
+def measure(launch, case: str, tokens: int, behind: bool) -> list[float]:
+    """Microseconds a launch, REPEATS times; `behind`: each behind another kernel, whose time is taken off."""
     given = tensors(case, tokens)
     order = [given[name] for name in ("plan", "ranks", "ring", "heads", "ints", "floats", "vectors")]
     hidden, residual = torch.randn(2, LAYERS, tokens, WIDTH, device="cuda").bfloat16()
-    taps = [numbered(i, device=hidden.device) for i in range(LAYERS)]
+    numbers = [numbered(i, device=hidden.device) for i in range(LAYERS)]
 
-    def step() -> None:
+    def step(taps: bool) -> None:
         for i in range(LAYERS):
-            launch(hidden[i], residual[i], taps[i], *order)
+            if behind:
+                hidden[i].mul_(1.0)
+            if taps:
+                launch(hidden[i], residual[i], numbers[i], *order)
 
+    with_taps = replayed(lambda: step(True))
+    without = replayed(lambda: step(False)) if behind else [0.0] * REPEATS
+    return [a - b for a, b in zip(with_taps, without, strict=True)]
+
+
+def replayed(step: Callable[[], None]) -> list[float]:
+    """Microseconds of a 32nd of what is launched, from a CUDA graph, REPEATS times."""
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -78,6 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", type=Path, nargs="*", default=[], help="other versions of worker/tap_triton.py")
     parser.add_argument("--tokens", default="1,32,256,1024")
+    parser.add_argument("--behind", action="store_true", help="each launch behind another kernel, as in a model")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     launches = {"this": tap_triton.launch}
@@ -91,7 +103,7 @@ def main() -> None:
     for tokens in map(int, given.tokens.split(",")):
         for case in CASES:
             for name, launch in launches.items():
-                times = measure(launch, case, tokens)
+                times = measure(launch, case, tokens, given.behind)
                 found.append(
                     {"version": name, "case": case, "tokens": tokens, "median_us": round(statistics.median(times), 3)}
                     | {"min": round(min(times), 3), "max": round(max(times), 3), "repeats": len(times)}
@@ -100,7 +112,8 @@ def main() -> None:
             print(f"{tokens:5} tokens  {case:10}", "  ".join(row), flush=True)
     if given.out:
         device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "width": WIDTH}
-        given.out.write_text(json.dumps(device | {"launches_a_graph": LAYERS, "cases": found}, indent=1) + "\n")
+        about = device | {"launches_a_graph": LAYERS, "behind": given.behind}
+        given.out.write_text(json.dumps(about | {"cases": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
