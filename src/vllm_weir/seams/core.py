@@ -130,16 +130,18 @@ def schedule(original, _status):
 
 
 def finish_requests(original, _status):
-    def wrapper(self, request_ids, *args, **kwargs):
-        room = _rooms.get(self)
+    def wrapper(self, request_ids, finished_status, *args, **kwargs):
+        room, left = _rooms.get(self), []
         if room is not None and len(room.waiting):
             if request_ids is None:
                 leaving = room.waiting.ids()
             else:
                 request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
                 leaving = request_ids
-            for request_id in leaving:
-                room.waiting.leave(request_id)
-        return original(self, request_ids, *args, **kwargs)
+            left = [request for request in map(room.waiting.leave, leaving) if request is not None]
+            for request in left:
+                request.status = finished_status
+        # Whoever ends all requests (a pause, a sleep) tells their callers, and knows them from what is returned.
+        return [*original(self, request_ids, finished_status, *args, **kwargs), *left]
 
     return wrapper
