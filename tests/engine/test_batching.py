@@ -20,6 +20,7 @@ from tests.engine.common import (
 )
 from tests.support.engines import get_llm
 from tests.support.models import FAMILIES
+from tests.support.steered import SteeredOracle, check, vectors
 
 pytestmark = pytest.mark.engine
 CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 12, "block_size": 32}
@@ -130,6 +131,21 @@ def test_a_ring_smaller_than_the_batch(root):
     for out in outs:
         verify(out, wanted, truth)
     del out, outs
+    assert_nothing_is_held(llm)
+
+
+def test_a_ring_smaller_than_the_prompt_of_a_request_that_waited_for_the_tables(root):
+    """Its rows bound the steps from when it is let in, not only those before."""
+    model_dir = directory(root)
+    settings = {"weir": {"buffer_bytes": 1 << 16, "max_programs": 1}}
+    llm, truth = get_llm(model_dir, additional_config=settings), SteeredOracle(model_dir)
+    capture = [weir.Capture("resid_post"), weir.Capture("resid_pre")]
+    cases = [[weir.Add(vectors(70 + k)(truth.hidden_size), 1, positions=[40])] for k in range(3)]
+    params = [weir.params(sampling(4), capture=capture, interventions=case) for case in cases]
+    for out, case in zip(llm.generate(prompts([60, 50, 61]), params, use_tqdm=False), cases, strict=True):
+        check(out, case, truth)
+        assert set(out.receipt.captured.values()) == {len(out.prompt_token_ids) + 3}
+    del out
     assert_nothing_is_held(llm)
 
 

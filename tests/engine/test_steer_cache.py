@@ -9,7 +9,7 @@ import pytest
 import vllm_weir as weir
 from tests.support.engines import close_all, get_llm
 from tests.support.measure import rel_err
-from tests.support.steered import check, directory, idle, prompt, sampling, scheduler, tokens, truth, vectors
+from tests.support.steered import check, chunks, directory, idle, prompt, sampling, scheduler, tokens, truth, vectors
 
 pytestmark = pytest.mark.engine
 ENGINE = {"block_size": 32, "max_num_seqs": 128, "max_num_batched_tokens": 4096}
@@ -145,6 +145,29 @@ def test_many_conditions_at_once_on_one_prompt(engine):
     for _ in range(2):
         for out, case in zip(llm.generate([prompt(P, 5)] * len(cases), params, use_tqdm=False), cases, strict=True):
             check(out, case, oracle)
+    assert idle(llm)
+
+
+def test_resumed_with_more_of_its_prompt_in_the_cache_than_it_had_computed():
+    """An equal request went first meanwhile; what that one computed is steered as this one's."""
+    model_dir = directory()
+    settings = {"scheduling_policy": "priority", "additional_config": {"weir": {"timeout": 3.0}}}
+    llm, oracle = get_llm(model_dir, **ENGINE, **settings), truth(model_dir)
+    core, case, outs = scheduler(llm), [weir.Add(vectors(24)(oracle.hidden_size), 1, 2.0)], {}
+    steered = weir.params(sampling(5), capture=weir.Capture("resid_post", 3, "sampled"), interventions=case)
+    with chunks(llm, 33):
+        llm.llm_engine.add_request("low", prompt(70), steered, priority=2)
+        llm.llm_engine.step()
+        (low,) = core.requests.values()
+        assert low.num_computed_tokens == 33
+        llm.llm_engine.add_request("high", prompt(70), steered, priority=0)
+        llm.reset_prefix_cache(reset_running_requests=True)
+        while llm.llm_engine.has_unfinished_requests():
+            outs |= {out.request_id: out for out in llm.llm_engine.step() if out.finished}
+    assert low.num_preemptions == 1
+    for out in outs.values():
+        check(out, case, oracle)
+        assert out.receipt.steered == ({("resid_post", 1): 74},)
     assert idle(llm)
 
 

@@ -91,3 +91,33 @@ def test_async_engine():
             engine.shutdown(0)
 
     asyncio.run(asyncio.wait_for(main(), 240))
+
+
+def test_a_pause_ends_requests_that_wait_for_the_tables():
+    """vLLM's pauses and sleeps end all that is in flight, and each caller hears of it."""
+    asked = [weir.Add(vectors(62)(3, D)[k], 1) for k in range(3)]
+
+    async def one(engine, k, begun):
+        params = weir.params(sampling(200), capture=weir.Capture("resid_post", 1), interventions=asked[k])
+        async for out in engine.generate(prompt(12, k), params, f"p{k}"):
+            begun.set()
+        return out
+
+    async def main():
+        engine = async_llm(directory(), block_size=32, additional_config={"weir": {"max_programs": 1}})
+        try:
+            begun = [asyncio.Event() for _ in asked]
+            jobs = [asyncio.create_task(one(engine, 0, begun[0]))]
+            await begun[0].wait()
+            jobs += [asyncio.create_task(one(engine, k, begun[k])) for k in (1, 2)]
+            while len(engine.output_processor.request_states) < 3:
+                await asyncio.sleep(0.001)
+            await engine.pause_generation(mode="abort")
+            for out in await asyncio.wait_for(asyncio.gather(*jobs), 20):
+                assert out.outputs[0].finish_reason == "abort" and not out.receipt.complete
+            await engine.resume_generation()
+            assert (await one(engine, 1, begun[1])).receipt.complete
+        finally:
+            engine.shutdown(0)
+
+    asyncio.run(asyncio.wait_for(main(), 240))

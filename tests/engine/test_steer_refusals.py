@@ -10,7 +10,19 @@ import torch
 
 import vllm_weir as weir
 from tests.support.engines import close_all, get_llm
-from tests.support.steered import check, directory, idle, prompt, sampling, scheduler, tokens, truth, usage, vectors
+from tests.support.steered import (
+    check,
+    chunks,
+    directory,
+    idle,
+    prompt,
+    sampling,
+    scheduler,
+    tokens,
+    truth,
+    usage,
+    vectors,
+)
 from vllm_weir.worker.drain import Drain
 from vllm_weir.worker.fetch import Fetcher
 
@@ -264,6 +276,41 @@ def test_what_a_failed_request_left_in_the_prefix_cache_is_not_shared(engine, mo
     assert again.num_cached_tokens == 0 and again.receipt.steered == ({("resid_post", 1): 72},)
     (shares,) = llm.generate(prompt(70), fresh, use_tqdm=False)
     assert shares.num_cached_tokens == 64 and shares.outputs[0].token_ids == again.outputs[0].token_ids
+
+
+def test_what_a_failed_request_left_is_not_given_to_those_already_waiting(engine, monkeypatch):
+    """They were admitted under the same keys, before anybody could know."""
+    llm, oracle = engine
+    v = vectors(39)
+    bad, other = [weir.Add(v(D), 1, 3.0)], [weir.Add(v(D), 1, 3.0)]
+    digest = next(iter(bad[0].lower(D, lambda *_: None).rows))
+    fetch, failed = Fetcher.fetch, []
+
+    def fail_once(self, reply, digests):
+        if digest in digests and not failed:
+            failed.append(digest)
+            raise ValueError("nobody answers")
+        return fetch(self, reply, digests)
+
+    lowlevel, done = llm.llm_engine, {}
+    cases = {"fails": bad, "equal": bad, "longer": bad, "other vector": other, "other prompt": bad, "plain": []}
+    given = {name: prompt(70) for name in cases} | {"other prompt": prompt(70, 5), "longer": prompt(90)}
+    with monkeypatch.context() as patch, chunks(llm, 70):
+        patch.setattr(Fetcher, "fetch", fail_once)
+        for name, case in cases.items():
+            params = weir.params(sampling(3), capture=weir.Capture("resid_post", 2, "sampled"), interventions=case)
+            lowlevel.add_request(name, given[name], params)
+        while lowlevel.has_unfinished_requests():
+            done |= {out.request_id: out for out in lowlevel.step() if out.finished}
+    with pytest.raises(weir.WeirError, match="nobody answers"):
+        done.pop("fails").receipt  # noqa: B018 - a property that waits
+    for name in ("equal", "longer"):
+        with pytest.raises(weir.WeirError, match="send it again"):
+            done.pop(name).receipt  # noqa: B018 - as above
+    for name, out in done.items():
+        check(out, cases[name], oracle)
+    again = weir.params(sampling(3), capture=weir.Capture("resid_post", 2, "sampled"), interventions=bad)
+    check(llm.generate(prompt(70), again, use_tqdm=False)[0], bad, oracle)
 
 
 def after(llm, oracle, params):

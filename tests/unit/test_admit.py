@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.wishes import any_extra_args, sensible_captures, served
-from vllm_weir import Capture, Site, WeirError
+from vllm_weir import Add, Capture, Site, WeirError
 from vllm_weir.frontend.admit import admit, carries_keys, engine_form
 from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.spec.engine import EngineSpec
@@ -258,3 +258,12 @@ def test_refusals_say_what_to_write():
         (weir(sink="nowhere"), "offline {consumer: options} makes one"),
     ):
         assert words in attempt(extra_args)[1].message
+
+
+def test_directions_of_captures_take_no_room_among_steering_vectors():
+    directions = [[float(k == i) for i in range(128)] for k in range(9)]
+    spec = RequestSpec((Capture("resid_post", 1, project=directions),), (Add(directions[0], 1), Add([2.0] * 128, 2)))
+    admitted = admit({"weir": spec.to_json()}, FACTS)
+    wire = engine_form(admitted, "reply", [1, 2, 3], 3, 8, FACTS, True, Sizes(2, 64, 1024))
+    assert wire["needs"][0] == sorted({d for move in admitted.effective for d in move.vectors})
+    assert len(wire["needs"][0]) == 2 and len(admitted.rows) == 10

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vllm_weir as weir
-from tests.unit.test_steer_lowering import Bench, D, move_of
+from tests.unit.test_steer_lowering import REPLY, Bench, D, move_of
 from tests.unit.wishes import selectors
 from vllm_weir.errors import WeirError
 from vllm_weir.scheduler import CacheKeys, WaitingRoom
 from vllm_weir.spec.sizes import Sizes
+from vllm_weir.worker.leftovers import MOST, Keyed, Leftovers
 
 ROWS = torch.eye(D)
 ITEMS = [weir.Add(ROWS[k % D] * (1 + k // D), k % 3, 1.0 + k % 2) for k in range(16)] + [
@@ -266,3 +267,50 @@ def test_who_leaves_the_waiting_room_lets_the_next_in():
     assert room.release({"a": 1}) == [3]
     assert room.release({}) == [] and len(room) == 0
     assert room.enter("d", 4, [["p", "q"], 10, 10])
+
+
+def keyed(items, ids, salt=""):
+    return Keyed(tuple(move_of(item)[0] for item in items), len(ids), ids, salt)
+
+
+def test_what_a_failed_request_left_reaches_those_with_its_keys_only():
+    """Equal keys, that is: the same done to the same tokens, however it was written down."""
+    ids = list(range(40))
+    left = Leftovers()
+    left.add(keyed([weir.Add(A, 1)], ids), 20)
+
+    def reaches(items, ids=ids, end=32, salt=""):
+        return left.reach(keyed(items, ids, salt), end)
+
+    assert reaches([weir.Add(A, 1)]) and reaches([weir.Add(A, 1, positions="prompt")])
+    assert reaches([weir.Add(A, 1, positions=":9"), weir.Add(A, 1, positions="9:")], ids[:25])
+    assert not reaches([weir.Add(A, 1)], end=20), "it was steered up to there"
+    assert not reaches([weir.Add(B, 1)]) and not reaches([weir.Add(A, 1, positions="3:")])
+    assert not reaches([weir.Add(A, 1)], [*ids[:20], 99, *ids[21:]]) and reaches([weir.Add(A, 1)], [*ids[:21], 99] * 2)
+    assert not reaches([weir.Add(A, 1)], salt="another")
+    assert reaches([weir.Add(A, 1)], [*ids, 7, 7, 7], end=43), "its answer may be part of another's prompt"
+    in_prompt = Leftovers()
+    in_prompt.add(keyed([weir.Add(A, 1, positions=":10")], ids), 20)
+    assert not in_prompt.reach(keyed([weir.Add(A, 1, positions=":10")], ids), 32), "all that was to be done was done"
+    for k in range(MOST):
+        left.add(keyed([weir.Add(A, 1)], [50 + k]), 0)
+    assert reaches([weir.Add(A, 1)]), "what is no longer known one by one is not forgotten"
+
+
+def test_a_failure_in_a_step_is_known_to_those_that_take_from_it():
+    """Whatever their order in the batch: one computes in the step what the other has been given from the cache."""
+    bench, ids = Bench(), list(range(40))
+    for name in ("taker", "other", "fails"):
+        bench.join(name, [weir.Add(A if name != "other" else B, 1)], 40, ids)
+    make = bench.planner.steerer.program
+
+    def program(steering, *args):
+        if steering.request_id == "fails":
+            raise WeirError("the program table is full", "interventions")
+        return make(steering, *args)
+
+    bench.planner.steerer.program = program
+    plan = bench.planner.plan(["taker", "other", "fails"], [8, 8, 32], [32, 32, 0])
+    assert [name for _, name, _ in plan.failures] == ["fails", "taker"]
+    assert (plan.programs >= 0).nonzero()[0].tolist() == list(range(8, 16))
+    assert sorted(plan.steered[REPLY][:, 1:].tolist())[-2:] == [[0, 32, 1], [32, 8, 1]], "what it was given counts too"

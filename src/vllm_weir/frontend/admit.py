@@ -44,7 +44,7 @@ class Admitted:
         parts: these by where their rows go; the first is what comes back on the output.
         dtype: the model's.
         moves: its interventions, resolved; None stands for one that changes nothing (a zero vector, a scale of 0).
-        rows: the vectors they use, by digest.
+        rows: the vectors they use, and the directions that captures project on, by digest.
     """
 
     spec: ResolvedSpec
@@ -89,8 +89,8 @@ class Admitted:
 
     @functools.cached_property
     def digests(self) -> list[str]:
-        """Of its vectors, sorted."""
-        return sorted(self.rows)
+        """Of the vectors that its interventions use, sorted; directions of captures have no place in the table."""
+        return sorted(frozenset().union(*(move.vectors for move in self.effective)))
 
 
 def carries_keys(extra_args: Mapping[str, Any] | None) -> bool:
@@ -252,7 +252,7 @@ def _needs(admitted: Admitted, prompt_ids, prompt_len: int, max_tokens: int, siz
     simple = admitted.simple_needs
     programs, nodes = _count_needs(admitted.effective, prompt_ids, prompt_len, max_tokens) if simple is None else simple
     needed = (
-        ("vectors", len(admitted.rows), sizes.vectors, "vector_bytes"),
+        ("vectors", len(admitted.digests), sizes.vectors, "vector_bytes"),
         ("programs", programs, sizes.programs, "max_programs"),
         ("instructions", nodes, sizes.nodes, "max_instructions"),
     )

@@ -107,14 +107,14 @@ class View:
             if span is not None:
                 first, end = span
                 cached = min(max(self.cached_tokens - first, 0), end - first)
-                own: tuple[int, int] | np.ndarray = (first + cached, end)
+                at: tuple[int, int] | np.ndarray = span
                 count = end - first
             else:
-                wanted = self.touched(move)
-                cached, count = int(np.searchsorted(wanted, self.cached_tokens)), len(wanted)
-                own = wanted[cached:]
+                at = self.touched(move)
+                cached, count = int(np.searchsorted(at, self.cached_tokens)), len(at)
             if not self.aborted:
-                self.pending.await_steered(number, own, self.timeout)
+                # Also where KV came from the cache: the worker knows who has left some there without being steered.
+                self.pending.await_steered(number, at, self.timeout)
             number += 1
             out.append((move, count - cached, cached))
         return out

@@ -50,16 +50,22 @@ def get_computed_blocks(original, _status):
 
 
 class _Room:
-    """What Weir keeps beside one scheduler."""
+    """What Weir keeps beside one scheduler. `enqueue`: the scheduler's own add_request, unbound."""
 
-    def __init__(self, config) -> None:
+    def __init__(self, config, enqueue) -> None:
         settings = Settings.load(config.additional_config)
         d_model = config.model_config.get_hidden_size()
         size = (d_model, config.model_config.dtype.itemsize)
         self.budget = StepBudget(settings.ring_rows(*size), settings.step_rows(*size), _streams_above(config))
         self.waiting = WaitingRoom(settings.table_sizes(d_model))
-        self.enqueue = None
-        """The scheduler's own add_request, unbound: for requests that have been admitted to the tables already."""
+        self._enqueue = enqueue
+
+    def let_in(self, scheduler, request) -> None:
+        """Hand a request that has its place in the tables, or needs none, to the scheduler."""
+        wire = wire_of(request)
+        if wire["width"]:
+            self.budget.join(request.request_id, wire)
+        self._enqueue(scheduler, request)
 
 
 def _streams_above(config) -> int | None:
@@ -97,13 +103,10 @@ def scheduler_add_request(original, _status):
         if wire is None:
             return original(self, request, *args, **kwargs)
         if self not in _rooms:
-            _rooms[self] = _Room(self.vllm_config)
+            _rooms[self] = _Room(self.vllm_config, original)
         room = _rooms[self]
-        room.enqueue = original
-        if wire["width"]:
-            room.budget.join(request.request_id, wire)
         if wire["needs"] is None or room.waiting.enter(request.request_id, request, wire["needs"]):
-            return original(self, request, *args, **kwargs)
+            room.let_in(self, request)
         return None
 
     return wrapper
@@ -115,7 +118,7 @@ def schedule(original, _status):
         if room is None:
             return original(self, *args, **kwargs)
         for request in room.waiting.release(self.requests):
-            room.enqueue(self, request)
+            room.let_in(self, request)
         limit = self.max_num_scheduled_tokens
         self.max_num_scheduled_tokens = room.budget.tokens(self.requests, limit)
         try:
@@ -130,16 +133,18 @@ def schedule(original, _status):
 
 
 def finish_requests(original, _status):
-    def wrapper(self, request_ids, *args, **kwargs):
-        room = _rooms.get(self)
+    def wrapper(self, request_ids, finished_status, *args, **kwargs):
+        room, left = _rooms.get(self), []
         if room is not None and len(room.waiting):
             if request_ids is None:
                 leaving = room.waiting.ids()
             else:
                 request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
                 leaving = request_ids
-            for request_id in leaving:
-                room.waiting.leave(request_id)
-        return original(self, request_ids, *args, **kwargs)
+            left = [request for request in map(room.waiting.leave, leaving) if request is not None]
+            for request in left:
+                request.status = finished_status
+        # Whoever ends all requests (a pause, a sleep) tells their callers, and knows them from what is returned.
+        return [*original(self, request_ids, finished_status, *args, **kwargs), *left]
 
     return wrapper

@@ -128,7 +128,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_V1}.core.sched.scheduler", "Scheduler.add_request", CORE,
          "requests wait while the steering tables are full", "core:scheduler_add_request", ("request",)),
     Seam(f"{_V1}.core.sched.scheduler", "Scheduler.finish_requests", CORE,
-         "waiting requests can be aborted", "core:finish_requests", ("request_ids",)),
+         "waiting requests can be aborted", "core:finish_requests", ("request_ids", "finished_status")),
     Seam(f"{_V1}.core.sched.scheduler", "Scheduler.schedule", CORE,
          "waiting requests are let in; a step never records more rows than the ring holds", "core:schedule"),
     Seam(f"{_V1}.worker.worker_base", "WorkerWrapperBase.init_device", WORKER,

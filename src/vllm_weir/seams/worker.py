@@ -113,7 +113,7 @@ def _hold_execute_model(runner, station: Station) -> None:
             station.silence()
             return execute_model(scheduler_output, *args, **kwargs)
         new = [
-            (r.req_id, wire, _prompt_len(r), r.prompt_token_ids)
+            (r.req_id, wire, _prompt_len(r), r.prompt_token_ids, r.num_computed_tokens)
             for r in scheduler_output.scheduled_new_reqs
             if (wire := wire_of(r)) is not None
         ]

@@ -118,10 +118,12 @@ class Planner:
         prompt_len: int,
         prompt_ids: Sequence[int] | None,
         fetch: Callable,
+        salt: str = "",
     ) -> None:
-        """Start steering a request; raises WeirError if the tables cannot hold it. `fetch`: digests -> rows."""
+        """Start steering a request; raises WeirError if the tables cannot hold it. `fetch`, `salt`: as for
+        `Steerer.join`."""
         self._end_repeat()
-        self.steering[request_id] = self.steerer.join(request_id, reply, moves, prompt_len, prompt_ids, fetch)
+        self.steering[request_id] = self.steerer.join(request_id, reply, moves, prompt_len, prompt_ids, fetch, salt)
         self.seats.take(request_id, reply)
 
     def remove(self, request_id: str) -> None:
@@ -160,6 +162,8 @@ class Planner:
         if len(followed):
             steady[followed] = self._plan_steady(draft, seats[followed], firsts[followed], computed[followed])
         others = ((seats != 0) & ~steady).nonzero()[0]
+        # What one takes from the prefix cache may be computed by another in this step, whose failure is then known.
+        others = others[computed[others].argsort(kind="stable")]
         places = np.stack([others, firsts[others], computed[others], counts[others]], 1)
         for k, *at in places.tolist():
             self._plan_one(draft, request_ids[k], *at)
@@ -212,6 +216,8 @@ class Planner:
             draft.failures.append((self.seats.replies[reply], request_id, str(e)))
             draft.forget(first, count)
             self.remove(request_id)
+            if steering is not None:
+                self.steerer.leftovers.add(steering.keyed, computed)
 
     def _settle(self, seat: int, reading: Reading | None, steering: Steering | None, following: int) -> None:
         """Let the next tokens be planned with everybody's, if nothing changes any more from `following` on."""

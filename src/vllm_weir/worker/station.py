@@ -23,6 +23,7 @@ from vllm_weir.worker.directions import Directions
 from vllm_weir.worker.drain import Drain, Parcel
 from vllm_weir.worker.fetch import Fetcher
 from vllm_weir.worker.hostmem import HostBuffer
+from vllm_weir.worker.leftovers import Keyed
 from vllm_weir.worker.link import Link
 from vllm_weir.worker.live import LiveRequests
 from vllm_weir.worker.outlet import CpuOutlet, CudaOutlet, at_once
@@ -128,8 +129,9 @@ class Station:
         """Mask of the taps on the stream between blocks, which serve most requests."""
         return sum(1 << tap for tap in self.taps if is_boundary(tap))
 
-    def follow(self, new: Iterable[tuple[str, dict, int, Sequence[int] | None]], finished: Iterable[str]) -> None:
-        """Requests that join (id, engine wire form, prompt length, prompt ids) and leave before the next step."""
+    def follow(self, new: Iterable[tuple[str, dict, int, Sequence[int] | None, int]], finished: Iterable[str]) -> None:
+        """Requests that join (id, engine wire form, prompt length, prompt ids, positions that come from the prefix
+        cache) and leave before the next step."""
         for request_id in finished:
             self._live.leave(request_id)
             self.planner.remove(request_id)
@@ -137,8 +139,8 @@ class Station:
             self._codecs.release(request_id)
         joining = [(EngineSpec.from_wire(request[1]["spec"]), *request) for request in new]
         replaced = self._links.replaced() if joining else ""
-        self._fetch_ahead((wire["reply"], spec) for spec, _, wire, _, _ in joining)
-        for spec, request_id, wire, prompt_len, prompt_ids in joining:
+        self._fetch_ahead((wire["reply"], spec) for spec, _, wire, *_ in joining)
+        for spec, request_id, wire, prompt_len, prompt_ids, cached in joining:
             self.planner.remove(request_id)  # a resumed request joins again
             self._live.join(request_id, spec, prompt_len)
             try:
@@ -148,6 +150,9 @@ class Station:
             except (WeirError, ValueError) as e:
                 logger.exception("Weir cannot follow request %s", request_id)
                 self.drain.fail(wire["reply"], request_id, f"the worker could not serve the request: {e}")
+                if spec.moves:
+                    keyed = Keyed(spec.moves, prompt_len, prompt_ids, _salt(wire))
+                    self.planner.steerer.leftovers.add(keyed, cached)
         self._fetcher.forget()
 
     def _fetch_ahead(self, joining: Iterable[tuple[str, EngineSpec]]) -> None:
@@ -176,7 +181,7 @@ class Station:
             self.planner.read(request_id, reply, spec.captures, prompt_len, prompt_ids, wire["most"], directions)
         if spec.moves:
             fetch = functools.partial(self._fetcher.fetch, reply)
-            self.planner.steer(request_id, reply, spec.moves, prompt_len, prompt_ids, fetch)
+            self.planner.steer(request_id, reply, spec.moves, prompt_len, prompt_ids, fetch, _salt(wire))
 
     def _grant(self, reply: str, start: int, rows: int) -> None:
         self.host.prepare(start, rows)
@@ -204,7 +209,7 @@ class Station:
         start, streamer = 0, None
         try:
             plan = self.planner.plan(request_ids, num_tokens, num_computed)
-            if plan is not None and not self.switch.live:
+            if plan is not None and not self.switch.live and (plan.rows or (plan.programs >= 0).any()):
                 raise WeirError("a step that was planned without taps has something for them to do")
             if plan is not None and plan.rows:
                 if not graph and not plan.whole and plan.rows > self.ring.capacity // STREAM_SHARE:
@@ -216,8 +221,11 @@ class Station:
             # What cannot be served fails its own requests; the engine and everybody else go on.
             logger.exception("Weir cannot plan this step")
             plan = None
-            for request_id in request_ids:
-                live = self.planner.reading.get(request_id) or self.planner.steering.get(request_id)
+            for request_id, computed in zip(request_ids, num_computed, strict=True):
+                steering = self.planner.steering.get(request_id)
+                if steering is not None:
+                    self.planner.steerer.leftovers.add(steering.keyed, int(computed))
+                live = self.planner.reading.get(request_id) or steering
                 if live is not None:
                     self.drain.fail(live.reply, request_id, str(e))
         self._step = None if plan is None else (start, plan)
@@ -303,3 +311,8 @@ class Station:
         """What is held right now; all zero when no request is live."""
         live = self.planner.reading.keys() | self.planner.steering.keys()
         return {"requests": len(live), "host_rows": self.arena.used, **self.table.usage()}
+
+
+def _salt(wire: dict) -> str:
+    """See `Store.salt`."""
+    return wire.get("salt", "")

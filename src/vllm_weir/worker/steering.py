@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_weir import mail
+from vllm_weir.errors import WeirError
 from vllm_weir.spec.interventions import Move
 from vllm_weir.worker.draft import Draft
+from vllm_weir.worker.leftovers import Keyed, Leftovers
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.select import Selectors, distinct, selectors_of
 from vllm_weir.worker.step import Lookup
@@ -31,6 +33,9 @@ class Steering:
     """Moves with a site at this worker's taps: those it can vouch for."""
     by_position: bool
     """Whether a move has an instruction for each position."""
+    keyed: Keyed
+    planned: int = 0
+    """End of the last tokens that were planned by themselves."""
     programs: dict[tuple, tuple[object, int]] = field(default_factory=dict)
     """(digest, rank) of every active move -> (key, number) of a held program."""
     groups: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -50,11 +55,13 @@ class Steerer:
 
     Attributes:
         vouches: whether this worker tells what was steered: one of a tensor-parallel group is enough.
+        leftovers: what is in the prefix cache without having been steered as its keys say.
     """
 
     def __init__(self, table: ProgramTable, strands: Strands) -> None:
         self.table, self._strands = table, strands
         self.vouches = True
+        self.leftovers = Leftovers()
         self._group_numbers = itertools.count()
 
     def join(
@@ -65,17 +72,19 @@ class Steerer:
         prompt_len: int,
         prompt_ids: Sequence[int] | None,
         fetch: Callable,
+        salt: str = "",
     ) -> Steering:
-        """A request's steering; raises WeirError if the tables cannot hold it. `fetch`: digests -> rows."""
+        """A request's steering; raises WeirError if the tables cannot hold it. `fetch`: digests -> rows; `salt`: of its
+        keys in the prefix cache."""
         bits = {positions: bit for bit, positions in enumerate(dict.fromkeys(m.positions for m in moves))}
         selectors = selectors_of(tuple(bits), prompt_len, prompt_ids)
         local = frozenset(k for k, m in enumerate(moves) if self.table.local(m))
         vectors = tuple(sorted({d for k in local for d in moves[k].vectors}))
         self.table.hold_vectors(vectors, fetch)
         placed = [(m, m.digest, bits[m.positions]) for m in moves]
-        return Steering(
-            request_id, reply, selectors, placed, vectors, local, any(m.per_position for m in moves)
-        )  # fmt: skip
+        keyed = Keyed(tuple(moves), prompt_len, prompt_ids, salt)
+        by_position = any(m.per_position for m in moves)
+        return Steering(request_id, reply, selectors, placed, vectors, local, by_position, keyed)
 
     def leave(self, steering: Steering) -> None:
         """The request has left."""
@@ -85,6 +94,9 @@ class Steerer:
 
     def plan(self, draft: Draft, steering: Steering, reply: int, first: int, start: int, count: int) -> None:
         """The request's `count` tokens from position `start` on, tokens `first`, ... of the step."""
+        if start != steering.planned:
+            self._take_over(draft, steering, reply, start)
+        steering.planned = start + count
         runs = None if steering.by_position else steering.selectors.runs(start, start + count)
         if runs is None:
             self._plan_scattered(draft, steering, reply, first, np.arange(start, start + count))
@@ -94,6 +106,21 @@ class Steerer:
             if group >= 0:
                 draft.steer_run(reply, group, a, b - a)
             draft.programs[first + a - start : first + b - start] = self.program(steering, code)
+
+    def _take_over(self, draft: Draft, steering: Steering, reply: int, start: int) -> None:
+        """Positions before `start` come from the prefix cache, where their keys say that they were steered alike."""
+        if self.leftovers.reach(steering.keyed, start):
+            raise WeirError(
+                "what the prefix cache holds under this request's keys may be of a request that failed before it was "
+                "steered; send it again",
+                "interventions",
+            )
+        positions = np.arange(steering.planned, start)
+        codes = steering.selectors.codes(positions)
+        for code in map(int, distinct(codes)) if len(codes) else ():
+            group = self.group(steering, steering.active(code))
+            if group >= 0:
+                draft.steer_some(reply, group, positions[codes == code])
 
     def _plan_scattered(self, draft: Draft, steering: Steering, reply: int, first: int, positions: np.ndarray) -> None:
         """As `plan`, of any positions, of those chosen by token, and with an instruction for each position."""
