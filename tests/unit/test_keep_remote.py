@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import multiprocessing
 import socket
 import subprocess
 import sys
@@ -121,3 +122,26 @@ def test_a_full_store_keeps_the_rows_for_another_try() -> None:
     write(writer, "b/c")
     writer.close()
     check(load("full://ds"), ["a", "b/c"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_another_process_has_written_is_seen(layout: str, s3: dict[str, Any]) -> None:
+    """s3fs keeps listings for good: those of an earlier look are not asked."""
+    url = f"s3://acts/another/{layout}"
+    writer = open_writer(url, layout, storage_options=s3)
+    write(writer, "a")
+    writer.flush()
+    assert load(url, storage_options=s3).requests == ["a"]
+    apart = multiprocessing.get_context("spawn").Process(
+        target=make, args=(url, layout, ["d"]), kwargs={"storage_options": s3}
+    )
+    apart.start()
+    apart.join()
+    assert apart.exitcode == 0
+    with open_writer(url, layout, storage_options=s3) as late:
+        assert late.holds("a") and late.holds("d")
+        late.tidy()
+    writer.close()
+    check(load(url, storage_options=s3), ["a", "d"])
+    if layout == "per_request":
+        assert load(f"{url}/d.safetensors", storage_options=s3).requests == ["d"]

@@ -90,7 +90,7 @@ class Store:
 
     def names(self, *, deep: bool = False) -> dict[str, int]:
         """Published files and their bytes; hidden and temporary ones are left out."""
-        self._refresh()
+        self._look()
         with naming("list", self.describe("")):
             try:
                 found = self.fs.find(self.root, maxdepth=None if deep else 1, detail=True)
@@ -105,13 +105,13 @@ class Store:
 
     def is_file(self) -> bool:
         """Whether the URL is a file rather than a folder."""
-        self._refresh()
+        self._look()
         with naming("open", self.describe("")):
             return bool(self.fs.isfile(self.root))
 
     def exists(self) -> bool:
         """Whether there is anything at the URL."""
-        self._refresh()
+        self._look()
         with naming("open", self.describe("")):
             return bool(self.fs.exists(self.root))
 
@@ -123,7 +123,7 @@ class Store:
 
     def size(self, name: str) -> int:
         """Bytes of a file."""
-        self._refresh()
+        self._look()
         with naming("open", self.describe(name)):
             return int(self.fs.size(self.path(name)) or 0)
 
@@ -173,6 +173,11 @@ class Store:
             for file in files:
                 if file.startswith(".") and file.endswith(".tmp"):
                     _remove_if_stale(os.path.join(folder, file))
+
+    def _look(self) -> None:
+        """What is there now is asked for: fsspec keeps listings, in which what others have written since is missing."""
+        self._refresh()
+        self.fs.invalidate_cache()
 
     def _refresh(self) -> None:
         """A forked process gets its own file system: connections must not be shared."""
