@@ -12,6 +12,8 @@ from typing import ClassVar
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from vllm_weir import Capture, Site, WeirError, codec, consumers
 from vllm_weir.consumers import Consumer, EngineInfo, Finished, Rows
@@ -561,6 +563,32 @@ def test_a_runner_spills():
         slow.offer(job, 0)
     slow.flush(20)
     assert [job.ticket.files for job in jobs] == [(f"/x/r{k}",) for k in range(8)] and len(released) == 8
+    slow.close()
+
+
+def test_a_disk_that_is_full_for_a_while_does_not_end_spilling(monkeypatch, caplog):
+    """safetensors has an error of its own for it."""
+    calls, first = [], threading.Event()
+
+    def save(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            first.set()
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        return save_file(*args, **kwargs)
+
+    monkeypatch.setattr("vllm_weir.frontend.sinks.job.save_file", save)
+    slow = runner(policy="spill", wait=0.1)
+    jobs = [
+        Job(Looked(acts_of()), Finished(f"r{k}", 0, f"r{k}", 1, 1, "stop"), Ticket("s", True), lambda: None)
+        for k in range(8)
+    ]
+    for job in jobs:
+        slow.offer(job, 0)
+    assert first.wait(10)
+    slow.flush(20)
+    assert [job.ticket.state for job in jobs] == ["written"] * 8 and len(calls) > 1
+    assert caplog.text.count("could not spill") == 1 and "No space left" in caplog.text
     slow.close()
 
 
