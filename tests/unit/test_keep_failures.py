@@ -306,6 +306,28 @@ def test_foreign_files(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("layout", ["packed", "sharded"])
+def test_files_that_nothing_would_be_read_of_are_an_error(layout: str, tmp_path: Path) -> None:
+    """A copy under another name, or a folder above the dataset, was an empty dataset."""
+    make(tmp_path / "run" / "ds", layout, ["a"])
+    file = next((tmp_path / "run" / "ds").glob("*-*.safetensors"))
+    check(load(file), ["a"])
+    shutil.copy(file, tmp_path / "mine.safetensors")
+    with pytest.raises(WeirError, match=r"mine.safetensors: was renamed"):
+        load(tmp_path / "mine.safetensors")
+    with pytest.raises(WeirError, match="was renamed"):
+        load(tmp_path / "run")
+
+
+def test_a_folder_that_was_deleted_under_a_writer_hides_no_error(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="own"), open_writer(tmp_path / "ds") as writer:
+        write(writer, "a")
+        shutil.rmtree(tmp_path / "ds")
+        with pytest.raises(WeirError, match="cannot write"):
+            writer.flush()
+        raise KeyError("own")
+
+
 def test_rows_that_vanish_under_a_reader_are_an_error(tmp_path: Path) -> None:
     make(tmp_path, "per_request", ["a"])
     dataset = load(tmp_path)

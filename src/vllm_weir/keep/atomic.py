@@ -38,6 +38,20 @@ def naming(action: str, file: str) -> Iterator[None]:
         raise WeirError(f"cannot {action} {file}: {e.strerror or e}") from e
 
 
+def split_url(url: str) -> tuple[str, str]:
+    """(URL of the folder, name) of a file's URL."""
+    if "://" not in url:
+        folder, _, name = url.rpartition("/")
+        return folder or ("/" if url.startswith("/") else "."), name
+    # Of a chain of file systems (zip://rows.npz::s3://bucket/a.zip) the path is in the first link that has one.
+    links = url.split("::")
+    place = next(i for i, link in enumerate(links) if "://" in link)
+    protocol, _, path = links[place].partition("://")
+    folder, _, name = path.rpartition("/")
+    links[place] = f"{protocol}://{folder or ('/' if path.startswith('/') else '')}"
+    return "::".join(links), name
+
+
 class Store:
     """Files under a URL, by name (``/`` separates folders).
 
@@ -253,7 +267,7 @@ class Spool:
 
     def discard(self) -> None:
         """Drop the file."""
-        with contextlib.suppress(FileNotFoundError), naming("delete", self.temporary):
+        with naming("delete", self.temporary), contextlib.suppress(FileNotFoundError):
             os.close(self._fd)
             os.unlink(self.temporary)
 

@@ -92,11 +92,16 @@ def _header_share(request: str, sites: list[SiteRows], metadata: str) -> int:
     return SITE_BYTES * len(sites) + len(json.dumps(json.dumps([request, metadata])))
 
 
+def is_pack(name: str) -> bool:
+    """Whether a file is one of this layout, by its name."""
+    return name.startswith(PREFIX) and name.endswith(SUFFIX)
+
+
 def read_packed(store: Store, names: dict[str, int]) -> Index:
     """The index of a folder of such files (or of one)."""
     out = Builder("packed")
     for name in sorted(names):
-        if name.startswith(PREFIX) and name.endswith(SUFFIX):
+        if is_pack(name):
             _add_file(out, store, name, names[name])
     return out.build()
 
