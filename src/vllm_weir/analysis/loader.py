@@ -17,7 +17,7 @@ from vllm_weir.analysis.measure import (
     create_token_timeline,
 )
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.keep.blocks import ArrayBlock
+from vllm_weir.keep.blocks import ArrayBlock, Block
 from vllm_weir.keep.npz import folder_of
 from vllm_weir.keep.npzfile import read_npz
 from vllm_weir.keep.open import load
@@ -87,24 +87,20 @@ class ActivationLoader:
         return out
 
     def _read(self, request: str, site: Any, space: str) -> dict[str, Any]:
-        methods = {h["method"] for h in self.dataset.headers}
-        projected = space == "projected" and methods == {"rp8"}
+        blocks = self._blocks(request, site)
+        projected = space == "projected" and all(block.header["method"] == "rp8" for block in blocks)
         found = self.dataset.rows(site, request, space="projected" if projected else "model")
         data = {"activations": found.rows.float(), "positions": found.positions, "token_ids": found.token_ids}
-        data |= {key: torch.from_numpy(native(array)) for key, array in self._stored(request, site).items()}
+        data |= {key: torch.from_numpy(native(array)) for key, array in _stored(blocks).items()}
         if self.device is None:
             return {key: value.numpy() for key, value in data.items()}
         return {key: value.to(self.device) for key, value in data.items()}
 
-    def _stored(self, request: str, site: Any) -> dict[str, np.ndarray]:
-        """The fields of an npz file that holds codes; of anything else none."""
+    def _blocks(self, request: str, site: Any) -> list[Block]:
+        """Where a site's rows of one request lie."""
         index = self.dataset.index
         at = (index.request == index.code[request]) & (index.site == self.dataset.sites.index(site))
-        blocks = [index.blocks[code] for code in np.unique(index.block[at]).tolist()]
-        if len(blocks) != 1 or not isinstance(blocks[0], ArrayBlock):
-            return {}
-        arrays = read_npz(blocks[0].store, blocks[0].name)
-        return arrays if "q" in arrays or "indices" in arrays else {}
+        return [index.blocks[code] for code in np.unique(index.block[at]).tolist()]
 
     def compute_similarity(self, acts1: Matrix, acts2: Matrix, metric: str = "cosine") -> float:
         """See `vllm_weir.analysis.compute_similarity`."""
@@ -117,6 +113,14 @@ class ActivationLoader:
     def compute_layer_statistics(self, sequence_activations: dict[int, Any]) -> dict[int, dict[str, float]]:
         """See `vllm_weir.analysis.compute_layer_statistics`."""
         return compute_layer_statistics(sequence_activations)
+
+
+def _stored(blocks: list[Block]) -> dict[str, np.ndarray]:
+    """The fields of an npz file that holds codes; of anything else none."""
+    if len(blocks) != 1 or not isinstance(blocks[0], ArrayBlock):
+        return {}
+    arrays = read_npz(blocks[0].store, blocks[0].name)
+    return arrays if "q" in arrays or "indices" in arrays else {}
 
 
 def quick_load(
