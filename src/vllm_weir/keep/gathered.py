@@ -52,6 +52,8 @@ class GatheringWriter(Writer):
     """
 
     def __init__(self, store: Store, compress: object = None, buffer_bytes: int = 4 << 30) -> None:
+        if isinstance(buffer_bytes, bool) or not isinstance(buffer_bytes, int) or buffer_bytes < 1:
+            raise WeirError("buffer_bytes is a number of bytes, at least 1", "buffer_bytes")
         super().__init__(store, compress)
         self.buffer_bytes = buffer_bytes
         self.held_bytes = 0
