@@ -23,7 +23,7 @@ from vllm_weir.spec.positions import Positions
 if TYPE_CHECKING:
     from vllm_weir.keep.stream import RowStream
 
-_PLAIN = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+PLAIN = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(eq=False)
@@ -177,7 +177,7 @@ class ActivationDataset(Mapping):
     def decoded(records: Tensor, block: Block) -> Tensor:
         """A block's records as rows: float32, or the stored dtype of uncompressed ones."""
         if block.header["method"] == "none":
-            return records.view(_PLAIN[block.header["dtype"]])
+            return records.view(PLAIN[block.header["dtype"]])
         try:
             return decode(records, block.header)
         except WeirError as e:
