@@ -6,11 +6,12 @@ import os
 import resource
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.keep import Batch, load, open_writer
+from vllm_weir.keep import Batch, convert, load, open_writer
 
 SITE = ("resid_post", 0)
 
@@ -68,3 +69,32 @@ def test_many_sites_of_small_requests_roll_packs_too(tmp_path: Path, monkeypatch
     sizes = [int.from_bytes(file.read_bytes()[:8], "little") for file in tmp_path.glob("pack-*")]
     assert len(sizes) > 10 and max(sizes) < 40_000 + 8 * 640
     assert len(load(tmp_path)) == 100
+
+
+def test_looking_at_requests_one_by_one_is_not_quadratic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = 400
+    fill(tmp_path / "ds", "sharded", requests)
+    dataset = load(tmp_path / "ds")
+    looked = []
+    for name in ("request", "site"):
+        monkeypatch.setattr(dataset.index, name, Counted(getattr(dataset.index, name), looked))
+    for request in dataset:
+        assert len(dataset[request].positions) == len(dataset.rows(SITE, request)) == 1
+    assert convert(dataset, tmp_path / "copy", "packed") == requests
+    assert sum(looked) < 20 * requests
+
+
+class Counted(np.ndarray):
+    """Notes how many values each comparison looks at."""
+
+    def __new__(cls, array: np.ndarray, looked: list[int]) -> Counted:
+        out = array.view(cls)
+        out.looked = looked
+        return out
+
+    def __array_finalize__(self, origin: object) -> None:
+        self.looked = getattr(origin, "looked", [])
+
+    def __eq__(self, other: object) -> np.ndarray:  # type: ignore[override]
+        self.looked.append(self.size)
+        return np.asarray(self) == other

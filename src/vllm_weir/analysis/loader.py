@@ -99,8 +99,9 @@ class ActivationLoader:
     def _blocks(self, request: str, site: Any) -> list[Block]:
         """Where a site's rows of one request lie."""
         index = self.dataset.index
-        at = (index.request == index.code[request]) & (index.site == self.dataset.sites.index(site))
-        return [index.blocks[code] for code in np.unique(index.block[at]).tolist()]
+        runs = index.runs_of(index.code[request])
+        runs = runs[index.site[runs] == self.dataset.sites.index(site)]
+        return [index.blocks[code] for code in np.unique(index.block[runs]).tolist()]
 
     def compute_similarity(self, acts1: Matrix, acts2: Matrix, metric: str = "cosine") -> float:
         """See `vllm_weir.analysis.compute_similarity`."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vllm_weir.errors import WeirError
-
-if TYPE_CHECKING:
-    from vllm_weir.keep.dataset import ActivationDataset
+from vllm_weir.keep.dataset import PLAIN, ActivationDataset
 
 PIECE = 256
 """Rows are read in pieces of this many consecutive ones, so that a file is not read byte by byte."""
@@ -148,8 +145,6 @@ class RowStream(IterableDataset):
 
 def _dtype(dataset: ActivationDataset, site: object) -> torch.dtype:
     """The dtype of a site's rows, taken together."""
-    from vllm_weir.keep.dataset import PLAIN
-
     index = dataset.index
     blocks = np.unique(index.block[dataset._runs(site, None)]).tolist()
     headers = [index.blocks[block].header for block in blocks]
