@@ -71,6 +71,10 @@ def test_the_loader_reads_every_layout(layout: str, tmp_path: Path) -> None:
     raw = loader.load_request("a", reconstruct=False)[0][3]
     assert raw["positions"].tolist() == list(range(length_of("a")))
     assert loader.load_request("a", True, space="model")[0][3].shape[1] == D
+    for space in ("model", "projected"):  # of what is stored either can be made, however it was loaded
+        for stored in (raw, loader.load_request("a", space="model")[0][3]):
+            made = analysis.reconstruct_activations(stored, space=space)
+            np.testing.assert_array_equal(made, loader.load_request("a", True, space=space)[0][3])
     sequence = analysis.load_sequence_activations(tmp_path, "a", layers=[3], return_torch=True)
     assert list(sequence) == [3] and isinstance(sequence[3]["activations"], torch.Tensor)
     if layout == "npz":  # as stored, with the fields that Vllm_mi_patch's readers look for
@@ -185,6 +189,8 @@ def test_pictures_refuse_what_they_cannot_show(tmp_path: Path) -> None:
         (lambda: analysis.plot_heat_map(STORY, tmp_path / "x.png", value=lambda x: x), "value"),
         (lambda: analysis.plot_similarity(STORY, tmp_path / "x.png", layer=9), "layer"),
         (lambda: analysis.plot_timeline(STORY, tmp_path / "x.png", layers=[9]), "layers"),
+        (lambda: analysis.plot_timeline(STORY, tmp_path / "x.png", layers=[]), "layers"),
+        (lambda: analysis.plot_timeline(STORY, tmp_path / "x.png", value=np.mean), "value"),
     ]:
         with pytest.raises(WeirError) as e:
             call()
