@@ -165,3 +165,17 @@ def test_a_file_right_under_a_protocol_or_in_a_chain_of_file_systems(tmp_path: P
     for url in (f"memory://{stem}.txt", f"zip://texts.txt::{archive}"):
         assert [record.value for record in open_source(url).read(0, 2)] == ["one", "two"]
     assert load_activation_manifest(f"memory://{stem}.json") == {}
+
+
+@pytest.mark.parametrize("layout", ["packed", "per_request"])
+def test_a_remote_file_is_opened_with_few_requests(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"memory://{uuid.uuid4()}/ds"
+    names = [f"r{i}" for i in range(20)]
+    make(url, layout, names)
+    asked: list[int] = []
+    cat_file = MemoryFileSystem.cat_file
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *a, **k: asked.append(1) or cat_file(*a, **k))
+    dataset = load(url)
+    files = 1 if layout == "packed" else len(names)
+    assert len(asked) <= 1 + 2 * files
+    check(dataset, names)

@@ -12,7 +12,7 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import FileBlock
-from vllm_weir.keep.gathered import GatheringWriter, SiteRows, publish_tensors, read_site, site_tensors
+from vllm_weir.keep.gathered import GatheringWriter, SiteRows, publish_tensors, read_site, reader_of, site_tensors
 from vllm_weir.keep.index import Builder, Index, text_field
 from vllm_weir.keep.tensorfile import MAX_HEADER, read_container
 
@@ -119,12 +119,13 @@ def _add_file(out: Builder, store: Store, name: str, size: int) -> None:
     except (KeyError, TypeError, ValueError, IndexError, RecursionError):
         raise store.fail(name, "damaged: its metadata make no sense") from None
     blocks: dict[str, int] = {}
+    read = reader_of(store, name, container)
     for request, metadata, sites in requests:
         if request in out.requests:
             continue  # two writers did it; the first counts
         code = out.request(request, metadata)
         for key, header in sites:
-            site, place, positions, tokens, sums = read_site(store, name, container, key, header)
+            site, place, positions, tokens, sums = read_site(store, name, container, key, header, read)
             kind = json.dumps(header, sort_keys=True)
             if kind not in blocks:
                 blocks[kind] = out.block(FileBlock(store, name, header, size))
