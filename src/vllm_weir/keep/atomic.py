@@ -209,12 +209,10 @@ class Spool:
             if store.local:
                 folder, base = os.path.split(store.path(name))
                 os.makedirs(folder, exist_ok=True)
-                self.temporary = os.path.join(folder, f".{base}.{secrets.token_hex(4)}.tmp")
-                self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-                # Whoever finds the file can tell by the lock whether its writer lives. Some network file systems have
-                # no locks; there a dead writer's file stays.
-                with contextlib.suppress(OSError):
-                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._fd = -1
+                while self._fd < 0:
+                    self.temporary = os.path.join(folder, f".{base}.{secrets.token_hex(4)}.tmp")
+                    self._fd = _create(self.temporary)
             else:
                 self._fd, self.temporary = tempfile.mkstemp(prefix="weir-")
 
@@ -270,6 +268,19 @@ class Spool:
         with naming("delete", self.temporary), contextlib.suppress(FileNotFoundError):
             os.close(self._fd)
             os.unlink(self.temporary)
+
+
+def _create(path: str) -> int:
+    """A new file, locked; -1 if it was swept away before it had its lock."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    # Whoever finds the file can tell by the lock whether its writer lives. Some network file systems have no locks;
+    # there a dead writer's file stays.
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    if os.path.exists(path):
+        return fd
+    os.close(fd)
+    return -1
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:
