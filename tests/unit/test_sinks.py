@@ -24,6 +24,7 @@ from vllm_weir.frontend.sinks.marks import MarkBuffer
 from vllm_weir.frontend.sinks.queue import BoundedQueue
 from vllm_weir.frontend.sinks.runner import Runner
 from vllm_weir.frontend.sinks.ticket import Ticket, labels_of
+from vllm_weir.keep import LAYOUTS, load
 from vllm_weir.settings import Settings
 from vllm_weir.spec.act_env import act_sink
 from vllm_weir.spec.compress import Compression
@@ -449,6 +450,31 @@ def test_a_board_closes_its_sinks():
     board.flush(1)
     del board
     assert [call[0] for call in Recorder.made[0].calls] == ["open", "flush", "close"]
+
+
+@pytest.mark.parametrize("ids", ["unique", "caller"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_kept_always_and_rows_that_are_marked_go_to_one_sink(tmp_path, layout, ids):
+    """The second of them found its name taken, and was lost."""
+    board = Board(
+        parse_sinks({"x": {"filesystem": {"url": str(tmp_path), "layout": layout, "ids": ids}}}), 1 << 20, 60.0, 1.0
+    )
+    board.open(ENGINE)
+    views = [Looked(acts_of()), Looked(acts_of())]
+    for view, keep in zip(views, ("always", "marked"), strict=True):
+        view.part = SimpleNamespace(sink=Sink("x"), keep=keep)
+    board.marks.join("r-1", "r")
+    request = Finished("r", 1, "r-1", 1, 3, "stop")
+    tickets = board.deliver("r-1", views, request, lambda: None, False)
+    board.mark("r", {"reason": "odd"})
+    for ticket in tickets:
+        ticket.wait(10)
+    board.close()
+    found, name = load(tmp_path), "r-1" if ids == "unique" else "r.1"
+    assert sorted(found) == [name, f"{name}.marked"]
+    assert found.metadata(f"{name}.marked")["mark"] == {"reason": "odd"} and "mark" not in found.metadata(name)
+    for view, stored in zip(views, (found[name], found[f"{name}.marked"]), strict=True):
+        assert stored["resid_post", 1].equal(view.acts["resid_post", 1])
 
 
 def test_a_sink_that_is_slow_to_end_holds_nobody_up(monkeypatch):
