@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.unit.stored import D, length_of, make, rows_of
 from vllm_weir import analysis
 from vllm_weir.codec import decode, encode, project
 from vllm_weir.errors import WeirError
-from vllm_weir.keep import LAYOUTS, load
+from vllm_weir.keep import LAYOUTS, Batch, load, open_writer
 from vllm_weir.spec.compress import Compression
 
 RP8 = {"method": "rp8", "k": 32, "seed": 1}
@@ -70,6 +71,10 @@ def test_the_loader_reads_every_layout(layout: str, tmp_path: Path) -> None:
     raw = loader.load_request("a", reconstruct=False)[0][3]
     assert raw["positions"].tolist() == list(range(length_of("a")))
     assert loader.load_request("a", True, space="model")[0][3].shape[1] == D
+    for space in ("model", "projected"):  # of what is stored either can be made, however it was loaded
+        for stored in (raw, loader.load_request("a", space="model")[0][3]):
+            made = analysis.reconstruct_activations(stored, space=space)
+            np.testing.assert_array_equal(made, loader.load_request("a", True, space=space)[0][3])
     sequence = analysis.load_sequence_activations(tmp_path, "a", layers=[3], return_torch=True)
     assert list(sequence) == [3] and isinstance(sequence[3]["activations"], torch.Tensor)
     if layout == "npz":  # as stored, with the fields that Vllm_mi_patch's readers look for
@@ -184,6 +189,8 @@ def test_pictures_refuse_what_they_cannot_show(tmp_path: Path) -> None:
         (lambda: analysis.plot_heat_map(STORY, tmp_path / "x.png", value=lambda x: x), "value"),
         (lambda: analysis.plot_similarity(STORY, tmp_path / "x.png", layer=9), "layer"),
         (lambda: analysis.plot_timeline(STORY, tmp_path / "x.png", layers=[9]), "layers"),
+        (lambda: analysis.plot_timeline(STORY, tmp_path / "x.png", layers=[]), "layers"),
+        (lambda: analysis.plot_timeline(STORY, tmp_path / "x.png", value=np.mean), "value"),
     ]:
         with pytest.raises(WeirError) as e:
             call()
@@ -196,3 +203,30 @@ def test_pictures_refuse_what_they_cannot_show(tmp_path: Path) -> None:
     (tmp_path / "list").write_text(json.dumps([1]))
     with pytest.raises(WeirError, match="is no manifest"):
         analysis.load_activation_manifest(tmp_path / "list")
+
+
+def test_rows_of_rp8_are_projected_whatever_else_the_dataset_holds(tmp_path: Path) -> None:
+    for name, compress in (("a", "rp8"), ("b", "full8")):
+        with open_writer(tmp_path, "sharded", compress=compress) as writer:
+            writer.write(Batch(name, "resid_post", 0, [0, 1], [0, 0], torch.randn(2, 128)))
+            writer.finish_request(name)
+    assert analysis.quick_load(tmp_path, "a").shape == (2, 64)
+    assert analysis.quick_load(tmp_path, "b").shape == (2, 128)
+
+
+def test_a_constant_row_correlates_with_nothing() -> None:
+    """The mean of three times 0.1 is not quite 0.1."""
+    constant, other = np.full(3, 0.1), np.array([1.0, 2.0, 3.0])
+    assert math.isnan(analysis.compute_similarity(constant, other, "correlation"))
+    assert math.isnan(analysis.compute_similarity(constant, constant, "correlation"))
+    assert np.isnan(analysis.similarity_matrix(np.stack([constant, other]), metric="correlation")).tolist() == [
+        [True, True], [True, False],
+    ]  # fmt: skip
+
+
+def test_a_picture_that_is_refused_is_closed(tmp_path: Path) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    before = pyplot.get_fignums()
+    with pytest.raises(WeirError, match=r"\.png, \.svg or \.html"):
+        analysis.plot_norms({0: np.ones((2, 3))}, tmp_path / "norms.jpg")
+    assert pyplot.get_fignums() == before

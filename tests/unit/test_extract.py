@@ -315,3 +315,9 @@ def test_a_share_is_told_in_steps(source: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     run_fake(source, str(tmp_path / "out"), report=lambda step, total: seen.append((step.records, total)))
     assert sum(n for n, _ in seen) == 50 and {total for _, total in seen} == {50} and len(seen) >= 7
+
+
+def test_options_of_an_engine_are_the_same_as_they_were_written_down(source: Path, tmp_path: Path) -> None:
+    options = {"engine": {"cudagraph_capture_sizes": (1, 2), "lora_extra": {1: "a"}}}
+    run_fake(source, str(tmp_path / "out"), limit=11, **options)
+    assert run_fake(source, str(tmp_path / "out"), **options).held == 11

@@ -306,7 +306,7 @@ def test_bad_batches_are_refused_with_their_field(change: dict, field: str, tmp_
 def test_bad_options_are_refused(tmp_path: Path) -> None:
     for arguments, field in [
         ({"layout": "tar"}, "layout"), ({"pack_bytes": 3}, "pack_bytes"), ({"shard_bytes": 0}, "shard_bytes"),
-        ({"compress": "zip"}, "compress.method"),
+        ({"compress": "zip"}, "compress.method"), ({"layout": "npz", "buffer_bytes": "1e9"}, "buffer_bytes"),
     ]:  # fmt: skip
         with pytest.raises(WeirError) as e:
             open_writer(tmp_path, **arguments)

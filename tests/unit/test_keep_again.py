@@ -9,11 +9,15 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.unit.stored import check, length_of, make, write
+from vllm_weir.consumers import EngineInfo, Finished, Rows
+from vllm_weir.consumers.filesystem import Filesystem
 from vllm_weir.errors import WeirError
 from vllm_weir.keep import LAYOUTS, load, manifest, open_writer, sharded
 from vllm_weir.keep import atomic as atomic_module
+from vllm_weir.spec.hooks import Site
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -41,6 +45,35 @@ def test_one_whose_rows_are_published_is_refused_rather_than_counted_twice(tmp_p
     with open_writer(tmp_path) as writer:
         write(writer, "b")
     check(load(tmp_path), ["a", "b"])
+
+
+@pytest.mark.parametrize("layout", ["sharded", "packed"])
+def test_a_sink_whose_disk_was_full_takes_the_same_requests_again(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it gave up after they were finished holds neither room nor their names."""
+    room = {"buffer_bytes": 3000} if layout == "packed" else {}
+    sink = Filesystem(url=str(tmp_path), layout=layout, flush_seconds=0, ids="caller", **room)
+    sink.open(EngineInfo("m", 1, 64, "float32"))
+
+    def send(name: str) -> None:
+        request, at = Finished(name, 0, name, 4, 1, "stop"), torch.arange(4)
+        sink.take(Rows(request, Site("resid_post", 0), at, at, torch.ones(4, 64)))
+        try:
+            sink.finish(request)
+        except WeirError:
+            sink.abort(request)
+            raise
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic_module.Spool, "publish", lambda *_: (_ for _ in ()).throw(WeirError("full")))
+        for name in "abcd":
+            with pytest.raises(WeirError, match="full"):
+                send(name)
+    for name in "abcd":
+        send(name)
+    sink.close()
+    assert sorted(load(tmp_path)) == list("abcd") and load(tmp_path).count() == 16
 
 
 @pytest.mark.parametrize("layout", ["sharded", "packed"])

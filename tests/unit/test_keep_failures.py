@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import torch
 from tests.unit.stored import SITES, check, length_of, make, rows_of, tokens_of, write
 from vllm_weir.errors import WeirError
 from vllm_weir.keep import LAYOUTS, ActivationDataset, Batch, load, open_writer
+from vllm_weir.keep.atomic import Store
 from vllm_weir.spec.compress import Compression
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,6 +118,25 @@ def test_a_live_writers_files_are_not_swept(tmp_path: Path) -> None:
     first.finish_request("a", {"prompt_tokens": 5, "text": "a"})
     first.close()
     check(load(tmp_path), ["a", "b"])
+
+
+def test_a_file_that_is_swept_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another writer that is just being opened finds it without a lock, as if its writer were dead."""
+    opened, swept = os.open, []
+
+    def open_and_sweep(path: Any, *args: Any, **kwargs: Any) -> int:
+        fd = opened(path, *args, **kwargs)
+        if str(path).endswith(".tmp") and not swept:
+            swept.append(path)
+            Store(tmp_path).sweep()
+            assert not os.path.exists(path)
+        return fd
+
+    monkeypatch.setattr(os, "open", open_and_sweep)
+    Store(tmp_path).put("x", b"all")
+    assert swept and (tmp_path / "x").read_bytes() == b"all" and os.listdir(tmp_path) == ["x"]
 
 
 def test_an_unfinished_request_is_not_there_unless_asked_for(tmp_path: Path) -> None:
@@ -304,6 +325,28 @@ def test_foreign_files(tmp_path: Path) -> None:
     (tmp_path / "weir.json").write_text(json.dumps({"format": "weir-activations", "version": 9, "layout": "sharded"}))
     with pytest.raises(WeirError, match="version 9 is not known"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["packed", "sharded"])
+def test_files_that_nothing_would_be_read_of_are_an_error(layout: str, tmp_path: Path) -> None:
+    """A copy under another name, or a folder above the dataset, was an empty dataset."""
+    make(tmp_path / "run" / "ds", layout, ["a"])
+    file = next((tmp_path / "run" / "ds").glob("*-*.safetensors"))
+    check(load(file), ["a"])
+    shutil.copy(file, tmp_path / "mine.safetensors")
+    with pytest.raises(WeirError, match=r"mine.safetensors: was renamed"):
+        load(tmp_path / "mine.safetensors")
+    with pytest.raises(WeirError, match="was renamed"):
+        load(tmp_path / "run")
+
+
+def test_a_folder_that_was_deleted_under_a_writer_hides_no_error(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="own"), open_writer(tmp_path / "ds") as writer:
+        write(writer, "a")
+        shutil.rmtree(tmp_path / "ds")
+        with pytest.raises(WeirError, match="cannot write"):
+            writer.flush()
+        raise KeyError("own")
 
 
 def test_rows_that_vanish_under_a_reader_are_an_error(tmp_path: Path) -> None:

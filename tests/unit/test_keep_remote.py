@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import multiprocessing
+import shutil
 import socket
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -17,7 +20,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.unit.stored import check, length_of, make, write
+from vllm_weir.analysis import load_activation_manifest
 from vllm_weir.errors import WeirError
+from vllm_weir.extraction.source import open_source
 from vllm_weir.keep import LAYOUTS, load, open_writer
 
 NAMES = ["a", "b/c", "d"]
@@ -121,3 +126,56 @@ def test_a_full_store_keeps_the_rows_for_another_try() -> None:
     write(writer, "b/c")
     writer.close()
     check(load("full://ds"), ["a", "b/c"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_another_process_has_written_is_seen(layout: str, s3: dict[str, Any]) -> None:
+    """s3fs keeps listings for good: those of an earlier look are not asked."""
+    url = f"s3://acts/another/{layout}"
+    writer = open_writer(url, layout, storage_options=s3)
+    write(writer, "a")
+    writer.flush()
+    assert load(url, storage_options=s3).requests == ["a"]
+    apart = multiprocessing.get_context("spawn").Process(
+        target=make, args=(url, layout, ["d"]), kwargs={"storage_options": s3}
+    )
+    apart.start()
+    apart.join()
+    assert apart.exitcode == 0
+    with open_writer(url, layout, storage_options=s3) as late:
+        assert late.holds("a") and late.holds("d")
+        late.tidy()
+    writer.close()
+    check(load(url, storage_options=s3), ["a", "d"])
+    if layout == "per_request":
+        assert load(f"{url}/d.safetensors", storage_options=s3).requests == ["d"]
+
+
+def test_a_file_right_under_a_protocol_or_in_a_chain_of_file_systems(tmp_path: Path) -> None:
+    make(tmp_path / "ds", "per_request", NAMES[:1])
+    (tmp_path / "texts.txt").write_text("one\ntwo\n")
+    archive = shutil.make_archive(str(tmp_path / "all"), "zip", tmp_path)
+    memory = fsspec.filesystem("memory")
+    stem = uuid.uuid4().hex
+    memory.pipe_file(f"/{stem}.safetensors", (tmp_path / "ds" / "a.safetensors").read_bytes())
+    memory.pipe_file(f"/{stem}.txt", b"one\ntwo\n")
+    memory.pipe_file(f"/{stem}.json", b"{}")
+    for url in (f"memory://{stem}.safetensors", f"zip://ds/a.safetensors::{archive}", f"zip://ds::{archive}"):
+        check(load(url), NAMES[:1])
+    for url in (f"memory://{stem}.txt", f"zip://texts.txt::{archive}"):
+        assert [record.value for record in open_source(url).read(0, 2)] == ["one", "two"]
+    assert load_activation_manifest(f"memory://{stem}.json") == {}
+
+
+@pytest.mark.parametrize("layout", ["packed", "per_request"])
+def test_a_remote_file_is_opened_with_few_requests(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"memory://{uuid.uuid4()}/ds"
+    names = [f"r{i}" for i in range(20)]
+    make(url, layout, names)
+    asked: list[int] = []
+    cat_file = MemoryFileSystem.cat_file
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *a, **k: asked.append(1) or cat_file(*a, **k))
+    dataset = load(url)
+    files = 1 if layout == "packed" else len(names)
+    assert len(asked) <= 1 + 2 * files
+    check(dataset, names)

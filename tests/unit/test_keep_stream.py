@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -100,3 +102,29 @@ def test_bad_options(dataset: ActivationDataset, options: dict, field: str) -> N
     with pytest.raises(WeirError) as e:
         dataset.torch(SITE, **options)
     assert e.value.field == field
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batches_of_rows_stored_in_several_ways_are_all_of_one_dtype(shuffle: bool, tmp_path: Path) -> None:
+    for name, compress in (("a", "full8"), ("b", None)):
+        with open_writer(tmp_path, compress=compress) as writer:
+            writer.write(Batch(name, *SITE, np.arange(300), np.arange(300), torch.ones(300, 4).bfloat16()))
+            writer.finish_request(name)
+    stream = load(tmp_path).torch(SITE, batch_size=50, buffer_rows=50, shuffle=shuffle)
+    assert {batch.dtype for batch in stream} == {torch.float32}
+
+
+def test_a_batch_larger_than_the_buffer_is_shuffled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each piece made it quadratic; a request of one row is a piece."""
+    with open_writer(tmp_path) as writer:
+        for i in range(500):
+            writer.write(Batch(f"r{i}", *SITE, [0], [0], torch.full((1, 2), float(i))))
+            writer.finish_request(f"r{i}")
+    joined: list[int] = []
+    concatenate = np.concatenate
+    monkeypatch.setattr(
+        np, "concatenate", lambda parts, *a, **k: joined.append(len(parts)) or concatenate(parts, *a, **k)
+    )
+    batches = list(load(tmp_path).torch(SITE, batch_size=200, buffer_rows=10))
+    assert [len(b) for b in batches] == [200, 200, 100] and sorted(ids(batches)) == list(range(500))
+    assert len([n for n in joined if n > 1]) < 100

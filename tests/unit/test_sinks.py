@@ -12,6 +12,8 @@ from typing import ClassVar
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from vllm_weir import Capture, Site, WeirError, codec, consumers
 from vllm_weir.consumers import Consumer, EngineInfo, Finished, Rows
@@ -22,6 +24,7 @@ from vllm_weir.frontend.sinks.marks import MarkBuffer
 from vllm_weir.frontend.sinks.queue import BoundedQueue
 from vllm_weir.frontend.sinks.runner import Runner
 from vllm_weir.frontend.sinks.ticket import Ticket, labels_of
+from vllm_weir.keep import LAYOUTS, load
 from vllm_weir.settings import Settings
 from vllm_weir.spec.act_env import act_sink
 from vllm_weir.spec.compress import Compression
@@ -449,6 +452,31 @@ def test_a_board_closes_its_sinks():
     assert [call[0] for call in Recorder.made[0].calls] == ["open", "flush", "close"]
 
 
+@pytest.mark.parametrize("ids", ["unique", "caller"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_kept_always_and_rows_that_are_marked_go_to_one_sink(tmp_path, layout, ids):
+    """The second of them found its name taken, and was lost."""
+    board = Board(
+        parse_sinks({"x": {"filesystem": {"url": str(tmp_path), "layout": layout, "ids": ids}}}), 1 << 20, 60.0, 1.0
+    )
+    board.open(ENGINE)
+    views = [Looked(acts_of()), Looked(acts_of())]
+    for view, keep in zip(views, ("always", "marked"), strict=True):
+        view.part = SimpleNamespace(sink=Sink("x"), keep=keep)
+    board.marks.join("r-1", "r")
+    request = Finished("r", 1, "r-1", 1, 3, "stop")
+    tickets = board.deliver("r-1", views, request, lambda: None, False)
+    board.mark("r", {"reason": "odd"})
+    for ticket in tickets:
+        ticket.wait(10)
+    board.close()
+    found, name = load(tmp_path), "r-1" if ids == "unique" else "r.1"
+    assert sorted(found) == [name, f"{name}.marked"]
+    assert found.metadata(f"{name}.marked")["mark"] == {"reason": "odd"} and "mark" not in found.metadata(name)
+    for view, stored in zip(views, (found[name], found[f"{name}.marked"]), strict=True):
+        assert stored["resid_post", 1].equal(view.acts["resid_post", 1])
+
+
 def test_a_sink_that_is_slow_to_end_holds_nobody_up(monkeypatch):
     """Until it is asked for again: two consumers at once would write the same files."""
     may_end, asked = threading.Event(), [SimpleNamespace(sink=sink_of(x)) for x in "abc"]
@@ -561,6 +589,32 @@ def test_a_runner_spills():
         slow.offer(job, 0)
     slow.flush(20)
     assert [job.ticket.files for job in jobs] == [(f"/x/r{k}",) for k in range(8)] and len(released) == 8
+    slow.close()
+
+
+def test_a_disk_that_is_full_for_a_while_does_not_end_spilling(monkeypatch, caplog):
+    """safetensors has an error of its own for it."""
+    calls, first = [], threading.Event()
+
+    def save(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            first.set()
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        return save_file(*args, **kwargs)
+
+    monkeypatch.setattr("vllm_weir.frontend.sinks.job.save_file", save)
+    slow = runner(policy="spill", wait=0.1)
+    jobs = [
+        Job(Looked(acts_of()), Finished(f"r{k}", 0, f"r{k}", 1, 1, "stop"), Ticket("s", True), lambda: None)
+        for k in range(8)
+    ]
+    for job in jobs:
+        slow.offer(job, 0)
+    assert first.wait(10)
+    slow.flush(20)
+    assert [job.ticket.state for job in jobs] == ["written"] * 8 and len(calls) > 1
+    assert caplog.text.count("could not spill") == 1 and "No space left" in caplog.text
     slow.close()
 
 

@@ -100,9 +100,9 @@ def save(figure: Any, path: str | PathLike, title: str, table: list[list[str]]) 
     """Write a figure by the path's suffix, and close it. `table`: the numbers, for HTML; its first row is the head."""
     target = Path(path)
     kind = target.suffix.lower()
-    if kind not in (".png", ".svg", ".html"):
-        raise WeirError(f"a picture ends in .png, .svg or .html, not {brief(kind)!r}", "path")
     try:
+        if kind not in (".png", ".svg", ".html"):
+            raise WeirError(f"a picture ends in .png, .svg or .html, not {brief(kind)!r}", "path")
         target.parent.mkdir(parents=True, exist_ok=True)
         if kind == ".html":
             target.write_text(page(figure, title, table), encoding="utf-8")

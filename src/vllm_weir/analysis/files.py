@@ -13,7 +13,7 @@ import torch
 
 from vllm_weir.codec import decode, project
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.keep.atomic import Store
+from vllm_weir.keep.atomic import Store, split_url
 from vllm_weir.keep.foreign_npz import rebuild
 from vllm_weir.keep.npz import to_records
 from vllm_weir.keep.npzfile import read_npz
@@ -135,8 +135,8 @@ def load_sequence_activations(
 
 
 def _split(path: str | PathLike) -> tuple[Store, str]:
-    folder, _, name = os.fspath(path).rpartition("/")
-    return Store(folder or ("/" if os.fspath(path).startswith("/") else ".")), name
+    folder, name = split_url(os.fspath(path))
+    return Store(folder), name
 
 
 def native(array: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from os import PathLike
 from typing import Any
@@ -17,8 +18,8 @@ from vllm_weir.analysis.measure import (
     create_token_timeline,
 )
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.keep.blocks import ArrayBlock
-from vllm_weir.keep.npz import folder_of
+from vllm_weir.keep.blocks import ArrayBlock, Block
+from vllm_weir.keep.npz import folder_of, to_arrays
 from vllm_weir.keep.npzfile import read_npz
 from vllm_weir.keep.open import load
 from vllm_weir.spec.hooks import normalise_hook
@@ -63,8 +64,8 @@ class ActivationLoader:
 
         Args:
             request_id: of `list_requests`, or the name of its folder.
-            reconstruct: rows; False: a dict with ``activations``, ``positions`` and ``token_ids``, and of npz files
-                what they hold (``q``, ``scale``, ``zero``, ...).
+            reconstruct: rows; False: a dict with ``activations``, ``positions`` and ``token_ids``, and of npz files and
+                rp8 what is stored (``q``, ``scale``, ``zero``, ...).
             space: of rp8, as for `reconstruct_activations`.
 
         Returns:
@@ -87,24 +88,36 @@ class ActivationLoader:
         return out
 
     def _read(self, request: str, site: Any, space: str) -> dict[str, Any]:
-        methods = {h["method"] for h in self.dataset.headers}
-        projected = space == "projected" and methods == {"rp8"}
+        blocks = self._blocks(request, site)
+        projected = space == "projected" and all(block.header["method"] == "rp8" for block in blocks)
         found = self.dataset.rows(site, request, space="projected" if projected else "model")
         data = {"activations": found.rows.float(), "positions": found.positions, "token_ids": found.token_ids}
-        data |= {key: torch.from_numpy(native(array)) for key, array in self._stored(request, site).items()}
+        data |= {k: torch.from_numpy(native(array)) for k, array in self._fields(request, site, blocks).items()}
         if self.device is None:
             return {key: value.numpy() for key, value in data.items()}
         return {key: value.to(self.device) for key, value in data.items()}
 
-    def _stored(self, request: str, site: Any) -> dict[str, np.ndarray]:
-        """The fields of an npz file that holds codes; of anything else none."""
-        index = self.dataset.index
-        at = (index.request == index.code[request]) & (index.site == self.dataset.sites.index(site))
-        blocks = [index.blocks[code] for code in np.unique(index.block[at]).tolist()]
-        if len(blocks) != 1 or not isinstance(blocks[0], ArrayBlock):
+    def _fields(self, request: str, site: Any, blocks: list[Block]) -> dict[str, np.ndarray]:
+        """What is stored, by the names that npz files have for it: of npz files that hold codes, and of rp8, from which
+        rows in either space are made; of anything else none."""
+        if len(blocks) != 1:
             return {}
-        arrays = read_npz(blocks[0].store, blocks[0].name)
-        return arrays if "q" in arrays or "indices" in arrays else {}
+        block, index = blocks[0], self.dataset.index
+        if isinstance(block, ArrayBlock):
+            arrays = read_npz(block.store, block.name)
+            return arrays if "q" in arrays or "indices" in arrays else {}
+        which, at = self.dataset._ordered(self.dataset._runs(site, request))
+        if block.header["method"] != "rp8" or not len(which):
+            return {}
+        ((_, records),) = index.gather(which, at).values()
+        return to_arrays(records, block.header) | {"weir": np.frombuffer(json.dumps(block.header).encode(), np.uint8)}
+
+    def _blocks(self, request: str, site: Any) -> list[Block]:
+        """Where a site's rows of one request lie."""
+        index = self.dataset.index
+        runs = index.runs_of(index.code[request])
+        runs = runs[index.site[runs] == self.dataset.sites.index(site)]
+        return [index.blocks[code] for code in np.unique(index.block[runs]).tolist()]
 
     def compute_similarity(self, acts1: Matrix, acts2: Matrix, metric: str = "cosine") -> float:
         """See `vllm_weir.analysis.compute_similarity`."""

@@ -42,10 +42,17 @@ def similarity_matrix(acts1: Matrix, acts2: Matrix | None = None, metric: str = 
         # differences, because the expanded square loses small distances between large rows
         return np.stack([-np.linalg.norm(b - row, axis=-1) for row in a]) if len(a) else np.zeros((0, len(b)))
     if metric == "correlation":
-        a, b = (x - x.mean(-1, keepdims=True) for x in (a, b))
+        a, b = _centred(a), _centred(b)
     with np.errstate(invalid="ignore", divide="ignore"):
         units = [x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (a, b)]
     return np.clip(units[0] @ units[1].T, -1, 1)
+
+
+def _centred(x: np.ndarray) -> np.ndarray:
+    out = x - x.mean(-1, keepdims=True)
+    # The mean of a constant row may be off by a rounding, which would then be all that is compared.
+    out[(x == x[..., :1]).all(-1)] = 0
+    return out
 
 
 def compare_tokens(

@@ -146,11 +146,16 @@ def plot_timeline(
     for n in chosen:
         if n not in every:
             raise WeirError(f"layer {n} is not there; there are {have}", "layers")
+    if not chosen:
+        raise WeirError("at least one layer", "layers")
     names = _tokens(tokens, every)
+    lines = {n: np.asarray((value or _norms)(every[n])) for n in chosen}
+    for line in lines.values():
+        if line.shape != (len(names),):
+            raise WeirError(f"value gives one number a row, got {list(line.shape)}", "value")
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(max(6.0, min(14.0, 2.4 + 0.26 * len(names))), 3.8), layout="constrained")
     shades = plt.get_cmap("viridis")(np.linspace(0.08, 0.86, len(chosen)))
-    lines = {n: (value or _norms)(every[n]) for n in chosen}
     for n, colour in zip(chosen, shades):
         axis.plot(lines[n], color=colour, linewidth=1.6, marker="o", markersize=2.8, label=f"layer {n}")
     low, high = (f(np.concatenate(list(lines.values()))) for f in (np.min, np.max))

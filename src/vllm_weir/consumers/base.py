@@ -33,10 +33,11 @@ class Finished:
     Attributes:
         request_id: the caller's id of the request.
         index: which of the request's `n` sequences.
-        name: both in one, unique among live requests: what files are called after.
+        name: both in one (and `part`), unique among live requests: what files are called after.
         prompt_tokens, generated_tokens: how many.
         finish_reason: vLLM's, e.g. ``"stop"`` or ``"length"``.
         metadata: what `weir.mark` was given.
+        part: ``"marked"`` for the marked rows of a sequence that has others for the same sink; else empty.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class Finished:
     generated_tokens: int
     finish_reason: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    part: str = ""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,8 @@ class Filesystem(Consumer):
     def _name(self, request: Finished) -> str:
         if self._ids == "unique":
             return request.name
-        return f"{request.request_id}.{request.index}" if request.index else request.request_id
+        name = f"{request.request_id}.{request.index}" if request.index else request.request_id
+        return f"{name}.{request.part}" if request.part else name
 
     def _files(self, name: str) -> list[str]:
         from vllm_weir.keep.gathered import safe_name

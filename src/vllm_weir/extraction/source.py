@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.formats import READERS, Part, kind_of
-from vllm_weir.keep.atomic import Store, naming
+from vllm_weir.keep.atomic import Store, naming, split_url
 
 BLOCK = 4 << 20
 """Files are read and digested in blocks of so many bytes."""
@@ -100,8 +100,8 @@ def open_source(
     """
     store = Store(url, storage_options)
     if store.is_file():
-        parent, _, name = store.url.rpartition("/")
-        store = Store(parent or ("/" if store.url.startswith("/") else "."), storage_options)
+        parent, name = split_url(store.url)
+        store = Store(parent, storage_options)
         names = [name]
     else:
         if not store.exists():

@@ -76,7 +76,8 @@ class Wanted:
         """All that decides what the rows are, as plain JSON data."""
         capture = self.capture.to_json()
         asked = {name: capture.get(name) for name in ("hook", "layers", "positions", "dtype", "reduce", "compress")}
-        engine = {name: value for name, value in sorted(self.engine.items()) if name not in HARMLESS}
+        # As it is read back when the run goes on: tuples are lists there, and all keys texts.
+        engine = json.loads(json.dumps({k: v for k, v in sorted(self.engine.items()) if k not in HARMLESS}))
         return {
             "format": FORMAT, "version": VERSION, "source": source.digest, "column": source.column,
             "model": self.model, **asked, "max_tokens": self.max_tokens, "max_length": self.max_length,

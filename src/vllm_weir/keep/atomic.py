@@ -38,6 +38,20 @@ def naming(action: str, file: str) -> Iterator[None]:
         raise WeirError(f"cannot {action} {file}: {e.strerror or e}") from e
 
 
+def split_url(url: str) -> tuple[str, str]:
+    """(URL of the folder, name) of a file's URL."""
+    if "://" not in url:
+        folder, _, name = url.rpartition("/")
+        return folder or ("/" if url.startswith("/") else "."), name
+    # Of a chain of file systems (zip://rows.npz::s3://bucket/a.zip) the path is in the first link that has one.
+    links = url.split("::")
+    place = next(i for i, link in enumerate(links) if "://" in link)
+    protocol, _, path = links[place].partition("://")
+    folder, _, name = path.rpartition("/")
+    links[place] = f"{protocol}://{folder or ('/' if path.startswith('/') else '')}"
+    return "::".join(links), name
+
+
 class Store:
     """Files under a URL, by name (``/`` separates folders).
 
@@ -90,7 +104,7 @@ class Store:
 
     def names(self, *, deep: bool = False) -> dict[str, int]:
         """Published files and their bytes; hidden and temporary ones are left out."""
-        self._refresh()
+        self._look()
         with naming("list", self.describe("")):
             try:
                 found = self.fs.find(self.root, maxdepth=None if deep else 1, detail=True)
@@ -105,13 +119,13 @@ class Store:
 
     def is_file(self) -> bool:
         """Whether the URL is a file rather than a folder."""
-        self._refresh()
+        self._look()
         with naming("open", self.describe("")):
             return bool(self.fs.isfile(self.root))
 
     def exists(self) -> bool:
         """Whether there is anything at the URL."""
-        self._refresh()
+        self._look()
         with naming("open", self.describe("")):
             return bool(self.fs.exists(self.root))
 
@@ -123,7 +137,7 @@ class Store:
 
     def size(self, name: str) -> int:
         """Bytes of a file."""
-        self._refresh()
+        self._look()
         with naming("open", self.describe(name)):
             return int(self.fs.size(self.path(name)) or 0)
 
@@ -174,6 +188,11 @@ class Store:
                 if file.startswith(".") and file.endswith(".tmp"):
                     _remove_if_stale(os.path.join(folder, file))
 
+    def _look(self) -> None:
+        """What is there now is asked for: fsspec keeps listings, in which what others have written since is missing."""
+        self._refresh()
+        self.fs.invalidate_cache()
+
     def _refresh(self) -> None:
         """A forked process gets its own file system: connections must not be shared."""
         if self._pid != os.getpid():
@@ -190,12 +209,10 @@ class Spool:
             if store.local:
                 folder, base = os.path.split(store.path(name))
                 os.makedirs(folder, exist_ok=True)
-                self.temporary = os.path.join(folder, f".{base}.{secrets.token_hex(4)}.tmp")
-                self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-                # Whoever finds the file can tell by the lock whether its writer lives. Some network file systems have
-                # no locks; there a dead writer's file stays.
-                with contextlib.suppress(OSError):
-                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._fd = -1
+                while self._fd < 0:
+                    self.temporary = os.path.join(folder, f".{base}.{secrets.token_hex(4)}.tmp")
+                    self._fd = _create(self.temporary)
             else:
                 self._fd, self.temporary = tempfile.mkstemp(prefix="weir-")
 
@@ -248,9 +265,22 @@ class Spool:
 
     def discard(self) -> None:
         """Drop the file."""
-        with contextlib.suppress(FileNotFoundError), naming("delete", self.temporary):
+        with naming("delete", self.temporary), contextlib.suppress(FileNotFoundError):
             os.close(self._fd)
             os.unlink(self.temporary)
+
+
+def _create(path: str) -> int:
+    """A new file, locked; -1 if it was swept away before it had its lock."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    # Whoever finds the file can tell by the lock whether its writer lives. Some network file systems have no locks;
+    # there a dead writer's file stays.
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    if os.path.exists(path):
+        return fd
+    os.close(fd)
+    return -1
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
@@ -16,6 +17,8 @@ JOIN = 64 << 10
 """Ranges of a remote file that are this near are fetched as one."""
 FETCH = 16 << 20
 """At most so many bytes are fetched as one range."""
+MAPS = 64
+"""So many files are mapped at a time: each holds a file descriptor, of which a process often has no more than 1024."""
 
 
 class Block:
@@ -46,6 +49,8 @@ class Block:
 class FileBlock(Block):
     """Records in a file, at byte offsets: mapped into memory if it is local, fetched by range if not."""
 
+    _mapped: ClassVar[deque[ref[FileBlock]]] = deque()
+
     def __init__(self, store: Store, name: str, header: dict[str, Any], size: int) -> None:
         super().__init__(store, name, header)
         self.size = size
@@ -61,12 +66,21 @@ class FileBlock(Block):
         if not len(offsets):
             return np.zeros((0, self.width), np.uint8)
         if self.store.local:
-            if self._map is None:
-                self._map = self.store.map(self.name)
-            if int(offsets.max()) + self.width > len(self._map):
+            data = self._map  # another thread may let go of it
+            if data is None:
+                data = self._map = self.store.map(self.name)
+                self._let_others_go()
+            if int(offsets.max()) + self.width > len(data):
                 raise self.store.fail(self.name, "has become shorter than its index says; it is truncated")
-            return take(self._map, offsets, self.width)
+            return take(data, offsets, self.width)
         return self._fetch(offsets)
+
+    def _let_others_go(self) -> None:
+        FileBlock._mapped.append(ref(self))
+        while len(FileBlock._mapped) > MAPS:
+            oldest = FileBlock._mapped.popleft()()
+            if oldest is not None:
+                oldest._map = None
 
     def _fetch(self, offsets: np.ndarray) -> np.ndarray:
         order = np.argsort(offsets, kind="stable")

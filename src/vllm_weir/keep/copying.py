@@ -100,7 +100,7 @@ def _copy_request(
     dataset: ActivationDataset, code: int, writer: Writer, wanted: Compression | None, progress: Callable[[int], Any]
 ) -> None:
     index = dataset.index
-    runs = np.flatnonzero(index.request == code)
+    runs = index.runs_of(code)
     done = 0
     for site in np.unique(index.site[runs]).tolist():
         which, at = dataset._ordered(runs[index.site[runs] == site])

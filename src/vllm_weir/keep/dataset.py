@@ -23,7 +23,7 @@ from vllm_weir.spec.positions import Positions
 if TYPE_CHECKING:
     from vllm_weir.keep.stream import RowStream
 
-_PLAIN = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+PLAIN = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(eq=False)
@@ -103,7 +103,7 @@ class ActivationDataset(Mapping):
     def __getitem__(self, request: str) -> Activations:
         """One request's activations; a site's rows are read and decoded when they are looked at."""
         code = self._code(request)
-        runs = np.flatnonzero(self.index.request == code)
+        runs = self.index.runs_of(code)
         places: dict[Site, tuple[np.ndarray, np.ndarray]] = {}
         for s in np.unique(self.index.site[runs]).tolist():
             places[self.sites[s]] = self._ordered(runs[self.index.site[runs] == s])
@@ -177,7 +177,7 @@ class ActivationDataset(Mapping):
     def decoded(records: Tensor, block: Block) -> Tensor:
         """A block's records as rows: float32, or the stored dtype of uncompressed ones."""
         if block.header["method"] == "none":
-            return records.view(_PLAIN[block.header["dtype"]])
+            return records.view(PLAIN[block.header["dtype"]])
         try:
             return decode(records, block.header)
         except WeirError as e:
@@ -204,11 +204,12 @@ class ActivationDataset(Mapping):
         return self.sites.index(wanted)
 
     def _runs(self, site: object, requests: Sequence[str] | str | None) -> np.ndarray:
-        mask = self.index.site == self._site(site)
-        if requests is not None:
-            names = [requests] if isinstance(requests, str) else list(requests)
-            mask &= np.isin(self.index.request, [self._code(name) for name in names])
-        return np.flatnonzero(mask)
+        code = self._site(site)
+        if requests is None:
+            return np.flatnonzero(self.index.site == code)
+        wanted = {self._code(name) for name in ([requests] if isinstance(requests, str) else requests)}
+        runs = np.concatenate([*map(self.index.runs_of, wanted), np.zeros(0, np.int64)])
+        return np.sort(runs[self.index.site[runs] == code])
 
     def _ordered(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rows of runs by request and position."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import itertools
@@ -9,14 +10,16 @@ import json
 import re
 import zlib
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.batch import Packed
+from vllm_weir.keep.blocks import FETCH, JOIN
 from vllm_weir.keep.checksum import checksums
 from vllm_weir.keep.index import site_order
 from vllm_weir.keep.tensorfile import CODES, NAMES, Container, Tensor, build_header
@@ -26,6 +29,7 @@ from vllm_weir.spec.hooks import Site, normalise_hook
 
 _LISTS = {"positions": "I64", "token_ids": "I64", "checksums": "U32"}
 """What stands beside a site's records, a value a row; datasets of earlier versions have no checksums."""
+Read: TypeAlias = Callable[[int, int], bytes]
 _SAFE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}")
 
 
@@ -52,6 +56,8 @@ class GatheringWriter(Writer):
     """
 
     def __init__(self, store: Store, compress: object = None, buffer_bytes: int = 4 << 30) -> None:
+        if isinstance(buffer_bytes, bool) or not isinstance(buffer_bytes, int) or buffer_bytes < 1:
+            raise WeirError("buffer_bytes is a number of bytes, at least 1", "buffer_bytes")
         super().__init__(store, compress)
         self.buffer_bytes = buffer_bytes
         self.held_bytes = 0
@@ -160,19 +166,45 @@ def _list_crcs(text: str) -> dict[str, int]:
     return dict(json.loads(text))
 
 
-def _read_lists(store: Store, file: str, lists: list[Tensor]) -> list[bytes]:
+def reader_of(store: Store, file: str, container: Container) -> Read:
+    """Reads the file from one byte up to another, where something stands beside rows. Of a remote file all of that is
+    fetched at once: a request for each site would take as long as many rows."""
+    if store.local:
+        return functools.partial(store.read, file)
+    starts: list[int] = []
+    ends: list[int] = []
+    beside = [t for name, t in container.tensors.items() if name.rpartition(".")[2] in _LISTS]
+    for start, end in sorted((t.start, t.end) for t in beside if t.end > t.start):
+        if starts and start - ends[-1] <= JOIN and end - starts[-1] <= FETCH:
+            ends[-1] = end
+        else:
+            starts.append(start)
+            ends.append(end)
+    parts = store.read_ranges(file, starts, ends) if starts else []
+
+    def read(start: int, end: int) -> bytes:
+        i = bisect.bisect_right(starts, start) - 1
+        return parts[i][start - starts[i] : end - starts[i]]
+
+    return read
+
+
+def _read_lists(read: Read, lists: list[Tensor]) -> list[bytes]:
     """The bytes of some tensors: one read where they lie side by side."""
     if any(a.end != b.start for a, b in itertools.pairwise(lists)):
-        return [store.read(file, t.start, t.end) for t in lists]
+        return [read(t.start, t.end) for t in lists]
     first = lists[0].start
-    data = store.read(file, first, lists[-1].end)
+    data = read(first, lists[-1].end)
     return [data[t.start - first : t.end - first] for t in lists]
 
 
 def read_site(
-    store: Store, file: str, container: Container, name: str, header: dict[str, Any]
+    store: Store, file: str, container: Container, name: str, header: dict[str, Any], read: Read
 ) -> tuple[Site, Tensor, np.ndarray, np.ndarray, np.ndarray | None]:
-    """(site, place of the records, positions, token ids, checksums if there are) of one site's tensors, checked."""
+    """(site, place of the records, positions, token ids, checksums if there are) of one site's tensors, checked.
+
+    `read`: of `reader_of`.
+    """
     try:
         hook, _, layer = name.rpartition("/")[2].rpartition(".")
         site = Site(normalise_hook(hook, f"{store.describe(file)}: hook"), int(layer))
@@ -194,7 +226,7 @@ def read_site(
             file, f"damaged: {name[:80]!r} is {NAMES.get(place.dtype, place.dtype)} {list(place.shape)}, "
             f"its header says {NAMES[dtype]} {shape}",
         )  # fmt: skip
-    parts = _read_lists(store, file, lists) if n else [b""] * len(lists)
+    parts = _read_lists(read, lists) if n else [b""] * len(lists)
     if any(len(part) != t.end - t.start for part, t in zip(parts, lists)):
         raise store.fail(file, "truncated while it was read")
     if crc is not None and crc != zlib.crc32(b"".join(parts)):

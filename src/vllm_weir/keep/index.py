@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -75,6 +76,18 @@ class Index:
         bounds = np.searchsorted(self.block[order], np.arange(len(self.blocks) + 1))
         for i, block in enumerate(self.blocks):
             yield block, order[bounds[i] : bounds[i + 1]]
+
+    def runs_of(self, request: int) -> np.ndarray:
+        """The runs of a request, int64 [its runs], ascending."""
+        order, bounds = self._by_request
+        return order[bounds[request] : bounds[request + 1]]
+
+    @functools.cached_property
+    def _by_request(self) -> tuple[np.ndarray, np.ndarray]:
+        """The runs in the order of their requests, and where each request's begin: who reads request by request would
+        else look through all of them every time."""
+        order = np.argsort(self.request, kind="stable")
+        return order, np.searchsorted(self.request[order], np.arange(len(self.requests) + 1))
 
     def expand(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """All rows of some runs: (which run, index into `positions`), each int64 [rows]."""

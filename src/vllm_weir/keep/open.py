@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.keep.atomic import Store
+from vllm_weir.keep.atomic import Store, split_url
 from vllm_weir.keep.dataset import ActivationDataset
 from vllm_weir.keep.foreign_fork import is_fork, read_fork
 from vllm_weir.keep.foreign_npz import read_foreign_npz
 from vllm_weir.keep.foreign_vllm import read_native
 from vllm_weir.keep.index import Index
-from vllm_weir.keep.manifest import read_manifest
+from vllm_weir.keep.manifest import is_shard, read_manifest
 from vllm_weir.keep.npz import FILE, NpzWriter, read_npz_layout
-from vllm_weir.keep.packed import PackedWriter, read_packed
+from vllm_weir.keep.packed import PackedWriter, is_pack, read_packed
 from vllm_weir.keep.per_request import PerRequestWriter, read_per_request
 from vllm_weir.keep.sharded import ShardedWriter
 from vllm_weir.keep.sharded_read import index_of
@@ -90,8 +90,8 @@ def load(
     """
     store = Store(url, storage_options)
     if store.is_file():
-        parent, _, name = store.url.rpartition("/")
-        store = Store(parent or ("/" if store.url.startswith("/") else "."), storage_options)
+        parent, name = split_url(store.url)
+        store = Store(parent, storage_options)
         names = {name: store.size(name)}
         if name.endswith((".bin", ".json")):  # the fork's come in pairs
             stem = posixpath.splitext(name)[0]
@@ -126,8 +126,10 @@ def _recognise(
         if kind in ("1", "records"):
             return read_per_request(store, names)
         if kind == "pack":
+            _refuse_renamed(store, tensors, is_pack)
             return read_packed(store, names)
         if kind == "shard":
+            _refuse_renamed(store, tensors, is_shard)
             return index_of(store, read_manifest(store, names), names)
         if "hidden_states" in container.tensors:
             return read_native(store, names, layer_ids)
@@ -139,3 +141,10 @@ def _recognise(
     if not store.exists():
         raise WeirError(f"{url} does not exist")
     raise WeirError(f"{url} holds no activations that Weir knows")
+
+
+def _refuse_renamed(store: Store, files: list[str], known: Callable[[str], bool]) -> None:
+    """Files of which nothing would be read, because of their names, are an error."""
+    for name in files:
+        if not known(name):
+            raise store.fail(name, "was renamed, or is in a folder that has to be opened by itself")

@@ -12,11 +12,15 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import FileBlock
-from vllm_weir.keep.gathered import GatheringWriter, SiteRows, publish_tensors, read_site, site_tensors
+from vllm_weir.keep.gathered import GatheringWriter, SiteRows, publish_tensors, read_site, reader_of, site_tensors
 from vllm_weir.keep.index import Builder, Index, text_field
-from vllm_weir.keep.tensorfile import read_container
+from vllm_weir.keep.tensorfile import MAX_HEADER, read_container
 
 PREFIX, SUFFIX = "pack-", ".safetensors"
+HEADER_BYTES = 32 << 20
+"""A file is published, too, once its header is about this large: readers parse it whole, and take none over 100 MB."""
+SITE_BYTES = 640
+"""What one site of one request adds to the header, at most: names, places and checksums of its tensors."""
 
 
 class PackedWriter(GatheringWriter):
@@ -38,20 +42,29 @@ class PackedWriter(GatheringWriter):
         self.name = f"{time.time_ns():016x}{secrets.token_hex(4)}"
         self._count = 0
         self._waiting: dict[str, tuple[list[SiteRows], str]] = {}
-        self._waiting_bytes = 0
+        self._waiting_bytes = self._header_bytes = 0
         self._finished = set(read_packed(store, store.names()).requests)
 
     def _publish_request(self, request_id: str, sites: list[SiteRows], metadata: str) -> None:
+        share = _header_share(request_id, sites, metadata)
+        if share > MAX_HEADER // 2:
+            raise WeirError(f"{len(metadata):,} characters are more than the header of a file takes", "metadata")
         self._waiting[request_id] = (sites, metadata)
         self._waiting_bytes += sum(s.records.nbytes for s in sites)
-        if self._waiting_bytes >= self.pack_bytes:
+        self._header_bytes += share
+        if self._waiting_bytes >= self.pack_bytes or self._header_bytes >= HEADER_BYTES:
             self._flush()
 
     def _drop(self, request_id: str) -> None:
+        if request_id in self._waiting:
+            sites, metadata = self._waiting.pop(request_id)
+            size = sum(s.records.nbytes for s in sites)
+            self._waiting_bytes -= size
+            self._header_bytes -= _header_share(request_id, sites, metadata)
+            if request_id not in self._parts:  # it was finished
+                self._finished.discard(request_id)
+                self.held_bytes -= size
         super()._drop(request_id)
-        sites, _ = self._waiting.pop(request_id, ([], ""))
-        size = sum(s.records.nbytes for s in sites)
-        self._waiting_bytes -= size
 
     def _flush(self) -> None:
         if not self._waiting:
@@ -71,14 +84,24 @@ class PackedWriter(GatheringWriter):
         publish_tensors(self.store, f"{PREFIX}{self.name}-{self._count:06d}{SUFFIX}", tensors, meta)
         self._count += 1
         self.held_bytes -= self._waiting_bytes
-        self._waiting, self._waiting_bytes = {}, 0
+        self._waiting, self._waiting_bytes, self._header_bytes = {}, 0, 0
+
+
+def _header_share(request: str, sites: list[SiteRows], metadata: str) -> int:
+    """About how many bytes of a file's header a request takes; its texts are quoted there twice."""
+    return SITE_BYTES * len(sites) + len(json.dumps(json.dumps([request, metadata])))
+
+
+def is_pack(name: str) -> bool:
+    """Whether a file is one of this layout, by its name."""
+    return name.startswith(PREFIX) and name.endswith(SUFFIX)
 
 
 def read_packed(store: Store, names: dict[str, int]) -> Index:
     """The index of a folder of such files (or of one)."""
     out = Builder("packed")
     for name in sorted(names):
-        if name.startswith(PREFIX) and name.endswith(SUFFIX):
+        if is_pack(name):
             _add_file(out, store, name, names[name])
     return out.build()
 
@@ -96,12 +119,13 @@ def _add_file(out: Builder, store: Store, name: str, size: int) -> None:
     except (KeyError, TypeError, ValueError, IndexError, RecursionError):
         raise store.fail(name, "damaged: its metadata make no sense") from None
     blocks: dict[str, int] = {}
+    read = reader_of(store, name, container)
     for request, metadata, sites in requests:
         if request in out.requests:
             continue  # two writers did it; the first counts
         code = out.request(request, metadata)
         for key, header in sites:
-            site, place, positions, tokens, sums = read_site(store, name, container, key, header)
+            site, place, positions, tokens, sums = read_site(store, name, container, key, header, read)
             kind = json.dumps(header, sort_keys=True)
             if kind not in blocks:
                 blocks[kind] = out.block(FileBlock(store, name, header, size))

@@ -6,7 +6,15 @@ import json
 
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import FileBlock
-from vllm_weir.keep.gathered import GatheringWriter, SiteRows, publish_tensors, read_site, safe_name, site_tensors
+from vllm_weir.keep.gathered import (
+    GatheringWriter,
+    SiteRows,
+    publish_tensors,
+    read_site,
+    reader_of,
+    safe_name,
+    site_tensors,
+)
 from vllm_weir.keep.index import Builder, Index
 from vllm_weir.keep.tensorfile import Container, read_container
 from vllm_weir.spec.hooks import Site
@@ -75,12 +83,13 @@ def add_file(out: Builder, store: Store, name: str, size: int, container: Contai
     if request in out.requests:
         raise store.fail(name, f"request {request[:80]!r} is in another file too")
     code = out.request(request, meta.get("metadata", ""))
+    read = reader_of(store, name, container)
     for site, header in zip(sites, headers):
         key = f"{site.hook}.{site.layer}"
         if header is None:
             if key not in container.tensors:
                 raise store.fail(name, f"damaged: {key!r} is missing")
             header = plain_header(store, name, container.tensors[key])
-        found, place, positions, tokens, sums = read_site(store, name, container, key, header)
+        found, place, positions, tokens, sums = read_site(store, name, container, key, header, read)
         block = out.block(FileBlock(store, name, header, size))
         out.run(code, found, block, place.start, positions, tokens, checksums=sums)

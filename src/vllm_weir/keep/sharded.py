@@ -142,7 +142,8 @@ class ShardedWriter(Writer):
         self._marks[request_id] = (rows, metadata)
 
     def _drop(self, request_id: str) -> None:
-        self._marks.pop(request_id, None)
+        if self._marks.pop(request_id, None) is not None:
+            self._finished.discard(request_id)
         self._in.pop(request_id, None)
         for shard in self._open.values():
             shard.runs.drop(request_id)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vllm_weir.errors import WeirError
-
-if TYPE_CHECKING:
-    from vllm_weir.keep.dataset import ActivationDataset
+from vllm_weir.keep.dataset import PLAIN, ActivationDataset
 
 PIECE = 256
 """Rows are read in pieces of this many consecutive ones, so that a file is not read byte by byte."""
@@ -40,7 +37,8 @@ class RowStream(IterableDataset):
         shard: (i, n): only the i-th of n shares, e.g. a rank of a distributed job.
 
     Yields:
-        float32 (or the stored dtype, for uncompressed rows) [batch_size, d]; the last batch may be shorter.
+        float32 (or the stored dtype, where all rows are uncompressed and have one) [batch_size, d]; the last batch may
+        be shorter.
     """
 
     def __init__(
@@ -61,6 +59,7 @@ class RowStream(IterableDataset):
         self.epochs, self.labels, self.drop_last, self.shard = epochs, labels, drop_last, shard
         self.epoch = 0
         self.total = dataset.count(site)
+        self._dtype = _dtype(dataset, site)
 
     def __len__(self) -> int:
         """Rows (or batches) of one epoch, without workers and shards."""
@@ -106,7 +105,7 @@ class RowStream(IterableDataset):
         for piece in order.tolist():
             left.append(np.arange(begins[piece], ends[piece]))
             waiting += len(left[-1])
-            if waiting >= self.buffer_rows:
+            if waiting >= max(self.buffer_rows, self.batch_size or 1):  # less would be shuffled for nothing
                 rows = np.concatenate(left)
                 keep = len(rows) % (self.batch_size or 1)  # so that only the last batch is short
                 if self.shuffle:
@@ -125,7 +124,7 @@ class RowStream(IterableDataset):
         order = np.argsort(rows, kind="stable")
         values = torch.empty(0)
         if len(rows):
-            read = self.dataset.read(which[rows[order]], at[rows[order]])
+            read = self.dataset.read(which[rows[order]], at[rows[order]]).to(self._dtype)
             values = torch.empty_like(read)
             values[torch.from_numpy(order)] = read
         index = self.dataset.index
@@ -142,3 +141,12 @@ class RowStream(IterableDataset):
                 )  # fmt: skip
             else:
                 yield batch
+
+
+def _dtype(dataset: ActivationDataset, site: object) -> torch.dtype:
+    """The dtype of a site's rows, taken together."""
+    index = dataset.index
+    blocks = np.unique(index.block[dataset._runs(site, None)]).tolist()
+    headers = [index.blocks[block].header for block in blocks]
+    found = {PLAIN[h["dtype"]] if h["method"] == "none" else torch.float32 for h in headers}
+    return found.pop() if len(found) == 1 else torch.float32

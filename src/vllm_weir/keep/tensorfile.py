@@ -57,6 +57,8 @@ def build_header(tensors: dict[str, tuple[str, list[int], int]], metadata: dict[
     size = room or -(-(8 + len(text)) // 8) * 8
     if 8 + len(text) > size:
         raise WeirError(f"a header of {len(text)} bytes does not fit its {room}")
+    if len(text) > MAX_HEADER:  # nobody could read it
+        raise WeirError(f"a header of {len(text):,} bytes is too long; metadata have to be smaller", "metadata")
     return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
 
 

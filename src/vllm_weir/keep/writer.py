@@ -93,7 +93,8 @@ class Writer(ABC):
             self._finished.add(request_id)
 
     def abandon(self, request_id: str) -> None:
-        """Forget an unfinished request; its rows do not become part of the dataset."""
+        """Forget a request that is unfinished, or finished and not published: its rows do not become part of the
+        dataset."""
         with self._lock:
             self._seen.pop(request_id, None)
             self._drop(request_id)

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -92,6 +92,7 @@ class Board:
         patience = self._patience if hold else 0.0
         tickets: list[Ticket] = []
         kept: list[_Kept] = []
+        times = Counter(view.part.sink for view in views)
         labels = labels_of([(view.part.sink, view.part.keep) for view in views])
         for view, label in zip(views, labels, strict=True):
             try:
@@ -103,7 +104,9 @@ class Board:
                 continue
             marked = view.part.keep == "marked"
             ticket = Ticket(label, runner.required, "held" if marked else "queued")
-            job = Job(view, request, ticket, release)
+            apart = marked and times[view.part.sink] > 1  # a consumer gets a sequence of one name once
+            own = replace(request, name=f"{request.name}.marked", part="marked") if apart else request
+            job = Job(view, own, ticket, release)
             tickets.append(ticket)
             if marked:
                 kept.append(_Kept(job, runner))

@@ -11,6 +11,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from vllm_weir import consumers
 from vllm_weir.consumers.base import EngineInfo
 from vllm_weir.errors import WeirError
@@ -190,7 +192,7 @@ class Runner:
         while (job := self._spills.get()) is not None:
             try:
                 job.spill(folder)
-            except (WeirError, OSError) as e:
+            except (WeirError, OSError, SafetensorError) as e:  # a full disk is a SafetensorError
                 # The rows stay in memory; whoever takes them out meets a lost row again and reports it.
                 logger.error("the sink %s could not spill request %s: %s", self.name, job.request.name, e)
             del job
