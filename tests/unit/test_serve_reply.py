@@ -48,7 +48,7 @@ class View(SimpleNamespace):
 
 @pytest.fixture
 def server(tmp_path):
-    made = ServerState(None, SimpleNamespace(serve=lambda rows: None), Limits())
+    made = ServerState(None, SimpleNamespace(serve=lambda rows: None, observer=None), Limits())
     made.spool = Spool(tmp_path, 1 << 20, 60.0)
     return made
 
@@ -132,6 +132,27 @@ def test_lost_rows_are_said_on_the_choice_of_a_stream(server):
     assert json.loads(out[6:])["choices"][0]["weir"] == {"error": "3 rows did not arrive"}
     with pytest.raises(WeirError):
         asyncio.run(reply(server, view).answers())
+
+
+def test_scores_that_are_lost_end_the_stream_with_an_error(server, monkeypatch):
+    """It was cut without a word; and what failed was not counted."""
+    told = []
+    server.desk.observer = SimpleNamespace(failed=lambda: told.append("failed"))
+
+    def lost(*_):
+        raise WeirError("3 rows did not arrive")
+
+    monkeypatch.setattr(module, "projects", lambda _: True)
+    monkeypatch.setattr(module, "new_scores", lost)
+
+    async def go():
+        source = chunks(chunk(), chunk(), chunk("stop"), "data: [DONE]\n\n")
+        return [c async for c in reply(server, View(), stream=True).rewrite(source)], [c async for c in source]
+
+    (event, done), left = asyncio.run(go())
+    error = json.loads(event[6:])["error"]
+    assert error == {"message": "3 rows did not arrive", "type": "InternalServerError", "param": None, "code": 500}
+    assert done == "data: [DONE]\n\n" and not left and told == ["failed"]
 
 
 def test_an_error_event_names_the_field(server):

@@ -11,6 +11,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.view import View
 from vllm_weir.serve.answer import answer, new_scores, projects, whole
 from vllm_weir.serve.ask import Ask
+from vllm_weir.serve.errors import error_body
 from vllm_weir.serve.lens import activations_field
 from vllm_weir.serve.state import ServerState
 
@@ -62,6 +63,12 @@ class Reply:
                 self._kept.clear()
                 try:
                     yield await self._rewritten(chunk)
+                except WeirError as e:  # scores on their way were lost: it ends as any stream that fails
+                    if (observer := self._server.desk.observer) is not None:
+                        observer.failed()
+                    yield _event(error_body(500, str(e), e.field or None))
+                    yield f"{DONE}\n\n"
+                    return
                 except BaseException:
                     self.discard()  # nobody will ever know the ids in it
                     raise
