@@ -206,6 +206,7 @@ BAD = [
     (JSON, b'{"directions": {"1": "happy"}}', "vector.directions.1"),
     (JSON, json.dumps({"directions": {"a": V}}).encode(), "vector.directions.a"),
     (JSON, json.dumps({"directions": {"1": V, "01": V}}).encode(), "vector.directions.01"),
+    (JSON, f'{{"directions": {{"1": {V}, "1": {V}}}}}'.encode(), "vector"),
     (JSON, json.dumps({"directions": {"-1": V}}).encode(), "vector.directions.-1"),
     (JSON, json.dumps({"directions": {"0_1": V}}).encode(), "vector.directions.0_1"),
     (JSON, json.dumps({"vector": V, "directions": {"1": V}}).encode(), "vector"),

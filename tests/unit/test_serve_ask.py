@@ -78,6 +78,15 @@ def test_garbage(wish):
     refused("weir", None, {"weir": wish})
 
 
+def test_a_key_that_is_said_twice_is_refused():
+    """Of JSON text the first was ignored without a word."""
+    twice = '{"v": 1, "capture": [{"hook": "resid_post"}], "capture": []}'
+    for xargs, body in (({"weir": twice}, None), (None, {"weir": twice}), (None, {"extra_args": {"weir": twice}})):
+        refused("weir", xargs, body)
+    with pytest.raises(WeirError, match="comes twice"):
+        lens_interventions('[{"activations": [[1.0]], "layer_indices": [0], "scale": 1, "scale": 2}]')
+
+
 def test_no_path_of_a_client_becomes_a_sink():
     own = {"filesystem": {"path": "/etc"}}
     refused("capture[1].sink", None, {"weir": WISH | {"capture": [WISH["capture"][0], {"sink": own}]}})
