@@ -94,7 +94,8 @@ def client(offline, tmp_path_factory):
 
 def post(client, path="/v1/completions", code=200, **more):
     made = chat(**more) if "chat" in path else body(**more)
-    got = client.post(path, json=made)
+    # httpx's own JSON has no escapes, so no half of a surrogate pair.
+    got = client.post(path, content=json.dumps(made), headers={"Content-Type": "application/json"})
     assert got.status_code == code, got.text[:2000]
     return got.json()
 
@@ -270,6 +271,8 @@ def test_interventions_alone(client, offline):
         ({"weir": {"v": 2}}, "weir.v"),
         ({"weir": WISH | {"captures": []}}, "weir.captures"),
         ({"weir": WISH | {"response": {"xyz": 1}}}, "weir.response.xyz"),
+        ({"weir": {"v": 1, "\ud800": 1}}, r"weir.\ud800"),
+        ({"steering_vectors": {"\ud800": {"1": [1.0] * 256}}}, r"steering_vectors.\ud800.1.hook"),
         ({"weir": WISH, "vllm_xargs": {"weir": json.dumps(WISH)}}, "weir"),
         ({"weir": {"v": 1, "capture": [{"hook": "resid_post", "layers": [99]}]}}, "capture[0].layers"),
         ({"weir": {"v": 1, "capture": [{"hook": "nowhere"}]}}, "capture[0].hook"),

@@ -208,6 +208,7 @@ BAD = [
     (JSON, json.dumps({"directions": {"1": V, "01": V}}).encode(), "vector.directions.01"),
     (JSON, f'{{"directions": {{"1": {V}, "1": {V}}}}}'.encode(), "vector"),
     (JSON, json.dumps({"directions": {"-1": V}}).encode(), "vector.directions.-1"),
+    (JSON, json.dumps({"directions": {"\ud800": V}}).encode(), r"vector.directions.\ud800"),
     (JSON, json.dumps({"directions": {"0_1": V}}).encode(), "vector.directions.0_1"),
     (JSON, json.dumps({"vector": V, "directions": {"1": V}}).encode(), "vector"),
     (JSON, json.dumps({"vector": V, "scale": 2}).encode(), "vector"),
