@@ -240,6 +240,9 @@ def test_scores(client, offline):
     assert at == whole["scores"]["positions"][: len(at)] and len(at) >= len(parts) - 1
     for site, rows in whole["scores"]["sites"].items():
         assert [r for scores in early for r in scores["sites"][site]] == rows[: len(at)]
+    opening, *parts = choices(events(client, "/v1/chat/completions", weir=wish | {"response": {"stream": True}}))
+    assert opening["delta"] == {"role": "assistant", "content": ""} and "weir" not in opening
+    assert len(parts) == G and all(c["weir"]["scores"]["positions"] for c in parts)
     assert_nothing_held(client)
 
 

@@ -83,6 +83,20 @@ def test_only_the_last_chunk_of_a_choice_changes(server):
     assert len(server.spool) == 0
 
 
+def test_scores_come_with_their_token_and_not_before_it(server, monkeypatch):
+    """The chunk that opens a chat had those of the first token, whose own chunk then had none."""
+    monkeypatch.setattr(module, "projects", lambda _: True)
+    monkeypatch.setattr(module, "new_scores", lambda view, start: {"positions": [start]})
+
+    async def go():
+        opening = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
+        token = {"choices": [{"index": 0, "delta": {"content": "é"}, "finish_reason": None}]}
+        return [json.loads(c[6:]) async for c in reply(server, View(), stream=True).rewrite(chunks(opening, token))]
+
+    opening, token = asyncio.run(go())
+    assert "weir" not in opening["choices"][0] and token["choices"][0]["weir"] == {"scores": {"positions": [0]}}
+
+
 def test_an_id_that_nobody_gets_is_freed_and_one_that_went_out_stays(server):
     async def go(take):
         stream = reply(server, View()).rewrite(chunks(chunk(), chunk("stop"), "data: [DONE]\n\n"))
@@ -176,6 +190,30 @@ def test_too_much_for_vllm_lens_is_refused(server, monkeypatch):
         asyncio.run(made.answers())
     assert e.value.field == "output_residual_stream"
     assert module.activations_field(held, 1 << 20) is not None
+
+
+def test_a_choice_that_ends_before_the_next_begins_is_one_of_several(server):
+    """Of several prompts, streamed, the first to end had its rows in vllm-lens's field alone."""
+    seams = pytest.importorskip("vllm_weir.seams.server")
+
+    async def results():
+        for prompt in range(2):
+            view = View()
+            held = acts()
+            held._lens_layers = (0,)
+            view.activations = lambda held=held: held
+            yield prompt, SimpleNamespace(outputs=[SimpleNamespace(index=0, _weir_view=view)])
+
+    async def vllm_s(self, request, result_generator, num_prompts):
+        async for prompt, _ in result_generator:
+            yield f"data: {json.dumps({'choices': [{'index': prompt, 'text': '', 'finish_reason': 'stop'}]})}\n\n"
+
+    async def go():
+        seams._reply.set(Reply(Ask({}, 1 << 20, lens=True), server))
+        stream = seams.stream(vllm_s, None)(None, SimpleNamespace(n=None), results(), num_prompts=2)
+        return [json.loads(c[6:])["choices"][0] async for c in stream]
+
+    assert all("activations" in choice["weir"] for choice in asyncio.run(go()))
 
 
 def test_scores_that_are_not_finite_are_null():

@@ -215,6 +215,7 @@ def stream(original, _status):
             return original(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)
         n = call.arguments["request"].n or 1
+        reply.several = n * call.arguments.get("num_prompts", 1) > 1  # before the first ends, others may not have begun
         call.arguments["result_generator"] = _noted(reply, call.arguments["result_generator"], n)
         return reply.rewrite(original(*call.args, **call.kwargs))
 

@@ -25,23 +25,24 @@ class Reply:
     Attributes:
         ask: what the request asks.
         failure: why the engine refused or failed it; known before vLLM has put it into words.
+        several: whether there is more than one choice.
     """
 
     def __init__(self, ask: Ask, server: ServerState) -> None:
         self.ask = ask
         self.failure: WeirError | None = None
+        self.several = False
         self._server = server
         self._views: dict[int, View] = {}
         self._sent: dict[int, int] = {}
         self._kept: list[str] = []
         self._lens: dict[str, Any] | None = None
-        self._several = False
 
     def note(self, choice: int, view: View | None) -> None:
         """The latest view of a choice."""
         if view is not None:
             self._views[choice] = view
-            self._several |= choice > 0
+            self.several |= choice > 0
 
     async def answers(self) -> dict[int, dict[str, Any]]:
         """Choice -> its object; raises WeirError if rows were lost or do not go into the answer."""
@@ -82,7 +83,7 @@ class Reply:
     def _answer(self, choice: int) -> dict[str, Any]:
         view = whole(self._views.pop(choice))
         # What vllm-lens's field carries is not sent twice.
-        rows = self.ask.own or self._several
+        rows = self.ask.own or self.several
         out = answer(view, self._server.inline_bytes(self.ask.inline_bytes), self._keep, rows)
         if self.ask.lens and choice == 0 and not projects(view):
             self._lens = activations_field(view.activations(), self._server.limits.lens_bytes)
@@ -119,6 +120,9 @@ class Reply:
             return True
         if not self.ask.stream or not projects(view) or view.end <= (start := self._sent.get(index, 0)):
             return False
+        delta = choice.get("delta") or {}
+        if delta.get("role") and not delta.get("content"):
+            return False  # a chat's opening: the token that the scores belong to is still to come
         self._sent[index] = view.end
         found = await self._server.run(lambda: new_scores(view, start))
         if found is not None:
