@@ -122,6 +122,8 @@ def test_wrong_wishes_are_refused_before_anything_is_sent(server, driver) -> Non
         (dict(extra_body={"weir": {}}), "weir"),
         (dict(captures=CAPTURE), "captures"),
         (dict(extra_body={"intervention": []}), "intervention"),
+        (dict(modules=5), "modules"),
+        (dict(modules=[{"nme": "calm"}]), "modules[0].nme"),
     ):
         with pytest.raises(weir.WeirError) as e:
             driver.generate("hello", **wrong)
@@ -129,6 +131,8 @@ def test_wrong_wishes_are_refused_before_anything_is_sent(server, driver) -> Non
     for wrong in ("", 7, None):
         with pytest.raises(weir.WeirError, match="base_url"):
             type(driver.client)(wrong)
+    with pytest.raises(weir.WeirError, match="timeout"):
+        type(driver.client)("http://fake:1", timeout=None)
     with pytest.raises(weir.WeirError, match="prompt"):
         driver.generate(7)
     for wrong in ("hi", ["hi", "ho"], [1, 2], [[1, 2]], {"role": "user", "content": "hi"}):
@@ -460,6 +464,34 @@ def test_admin_calls_need_the_admin_key(server) -> None:
                 call()
     assert not server.seen
     assert "secret" not in repr(weir.Client("http://fake:1", admin_key="secret")._options)
+
+
+def test_keys_travel_as_their_bytes_and_are_never_shown(server) -> None:
+    """One that was not ASCII ended in a codec's error, and one read with its line break was shown by h11's."""
+    seen: list[httpx.Headers] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers)
+        return server.transport.handle_request(request)
+
+    with weir.Client("http://fake:1", "clé", "schlüssel", transport=httpx.MockTransport(answer)) as client:
+        client.vectors.delete("a")
+    assert (b"X-Weir-Admin-Key", "schlüssel".encode()) in seen[0].raw
+    assert (b"Authorization", "Bearer clé".encode()) in seen[0].raw
+    for wrong in ("secret\n", " secret", "sec\r\nret", b"secret"):
+        for name in ("api_key", "admin_key"):
+            with pytest.raises(weir.WeirError) as e:
+                weir.Client("http://fake:1", **{name: wrong})
+            assert e.value.field == name and "sec" not in str(e.value)
+
+
+def test_what_json_has_no_words_for_is_a_weir_error(server, driver) -> None:
+    for wrong in (dict(temperature=float("nan")), dict(seed=torch.tensor(3)), dict(user="\ud800")):
+        with pytest.raises(weir.WeirError, match="as JSON"):
+            driver.generate("hello", **wrong)
+    with pytest.raises(weir.WeirError, match="as JSON"):
+        driver.wait(driver.client.steering.set(vectors={"resid_post": {3: torch.tensor([float("inf")])}}))
+    assert not server.seen
 
 
 def test_adapters_are_loaded_once(server, driver) -> None:
