@@ -240,6 +240,14 @@ def test_save_to_leaves_files_and_reads_them_when_asked(server, driver, tmp_path
     assert sorted(p.name for p in place.iterdir()) == sorted([f"{id}.safetensors", "cmpl-1-0.safetensors"])
 
 
+def test_save_to_keeps_scores_as_well(server, driver, tmp_path) -> None:
+    """They are what a request that projects has for activations; its `save_to` was ignored."""
+    server.weir = lambda body: {"receipt": RECEIPT.to_dict(), "scores": SCORES}
+    out = driver.generate("a", capture=weir.Capture(layers=3, project=torch.ones(2, 8)), save_to=tmp_path)
+    assert out.path is not None and same(weir.Activations.load(out.path), out.scores)
+    assert same(out.activations, out.scores)
+
+
 def test_scores(server, driver) -> None:
     server.weir = lambda body: {"receipt": RECEIPT.to_dict(), "scores": SCORES}
     out = driver.generate("a", capture=weir.Capture(layers=3, project=torch.ones(2, 8)))

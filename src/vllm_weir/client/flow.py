@@ -197,11 +197,12 @@ def stream(asked: Asked, model: str, retries: Retries) -> Flow[None]:
 def collect(completion: Completion, save_to: Path | None, retries: Retries) -> Flow[None]:
     """Fetch the activations that lie on the server, then free them there; write inline ones where files are wanted."""
     for choice in completion.choices:
+        rows = choice.scores if choice.rows is None else choice.rows
         if choice.reference is not None:
             yield from _fetch_choice(choice, save_to, retries)
-        elif save_to is not None and choice.rows is not None:
+        elif save_to is not None and rows is not None:
             name = f"{completion.id or 'activations'}-{choice.index}.safetensors"
-            choice.path = choice.rows.save(save_to / name.replace(os.sep, "_"))
+            choice.path = rows.save(save_to / name.replace(os.sep, "_"))
 
 
 def _fetch_choice(choice: Choice, save_to: Path | None, retries: Retries) -> Flow[None]:
