@@ -113,6 +113,17 @@ def test_a_request_without_wishes_has_no_weir_key(server, driver) -> None:
     assert [path for _, path, _ in server.seen] == ["/v1/completions", "/v1/chat/completions"]
 
 
+def test_an_echo_is_not_given_up_for_token_ids(server, driver) -> None:
+    """vLLM answers a request for both without the prompt's text."""
+    driver.generate("hello", echo=True)
+    driver.generate("hello", extra_body={"echo": True})
+    driver.generate("hello", echo=True, return_token_ids=True)
+    driver.generate("hello")
+    driver.chat([{"role": "user", "content": "hi"}], echo=True)
+    asked = [body.get("return_token_ids") for body in generations(server)]
+    assert asked == [None, None, True, True, True]
+
+
 def test_wrong_wishes_are_refused_before_anything_is_sent(server, driver) -> None:
     for wrong, field in (
         (dict(capture={"hook": "resid_past"}), "capture[0].hook"),

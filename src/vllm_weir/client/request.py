@@ -65,6 +65,8 @@ def body_of(
         if near:  # a server passes over fields that it does not know
             raise WeirError(f"no field of a request; did you mean the argument {near[0]}?", name)
     body = {"model": model, "return_token_ids": True, **fields, **extra}
+    if body.get("echo") and "prompt" in about and "return_token_ids" not in (*fields, *extra):
+        del body["return_token_ids"]  # with it, vLLM leaves the prompt's text out
     body = {name: value for name, value in body.items() if value is not None} | dict(about)
     wish = weir_object(capture, interventions, modules, inline_bytes, stream)
     if wish is not None:
