@@ -155,6 +155,8 @@ def test_the_command_s_arguments_and_environment():
         (["m"], {"WEIR_DISABLE": "1"}, "WEIR_DISABLE"),
         (["m"], {"VLLM_USE_RUST_FRONTEND": "1"}, "VLLM_USE_RUST_FRONTEND"),
         (["m"], {"WEIR_SERVE_ROWS": "many"}, "WEIR_SERVE_ROWS"),
+        (["m"], {"WEIR_ADMIN_KEY": "from-a-file\n"}, "WEIR_ADMIN_KEY"),  # every right key would be a wrong one
+        (["m", "--weir-admin-key", " k"], {}, "WEIR_ADMIN_KEY"),
     ],
 )
 def test_the_command_does_not_start_without_weir(arguments, environ, field):
