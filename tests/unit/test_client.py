@@ -124,6 +124,17 @@ def test_an_echo_is_not_given_up_for_token_ids(server, driver) -> None:
     assert asked == [None, None, True, True, True]
 
 
+def test_a_server_without_weir_is_told_from_one_that_has_it(server, driver) -> None:
+    """vLLM alone passes over the field `weir`: what came was not steered, and nothing said so."""
+    server.weir = lambda body: None
+    for wish in (dict(capture=CAPTURE), dict(interventions=weir.Add([1.0] * 8, 3)), dict(modules="calm")):
+        with pytest.raises(weir.client.ServerError, match="has no Weir"):
+            driver.generate("hello", **wish)
+        with pytest.raises(weir.client.ServerError, match="has no Weir"):
+            driver.stream([{"role": "user", "content": "hi"}], **wish)
+    assert driver.generate("hello").text and driver.stream("hello")
+
+
 def test_wrong_wishes_are_refused_before_anything_is_sent(server, driver) -> None:
     for wrong, field in (
         (dict(capture={"hook": "resid_past"}), "capture[0].hook"),
