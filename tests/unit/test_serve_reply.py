@@ -177,6 +177,10 @@ def test_an_error_event_names_the_field(server):
         return [c async for c in made.rewrite(chunks({"error": {"message": "no", "param": None}}))]
 
     assert json.loads(asyncio.run(go())[0][6:])["error"]["param"] == "capture[0].hook"
+    made.failed = True  # as vLLM 0.26 words it, it is the client's
+    assert json.loads(asyncio.run(go())[0][6:])["error"] == {
+        "message": "no", "param": "capture[0].hook", "type": "InternalServerError", "code": 500
+    }  # fmt: skip
 
 
 def test_too_much_for_vllm_lens_is_refused(server, monkeypatch):

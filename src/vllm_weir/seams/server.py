@@ -234,7 +234,7 @@ async def _noted(reply: Reply, results, n: int):
                     reply.note(completion.index + prompt * n, view_of(completion))
                 yield item
     except WeirError as e:
-        reply.failure = e
+        reply.failure, reply.failed = e, isinstance(e, WeirFailure)
         if begun:
             raise
         # Otherwise a refusal, which `create` turns into its response; a stream would log it as an error of its own.

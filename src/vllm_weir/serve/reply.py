@@ -11,7 +11,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.view import View
 from vllm_weir.serve.answer import answer, new_scores, projects, whole
 from vllm_weir.serve.ask import Ask
-from vllm_weir.serve.errors import error_body
+from vllm_weir.serve.errors import TYPES, error_body
 from vllm_weir.serve.lens import activations_field
 from vllm_weir.serve.state import ServerState
 
@@ -25,13 +25,14 @@ class Reply:
     Attributes:
         ask: what the request asks.
         failure: why the engine refused or failed it; known before vLLM has put it into words.
+        failed: whether that is none of the client's; up to 0.28 vLLM does not know one from the other.
         several: whether there is more than one choice.
     """
 
     def __init__(self, ask: Ask, server: ServerState) -> None:
         self.ask = ask
         self.failure: WeirError | None = None
-        self.several = False
+        self.failed = self.several = False
         self._server = server
         self._views: dict[int, View] = {}
         self._sent: dict[int, int] = {}
@@ -105,6 +106,8 @@ class Reply:
         if "error" in data:
             if self.failure is not None and self.failure.field:
                 data["error"]["param"] = self.ask.sent(self.failure).field
+            if self.failed:
+                data["error"] |= {"type": TYPES[500], "code": 500}
             return _event(data)
         added = [await self._add(choice) for choice in data.get("choices", ())]
         return _event(data) if any(added) else chunk
