@@ -11,6 +11,11 @@ def brief(value: object, limit: int = 40) -> str:
         return f"a {type(value).__name__} too large to show"
 
 
+def _printable(text: str) -> str:
+    """As UTF-8 can hold it: half of a surrogate pair, which JSON may bring, is shown as JSON writes it."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class WeirError(ValueError):
     """A request, setting or result that Weir refuses or cannot deliver.
 
@@ -21,8 +26,8 @@ class WeirError(ValueError):
     """
 
     def __init__(self, message: str, field: str = "") -> None:
-        self.field = field
-        self.message = message
+        self.field = field = _printable(field)
+        self.message = message = _printable(message)
         super().__init__(f"{field}: {message}" if field else message)
 
     def __reduce__(self):

@@ -5,7 +5,6 @@ Its entry point makes ``get_model("weir/meta-llama/Llama-3.1-8B")`` and ``inspec
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -30,6 +29,7 @@ from vllm_weir.frontend.activations import LENS_KEY, Activations
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY, lens_capture, lens_interventions, refuse_lens
 from vllm_weir.spec.request import WIRE_KEY, WIRE_VERSION, RequestSpec, parse_captures, parse_interventions
+from vllm_weir.spec.text import loads
 
 ATTEMPT_TIMEOUT = 3600
 _responses: ContextVar[list[dict[str, Any]] | None] = ContextVar("weir_responses", default=None)
@@ -101,7 +101,7 @@ class WeirAPI(VLLMAPI):
             _responses.reset(token)
         output, call = result if isinstance(result, tuple) else (result, None)
         if responses and isinstance(output, ModelOutput):
-            completion = completion_of(responses[-1], chat=True)
+            completion = completion_of(responses[-1], chat=True, asked=WIRE_KEY in body)
             if any(choice.reference for choice in completion.choices):
                 async with self._client() as client:
                     await client.collect(completion)
@@ -192,10 +192,7 @@ def _parsed(wish: Any) -> tuple[RequestSpec, dict[str, Any]]:
     if wish is None:
         return RequestSpec(), {}
     if isinstance(wish, str):
-        try:
-            wish = json.loads(wish)
-        except (ValueError, RecursionError):
-            raise WeirError("not valid JSON", WIRE_KEY) from None
+        wish = loads(wish, WIRE_KEY)
     if isinstance(wish, RequestSpec):
         return wish, {}
     if not isinstance(wish, Mapping):

@@ -1,4 +1,5 @@
-"""For tests only: an ASGI middleware (vLLM's ``--middleware``) that tells what a server still holds."""
+"""For tests only: an ASGI middleware (vLLM's ``--middleware``) that tells what a server still holds, and fails requests
+as a worker does."""
 
 from __future__ import annotations
 
@@ -6,21 +7,26 @@ import gc
 
 from starlette.responses import JSONResponse
 
-PATH = "/weir-test/held"
+PATH, FAIL = "/weir-test/held", "/weir-test/fail"
+WHY = "a test says so"
 
 
 class Held:
-    """Answers PATH: views and requests of this API-server process, what its workers hold, results kept."""
+    """Answers PATH: views and requests of this API-server process, what its workers hold, results kept. FAIL: how many
+    live requests it has failed."""
 
     def __init__(self, app):
         self.app = app
 
     async def __call__(self, scope, receive, send):
-        if scope["type"] != "http" or scope["path"] != PATH:
+        if scope["type"] != "http" or scope["path"] not in (PATH, FAIL):
             await self.app(scope, receive, send)
             return
         gc.collect()
         state = scope["app"].state
+        if scope["path"] == FAIL:
+            await JSONResponse(fail_all(state.weir.desk.store))(scope, receive, send)
+            return
         engine, server = state.engine_client, state.weir
         usage = await engine.collective_rpc("weir_usage")
         await JSONResponse(
@@ -31,3 +37,13 @@ class Held:
                 "spool": len(server.spool),
             }
         )(scope, receive, send)
+
+
+def fail_all(store) -> int:
+    """Have all live requests failed, as when a worker's message was lost."""
+    with store._changed:
+        live = list(store._live())
+        for pending in live:
+            pending.failure = WHY
+        store._changed.notify_all()
+    return len(live)

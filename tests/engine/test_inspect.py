@@ -11,7 +11,8 @@ import torch
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 from inspect_ai.log import read_eval_log
-from inspect_ai.model import ChatMessageUser, GenerateConfig, get_model
+from inspect_ai.model import CachePolicy, ChatMessageUser, GenerateConfig, get_model
+from inspect_ai.model._cache import CacheEntry
 from inspect_ai.scorer import Score, accuracy, scorer
 from inspect_ai.solver import solver
 
@@ -134,6 +135,19 @@ def test_vllm_lens_second_example(model, told, offline_answers):
     oracle_config.extra_body["weir"] = {"capture": [weir.Capture(layers=[2, 3])]}
     again = asyncio.run(model.generate(messages, config=oracle_config))
     check(again, "oracle", told, offline_answers)
+
+
+def test_the_cache_tells_vectors_apart():
+    """Both were `[0. 0. 0. ... 0. 0. 0.]` to it, and the second was answered with what the first had said."""
+
+    def key(place: int, op: type = weir.Add) -> str:
+        vector = torch.zeros(4096)
+        vector[place] = 1.0
+        config = GenerateConfig(extra_body={"weir": {"interventions": [op(vector, layers=3)]}})
+        return CacheEntry(None, config, INPUT, "m", CachePolicy(), None, []).key
+
+    assert key(100) == key(100) != key(200)
+    assert key(100, weir.Ablate) != key(200, weir.Ablate)
 
 
 def test_choices_each_have_their_own(model):

@@ -189,6 +189,17 @@ def test_a_vector_from_two_texts(page, server, tmp_path_factory):
     assert np.abs(got - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
+def test_a_new_chat_ends_the_reply_that_is_under_way(page):
+    """It was an error of the page, which looked for a message to take back."""
+    page.fill("#max-tokens", "200")
+    page.fill("#text", TEXT)
+    page.press("#text", "Enter")
+    page.wait_for_selector(".token")
+    page.click("#clear")
+    page.wait_for_selector("#send:not([disabled])")
+    assert page.locator("#messages li").count() == 0 and page.input_value("#text") == ""
+
+
 def test_what_is_written_stays_text(page):
     say(page, "<img src=x onerror=document.title='hit'>")
     assert page.title() == "Weir"

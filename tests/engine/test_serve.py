@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -19,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import vllm_weir as weir
 from tests.engine.common import sampling
+from tests.engine.serve_probe import FAIL, WHY
 from tests.engine.serve_probe import PATH as HELD
 from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
 from tests.support.engines import close_all, get_llm
@@ -86,12 +88,14 @@ def client(offline, tmp_path_factory):
     assert not list(folder.glob("weir-serve-*")), "the server leaves its directory behind"
     assert ADMIN_KEY not in (folder / "log").read_text()
     # Not what comes after: as it ends, vLLM itself may trip over a process of its own that has just ended (psutil).
-    assert "Traceback" not in served, served[-4000:]
+    # A stream that a test has failed is logged by vLLM.
+    assert served.count("Traceback") == served.count(WHY), served[-4000:]
 
 
 def post(client, path="/v1/completions", code=200, **more):
     made = chat(**more) if "chat" in path else body(**more)
-    got = client.post(path, json=made)
+    # httpx's own JSON has no escapes, so no half of a surrogate pair.
+    got = client.post(path, content=json.dumps(made), headers={"Content-Type": "application/json"})
     assert got.status_code == code, got.text[:2000]
     return got.json()
 
@@ -236,6 +240,9 @@ def test_scores(client, offline):
     assert at == whole["scores"]["positions"][: len(at)] and len(at) >= len(parts) - 1
     for site, rows in whole["scores"]["sites"].items():
         assert [r for scores in early for r in scores["sites"][site]] == rows[: len(at)]
+    opening, *parts = choices(events(client, "/v1/chat/completions", weir=wish | {"response": {"stream": True}}))
+    assert opening["delta"] == {"role": "assistant", "content": ""} and "weir" not in opening
+    assert len(parts) == G and all(c["weir"]["scores"]["positions"] for c in parts)
     assert_nothing_held(client)
 
 
@@ -267,6 +274,8 @@ def test_interventions_alone(client, offline):
         ({"weir": {"v": 2}}, "weir.v"),
         ({"weir": WISH | {"captures": []}}, "weir.captures"),
         ({"weir": WISH | {"response": {"xyz": 1}}}, "weir.response.xyz"),
+        ({"weir": {"v": 1, "\ud800": 1}}, r"weir.\ud800"),
+        ({"steering_vectors": {"\ud800": {"1": [1.0] * 256}}}, r"steering_vectors.\ud800.1.hook"),
         ({"weir": WISH, "vllm_xargs": {"weir": json.dumps(WISH)}}, "weir"),
         ({"weir": {"v": 1, "capture": [{"hook": "resid_post", "layers": [99]}]}}, "capture[0].layers"),
         ({"weir": {"v": 1, "capture": [{"hook": "nowhere"}]}}, "capture[0].hook"),
@@ -369,6 +378,35 @@ def test_vllm_lens_s_keys_give_the_same_rows(client, offline):
     stream = lens_tensor(got["activations"]["residual_stream"])
     for row, layer in zip(stream, (0, 3), strict=True):
         assert row.numpy().tobytes() == offline["rows", PROMPTS[0]][0]["resid_post", layer][0].numpy().tobytes()
+
+
+def fail(client):
+    """Have the requests that are live failed by a worker."""
+    eventually(lambda: client.get(FAIL).raise_for_status().json() > 0, True, 5.0)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("kind", ["rows", "steered", "scores"])
+def test_what_a_worker_fails_is_no_mistake_of_the_client(client, path, kind):
+    """It was answered with 400; a stream of scores was cut without a word."""
+    wish = {"rows": WISH, "steered": {"v": 1, "interventions": [ADD]},
+            "scores": {"v": 1, "capture": [projection()], "response": {"stream": True}}}[kind]  # fmt: skip
+    more = {"weir": wish, "max_tokens": 200}
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(post, client, path, 500, **more)
+        fail(client)
+        errors = [whole.result()["error"]]
+    made = chat(stream=True, **more) if "chat" in path else body(stream=True, **more)
+    with client.stream("POST", path, json=made) as got:
+        lines = (line for line in got.iter_lines() if line)
+        begun = [next(lines) for _ in range(4)]
+        fail(client)
+        *_, error, done = lines
+    assert all('"choices"' in line for line in begun) and done == "data: [DONE]"
+    errors.append(json.loads(error[6:])["error"])
+    for one in errors:
+        assert WHY in one["message"] and (one["code"], one["type"]) == (500, "InternalServerError")
+    assert_nothing_held(client)
 
 
 LENS = os.environ.get("VLLM_LENS_SOURCE", "")

@@ -84,7 +84,7 @@ class FakeServer:
         self.breaks: list[int] = []
         self.spool: dict[str, bytes] = {}
         self.ranges = True
-        self.weir = weir
+        self.weir = weir or (lambda body: {"receipt": RECEIPT.to_dict()})
         self.transport = httpx.MockTransport(self.handle)
 
     def handle(self, request: httpx.Request) -> httpx.Response:
@@ -127,7 +127,7 @@ class FakeServer:
             text = f"answer {index} to {body.get('prompt') or body['messages'][-1]['content']}"
             choice: dict[str, Any] = {"index": index, "finish_reason": "length", "token_ids": [1, 2, 3 + index]}
             choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-            if self.weir is not None and "weir" in body and (weir := self.weir(body)) is not None:
+            if "weir" in body and (weir := self.weir(body)) is not None:
                 choice["weir"] = weir
             made.append(choice)
         return made

@@ -113,6 +113,28 @@ def test_a_request_without_wishes_has_no_weir_key(server, driver) -> None:
     assert [path for _, path, _ in server.seen] == ["/v1/completions", "/v1/chat/completions"]
 
 
+def test_an_echo_is_not_given_up_for_token_ids(server, driver) -> None:
+    """vLLM answers a request for both without the prompt's text."""
+    driver.generate("hello", echo=True)
+    driver.generate("hello", extra_body={"echo": True})
+    driver.generate("hello", echo=True, return_token_ids=True)
+    driver.generate("hello")
+    driver.chat([{"role": "user", "content": "hi"}], echo=True)
+    asked = [body.get("return_token_ids") for body in generations(server)]
+    assert asked == [None, None, True, True, True]
+
+
+def test_a_server_without_weir_is_told_from_one_that_has_it(server, driver) -> None:
+    """vLLM alone passes over the field `weir`: what came was not steered, and nothing said so."""
+    server.weir = lambda body: None
+    for wish in (dict(capture=CAPTURE), dict(interventions=weir.Add([1.0] * 8, 3)), dict(modules="calm")):
+        with pytest.raises(weir.client.ServerError, match="has no Weir"):
+            driver.generate("hello", **wish)
+        with pytest.raises(weir.client.ServerError, match="has no Weir"):
+            driver.stream([{"role": "user", "content": "hi"}], **wish)
+    assert driver.generate("hello").text and driver.stream("hello")
+
+
 def test_wrong_wishes_are_refused_before_anything_is_sent(server, driver) -> None:
     for wrong, field in (
         (dict(capture={"hook": "resid_past"}), "capture[0].hook"),
@@ -122,6 +144,8 @@ def test_wrong_wishes_are_refused_before_anything_is_sent(server, driver) -> Non
         (dict(extra_body={"weir": {}}), "weir"),
         (dict(captures=CAPTURE), "captures"),
         (dict(extra_body={"intervention": []}), "intervention"),
+        (dict(modules=5), "modules"),
+        (dict(modules=[{"nme": "calm"}]), "modules[0].nme"),
     ):
         with pytest.raises(weir.WeirError) as e:
             driver.generate("hello", **wrong)
@@ -129,6 +153,8 @@ def test_wrong_wishes_are_refused_before_anything_is_sent(server, driver) -> Non
     for wrong in ("", 7, None):
         with pytest.raises(weir.WeirError, match="base_url"):
             type(driver.client)(wrong)
+    with pytest.raises(weir.WeirError, match="timeout"):
+        type(driver.client)("http://fake:1", timeout=None)
     with pytest.raises(weir.WeirError, match="prompt"):
         driver.generate(7)
     for wrong in ("hi", ["hi", "ho"], [1, 2], [[1, 2]], {"role": "user", "content": "hi"}):
@@ -234,6 +260,14 @@ def test_save_to_leaves_files_and_reads_them_when_asked(server, driver, tmp_path
         assert completion.path == choice.path and completion.tool_calls is choice.tool_calls
         assert same(weir.Activations.load(choice.path), truth) and same(choice.activations, truth)
     assert sorted(p.name for p in place.iterdir()) == sorted([f"{id}.safetensors", "cmpl-1-0.safetensors"])
+
+
+def test_save_to_keeps_scores_as_well(server, driver, tmp_path) -> None:
+    """They are what a request that projects has for activations; its `save_to` was ignored."""
+    server.weir = lambda body: {"receipt": RECEIPT.to_dict(), "scores": SCORES}
+    out = driver.generate("a", capture=weir.Capture(layers=3, project=torch.ones(2, 8)), save_to=tmp_path)
+    assert out.path is not None and same(weir.Activations.load(out.path), out.scores)
+    assert same(out.activations, out.scores)
 
 
 def test_scores(server, driver) -> None:
@@ -460,6 +494,34 @@ def test_admin_calls_need_the_admin_key(server) -> None:
                 call()
     assert not server.seen
     assert "secret" not in repr(weir.Client("http://fake:1", admin_key="secret")._options)
+
+
+def test_keys_travel_as_their_bytes_and_are_never_shown(server) -> None:
+    """One that was not ASCII ended in a codec's error, and one read with its line break was shown by h11's."""
+    seen: list[httpx.Headers] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers)
+        return server.transport.handle_request(request)
+
+    with weir.Client("http://fake:1", "clé", "schlüssel", transport=httpx.MockTransport(answer)) as client:
+        client.vectors.delete("a")
+    assert (b"X-Weir-Admin-Key", "schlüssel".encode()) in seen[0].raw
+    assert (b"Authorization", "Bearer clé".encode()) in seen[0].raw
+    for wrong in ("secret\n", " secret", "sec\r\nret", b"secret"):
+        for name in ("api_key", "admin_key"):
+            with pytest.raises(weir.WeirError) as e:
+                weir.Client("http://fake:1", **{name: wrong})
+            assert e.value.field == name and "sec" not in str(e.value)
+
+
+def test_what_json_has_no_words_for_is_a_weir_error(server, driver) -> None:
+    for wrong in (dict(temperature=float("nan")), dict(seed=torch.tensor(3)), dict(user="\ud800")):
+        with pytest.raises(weir.WeirError, match="as JSON"):
+            driver.generate("hello", **wrong)
+    with pytest.raises(weir.WeirError, match="as JSON"):
+        driver.wait(driver.client.steering.set(vectors={"resid_post": {3: torch.tensor([float("inf")])}}))
+    assert not server.seen
 
 
 def test_adapters_are_loaded_once(server, driver) -> None:

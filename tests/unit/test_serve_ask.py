@@ -78,6 +78,15 @@ def test_garbage(wish):
     refused("weir", None, {"weir": wish})
 
 
+def test_a_key_that_is_said_twice_is_refused():
+    """Of JSON text the first was ignored without a word."""
+    twice = '{"v": 1, "capture": [{"hook": "resid_post"}], "capture": []}'
+    for xargs, body in (({"weir": twice}, None), (None, {"weir": twice}), (None, {"extra_args": {"weir": twice}})):
+        refused("weir", xargs, body)
+    with pytest.raises(WeirError, match="comes twice"):
+        lens_interventions('[{"activations": [[1.0]], "layer_indices": [0], "scale": 1, "scale": 2}]')
+
+
 def test_no_path_of_a_client_becomes_a_sink():
     own = {"filesystem": {"path": "/etc"}}
     refused("capture[1].sink", None, {"weir": WISH | {"capture": [WISH["capture"][0], {"sink": own}]}})
@@ -146,6 +155,8 @@ def test_the_command_s_arguments_and_environment():
         (["m"], {"WEIR_DISABLE": "1"}, "WEIR_DISABLE"),
         (["m"], {"VLLM_USE_RUST_FRONTEND": "1"}, "VLLM_USE_RUST_FRONTEND"),
         (["m"], {"WEIR_SERVE_ROWS": "many"}, "WEIR_SERVE_ROWS"),
+        (["m"], {"WEIR_ADMIN_KEY": "from-a-file\n"}, "WEIR_ADMIN_KEY"),  # every right key would be a wrong one
+        (["m", "--weir-admin-key", " k"], {}, "WEIR_ADMIN_KEY"),
     ],
 )
 def test_the_command_does_not_start_without_weir(arguments, environ, field):

@@ -48,7 +48,7 @@ class View(SimpleNamespace):
 
 @pytest.fixture
 def server(tmp_path):
-    made = ServerState(None, SimpleNamespace(serve=lambda rows: None), Limits())
+    made = ServerState(None, SimpleNamespace(serve=lambda rows: None, observer=None), Limits())
     made.spool = Spool(tmp_path, 1 << 20, 60.0)
     return made
 
@@ -81,6 +81,20 @@ def test_only_the_last_chunk_of_a_choice_changes(server):
     choice = json.loads(out[1][6:])["choices"][0]
     assert choice["weir"]["activations"]["sites"] == ["resid_post.0"] and choice["text"] == "é"
     assert len(server.spool) == 0
+
+
+def test_scores_come_with_their_token_and_not_before_it(server, monkeypatch):
+    """The chunk that opens a chat had those of the first token, whose own chunk then had none."""
+    monkeypatch.setattr(module, "projects", lambda _: True)
+    monkeypatch.setattr(module, "new_scores", lambda view, start: {"positions": [start]})
+
+    async def go():
+        opening = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
+        token = {"choices": [{"index": 0, "delta": {"content": "é"}, "finish_reason": None}]}
+        return [json.loads(c[6:]) async for c in reply(server, View(), stream=True).rewrite(chunks(opening, token))]
+
+    opening, token = asyncio.run(go())
+    assert "weir" not in opening["choices"][0] and token["choices"][0]["weir"] == {"scores": {"positions": [0]}}
 
 
 def test_an_id_that_nobody_gets_is_freed_and_one_that_went_out_stays(server):
@@ -134,6 +148,27 @@ def test_lost_rows_are_said_on_the_choice_of_a_stream(server):
         asyncio.run(reply(server, view).answers())
 
 
+def test_scores_that_are_lost_end_the_stream_with_an_error(server, monkeypatch):
+    """It was cut without a word; and what failed was not counted."""
+    told = []
+    server.desk.observer = SimpleNamespace(failed=lambda: told.append("failed"))
+
+    def lost(*_):
+        raise WeirError("3 rows did not arrive")
+
+    monkeypatch.setattr(module, "projects", lambda _: True)
+    monkeypatch.setattr(module, "new_scores", lost)
+
+    async def go():
+        source = chunks(chunk(), chunk(), chunk("stop"), "data: [DONE]\n\n")
+        return [c async for c in reply(server, View(), stream=True).rewrite(source)], [c async for c in source]
+
+    (event, done), left = asyncio.run(go())
+    error = json.loads(event[6:])["error"]
+    assert error == {"message": "3 rows did not arrive", "type": "InternalServerError", "param": None, "code": 500}
+    assert done == "data: [DONE]\n\n" and not left and told == ["failed"]
+
+
 def test_an_error_event_names_the_field(server):
     made = reply(server, View())
     made.failure = WeirError("no", "capture[0].hook")
@@ -142,6 +177,10 @@ def test_an_error_event_names_the_field(server):
         return [c async for c in made.rewrite(chunks({"error": {"message": "no", "param": None}}))]
 
     assert json.loads(asyncio.run(go())[0][6:])["error"]["param"] == "capture[0].hook"
+    made.failed = True  # as vLLM 0.26 words it, it is the client's
+    assert json.loads(asyncio.run(go())[0][6:])["error"] == {
+        "message": "no", "param": "capture[0].hook", "type": "InternalServerError", "code": 500
+    }  # fmt: skip
 
 
 def test_too_much_for_vllm_lens_is_refused(server, monkeypatch):
@@ -155,6 +194,30 @@ def test_too_much_for_vllm_lens_is_refused(server, monkeypatch):
         asyncio.run(made.answers())
     assert e.value.field == "output_residual_stream"
     assert module.activations_field(held, 1 << 20) is not None
+
+
+def test_a_choice_that_ends_before_the_next_begins_is_one_of_several(server):
+    """Of several prompts, streamed, the first to end had its rows in vllm-lens's field alone."""
+    seams = pytest.importorskip("vllm_weir.seams.server")
+
+    async def results():
+        for prompt in range(2):
+            view = View()
+            held = acts()
+            held._lens_layers = (0,)
+            view.activations = lambda held=held: held
+            yield prompt, SimpleNamespace(outputs=[SimpleNamespace(index=0, _weir_view=view)])
+
+    async def vllm_s(self, request, result_generator, num_prompts):
+        async for prompt, _ in result_generator:
+            yield f"data: {json.dumps({'choices': [{'index': prompt, 'text': '', 'finish_reason': 'stop'}]})}\n\n"
+
+    async def go():
+        seams._reply.set(Reply(Ask({}, 1 << 20, lens=True), server))
+        stream = seams.stream(vllm_s, None)(None, SimpleNamespace(n=None), results(), num_prompts=2)
+        return [json.loads(c[6:])["choices"][0] async for c in stream]
+
+    assert all("activations" in choice["weir"] for choice in asyncio.run(go()))
 
 
 def test_scores_that_are_not_finite_are_null():

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
+from vllm_weir.client.errors import ServerError
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.activations import Activations, Receipt
 from vllm_weir.spec.hooks import HOOKS, Site
@@ -239,8 +240,23 @@ def take_weir(choice: Choice, data: dict[str, Any]) -> None:
         choice.refusal = f"the server sent no activations: {brief(why, 500)}"
 
 
-def completion_of(data: Mapping[str, Any], chat: bool) -> Completion:
-    """The whole answer, of ``/v1/completions`` or ``/v1/chat/completions``."""
+def unheeded() -> ServerError:
+    """For a choice without ``weir``, where the request had that: vLLM passes over fields that it does not know."""
+    return ServerError(
+        "the server has no Weir: what was asked of it was passed over; start it with `weir serve`", "weir"
+    )
+
+
+def completion_of(data: Mapping[str, Any], chat: bool, asked: bool = False) -> Completion:
+    """The whole answer, of ``/v1/completions`` or ``/v1/chat/completions``.
+
+    Args:
+        asked: whether the request asked something of Weir.
+
+    Raises:
+        WeirError: if the server could not do it.
+        ServerError: if the server knows nothing of it.
+    """
     choices = []
     prompt_ids = data.get("prompt_token_ids")
     for raw in data["choices"]:
@@ -255,6 +271,8 @@ def completion_of(data: Mapping[str, Any], chat: bool) -> Completion:
         prompt_ids = raw.get("prompt_token_ids") or prompt_ids
         if raw.get("weir") is not None:
             take_weir(choice, raw["weir"])
+        elif asked:
+            raise unheeded()
         choices.append(choice)
     choices.sort(key=lambda c: c.index)
     return Completion(

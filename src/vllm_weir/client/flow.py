@@ -18,6 +18,7 @@ from vllm_weir.client.request import CHAT, about_of, body_of
 from vllm_weir.client.stream import Assembler, Events
 from vllm_weir.client.wire import Call, Effect, Emit, Fetch, Lost, Open, Read, Reply, Sleep, range_of
 from vllm_weir.errors import WeirError
+from vllm_weir.spec.request import WIRE_KEY
 
 T = TypeVar("T")
 Flow = Generator[Effect, Any, T]
@@ -167,7 +168,7 @@ def generate(asked: Asked, model: str, retries: Retries) -> Flow[Completion]:
     data = yield from data_of(call, retries)
     if not isinstance(data, dict) or not data.get("choices"):
         raise ServerError("the server's answer has no choices")
-    completion = completion_of(data, chat=call.path == CHAT)
+    completion = completion_of(data, chat=call.path == CHAT, asked=WIRE_KEY in call.json)
     yield from collect(completion, asked.save_to, retries)
     return completion
 
@@ -178,7 +179,7 @@ def stream(asked: Asked, model: str, retries: Retries) -> Flow[None]:
     reply = yield from ask(Open(call), retries)
     if reply.status != 200:
         raise error_of(reply.status, reply.body)
-    events, assembler = Events(), Assembler(call.path == CHAT)
+    events, assembler = Events(), Assembler(call.path == CHAT, WIRE_KEY in call.json)
     while not assembler.done:
         try:
             data = yield Read()
@@ -197,11 +198,12 @@ def stream(asked: Asked, model: str, retries: Retries) -> Flow[None]:
 def collect(completion: Completion, save_to: Path | None, retries: Retries) -> Flow[None]:
     """Fetch the activations that lie on the server, then free them there; write inline ones where files are wanted."""
     for choice in completion.choices:
+        rows = choice.scores if choice.rows is None else choice.rows
         if choice.reference is not None:
             yield from _fetch_choice(choice, save_to, retries)
-        elif save_to is not None and choice.rows is not None:
+        elif save_to is not None and rows is not None:
             name = f"{completion.id or 'activations'}-{choice.index}.safetensors"
-            choice.path = choice.rows.save(save_to / name.replace(os.sep, "_"))
+            choice.path = rows.save(save_to / name.replace(os.sep, "_"))
 
 
 def _fetch_choice(choice: Choice, save_to: Path | None, retries: Retries) -> Flow[None]:

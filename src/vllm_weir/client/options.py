@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,8 +25,8 @@ class Options:
 
     root: str
     retries: Retries
-    headers: Mapping[str, str]
-    admin_key: str | None = field(repr=False)
+    headers: Mapping[bytes, bytes] = field(repr=False)
+    admin_key: bytes = field(repr=False)
     keepalive: float = 4.0  # servers close idle connections after 5 seconds; a request then sent could be lost
 
     @classmethod
@@ -34,28 +35,41 @@ class Options:
         parts = urlsplit(base_url if isinstance(base_url, str) else "")
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise WeirError(f"expected an address like http://localhost:8000, got {brief(base_url)!r}", "base_url")
-        if not timeout > 0:
+        if not isinstance(timeout, (int, float)) or not timeout > 0:
             raise WeirError(f"a positive number of seconds, got {brief(timeout)}", "timeout")
         if not isinstance(retries, int) or retries < 0:
             raise WeirError(f"a number of attempts, got {brief(retries)}", "retries")
         root = base_url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        return cls(root, Retries(retries), headers, admin_key)
+        headers = {b"Authorization": b"Bearer " + _key(api_key, "api_key")} if api_key else {}
+        return cls(root, Retries(retries), headers, _key(admin_key, "admin_key") if admin_key else b"")
 
     def arguments(self, call: Call) -> dict[str, Any]:
-        """What httpx makes a request of; raises WeirError if the call needs a key that the client lacks."""
-        headers = dict(call.headers)
+        """What httpx makes a request of; raises WeirError if the call needs a key that the client lacks, or cannot be
+        written as JSON."""
+        headers: dict[str, str | bytes] = dict(call.headers)
         if call.admin:
             if not self.admin_key:
                 raise WeirError("this changes the server for everyone; give the client its admin_key", "admin_key")
             headers["X-Weir-Admin-Key"] = self.admin_key
-        return {
-            "method": call.method,
-            "url": call.path,
-            "json": call.json,
-            "content": call.content,
-            "headers": headers,
-        }
+        content = call.content
+        if call.json is not None:
+            headers["Content-Type"] = "application/json"
+            content = _written(call.json)
+        return {"method": call.method, "url": call.path, "content": content, "headers": headers}
+
+
+def _key(key: object, name: str) -> bytes:
+    """A key as a header carries it. Errors do not show it."""
+    if not isinstance(key, str) or key != key.strip() or any(c < " " or c == "\x7f" for c in key):
+        raise WeirError("a key is a line of text, without blanks or a line break around it", name)
+    return key.encode("utf-8", "surrogateescape")
+
+
+def _written(data: Any) -> bytes:
+    try:
+        return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as e:
+        raise WeirError(f"this request cannot be written as JSON: {e}") from None
 
 
 class Wish(NamedTuple):

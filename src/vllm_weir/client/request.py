@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.spec.request import WIRE_KEY, RequestSpec, parse_captures, parse_interventions
+from vllm_weir.spec.request import WIRE_KEY, RequestSpec, parse_captures, parse_interventions, parse_modules
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSE_KEY, MODULES_KEY = "response", "modules"
@@ -26,6 +26,7 @@ def weir_object(
     spec = RequestSpec(parse_captures(capture, "capture"), parse_interventions(interventions, "interventions"))
     if inline_bytes is not None and (not isinstance(inline_bytes, int) or inline_bytes < 0):
         raise WeirError(f"a number of bytes, got {brief(inline_bytes)}", "inline_bytes")
+    parse_modules(modules, "modules")
     named = [modules] if isinstance(modules, (str, Mapping)) else list(modules or ())
     if not spec.capture and not spec.interventions and not named:
         return None
@@ -64,6 +65,8 @@ def body_of(
         if near:  # a server passes over fields that it does not know
             raise WeirError(f"no field of a request; did you mean the argument {near[0]}?", name)
     body = {"model": model, "return_token_ids": True, **fields, **extra}
+    if body.get("echo") and "prompt" in about and "return_token_ids" not in (*fields, *extra):
+        del body["return_token_ids"]  # with it, vLLM leaves the prompt's text out
     body = {name: value for name, value in body.items() if value is not None} | dict(about)
     wish = weir_object(capture, interventions, modules, inline_bytes, stream)
     if wish is not None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_weir.client.answer import Choice, Chunk, Completion, raw_type, scores_of, take_weir
+from vllm_weir.client.answer import Choice, Chunk, Completion, raw_type, scores_of, take_weir, unheeded
 from vllm_weir.client.errors import ServerError, error_of
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
@@ -38,10 +38,14 @@ class Events:
 
 
 class Assembler:
-    """Puts a stream's chunks together."""
+    """Puts a stream's chunks together.
 
-    def __init__(self, chat: bool) -> None:
-        self._chat = chat
+    Args:
+        asked: whether the request asked something of Weir.
+    """
+
+    def __init__(self, chat: bool, asked: bool = False) -> None:
+        self._chat, self._asked = chat, asked
         self._choices: dict[int, Choice] = {}
         self._whole = Completion([])
         self._seen: dict[int, dict[Site, int]] = {}
@@ -93,6 +97,8 @@ class Assembler:
                 self._failure = e
             if choice.scores is not None:
                 chunk.scores = _later(choice.scores, self._seen.get(choice.index, {}))
+        elif self._asked and chunk.finish_reason is not None:
+            self._failure = unheeded()
         elif weir is not None and weir.get("scores") is not None:
             chunk.scores = scores_of(weir["scores"])
             seen = self._seen.setdefault(choice.index, {})

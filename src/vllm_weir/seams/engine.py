@@ -17,8 +17,9 @@ from vllm_weir.spec.request import WIRE_KEY
 
 try:
     from vllm.exceptions import VLLMClientError as _ClientError
+    from vllm.exceptions import VLLMServerError as _ServerError
 except ImportError:  # up to 0.28 a ValueError is what servers answer with 400
-    _ClientError = Exception
+    _ClientError = _ServerError = Exception
 
 _DESK, _TRACKER, _VIEW = "_weir_desk", "_weir_tracker", "_weir_view"
 
@@ -31,6 +32,10 @@ class WeirRequestError(WeirError, _ClientError):
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}" if self.field else self.message
+
+
+class WeirFailure(WeirError, _ServerError):
+    """A WeirError that vLLM, too, knows for none of the client's (HTTP 500): what was admitted was not done."""
 
 
 def add_request(original, status):
@@ -240,7 +245,7 @@ def _verify(view) -> None:
         view.verify()
         view.settle()
     except WeirError as e:
-        raise WeirRequestError(e.message, e.field) from None
+        raise WeirFailure(e.message, e.field) from None
 
 
 def desk_of(llm) -> Desk:

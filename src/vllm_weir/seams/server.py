@@ -12,7 +12,7 @@ import vllm.outputs  # noqa: F401 - before seams.engine: its own seam is held by
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import KEYS
-from vllm_weir.seams.engine import WeirRequestError, desk_of, has_desk, view_of
+from vllm_weir.seams.engine import WeirFailure, WeirRequestError, desk_of, has_desk, view_of
 from vllm_weir.serve.ask import Ask, asks
 from vllm_weir.serve.reply import Reply
 from vllm_weir.serve.state import ServerState
@@ -77,6 +77,8 @@ def create(original, status):
             finally:
                 _reply.reset(token)
             return await _finish(self, reply, result)
+        except WeirFailure as e:
+            return _failed(self, e)
         except WeirError as e:
             observer = server_of(self.engine_client).desk.observer
             if observer is not None and not isinstance(e, WeirRequestError):  # those are counted where they are raised
@@ -102,16 +104,20 @@ async def _finish(serving, reply: Reply, result):
     try:
         answers = await reply.answers()
     except WeirError as e:
-        lens = e.field == LENS_CAPTURE_KEY
-        code = HTTPStatus.BAD_REQUEST if lens else HTTPStatus.INTERNAL_SERVER_ERROR
-        kind = "BadRequestError" if lens else "InternalServerError"
-        return serving.create_error_response(str(e), kind, code, e.field or None)
+        if e.field == LENS_CAPTURE_KEY:
+            return serving.create_error_response(str(e), param=e.field)
+        return _failed(serving, e)
     for choice in result.choices:
         if choice.index in answers:
             choice.weir = answers[choice.index]
     if reply.lens is not None:
         result.activations = reply.lens
     return result
+
+
+def _failed(serving, e: WeirError):
+    code = HTTPStatus.INTERNAL_SERVER_ERROR
+    return serving.create_error_response(str(e), "InternalServerError", code, e.field or None)
 
 
 async def _from(first, rest):
@@ -209,6 +215,7 @@ def stream(original, _status):
             return original(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)
         n = call.arguments["request"].n or 1
+        reply.several = n * call.arguments.get("num_prompts", 1) > 1  # before the first ends, others may not have begun
         call.arguments["result_generator"] = _noted(reply, call.arguments["result_generator"], n)
         return reply.rewrite(original(*call.args, **call.kwargs))
 
@@ -227,7 +234,7 @@ async def _noted(reply: Reply, results, n: int):
                     reply.note(completion.index + prompt * n, view_of(completion))
                 yield item
     except WeirError as e:
-        reply.failure = e
+        reply.failure, reply.failed = e, isinstance(e, WeirFailure)
         if begun:
             raise
         # Otherwise a refusal, which `create` turns into its response; a stream would log it as an error of its own.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from vllm_weir.serve.fork import fork_fields, with_fork
 from vllm_weir.serve.limits import Limits
 from vllm_weir.spec.lens import LENS_CAPTURE_KEY, refuse_lens
 from vllm_weir.spec.request import WIRE_KEY
+from vllm_weir.spec.text import loads
 
 RESPONSE = "response"
 _ENTRY = re.compile(r"^(modules|interventions)\[(\d+)\](.*)$", re.ASCII | re.DOTALL)
@@ -104,10 +104,7 @@ def _gather(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]
 def _wish(data: Any, limits: Limits) -> tuple[dict[str, Any], tuple[int, bool]]:
     """(the wish without what is only for the answer, (inline bytes, whether scores are streamed))."""
     if isinstance(data, str):
-        try:
-            data = json.loads(data)
-        except (ValueError, RecursionError) as e:
-            raise WeirError(f"not valid JSON ({type(e).__name__}: {str(e)[:80]})", WIRE_KEY) from None
+        data = loads(data, WIRE_KEY)
     if not isinstance(data, Mapping):
         raise WeirError(f"expected an object, got {type(data).__name__}", WIRE_KEY)
     wish = dict(data)

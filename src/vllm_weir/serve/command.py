@@ -46,6 +46,9 @@ def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str
     if key is not None:
         # The environment of a process is its user's alone to read; its command line is everybody's.
         environ[ADMIN_KEY] = key
+    key = environ.get(ADMIN_KEY, "")
+    if key != key.strip() or any(c < " " or c == "\x7f" for c in key):
+        raise WeirError("is a line of text, without blanks or a line break around it, which no header has", ADMIN_KEY)
     Limits.load(environ)
     named = environ.get("VLLM_PLUGINS")
     if named is None:

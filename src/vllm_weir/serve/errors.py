@@ -43,8 +43,12 @@ class NotKept(WeirError):
 
 def error(code: int, message: str, param: str | None = None) -> JSONResponse:
     """A response."""
-    info = ErrorInfo(message=message, type=TYPES[code], param=param, code=code)
-    return JSONResponse(ErrorBody(error=info).model_dump(), code)
+    return JSONResponse(error_body(code, message, param), code)
+
+
+def error_body(code: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """Its content."""
+    return ErrorBody(error=ErrorInfo(message=message, type=TYPES[code], param=param, code=code)).model_dump()
 
 
 def declared(*codes: int) -> dict[int | str, dict[str, Any]]:

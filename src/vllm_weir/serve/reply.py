@@ -11,6 +11,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.view import View
 from vllm_weir.serve.answer import answer, new_scores, projects, whole
 from vllm_weir.serve.ask import Ask
+from vllm_weir.serve.errors import TYPES, error_body
 from vllm_weir.serve.lens import activations_field
 from vllm_weir.serve.state import ServerState
 
@@ -24,23 +25,25 @@ class Reply:
     Attributes:
         ask: what the request asks.
         failure: why the engine refused or failed it; known before vLLM has put it into words.
+        failed: whether that is none of the client's; up to 0.28 vLLM does not know one from the other.
+        several: whether there is more than one choice.
     """
 
     def __init__(self, ask: Ask, server: ServerState) -> None:
         self.ask = ask
         self.failure: WeirError | None = None
+        self.failed = self.several = False
         self._server = server
         self._views: dict[int, View] = {}
         self._sent: dict[int, int] = {}
         self._kept: list[str] = []
         self._lens: dict[str, Any] | None = None
-        self._several = False
 
     def note(self, choice: int, view: View | None) -> None:
         """The latest view of a choice."""
         if view is not None:
             self._views[choice] = view
-            self._several |= choice > 0
+            self.several |= choice > 0
 
     async def answers(self) -> dict[int, dict[str, Any]]:
         """Choice -> its object; raises WeirError if rows were lost or do not go into the answer."""
@@ -62,6 +65,12 @@ class Reply:
                 self._kept.clear()
                 try:
                     yield await self._rewritten(chunk)
+                except WeirError as e:  # scores on their way were lost: it ends as any stream that fails
+                    if (observer := self._server.desk.observer) is not None:
+                        observer.failed()
+                    yield _event(error_body(500, str(e), e.field or None))
+                    yield f"{DONE}\n\n"
+                    return
                 except BaseException:
                     self.discard()  # nobody will ever know the ids in it
                     raise
@@ -75,7 +84,7 @@ class Reply:
     def _answer(self, choice: int) -> dict[str, Any]:
         view = whole(self._views.pop(choice))
         # What vllm-lens's field carries is not sent twice.
-        rows = self.ask.own or self._several
+        rows = self.ask.own or self.several
         out = answer(view, self._server.inline_bytes(self.ask.inline_bytes), self._keep, rows)
         if self.ask.lens and choice == 0 and not projects(view):
             self._lens = activations_field(view.activations(), self._server.limits.lens_bytes)
@@ -97,6 +106,8 @@ class Reply:
         if "error" in data:
             if self.failure is not None and self.failure.field:
                 data["error"]["param"] = self.ask.sent(self.failure).field
+            if self.failed:
+                data["error"] |= {"type": TYPES[500], "code": 500}
             return _event(data)
         added = [await self._add(choice) for choice in data.get("choices", ())]
         return _event(data) if any(added) else chunk
@@ -112,6 +123,9 @@ class Reply:
             return True
         if not self.ask.stream or not projects(view) or view.end <= (start := self._sent.get(index, 0)):
             return False
+        delta = choice.get("delta") or {}
+        if delta.get("role") and not delta.get("content"):
+            return False  # a chat's opening: the token that the scores belong to is still to come
         self._sent[index] = view.end
         found = await self._server.run(lambda: new_scores(view, start))
         if found is not None:

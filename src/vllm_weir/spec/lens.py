@@ -16,6 +16,7 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.interventions import Add, Intervention
 from vllm_weir.spec.positions import MAX_LIST, Positions
+from vllm_weir.spec.text import loads
 from vllm_weir.spec.vectors import MAX_ELEMENTS, Vector
 
 LENS_CAPTURE_KEY = "output_residual_stream"
@@ -84,10 +85,7 @@ class SteeringVector:
 def lens_interventions(value: object) -> tuple[Intervention, ...]:
     """``apply_steering_vectors``: a list of SteeringVectors (Weir's or vllm-lens's own), dicts, or that as JSON."""
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise WeirError("not valid JSON", LENS_STEER_KEY) from None
+        value = loads(value, LENS_STEER_KEY)
     if isinstance(value, Mapping) or hasattr(value, "activations"):
         value = [value]
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):

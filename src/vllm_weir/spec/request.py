@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.hooks import Site, place_of
 from vllm_weir.spec.interventions import Intervention, parse_intervention
 from vllm_weir.spec.positions import Positions
+from vllm_weir.spec.text import loads
 from vllm_weir.spec.vectors import number
 
 WIRE_KEY = "weir"
@@ -182,22 +182,7 @@ def parse_modules(modules: object, path: str) -> tuple[Module, ...]:
 def _loads(text: str | bytes, path: str) -> Any:
     if len(text) > MAX_WIRE_CHARS:
         raise WeirError(f"{len(text)} characters, more than the limit of {MAX_WIRE_CHARS}", path)
-    try:
-        return json.loads(text, object_pairs_hook=functools.partial(_once, path=path))
-    except WeirError:
-        raise
-    except (ValueError, RecursionError) as e:
-        raise WeirError(f"not valid JSON ({type(e).__name__}: {str(e)[:80]})", path) from None
-
-
-def _once(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
-    """An object of JSON text; of a key that comes twice, a parser would ignore the first without a word."""
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise WeirError(f"the key {brief(twice)!r} comes twice in one object; say it once", path)
-    return out
+    return loads(text, path)
 
 
 def selected(selectors: Sequence[Positions], prompt_len: int, token_ids: np.ndarray) -> np.ndarray:

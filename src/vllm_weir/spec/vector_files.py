@@ -6,7 +6,6 @@ the stream leaving the block they are numbered by, in llama.cpp and repeng as he
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.spec.text import loads
 from vllm_weir.spec.vectors import Vector
 
 Directions = dict[int | None, Vector]
@@ -98,10 +98,7 @@ def _by_layer(arrays: Mapping[str, Any], field: str, names: re.Pattern[str] = _N
 
 
 def _json(data: bytes, field: str) -> Directions:
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as e:  # of which UnicodeDecodeError is one
-        raise WeirError(f"not valid JSON ({type(e).__name__}: {str(e)[:80]})", field) from None
+    value = loads(data, field)
     content = set(value) - _DESCRIBED if isinstance(value, dict) else set()
     if content == {"vector"}:
         value, field = value["vector"], f"{field}.vector"

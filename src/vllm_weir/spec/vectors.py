@@ -7,7 +7,6 @@ import binascii
 import functools
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,12 +20,17 @@ MAX_ELEMENTS = 1 << 26
 _DTYPES = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
 
 
-@dataclass(frozen=True, eq=False)
 class Vector:
-    """One vector or matrix: a float32 array, or the name or digest of one that the engine's process keeps."""
+    """One vector or matrix: a float32 array, or the name or digest of one that the engine's process keeps.
 
-    array: np.ndarray | None = None
-    ref: str = ""
+    No dataclass: what is made of those field by field, such as the key of Inspect's cache, has long arrays cut short.
+    """
+
+    def __init__(self, array: np.ndarray | None = None, ref: str = "") -> None:
+        self.array, self.ref = array, ref
+
+    def __repr__(self) -> str:
+        return f"Vector({self.digest!r})"
 
     @classmethod
     def parse(cls, value: Any, field: str, ndim: tuple[int, ...] = (1, 2)) -> Vector:

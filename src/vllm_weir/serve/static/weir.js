@@ -133,8 +133,9 @@ async function open(signal) {
 
 async function send(text) {
   complain(null);
-  state.messages.push({ role: "user", text });
-  show(state.messages.at(-1));
+  const message = { role: "user", text };
+  state.messages.push(message);
+  show(message);
   const control = new AbortController();
   const reply = { role: "assistant", text: "", tokens: [], scored: 0, probe: $("probe").value, steer: interventions() };
   busy(control);
@@ -145,7 +146,7 @@ async function send(text) {
     for await (const event of events(response)) take(reply, event);
   } catch (error) {
     if (error.name !== "AbortError") complain(error);
-    if (state.messages.at(-1) !== reply) { // nothing was answered: the message goes back to where it was written
+    if (state.messages.at(-1) === message) { // nothing was answered: it goes back to where it was written
       state.messages.pop().element.remove();
       $("text").value = text;
     }
