@@ -27,11 +27,20 @@ from vllm_weir.client.request import MODULES_KEY, RESPONSE_KEY
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.activations import LENS_KEY, Activations
 from vllm_weir.spec.capture import Capture
-from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_STEER_KEY, lens_capture, lens_interventions, refuse_lens
+from vllm_weir.spec.lens import (
+    LENS_CAPTURE_KEY,
+    LENS_KEYS,
+    LENS_STEER_KEY,
+    lens_capture,
+    lens_interventions,
+    refuse_lens,
+)
 from vllm_weir.spec.request import WIRE_KEY, WIRE_VERSION, RequestSpec, parse_captures, parse_interventions
 from vllm_weir.spec.text import loads
 
 ATTEMPT_TIMEOUT = 3600
+KEYS = (WIRE_KEY, *LENS_KEYS)
+"""Keys of ``extra_args``, or of ``vllm_xargs``, that are Weir's."""
 _responses: ContextVar[list[dict[str, Any]] | None] = ContextVar("weir_responses", default=None)
 
 
@@ -157,7 +166,7 @@ def server_body(extra_body: Mapping[str, Any]) -> tuple[dict[str, Any], Capture 
         WeirError: naming the field that is wrong.
     """
     body = {name: value for name, value in extra_body.items() if name not in ("extra_args", "lora_request", WIRE_KEY)}
-    arguments = dict(extra_body.get("extra_args") or {})
+    arguments = _arguments(extra_body, body)
     try:
         refuse_lens(arguments)
     except WeirError as e:
@@ -185,6 +194,21 @@ def server_body(extra_body: Mapping[str, Any]) -> tuple[dict[str, Any], Capture 
         body["model"] = adapter["lora_name"]
     body.setdefault("return_token_ids", True)
     return body, asks, spec.capture == (asks,)
+
+
+def _arguments(extra_body: Mapping[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+    """``extra_args``, and Weir's and vllm-lens's keys that stand in ``vllm_xargs`` instead, taken off `body`'s."""
+    given, xargs = extra_body.get("extra_args") or {}, body.get("vllm_xargs") or {}
+    for name, value in (("extra_args", given), ("vllm_xargs", xargs)):
+        if not isinstance(value, Mapping):
+            raise WeirError(f"expected an object, got {type(value).__name__}", name)
+    for key in KEYS:
+        if given.get(key) is not None and xargs.get(key) is not None:
+            raise WeirError("given twice, here and in extra_args", f"vllm_xargs.{key}")
+    own = {key: value for key, value in xargs.items() if key in KEYS}
+    if own:
+        body["vllm_xargs"] = {key: value for key, value in xargs.items() if key not in KEYS}
+    return {**own, **given}
 
 
 def _parsed(wish: Any) -> tuple[RequestSpec, dict[str, Any]]:

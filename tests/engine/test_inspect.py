@@ -20,6 +20,7 @@ import vllm_weir as weir
 from tests.engine.serve_cases import ADAPTER, MAX_TOKENS, MESSAGES, cases, lens_vector
 from tests.engine.test_client_server import bits
 from vllm_weir import SteeringVector
+from vllm_weir.inspect_provider import server_body
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 SHARES_SERVER = True
@@ -135,6 +136,22 @@ def test_vllm_lens_second_example(model, told, offline_answers):
     oracle_config.extra_body["weir"] = {"capture": [weir.Capture(layers=[2, 3])]}
     again = asyncio.run(model.generate(messages, config=oracle_config))
     check(again, "oracle", told, offline_answers)
+
+
+def test_vllm_xargs_may_hold_the_keys_as_well():
+    """The rows that they asked for came, and were dropped."""
+    for value in ("[1, 3]", [1, 3]):
+        body, lens, alone = server_body({"vllm_xargs": {"output_residual_stream": value, "other": 1}})
+        assert lens is not None and lens.layers == (1, 3) and alone
+        assert body["weir"]["capture"][0]["layers"] == [1, 3] and body["vllm_xargs"] == {"other": 1}
+    for extra, field in (
+        ({"vllm_xargs": {"apply_hooks": "[]"}}, "apply_hooks"),
+        ({"vllm_xargs": {"weir": "{}"}, "weir": {}}, "weir"),
+        ({"vllm_xargs": {"output_residual_stream": True}, "extra_args": {"output_residual_stream": [1]}}, "vllm_xargs"),
+        ({"extra_args": "[1]"}, "extra_args"),
+    ):
+        with pytest.raises(weir.WeirError, match=field):
+            server_body(extra)
 
 
 def test_the_cache_tells_vectors_apart():
