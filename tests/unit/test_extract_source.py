@@ -131,6 +131,19 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     assert "line 2: not UTF-8" in records[1].reason and "line 3: the text is empty" in records[2].reason
 
 
+@pytest.mark.parametrize("name", ["t.txt", "t.txt.gz", "t.jsonl"])
+def test_a_byte_order_mark_in_front_is_no_text(name: str, tmp_path: Path) -> None:
+    lines = ["one", "\ufefftwo"]  # within a file it is a character like others
+    if name.endswith("jsonl"):
+        data = "".join(json.dumps({"text": line}) + "\n" for line in lines).encode("utf-8-sig")
+    else:
+        data = "".join(line + "\n" for line in lines).encode("utf-8-sig")
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    source = open_source(tmp_path / name)
+    assert [record.value for record in source.read(0, 2)] == lines
+    assert [record.value for record in source.read(1, 2)] == lines[1:]
+
+
 def test_chats(tmp_path: Path) -> None:
     for path in (
         write_jsonl(tmp_path / "t.jsonl", [CHAT], "messages"),

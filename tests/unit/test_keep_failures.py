@@ -120,6 +120,24 @@ def test_a_live_writers_files_are_not_swept(tmp_path: Path) -> None:
     check(load(tmp_path), ["a", "b"])
 
 
+def test_another_user_s_temporary_file_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, "sharded", ["a"])
+    theirs = tmp_path / ".shard-theirs.safetensors.0123.tmp"
+    theirs.write_bytes(b"at work")
+    opened = os.open
+
+    def refused(path: Any, *args: Any, **kwargs: Any) -> int:  # the tests may run as root, whom nothing is forbidden
+        if str(path) == str(theirs):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refused)
+    with open_writer(tmp_path) as writer:
+        write(writer, "d")
+    check(load(tmp_path), ["a", "d"])
+    assert theirs.exists()
+
+
 def test_a_file_that_is_swept_before_it_is_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

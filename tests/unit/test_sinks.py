@@ -191,6 +191,25 @@ def test_queue_blocks_until_there_is_room():
     assert queue.put(Box(9), 0.01) == "in", "whoever may not wait is let in: rows are not lost by that"
 
 
+def test_what_comes_meanwhile_does_not_hold_a_flush_up():
+    slow, over = runner(wait=0.02), threading.Event()
+
+    def traffic():
+        while not over.is_set():
+            slow.offer(Box(size=0), 0)
+            time.sleep(0.005)
+
+    sender = threading.Thread(target=traffic)
+    sender.start()
+    try:
+        time.sleep(0.1)
+        slow.flush(5)
+    finally:
+        over.set()
+        sender.join()
+    slow.close()
+
+
 def test_queue_ends():
     queue = BoundedQueue(10, "block")
     box = Box()
@@ -198,9 +217,9 @@ def test_queue_ends():
     queue.stop()
     assert queue.put(Box(), 0) == "drop"
     assert queue.take() is box and queue.take() is None
-    assert not queue.wait_empty(0.01)
+    assert not queue.wait_done(0.01)
     queue.done()
-    assert queue.wait_empty(0.01)
+    assert queue.wait_done(0.01)
 
 
 # Marks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import zlib
@@ -109,6 +110,8 @@ class Lines:
             lines = islice(stream, skip, skip + end - begin)
             got = 0
             for line in lines:
+                if begin + got == 0:  # some editors put one in front of a file
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 got += 1
                 yield self.value(line.removesuffix(b"\n").removesuffix(b"\r"), column)
         if got != end - begin:

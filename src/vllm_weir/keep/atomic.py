@@ -301,8 +301,8 @@ def _remove_if_stale(path: str) -> None:
     with naming("delete", path):
         try:
             fd = os.open(path, os.O_RDWR)
-        except FileNotFoundError:
-            return
+        except (FileNotFoundError, PermissionError):
+            return  # gone, or another user's, who sweeps it
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

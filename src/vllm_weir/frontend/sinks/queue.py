@@ -33,7 +33,8 @@ class BoundedQueue(Generic[ItemType]):
         self._limit, self._policy = limit, policy
         self._items: deque[tuple[ItemType, int]] = deque()
         self._bytes = 0
-        self._busy = 0
+        self._put = self._done = 0
+        """Items that were ever put in, and dealt with."""
         self._stopped = False
         self._changed = threading.Condition()
 
@@ -57,6 +58,7 @@ class BoundedQueue(Generic[ItemType]):
                         break
             held = 0 if verdict == "spill" else size
             self._items.append((item, held))
+            self._put += 1
             self._bytes += held
             self._changed.notify_all()
             return verdict
@@ -75,14 +77,13 @@ class BoundedQueue(Generic[ItemType]):
                     raise queue.Empty
             item, held = self._items.popleft()
             self._bytes -= held
-            self._busy += 1
             self._changed.notify_all()
             return item
 
     def done(self) -> None:
         """The item last taken has been dealt with."""
         with self._changed:
-            self._busy -= 1
+            self._done += 1
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -91,11 +92,12 @@ class BoundedQueue(Generic[ItemType]):
             self._stopped = True
             self._changed.notify_all()
 
-    def wait_empty(self, timeout: float) -> bool:
-        """Wait until everything that was put in has been dealt with."""
+    def wait_done(self, timeout: float) -> bool:
+        """Wait until everything that was put in before has been dealt with, whatever comes meanwhile."""
         deadline = time.monotonic() + timeout
         with self._changed:
-            while self._items or self._busy:
+            wanted = self._put
+            while self._done < wanted:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
@@ -105,7 +107,7 @@ class BoundedQueue(Generic[ItemType]):
     @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing is being dealt with."""
-        return not self._items and not self._busy
+        return self._put == self._done
 
     @property
     def bytes(self) -> int:

@@ -76,7 +76,7 @@ class Runner:
         Raises:
             WeirError: if it takes longer than `timeout` seconds, or fails.
         """
-        if not self._queue.wait_empty(timeout):
+        if not self._queue.wait_done(timeout):
             raise WeirError(f"the sink {self.name!r} did not take everything within {timeout:g} s", "sink")
         try:
             with self._call:
