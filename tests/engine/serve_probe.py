@@ -12,8 +12,8 @@ WHY = "a test says so"
 
 
 class Held:
-    """Answers PATH: views and requests of this API-server process, what its workers hold, results kept. FAIL: how many
-    live requests it has failed."""
+    """Answers PATH: views and requests of this API-server process, what its workers hold, results kept. FAIL: the next
+    request will have failed."""
 
     def __init__(self, app):
         self.app = app
@@ -25,7 +25,8 @@ class Held:
         gc.collect()
         state = scope["app"].state
         if scope["path"] == FAIL:
-            await JSONResponse(fail_all(state.weir.desk.store))(scope, receive, send)
+            fail_next(state.weir.desk.store)
+            await JSONResponse(None)(scope, receive, send)
             return
         engine, server = state.engine_client, state.weir
         usage = await engine.collective_rpc("weir_usage")
@@ -39,11 +40,13 @@ class Held:
         )(scope, receive, send)
 
 
-def fail_all(store) -> int:
-    """Have all live requests failed, as when a worker's message was lost."""
-    with store._changed:
-        live = list(store._live())
-        for pending in live:
-            pending.failure = WHY
-        store._changed.notify_all()
-    return len(live)
+def fail_next(store) -> None:
+    """Have the next request failed, as when a worker's message is lost; from the start, so that it cannot end first."""
+    original = store.open
+
+    def failing(pending):
+        store.open = original
+        original(pending)
+        pending.failure = WHY
+
+    store.open = failing
