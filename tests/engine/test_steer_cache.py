@@ -151,7 +151,7 @@ def test_many_conditions_at_once_on_one_prompt(engine):
 def test_resumed_with_more_of_its_prompt_in_the_cache_than_it_had_computed():
     """An equal request went first meanwhile; what that one computed is steered as this one's."""
     model_dir = directory()
-    settings = {"scheduling_policy": "priority", "additional_config": {"weir": {"timeout": 3.0}}}
+    settings = {"scheduling_policy": "priority", "additional_config": {"weir": {"timeout": 20.0}}}
     llm, oracle = get_llm(model_dir, **ENGINE, **settings), truth(model_dir)
     core, case, outs = scheduler(llm), [weir.Add(vectors(24)(oracle.hidden_size), 1, 2.0)], {}
     steered = weir.params(sampling(5), capture=weir.Capture("resid_post", 3, "sampled"), interventions=case)
