@@ -203,7 +203,7 @@ def test_what_comes_meanwhile_does_not_hold_a_flush_up():
     sender.start()
     try:
         time.sleep(0.1)
-        slow.flush(5)
+        slow.flush(60)  # a hundred times what is there takes
     finally:
         over.set()
         sender.join()
