@@ -197,6 +197,37 @@ def test_marks(llm):
     assert_nothing_is_held(llm)
 
 
+@pytest.mark.parametrize("positions", ["all", "prompt"])
+def test_what_an_output_s_owner_does_to_its_rows_is_not_what_a_sink_gets(llm, positions):
+    """Marked rows are kept for long after their output; streamed outputs are there before any sink has rows."""
+    from vllm.sampling_params import RequestOutputKind
+
+    both = [
+        weir.Capture("resid_post", [1, 2], positions),
+        weir.Capture("resid_post", [2, 3], positions, sink="kept", keep="marked"),
+        weir.Capture("resid_post", [1, 3], positions, sink="kept"),
+    ]
+    params = weir.params(sampling(4), capture=both)
+    params.output_kind = RequestOutputKind.CUMULATIVE
+    llm.llm_engine.add_request("mine", prompts([9])[0], params)
+    while llm.llm_engine.has_unfinished_requests():
+        for out in llm.llm_engine.step():
+            if not out.finished:
+                for site in out.activations.sites:
+                    out.activations[site].zero_()
+    reference = llm.generate(prompts([9]), to("kept", "all", positions, keep="marked"), use_tqdm=False)[0]
+    rows = {tuple(site): out.activations[site] for site in out.activations.sites}
+    for held in rows.values():
+        held.zero_()
+    for request in ("mine", reference.request_id):
+        for ticket in weir.mark(request, llm=llm):
+            ticket.wait(10)
+    wanted = of(reference.request_id)
+    got = of("mine")
+    for layer in (1, 2, 3):
+        assert torch.equal(got[("resid_post", layer), "data"], wanted[("resid_post", layer), "data"])
+
+
 def test_aborted_requests_leave_nothing(llm):
     for keep in ("always", "marked"):
         llm.llm_engine.add_request("gone", prompts([30])[0], to("kept", max_tokens=50, keep=keep))

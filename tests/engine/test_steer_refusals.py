@@ -23,8 +23,10 @@ from tests.support.steered import (
     usage,
     vectors,
 )
+from vllm_weir.worker import strands
 from vllm_weir.worker.drain import Drain
 from vllm_weir.worker.fetch import Fetcher
+from vllm_weir.worker.strands import Strands
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 ROWS = 8
@@ -311,6 +313,31 @@ def test_what_a_failed_request_left_is_not_given_to_those_already_waiting(engine
         check(out, cases[name], oracle)
     again = weir.params(sampling(3), capture=weir.Capture("resid_post", 2, "sampled"), interventions=bad)
     check(llm.generate(prompt(70), again, use_tqdm=False)[0], bad, oracle)
+
+
+def test_a_request_that_took_nothing_from_the_cache_outlives_an_equal_one_that_failed(engine, monkeypatch):
+    """Its keys are those of what the other has left, but it has computed all of its positions itself."""
+    llm, oracle = engine
+    case = [weir.Add(vectors(40)(D), 1, 3.0)]
+    params = weir.params(sampling(40), capture=weir.Capture("resid_post", 2), interventions=case)
+    lowlevel, place, done = llm.llm_engine, Strands.place, {}
+
+    def full(self, strand, rows):
+        if strand.request_id.startswith("fails"):
+            raise weir.WeirError("the host buffer is full", "capture")
+        return place(self, strand, rows)
+
+    monkeypatch.setattr(strands, "FIRST_GENERATED", 4)  # the rows need new room as they become more
+    monkeypatch.setattr(Strands, "place", full)
+    for name in ("stays", "fails"):
+        lowlevel.add_request(name, prompt(70, 6), params)
+        lowlevel.step()
+    while lowlevel.has_unfinished_requests():
+        done |= {out.request_id: out for out in lowlevel.step() if out.finished}
+    with pytest.raises(weir.WeirError, match="buffer is full"):
+        done["fails"].receipt  # noqa: B018 - a property that waits
+    check(done["stays"], case, oracle)
+    assert done["stays"].receipt.captured == {("resid_post", 2): 109}
 
 
 def after(llm, oracle, params):

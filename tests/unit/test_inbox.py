@@ -82,6 +82,43 @@ def test_files_of_strangers_are_closed(tmp_path, monkeypatch):
         assert list(held).count(os.path.realpath(tmp_path / "theirs")) == 1
 
 
+def test_rows_of_a_worker_that_did_not_wait_for_its_answer_come_in_messages(tmp_path, monkeypatch):
+    """This process was held up (stopped, say) for longer than a worker waits."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    goes_on = threading.Event()
+
+    def late(said, decode=mail.decode_hello):
+        goes_on.wait(10)
+        return decode(said)
+
+    monkeypatch.setattr(mail, "decode_hello", late)
+    post = Post(LAYERS, near=False)
+    one = Request(post, "r", [("resid_post", "all", "prompt")], 4, 1, [1] * 5)
+    one.join()
+    _, (news, marks, steered) = post.step([("r", 4, 0)], content, deliver=False)
+    (own,) = news.values()
+    inbox, context = Inbox(post.store), zmq.Context()
+    reply = mail.Reply.parse(inbox.reply)
+    said = mail.encode(mail.Hello(reply.token, "w", 100, 4 * D))
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line, open(tmp_path / "rows", "w+b") as rows:
+            rows.truncate(100 * 4 * D)
+            line.connect(reply.arenas)
+            socket.send_fds(line, [struct.pack("<I", len(said)) + said], [rows.fileno()])
+        goes_on.set()
+        with context.socket(zmq.PUSH) as worker:
+            worker.connect(reply.rows)
+            header = mail.encode(mail.Header(reply.token, "w", D, "float32", own))
+            worker.send_multipart([header, marks.tobytes(), steered.tobytes(), post._fetch(own, marks)])
+            deadline = time.monotonic() + 30
+            while one.pending.early is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert one.pending.early is not None, "its rows were not understood"
+    finally:
+        inbox.close()
+        context.term()
+
+
 def test_a_message_with_parts_missing_is_malformed():
     header = mail.encode(mail.Header("t", "w", D, "float32", mail.News()))
     for frames in ([header], [header, b""]):

@@ -314,3 +314,19 @@ def test_a_failure_in_a_step_is_known_to_those_that_take_from_it():
     assert [name for _, name, _ in plan.failures] == ["fails", "taker"]
     assert (plan.programs >= 0).nonzero()[0].tolist() == list(range(8, 16))
     assert sorted(plan.steered[REPLY][:, 1:].tolist())[-2:] == [[0, 32, 1], [32, 8, 1]], "what it was given counts too"
+
+
+def test_what_a_request_computed_itself_is_not_taken_for_what_another_left():
+    """However long it was planned with everybody's in between; once it was preempted, it may be another's."""
+    bench, ids = Bench(), list(range(40))
+    bench.join("goes on", [weir.Add(A, 1)], 40, ids)
+    bench.planner.plan(["goes on"], [40], [0])
+    for position in range(40, 50):
+        bench.planner.plan(["goes on"], [1], [position])
+    bench.planner.steerer.leftovers.add(keyed([weir.Add(A, 1)], ids), 20)
+    plan = bench.planner.plan(["goes on"], [2], [50])
+    assert not plan.failures and (plan.programs >= 0).all()
+    assert plan.steered[REPLY][:, 1:].tolist() == [[50, 2, 1]]
+    bench.planner.plan(["goes on"], [1], [52])
+    bench.planner.resume(["goes on", "nobody"])
+    assert [name for _, name, _ in bench.planner.plan(["goes on"], [1], [53]).failures] == ["goes on"]

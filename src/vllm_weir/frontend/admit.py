@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +72,12 @@ class Admitted:
     def effective(self) -> list[Move]:
         """The interventions that change something, in order."""
         return [m for m in self.moves if m is not None]
+
+    @functools.cached_property
+    def shared(self) -> frozenset[Site]:
+        """Sites whose rows come back on the output and go elsewhere as well."""
+        memory, *others = (part.spec.sites for part in self.parts)
+        return frozenset(memory).intersection(itertools.chain.from_iterable(others))
 
     @functools.cached_property
     def wire(self) -> bytes:

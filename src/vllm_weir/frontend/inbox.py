@@ -117,8 +117,10 @@ class _Desk:
             hello = mail.decode_hello(_receive(line, fds))
             if not fds or not secrets.compare_digest(hello.token.encode(), self.reply.token.encode()):
                 raise ValueError("wrong token")
-            self.mirrors[hello.worker] = Mirror(fds.pop(0), hello.rows, hello.row_bytes, self.ring)
+            mirror = Mirror(fds.pop(0), hello.rows, hello.row_bytes, self.ring)
             line.sendall(b"k")
+            # Not before: a worker that has hung up, tired of waiting, sends its rows in messages.
+            self.mirrors[hello.worker] = mirror
         except BaseException:
             line.close()
             raise

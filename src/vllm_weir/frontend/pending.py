@@ -111,8 +111,16 @@ class Pending:
         if self.failure is not None:
             raise WeirError(f"this request failed in the worker: {self.failure}")
 
-    def take(self, sites: Sequence[Site], positions: np.ndarray, timeout: float, kind: str = "rows") -> list[Taken]:
+    def awaited(self, sites: Sequence[Site]) -> bool:
+        """Whether what comes back on the output of any of these sites is still to go elsewhere, too."""
+        return self._claims != 1 and not self.admitted.shared.isdisjoint(sites)
+
+    def take(
+        self, sites: Sequence[Site], positions: np.ndarray, timeout: float, kind: str = "rows", own: bool = False
+    ) -> list[Taken]:
         """Rows of `sites` at `positions` (ascending), or what is made of them, waiting for those still on their way.
+
+        `own`: nobody else has the memory of what is returned.
 
         Raises:
             WeirError: if the worker reported a failure, or the rows do not come within `timeout` seconds.
@@ -132,7 +140,7 @@ class Pending:
                         f"(first missing position {missing[0]}); the worker's log says why"
                     )
         self.check()
-        return [self._collect(*both, positions) for both in found]
+        return [self._collect(*both, positions, own) for both in found]
 
     def has(self, sites: Sequence[Site], positions: np.ndarray) -> bool:
         """Whether `take` would not have to wait for rows, by the marks that have been read."""
@@ -141,7 +149,9 @@ class Pending:
     def _found(self, sites: Sequence[Site], positions: np.ndarray, kind: str) -> list[tuple[Sequence[Site], Where]]:
         return [(some, self._locate(strips, positions)) for some, strips in self._groups(sites, kind)]
 
-    def arrived(self, sites: Sequence[Site], positions: np.ndarray, kind: str = "rows") -> list[Taken]:
+    def arrived(
+        self, sites: Sequence[Site], positions: np.ndarray, kind: str = "rows", own: bool = False
+    ) -> list[Taken]:
         """As `take`, of those rows that are here; for requests that were aborted."""
         found: list[tuple[Sequence[Site], Where]] = []
 
@@ -150,7 +160,7 @@ class Pending:
             return True
 
         self._store.wait(look, 0.0)  # by way of the store: marks that come while a strip's are read would be lost
-        return [self._collect(some, where, positions) for some, where in found]
+        return [self._collect(some, where, positions, own) for some, where in found]
 
     def _groups(self, sites: Sequence[Site], kind: str) -> list[tuple[Sequence[Site], list[Strip]]]:
         """The sites, those that lie in the same strips together, with these strips."""
@@ -183,11 +193,12 @@ class Pending:
                 where.dropped |= np.isin(positions, strip.dropped)
         return where
 
-    def _collect(self, sites: Sequence[Site], where: Where, positions: np.ndarray) -> Taken:
+    def _collect(self, sites: Sequence[Site], where: Where, positions: np.ndarray, own: bool) -> Taken:
         columns = self.admitted.columns_of(sites)
         if where.run is not None:
             strip = where.strips[0]
-            return Taken(sites, positions, self._block(sites, columns, strip, strip.run(where.run, len(positions))))
+            rows = strip.run(where.run, len(positions))
+            return Taken(sites, positions, self._block(sites, columns, strip, rows, own))
         have = where.strip >= 0
         positions, strips, ranks = positions[have], where.strip[have], where.rank[have]
         if not len(positions):
@@ -196,7 +207,7 @@ class Pending:
         pieces = [(where.strips[int(strips[a])], ranks[a:b]) for a, b in itertools.pairwise(bounds)]
         if len(pieces) == 1:
             ((strip, some),) = pieces
-            return Taken(sites, positions, self._block(sites, columns, strip, strip.gather(some)))
+            return Taken(sites, positions, self._block(sites, columns, strip, strip.gather(some), own))
         gathered = [(strip, strip.gather(some)) for strip, some in pieces]
         return Taken(
             sites,
@@ -207,9 +218,11 @@ class Pending:
             },
         )
 
-    def _block(self, sites: Sequence[Site], columns: Sequence[int], strip: Strip, rows: torch.Tensor) -> Block:
+    def _block(
+        self, sites: Sequence[Site], columns: Sequence[int], strip: Strip, rows: torch.Tensor, own: bool
+    ) -> Block:
         places = None if columns == strip.order else [strip.columns[column] for column in columns]
-        return Block(sites, places, rows.clone() if strip.mirror.pressure > CROWDED else rows)
+        return Block(sites, places, rows.clone() if own or strip.mirror.pressure > CROWDED else rows)
 
 
 _NOWHERE = np.zeros(0, bool)

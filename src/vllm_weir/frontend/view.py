@@ -256,9 +256,10 @@ class View:
         return reduced(treatment.reduce or "", at, later, folds, len(sources) - len(in_prompt), len(in_prompt))
 
     def _take(self, sites: Sequence[Site], positions: np.ndarray, kind: str) -> list[Taken]:
+        own = self.part.sink.memory and self.pending.awaited(sites)  # whoever gets them may change them
         if self.aborted:
-            return self.pending.arrived(sites, positions, kind)
-        return self.pending.take(sites, positions, self.timeout, kind)
+            return self.pending.arrived(sites, positions, kind, own)
+        return self.pending.take(sites, positions, self.timeout, kind, own)
 
 
 def _joined(parts: Sequence[Mapping[Site, torch.Tensor]]) -> dict[Site, torch.Tensor]:

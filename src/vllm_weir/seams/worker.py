@@ -118,7 +118,8 @@ def _hold_execute_model(runner, station: Station) -> None:
             if (wire := wire_of(r)) is not None
         ]
         station.drain.waiting = vars(scheduler_output).get(WAITING, 0)
-        station.follow(new, scheduler_output.finished_req_ids)
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids  # by V1; V2 has them join again
+        station.follow(new, scheduler_output.finished_req_ids, resumed)
         station.begin_step(*_starts(scheduler_output))
         output = execute_model(scheduler_output, *args, **kwargs)
         station.end_step()

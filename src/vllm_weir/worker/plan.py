@@ -11,7 +11,7 @@ all. The others are planned one request after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -125,6 +125,13 @@ class Planner:
         self._end_repeat()
         self.steering[request_id] = self.steerer.join(request_id, reply, moves, prompt_len, prompt_ids, fetch, salt)
         self.seats.take(request_id, reply)
+
+    def resume(self, request_ids: Iterable[str]) -> None:
+        """These were preempted: what comes before their next tokens may be others', from the prefix cache."""
+        for steering in filter(None, map(self.steering.get, request_ids)):
+            self._end_repeat()
+            steering.entered = False
+            self.seats.wait(self.seats.number(steering.request_id))
 
     def remove(self, request_id: str) -> None:
         """Stop following a request; unknown ids are fine (most requests carry no keys)."""

@@ -129,14 +129,20 @@ class Station:
         """Mask of the taps on the stream between blocks, which serve most requests."""
         return sum(1 << tap for tap in self.taps if is_boundary(tap))
 
-    def follow(self, new: Iterable[tuple[str, dict, int, Sequence[int] | None, int]], finished: Iterable[str]) -> None:
+    def follow(
+        self,
+        new: Iterable[tuple[str, dict, int, Sequence[int] | None, int]],
+        finished: Iterable[str],
+        resumed: Iterable[str] = (),
+    ) -> None:
         """Requests that join (id, engine wire form, prompt length, prompt ids, positions that come from the prefix
-        cache) and leave before the next step."""
+        cache), that leave, and that go on after a preemption without having left, before the next step."""
         for request_id in finished:
             self._live.leave(request_id)
             self.planner.remove(request_id)
             self._directions.release(request_id)
             self._codecs.release(request_id)
+        self.planner.resume(resumed)
         joining = [(EngineSpec.from_wire(request[1]["spec"]), *request) for request in new]
         replaced = self._links.replaced() if joining else ""
         self._fetch_ahead((wire["reply"], spec) for spec, _, wire, *_ in joining)

@@ -34,8 +34,8 @@ class Steering:
     by_position: bool
     """Whether a move has an instruction for each position."""
     keyed: Keyed
-    planned: int = 0
-    """End of the last tokens that were planned by themselves."""
+    entered: bool = False
+    """Whether it is known from where on its positions are computed here."""
     programs: dict[tuple, tuple[object, int]] = field(default_factory=dict)
     """(digest, rank) of every active move -> (key, number) of a held program."""
     groups: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -94,9 +94,9 @@ class Steerer:
 
     def plan(self, draft: Draft, steering: Steering, reply: int, first: int, start: int, count: int) -> None:
         """The request's `count` tokens from position `start` on, tokens `first`, ... of the step."""
-        if start != steering.planned:
+        if not steering.entered and start:
             self._take_over(draft, steering, reply, start)
-        steering.planned = start + count
+        steering.entered = True
         runs = None if steering.by_position else steering.selectors.runs(start, start + count)
         if runs is None:
             self._plan_scattered(draft, steering, reply, first, np.arange(start, start + count))
@@ -115,9 +115,9 @@ class Steerer:
                 "steered; send it again",
                 "interventions",
             )
-        positions = np.arange(steering.planned, start)
+        positions = np.arange(start)
         codes = steering.selectors.codes(positions)
-        for code in map(int, distinct(codes)) if len(codes) else ():
+        for code in map(int, distinct(codes)):
             group = self.group(steering, steering.active(code))
             if group >= 0:
                 draft.steer_some(reply, group, positions[codes == code])
