@@ -123,7 +123,7 @@ class Ends:
         """Whether the module of a call is called once more, where a tap on it would act as well; then it is refused."""
         times = sum(c.path == call.path for calls in (self._own.outside, *self._own.blocks) for c in calls)
         if times > 1:
-            self._refuse(site, f"{call.path} runs {times} times in one pass, and what is added there would be in each")
+            self._refuse(site, runs_again(call.path, times))
         return times > 1
 
     def _streams(self, call: Call, stream: torch.Tensor) -> Iterator[bool]:
@@ -144,3 +144,8 @@ class Ends:
 
     def _refuse(self, site: Site, why: str) -> None:
         self._sites.refuse((site.hook,), (site.layer,), why)
+
+
+def runs_again(path: str, times: int) -> str:
+    """Why there is no point at a module that is called several times."""
+    return f"{path} runs {times} times in one pass, and what is added there would be in each"

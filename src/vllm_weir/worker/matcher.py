@@ -36,6 +36,9 @@ class Matcher:
         if not (a.shape == b.shape == whole.shape and min(sizes) > FAINT and math.isfinite(sum(sizes))):
             return None
         parts = torch.stack([a.double().flatten(), b.double().flatten()], 1)
+        (aa, ab), (_, bb) = (parts.T @ parts).tolist()
+        if not _apart(aa, ab, bb):
+            return None
         solution = torch.linalg.lstsq(parts, whole.double().flatten()[:, None]).solution[:, 0].tolist()
         c, d = (1.0 if abs(x - 1) < self.tolerance / 4 else x for x in solution)
         if abs(c - d) <= self._known(whole) * abs(c):
@@ -52,9 +55,9 @@ class Matcher:
         one, other, sum_ = (t.double().flatten() for t in (a, b, whole))
         dots = [one @ one, one @ other, other @ other, one @ sum_, other @ sum_]
         aa, ab, bb, aw, bw = torch.stack(dots).tolist()
-        area = aa * bb - ab * ab
-        if not area > FAINT**2 * aa * bb:
+        if not _apart(aa, ab, bb):
             return None
+        area = aa * bb - ab * ab
         c, d = (bb * aw - ab * bw) / area, (aa * bw - ab * aw) / area
         known = self._known(whole)
         if not abs(c - d) <= known * abs(c):
@@ -70,3 +73,8 @@ class Matcher:
 def rms(tensor: torch.Tensor) -> float:
     """Root of the mean square; 0 of nothing."""
     return float(tensor.double().pow(2).mean().sqrt()) if tensor.numel() else 0.0
+
+
+def _apart(aa: float, ab: float, bb: float) -> bool:
+    """Whether two tensors of these products are no multiples of each other: else nothing tells their factors."""
+    return aa * bb - ab * ab > FAINT**2 * aa * bb
