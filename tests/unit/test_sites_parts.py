@@ -89,6 +89,46 @@ def test_what_comes_after_the_final_norm():
     assert "changes what norm returns" in mapped(Doubles([Sequential] * LAYERS)).refused[Site("final_norm", 0)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_comes_before_the_final_norm_or_instead_of_it(dtype):
+    """A dropout, a part that looks at the stream as well, a projection of the stream's own width."""
+
+    class Square(Model):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.drop, self.linear = nn.Dropout(0.0), nn.Linear(D, D)
+
+        def forward(self, ids):
+            hidden = self.embed_tokens(ids)
+            for layer in self.layers:
+                hidden = layer(None, hidden)
+            return self.end(hidden)
+
+    class Drops(Square):
+        def end(self, hidden):
+            return self.norm(self.drop(hidden))
+
+    class Looks(Square):
+        def end(self, hidden):
+            self.linear(hidden)
+            return self.norm(hidden)
+
+    class Projects(Square):
+        def end(self, hidden):
+            return self.linear(hidden)
+
+    class ProjectsFirst(Square):
+        def end(self, hidden):
+            return self.norm(self.linear(hidden))
+
+    for kind in (Drops, Looks):
+        sites = mapped(kind([Sequential] * LAYERS).eval(), dtype)
+        assert sites.anchors[Site("final_norm", 0)] == Anchor("norm", "after", Key("out", -1))
+    for kind in (Projects, ProjectsFirst):
+        sites = mapped(kind([Sequential] * LAYERS).eval(), dtype)
+        assert "linear, which is given what leaves the last block, is no norm" in sites.refused[Site("final_norm", 0)]
+
+
 def test_what_runs_again_elsewhere_is_no_point():
     """A tap on a norm that is called before the blocks as well would add there too, like NanoChat's."""
 

@@ -84,9 +84,14 @@ class Ends:
         if stream is None:
             self._refuse(FINAL_NORM, "what leaves the last block could not be followed")
             return
-        normed = [c for c in self._outer.outside if c.start > end and c.out and any(self._streams(c, stream))]
+        given = [c for c in self._outer.outside if c.start > end and c.out and any(self._streams(c, stream))]
+        # A dropout hands it on as it came.
+        given = [c for c in given if not self._m.same(next(iter(c.out.values())), stream)]
+        normed = [c for c in given if all(p.dim() < 2 for p in self._scene.modules[c.path].parameters())]
         if not normed:
             why = "no module was found that is given what leaves the last block"
+            if given:
+                why = f"{given[0].path}, which is given what leaves the last block, is no norm"
             if root is not None and self._m.same(stream, root):
                 why = (
                     "the model returns the stream as it leaves the last block: it has no final norm, or one that runs "
