@@ -236,6 +236,19 @@ def test_a_gain_of_nearly_one_is_told_from_a_factor_of_what_the_mlp_adds(gain, d
             assert (anchor.module, anchor.scale, anchor.beside) == (f"layers.{layer}.{module}", 1.0, None)
 
 
+@pytest.mark.parametrize(("dtype", "gain"), [(torch.float32, -9.4e-4), (torch.float32, 1e-5), (torch.bfloat16, 3e-4)])
+def test_a_gain_as_small_as_dummy_weights_are(dtype, gain):
+    """Gemma 4's blocks end with a number that is a weight: `load_format="dummy"` makes it up like all others."""
+    model = Model([Gain] * LAYERS)
+    for block in model.layers:
+        block.gain = gain
+    sites = mapped(model, dtype)
+    assert not sites.refused
+    assert {sites.anchors[Site("mlp_out", layer)].module for layer in range(LAYERS)} == {
+        f"layers.{layer}.mlp" for layer in range(LAYERS)
+    }
+
+
 def test_no_stack_or_two():
     with pytest.raises(WeirError, match=r"no list of blocks with attention; name the list .*describe="):
         mapped(nn.Sequential(Norm()))

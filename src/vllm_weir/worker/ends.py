@@ -9,7 +9,7 @@ import torch
 
 from vllm_weir.spec.hooks import Site
 from vllm_weir.worker.anchors import Anchor
-from vllm_weir.worker.matcher import FAINT, Matcher
+from vllm_weir.worker.matcher import SLIGHT, Matcher
 from vllm_weir.worker.scene import Scene
 from vllm_weir.worker.trace import Call, Trace, value_at
 
@@ -72,7 +72,7 @@ class Ends:
         assert before is not None and after is not None and value is not None
         moved = after - before
         simple = self._m.same(value, before)
-        everywhere = bool((moved.abs().amax(1) > FAINT * before.abs().amax()).all())
+        everywhere = bool((moved.abs().amax(1) > SLIGHT * before.abs().amax()).all())
         if not (self._m.same(moved, what) or (everywhere and not simple)):
             self._refuse(EMBED, "what is added there does not arrive in what enters block 0")
 

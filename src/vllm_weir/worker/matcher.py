@@ -6,8 +6,13 @@ import math
 
 import torch
 
-FAINT = 1e-3
-"""A tensor of a smaller root mean square than this part of the noise's is taken for zero."""
+FAINT = 1e-6
+"""A tensor of a smaller root mean square than this part of the noise's is taken for zero.
+
+A gain may be as small as any weight is: vLLM's dummy weights are of 1e-3 and less.
+"""
+SLIGHT = 1e-3
+"""A smaller part of something is none: rounding alone makes up for as much."""
 
 
 class Matcher:
@@ -28,7 +33,7 @@ class Matcher:
         c = float((part.double() * whole).sum() / (part.double() ** 2).sum())
         if abs(c - 1) < self.tolerance / 4:
             c = 1.0
-        return c if abs(c) > FAINT and self.same(c * part, whole) else None
+        return c if self.same(c * part, whole) else None
 
     def factors(self, a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor) -> tuple[float, float] | None:
         """(c, d) such that ``c * a + d * b == whole``, or None."""
@@ -43,7 +48,7 @@ class Matcher:
         c, d = (1.0 if abs(x - 1) < self.tolerance / 4 else x for x in solution)
         if abs(c - d) <= self._known(whole) * abs(c):
             c = d = (c + d) / 2
-        return (c, d) if min(abs(c), abs(d)) > FAINT and self.same(c * a + d * b, whole) else None
+        return (c, d) if min(abs(c), abs(d)) > SLIGHT and self.same(c * a + d * b, whole) else None
 
     def gain(self, a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor) -> float | None:
         """c such that ``c * (a + b) == whole``, or None, also where one of them has a factor of its own.
@@ -63,7 +68,7 @@ class Matcher:
         if not abs(c - d) <= known * abs(c):
             return None
         c = 1.0 if abs(c - 1) <= known else (c + d) / 2
-        return c if abs(c) > FAINT and self.same(c * (a + b), whole) else None
+        return c if self.same(c * (a + b), whole) else None
 
     def _known(self, whole: torch.Tensor) -> float:
         """How well a factor is known, relatively: from many numbers, far better than each of them is."""
@@ -77,4 +82,4 @@ def rms(tensor: torch.Tensor) -> float:
 
 def _apart(aa: float, ab: float, bb: float) -> bool:
     """Whether two tensors of these products are no multiples of each other: else nothing tells their factors."""
-    return aa * bb - ab * ab > FAINT**2 * aa * bb
+    return aa * bb - ab * ab > SLIGHT**2 * aa * bb
