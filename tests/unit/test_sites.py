@@ -146,14 +146,14 @@ def test_what_is_added_between_blocks_parts_resid_pre_from_resid_post():
     assert supported(sites) == {"attn_out", "resid_mid", "mlp_out", "resid_post"}
 
 
-@pytest.mark.parametrize("scale", [1.0, 12.0])
+@pytest.mark.parametrize("scale", [1.0, 0.3, 12.0])
 def test_embeddings(scale):
-    """A multiplier belongs to the embedding, positions do not."""
+    """A multiplier belongs to the embedding, with positions and without; positions do not."""
     plain = mapped(Model([Sequential] * LAYERS, scale=scale))
     assert plain.anchors[Site("embed", 0)].module == "embed_tokens"
     assert plain.anchors[Site("embed", 0)].scale == pytest.approx(scale, rel=1e-6)
     added = mapped(Model([Sequential] * LAYERS, positions=True, scale=scale))
-    assert added.anchors[Site("embed", 0)].scale == 1
+    assert added.anchors[Site("embed", 0)].scale == pytest.approx(scale, rel=1e-6)
 
 
 def test_shared_parts_are_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,10 +72,13 @@ class Ends:
         value = value_at(self._own.outside, anchor)
         assert before is not None and after is not None and value is not None
         moved = after - before
-        simple = self._m.same(value, before)
+        simple, factor = self._m.same(value, before), self._m.factor(what, moved)
         everywhere = bool((moved.abs().amax(1) > SLIGHT * before.abs().amax()).all())
-        if not (self._m.same(moved, what) or (everywhere and not simple)):
+        if factor != 1 and (simple or not everywhere):
             self._refuse(EMBED, "what is added there does not arrive in what enters block 0")
+        elif factor is not None:
+            # Where positions are added as well, this alone tells the model's multiplier.
+            self._sites.anchors[EMBED] = replace(anchor, scale=factor * anchor.scale)
 
     def find_final_norm(self, last: int) -> None:
         """The norm that is given what leaves the last block."""
