@@ -107,7 +107,7 @@ class Proof:
                 continue
             call = self._own.blocks[block][0]
             at, path = ports.of(call), f"{stack}.{block}"
-            after = at.residual_out if at.residual_out in call.out else None
+            after = at.residual_out if at.residual_out in call.behind else None
             before = at.residual_in if at.residual_in in call.args else None
             self._sites.anchors[Site("resid_post", block)] = Anchor(path, "after", at.hidden_out, after)
             self._sites.anchors[Site("resid_pre", block)] = Anchor(path, "before", at.hidden_in, before)

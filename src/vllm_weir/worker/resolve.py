@@ -128,7 +128,7 @@ def stream_through(block: Call, ports: Ports) -> tuple[torch.Tensor | None, torc
     """The stream that enters a block and the one that leaves it, as far as they are among its tensors."""
     ports = ports.of(block)
     entering = _stream(block.args, ports.hidden_in, ports.residual_in)
-    return entering, _stream(block.left, ports.hidden_out, ports.residual_out)
+    return entering, _stream(block.behind, ports.hidden_out, ports.residual_out)
 
 
 def holds(anchors: Mapping[str, Anchor], calls: Sequence[Call], ports: Ports, m: Matcher) -> bool:

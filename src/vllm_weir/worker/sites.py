@@ -268,7 +268,7 @@ def _from_family(scene: Scene, block: int, calls: list[Call], family: Family) ->
 
 
 def _ports(own: Trace, scene: Scene) -> list[Ports]:
-    """What may carry the stream, likeliest first: the tensors that one block returns and the next is given."""
+    """What may carry the stream, likeliest first: the tensors that one block hands on and the next is given."""
     pairs: dict[tuple, int] = {}
     for block in scene.blocks:
         call = own.blocks[block][0]
@@ -276,18 +276,19 @@ def _ports(own: Trace, scene: Scene) -> list[Ports]:
         if before is None:
             continue
         given = {call.pointers[k]: k for k in call.args}
-        links = tuple((o, given[before.pointers[o]]) for o in sorted(before.out) if before.pointers[o] in given)
+        links = tuple((o, given[before.pointers[o]]) for o in before.handed if before.pointers[o] in given)
         if links:
             pairs[links] = pairs.get(links, 0) + 1
     if not pairs:
         call = own.blocks[min(scene.blocks)][0]
         named = {k.name: k for k in call.args}
         hidden = named.get("hidden_states") or (next(iter(call.args)) if len(call.args) == 1 else None)
-        outs = sorted(call.out)
+        outs = call.handed
         if hidden is None or not outs:
             return []
         residual = named.get("residual") or _residual_of(scene, min(scene.blocks))
-        pair = Ports(hidden, outs[0], residual, outs[1]) if len(outs) > 1 and residual else None
+        second = residual if residual in outs else outs[1] if len(outs) > 1 else None
+        pair = Ports(hidden, outs[0], residual, second) if residual and second else None
         return [*([pair] if pair else []), Ports(hidden, outs[0])]
     links = max(pairs, key=lambda p: (pairs[p], len(p)))
     (hidden_out, hidden_in), *more = links
