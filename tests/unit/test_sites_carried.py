@@ -162,6 +162,43 @@ def test_what_blocks_write_into_and_do_not_return_is_handed_on_too(kind, layers,
     assert [(key.kind, key.name) for key in keys] == [("arg", "residual" if kind is WrittenInto else "hidden_states")]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "left"),
+    [
+        (Fused, set(BLOCK_HOOKS)),
+        (Parallel, set(BLOCK_HOOKS) - {"resid_mid"}),
+        (Halfway, set(BLOCK_HOOKS)),
+        (Renamed, set()),
+    ],
+)
+def test_the_only_block_of_a_pipeline_stage(kind, left, place, dtype):
+    """Nothing that follows it shows what is used of the tensors that it hands on."""
+
+    class PPMissingLayer(torch.nn.Identity):
+        def forward(self, positions, hidden, residual):
+            return hidden, residual
+
+    class Stage(Model):
+        def forward(self, ids):
+            hidden = self.embed_tokens(ids)
+            residual = hidden.flip(0) if place and kind in (Fused, Renamed) else None
+            for layer in self.layers:
+                hidden, residual = layer(None, hidden, residual)
+            return hidden, residual
+
+    model = Stage([kind] * LAYERS, True)
+    for layer in {0, 1, 2} - {place}:
+        model.layers[layer] = PPMissingLayer()
+    sites = mapped(model, dtype)
+    assert supported(sites, place) == (left - {"resid_pre"} if place else left), sites.refused
+    if kind in (Halfway, Parallel):
+        assert sites.anchors[Site("resid_post", place)].residual is None
+    if kind is Renamed:
+        assert "nothing in its pipeline stage tells" in sites.refused[Site("resid_post", place)]
+
+
 @pytest.mark.parametrize("streams", [2, TOKENS])
 def test_a_trunk_of_several_streams_says_so(streams):
     """Also where there are as many of them as tokens in the probe."""
