@@ -93,3 +93,20 @@ class Renamed(Fused):
 
     def forward(self, positions, hidden_states, rest):
         return super().forward(positions, hidden_states, rest)
+
+
+class WrittenInto(Block):
+    """Adds to the second of its tensors in place, and returns the first alone."""
+
+    def forward(self, positions, hidden_states, residual):
+        hidden_states, _ = self.ln_1(hidden_states, residual)
+        hidden_states, _ = self.ln_2(self.self_attn(positions, hidden_states), residual)
+        return self.mlp(hidden_states)
+
+
+class ReturnsNothing(Block):
+    """Adds to its stream in place."""
+
+    def forward(self, positions, hidden_states):
+        hidden_states += self.self_attn(positions, self.ln_1(hidden_states))
+        hidden_states += self.mlp(self.ln_2(hidden_states))

@@ -146,14 +146,14 @@ def test_what_is_added_between_blocks_parts_resid_pre_from_resid_post():
     assert supported(sites) == {"attn_out", "resid_mid", "mlp_out", "resid_post"}
 
 
-@pytest.mark.parametrize("scale", [1.0, 12.0])
+@pytest.mark.parametrize("scale", [1.0, 0.3, 12.0])
 def test_embeddings(scale):
-    """A multiplier belongs to the embedding, positions do not."""
+    """A multiplier belongs to the embedding, with positions and without; positions do not."""
     plain = mapped(Model([Sequential] * LAYERS, scale=scale))
     assert plain.anchors[Site("embed", 0)].module == "embed_tokens"
     assert plain.anchors[Site("embed", 0)].scale == pytest.approx(scale, rel=1e-6)
     added = mapped(Model([Sequential] * LAYERS, positions=True, scale=scale))
-    assert added.anchors[Site("embed", 0)].scale == 1
+    assert added.anchors[Site("embed", 0)].scale == pytest.approx(scale, rel=1e-6)
 
 
 def test_shared_parts_are_refused():
@@ -234,6 +234,19 @@ def test_a_gain_of_nearly_one_is_told_from_a_factor_of_what_the_mlp_adds(gain, d
         for hook, module in (("attn_out", "self_attn"), ("mlp_out", "mlp")):
             anchor = sites.anchors[Site(hook, layer)]
             assert (anchor.module, anchor.scale, anchor.beside) == (f"layers.{layer}.{module}", 1.0, None)
+
+
+@pytest.mark.parametrize(("dtype", "gain"), [(torch.float32, -9.4e-4), (torch.float32, 1e-5), (torch.bfloat16, 3e-4)])
+def test_a_gain_as_small_as_dummy_weights_are(dtype, gain):
+    """Gemma 4's blocks end with a number that is a weight: `load_format="dummy"` makes it up like all others."""
+    model = Model([Gain] * LAYERS)
+    for block in model.layers:
+        block.gain = gain
+    sites = mapped(model, dtype)
+    assert not sites.refused
+    assert {sites.anchors[Site("mlp_out", layer)].module for layer in range(LAYERS)} == {
+        f"layers.{layer}.mlp" for layer in range(LAYERS)
+    }
 
 
 def test_no_stack_or_two():

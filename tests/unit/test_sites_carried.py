@@ -19,7 +19,17 @@ from tests.unit.blocks import (
     mapped,
     supported,
 )
-from tests.unit.blocks_two import Apart, Halfway, Mamba1, Renamed, Scan, ScanInto, TwoAttentions
+from tests.unit.blocks_two import (
+    Apart,
+    Halfway,
+    Mamba1,
+    Renamed,
+    ReturnsNothing,
+    Scan,
+    ScanInto,
+    TwoAttentions,
+    WrittenInto,
+)
 from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
 from vllm_weir.worker.families import Family
 from vllm_weir.worker.sites import find_scene, map_sites
@@ -128,6 +138,65 @@ def test_of_one_block_a_tensor_that_is_part_of_the_stream_is_not_overlooked(dtyp
     sites = mapped(Model([Renamed], True), dtype)
     assert not supported(sites, 0)
     assert "what the model returns depends on more" in sites.refused[Site("resid_post", 0)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("kind", [WrittenInto, ReturnsNothing])
+def test_what_blocks_write_into_and_do_not_return_is_handed_on_too(kind, layers, dtype):
+    """The first of the two tensors alone is what the last MLP added, and no stream."""
+
+    class InPlace(Model):
+        def forward(self, ids):
+            hidden = self.embed_tokens(ids)
+            more = [torch.zeros_like(hidden)] if kind is WrittenInto else []
+            for layer in self.layers:
+                returned = layer(None, hidden, *more)
+                hidden = hidden if returned is None else returned
+            return self.norm(hidden, *more)[0] if more else self.norm(hidden)
+
+    sites = mapped(InPlace([kind] * layers), dtype)
+    assert all(supported(sites, layer) == set(BLOCK_HOOKS) for layer in range(layers)), sites.refused
+    post = sites.anchors[Site("resid_post", layers - 1)]
+    keys = [post.residual] if kind is WrittenInto else [post.hidden]
+    assert [(key.kind, key.name) for key in keys] == [("arg", "residual" if kind is WrittenInto else "hidden_states")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "left"),
+    [
+        (Fused, set(BLOCK_HOOKS)),
+        (Parallel, set(BLOCK_HOOKS) - {"resid_mid"}),
+        (Halfway, set(BLOCK_HOOKS)),
+        (Renamed, set()),
+    ],
+)
+def test_the_only_block_of_a_pipeline_stage(kind, left, place, dtype):
+    """Nothing that follows it shows what is used of the tensors that it hands on."""
+
+    class PPMissingLayer(torch.nn.Identity):
+        def forward(self, positions, hidden, residual):
+            return hidden, residual
+
+    class Stage(Model):
+        def forward(self, ids):
+            hidden = self.embed_tokens(ids)
+            residual = hidden.flip(0) if place and kind in (Fused, Renamed) else None
+            for layer in self.layers:
+                hidden, residual = layer(None, hidden, residual)
+            return hidden, residual
+
+    model = Stage([kind] * LAYERS, True)
+    for layer in {0, 1, 2} - {place}:
+        model.layers[layer] = PPMissingLayer()
+    sites = mapped(model, dtype)
+    assert supported(sites, place) == (left - {"resid_pre"} if place else left), sites.refused
+    if kind in (Halfway, Parallel):
+        assert sites.anchors[Site("resid_post", place)].residual is None
+    if kind is Renamed:
+        assert "nothing in its pipeline stage tells" in sites.refused[Site("resid_post", place)]
 
 
 @pytest.mark.parametrize("streams", [2, TOKENS])

@@ -8,6 +8,8 @@ from torch import nn
 
 from tests.unit.blocks import (
     LAYERS,
+    MLP,
+    Attention,
     Biased,
     BiasedParallel,
     D,
@@ -15,6 +17,7 @@ from tests.unit.blocks import (
     Model,
     More,
     MoreUnscaled,
+    Norm,
     Sequential,
     Shared,
     TooLate,
@@ -44,6 +47,32 @@ def test_a_bias_that_is_handed_over_belongs_to_the_point(dtype):
     assert supported(sites) == {"resid_pre", "attn_out", "mlp_out", "resid_post"}
     for found in (sites, mapped(Model([Biased] * LAYERS), dtype)):
         assert all(found.anchors[Site(h, 1)].offset == Key("out", 1) for h in ("attn_out", "mlp_out"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_and_mlp_in_one_part_of_a_block(dtype):
+    """Their sum, which is all that the block adds, is no `attn_out`."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.feed_forward = Attention(), MLP()
+
+        def forward(self, x):
+            return self.attention(None, x) + self.feed_forward(x)
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.both = Norm(), Both()
+
+        def forward(self, positions, hidden_states):
+            return hidden_states + self.both(self.norm(hidden_states))
+
+    sites = mapped(Model([Wrapped] * LAYERS), dtype)
+    assert supported(sites) == {"resid_pre", "attn_out", "mlp_out", "resid_post"}
+    assert sites.anchors[Site("attn_out", 1)].module.startswith("layers.1.both.attention")
+    assert sites.anchors[Site("mlp_out", 1)].module.startswith("layers.1.both.feed_forward")
 
 
 @pytest.mark.parametrize("kind", [More, MoreUnscaled])
@@ -87,6 +116,46 @@ def test_what_comes_after_the_final_norm():
             "norm", "after", Key("out", -1)
         )
     assert "changes what norm returns" in mapped(Doubles([Sequential] * LAYERS)).refused[Site("final_norm", 0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_comes_before_the_final_norm_or_instead_of_it(dtype):
+    """A dropout, a part that looks at the stream as well, a projection of the stream's own width."""
+
+    class Square(Model):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.drop, self.linear = nn.Dropout(0.0), nn.Linear(D, D)
+
+        def forward(self, ids):
+            hidden = self.embed_tokens(ids)
+            for layer in self.layers:
+                hidden = layer(None, hidden)
+            return self.end(hidden)
+
+    class Drops(Square):
+        def end(self, hidden):
+            return self.norm(self.drop(hidden))
+
+    class Looks(Square):
+        def end(self, hidden):
+            self.linear(hidden)
+            return self.norm(hidden)
+
+    class Projects(Square):
+        def end(self, hidden):
+            return self.linear(hidden)
+
+    class ProjectsFirst(Square):
+        def end(self, hidden):
+            return self.norm(self.linear(hidden))
+
+    for kind in (Drops, Looks):
+        sites = mapped(kind([Sequential] * LAYERS).eval(), dtype)
+        assert sites.anchors[Site("final_norm", 0)] == Anchor("norm", "after", Key("out", -1))
+    for kind in (Projects, ProjectsFirst):
+        sites = mapped(kind([Sequential] * LAYERS).eval(), dtype)
+        assert "linear, which is given what leaves the last block, is no norm" in sites.refused[Site("final_norm", 0)]
 
 
 def test_what_runs_again_elsewhere_is_no_point():

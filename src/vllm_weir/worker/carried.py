@@ -72,7 +72,7 @@ class Carried:
         stream = {key for key in (ports.hidden_in, ports.residual_in) if key is not None}
         taken = {call.pointers[key] for key in stream if key in call.pointers}
         given = {call.pointers[k]: k for k in call.args if k not in stream and call.pointers[k] not in taken}
-        return {o: given[before.pointers[o]] for o in before.out if before.pointers[o] in given}
+        return {o: given[before.pointers[o]] for o in before.handed if before.pointers[o] in given}
 
     def _enter(self, block: int, path: str, call: Call, live: Mapping[Key, torch.Tensor]) -> None:
         anchor = self._anchor(block, "before")
@@ -99,15 +99,15 @@ class Carried:
             share = _share(path, stream)
             writes = {Anchor(path, "after", anchor.hidden): -share, Anchor(path, "after", anchor.residual): share}
         for key in self._unclaimed(block):
-            size = max(rms(stream), rms(call.out[key]))
+            size = max(rms(stream), rms(call.left[key]))
             writes[Anchor(path, "after", key)] = size * noise(f"{path}:{key.index}:spare", stream)
         return writes
 
     def _unclaimed(self, block: int) -> list[Key]:
-        """What a block returns besides its stream."""
+        """What a block hands on besides its stream."""
         anchor, call = self._anchor(block, "after"), self._own.blocks[block][0]
-        stream = {call.pointers[k] for k in (anchor.hidden, anchor.residual) if k is not None and k in call.out}
-        return [key for key in call.out if call.pointers[key] not in stream]
+        stream = {call.pointers[k] for k in (anchor.hidden, anchor.residual) if k is not None and k in call.behind}
+        return [key for key in call.handed if call.pointers[key] not in stream]
 
     def _alike(self, block: int, trace: Trace) -> bool:
         """Whether a block left the same in both passes, what is not part of the stream included."""
@@ -120,7 +120,7 @@ class Carried:
         if not self._agree(new, post, post - pre, room):
             return False
         spare = self._spare.get(block + 1, {})
-        return all(self._agree(now[0].out[o], own[0].out[o], own[0].out[o] - pre, room) for o in spare)
+        return all(self._agree(now[0].behind[o], own[0].behind[o], own[0].behind[o] - pre, room) for o in spare)
 
     def _agree(self, now: torch.Tensor, was: torch.Tensor, added: torch.Tensor, room: torch.Tensor) -> bool:
         """Whether most rows are the same: a router that rounding tips over changes some of them."""
@@ -134,12 +134,12 @@ class Carried:
         ports = self._ports.of(call)
         if when == "after":
             return Anchor(
-                path, "after", ports.hidden_out, ports.residual_out if ports.residual_out in call.out else None
+                path, "after", ports.hidden_out, ports.residual_out if ports.residual_out in call.behind else None
             )
         return Anchor(path, "before", ports.hidden_in, ports.residual_in if ports.residual_in in call.args else None)
 
     def _magnitude(self, call: Call, anchor: Anchor) -> torch.Tensor:
-        tensors = call.args if anchor.when == "before" else call.left
+        tensors = call.args if anchor.when == "before" else call.behind
         return sum(
             (tensors[k].abs() for k in (anchor.hidden, anchor.residual) if k is not None), start=torch.tensor(0.0)
         )

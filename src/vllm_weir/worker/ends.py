@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_weir.spec.hooks import Site
 from vllm_weir.worker.anchors import Anchor
-from vllm_weir.worker.matcher import FAINT, Matcher
+from vllm_weir.worker.matcher import SLIGHT, Matcher
 from vllm_weir.worker.scene import Scene
 from vllm_weir.worker.trace import Call, Trace, value_at
 
@@ -71,10 +72,13 @@ class Ends:
         value = value_at(self._own.outside, anchor)
         assert before is not None and after is not None and value is not None
         moved = after - before
-        simple = self._m.same(value, before)
-        everywhere = bool((moved.abs().amax(1) > FAINT * before.abs().amax()).all())
-        if not (self._m.same(moved, what) or (everywhere and not simple)):
+        simple, factor = self._m.same(value, before), self._m.factor(what, moved)
+        everywhere = bool((moved.abs().amax(1) > SLIGHT * before.abs().amax()).all())
+        if factor != 1 and (simple or not everywhere):
             self._refuse(EMBED, "what is added there does not arrive in what enters block 0")
+        elif factor is not None:
+            # Where positions are added as well, this alone tells the model's multiplier.
+            self._sites.anchors[EMBED] = replace(anchor, scale=factor * anchor.scale)
 
     def find_final_norm(self, last: int) -> None:
         """The norm that is given what leaves the last block."""
@@ -84,9 +88,14 @@ class Ends:
         if stream is None:
             self._refuse(FINAL_NORM, "what leaves the last block could not be followed")
             return
-        normed = [c for c in self._outer.outside if c.start > end and c.out and any(self._streams(c, stream))]
+        given = [c for c in self._outer.outside if c.start > end and c.out and any(self._streams(c, stream))]
+        # A dropout hands it on as it came.
+        given = [c for c in given if not self._m.same(next(iter(c.out.values())), stream)]
+        normed = [c for c in given if all(p.dim() < 2 for p in self._scene.modules[c.path].parameters())]
         if not normed:
             why = "no module was found that is given what leaves the last block"
+            if given:
+                why = f"{given[0].path}, which is given what leaves the last block, is no norm"
             if root is not None and self._m.same(stream, root):
                 why = (
                     "the model returns the stream as it leaves the last block: it has no final norm, or one that runs "
@@ -123,7 +132,7 @@ class Ends:
         """Whether the module of a call is called once more, where a tap on it would act as well; then it is refused."""
         times = sum(c.path == call.path for calls in (self._own.outside, *self._own.blocks) for c in calls)
         if times > 1:
-            self._refuse(site, f"{call.path} runs {times} times in one pass, and what is added there would be in each")
+            self._refuse(site, runs_again(call.path, times))
         return times > 1
 
     def _streams(self, call: Call, stream: torch.Tensor) -> Iterator[bool]:
@@ -144,3 +153,8 @@ class Ends:
 
     def _refuse(self, site: Site, why: str) -> None:
         self._sites.refuse((site.hook,), (site.layer,), why)
+
+
+def runs_again(path: str, times: int) -> str:
+    """Why there is no point at a module that is called several times."""
+    return f"{path} runs {times} times in one pass, and what is added there would be in each"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -9,10 +10,10 @@ import torch
 
 from vllm_weir.spec.hooks import BLOCK_HOOKS, INNER_HOOKS, Site
 from vllm_weir.worker.anchors import Anchor
-from vllm_weir.worker.ends import Ends
+from vllm_weir.worker.ends import Ends, runs_again
 from vllm_weir.worker.matcher import Matcher, rms
 from vllm_weir.worker.noise import enter_noise, leave_noise, noise
-from vllm_weir.worker.resolve import Points, Ports
+from vllm_weir.worker.resolve import Points, Ports, stream_through
 from vllm_weir.worker.scene import Scene
 from vllm_weir.worker.trace import Override, Recorder, Trace, terms_at, value_at
 
@@ -57,6 +58,7 @@ class Proof:
     def conclude(self, cores: set[str], astray: Mapping[int, str]) -> None:
         """Fill the map; `astray`: block -> why what was taken for its stream is not."""
         self._resolve_stream(astray)
+        times = Counter(c.path for calls in (self._outer.outside, *self._outer.blocks) for c in calls)
         for block, points in self._found.items():
             if block in astray:
                 continue
@@ -64,8 +66,13 @@ class Proof:
                 anchor = points.anchors.get(hook)
                 if anchor is None:
                     self._sites.refuse((hook,), (block,), points.refused.get(hook, "it was not found"))
-                elif shared := self._shared & {anchor.module, *([anchor.beside.module] if anchor.beside else [])}:
+                    continue
+                modules = [anchor.module, *([anchor.beside.module] if anchor.beside else [])]
+                if shared := self._shared & {*modules}:
                     self._sites.refuse((hook,), (block,), f"{shared.pop()} is shared by several blocks")
+                elif again := [m for m in modules if times[m] > 1]:
+                    # A tap there acts in each: of what it records, the last call's is left.
+                    self._sites.refuse((hook,), (block,), runs_again(again[0], times[again[0]]))
                 else:
                     self._sites.anchors[Site(hook, block)] = anchor
         if 0 in self._scene.blocks:
@@ -100,7 +107,7 @@ class Proof:
                 continue
             call = self._own.blocks[block][0]
             at, path = ports.of(call), f"{stack}.{block}"
-            after = at.residual_out if at.residual_out in call.out else None
+            after = at.residual_out if at.residual_out in call.behind else None
             before = at.residual_in if at.residual_in in call.args else None
             self._sites.anchors[Site("resid_post", block)] = Anchor(path, "after", at.hidden_out, after)
             self._sites.anchors[Site("resid_pre", block)] = Anchor(path, "before", at.hidden_in, before)
@@ -184,16 +191,17 @@ class Proof:
             value = self._value(before, block, anchor)
             return None if value is None else value + self._what(Site(hook, block))[: len(value)]
 
-        pre, a, o = self._value(trace, block, at["resid_pre"]), moved("attn_out"), moved("mlp_out")
-        post = self._value(trace, block, at["resid_post"])
+        # Also where resid_pre itself is refused: the model may change the stream before the block.
+        pre, post = stream_through(trace.blocks[block][0], self._ports)
+        a, o = moved("attn_out"), moved("mlp_out")
         if pre is None or post is None:
             return
         stream = pre
         if at["resid_mid"] is not None:
             mid = self._value(trace, block, at["resid_mid"])
-            if mid is None or a is None:
+            if mid is None:
                 return
-            stream = pre + a + self._what(Site("resid_mid", block))[: len(pre)]
+            stream = mid if a is None else pre + a + self._what(Site("resid_mid", block))[: len(pre)]
             if not self._m.same(mid, stream):
                 why = "what is added there does not arrive in the stream before the MLP"
                 self._sites.refuse(("attn_out", "resid_mid"), (block,), why)
@@ -205,8 +213,10 @@ class Proof:
         why = ""
         if points.kind == "sequential" and o is None:
             # What the MLP adds is the same noise in both passes, so what was added before it is all that differs.
-            was = self._value(before, block, at["resid_mid"]), self._value(before, block, at["resid_post"])
-            if was[0] is not None and was[1] is not None and self._m.factor(stream - was[0], post - was[1]) is None:
+            parts = ("resid_mid",) if at["resid_mid"] is not None else ("resid_pre", "attn_out")
+            was = [self._value(before, block, at[h]) for h in (*parts, "resid_post")]
+            old = [value for value in was if value is not None]
+            if len(old) == len(was) and self._m.factor(stream - sum(old[:-1]), post - old[-1]) is None:
                 why = "what is added before the MLP does not arrive in the stream that leaves the block"
         elif (a is not None or o is not None) and not self._m.same(post, points.gain * stream):
             why = "what is added there does not arrive in the stream that leaves the block"

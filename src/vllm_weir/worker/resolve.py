@@ -96,7 +96,8 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
         begin, end = min(c.start for c in mixed), max(c.end for c in mixed)
         if _sequential(points, inside, outs, pre, post, (begin, end), subtree, m):
             return points
-        if _parallel(points, outs, subtree, post - pre, m):
+        split = [s for s in outs if s.part in subtree], [s for s in outs if s.call.local and s.part not in subtree]
+        if _parallel(points, *split, post - pre, m) or _parallel(points, *_within(outs, mixed), post - pre, m):
             return points
     others = [c for c in inside if c.local.split(".")[0] not in subtree and not is_plain(c.path)]
     only = _best(outs, post - pre, m)
@@ -128,7 +129,7 @@ def stream_through(block: Call, ports: Ports) -> tuple[torch.Tensor | None, torc
     """The stream that enters a block and the one that leaves it, as far as they are among its tensors."""
     ports = ports.of(block)
     entering = _stream(block.args, ports.hidden_in, ports.residual_in)
-    return entering, _stream(block.left, ports.hidden_out, ports.residual_out)
+    return entering, _stream(block.behind, ports.hidden_out, ports.residual_out)
 
 
 def holds(anchors: Mapping[str, Anchor], calls: Sequence[Call], ports: Ports, m: Matcher) -> bool:
@@ -212,10 +213,23 @@ def _one_by_one(pair: Pair, inside: Sequence[Call], stream: torch.Tensor, m: Mat
     return any(m.same(given, between) for *_, given in _given(inside, first.source.time))
 
 
-def _parallel(points: Points, outs, subtree: set[str], delta, m: Matcher) -> bool:
+def _within(outs: Sequence[Source], mixed: Sequence[Call]) -> tuple[list[Source], list[Source]]:
+    """Sources by whether they belong to the attention, where one part of the block holds attention and MLP."""
+    core = mixed[0]
+    names = core.local.split(".")
+    if any(c.local.split(".")[:2] != names[:2] for c in mixed) or len(names) < 3:
+        return [], []
+    holder = ".".join(names[:2])
+    inside = [s for s in outs if f"{s.call.local}.".startswith(f"{holder}.")]
+    spans = [(s.call.start, s.call.end) for s in inside]
+    begin, end = min((b for b, _ in spans), default=0), max((e for _, e in spans), default=0)
+    # What runs meanwhile is a part of it, wherever it is kept.
+    beside = [s for s in outs if s.part == names[0] and not begin <= s.call.start <= end and s.call.local != names[0]]
+    return inside, beside
+
+
+def _parallel(points: Points, attention: Sequence[Source], rest: Sequence[Source], delta, m: Matcher) -> bool:
     """``post = pre + a + o``, where `a` comes from the part that holds the attention and `o` does not."""
-    attention = [s for s in outs if s.part in subtree]
-    rest = [s for s in outs if s.call.local and s.part not in subtree]
     found = []
     for a in attention:
         for o in rest:

@@ -187,7 +187,8 @@ def map_sites(scene: Scene, run: Run, dtype: torch.dtype, family: Family) -> Sit
     def astray(ports: Ports) -> dict[int, str]:
         return Carried(scene, run, matcher, ports, own, mix).failures()
 
-    (ports, found, traces), failures = _choose(choices, points, astray)
+    (ports, found, traces), failures = _choose(scene, choices, points, astray)
+    failures = failures or _left_open(scene, own, ports, found)
     proof = Proof(scene, run, matcher, ports, found, traces, own, sites, noisy["children"], mix)
     proof.conclude(cores, failures)
     return sites
@@ -209,25 +210,46 @@ def _unfit(own: Trace, scene: Scene) -> str:
 
 
 def _choose(
-    choices: Sequence[Ports], points: Callable[[Ports], Choice], astray: Callable[[Ports], dict[int, str]]
+    scene: Scene,
+    choices: Sequence[Ports],
+    points: Callable[[Ports], Choice],
+    astray: Callable[[Ports], dict[int, str]],
 ) -> tuple[Choice, dict[int, str]]:
     """The choice with most points among those whose stream is all that the blocks hand on, and what is astray in it."""
-    ranked: list[tuple[int, Choice, dict[int, str] | None]] = []
+    ranked: list[tuple[tuple[int, int], Choice, dict[int, str] | None]] = []
     for ports in choices:
         choice = points(ports)
-        found = choice[1].values()
-        full = all(p.complete and p.kind == "sequential" for p in found)
+        found = choice[1]
+        # Where a tensor too many is taken for part of the stream, the block's own result seems to be added to it.
+        own = sum(a.module == f"{scene.stack}.{block}" for block, p in found.items() for a in p.anchors.values())
+        full = not own and all(p.complete and p.kind == "sequential" for p in found.values())
         failures = astray(ports) if full else None
-        ranked.append((sum(len(p.anchors) + p.proven for p in found), choice, failures))
+        ranked.append(((sum(len(p.anchors) + p.proven for p in found.values()), -own), choice, failures))
         if failures == {}:
             break  # no other choice can have more points
-    ranked.sort(key=lambda entry: -entry[0])
+    ranked.sort(key=lambda entry: entry[0], reverse=True)
     tried: list[tuple[Choice, dict[int, str]]] = []
     for _, choice, failures in ranked:
         tried.append((choice, astray(choice[0]) if failures is None else failures))
         if not tried[-1][1]:
             return tried[-1]
     return tried[0]
+
+
+def _left_open(scene: Scene, own: Trace, ports: Ports, found: dict[int, Points]) -> dict[int, str]:
+    """As `Carried.failures`: of a pipeline stage's only block, which results are the stream its points alone tell."""
+    block, *others = scene.blocks
+    call = own.blocks[block][0]
+    stream = {call.pointers.get(key) for key in (ports.of(call).hidden_out, ports.of(call).residual_out) if key}
+    rest = [key for key in call.out if call.pointers[key] not in stream]
+    points = found[block]
+    told = points.kind != "sequential" or "mlp_out" in points.anchors
+    if others or block + 1 == scene.num_layers or not rest or (points.proven and told):
+        return {}
+    why = (
+        f"block {block} hands on {len(call.out)} tensors, and nothing in its pipeline stage tells which are the stream"
+    )
+    return {block: why}
 
 
 def _resolve(scene: Scene, noisy, ports: Ports, cores: set[str], family: Family, matcher: Matcher):
@@ -268,7 +290,7 @@ def _from_family(scene: Scene, block: int, calls: list[Call], family: Family) ->
 
 
 def _ports(own: Trace, scene: Scene) -> list[Ports]:
-    """What may carry the stream, likeliest first: the tensors that one block returns and the next is given."""
+    """What may carry the stream, likeliest first: the tensors that one block hands on and the next is given."""
     pairs: dict[tuple, int] = {}
     for block in scene.blocks:
         call = own.blocks[block][0]
@@ -276,18 +298,19 @@ def _ports(own: Trace, scene: Scene) -> list[Ports]:
         if before is None:
             continue
         given = {call.pointers[k]: k for k in call.args}
-        links = tuple((o, given[before.pointers[o]]) for o in sorted(before.out) if before.pointers[o] in given)
+        links = tuple((o, given[before.pointers[o]]) for o in before.handed if before.pointers[o] in given)
         if links:
             pairs[links] = pairs.get(links, 0) + 1
     if not pairs:
         call = own.blocks[min(scene.blocks)][0]
         named = {k.name: k for k in call.args}
         hidden = named.get("hidden_states") or (next(iter(call.args)) if len(call.args) == 1 else None)
-        outs = sorted(call.out)
+        outs = call.handed
         if hidden is None or not outs:
             return []
         residual = named.get("residual") or _residual_of(scene, min(scene.blocks))
-        pair = Ports(hidden, outs[0], residual, outs[1]) if len(outs) > 1 and residual else None
+        second = residual if residual in outs else outs[1] if len(outs) > 1 else None
+        pair = Ports(hidden, outs[0], residual, second) if residual and second else None
         return [*([pair] if pair else []), Ports(hidden, outs[0])]
     links = max(pairs, key=lambda p: (pairs[p], len(p)))
     (hidden_out, hidden_in), *more = links

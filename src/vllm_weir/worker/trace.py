@@ -52,6 +52,17 @@ class Call:
         """What the call leaves behind: its results and the arguments that it wrote into."""
         return {**self.out, **self.after}
 
+    @property
+    def behind(self) -> dict[Key, torch.Tensor]:
+        """All that whoever made the call has in hand after it."""
+        return {**self.args, **self.left}
+
+    @property
+    def handed(self) -> list[Key]:
+        """Its results, and then what it wrote into and did not return."""
+        returned = {self.pointers[key] for key in self.out}
+        return [*sorted(self.out), *(key for key in sorted(self.after) if self.pointers[key] not in returned)]
+
 
 @dataclass
 class Trace:
@@ -71,7 +82,7 @@ class Trace:
 def terms_at(calls: Sequence[Call], anchor: Anchor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """`hidden` of a point and what stands beside it, in recorded calls; None if they are not among them."""
     call = next((c for c in calls if c.path == anchor.module), None)
-    tensors = {} if call is None else call.left if anchor.when == "after" else call.args
+    tensors = {} if call is None else call.behind if anchor.when == "after" else call.args
     hidden = tensors.get(anchor.hidden)
     if call is None or hidden is None:
         return None
