@@ -58,6 +58,8 @@ class Wanted:
     def ask(self, sampling_params: SamplingParams) -> SamplingParams:
         """A copy of `sampling_params` that captures what is wanted, besides what it asks for already; itself if nothing
         is wanted."""
+        if not isinstance(sampling_params, SamplingParams):
+            raise WeirError(f"expected SamplingParams, got {type(sampling_params).__name__}", "sampling_params")
         if self.layers == () or not (self.prefill or self.decode):
             return sampling_params
         own = (sampling_params.extra_args or {}).get(WIRE_KEY)
@@ -129,13 +131,28 @@ class LLM(vllm.LLM):
         self._wanted = Wanted.parse(layers, include_prefill, include_decode, last_prefill_token, last_decode_token)
         super().__init__(model=model, **engine_args)
 
-    def generate(self, prompts, sampling_params=None, **kwargs):
+    def generate(self, prompts, sampling_params=None, *args, **kwargs):
         """``vllm.LLM.generate``; outputs carry hidden states."""
-        return [self._wanted.attach(o) for o in super().generate(prompts, self._ask(sampling_params), **kwargs)]
+        outputs = super().generate(prompts, self._ask(sampling_params), *args, **kwargs)
+        return [self._wanted.attach(o) for o in outputs]
 
-    def chat(self, messages, sampling_params=None, **kwargs):
+    def chat(self, messages, sampling_params=None, *args, **kwargs):
         """``vllm.LLM.chat``; outputs carry hidden states."""
-        return [self._wanted.attach(o) for o in super().chat(messages, self._ask(sampling_params), **kwargs)]
+        outputs = super().chat(messages, self._ask(sampling_params), *args, **kwargs)
+        return [self._wanted.attach(o) for o in outputs]
+
+    def enqueue(self, prompts, sampling_params=None, *args, **kwargs):
+        """``vllm.LLM.enqueue``; `wait_for_completion` gives outputs with hidden states."""
+        return super().enqueue(prompts, self._ask(sampling_params), *args, **kwargs)
+
+    def enqueue_chat(self, messages, sampling_params=None, *args, **kwargs):
+        """``vllm.LLM.enqueue_chat``, as `enqueue`."""
+        return super().enqueue_chat(messages, self._ask(sampling_params), *args, **kwargs)
+
+    def wait_for_completion(self, *args, **kwargs):
+        """``vllm.LLM.wait_for_completion``; outputs of generation carry hidden states."""
+        outputs = super().wait_for_completion(*args, **kwargs)
+        return [self._wanted.attach(o) if isinstance(o, vllm.RequestOutput) else o for o in outputs]
 
     def remove_hooks(self) -> None:
         """Stop capturing; later outputs carry empty dicts."""
@@ -146,8 +163,6 @@ class LLM(vllm.LLM):
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, Sequence):
             return [self._wanted.ask(p) for p in sampling_params]
-        if not isinstance(sampling_params, SamplingParams):
-            raise WeirError(f"expected SamplingParams, got {type(sampling_params).__name__}", "sampling_params")
         return self._wanted.ask(sampling_params)
 
 

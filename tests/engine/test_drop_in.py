@@ -8,6 +8,7 @@ import gc
 import os
 
 import pytest
+import vllm
 
 import vllm_weir as weir
 from tests.engine.common import BOUND, directory, oracle, prompts, sampling
@@ -16,6 +17,7 @@ from tests.support.measure import rel_err
 
 pytestmark = pytest.mark.engine
 CLOSE_OTHERS = True
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
 @contextlib.contextmanager
@@ -67,7 +69,7 @@ def test_two_instances_in_one_process_and_every_argument(root):
             [{"role": "user", "content": "w5 w6"}],
             sampling(3),
             use_tqdm=False,
-            chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
+            chat_template=TEMPLATE,
         )
         check(out, oracle(llama), range(4))
         (out,) = a.generate("w5 w6", use_tqdm=False)
@@ -89,6 +91,32 @@ def test_two_instances_in_one_process_and_every_argument(root):
         with pytest.raises(weir.WeirError) as e:
             weir.LLM(str(llama), layers=[-1])
         assert e.value.field == "layers"
+
+
+def test_every_way_to_ask_carries_hidden_states(root):
+    """Requests that are queued first; vLLM's arguments by place; engine arguments as an object."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    llama = directory(root)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    llm = weir.LLM.from_engine_args(EngineArgs(model=str(llama), **DEFAULTS))
+    try:
+        chat = [{"role": "user", "content": "w5 w6"}]
+        llm.enqueue(prompts([5, 9]), [sampling(3), sampling(6)], use_tqdm=False)
+        if hasattr(vllm.LLM, "enqueue_chat"):
+            llm.enqueue_chat(chat, sampling(4), use_tqdm=False, chat_template=TEMPLATE)
+        queued = llm.wait_for_completion(use_tqdm=False)
+        assert len(queued) == 2 + hasattr(vllm.LLM, "enqueue_chat")
+        for out in [*queued, *llm.chat(chat, sampling(3), False, None, chat_template=TEMPLATE)]:
+            check(out, oracle(llama), range(4))
+        for wrong in ({"max_tokens": 3}, [sampling(3), {"max_tokens": 3}]):
+            with pytest.raises(weir.WeirError, match="sampling_params: expected SamplingParams, got dict"):
+                llm.generate(prompts([3, 4]), wrong, use_tqdm=False)
+    finally:
+        os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
 
 
 @pytest.mark.parametrize(
