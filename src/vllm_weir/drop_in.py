@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM as _AsyncLLM
 
 from vllm_weir.api import params
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.activations import Activations
+from vllm_weir.seams.engine import view_of
 from vllm_weir.spec.capture import Capture, parse_layers
 from vllm_weir.spec.request import WIRE_KEY, RequestSpec
 
@@ -74,27 +74,41 @@ class Wanted:
         """Give a RequestOutput and its completions ``hidden_states`` and ``prefill_hidden_states``, with aliases."""
         prompt_len = len(output.prompt_token_ids)
         for completion in output.outputs:
-            _set(completion, *self._split(completion.activations, prompt_len))
+            _set(completion, *self._split(completion, prompt_len))
         first = min(output.outputs, key=lambda o: o.index)
         _set(output, first.hidden_states, first.prefill_hidden_states)
         return output
 
-    def _split(self, acts: Activations | None, prompt_len: int) -> tuple[dict, dict]:
+    def _split(self, completion: Any, prompt_len: int) -> tuple[dict, dict]:
         decode: dict[int, torch.Tensor] = {}
         prefill: dict[int, torch.Tensor] = {}
+        acts = completion.activations
         if acts is None:
             return decode, prefill
+        view = view_of(completion)
+        low = max(view.start, prompt_len - 1 if self.last_prefill else 0)
+        sampled = range(max(view.start, prompt_len - 1), view.end)
         for site in acts.sites:
             if site.hook != "resid_post" or (self.layers != "all" and site.layer not in self.layers):
                 continue
             rows, at = acts[site], acts.positions_of(*site)
             if self.decode:
-                sampled = rows[at >= prompt_len - 1]
-                decode[site.layer] = sampled[-1:] if self.last_decode else sampled
+                found = _rows_at(sampled, rows, at)
+                decode[site.layer] = found[-1:] if self.last_decode else found
             if self.prefill:
-                low = prompt_len - 1 if self.last_prefill else 0
-                prefill[site.layer] = rows[(at >= low) & (at < prompt_len)]
+                prefill[site.layer] = _rows_at(range(low, prompt_len), rows, at)
         return decode, prefill
+
+
+def _rows_at(wanted: range, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """The rows at these positions, one each: what was dropped is NaN, so that those after it keep their tokens."""
+    inside = (at >= wanted.start) & (at < wanted.stop)
+    found = rows[inside]
+    if len(found) == len(wanted):
+        return found
+    out = rows.new_full((len(wanted), rows.shape[1]), torch.nan)
+    out[at[inside] - wanted.start] = found
+    return out
 
 
 def _set(target: Any, decode: dict, prefill: dict) -> None:
@@ -114,7 +128,8 @@ class LLM(vllm.LLM):
         last_prefill_token: only the prompt's last row ([1, d]).
         last_decode_token: only the last output token's row ([1, d]).
 
-    Any number of instances may live in one process. With ``n > 1`` each ``output.outputs[i]`` carries its own.
+    Any number of instances may live in one process. With ``n > 1`` each ``output.outputs[i]`` carries its own. A row
+    that is missing (the setting ``overflow="drop"``, an aborted request) is NaN.
     """
 
     def __init__(

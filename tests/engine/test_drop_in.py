@@ -137,6 +137,29 @@ def test_arguments(root, layers, arguments, decode, prefill):
             check(out, oracle(model_dir), expected, decode=decode, prefill=prefill)
 
 
+def test_rows_that_were_dropped_leave_the_others_where_they_are(root):
+    """Row j stays the row that token j was sampled from, whatever the host buffer had no room for."""
+    llama = directory(root)
+    room = {"overflow": "drop", "buffer_bytes": 1 << 18, "host_bytes": 1 << 18}
+    with engine(llama, include_prefill=True, additional_config={"weir": room}) as llm:
+        outs = llm.generate(prompts([30, 9, 40] * 6), sampling(40), use_tqdm=False)
+    lost = 0
+    for out in outs:
+        P, ids = len(out.prompt_token_ids), list(out.prompt_token_ids) + list(out.outputs[0].token_ids)
+        reference = oracle(llama).rows(ids[:-1])
+        for layer in range(4):
+            for got, first in ((out.hidden_states[layer], P - 1), (out.prefill_hidden_states[layer], 0)):
+                expected = reference["resid_post", layer][first : P if first == 0 else None]
+                gone = got.isnan().any(1)
+                assert got.shape == expected.shape and got[gone].isnan().all()
+                assert rel_err(got[~gone], expected[~gone]) <= BOUND if not gone.all() else True
+                lost += int(gone.sum())
+        at = out.activations.positions_of("resid_post", 0).tolist()
+        kept = [p for p in range(P, len(ids) - 1) if not out.hidden_states[0][p - P + 1].isnan().any()]
+        assert kept == [p for p in at if p >= P]
+    assert lost and any(out.receipt.dropped for out in outs)
+
+
 def test_flags_are_true_or_false():
     for name in ("include_prefill", "include_decode", "last_prefill_token", "last_decode_token"):
         with pytest.raises(weir.WeirError, match=f"{name}: true or false"):
