@@ -344,6 +344,11 @@ def test_tiers_refuse_by_name():
         ({"steering_module_ref": "gone"}, "steering_module_ref"),
         ({"steering_module_ref": ("gone", 1.0), "modules": {}}, "steering_module_ref"),
         ({"steering_module_ref": ("m", "x"), "modules": {"m": {}}}, "steering_module_ref[1]"),
+        ({"steering_module_ref": ("m",), "modules": {"m": {}}}, "steering_module_ref"),
+        ({"steering_module_ref": 5, "modules": {"m": {}}}, "steering_module_ref"),
+        ({"steering_module_ref": "m", "modules": {"m": [a]}}, "modules.m"),
+        ({"steering_module_ref": "m", "modules": {"m": {"vector": {"post_mlp": {1: a}}}}}, "modules.m.vector"),
+        ({"steering_module_ref": "m", "modules": {"m": {"interventions": []}}}, "modules.m.interventions"),
     ):
         with pytest.raises(WeirError) as caught:
             weir.from_tiers(**kwargs)
