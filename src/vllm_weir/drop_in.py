@@ -120,8 +120,9 @@ class LLM(vllm.LLM):
     """``vllm.LLM`` whose outputs carry the residual stream leaving each wanted block.
 
     Args:
-        model: as in vLLM; so is every other argument (``enforce_eager`` is not needed).
+        model: as in vLLM; so is every argument that is not here (``enforce_eager`` is not needed).
         layers: blocks, ``"all"`` or ``["all"]``; layer i is the stream leaving block i.
+        dtype: vLLM's; here, because scripts for vllm-probe-hook give it by place.
         include_decode: ``output.hidden_states`` (alias ``hidden``): ``{layer: [output tokens, d_model]}``, row j being
             the row that output token j was sampled from.
         include_prefill: ``output.prefill_hidden_states`` (alias ``prefill_hidden``): ``{layer: [prompt tokens, d]}``.
@@ -136,7 +137,7 @@ class LLM(vllm.LLM):
         self,
         model: str,
         layers: Layers = "all",
-        *,
+        dtype: Any = "auto",
         include_prefill: bool = False,
         include_decode: bool = True,
         last_prefill_token: bool = False,
@@ -144,7 +145,7 @@ class LLM(vllm.LLM):
         **engine_args: Any,
     ) -> None:
         self._wanted = Wanted.parse(layers, include_prefill, include_decode, last_prefill_token, last_decode_token)
-        super().__init__(model=model, **engine_args)
+        super().__init__(model=model, dtype=dtype, **engine_args)
 
     def generate(self, prompts, sampling_params=None, *args, **kwargs):
         """``vllm.LLM.generate``; outputs carry hidden states."""
@@ -192,7 +193,7 @@ class AsyncLLM:
         self,
         model: str,
         layers: Layers = "all",
-        *,
+        dtype: Any = "auto",
         include_prefill: bool = False,
         include_decode: bool = True,
         last_prefill_token: bool = False,
@@ -200,7 +201,7 @@ class AsyncLLM:
         **engine_args: Any,
     ) -> None:
         self._wanted = Wanted.parse(layers, include_prefill, include_decode, last_prefill_token, last_decode_token)
-        self.engine = _AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **engine_args))
+        self.engine = _AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, dtype=dtype, **engine_args))
 
     async def generate(
         self, prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, **kwargs: Any

@@ -23,7 +23,8 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 @contextlib.contextmanager
 def engine(model_dir, layers="all", **arguments):
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    llm = weir.LLM(str(model_dir), layers, **DEFAULTS | arguments)
+    options = DEFAULTS | arguments
+    llm = weir.LLM(str(model_dir), layers, options.pop("dtype"), **options)  # by place, as in vllm-probe-hook
     try:
         yield llm
     finally:
