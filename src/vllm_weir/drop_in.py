@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM as _AsyncLLM
 
 from vllm_weir.api import params
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.activations import Activations
+from vllm_weir.seams.engine import view_of
 from vllm_weir.spec.capture import Capture, parse_layers
 from vllm_weir.spec.request import WIRE_KEY, RequestSpec
 
@@ -58,6 +58,8 @@ class Wanted:
     def ask(self, sampling_params: SamplingParams) -> SamplingParams:
         """A copy of `sampling_params` that captures what is wanted, besides what it asks for already; itself if nothing
         is wanted."""
+        if not isinstance(sampling_params, SamplingParams):
+            raise WeirError(f"expected SamplingParams, got {type(sampling_params).__name__}", "sampling_params")
         if self.layers == () or not (self.prefill or self.decode):
             return sampling_params
         own = (sampling_params.extra_args or {}).get(WIRE_KEY)
@@ -72,27 +74,41 @@ class Wanted:
         """Give a RequestOutput and its completions ``hidden_states`` and ``prefill_hidden_states``, with aliases."""
         prompt_len = len(output.prompt_token_ids)
         for completion in output.outputs:
-            _set(completion, *self._split(completion.activations, prompt_len))
+            _set(completion, *self._split(completion, prompt_len))
         first = min(output.outputs, key=lambda o: o.index)
         _set(output, first.hidden_states, first.prefill_hidden_states)
         return output
 
-    def _split(self, acts: Activations | None, prompt_len: int) -> tuple[dict, dict]:
+    def _split(self, completion: Any, prompt_len: int) -> tuple[dict, dict]:
         decode: dict[int, torch.Tensor] = {}
         prefill: dict[int, torch.Tensor] = {}
+        acts = completion.activations
         if acts is None:
             return decode, prefill
+        view = view_of(completion)
+        low = max(view.start, prompt_len - 1 if self.last_prefill else 0)
+        sampled = range(max(view.start, prompt_len - 1), view.end)
         for site in acts.sites:
             if site.hook != "resid_post" or (self.layers != "all" and site.layer not in self.layers):
                 continue
             rows, at = acts[site], acts.positions_of(*site)
             if self.decode:
-                sampled = rows[at >= prompt_len - 1]
-                decode[site.layer] = sampled[-1:] if self.last_decode else sampled
+                found = _rows_at(sampled, rows, at)
+                decode[site.layer] = found[-1:] if self.last_decode else found
             if self.prefill:
-                low = prompt_len - 1 if self.last_prefill else 0
-                prefill[site.layer] = rows[(at >= low) & (at < prompt_len)]
+                prefill[site.layer] = _rows_at(range(low, prompt_len), rows, at)
         return decode, prefill
+
+
+def _rows_at(wanted: range, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """The rows at these positions, one each: what was dropped is NaN, so that those after it keep their tokens."""
+    inside = (at >= wanted.start) & (at < wanted.stop)
+    found = rows[inside]
+    if len(found) == len(wanted):
+        return found
+    out = rows.new_full((len(wanted), rows.shape[1]), torch.nan)
+    out[at[inside] - wanted.start] = found
+    return out
 
 
 def _set(target: Any, decode: dict, prefill: dict) -> None:
@@ -104,22 +120,24 @@ class LLM(vllm.LLM):
     """``vllm.LLM`` whose outputs carry the residual stream leaving each wanted block.
 
     Args:
-        model: as in vLLM; so is every other argument (``enforce_eager`` is not needed).
+        model: as in vLLM; so is every argument that is not here (``enforce_eager`` is not needed).
         layers: blocks, ``"all"`` or ``["all"]``; layer i is the stream leaving block i.
+        dtype: vLLM's; here, because scripts for vllm-probe-hook give it by place.
         include_decode: ``output.hidden_states`` (alias ``hidden``): ``{layer: [output tokens, d_model]}``, row j being
             the row that output token j was sampled from.
         include_prefill: ``output.prefill_hidden_states`` (alias ``prefill_hidden``): ``{layer: [prompt tokens, d]}``.
         last_prefill_token: only the prompt's last row ([1, d]).
         last_decode_token: only the last output token's row ([1, d]).
 
-    Any number of instances may live in one process. With ``n > 1`` each ``output.outputs[i]`` carries its own.
+    Any number of instances may live in one process. With ``n > 1`` each ``output.outputs[i]`` carries its own. A row
+    that is missing (the setting ``overflow="drop"``, an aborted request) is NaN.
     """
 
     def __init__(
         self,
         model: str,
         layers: Layers = "all",
-        *,
+        dtype: Any = "auto",
         include_prefill: bool = False,
         include_decode: bool = True,
         last_prefill_token: bool = False,
@@ -127,15 +145,30 @@ class LLM(vllm.LLM):
         **engine_args: Any,
     ) -> None:
         self._wanted = Wanted.parse(layers, include_prefill, include_decode, last_prefill_token, last_decode_token)
-        super().__init__(model=model, **engine_args)
+        super().__init__(model=model, dtype=dtype, **engine_args)
 
-    def generate(self, prompts, sampling_params=None, **kwargs):
+    def generate(self, prompts, sampling_params=None, *args, **kwargs):
         """``vllm.LLM.generate``; outputs carry hidden states."""
-        return [self._wanted.attach(o) for o in super().generate(prompts, self._ask(sampling_params), **kwargs)]
+        outputs = super().generate(prompts, self._ask(sampling_params), *args, **kwargs)
+        return [self._wanted.attach(o) for o in outputs]
 
-    def chat(self, messages, sampling_params=None, **kwargs):
+    def chat(self, messages, sampling_params=None, *args, **kwargs):
         """``vllm.LLM.chat``; outputs carry hidden states."""
-        return [self._wanted.attach(o) for o in super().chat(messages, self._ask(sampling_params), **kwargs)]
+        outputs = super().chat(messages, self._ask(sampling_params), *args, **kwargs)
+        return [self._wanted.attach(o) for o in outputs]
+
+    def enqueue(self, prompts, sampling_params=None, *args, **kwargs):
+        """``vllm.LLM.enqueue``; `wait_for_completion` gives outputs with hidden states."""
+        return super().enqueue(prompts, self._ask(sampling_params), *args, **kwargs)
+
+    def enqueue_chat(self, messages, sampling_params=None, *args, **kwargs):
+        """``vllm.LLM.enqueue_chat``, as `enqueue`."""
+        return super().enqueue_chat(messages, self._ask(sampling_params), *args, **kwargs)
+
+    def wait_for_completion(self, *args, **kwargs):
+        """``vllm.LLM.wait_for_completion``; outputs of generation carry hidden states."""
+        outputs = super().wait_for_completion(*args, **kwargs)
+        return [self._wanted.attach(o) if isinstance(o, vllm.RequestOutput) else o for o in outputs]
 
     def remove_hooks(self) -> None:
         """Stop capturing; later outputs carry empty dicts."""
@@ -146,8 +179,6 @@ class LLM(vllm.LLM):
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, Sequence):
             return [self._wanted.ask(p) for p in sampling_params]
-        if not isinstance(sampling_params, SamplingParams):
-            raise WeirError(f"expected SamplingParams, got {type(sampling_params).__name__}", "sampling_params")
         return self._wanted.ask(sampling_params)
 
 
@@ -162,7 +193,7 @@ class AsyncLLM:
         self,
         model: str,
         layers: Layers = "all",
-        *,
+        dtype: Any = "auto",
         include_prefill: bool = False,
         include_decode: bool = True,
         last_prefill_token: bool = False,
@@ -170,7 +201,7 @@ class AsyncLLM:
         **engine_args: Any,
     ) -> None:
         self._wanted = Wanted.parse(layers, include_prefill, include_decode, last_prefill_token, last_decode_token)
-        self.engine = _AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **engine_args))
+        self.engine = _AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, dtype=dtype, **engine_args))
 
     async def generate(
         self, prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, **kwargs: Any

@@ -8,6 +8,7 @@ import gc
 import os
 
 import pytest
+import vllm
 
 import vllm_weir as weir
 from tests.engine.common import BOUND, directory, oracle, prompts, sampling
@@ -16,12 +17,14 @@ from tests.support.measure import rel_err
 
 pytestmark = pytest.mark.engine
 CLOSE_OTHERS = True
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
 @contextlib.contextmanager
 def engine(model_dir, layers="all", **arguments):
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    llm = weir.LLM(str(model_dir), layers, **DEFAULTS | arguments)
+    options = DEFAULTS | arguments
+    llm = weir.LLM(str(model_dir), layers, options.pop("dtype"), **options)  # by place, as in vllm-probe-hook
     try:
         yield llm
     finally:
@@ -67,7 +70,7 @@ def test_two_instances_in_one_process_and_every_argument(root):
             [{"role": "user", "content": "w5 w6"}],
             sampling(3),
             use_tqdm=False,
-            chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
+            chat_template=TEMPLATE,
         )
         check(out, oracle(llama), range(4))
         (out,) = a.generate("w5 w6", use_tqdm=False)
@@ -91,6 +94,32 @@ def test_two_instances_in_one_process_and_every_argument(root):
         assert e.value.field == "layers"
 
 
+def test_every_way_to_ask_carries_hidden_states(root):
+    """Requests that are queued first; vLLM's arguments by place; engine arguments as an object."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    llama = directory(root)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    llm = weir.LLM.from_engine_args(EngineArgs(model=str(llama), **DEFAULTS))
+    try:
+        chat = [{"role": "user", "content": "w5 w6"}]
+        llm.enqueue(prompts([5, 9]), [sampling(3), sampling(6)], use_tqdm=False)
+        if hasattr(vllm.LLM, "enqueue_chat"):
+            llm.enqueue_chat(chat, sampling(4), use_tqdm=False, chat_template=TEMPLATE)
+        queued = llm.wait_for_completion(use_tqdm=False)
+        assert len(queued) == 2 + hasattr(vllm.LLM, "enqueue_chat")
+        for out in [*queued, *llm.chat(chat, sampling(3), False, None, chat_template=TEMPLATE)]:
+            check(out, oracle(llama), range(4))
+        for wrong in ({"max_tokens": 3}, [sampling(3), {"max_tokens": 3}]):
+            with pytest.raises(weir.WeirError, match="sampling_params: expected SamplingParams, got dict"):
+                llm.generate(prompts([3, 4]), wrong, use_tqdm=False)
+    finally:
+        os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
 @pytest.mark.parametrize(
     ("layers", "arguments", "decode", "prefill"),
     [
@@ -107,6 +136,29 @@ def test_arguments(root, layers, arguments, decode, prefill):
     with engine(model_dir, layers, **arguments) as llm:
         for out in llm.generate(prompts([5, 1, 30]), sampling(5), use_tqdm=False):
             check(out, oracle(model_dir), expected, decode=decode, prefill=prefill)
+
+
+def test_rows_that_were_dropped_leave_the_others_where_they_are(root):
+    """Row j stays the row that token j was sampled from, whatever the host buffer had no room for."""
+    llama = directory(root)
+    room = {"overflow": "drop", "buffer_bytes": 1 << 18, "host_bytes": 1 << 18}
+    with engine(llama, include_prefill=True, additional_config={"weir": room}) as llm:
+        outs = llm.generate(prompts([30, 9, 40] * 6), sampling(40), use_tqdm=False)
+    lost = 0
+    for out in outs:
+        P, ids = len(out.prompt_token_ids), list(out.prompt_token_ids) + list(out.outputs[0].token_ids)
+        reference = oracle(llama).rows(ids[:-1])
+        for layer in range(4):
+            for got, first in ((out.hidden_states[layer], P - 1), (out.prefill_hidden_states[layer], 0)):
+                expected = reference["resid_post", layer][first : P if first == 0 else None]
+                gone = got.isnan().any(1)
+                assert got.shape == expected.shape and got[gone].isnan().all()
+                assert rel_err(got[~gone], expected[~gone]) <= BOUND if not gone.all() else True
+                lost += int(gone.sum())
+        at = out.activations.positions_of("resid_post", 0).tolist()
+        kept = [p for p in range(P, len(ids) - 1) if not out.hidden_states[0][p - P + 1].isnan().any()]
+        assert kept == [p for p in at if p >= P]
+    assert lost and any(out.receipt.dropped for out in outs)
 
 
 def test_flags_are_true_or_false():

@@ -118,6 +118,24 @@ def test_sequences_of_mi_patch(tmp_path: Path) -> None:
         analysis.reconstruct_activations({k: v for k, v in file.items() if k != "zero"})
 
 
+def test_a_sequence_of_mi_patchs_topk8_can_be_told_its_width(tmp_path: Path) -> None:
+    """The error says to pass hidden_size, so every function takes it."""
+    (tmp_path / "req_1").mkdir()
+    stored = {
+        "indices": np.array([[1, 6], [0, 7]], np.int16),
+        "values": np.array([[255, 0], [0, 255]], np.uint8),
+        "scale": np.full(2, 0.5, np.float32),
+        "zero": np.zeros(2, np.float32),
+    }
+    np.savez(tmp_path / "req_1" / "seq0_layer2_rank0.npz", **stored)
+    with pytest.raises(WeirError, match="pass hidden_size"):
+        analysis.load_sequence_activations(tmp_path, "req_1")
+    found = analysis.load_sequence_activations(tmp_path, "req_1", hidden_size=8)[2]
+    assert found["activations"].tolist() == [[0, 127.5, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 127.5]]
+    assert all(np.array_equal(found[name], array) for name, array in stored.items())
+    np.testing.assert_array_equal(analysis.quick_load(tmp_path, layer=2, hidden_size=8), found["activations"])
+
+
 def test_similarity_equals_numpys() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(5, 7)), rng.normal(size=(5, 7))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+import zstandard
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
 from vllm_weir.serve import reply as module
 from vllm_weir.serve.answer import scores
 from vllm_weir.serve.ask import Ask
+from vllm_weir.serve.lens import encode
 from vllm_weir.serve.limits import Limits
 from vllm_weir.serve.reply import Reply
 from vllm_weir.serve.spool import Spool
@@ -194,6 +198,16 @@ def test_too_much_for_vllm_lens_is_refused(server, monkeypatch):
         asyncio.run(made.answers())
     assert e.value.field == "output_residual_stream"
     assert module.activations_field(held, 1 << 20) is not None
+
+
+def test_trap_13_tensors_that_are_compressed_side_by_side_are_whole():
+    """Answers are made in several threads; a compressor that they shared would mix their bytes."""
+    tensors = [torch.randn(2, 300, 256, generator=torch.Generator().manual_seed(k)) for k in range(16)]
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(encode, tensors * 4))
+    for field, tensor in zip(made, tensors * 4, strict=True):
+        raw = zstandard.ZstdDecompressor().decompress(base64.b64decode(field["data"]))
+        assert raw == tensor.numpy().tobytes()
 
 
 def test_a_choice_that_ends_before_the_next_begins_is_one_of_several(server):

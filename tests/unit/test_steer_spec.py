@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,7 @@ from vllm_weir.frontend.admit import admit
 from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.shelf import Shelf
 from vllm_weir.spec.interventions import KINDS, parse_intervention
-from vllm_weir.spec.lens import lens_interventions
+from vllm_weir.spec.lens import lens_capture, lens_interventions
 from vllm_weir.spec.vectors import Vector, digest_of
 
 D = 8
@@ -283,6 +284,20 @@ def test_lens_lists_may_be_arrays():
         assert [i.to_json() for i in made] == [i.to_json() for i in want]
 
 
+def test_lens_numbers_may_be_numpys():
+    """Blocks picked with numpy, for the capture key and in the JSON of a steering vector."""
+    for blocks in (np.array([2, 0]), np.array([2]), torch.tensor([2, 0]), [np.int64(2)], np.int64(2)):
+        assert lens_capture(blocks).layers == tuple(sorted(np.atleast_1d(np.asarray(blocks)).tolist()))
+    assert lens_capture(np.array([], int)) is lens_capture(torch.tensor([])) is None
+    plain = weir.SteeringVector(torch.ones(2, D), [2, 0], 0.5, position_indices=[3])
+    odd = weir.SteeringVector(torch.ones(2, D), [np.int64(2), 0], np.float32(0.5), position_indices=[np.int64(3)])
+    assert json.dumps(odd.model_dump(mode="json")) == json.dumps(plain.to_json())
+    for field, value in (("layer_indices", None), ("scale", "2"), ("position_indices", 1.5)):
+        with pytest.raises(WeirError) as caught:
+            replace(plain, **{field: value}).to_json()
+        assert caught.value.field == field
+
+
 def test_lens_refuses_by_name():
     rows = torch.ones(2, 3, D)
     for value, field in (
@@ -344,6 +359,11 @@ def test_tiers_refuse_by_name():
         ({"steering_module_ref": "gone"}, "steering_module_ref"),
         ({"steering_module_ref": ("gone", 1.0), "modules": {}}, "steering_module_ref"),
         ({"steering_module_ref": ("m", "x"), "modules": {"m": {}}}, "steering_module_ref[1]"),
+        ({"steering_module_ref": ("m",), "modules": {"m": {}}}, "steering_module_ref"),
+        ({"steering_module_ref": 5, "modules": {"m": {}}}, "steering_module_ref"),
+        ({"steering_module_ref": "m", "modules": {"m": [a]}}, "modules.m"),
+        ({"steering_module_ref": "m", "modules": {"m": {"vector": {"post_mlp": {1: a}}}}}, "modules.m.vector"),
+        ({"steering_module_ref": "m", "modules": {"m": {"interventions": []}}}, "modules.m.interventions"),
     ):
         with pytest.raises(WeirError) as caught:
             weir.from_tiers(**kwargs)

@@ -107,7 +107,7 @@ def _by_header(arrays: dict[str, np.ndarray], space: str) -> np.ndarray:
 
 def load_sequence_activations(
     output_dir: str | PathLike, request_id: str, sequence_id: int | str = 0, layers: Sequence[int] | None = None,
-    return_torch: bool = False, device: str | None = None,
+    return_torch: bool = False, device: str | None = None, **options: Any,
 ) -> dict[int, dict[str, Any]]:  # fmt: skip
     """All layers of one sequence, as stored; any dataset that `vllm_weir.load` reads will do.
 
@@ -117,13 +117,14 @@ def load_sequence_activations(
         sequence_id: of a request with several sequences.
         layers: only these.
         return_torch, device: as for `load_activation_file`.
+        options: for `vllm_weir.load`, such as the ``hidden_size`` that Vllm_mi_patch's topk8 needs.
 
     Returns:
         layer -> arrays, by ascending layer, for `reconstruct_activations`.
     """
     from vllm_weir.analysis.loader import ActivationLoader
 
-    loader = ActivationLoader(output_dir, device=(device or "cpu") if return_torch else None)
+    loader = ActivationLoader(output_dir, device=(device or "cpu") if return_torch else None, **options)
     sequences = loader.load_request(request_id)
     if str(sequence_id) not in map(str, sequences):
         raise WeirError(f"request {request_id!r} has sequences {sorted(sequences)}", "sequence_id")

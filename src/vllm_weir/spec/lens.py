@@ -17,7 +17,7 @@ from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.interventions import Add, Intervention
 from vllm_weir.spec.positions import MAX_LIST, Positions
 from vllm_weir.spec.text import loads
-from vllm_weir.spec.vectors import MAX_ELEMENTS, Vector
+from vllm_weir.spec.vectors import MAX_ELEMENTS, Vector, number
 
 LENS_CAPTURE_KEY = "output_residual_stream"
 LENS_STEER_KEY = "apply_steering_vectors"
@@ -37,12 +37,14 @@ def refuse_lens(extra_args: Mapping[str, Any]) -> None:
 
 
 def lens_capture(value: object) -> Capture | None:
-    """``output_residual_stream``: a list of blocks, True for all of them, or either as JSON; None for False or []."""
+    """``output_residual_stream``: a list (or array) of blocks, True for all of them, or either as JSON; None for False
+    or []."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise WeirError("expected true, a list of ints, or that as JSON", LENS_CAPTURE_KEY) from None
+    value = _listed(value)
     if value is False or value == []:
         return None
     return Capture("resid_post", layers="all" if value is True else value, path=LENS_CAPTURE_KEY)
@@ -71,10 +73,12 @@ class SteeringVector:
         """JSON data; ``apply_steering_vectors`` takes it as it takes the object."""
         return {
             "activations": Vector.parse(self.activations, "activations", (2, 3)).to_json(),
-            "layer_indices": list(_listed(self.layer_indices)),
-            "scale": self.scale,
+            "layer_indices": Positions.parse(self.layer_indices, "layer_indices").to_json(),
+            "scale": number(self.scale, "scale"),
             "norm_match": self.norm_match,
-            "position_indices": None if self.position_indices is None else list(_listed(self.position_indices)),
+            "position_indices": None
+            if self.position_indices is None
+            else Positions.parse(self.position_indices, "position_indices").to_json(),
         }
 
     def model_dump(self, **_how: Any) -> dict[str, Any]:

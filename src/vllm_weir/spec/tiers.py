@@ -14,6 +14,7 @@ from vllm_weir.spec.vectors import Vector, number
 
 TIERS = {"": "all", "prefill_": "prompt", "decode_": "generated"}
 """Prefix of a tier's fields -> the positions at which it acts."""
+_FIELDS = tuple(f"{prefix}{kind}" for kind in ("vectors", "clamps") for prefix in TIERS)
 _HOOKS = {"post_mlp": "resid_post"}
 _LAYER = re.compile(r"^-?\d{1,9}$", re.ASCII)
 _PACKED = ("dtype", "shape", "layer_indices", "data")
@@ -38,7 +39,7 @@ def from_tiers(
             ``{"dtype", "shape", "layer_indices", "data": base64, "scales"}``. The tiers add up: the first at all
             positions, the second at the prompt's, the third at the generated ones.
         steering_module_ref: a name in `modules`, or (name, scale).
-        modules: name -> what `from_fields` takes.
+        modules: name -> what `from_fields` takes, and nothing else.
         steering_clamps, prefill_steering_clamps, decode_steering_clamps: of the same tiers, as in `from_fields`; they
             come after the additions.
 
@@ -47,11 +48,14 @@ def from_tiers(
     """
     out: list[Intervention] = []
     if steering_module_ref is not None:
-        reference = steering_module_ref
-        name, scale = (reference, 1.0) if isinstance(reference, str) else (reference[0], reference[1])
+        name, scale = _reference(steering_module_ref)
         if not modules or name not in modules:
             raise WeirError(f"no module {brief(name)!r} in modules", "steering_module_ref")
-        out += scaled(from_fields(modules[name], f"modules.{name}."), scale, "steering_module_ref[1]")
+        at = f"modules.{brief(name)}"
+        if not isinstance(modules[name], Mapping):
+            raise WeirError("expected {vectors, prefill_vectors, decode_vectors, clamps, ...}", at)
+        _only(modules[name], _FIELDS, at)
+        out += scaled(from_fields(modules[name], f"{at}."), scale, "steering_module_ref[1]")
     given = (steering_vectors, prefill_steering_vectors, decode_steering_vectors)
     for (prefix, positions), spec in zip(TIERS.items(), given, strict=True):
         out += _additions(spec, f"{prefix}steering_vectors", positions)
@@ -59,6 +63,15 @@ def from_tiers(
     for (prefix, positions), spec in zip(TIERS.items(), given, strict=True):
         out += _clamps(spec, f"{prefix}steering_clamps", positions)
     return out
+
+
+def _reference(reference: Any) -> tuple[str, Any]:
+    """(name, scale) of a module reference."""
+    if isinstance(reference, str):
+        return reference, 1.0
+    if not isinstance(reference, (list, tuple)) or len(reference) != 2 or not isinstance(reference[0], str):
+        raise WeirError("expected a name, or (name, scale)", "steering_module_ref")
+    return reference[0], reference[1]
 
 
 def from_fields(fields: Mapping[str, Any], path: str = "") -> list[Intervention]:
