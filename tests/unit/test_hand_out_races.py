@@ -92,7 +92,7 @@ class Few(Pending):
 
     lost: frozenset = frozenset()
 
-    def take(self, sites, positions, timeout, kind="rows"):
+    def take(self, sites, positions, timeout, kind="rows", own=False):
         out = []
         for k, site in enumerate(sites):
             at = np.array([p for p in positions if k or p not in self.lost], np.int64)
