@@ -221,15 +221,21 @@ def test_bad_descriptions_are_refused(bad):
     assert e.value.field.startswith("settings.describe")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("gain", [0.02, 0.95, 0.978, 0.981, 0.985, 0.99, 0.998, 1.0, 1.01, 1.02, 1.03, 4.0])
-def test_a_gain_of_nearly_one_is_told_from_a_factor_of_what_the_mlp_adds(gain, dtype):
-    """In few bits ``c * (mid + o)`` looks much like ``mid + c * o``: every point is there, none of them scaled."""
+def gained(gain, dtype):
+    """The verdicts on blocks that end with this gain: every point is served."""
     model = Model([Gain] * LAYERS)
     for block in model.layers:
         block.gain = gain
     sites = mapped(model, dtype)
     assert not sites.refused
+    return sites
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gain", [0.02, 0.95, 0.978, 0.981, 0.985, 0.99, 0.998, 1.0, 1.01, 1.02, 1.03, 4.0])
+def test_a_gain_of_nearly_one_is_told_from_a_factor_of_what_the_mlp_adds(gain, dtype):
+    """In few bits ``c * (mid + o)`` looks much like ``mid + c * o``: every point is there, none of them scaled."""
+    sites = gained(gain, dtype)
     for layer in range(LAYERS):
         for hook, module in (("attn_out", "self_attn"), ("mlp_out", "mlp")):
             anchor = sites.anchors[Site(hook, layer)]
@@ -239,11 +245,7 @@ def test_a_gain_of_nearly_one_is_told_from_a_factor_of_what_the_mlp_adds(gain, d
 @pytest.mark.parametrize(("dtype", "gain"), [(torch.float32, -9.4e-4), (torch.float32, 1e-5), (torch.bfloat16, 3e-4)])
 def test_a_gain_as_small_as_dummy_weights_are(dtype, gain):
     """Gemma 4's blocks end with a number that is a weight: `load_format="dummy"` makes it up like all others."""
-    model = Model([Gain] * LAYERS)
-    for block in model.layers:
-        block.gain = gain
-    sites = mapped(model, dtype)
-    assert not sites.refused
+    sites = gained(gain, dtype)
     assert {sites.anchors[Site("mlp_out", layer)].module for layer in range(LAYERS)} == {
         f"layers.{layer}.mlp" for layer in range(LAYERS)
     }

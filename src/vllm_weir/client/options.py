@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from vllm_weir.client.flow import Asked, Retries
 from vllm_weir.client.wire import Call
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.spec.text import fits_header
 
 Progress = bool | Callable[[int, int], None] | None
 
@@ -60,7 +61,7 @@ class Options:
 
 def _key(key: object, name: str) -> bytes:
     """A key as a header carries it. Errors do not show it."""
-    if not isinstance(key, str) or key != key.strip() or any(c < " " or c == "\x7f" for c in key):
+    if not isinstance(key, str) or not fits_header(key):
         raise WeirError("a key is a line of text, without blanks or a line break around it", name)
     return key.encode("utf-8", "surrogateescape")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,10 +27,9 @@ CROWDED = 0.5
 class Arrivals(Protocol):
     """What is needed of the store."""
 
-    salt: str
-    """See `Store.salt`."""
-
     def wait(self, done: Callable[[], bool], timeout: float) -> bool: ...
+
+    def spoil(self) -> None: ...
 
 
 class Group:
@@ -102,7 +100,7 @@ class Pending:
         if self.failure is None and _covers(self.steered[move], positions):
             return
         if not self._store.wait(lambda: self.failure is not None or _covers(self.steered[move], positions), timeout):
-            self._store.salt = secrets.token_hex(8)
+            self._store.spoil()
             raise WeirError(f"intervention {move} was not confirmed at every position within {timeout:g} s")
         self.check()
 

@@ -52,6 +52,10 @@ class Store:
     def __len__(self) -> int:
         return len(self._pending)
 
+    def spoil(self) -> None:
+        """A request failed: what it left in the prefix cache is for nobody, see `salt`."""
+        self.salt = secrets.token_hex(8)
+
     def open(self, pending: Pending) -> None:
         """Accept rows for a request from now on."""
         self._pending[pending.request_id] = pending
@@ -98,7 +102,7 @@ class Store:
         self.loads[worker] = Load(header.engine, header.pressure, header.waiting)
         with self._changed:
             if header.failures or header.broken:
-                self.salt = secrets.token_hex(8)
+                self.spoil()
             for request_id, reason in header.failures.items():
                 if (pending := self.get(request_id)) is not None:
                     pending.failure = reason

@@ -11,6 +11,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.serve.home import clear
 from vllm_weir.serve.limits import ADMIN_KEY, Limits
 from vllm_weir.settings import disabled
+from vllm_weir.spec.text import fits_header
 
 OPTION = "--weir-admin-key"
 GROUPS = (
@@ -46,8 +47,7 @@ def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str
     if key is not None:
         # The environment of a process is its user's alone to read; its command line is everybody's.
         environ[ADMIN_KEY] = key
-    key = environ.get(ADMIN_KEY, "")
-    if key != key.strip() or any(c < " " or c == "\x7f" for c in key):
+    if not fits_header(environ.get(ADMIN_KEY, "")):
         raise WeirError("is a line of text, without blanks or a line break around it, which no header has", ADMIN_KEY)
     Limits.load(environ)
     named = environ.get("VLLM_PLUGINS")

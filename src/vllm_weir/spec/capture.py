@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.compress import Compression
-from vllm_weir.spec.hooks import Site, layers_of, normalise_hook, split_transformer_lens
+from vllm_weir.spec.hooks import layers_of, normalise_hook, split_transformer_lens
 from vllm_weir.spec.positions import MAX_LIST, Positions
 from vllm_weir.spec.sinks import MEMORY, Sink, parse_keep
 from vllm_weir.spec.vectors import Vector
@@ -60,11 +60,8 @@ class Capture:
 
     def __post_init__(self) -> None:
         at = self.path
-        named = split_transformer_lens(self.hook)
-        layers = parse_layers(self.layers, f"{at}.layers")
-        if named is not None:
-            layers = one_block(named, layers, f"{at}.layers")
-        object.__setattr__(self, "hook", named.hook if named else normalise_hook(self.hook, f"{at}.hook"))
+        hook, layers = parse_place(self.hook, self.layers, at)
+        object.__setattr__(self, "hook", hook)
         object.__setattr__(self, "layers", layers)
         object.__setattr__(self, "positions", Positions.parse(self.positions, f"{at}.positions"))
         if not isinstance(self.before, bool):
@@ -151,11 +148,14 @@ def parse_layers(layers: object, field: str) -> Literal["all"] | tuple[int, ...]
     return tuple(sorted(set(values.numbers)))
 
 
-def one_block(named: Site, layers: Literal["all"] | tuple[int, ...], field: str) -> tuple[int, ...]:
-    """The block that a name like ``blocks.7.hook_resid_post`` says; `layers` may say no other."""
-    if layers not in ("all", (named.layer,)):
-        raise WeirError(f"the hook's name says block {named.layer} already; leave layers out", field)
-    return (named.layer,)
+def parse_place(hook: str, layers: object, path: str) -> tuple[str, Literal["all"] | tuple[int, ...]]:
+    """(hook point, layers); of a name like ``blocks.7.hook_resid_post``, which says its block, `layers` is no other."""
+    named, parsed = split_transformer_lens(hook), parse_layers(layers, f"{path}.layers")
+    if named is None:
+        return normalise_hook(hook, f"{path}.hook"), parsed
+    if parsed not in ("all", (named.layer,)):
+        raise WeirError(f"the hook's name says block {named.layer} already; leave layers out", f"{path}.layers")
+    return named.hook, (named.layer,)
 
 
 def parse_dtype(dtype: object, field: str) -> str | None:

@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.spec.capture import one_block, parse_layers
-from vllm_weir.spec.hooks import layers_of, normalise_hook, split_transformer_lens
+from vllm_weir.spec.capture import parse_place
+from vllm_weir.spec.hooks import layers_of
 from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.vectors import Vector, digest_of, number
 
@@ -90,11 +90,8 @@ class Intervention:
 
     def __post_init__(self) -> None:
         at = self.path
-        named = split_transformer_lens(self.hook)
-        layers = parse_layers(self.layers, f"{at}.layers")
-        if named is not None:
-            layers = one_block(named, layers, f"{at}.layers")
-        object.__setattr__(self, "hook", named.hook if named else normalise_hook(self.hook, f"{at}.hook"))
+        hook, layers = parse_place(self.hook, self.layers, at)
+        object.__setattr__(self, "hook", hook)
         object.__setattr__(self, "layers", layers)
         object.__setattr__(self, "positions", Positions.parse(self.positions, f"{at}.positions"))
         for name, ndim in self.vectors.items():

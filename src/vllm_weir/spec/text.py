@@ -1,4 +1,4 @@
-"""JSON as text, from whoever may have written it."""
+"""Text from whoever may have written it: JSON, and what goes into a header of HTTP."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def loads(text: str | bytes, path: str) -> Any:
         raise
     except (ValueError, RecursionError) as e:  # of which UnicodeDecodeError is one
         raise WeirError(f"not valid JSON ({type(e).__name__}: {str(e)[:80]})", path) from None
+
+
+def fits_header(text: str) -> bool:
+    """Whether a header carries it as it is: one line, without blanks around it."""
+    return text == text.strip() and not any(c < " " or c == "\x7f" for c in text)
 
 
 def _once(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
