@@ -65,18 +65,18 @@ def test_the_batched_call_is_told_all_pieces(monkeypatch):
 
 def test_rows_with_gaps(driver):
     source, target = np.arange(24, dtype=np.uint8), np.zeros(60, np.uint8)
-    dma.copy_rows(target.ctypes.data, 15, source.ctypes.data, 6, 4, 9)
+    dma.copy_run(target.ctypes.data, 15, source.ctypes.data, 6, 5, 4, 9)
     assert driver.calls == [(2, 1, 9)]
     for k in range(4):
-        assert target[15 * k : 15 * k + 6].tolist() == source[6 * k : 6 * k + 6].tolist()
-        assert not target[15 * k + 6 : 15 * k + 15].any()
+        assert target[15 * k : 15 * k + 5].tolist() == source[6 * k : 6 * k + 5].tolist()
+        assert not target[15 * k + 5 : 15 * k + 15].any()
 
 
 def test_a_refused_copy_is_an_error(driver):
     driver.code = 1
     row = np.zeros(8, np.uint8)
     with pytest.raises(RuntimeError, match="error 1"):
-        dma.copy_rows(row.ctypes.data, 4, row.ctypes.data, 4, 1, 0)
+        dma.copy_run(row.ctypes.data, 4, row.ctypes.data, 4, 4, 1, 0)
     with pytest.raises(RuntimeError, match="error 1"):
         dma.copy_pieces(*[np.array([row.ctypes.data])] * 2, np.array([1]), 0)
 
@@ -90,10 +90,10 @@ def test_runs_without_the_batched_call(driver, monkeypatch):
     monkeypatch.setattr(dma, "_batch_of_runs", lambda: None)
     source, target = np.arange(24, dtype=np.uint8), np.zeros(60, np.uint8)
     to, at = target.ctypes.data + np.array([0, 40]), source.ctypes.data + np.array([0, 12])
-    dma.copy_runs(to, np.array([10, 6]), at, 6, np.array([2, 1]), 9)
+    dma.copy_runs(to, np.array([10, 6]), at, 6, np.array([6, 4]), np.array([2, 1]), 9)
     assert driver.calls == [(2, 1, 9)] * 2
     wanted = np.zeros(60, np.uint8)
-    wanted[0:6], wanted[10:16], wanted[40:46] = range(6), range(6, 12), range(12, 18)
+    wanted[0:6], wanted[10:16], wanted[40:44] = range(6), range(6, 12), range(12, 16)
     assert target.tolist() == wanted.tolist()
 
 
@@ -106,12 +106,14 @@ def test_the_batched_call_is_told_all_runs(monkeypatch):
         return 0
 
     monkeypatch.setattr(dma, "_batch_of_runs", lambda: batch)
-    dma.copy_runs(np.array([100, 200]), np.array([64, 32]), np.array([1, 2]), 16, np.array([3, 4]), 5)
+    one, two = np.array([100, 64, 1, 16, 3]), np.array([200, 32, 2, 8, 4])
+    targets, pitches, sources, widths, counts = np.stack([one, two], 1)
+    dma.copy_runs(targets, pitches, sources, 24, widths, counts, 5)
     assert told == [
         (0, 5),
-        ((1, 0, 1, 16, 3, 0), (1, 0, 100, 64, 3, 0), 16, 3, 1, 1, 1),
-        ((1, 0, 2, 16, 4, 0), (1, 0, 200, 32, 4, 0), 16, 4, 1, 1, 1),
+        ((1, 0, 1, 24, 3, 0), (1, 0, 100, 64, 3, 0), 16, 3, 1, 1, 1),
+        ((1, 0, 2, 24, 4, 0), (1, 0, 200, 32, 4, 0), 8, 4, 1, 1, 1),
     ]
     monkeypatch.setattr(dma, "_batch_of_runs", lambda: lambda *_: 1)
     with pytest.raises(RuntimeError, match="error 1"):
-        dma.copy_runs(np.array([100]), np.array([64]), np.array([1]), 16, np.array([3]), 5)
+        dma.copy_runs(targets, pitches, sources, 24, widths, counts, 5)

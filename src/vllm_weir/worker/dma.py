@@ -131,45 +131,53 @@ def copy_pieces(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, str
 
 
 def copy_runs(
-    targets: np.ndarray, pitches: np.ndarray, sources: np.ndarray, row_bytes: int, counts: np.ndarray, stream: int
+    targets: np.ndarray,
+    target_pitches: np.ndarray,
+    sources: np.ndarray,
+    source_pitch: int,
+    widths: np.ndarray,
+    counts: np.ndarray,
+    stream: int,
 ) -> None:
-    """Copy runs of rows that follow each other on the device to the host, where there are gaps between them.
+    """Copy runs of pieces of memory from the device to the host, where there are gaps between them.
 
     Args:
-        targets, sources: addresses, int64 [n]; every run's targets lie in one pinned range.
-        pitches: bytes from one row of a run to the next on the host, int64 [n], at least `row_bytes`.
-        row_bytes: bytes of a row.
-        counts: rows of each run, int64 [n], all positive.
+        targets, sources: addresses of the first pieces, int64 [n]; every run's targets lie in one pinned range.
+        target_pitches: bytes from one piece of a run to the next on the host, int64 [n], at least its width.
+        source_pitch: the same on the device, of all runs.
+        widths: bytes of a piece, int64 [n].
+        counts: pieces of each run, int64 [n], all positive.
         stream: handle of a stream that is not the default one.
     """
     batch = _batch_of_runs()
     if batch is None:
-        for target, pitch, source, count in zip(
-            targets.tolist(), pitches.tolist(), sources.tolist(), counts.tolist(), strict=True
-        ):
-            copy_rows(target, pitch, source, row_bytes, count, stream)
+        every = np.stack([targets, target_pitches, sources, widths, counts], 1)
+        for target, target_pitch, source, width, count in every.tolist():
+            copy_run(target, target_pitch, source, source_pitch, width, count, stream)
         return
     runs = np.zeros(len(targets), _RUN)
-    for side, addresses, pitch in (("source", sources, row_bytes), ("target", targets, pitches)):
+    for side, addresses, pitch in (("source", sources, source_pitch), ("target", targets, target_pitches)):
         operand = runs[side]
         operand["type"], operand["address"], operand["pitch"], operand["rows"] = _ADDRESS, addresses, pitch, counts
-    runs["width"], runs["height"], runs["depth"] = row_bytes, counts, 1
+    runs["width"], runs["height"], runs["depth"] = widths, counts, 1
     runs["order"], runs["flags"] = _IN_STREAM_ORDER, _BESIDE_KERNELS
     failed = ctypes.c_size_t(0)
     _check(batch(len(runs), runs.ctypes.data, ctypes.addressof(failed), 0, stream))
 
 
-def copy_rows(target: int, target_pitch: int, source: int, row_bytes: int, rows: int, stream: int) -> None:
-    """Copy `rows` rows that follow each other on the device to host addresses `target_pitch` bytes apart."""
+def copy_run(
+    target: int, target_pitch: int, source: int, source_pitch: int, width: int, count: int, stream: int
+) -> None:
+    """Copy one run; arguments as of `copy_runs`."""
     job = _Memcpy2D(
         source_type=_DEVICE,
         source_device=source,
-        source_pitch=row_bytes,
+        source_pitch=source_pitch,
         target_type=_HOST,
         target_host=target,
         target_pitch=target_pitch,
-        width=row_bytes,
-        height=rows,
+        width=width,
+        height=count,
     )
     _check(_driver().cuMemcpy2DAsync_v2(ctypes.byref(job), ctypes.c_void_p(stream)))
 

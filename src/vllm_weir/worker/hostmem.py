@@ -74,18 +74,25 @@ class HostBuffer:
         return _split(pieces, self._block)
 
     def split_runs(self, runs: np.ndarray) -> np.ndarray:
-        """As `split`, of runs (source row, row here, rows here from one to the next, rows)."""
-        _, places, widths, counts = runs.T
-        first, last = places // self._block_rows, (places + (counts - 1) * widths) // self._block_rows
+        """As `split`, of runs (lane, row here, rows here from one lane to the next, lanes, rows of each lane); what
+        comes back has the first of the lane's rows that a part starts with after the lane: int64 [n, 6]."""
+        _, places, steps, counts, widths = runs.T
+        size = self._block_rows
+        first, last = places // size, (places + (counts - 1) * steps + widths - 1) // size
         if (first == last).all():
-            return runs
+            return np.insert(runs, 1, 0, axis=1)
         parts = []
-        for source, place, width, count in runs.tolist():
+        for lane, place, step, count, width in runs.tolist():
             while count:
-                edge = (place // self._block_rows + 1) * self._block_rows
-                n = min(count, -(-(edge - place) // width))
-                parts.append((source, place, width, n))
-                source, place, count = source + n, place + n * width, count - n
+                edge = (place // size + 1) * size
+                n = min(count, max(0, (edge - place - width) // step + 1)) if place + width <= edge else 0
+                if n:
+                    parts.append((lane, 0, place, step, n, width))
+                else:  # the edge goes through a lane's rows
+                    parts.append((lane, 0, place, step, 1, edge - place))
+                    parts.append((lane, edge - place, edge, step, 1, place + width - edge))
+                    n = 1
+                lane, place, count = lane + n, place + n * step, count - n
         return np.array(parts, np.int64)
 
     def close(self) -> None:

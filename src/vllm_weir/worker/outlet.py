@@ -84,16 +84,17 @@ class CudaOutlet:
         source = packet.records.data_ptr()
         copy_pieces(self._target + parts[:, 1], source + parts[:, 0], parts[:, 2], self.stream.cuda_stream)
 
-    def send_columns(self, start: int, runs: np.ndarray) -> None:
-        """Copy runs, int64 [m, 4] of ring row (counted from `start`), arena row, arena rows from one row of the run to
-        the next, rows."""
-        rows, places, widths, counts = self._host.split_runs(runs).T
+    def send_runs(self, start: int, stride: int, runs: np.ndarray) -> None:
+        """Copy runs, int64 [m, 5] of lane, arena row, arena rows from one lane to the next, lanes, rows of each; lane 0
+        starts at ring row `start`, and each is `stride` rows."""
+        lanes, firsts, places, steps, counts, widths = self._host.split_runs(runs).T
         size = self._row_bytes
         copy_runs(
             self._target + places * size,
+            steps * size,
+            self._source + (start + lanes * stride + firsts) * size,
+            stride * size,
             widths * size,
-            self._source + (start + rows) * size,
-            size,
             counts,
             self.stream.cuda_stream,
         )

@@ -1,4 +1,4 @@
-"""Packs: rows of a streamed step that are sent compressed, gathered on the device column by column."""
+"""Packs: rows of a streamed step that are sent compressed, gathered on the device band by band."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Pack:
         codec: how their rows are compressed.
         profile: what is recorded of them.
         columns: rows of a token.
-        lanes: int64 [n], ascending, where each token's row stands in a column's part of the ring.
+        lanes: int64 [n], ascending, where each token's rows stand in a band's part of the ring.
         places: int64 [n], byte of the arena at which each token's records start.
         device: the ring's.
     """
@@ -43,8 +43,11 @@ class Pack:
             self._lanes = index.to(device, non_blocking=True)
 
     def take(self, rows: torch.Tensor, place: int) -> None:
-        """Compress a column's rows, [lanes, d_model]; `place`: which of its tokens' columns it is."""
-        self._records[:, place] = self._codec.encode(rows[self._lanes])
+        """Compress a band's rows, [lanes, columns, d_model]; `place`: which of its tokens' columns the first one is."""
+        some = rows[self._lanes]
+        tokens, columns, width = some.shape
+        records = self._codec.encode(some.reshape(-1, width)).view(tokens, columns, -1)
+        self._records[:, place : place + columns] = records
 
     def packet(self) -> Packet:
         """All columns' records."""

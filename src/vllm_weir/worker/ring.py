@@ -38,6 +38,10 @@ class Ring:
         self._cursor += rows
         return start
 
+    def rewind(self) -> None:
+        """The next piece is the ring's first: of pieces of one size from here on, as many as fit do not overlap."""
+        self._cursor = 0
+
     def claim(self, start: int, rows: int) -> None:
         """Let the current stream wait until nothing in the piece is still to be copied out."""
         last = max((k for k, (a, b, _) in enumerate(self._leaving) if a < start + rows and start < b), default=-1)

@@ -249,7 +249,7 @@ class Station:
             profiles.changed = False
         if streamer is not None:
             streamer.begin(plan, profiles.columns_of)
-            plan = plan.in_lanes()
+            plan = plan.in_lanes(streamer.stride)
         self.switch.launch = None if streamer is None else streamer.tap
         self._writer.write(plan, start, input_ids)
 

@@ -90,11 +90,11 @@ class StepPlan:
         width = int(self.jobs[0, 2]) if len(self.jobs) else 0
         return width if (self.jobs[:, 2] == width).all() else 0
 
-    def in_lanes(self) -> StepPlan:
-        """The same with the n-th captured token in slot n."""
+    def in_lanes(self, stride: int) -> StepPlan:
+        """The same with the n-th captured token in slot n times `stride`."""
         slots = self.slots.copy()
         # A token of a request that failed while it was planned is still among `tokens`, without a profile.
-        slots[self.tokens] = np.where(self.profiles[self.tokens] >= 0, np.arange(len(self.tokens)), -1)
+        slots[self.tokens] = np.where(self.profiles[self.tokens] >= 0, np.arange(len(self.tokens)) * stride, -1)
         known = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return StepPlan(**known | {"slots": slots})
 

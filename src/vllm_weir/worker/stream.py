@@ -1,12 +1,13 @@
-"""Streaming: rows of a large step leave the ring tap by tap, while the model goes on.
+"""Streaming: rows of a large step leave the ring while the model goes on, a few taps at a time.
 
-A step that runs without a CUDA graph calls the taps' op from Python, so each tap's rows can be sent on their way (or
-compressed) as soon as they are written, and the ring holds the rows of a few taps instead of those of the whole step.
+A step that runs without a CUDA graph calls the taps' op from Python, so rows can be sent on their way (or compressed)
+as soon as they are written, and the ring holds the rows of a few taps instead of those of the whole step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,24 +22,36 @@ from vllm_weir.worker.step import StepPlan
 from vllm_weir.worker.tap_triton import launch
 
 ROWS_IN_A_RUN = 2
-"""From this many rows on, those of one column are copied as one piece with gaps."""
+"""From this many rows on, those of one band are copied as one piece with gaps."""
+WORTH_A_PIECE = 64
+"""Rows that a piece should have: the copy engine needs as long for the start of one as for some ten rows (H200: 24 GB/s
+with 16 rows a piece, 39 with 64, 47 with 1024)."""
+WIDEST = 8
+"""Columns of a band at most: the last band's rows leave when the model is done."""
+PACKED_TOGETHER = 4
+"""Columns of a band where rows are compressed: so many products become one."""
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of the step: where its part of the ring starts, and what becomes of it.
+@dataclass
+class Band:
+    """Columns that are sent together: a token's rows of them stand side by side in the ring and in the arena.
 
     Attributes:
         start: ring row of lane 0.
-        runs: int64 [n, 4] of lane, arena row, arena rows from one token to the next, tokens.
-        rest: int64 [n, 3] of lane, arena row, 1: tokens that stand alone.
-        packs: tokens that are sent compressed, with the column's place among theirs.
+        columns: how many.
+        waiting: taps that have yet to write their rows.
+        runs: int64 [n, 5] of lane, arena row, arena rows from one token to the next, tokens, columns.
+        rest: int64 [n, 3] of lane, arena row, columns: tokens that stand alone.
+        packs: tokens that are sent compressed, with the first column's place among theirs.
     """
 
     start: int
+    columns: int
+    waiting: set[int]
     runs: np.ndarray
     rest: np.ndarray
     packs: list[tuple[Pack, int]]
+    claimed: bool = False
 
 
 class Streamer:
@@ -49,6 +62,9 @@ class Streamer:
         ranks: int32 [profiles, columns] on the device; only its shape is used.
         taps: address of each tap's number on the device -> the number.
         codecs: how rows are compressed, by number.
+
+    Attributes:
+        stride: ring rows from one lane of the step to the next.
     """
 
     def __init__(
@@ -56,70 +72,159 @@ class Streamer:
     ) -> None:
         self._ring, self._outlet, self._taps, self._codecs = ring, outlet, taps, codecs
         self._regions = torch.full_like(ranks, -1)
-        self._columns: dict[int, list[Column]] = {}
+        self._bands: dict[int, list[Band]] = {}
         self._packs: list[Pack] = []
         self._lanes = 0
+        self.stride = 1
+        self._order: tuple[int, ...] = ()
+        """Taps in the order in which the model came to them in the last streamed step."""
+        self._met: list[int] = []
+        self._fault = ""
 
     def begin(self, plan: StepPlan, columns_of: Mapping[int, tuple[int, ...]]) -> None:
-        """Lay the step out: every captured token has a lane, every column a region of that many rows."""
-        self._lanes = len(plan.tokens)
+        """Lay the step out: every captured token has a lane, every band a region with `stride` rows of each."""
+        self._lanes, self._met, self._fault = len(plan.tokens), [], ""
         profiles = plan.profiles[plan.tokens]
-        used = np.unique(profiles[profiles >= 0]).tolist()
-        starts = {c: self._ring.take(self._lanes) for c in sorted({c for p in used for c in columns_of[p]})}
-        regions = np.full((len(used), self._regions.shape[1]), -1, np.int32)
-        for k, profile in enumerate(used):
-            regions[k, list(columns_of[profile])] = [starts[c] for c in columns_of[profile]]
+        members = {p: columns_of[p] for p in np.unique(profiles[profiles >= 0]).tolist()}
         device = self._regions.device
-        self._regions[torch.tensor(used, device=device)] = torch.from_numpy(regions).to(device)
         with torch.cuda.stream(self._outlet.stream):
             self._packs = packs_of(plan, self._codecs, device)
         pieces = Pieces(plan)
-        self._columns = {}
-        for column, start in starts.items():
-            places = {p: columns_of[p].index(column) for p in used if column in columns_of[p]}
+        wanted = max(pieces.columns_worth_a_piece, PACKED_TOGETHER if self._packs else 1)
+        self.stride, banded = layout(members, self._order, self._lanes, self._ring.capacity, wanted)
+        self._ring.rewind()
+        used = sorted(members)
+        regions = np.full((len(used), self._regions.shape[1]), -1, np.int32)
+        self._bands = {}
+        for columns in banded:
+            start = self._ring.take(self._lanes * self.stride)
+            places = {p: members[p].index(columns[0]) for p in used if columns[0] in members[p]}
+            for p in places:
+                regions[used.index(p), list(columns)] = np.arange(start, start + len(columns))
             packs = [(pack, places[pack.profile]) for pack in self._packs if pack.profile in places]
-            self._columns.setdefault(column // STAGES, []).append(Column(start, *pieces.of(places), packs))
+            taps = {column // STAGES for column in columns}
+            band = Band(start, len(columns), set(taps), *pieces.of(places, len(columns)), packs)
+            for tap in taps:
+                self._bands.setdefault(tap, []).append(band)
+        self._regions[torch.tensor(used, device=device)] = torch.from_numpy(regions).to(device)
 
     def tap(self, hidden, other, tap, plan, _ranks, ring, *tables) -> None:
         """Stands in for the tap's launch during the step."""
-        columns = self._columns.get(self._taps[tap.data_ptr()], [])
-        for column in columns:
-            self._ring.claim(column.start, self._lanes)
+        number = self._taps[tap.data_ptr()]
+        self._met.append(number)
+        bands = self._bands.get(number, [])
+        for band in bands:
+            self._claim(band)
         launch(hidden, other, tap, plan, self._regions, ring, *tables)
-        if not columns:
+        for band in bands:
+            band.waiting.discard(number)
+        self._send([band for band in bands if not band.waiting])
+
+    def _claim(self, band: Band) -> None:
+        if band.claimed:
+            return
+        end = band.start + self._lanes * self.stride
+        for other in itertools.chain.from_iterable(self._bands.values()):
+            if other.claimed and other.waiting and other.start < end and band.start < other.start + end - band.start:
+                self._fault = "the model came to its taps in another order than before"
+        self._ring.claim(band.start, end - band.start)
+        band.claimed = True
+
+    def _send(self, bands: Sequence[Band]) -> None:
+        """Let rows that are complete leave."""
+        if not bands:
             return
         written, copied = torch.cuda.Event(), torch.cuda.Event()
         written.record()
-        self._outlet.stream.wait_event(written)
-        for column in columns:
-            self._send(column)
-        copied.record(self._outlet.stream)
-        for column in columns:
-            self._ring.leaves(column.start, self._lanes, copied)
-
-    def _send(self, column: Column) -> None:
-        if len(column.runs):
-            self._outlet.send_columns(column.start, column.runs)
-        if len(column.rest):
-            self._outlet.send(column.rest + np.array((column.start, 0, 0)))
-        if column.packs:
-            rows = self._ring.buffer[column.start : column.start + self._lanes]
-            with torch.cuda.stream(self._outlet.stream):
-                for pack, place in column.packs:
-                    pack.take(rows, place)
+        stream, stride = self._outlet.stream, self.stride
+        stream.wait_event(written)
+        for band in bands:
+            if len(band.runs):
+                self._outlet.send_runs(band.start, stride, band.runs)
+            if len(band.rest):
+                self._outlet.send(band.rest * (stride, 1, 1) + (band.start, 0, 0))
+            if band.packs:
+                rows = self._ring.buffer[band.start : band.start + self._lanes * stride]
+                with torch.cuda.stream(stream):
+                    for pack, place in band.packs:
+                        pack.take(rows.view(self._lanes, stride, -1)[:, : band.columns], place)
+        copied.record(stream)
+        for band in bands:
+            self._ring.leaves(band.start, self._lanes * stride, copied)
 
     def end(self) -> Callable[[], None]:
-        """What to call to wait until all rows have arrived."""
+        """What to call to wait until all rows have arrived; it raises RuntimeError if they cannot be vouched for."""
+        unmet = {tap for tap, bands in self._bands.items() if any(tap in band.waiting for band in bands)}
+        fault = self._fault or (f"the model did not come to its taps {sorted(unmet)}" if unmet else "")
+        self._order, self._bands = tuple(self._met), {}
         for pack in self._packs:
             self._outlet.send_packet(pack.packet())
         self._packs = []
         copied = torch.cuda.Event()
         copied.record(self._outlet.stream)
-        return copied.synchronize
+
+        def arrived() -> None:
+            copied.synchronize()
+            if fault:
+                raise RuntimeError(f"{fault}: rows of this step are lost")
+
+        return arrived
+
+
+def layout(
+    members: Mapping[int, tuple[int, ...]], order: Sequence[int], lanes: int, capacity: int, wanted: int
+) -> tuple[int, list[tuple[int, ...]]]:
+    """How a step's columns share the ring: columns of the widest band, and the bands in the order of their taps.
+
+    Two bands have room at a time, so that one leaves while the next is written, and all that one tap writes has.
+
+    Args:
+        members: profile -> its columns.
+        order: taps in the order in which the model comes to them; what it does not tell of stands alone.
+        lanes: captured tokens.
+        capacity: rows of the ring.
+        wanted: columns that would be best.
+    """
+    width = min(1 << (wanted - 1).bit_length(), WIDEST)
+    while True:
+        bands = bands_of(members, order, width)
+        widest = max(map(len, bands), default=1)
+        if widest == 1 or max(2, _most_at_once(bands)) * widest * lanes <= capacity:
+            return widest, bands
+        width //= 2
+
+
+def bands_of(members: Mapping[int, tuple[int, ...]], order: Sequence[int], width: int) -> list[tuple[int, ...]]:
+    """Columns in bands of up to `width`: side by side in every profile that has one of them."""
+    turn = {tap: k for k, tap in enumerate(order)}
+    every = {column for columns in members.values() for column in columns}
+    bands: list[tuple[int, ...]] = []
+    for column in sorted(every, key=lambda c: (turn.get(c // STAGES, len(turn)), c)):
+        last = bands[-1] if bands else ()
+        if last and len(last) < width and column // STAGES in turn and _follows(column, last, members.values()):
+            bands[-1] = (*last, column)
+        else:
+            bands.append((column,))
+    return bands
+
+
+def _follows(column: int, band: tuple[int, ...], members: Iterable[tuple[int, ...]]) -> bool:
+    for columns in members:
+        if (column in columns) != (band[0] in columns):
+            return False
+        if column in columns and columns.index(column) != columns.index(band[-1]) + 1:
+            return False
+    return True
+
+
+def _most_at_once(bands: Iterable[tuple[int, ...]]) -> int:
+    """Bands that one tap writes, at most."""
+    taps = [tap for band in bands for tap in {column // STAGES for column in band}]
+    return max(map(taps.count, taps), default=0)
 
 
 class Pieces:
-    """What is sent of a step as it is, column by column."""
+    """What is sent of a step as it is, band by band."""
 
     def __init__(self, plan: StepPlan) -> None:
         sent = plan.jobs[:, 2] > 0
@@ -134,8 +239,15 @@ class Pieces:
         for k, (a, b) in enumerate(self._runs.tolist()):
             self._in_run[a:b] = k
 
-    def of(self, places: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """Runs and rest of a column, as in `Column`; `places`: profile -> the column's place in it."""
+    @property
+    def columns_worth_a_piece(self) -> int:
+        """Columns that a band should have for what is sent to be of a good size."""
+        tokens, in_runs = int((self._lanes >= 0).sum()), int((self._in_run >= 0).sum())
+        pieces = len(self._runs) + tokens - in_runs
+        return -(-WORTH_A_PIECE * pieces // tokens) if tokens else 1
+
+    def of(self, places: Mapping[int, int], columns: int) -> tuple[np.ndarray, np.ndarray]:
+        """Runs and rest of a band, as in `Band`; `places`: profile -> the first column's place in it."""
         place = np.full(len(self._jobs), -1, np.int64)
         for profile, k in places.items():
             place[self._profiles == profile] = k
@@ -143,8 +255,8 @@ class Pieces:
         some = place[first] >= 0
         first, count = first[some], (self._runs[:, 1] - self._runs[:, 0])[some]
         jobs = self._jobs[first]
-        runs = np.stack([self._lanes[first], jobs[:, 1] + place[first], jobs[:, 2], count], 1)
+        side_by_side = np.full(len(first), columns)
+        runs = np.stack([self._lanes[first], jobs[:, 1] + place[first], jobs[:, 2], count, side_by_side], 1)
         alone = np.flatnonzero((place >= 0) & (self._in_run < 0))
-        return runs, np.stack(
-            [self._lanes[alone], self._jobs[alone, 1] + place[alone], np.ones(len(alone), np.int64)], 1
-        )
+        rest = [self._lanes[alone], self._jobs[alone, 1] + place[alone], np.full(len(alone), columns)]
+        return runs, np.stack(rest, 1)
