@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 from tests.unit.test_planner import COLUMNS, LAYERS, spec_of, step
 from tests.unit.wishes import sensible_captures
 from vllm_weir.spec.compress import Compression
+from vllm_weir.spec.hooks import Site
+from vllm_weir.spec.positions import Positions
+from vllm_weir.spec.request import ResolvedSpec, Wish
 from vllm_weir.spec.sizes import Sizes
 from vllm_weir.worker import stream
 from vllm_weir.worker.arena import Arena
@@ -175,6 +178,22 @@ def test_columns_leave_side_by_side_once_the_order_of_the_taps_is_known(monkeypa
     narrow.step(step(planner, [("r", 3, 18)]), planner, order[::2] + order[1::2])()
     with pytest.raises(RuntimeError, match="did not come to its taps"):
         model.step(step(planner, [("r", 3, 21)]), planner, order[:-1])()
+
+
+def test_the_stages_of_one_tap_share_no_rows_of_the_ring(monkeypatch):
+    """A ring of a little more than three regions, wherever the steps before have left off."""
+    places = ((Site("resid_post", 0), True), (Site("resid_post", 0), False), (Site("resid_pre", 1), False))
+    spec = ResolvedSpec(tuple(Wish(site, Positions.parse("all"), before) for site, before in places), None)
+    for used in range(22):
+        planner, codecs = planner_of(4000), Codecs(D, CPU)
+        planner.read("r", "a", spec, 6, None, 30, -1)
+        model = Model(22, codecs, 4000, monkeypatch)
+        model.ring.take(used)
+        plan = step(planner, [("r", 6, 0)])
+        expected = torch.full_like(model.host, 7)
+        whole(plan, planner, codecs, expected)
+        model.step(plan, planner, range(num_taps(LAYERS)))()
+        assert model.host.equal(expected)
 
 
 @given(
