@@ -133,6 +133,7 @@ def phases(began: float, returned: float, done: float, events: list[tuple[str, f
         "last step issued after": last - began,
         "generate returned after": returned - began,
         "hand-out": done - returned,
+        "  of it: the first output": next((b - returned for a, b in by_part["caller: hand-out"]), 0.0),
         "whole call": done - began,
         "a steady step": statistics.median(gaps) if gaps else 0.0,
         "mean steady step": statistics.fmean(gaps) if gaps else 0.0,

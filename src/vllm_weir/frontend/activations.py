@@ -79,7 +79,7 @@ class Packed:
     """
 
     header: dict[str, Any]
-    records: dict[Site, torch.Tensor]
+    records: Mapping[Site, torch.Tensor]
     dtypes: dict[Site, torch.dtype]
 
     def decode(self, site: Site) -> torch.Tensor:

@@ -211,7 +211,7 @@ class View:
             dtypes = {site: DTYPES[dtype] for site, dtype in part.dtypes.items()}
             header = part.spec.treatment.compression.header(self.d_model, part.dtype)
             return Activations({}, positions, ids, part.lens_layers, Packed(header, _joined(found), dtypes))
-        rows: Mapping[Site, torch.Tensor] = found[0] if len(found) == 1 else _joined(found)
+        rows = _joined(found)
         if recast := self._dtypes():
             rows = {**rows, **{site: rows[site].to(DTYPES[dtype]) for site, dtype in recast.items()}}
         return Activations(rows, positions, ids, part.lens_layers)
@@ -262,8 +262,8 @@ class View:
         return self.pending.take(sites, positions, self.timeout, kind, own)
 
 
-def _joined(parts: Sequence[Mapping[Site, torch.Tensor]]) -> dict[Site, torch.Tensor]:
-    return {site: rows for part in parts for site, rows in part.items()}
+def _joined(parts: Sequence[Mapping[Site, torch.Tensor]]) -> Mapping[Site, torch.Tensor]:
+    return parts[0] if len(parts) == 1 else {site: rows for part in parts for site, rows in part.items()}
 
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}

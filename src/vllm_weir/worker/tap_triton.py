@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from vllm_weir.spec import interventions as kinds
 from vllm_weir.worker import programs
@@ -66,39 +70,46 @@ def _tap(
     HAS_OTHER: tl.constexpr,
     STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     planned = token < plan_size
     slot = tl.load(plan + token * 3, mask=planned, other=-1).to(tl.int64)
     program = tl.load(plan + token * 3 + 2, mask=planned, other=-1).to(tl.int64)
-    if (slot >= 0) | (program >= 0):
-        site = tl.load(tap).to(tl.int64)
-        scale = tl.load(tap + 1).to(tl.float32, bitcast=True)
-        node = tl.load(heads + program * num_taps + site, mask=program >= 0, other=-1).to(tl.int64)
-        profile = tl.load(plan + token * 3 + 1, mask=slot >= 0, other=0).to(tl.int64)
-        at = ranks + profile * rank_width + site * STAGES
-        r0 = tl.load(at, mask=slot >= 0, other=-1)
-        r1 = tl.load(at + 1, mask=slot >= 0, other=-1)
-        r2 = tl.load(at + 2, mask=slot >= 0, other=-1)
-        if (node >= 0) | (r0 >= 0) | (r1 >= 0) | (r2 >= 0):
-            offsets = tl.arange(0, BLOCK)
-            inside = offsets < d_model
-            row = tl.load(hidden + token * hidden_stride + offsets, mask=inside, other=0.0)
-            if HAS_OTHER:
-                beside = tl.load(other + token * other_stride + offsets, mask=inside, other=0.0)
-                other_scale = tl.load(tap + 2).to(tl.float32, bitcast=True)
-                # As the model rounds: a sum is scaled, or terms of different scales are added.
-                both = (row.to(tl.float32) + beside.to(tl.float32)).to(row.dtype).to(tl.float32) * scale
-                one = (row.to(tl.float32) * scale).to(row.dtype).to(tl.float32)
-                terms = one + (beside.to(tl.float32) * other_scale).to(row.dtype).to(tl.float32)
-                row = tl.where(scale == other_scale, both, terms).to(row.dtype)
-            else:
-                row = (row.to(tl.float32) * scale).to(row.dtype)
-            tl.store(ring + (slot + r0) * d_model + offsets, row, mask=inside & (r0 >= 0))
-            steered = node >= 0
+    site = tl.load(tap).to(tl.int64)
+    scale = tl.load(tap + 1).to(tl.float32, bitcast=True)
+    node = tl.load(heads + program * num_taps + site, mask=program >= 0, other=-1).to(tl.int64)
+    profile = tl.load(plan + token * 3 + 1, mask=slot >= 0, other=0).to(tl.int64)
+    at = ranks + profile * rank_width + site * STAGES
+    r0 = tl.load(at, mask=slot >= 0, other=-1)
+    r1 = tl.load(at + 1, mask=slot >= 0, other=-1)
+    r2 = tl.load(at + 2, mask=slot >= 0, other=-1)
+    if AHEAD:
+        # Up to here only tables were read, which are complete before the kernel that this one follows starts. All
+        # programs wait, also those with nothing to do: what comes after the tap takes its end for that kernel's end.
+        gdc_wait()
+    if (node >= 0) | (r0 >= 0) | (r1 >= 0) | (r2 >= 0):
+        offsets = tl.arange(0, BLOCK)
+        inside = offsets < d_model
+        row = tl.load(hidden + token * hidden_stride + offsets, mask=inside, other=0.0)
+        if HAS_OTHER:
+            beside = tl.load(other + token * other_stride + offsets, mask=inside, other=0.0)
+            other_scale = tl.load(tap + 2).to(tl.float32, bitcast=True)
+            # As the model rounds: a sum is scaled, or terms of different scales are added.
+            both = (row.to(tl.float32) + beside.to(tl.float32)).to(row.dtype).to(tl.float32) * scale
+            one = (row.to(tl.float32) * scale).to(row.dtype).to(tl.float32)
+            terms = one + (beside.to(tl.float32) * other_scale).to(row.dtype).to(tl.float32)
+            row = tl.where(scale == other_scale, both, terms).to(row.dtype)
+        else:
+            row = (row.to(tl.float32) * scale).to(row.dtype)
+        tl.store(ring + (slot + r0) * d_model + offsets, row, mask=inside & (r0 >= 0))
+        if node < 0:
+            tl.store(ring + (slot + r1) * d_model + offsets, row, mask=inside & (r1 >= 0))
+            tl.store(ring + (slot + r2) * d_model + offsets, row, mask=inside & (r2 >= 0))
+        else:
             h = row.to(tl.float32)
             delta = tl.zeros_like(h)
-            flags = tl.load(ints + node * _INTS + 4, mask=node >= 0, other=0)
+            flags = tl.load(ints + node * _INTS + 4)
             while (node >= 0) & ((flags & _AFTER_POST) == 0):
                 delta += _term(node, h, ints, floats, vectors, d_model, offsets, inside)
                 if (flags & _LAST) != 0:
@@ -119,8 +130,8 @@ def _tap(
                 free = tl.load(tap + 3) == 0
                 written = tl.where(free, written, written - beside.to(tl.float32))
                 nothing = (h * 0.0).to(row.dtype)
-                tl.store(other + token * other_stride + offsets, nothing, mask=inside & steered & free)
-            tl.store(hidden + token * hidden_stride + offsets, written.to(row.dtype), mask=inside & steered)
+                tl.store(other + token * other_stride + offsets, nothing, mask=inside & free)
+            tl.store(hidden + token * hidden_stride + offsets, written.to(row.dtype), mask=inside)
 
 
 def launch(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors) -> None:
@@ -130,7 +141,7 @@ def launch(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors) 
         return
     if hidden.stride(1) != 1 or (other is not None and other.stride(1) != 1):
         raise ValueError("the tap needs rows that are contiguous in memory")
-    block = triton.next_power_of_2(d_model)
+    block, ahead = triton.next_power_of_2(d_model), _launched_ahead()
     _tap[(tokens,)](
         hidden,
         hidden if other is None else other,
@@ -151,5 +162,13 @@ def launch(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors) 
         HAS_OTHER=other is not None,
         STAGES=STAGES,
         BLOCK=block,
-        num_warps=4 if block <= 2048 else 8,
+        AHEAD=ahead,
+        num_warps=4 if block <= 2048 else 16,
+        **({"launch_pdl": True} if ahead else {}),
     )
+
+
+@functools.cache
+def _launched_ahead() -> bool:
+    """Whether a kernel may be launched before the one that it follows has ended (programmatic dependent launch)."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability() >= (9, 0)
