@@ -32,7 +32,7 @@ def test_runs_and_pieces(batched, monkeypatch):
         rows.fill_(7)
         sender = outlet.CudaOutlet(ring, host)
         edge = host._block_rows
-        runs = [(0, 10, 5, 7, 3), (7, 100, 32, 16, 1), (30, edge - 40, 33, 9, 4), (50, 300_000, 2, 5, 2)]
+        runs = [(0, 10, 5, 7, 3), (7, 100, 32, 16, 1), (30, edge - 40, 38, 9, 4), (50, 300_000, 2, 5, 2)]
         rest = np.array([(500, 9, 1), (501, 2000, 40), (600, edge - 3, 6)], np.int64)
         torch.cuda.synchronize()
         sender.send_runs(200, 4, np.array(runs, np.int64))
@@ -40,14 +40,13 @@ def test_runs_and_pieces(batched, monkeypatch):
         sender.stream.synchronize()
         wanted = torch.full_like(rows[: 2 * edge], 7)
         source = ring.buffer.cpu()
-        for lane, row, step, count, width in runs[:-1]:
+        for lane, row, step, count, width in runs:
             for k in range(count):
                 at = 200 + 4 * (lane + k)
                 wanted[row + k * step : row + k * step + width] = source[at : at + width]
         for slot, row, count in rest.tolist():
             wanted[row : row + count] = source[slot : slot + count]
         assert rows[: 2 * edge].equal(wanted)
-        far = source[400 + 4 * torch.arange(5)[:, None] + torch.arange(2)].flatten(0, 1)
-        assert rows[300_000:300_010].equal(far) and (rows[300_010:] == 7).all()
+        assert (rows[2 * edge :] == 7).all()
     finally:
         host.close()
