@@ -16,7 +16,7 @@ from tests.unit.test_delivery import LAYERS, Request, content
 from tests.unit.wishes import selectors
 from vllm_weir import Site, mail
 from vllm_weir.frontend.block import Block
-from vllm_weir.frontend.pending import Group, _covers
+from vllm_weir.frontend.pending import Group, Pending, _covers
 from vllm_weir.frontend.store import merged
 from vllm_weir.frontend.strips import spread
 from vllm_weir.frontend.tokens import Prompt, TokenIds, Tokens
@@ -167,6 +167,33 @@ def test_every_position_that_is_meant_must_have_been_steered(selector, P, G, cac
     assert _covers(steered, told[0]) == (not len(own))
     steered[own] = True
     assert _covers(steered, told[0]) and (not len(own) or not _covers(steered[: own[-1]], told[0]))
+
+
+def test_whoever_has_nothing_to_wait_for_is_not_made_to():
+    """An event loop concludes such a sequence itself; the store is asked, since marks may not have been read yet."""
+    asked = []
+
+    def wait(done, timeout):
+        asked.append(timeout)
+        pending.steered[0] = steered  # the store reads what has come
+        return done()
+
+    moves = [SimpleNamespace(per_position=False, positions=Positions.parse(p)) for p in ("prompt", "generated")]
+    admitted = SimpleNamespace(effective=moves, moves=[moves[0], None, moves[1]])
+    pending = Pending("r", admitted, [1, 2, 3], SimpleNamespace(wait=wait))
+    view = View(pending, None, Tokens(Prompt([1, 2, 3]), [4, 5]), 0, True, False, 0, None, 4, 9.0)
+    steered = np.array([True, True, False])
+    assert not view.concluded() and asked == [0.0], "position 2 has not been steered"
+    steered = np.ones(3, bool)
+    assert not view.concluded(), "nor has the generated one"
+    pending.steered[1] = np.ones(4, bool)
+    assert view.concluded()
+    view.tickets = [object()]
+    assert not view.concluded(), "a sink has rows to take"
+    view.tickets, pending.steered[1], pending.failure = (), np.zeros(4, bool), "lost"
+    assert view.concluded(), "it is known to have failed"
+    pending.failure, view.aborted = None, True
+    assert view.concluded()
 
 
 def test_rows_of_the_prompt_are_cut_before_anybody_asks():

@@ -104,6 +104,14 @@ class Pending:
             raise WeirError(f"intervention {move} was not confirmed at every position within {timeout:g} s")
         self.check()
 
+    def confirmed(self, positions: Sequence[np.ndarray | tuple[int, int]]) -> bool:
+        """Whether `await_steered` would not have to wait for any intervention, each at its `positions`."""
+
+        def done() -> bool:
+            return self.failure is not None or all(map(_covers, self.steered, positions))
+
+        return done() or self._store.wait(done, 0.0)
+
     def check(self) -> None:
         """Raise WeirError if the worker reported a failure."""
         if self.failure is not None:

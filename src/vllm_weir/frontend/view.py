@@ -92,6 +92,11 @@ class View:
             wanted = wanted[[k for k, term in enumerate(move.instructions[: len(wanted)]) if term.u]]
         return wanted
 
+    def _touched(self, move: Move) -> tuple[int, int] | np.ndarray:
+        """As `touched`; (first, end) if that is known to be all between them."""
+        span = None if move.per_position else self._span((move.positions,))
+        return self.touched(move) if span is None else span
+
     def verify(self) -> list[tuple[Move | None, int, int]]:
         """Of every intervention the positions that were changed, and those that were shared, as in `Receipt`; raises
         WeirError if that is not what was asked."""
@@ -103,14 +108,11 @@ class View:
             if move is None:
                 out.append((None, 0, 0))
                 continue
-            span = None if move.per_position else self._span((move.positions,))
-            if span is not None:
-                first, end = span
-                cached = min(max(self.cached_tokens - first, 0), end - first)
-                at: tuple[int, int] | np.ndarray = span
-                count = end - first
+            at = self._touched(move)
+            if isinstance(at, tuple):
+                first, end = at
+                cached, count = min(max(self.cached_tokens - first, 0), end - first), end - first
             else:
-                at = self.touched(move)
                 cached, count = int(np.searchsorted(at, self.cached_tokens)), len(at)
             if not self.aborted:
                 # Also where KV came from the cache: the worker knows who has left some there without being steered.
@@ -118,6 +120,15 @@ class View:
             number += 1
             out.append((move, count - cached, cached))
         return out
+
+    def concluded(self) -> bool:
+        """Whether `verify` and `settle` have nothing to wait for."""
+        if self.tickets:
+            return False
+        moves = [move for move in self.pending.admitted.moves if move is not None]
+        if self.aborted or not moves:
+            return True
+        return self.pending.confirmed([self._touched(move) for move in moves])
 
     def receipt(self) -> Receipt:
         """What was done for this sequence up to this output; waits for its sinks as `settle` does."""

@@ -210,7 +210,12 @@ def async_llm_generate(original, _status):
             for completion in output.outputs:
                 view = getattr(completion, _VIEW, None)
                 if view is not None and completion.finish_reason is not None:
-                    await asyncio.to_thread(_conclude, view, None if desk is None else desk.observer)
+                    observer = None if desk is None else desk.observer
+                    # The worker's word comes before the last token, as a rule; who counts dropped rows waits for rows.
+                    if view.concluded() and (desk is None or desk.settings.overflow == "wait"):
+                        _conclude(view, observer)
+                    else:
+                        await asyncio.to_thread(_conclude, view, observer)
             yield output
 
     def wrapper(self, *args, **kwargs):

@@ -69,7 +69,7 @@ class Meter:
         self._errors.labels(self._model, FAILED).inc()
 
     def finished(self, view: View) -> None:
-        """A sequence has finished, all that it was promised being true. May compute; not for the event loop."""
+        """A sequence has finished, all that it was promised being true. Where rows may be dropped it waits for them."""
         rows = size = 0
         for part in view.pending.admitted.parts:
             own = replace(view, part=part, start=0, _made=None)
