@@ -24,8 +24,9 @@ class CpuOutlet:
     """Copies at once."""
 
     def __init__(self, ring: Ring, host: HostBuffer) -> None:
-        self._ring, self._bytes = ring.buffer, host.bytes
-        self._rows = host.view(ring.buffer.shape[1], ring.buffer.dtype)
+        self._bytes = host.bytes.numpy()
+        self._rows = self._bytes.reshape(host.rows, host.row_bytes)
+        self._ring = ring.buffer.view(torch.uint8).numpy()
 
     def ship(self, plan: StepPlan, start: int, treat: Treat) -> Callable[[], None]:
         """Move what the step has written from ring row `start` on; returns what to call to wait for its arrival.
@@ -33,7 +34,7 @@ class CpuOutlet:
         `treat` is called first, where what it does comes after the rows were written; what it returns is moved too.
         """
         for packet in treat():
-            records = packet.records.view(-1)
+            records = packet.records.view(-1).numpy()
             for source, target, size in packet.pieces.tolist():
                 self._bytes[target : target + size] = records[source : source + size]
         for slot, row, rows in plan.segments.tolist():
