@@ -78,7 +78,7 @@ class StepBudget:
     Args:
         ring_rows: rows that the ring holds.
         host_rows: rows that one step may take of the host buffer.
-        streams_above: steps of more tokens than this leave the ring tap by tap; None if none do.
+        streams_above: steps of more tokens than this leave the ring band by band; None if none do.
     """
 
     def __init__(self, ring_rows: int, host_rows: int, streams_above: int | None = None) -> None:
