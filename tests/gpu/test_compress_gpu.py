@@ -69,7 +69,7 @@ def test_records_are_those_of_the_rows(directory, graphs, how):
 
 
 @pytest.mark.parametrize("how", ["full8", "topk8", {"method": "rp8", "k": 64}], ids=str)
-def test_prompts_that_leave_the_ring_tap_by_tap(directory, how, monkeypatch):
+def test_prompts_that_leave_the_ring_band_by_band(directory, how, monkeypatch):
     """Steps that do not fit the ring: plain rows are those of transformers, records those of the plain rows."""
     from vllm import SamplingParams
 
@@ -79,12 +79,12 @@ def test_prompts_that_leave_the_ring_tap_by_tap(directory, how, monkeypatch):
     begin, streamed = Streamer.begin, []
 
     def counting(self, plan, columns_of):
-        streamed.append((plan.rows, len(plan.packs), len(plan.jobs)))
         begin(self, plan, columns_of)
+        streamed.append((plan.rows, len(plan.packs), len(plan.jobs), self.stride))
 
     monkeypatch.setattr(Streamer, "begin", counting)
     ring = 3 * 1024
-    arguments = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 30, "max_num_batched_tokens": 1024}
+    arguments = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 30, "max_num_batched_tokens": 384}
     settings = {"weir": {"buffer_bytes": ring * 128 * 4, "host_bytes": 1 << 30}}
     llm = get_llm(directory, enforce_eager=True, additional_config=settings, **arguments)
     compression, oracle = Compression.parse(how, "compress"), Oracle(directory)
@@ -100,8 +100,9 @@ def test_prompts_that_leave_the_ring_tap_by_tap(directory, how, monkeypatch):
     ]
     every = [*zip(prompts * 2, [asked[0]] * 8 + [asked[1]] * 8), *zip(prompts * 2, [packing[0]] * 8 + [packing[1]] * 8)]
     outs = llm.generate([p for p, _ in every], [a for _, a in every], use_tqdm=False)
-    assert any(rows > ring for rows, _, _ in streamed), streamed
-    assert any(packs and jobs for _, packs, jobs in streamed), "none of the steps had both kinds"
+    assert any(rows > ring for rows, *_ in streamed), streamed
+    assert any(packs and jobs for _, packs, jobs, _ in streamed), "none of the steps had both kinds"
+    assert any(jobs and stride > 1 for _, _, jobs, stride in streamed), "no two columns left together"
     for plain, packed in zip(outs[:16], outs[16:]):
         ids = (list(plain.prompt_token_ids) + list(plain.outputs[0].token_ids))[:-1]
         exact = oracle.rows(ids)
