@@ -30,6 +30,8 @@ WIDEST = 8
 """Columns of a band at most: the last band's rows leave when the model is done."""
 PACKED_TOGETHER = 4
 """Columns of a band where rows are compressed: so many products become one."""
+MOST_ORDERS = 8
+"""Orders of taps that are remembered; steps come to those taps only that somebody needs."""
 
 
 @dataclass
@@ -76,8 +78,8 @@ class Streamer:
         self._packs: list[Pack] = []
         self._lanes = 0
         self.stride = 1
-        self._order: tuple[int, ...] = ()
-        """Taps in the order in which the model came to them in the last streamed step."""
+        self._orders: list[tuple[int, ...]] = []
+        """Taps in the orders in which the model came to them in streamed steps, see `learned`."""
         self._met: list[int] = []
         self._fault = ""
 
@@ -91,7 +93,9 @@ class Streamer:
             self._packs = packs_of(plan, self._codecs, device)
         pieces = Pieces(plan)
         wanted = max(pieces.columns_worth_a_piece, PACKED_TOGETHER if self._packs else 1)
-        self.stride, banded = layout(members, self._order, self._lanes, self._ring.capacity, wanted)
+        taps = {column // STAGES for columns in members.values() for column in columns}
+        order = next((order for order in self._orders if taps.issubset(order)), ())
+        self.stride, banded = layout(members, order, self._lanes, self._ring.capacity, wanted)
         self._ring.rewind()
         used = sorted(members)
         regions = np.full((len(used), self._regions.shape[1]), -1, np.int32)
@@ -156,7 +160,7 @@ class Streamer:
         """What to call to wait until all rows have arrived; it raises RuntimeError if they cannot be vouched for."""
         unmet = {tap for tap, bands in self._bands.items() if any(tap in band.waiting for band in bands)}
         fault = self._fault or (f"the model did not come to its taps {sorted(unmet)}" if unmet else "")
-        self._order, self._bands = tuple(self._met), {}
+        self._orders, self._bands = learned(self._orders, tuple(self._met)), {}
         for pack in self._packs:
             self._outlet.send_packet(pack.packet())
         self._packs = []
@@ -180,12 +184,13 @@ def layout(
 
     Args:
         members: profile -> its columns.
-        order: taps in the order in which the model comes to them; what it does not tell of stands alone.
+        order: all their taps in the order in which the model comes to them; if it is not known, columns stand alone:
+            then no two taps' rows are in the ring before they may leave.
         lanes: captured tokens.
         capacity: rows of the ring.
         wanted: columns that would be best.
     """
-    width = min(1 << (wanted - 1).bit_length(), WIDEST)
+    width = min(1 << (wanted - 1).bit_length(), WIDEST) if order else 1
     while True:
         bands = bands_of(members, order, width)
         widest = max(map(len, bands), default=1)
@@ -201,7 +206,7 @@ def bands_of(members: Mapping[int, tuple[int, ...]], order: Sequence[int], width
     bands: list[tuple[int, ...]] = []
     for column in sorted(every, key=lambda c: (turn.get(c // STAGES, len(turn)), c)):
         last = bands[-1] if bands else ()
-        if last and len(last) < width and column // STAGES in turn and _follows(column, last, members.values()):
+        if last and len(last) < width and _follows(column, last, members.values()):
             bands[-1] = (*last, column)
         else:
             bands.append((column,))
@@ -215,6 +220,14 @@ def _follows(column: int, band: tuple[int, ...], members: Iterable[tuple[int, ..
         if column in columns and columns.index(column) != columns.index(band[-1]) + 1:
             return False
     return True
+
+
+def learned(orders: Sequence[tuple[int, ...]], met: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Orders that are known after a step that came to the taps `met`; what it contradicts is not known any more."""
+    kept = [order for order in orders if [t for t in order if t in met] == [t for t in met if t in order]]
+    if any(set(met).issubset(order) for order in kept):
+        return kept
+    return [met, *(order for order in kept if not set(order).issubset(met))][:MOST_ORDERS]
 
 
 def _most_at_once(bands: Iterable[tuple[int, ...]]) -> int:
