@@ -27,7 +27,7 @@ from vllm_weir.worker.packs import packs_of
 from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.ring import Ring
-from vllm_weir.worker.select import STAGES, num_taps
+from vllm_weir.worker.select import STAGES, num_taps, tap_of
 from vllm_weir.worker.step import PACKED
 from vllm_weir.worker.strands import Strands
 from vllm_weir.worker.stream import Streamer, layout, learned
@@ -180,6 +180,23 @@ def test_columns_leave_side_by_side_once_the_order_of_the_taps_is_known(monkeypa
     narrow.step(step(planner, [("r", 3, 18)]), planner, order[::2] + order[1::2])()
     with pytest.raises(RuntimeError, match="did not come to its taps"):
         model.step(step(planner, [("r", 3, 21)]), planner, order[:-1])()
+
+
+def test_taps_that_no_step_before_has_met_take_no_room_of_a_band(monkeypatch):
+    """One request's taps are known, another's lie between them."""
+    planner, codecs = planner_of(4000), Codecs(D, CPU)
+    planner.read("r", "a", spec_of([("resid_post", "all", "all")]), 6, None, 30, -1)
+    planner.read("s", "a", spec_of([("attn_out", "all", "all")]), 3, None, 30, -1)
+    model = Model(36, codecs, 4000, monkeypatch)
+    after, within = ([tap_of(Site(hook, layer)) for layer in range(LAYERS)] for hook in ("resid_post", "attn_out"))
+    plan = step(planner, [("r", 6, 0)])
+    model.step(plan, planner, after)()
+    for turn in range(2):
+        plan = step(planner, [("r", 3, 6 + 3 * turn), ("s", 3, 3 * turn)])
+        expected = torch.full_like(model.host, 7)
+        whole(plan, planner, codecs, expected)
+        model.step(plan, planner, sorted(after + within))()
+        assert model.host.equal(expected)
 
 
 def test_the_stages_of_one_tap_share_no_rows_of_the_ring(monkeypatch):
