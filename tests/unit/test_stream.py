@@ -27,7 +27,7 @@ from vllm_weir.worker.packs import packs_of
 from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.ring import Ring
-from vllm_weir.worker.select import STAGES, num_taps, tap_of
+from vllm_weir.worker.select import STAGES, is_boundary, num_taps, tap_of
 from vllm_weir.worker.step import PACKED
 from vllm_weir.worker.strands import Strands
 from vllm_weir.worker.stream import Streamer, layout, learned
@@ -186,16 +186,16 @@ def test_taps_that_no_step_before_has_met_take_no_room_of_a_band(monkeypatch):
     """One request's taps are known, another's lie between them."""
     planner, codecs = planner_of(4000), Codecs(D, CPU)
     planner.read("r", "a", spec_of([("resid_post", "all", "all")]), 6, None, 30, -1)
-    planner.read("s", "a", spec_of([("attn_out", "all", "all")]), 3, None, 30, -1)
+    planner.read("s", "a", spec_of([("attn_out", "all", "all"), ("mlp_out", "all", "all")]), 3, None, 30, -1)
     model = Model(36, codecs, 4000, monkeypatch)
-    after, within = ([tap_of(Site(hook, layer)) for layer in range(LAYERS)] for hook in ("resid_post", "attn_out"))
+    order = sorted(tap_of(Site(h, k)) for h in ("resid_post", "attn_out", "mlp_out") for k in range(LAYERS))
     plan = step(planner, [("r", 6, 0)])
-    model.step(plan, planner, after)()
+    model.step(plan, planner, [tap for tap in order if is_boundary(tap)])()
     for turn in range(2):
         plan = step(planner, [("r", 3, 6 + 3 * turn), ("s", 3, 3 * turn)])
         expected = torch.full_like(model.host, 7)
         whole(plan, planner, codecs, expected)
-        model.step(plan, planner, sorted(after + within))()
+        model.step(plan, planner, order)()
         assert model.host.equal(expected)
 
 
