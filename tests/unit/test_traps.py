@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,12 +19,13 @@ from tests.unit.test_planner import COLUMNS, planner_of, spec_of, step
 from tests.unit.test_steer_lowering import REPLY, Bench, D
 from tests.unit.test_tap import live, no_programs
 from tests.unit.wishes import served
-from vllm_weir import Site, WeirError
+from vllm_weir import Site, WeirError, codec
 from vllm_weir.frontend.admit import admit
 from vllm_weir.frontend.desk import Desk
 from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.pending import Group
 from vllm_weir.settings import Settings
+from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.hooks import ALIASES, BLOCK_HOOKS, HOOKS, place_of
 from vllm_weir.spec.interventions import BLEND
 from vllm_weir.spec.positions import Positions
@@ -335,6 +337,30 @@ def test_trap_12_what_does_not_fit_the_tables_fails_and_does_not_run_unsteered()
     assert (plan.programs >= 0).tolist() == [True, True, False, False]
     with pytest.raises(WeirError, match="vector"):
         Bench(vectors=1).join("many", [weir.Add(torch.ones(D), 1), weir.Add(2 * torch.ones(D), 1)], 2)
+
+
+@pytest.mark.parametrize("method", ["full8", {"method": "topk8", "k": 16}, {"method": "rp8", "k": 32, "seed": 5}])
+@pytest.mark.parametrize("count", [1, 3])
+def test_trap_14_what_is_packed_is_unpacked_from_the_record_and_its_header_alone(method, count):
+    """One row like many, of values far from 0, wider than an int16 counts; the projection follows from the header."""
+    d = 70_000 if "topk8" in str(method) else 200
+    rows = 100 + torch.randn(count, d, generator=torch.Generator().manual_seed(1))
+    rows[:, -8:] += 50
+    how = Compression.parse(method)
+    records, header = codec.encode(rows, how), json.loads(json.dumps(how.header(d, "float32")))
+    assert records.shape == (count, how.record_bytes(d)) and codec.encode(rows[:1], how).equal(records[:1])
+    if how.method == "rp8":
+        codec._gaussian.cache_clear()
+        codec._inverse.cache_clear()
+        held, kept = codec.project(records, header), rows @ codec.projection(5, 32, d).T
+    else:
+        held, kept = codec.decode(records, header), rows
+    if how.method == "topk8":
+        at = codec.largest(rows, 16)
+        assert (at[:, -8:] == torch.arange(d - 8, d)).all() and (held != 0).sum(-1).tolist() == [16] * count
+        held, kept = held.gather(-1, at), rows.gather(-1, at)
+    step = (kept.amax(-1, keepdim=True) - kept.amin(-1, keepdim=True)) / 255
+    assert ((held - kept).abs() <= 0.51 * step + 1e-4).all()
 
 
 @pytest.mark.parametrize(("P", "G"), [(1, 1), (1, 4), (7, 1), (7, 2), (7, 9)])
