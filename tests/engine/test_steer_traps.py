@@ -82,6 +82,21 @@ def test_trap_03_a_second_use_of_the_same_params_is_steered_alike(engine):
     assert shared.extra_args is None and [first.extra_args, second.extra_args] == wires
 
 
+def test_trap_05_children_of_n_are_steered(engine):
+    """Every sequence of a request, not the first alone."""
+    llm, oracle = engine
+    case = [weir.Add(3 * vectors(5)(D), 1, positions="generated"), weir.Add(2 * vectors(6)(D), 2)]
+    params = weir.params(sampling(6, n=3, temperature=1.0), capture=EVERYTHING, interventions=case)
+    (out,) = llm.generate(prompt(20, 2), params, use_tqdm=False)
+    assert len(out.outputs) == 3
+    for completion in out.outputs:
+        rows, _ = oracle.steered((tokens(20, 2) + list(completion.token_ids))[:-1], 20, case)
+        for site in completion.activations.sites:
+            assert rel_err(completion.activations[site], rows[tuple(site)]) <= 1e-5
+        shared = completion.receipt.shared[1]  # a sibling's prompt may be in the prefix cache already
+        assert completion.receipt.steered == ({("resid_post", 1): 5}, {("resid_post", 2): 25 - shared})
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_trap_08_both_halves_of_the_stream_are_steered(family):
     """What replaces a row replaces hidden + residual, and what reads one reads the sum."""

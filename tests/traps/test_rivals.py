@@ -9,7 +9,18 @@ import pytest
 import torch
 
 import vllm_weir as weir
-from tests.engine.common import asking, directory, ids_of, oracle, prompts, sampling, scheduler, tokens, verify
+from tests.engine.common import (
+    asking,
+    assert_nothing_is_held,
+    directory,
+    ids_of,
+    oracle,
+    prompts,
+    sampling,
+    scheduler,
+    tokens,
+    verify,
+)
 from tests.support.engines import async_llm, get_llm
 
 pytestmark = pytest.mark.engine
@@ -63,8 +74,10 @@ def test_trap_04_order_holds_from_ten_prompts_on(llm, truth):
         verify(out, wanted, truth)
 
 
-def test_trap_05_children_of_n_are_captured(llm, truth):
-    params, wanted = asking("all", LAYERS, n=4, temperature=1.0, seed=2)
+@pytest.mark.parametrize("seed", [2, None])
+def test_trap_05_children_of_n_are_captured(llm, truth, seed):
+    """Without a seed vLLM gives all of them the same params object."""
+    params, wanted = asking("all", LAYERS, n=4, temperature=1.0, seed=seed)
     (out,) = llm.generate(prompts([9]), params, use_tqdm=False)
     assert len(out.outputs) == 4
     for completion in out.outputs:
@@ -87,6 +100,8 @@ def test_trap_06_preemption_gives_every_row_once(root, truth):
     assert any(computed > 40 for computed in count)
     for out in outs:
         verify(out, wanted, truth)
+    del out, outs
+    assert_nothing_is_held(llm)  # nor where the rows from before the preemptions were
 
 
 def test_trap_07_positional_and_keyword_blocks_alike(root):

@@ -1,0 +1,447 @@
+"""The mistakes that other libraries make silently, without an engine: numbers as in tests/traps, which has one."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import vllm_weir as weir
+from tests.unit.post import Post
+from tests.unit.test_delivery import LAYERS, Request
+from tests.unit.test_planner import COLUMNS, planner_of, spec_of, step
+from tests.unit.test_steer_lowering import REPLY, Bench, D
+from tests.unit.test_tap import live, no_programs
+from tests.unit.wishes import served
+from vllm_weir import Site, WeirError, codec
+from vllm_weir.frontend.admit import admit
+from vllm_weir.frontend.desk import Desk
+from vllm_weir.frontend.facts import EngineFacts
+from vllm_weir.frontend.pending import Group
+from vllm_weir.settings import Settings
+from vllm_weir.spec.compress import Compression
+from vllm_weir.spec.hooks import ALIASES, BLOCK_HOOKS, HOOKS, place_of
+from vllm_weir.spec.interventions import BLEND
+from vllm_weir.spec.positions import Positions
+from vllm_weir.spec.request import ResolvedSpec, Treatment
+from vllm_weir.worker.anchors import Anchor, Key
+from vllm_weir.worker.place import place
+from vllm_weir.worker.programs import LAST
+from vllm_weir.worker.select import STAGES, Selectors, column_of, tap_of
+from vllm_weir.worker.tap import TapTensors
+
+FACTS = EngineFacts(served(4), 4, D, "float32", 1024)
+
+
+@pytest.fixture
+def desk():
+    desk = Desk(Settings(), chunked=True)
+    desk.facts = FACTS
+    yield desk
+    desk.close()
+
+
+# A prompt of 5 tokens. Preempted with nothing, a part and all but one of its tokens in the prefix cache, in one chunk,
+# in several, and in chunks of one token, as if it were still generating.
+AGAIN = {
+    "one chunk": [(8, 0), (1, 8), (1, 9)],
+    "chunks": [(3, 0), (4, 3), (2, 7), (1, 9)],
+    "from the cache": [(4, 4), (1, 8), (1, 9)],
+    "one by one": [(1, 5), (1, 6), (1, 7), (1, 8), (1, 9)],
+    "the last one": [(1, 7), (1, 8), (1, 9)],
+    "twice": [(8, 0), (1, 8), (7, 2), (1, 9)],
+}
+
+
+@pytest.mark.parametrize("again", AGAIN.values(), ids=AGAIN)
+@pytest.mark.parametrize("selector", ["all", "sampled", "generated", [1, 6, -1], "2::2", {"token_ids": [1]}])
+def test_trap_06_rows_computed_again_come_once_and_those_handed_out_stay(selector, again):
+    post, clock = Post(LAYERS), 0
+    request = Request(post, "r0", [("resid_post", "all", selector)], 5, 6, [1] * 11)
+    request.join()
+
+    def run(n, at):
+        nonlocal clock
+        clock += 1
+        request.version |= dict.fromkeys(range(at, at + n), clock)
+        now = dict(request.version)
+        post.step([("r0", n, at)], lambda _, column, p: torch.tensor([column, p, now[p], 0.0]))
+
+    for n, at in [(5, 0), (1, 5), (1, 6), (1, 7)]:
+        run(n, at)
+    early = request.tracker.view(request.ids[5:9], False, None, 0).activations()
+    held = {site: early[site].clone() for site in early.sites}
+    post.planner.resume(["r0"])
+    for n, at in again:
+        run(n, at)
+    request.verify()
+    assert all(early[site].equal(rows) for site, rows in held.items()), "rows of an earlier output have changed"
+    assert len(post.strands.live) <= len(post.planner.reading["r0"].profiles), "rows of before still have their place"
+    post.planner.remove("r0")
+    post.step([], None)
+    assert not post.strands.live and not len(post.planner.profiles)
+    del early, held
+    request.tracker = request.pending = None
+    gc.collect()
+    assert post.arena.used == 0, "memory that nobody refers to is still held"
+
+
+@pytest.mark.parametrize(
+    ("selector", "again"),
+    [
+        ("prompt", [(6, 0)]),
+        ("prompt", [(2, 0), (4, 2)]),
+        ("prompt", [(1, 0), (1, 1), (4, 2)]),
+        ("3:6", [(3, 3)]),
+        ([3, 5], [(1, 3), (2, 4)]),
+    ],
+)
+def test_trap_06_a_sum_that_was_begun_is_begun_anew(selector, again):
+    """Else the rows before the preemption count twice."""
+    planner = planner_of(COLUMNS, 8)
+    spec = ResolvedSpec(spec_of([("resid_post", [1], selector)]).wishes, Treatment("mean"))
+    planner.read("r", "a", spec, 6, None, 4)
+    (begun,) = step(planner, [("r", 4, 0)]).folds
+    planner.resume(["r"])
+    folds = [fold for n, at in again for fold in step(planner, [("r", n, at)]).folds]
+    assert begun.cell < 0 and [f.cell >= 0 for f in folds] == [False] * (len(folds) - 1) + [True]
+    assert {f.strand for f in folds} != {begun.strand} and len({f.strand for f in folds}) == 1
+    assert sum(len(f.slots) for f in folds) == Positions.parse(selector).mask(np.arange(6), 6).sum()
+    assert planner.strands.take_news()["a"].closed == [begun.strand]
+
+
+def test_trap_06_what_was_steered_before_a_preemption_is_vouched_for_anew():
+    """What the prefix cache gives then may be another's: this worker looks, and tells what it has found."""
+    bench = Bench()
+    bench.join("r", [weir.Add(torch.ones(D), 1)], 4, [1, 2, 3, 4])
+    for n, at in ((4, 0), (1, 4), (1, 5), (1, 6)):
+        bench.programs(["r"], [n], [at])
+    bench.planner.resume(["r"])
+    plan = bench.planner.plan(["r"], [1], [4])
+    assert (plan.programs >= 0).all()
+    told = [p + k for _, p, count, _ in plan.steered[REPLY].tolist() for k in range(count)]
+    assert sorted(told) == [0, 1, 2, 3, 4]
+
+
+class Three(torch.nn.Module):
+    """Takes the positions first, and returns something of its own beside the two parts of the stream."""
+
+    def __init__(self, kind: type, parts: int) -> None:
+        super().__init__()
+        self.kind, self.parts = kind, parts
+
+    def forward(self, positions, hidden, residual):
+        self.given = hidden + residual
+        return self.kind([hidden * 2, residual * 3, positions, None][: self.parts])
+
+
+@pytest.mark.parametrize("steered", [False, True])
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize("parts", [2, 3, 4])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda block, at, h, r: block(at, h, r),
+        lambda block, at, h, r: block(at, h, residual=r),
+        lambda block, at, h, r: block(at, residual=r, hidden=h),
+        lambda block, at, h, r: block(residual=r, positions=at, hidden=h),
+    ],
+)
+def test_trap_07_however_a_block_is_called_and_whatever_it_returns(call, parts, kind, steered):
+    """The stream is read and written before and after it, and what it returns comes back whole.
+
+    Trap 8 too: what is recorded is the sum of both halves, and so is what is written."""
+    plan = torch.tensor([[0, 0, -1], [2, 0, 0 if steered else -1]], dtype=torch.int32)
+    ranks = torch.full((1, 2 * STAGES), -1, dtype=torch.int32)
+    ranks[0, STAGES - 1], ranks[0, 2 * STAGES - 1] = 0, 1
+    ring, (heads, *_) = torch.zeros(4, 3), no_programs(2, 3)
+    ints = torch.tensor([[BLEND, 0, -1, -1, LAST]], dtype=torch.int32)
+    programs = (torch.zeros_like(heads), ints, torch.ones(1, 4), torch.full((1, 3), 9.0))
+    block = Three(kind, parts)
+    model, switch = torch.nn.ModuleDict({"block": block}), live(TapTensors(plan, ranks, ring, *programs))
+    place(model, Anchor("block", "before", Key("arg", 1, "hidden"), Key("arg", 2, "residual")), 0, switch)
+    place(model, Anchor("block", "after", Key("out", 0), Key("out", 1)), 1, switch)
+    at, h, r = torch.tensor([3, 4]), torch.arange(6.0).view(2, 3), torch.full((2, 3), 0.5)
+    given, left = h + r, 2 * h + 3 * r
+    if steered:
+        given[1] = left[1] = 9.0
+    out = call(block, at, h.clone(), r.clone())
+    assert type(out) is kind and len(out) == parts and all(a is b for a, b in zip(out[2:], (at, None), strict=False))
+    assert block.given.equal(given) and (out[0] + out[1]).equal(left)
+    assert ring.view(2, 2, 3)[:, 0].equal(given) and ring.view(2, 2, 3)[:, 1].equal(left)
+
+
+def test_trap_09_a_name_means_one_place_in_every_model():
+    """`post_attn` is after the addition, and what is done at `pre_attn` comes before attention is."""
+    meaning = {"pre_attn": "resid_pre", "post_attn": "resid_mid", "post_block": "resid_post"}
+    assert meaning.items() <= ALIASES.items() and set(ALIASES.values()) <= set(HOOKS)
+    for alias, hook in meaning.items():
+        named = [weir.Capture(name, 2) for name in (alias, hook, f"blocks.2.hook_{hook}")]
+        assert len({(c.hook, c.layers) for c in named}) == 1 and named[0].hook == hook
+        assert weir.Add(torch.ones(D), 2, hook=alias).hook == hook
+    met = sorted([Site(h, layer) for layer in range(3) for h in BLOCK_HOOKS[::-1]], key=place_of)
+    assert [s.hook for s in met] == [*BLOCK_HOOKS] * 3
+    assert [column_of(s, False) for s in met] == sorted({column_of(s, False) for s in met}), "a token meets them so"
+    for layer in range(1, 3):
+        assert tap_of(Site("resid_pre", layer)) == tap_of(Site("resid_post", layer - 1))
+        assert tap_of(Site("resid_pre", layer)) < tap_of(Site("attn_out", layer)) < tap_of(Site("resid_mid", layer))
+
+
+CUTS = {"one chunk": [9], "chunks": [3, 3, 3], "odd chunks": [5, 1, 3], "one by one": [1] * 9}
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("known", [True, False], ids=["beside a list", "stretches"])
+def test_trap_10_generated_tokens_that_come_in_a_prefill_stay_generated(cuts, known):
+    """Their phase is that of their position, and no step's or request's: every position as when it was first met."""
+    bench = Bench()
+    items = [weir.Add(torch.ones(D), 1, positions="prompt"), weir.Add(2 * torch.ones(D), 1, positions="generated")]
+    if known:
+        items.append(weir.Add(torch.zeros(D) + 3, 1, positions=[1, 3]))
+    bench.join("r", items, 4, [1, 2, 3, 4])
+
+    def run(n, at):
+        return bench.programs(["r"], [n], [at]).tolist()
+
+    first = run(4, 0) + [p for at in range(4, 9) for p in run(1, at)]
+    assert len(set(first)) == 2 + known and len(set(first[4:])) == 1 and first[4] not in first[:4]
+    bench.planner.resume(["r"])
+    again, at = [], 0
+    for n in cuts:
+        again += run(n, at)
+        at += n
+    assert again == first
+
+
+def test_trap_10_a_request_that_joins_again_keeps_its_prompt():
+    """Runner V2 has a preempted request join again: with what it had generated, which is no part of its prompt."""
+    from vllm_weir.seams.worker import _hold_execute_model
+
+    joined = []
+    station = SimpleNamespace(
+        follow=lambda new, finished, resumed: joined.extend(new),
+        begin_step=lambda *groups: None,
+        end_step=lambda: None,
+        drain=SimpleNamespace(),
+    )
+    runner = SimpleNamespace(execute_model=lambda output: None)
+    _hold_execute_model(runner, station)
+    wire = {"reply": REPLY}
+    new = SimpleNamespace(
+        req_id="r",
+        sampling_params=SimpleNamespace(extra_args={"weir": wire}),
+        prompt_token_ids=[1, 2, 3],
+        prefill_token_ids=[1, 2, 3, 8, 9],
+        num_computed_tokens=0,
+    )
+    cached = SimpleNamespace(req_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+    output = SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=cached, finished_req_ids=set())
+    runner.execute_model(output)
+    assert joined == [("r", wire, 3, [1, 2, 3], 0)]
+
+
+def test_trap_05_sequences_of_one_request_are_each_followed():
+    """vLLM hands the same params to all of a request's sequences: every one is admitted from what the caller wrote."""
+    from vllm_weir.seams.engine import add_request
+
+    seen = []
+
+    class Processor:
+        def __init__(self):
+            self.request_states = {}
+            self._weir_desk = SimpleNamespace(universal=False, observer=None, admit=self.admit)
+
+        def admit(self, request_id, extra_args, ids, length, max_tokens):
+            seen.append((request_id, copy.deepcopy(extra_args)))
+            tracker = SimpleNamespace(name=lambda caller, index: names.append((request_id, caller, index)))
+            return tracker, {"reply": request_id}
+
+        def add_request(self, request, index):
+            state = SimpleNamespace(external_req_id="mine", request_index=index)
+            self.request_states[request.request_id] = state
+
+    names: list[tuple] = []
+    wish = {"weir": {"v": 1, "capture": [{}]}, "theirs": 1}
+    params = SimpleNamespace(extra_args=copy.deepcopy(wish), max_tokens=4)
+    add, processor = add_request(Processor.add_request, SimpleNamespace(refusal=None)), Processor()
+    ids = [f"{k}_mine" for k in range(4)]
+    requests = [
+        SimpleNamespace(request_id=i, sampling_params=params, prompt_token_ids=[1, 2], resumable=False) for i in ids
+    ]
+    for index, request in enumerate(requests):
+        add(processor, request, index)
+    assert seen == [(i, wish) for i in ids] and params.extra_args == wish
+    assert names == [(i, "mine", k) for k, i in enumerate(ids)]
+    assert [r.sampling_params.extra_args for r in requests] == [{"weir": {"reply": i}, "theirs": 1} for i in ids]
+    assert all(state._weir_tracker is not None for state in processor.request_states.values())
+
+
+def test_trap_11_a_name_is_looked_up_by_what_it_means_now(desk):
+    """In a desk that remembers what it has admitted: other content has another digest, and so other cache keys."""
+    wish = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": {"ref": "name"}, "layers": [1]}]}}
+    digests = []
+    for value in (1.0, 2.0, 1.0):
+        desk.shelf.put("name", np.full(D, value, np.float32))
+        for _ in range(2):
+            (move,) = desk._admitted(wish, True).effective
+            (row,) = desk._admitted(wish, True).rows.values()
+            assert row.tolist() == [value] * D
+            digests.append((move.digest, *sorted(move.vectors)))
+    assert digests[0] == digests[1] == digests[4] == digests[5] and digests[2] == digests[3] != digests[0]
+
+
+ROW = [1.0] * D
+WITH_LAYERS = {
+    "capture": lambda layers: {"weir": {"v": 1, "capture": [{"layers": layers}]}},
+    "hook": lambda layers: {"weir": {"v": 1, "capture": [{"hook": "attn_out", "layers": layers[-1]}]}},
+    "add": lambda layers: {"weir": {"v": 1, "interventions": [{"op": "add", "vector": ROW, "layers": layers}]}},
+    "lens capture": lambda layers: {"output_residual_stream": layers},
+    "lens steering": lambda layers: {
+        "apply_steering_vectors": [{"activations": [ROW] * len(layers), "layer_indices": layers, "scale": 1.0}]
+    },
+}
+
+
+@pytest.mark.parametrize("ask", WITH_LAYERS.values(), ids=WITH_LAYERS)
+@pytest.mark.parametrize(("layers", "why"), [([-1], "from 0"), ([1, -4], "from 0"), ([4], "0..3"), ([0, 99], "0..3")])
+def test_trap_12_layers_that_do_not_exist_are_refused_wherever_they_are_named(ask, layers, why):
+    """Not dropped, and a negative one is not taken for one from the end: nowhere is it said that it would be."""
+    admit(ask([0, 3]), FACTS)
+    with pytest.raises(WeirError, match=f"block {layers[-1]} does not exist.*{why}") as caught:
+        admit(ask(layers), FACTS)
+    assert "layer" in caught.value.field or caught.value.field.startswith("output_residual_stream")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e39])
+@pytest.mark.parametrize("op", ["add", "replace", "clamp", "ablate"])
+def test_trap_12_numbers_that_are_none_are_refused(op, bad):
+    name = {"add": "vector", "replace": "values", "clamp": "direction", "ablate": "directions"}[op]
+    item = {"op": op, name: [bad, *ROW[1:]], "layers": [1]} | ({"value": 1.0} if op == "clamp" else {})
+    with pytest.raises(WeirError, match="NaN or Inf") as caught:
+        admit({"weir": {"v": 1, "interventions": [item]}}, FACTS)
+    assert caught.value.field == f"interventions[0].{name}"
+
+
+def test_trap_12_what_does_not_fit_the_tables_fails_and_does_not_run_unsteered():
+    bench = Bench(programs=1)
+    bench.join("fits", [weir.Add(torch.ones(D), 1)], 2)
+    bench.join("does not", [weir.Add(2 * torch.ones(D), 1)], 2)
+    plan = bench.planner.plan(["fits", "does not"], [2, 2], [0, 0])
+    assert [(reply, name) for reply, name, _ in plan.failures] == [(REPLY, "does not")]
+    assert (plan.programs >= 0).tolist() == [True, True, False, False]
+    with pytest.raises(WeirError, match="vector"):
+        Bench(vectors=1).join("many", [weir.Add(torch.ones(D), 1), weir.Add(2 * torch.ones(D), 1)], 2)
+
+
+@pytest.mark.parametrize("method", ["full8", {"method": "topk8", "k": 16}, {"method": "rp8", "k": 32, "seed": 5}])
+@pytest.mark.parametrize("count", [1, 3])
+def test_trap_14_what_is_packed_is_unpacked_from_the_record_and_its_header_alone(method, count):
+    """One row like many, of values far from 0, wider than an int16 counts; the projection follows from the header."""
+    d = 70_000 if "topk8" in str(method) else 200
+    rows = 100 + torch.randn(count, d, generator=torch.Generator().manual_seed(1))
+    rows[:, -8:] += 50
+    how = Compression.parse(method)
+    records, header = codec.encode(rows, how), json.loads(json.dumps(how.header(d, "float32")))
+    assert records.shape == (count, how.record_bytes(d)) and codec.encode(rows[:1], how).equal(records[:1])
+    if how.method == "rp8":
+        codec._gaussian.cache_clear()
+        codec._inverse.cache_clear()
+        held, kept = codec.project(records, header), rows @ codec.projection(5, 32, d).T
+    else:
+        held, kept = codec.decode(records, header), rows
+    if how.method == "topk8":
+        at = codec.largest(rows, 16)
+        assert (at[:, -8:] == torch.arange(d - 8, d)).all() and (held != 0).sum(-1).tolist() == [16] * count
+        held, kept = held.gather(-1, at), rows.gather(-1, at)
+    step = (kept.amax(-1, keepdim=True) - kept.amin(-1, keepdim=True)) / 255
+    assert ((held - kept).abs() <= 0.51 * step + 1e-4).all()
+
+
+@pytest.mark.parametrize(("P", "G"), [(1, 1), (1, 4), (7, 1), (7, 2), (7, 9)])
+def test_trap_15_every_way_to_ask_for_the_sampled_rows_gives_one_for_each_output(P, G):
+    """Rows P-1 .. P+G-2: by position, by stretch, by code, one step after the other, and beside another selector."""
+    sampled, rows = Positions.parse("sampled"), P + G - 1
+    expected = list(range(P - 1, rows))
+    assert len(expected) == G
+    every = np.arange(rows)
+    assert np.flatnonzero(sampled.mask(every, P)).tolist() == expected
+    assert [p for p in range(rows) if sampled.mask(np.array([p]), P).all()] == expected
+    first, end = sampled.bounds(P)
+    assert every[(every >= first) & (every < end)].tolist() == expected
+    assert sampled.first(P) == P - 1 and sampled.steady(P) == (P - 1, True)
+    assert [sampled.rank(p, P) for p in expected] == list(range(G))
+    scattered = Selectors([sampled, Positions.parse("0:1:2")], P, None)
+    assert np.flatnonzero(scattered.codes(every) & 1).tolist() == expected
+    for others in ([], [("resid_post", [1], "0:1:2")]):
+        planner = planner_of(COLUMNS, 8)
+        planner.read("r", "a", spec_of([("resid_post", [0], "sampled"), *others]), P, None, G)
+        profiles = []
+        for n, at in ((P, 0), *((1, p) for p in range(P, rows))):
+            plan = step(planner, [("r", n, at)])
+            profiles += [-1] * n if plan is None else plan.profiles.tolist()
+        (column,) = planner._wanted(spec_of([("resid_post", [0], "sampled")])).values()
+        found = [p for p, k in enumerate(profiles) if k >= 0 and set(column) <= set(planner.profiles.columns_of[k])]
+        assert found == expected
+
+
+@pytest.mark.parametrize("cuts", [[12], [5, 7], [3, 1, 4, 4], [1] * 12])
+def test_trap_16_a_prompt_in_chunks_is_steered_where_the_whole_one_is(cuts):
+    """Positions count from the prompt's start, in every chunk; what starts in one goes on in the next."""
+    for selector in ([0, 4, 5, -1], "3:8", "1::3", "prompt", "last_prompt", {"token_ids": [7]}):
+        bench = Bench()
+        ids = [7 if k in (2, 9) else k for k in range(12)]
+        bench.join("r", [weir.Add(torch.ones(D), 1, positions=selector)], 12, ids)
+        programs, at = [], 0
+        for n in cuts:
+            programs += bench.programs(["r"], [n], [at]).tolist()
+            at += n
+        mask = Positions.parse(selector).mask(np.arange(12), 12, np.asarray(ids))
+        assert [p >= 0 for p in programs] == mask.tolist(), selector
+
+
+def test_trap_16_equal_requests_have_equal_forms(desk):
+    """Nothing in what travels to the scheduler tells two equal requests apart, so they share the prefix cache."""
+    wish = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": ROW, "layers": [1]}]}}
+    wires = [desk.admit(f"r{k}", copy.deepcopy(wish), [1, 2, 3], 3, 4)[1] for k in range(2)]
+    assert wires[0] == wires[1] and "salt" not in wires[0]
+
+
+def test_trap_17_who_waits_for_a_worker_s_word_holds_up_nobody_in_the_event_loop():
+    """It is still on its way when a sequence finishes: the other requests' outputs go on being handed out."""
+    from vllm_weir.seams.engine import _VIEW, async_llm_generate
+
+    desk, order = Desk(Settings(timeout=5), chunked=True), []
+    desk.facts = FACTS
+    wish = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": ROW, "layers": [1]}]}}
+    trackers = {name: desk.admit(name, wish, [1, 2, 3], 3, 1)[0] for name in ("late", "ready")}
+
+    def arrive(name):
+        with desk.store._changed:
+            Group(trackers[name].pending.steered, [0]).mark(np.array([[0, 3, 1]]))
+            desk.store._changed.notify_all()
+
+    async def outputs(self, view):
+        yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="length", **{_VIEW: view})])
+
+    engine = type("Engine", (), {"output_processor": SimpleNamespace(), "generate": async_llm_generate(outputs, None)})
+
+    async def one(name, then=lambda: None):
+        async for _ in engine().generate(trackers[name].view([5], False, "length", 0)):
+            order.append(name)
+            then()
+
+    async def main():
+        await asyncio.gather(one("late"), one("ready", lambda: arrive("late")))
+
+    try:
+        arrive("ready")
+        asyncio.run(main())
+    finally:
+        desk.close()
+    assert order == ["ready", "late"]
