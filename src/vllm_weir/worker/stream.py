@@ -6,7 +6,6 @@ as soon as they are written, and the ring holds the rows of a few taps instead o
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,7 +33,7 @@ MOST_ORDERS = 8
 """Orders of taps that are remembered; steps come to those taps only that somebody needs."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Band:
     """Columns that are sent together: a token's rows of them stand side by side in the ring and in the arena.
 
@@ -53,7 +52,6 @@ class Band:
     runs: np.ndarray
     rest: np.ndarray
     packs: list[tuple[Pack, int]]
-    claimed: bool = False
 
 
 class Streamer:
@@ -75,6 +73,8 @@ class Streamer:
         self._ring, self._outlet, self._taps, self._codecs = ring, outlet, taps, codecs
         self._regions = torch.full_like(ranks, -1)
         self._bands: dict[int, list[Band]] = {}
+        self._open: list[Band] = []
+        """Bands that have been begun and are not complete."""
         self._packs: list[Pack] = []
         self._lanes = 0
         self.stride = 1
@@ -85,7 +85,7 @@ class Streamer:
 
     def begin(self, plan: StepPlan, columns_of: Mapping[int, tuple[int, ...]]) -> None:
         """Lay the step out: every captured token has a lane, every band a region with `stride` rows of each."""
-        self._lanes, self._met, self._fault = len(plan.tokens), [], ""
+        self._lanes, self._open, self._met, self._fault = len(plan.tokens), [], [], ""
         profiles = plan.profiles[plan.tokens]
         members = {p: columns_of[p] for p in np.unique(profiles[profiles >= 0]).tolist()}
         device = self._regions.device
@@ -125,14 +125,13 @@ class Streamer:
         self._send([band for band in bands if not band.waiting])
 
     def _claim(self, band: Band) -> None:
-        if band.claimed:
+        if band in self._open:
             return
-        end = band.start + self._lanes * self.stride
-        for other in itertools.chain.from_iterable(self._bands.values()):
-            if other.claimed and other.waiting and other.start < end and band.start < other.start + end - band.start:
-                self._fault = "the model came to its taps in another order than before"
-        self._ring.claim(band.start, end - band.start)
-        band.claimed = True
+        rows = self._lanes * self.stride
+        if any(abs(other.start - band.start) < rows for other in self._open):
+            self._fault = "the model came to its taps in another order than before"
+        self._ring.claim(band.start, rows)
+        self._open.append(band)
 
     def _send(self, bands: Sequence[Band]) -> None:
         """Let rows that are complete leave."""
@@ -155,6 +154,7 @@ class Streamer:
         copied.record(stream)
         for band in bands:
             self._ring.leaves(band.start, self._lanes * stride, copied)
+            self._open.remove(band)
 
     def end(self) -> Callable[[], None]:
         """What to call to wait until all rows have arrived; it raises RuntimeError if they cannot be vouched for."""
