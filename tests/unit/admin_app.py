@@ -13,16 +13,15 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
+from tests.unit.desks import desk_of
 from tests.unit.wishes import served
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.desk import Desk
 from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.serve import activations, steering, vectors
 from vllm_weir.serve.body import BodyLimit
 from vllm_weir.serve.errors import TYPES, error, weir_error
 from vllm_weir.serve.limits import Limits
 from vllm_weir.serve.state import ServerState
-from vllm_weir.settings import Settings
 from vllm_weir.spec.hooks import Site
 
 D, LAYERS, KEY = 8, 4, "admin-key"
@@ -33,9 +32,7 @@ class Server(ServerState):
     """One API-server process; those with the same `key` are one server."""
 
     def __init__(self, folder: Path, key: int, admin_key: str | None = KEY, **limits: Any) -> None:
-        desk = Desk(Settings(), chunked=True)
-        desk.facts = FACTS
-        super().__init__(None, desk, Limits(directory=str(folder), **limits), CollectorRegistry())
+        super().__init__(None, desk_of(FACTS), Limits(directory=str(folder), **limits), CollectorRegistry())
         self.admin_key = admin_key
         self.open(key)
 

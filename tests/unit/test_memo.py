@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vllm_weir as weir
+from tests.unit.desks import desk_of
 from tests.unit.wishes import served
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.desk import Desk, _same_wish
+from vllm_weir.frontend.desk import _same_wish
 from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.memo import Memo
 from vllm_weir.seams.params import clone
-from vllm_weir.settings import Settings
 from vllm_weir.spec import vectors
 from vllm_weir.spec.request import RequestSpec, WireForm
 from vllm_weir.spec.vectors import Vector, vector_of
@@ -177,8 +177,7 @@ def test_wishes_that_hold_arrays_are_not_taken_for_one_another():
     }
     assert _same_wish({"weir": plain}, True) is not None
     facts = EngineFacts(served(2), 2, 4, "float32", 1 << 10)
-    desk = Desk(Settings(), chunked=True)
-    desk.facts = facts
+    desk = desk_of(facts)
     for array in (numbers, numbers.view(np.int32).copy()):
         wish = {"v": 1, "interventions": [{"op": "add", "vector": array, "layers": [1]}]}
         (row,) = desk._admitted({"weir": wish}, True).rows.values()

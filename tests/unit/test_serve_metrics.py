@@ -9,13 +9,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.unit.admin_app import FACTS, LAYERS, D
+from tests.unit.desks import desk_of
 from vllm_weir import mail
-from vllm_weir.frontend.desk import Desk
 from vllm_weir.frontend.mirror import Mirror
 from vllm_weir.serve import metrics
 from vllm_weir.serve.metrics import Meter
 from vllm_weir.serve.spool import Spool
-from vllm_weir.settings import Settings
 
 PROMPT = [5, 6, 7, 8, 9]
 NOTHING = np.zeros((0, 5), np.int32), np.zeros((0, 4), np.int32), b""
@@ -23,8 +22,7 @@ NOTHING = np.zeros((0, 5), np.int32), np.zeros((0, 4), np.int32), b""
 
 @pytest.fixture
 def desk():
-    desk = Desk(Settings(), chunked=True)
-    desk.facts = FACTS
+    desk = desk_of(FACTS)
     yield desk
     desk.close()
 

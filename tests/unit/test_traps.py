@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import vllm_weir as weir
+from tests.unit.desks import desk_of
 from tests.unit.post import Post
 from tests.unit.test_delivery import LAYERS, Request
 from tests.unit.test_planner import COLUMNS, planner_of, spec_of, step
@@ -21,10 +22,8 @@ from tests.unit.test_tap import live, no_programs
 from tests.unit.wishes import served
 from vllm_weir import Site, WeirError, codec
 from vllm_weir.frontend.admit import admit
-from vllm_weir.frontend.desk import Desk
 from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.pending import Group
-from vllm_weir.settings import Settings
 from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.hooks import ALIASES, BLOCK_HOOKS, HOOKS, place_of
 from vllm_weir.spec.interventions import BLEND
@@ -41,8 +40,7 @@ FACTS = EngineFacts(served(4), 4, D, "float32", 1024)
 
 @pytest.fixture
 def desk():
-    desk = Desk(Settings(), chunked=True)
-    desk.facts = FACTS
+    desk = desk_of(FACTS)
     yield desk
     desk.close()
 
@@ -416,8 +414,7 @@ def test_trap_17_who_waits_for_a_worker_s_word_holds_up_nobody_in_the_event_loop
     """It is still on its way when a sequence finishes: the other requests' outputs go on being handed out."""
     from vllm_weir.seams.engine import _VIEW, async_llm_generate
 
-    desk, order = Desk(Settings(timeout=5), chunked=True), []
-    desk.facts = FACTS
+    desk, order = desk_of(FACTS, timeout=5), []
     wish = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": ROW, "layers": [1]}]}}
     trackers = {name: desk.admit(name, wish, [1, 2, 3], 3, 1)[0] for name in ("late", "ready")}
 

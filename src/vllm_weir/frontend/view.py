@@ -125,10 +125,8 @@ class View:
         """Whether `verify` and `settle` have nothing to wait for."""
         if self.tickets:
             return False
-        moves = [move for move in self.pending.admitted.moves if move is not None]
-        if self.aborted or not moves:
-            return True
-        return self.pending.confirmed([self._touched(move) for move in moves])
+        moves = self.pending.admitted.effective
+        return self.aborted or not moves or self.pending.confirmed([self._touched(move) for move in moves])
 
     def receipt(self) -> Receipt:
         """What was done for this sequence up to this output; waits for its sinks as `settle` does."""

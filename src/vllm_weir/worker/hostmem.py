@@ -85,13 +85,13 @@ class HostBuffer:
         for lane, place, step, count, width in runs.tolist():
             while count:
                 edge = (place // size + 1) * size
-                n = min(count, max(0, (edge - place - width) // step + 1)) if place + width <= edge else 0
-                if n:
-                    parts.append((lane, 0, place, step, n, width))
-                else:  # the edge goes through a lane's rows
+                if place + width > edge:  # it goes through this lane's rows
+                    n = 1
                     parts.append((lane, 0, place, step, 1, edge - place))
                     parts.append((lane, edge - place, edge, step, 1, place + width - edge))
-                    n = 1
+                else:
+                    n = min(count, (edge - place - width) // step + 1)
+                    parts.append((lane, 0, place, step, n, width))
                 lane, place, count = lane + n, place + n * step, count - n
         return np.array(parts, np.int64)
 

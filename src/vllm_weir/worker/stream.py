@@ -86,8 +86,8 @@ class Streamer:
     def begin(self, plan: StepPlan, columns_of: Mapping[int, tuple[int, ...]]) -> None:
         """Lay the step out: every captured token has a lane, every band a region with `stride` rows of each."""
         self._lanes, self._open, self._met, self._fault = len(plan.tokens), [], [], ""
-        profiles = plan.profiles[plan.tokens]
-        members = {p: columns_of[p] for p in np.unique(profiles[profiles >= 0]).tolist()}
+        captured = plan.profiles[plan.tokens]
+        members = {p: columns_of[p] for p in np.unique(captured[captured >= 0]).tolist()}
         device = self._regions.device
         with torch.cuda.stream(self._outlet.stream):
             self._packs = packs_of(plan, self._codecs, device)
@@ -97,20 +97,21 @@ class Streamer:
         order = next((order for order in self._orders if taps.issubset(order)), ())
         self.stride, banded = layout(members, order, self._lanes, self._ring.capacity, wanted)
         self._ring.rewind()
-        used = sorted(members)
-        regions = np.full((len(used), self._regions.shape[1]), -1, np.int32)
+        regions = np.full((len(members), self._regions.shape[1]), -1, np.int32)
+        of = dict(zip(members, regions, strict=True))
         self._bands = {}
         for columns in banded:
             start = self._ring.take(self._lanes * self.stride)
-            places = {p: members[p].index(columns[0]) for p in used if columns[0] in members[p]}
+            places = {p: every.index(columns[0]) for p, every in members.items() if columns[0] in every}
             for p in places:
-                regions[used.index(p), list(columns)] = np.arange(start, start + len(columns))
+                of[p][list(columns)] = np.arange(start, start + len(columns))
             packs = [(pack, places[pack.profile]) for pack in self._packs if pack.profile in places]
-            taps = {column // STAGES for column in columns}
-            band = Band(start, len(columns), set(taps), *pieces.of(places, len(columns)), packs)
-            for tap in taps:
+            waiting = {column // STAGES for column in columns}
+            band = Band(start, len(columns), waiting, *pieces.of(places, len(columns)), packs)
+            for tap in waiting:
                 self._bands.setdefault(tap, []).append(band)
-        self._regions[torch.tensor(used, device=device)] = torch.from_numpy(regions).to(device)
+        profiles = torch.tensor(list(members), dtype=torch.long, device=device)
+        self._regions[profiles] = torch.from_numpy(regions).to(device)
 
     def tap(self, hidden, other, tap, plan, _ranks, ring, *tables) -> None:
         """Stands in for the tap's launch during the step."""
