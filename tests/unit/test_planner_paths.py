@@ -14,7 +14,7 @@ from tests.unit.wishes import selectors, sensible_captures
 from vllm_weir.spec.positions import Positions
 from vllm_weir.worker.arena import Arena
 from vllm_weir.worker.select import NEVER, Selectors, selectors_of
-from vllm_weir.worker.step import Later
+from vllm_weir.worker.step import Later, Lookup, StepPlan
 from vllm_weir.worker.tables import PlanWriter
 
 
@@ -207,6 +207,25 @@ def test_the_device_holds_every_step_s_plan(data):
             data.draw(st.permutations(names))
             names = names[::-1]
         batch = [(name, 1, at) for name in names]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, 12), min_size=1, max_size=8),
+    sets=st.lists(st.lists(st.sampled_from([*range(12), 2**31 + 3, 2**40]), max_size=6), max_size=3),
+)
+def test_programs_are_chosen_by_the_tokens_that_only_the_device_knows(ids, sets):
+    """Sets of any order, empty ones too, with repeats and with ids that no token has."""
+    n = len(ids)
+    nothing = np.full(n, -1, np.int32)
+    programs = np.arange(100, 100 + (1 << len(sets)), dtype=np.int32)
+    lookup = Lookup(np.arange(n), tuple(map(tuple, sets)), programs)
+    none = np.zeros(0, np.int64)
+    plan = StepPlan(nothing, nothing, nothing, 0, none, np.zeros((0, 5), np.int64), [], [], {}, {}, [lookup], [])
+    tensor = torch.full((n, 3), 7, dtype=torch.int32)
+    PlanWriter(tensor).write(plan, 0, torch.tensor(ids, dtype=torch.int32))
+    want = [100 + sum((token in some) << j for j, some in enumerate(sets)) for token in ids]
+    assert tensor[:, 2].tolist() == want
 
 
 def test_the_only_request_fails_after_some_of_its_rows_were_placed():

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from vllm_weir.worker.fetch import Fetcher
+from vllm_weir.worker.upload import upload
 
 
 class Directions:
@@ -34,7 +35,7 @@ class Directions:
         if digests not in self._of:
             rows = self._fetcher.fetch(reply, list(digests))
             number = next(self._numbers)
-            self.tensors[number] = torch.from_numpy(np.stack([rows[d] for d in digests])).to(self._device)
+            self.tensors[number] = upload(np.stack([rows[d] for d in digests]), self._device)
             self._of[digests] = number
         self._users.setdefault(digests, set()).add(request_id)
         self._held[request_id] = digests

@@ -79,10 +79,11 @@ class HostBuffer:
         _, places, steps, counts, widths = runs.T
         size = self._block_rows
         first, last = places // size, (places + (counts - 1) * steps + widths - 1) // size
-        if (first == last).all():
-            return np.insert(runs, 1, 0, axis=1)
-        parts = []
-        for lane, place, step, count, width in runs.tolist():
+        within = first == last
+        whole, parts = np.insert(runs[within], 1, 0, axis=1), []
+        if within.all():
+            return whole
+        for lane, place, step, count, width in runs[~within].tolist():
             while count:
                 edge = (place // size + 1) * size
                 if place + width > edge:  # it goes through this lane's rows
@@ -93,7 +94,7 @@ class HostBuffer:
                     n = min(count, (edge - place - width) // step + 1)
                     parts.append((lane, 0, place, step, n, width))
                 lane, place, count = lane + n, place + n * step, count - n
-        return np.array(parts, np.int64)
+        return np.concatenate([whole, np.array(parts, np.int64)])
 
     def close(self) -> None:
         """Unpin, once the device has written what is under way; the memory goes with the last one who maps it.
@@ -134,12 +135,13 @@ class HostBuffer:
 
 def _split(segments: np.ndarray, block: int) -> np.ndarray:
     first, last = segments[:, 1] // block, (segments[:, 1] + segments[:, 2] - 1) // block
-    if (first == last).all():
+    within = first == last
+    if within.all():
         return segments
     parts = []
-    for source, place, size in segments.tolist():
+    for source, place, size in segments[~within].tolist():
         while size:
             n = min(size, block - place % block)
             parts.append((source, place, n))
             source, place, size = source + n, place + n, size - n
-    return np.array(parts, np.int64)
+    return np.concatenate([segments[within], np.array(parts, np.int64)])

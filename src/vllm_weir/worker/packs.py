@@ -8,6 +8,7 @@ import torch
 from vllm_weir.worker.codecs import Codec, Codecs
 from vllm_weir.worker.step import PACKED, StepPlan
 from vllm_weir.worker.treat import Packet, pieces_of
+from vllm_weir.worker.upload import upload
 
 
 class Pack:
@@ -37,10 +38,7 @@ class Pack:
         first, last = int(lanes[0]), int(lanes[-1])
         self._lanes: slice | torch.Tensor = slice(first, last + 1)
         if last - first != len(lanes) - 1:
-            index = torch.from_numpy(lanes)
-            if device.type == "cuda":
-                index = index.pin_memory()  # a copy from other memory could hold the host up
-            self._lanes = index.to(device, non_blocking=True)
+            self._lanes = upload(lanes, device)
 
     def take(self, rows: torch.Tensor, place: int) -> None:
         """Compress a band's rows, [lanes, columns, d_model]; `place`: which of its tokens' columns the first one is."""

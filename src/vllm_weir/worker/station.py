@@ -38,6 +38,7 @@ from vllm_weir.worker.strands import Strands
 from vllm_weir.worker.tables import PlanWriter, TableWriter
 from vllm_weir.worker.tap import Switch, TapTensors
 from vllm_weir.worker.treat import Packet, Treater
+from vllm_weir.worker.upload import upload
 
 if TYPE_CHECKING:
     from vllm_weir.worker.stream import Streamer
@@ -245,7 +246,7 @@ class Station:
         profiles = self.planner.profiles
         if profiles.changed:
             used = profiles.used
-            self.tensors.ranks[:used].copy_(torch.from_numpy(profiles.ranks[:used]))
+            self.tensors.ranks[:used].copy_(upload(profiles.ranks[:used].copy(), self.tensors.ranks.device))
             profiles.changed = False
         if streamer is not None:
             streamer.begin(plan, profiles.columns_of)

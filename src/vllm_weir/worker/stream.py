@@ -19,6 +19,7 @@ from vllm_weir.worker.ring import Ring
 from vllm_weir.worker.select import STAGES
 from vllm_weir.worker.step import StepPlan
 from vllm_weir.worker.tap_triton import launch
+from vllm_weir.worker.upload import upload
 
 ROWS_IN_A_RUN = 2
 """From this many rows on, those of one band are copied as one piece with gaps."""
@@ -110,8 +111,7 @@ class Streamer:
             band = Band(start, len(columns), waiting, *pieces.of(places, len(columns)), packs)
             for tap in waiting:
                 self._bands.setdefault(tap, []).append(band)
-        profiles = torch.tensor(list(members), dtype=torch.long, device=device)
-        self._regions[profiles] = torch.from_numpy(regions).to(device)
+        self._regions[upload(np.array(list(members), np.int64), device)] = upload(regions, device)
 
     def tap(self, hidden, other, tap, plan, _ranks, ring, *tables) -> None:
         """Stands in for the tap's launch during the step."""

@@ -7,6 +7,7 @@ import torch
 
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.step import Lookup, StepPlan
+from vllm_weir.worker.upload import upload
 
 STAGING = 4
 
@@ -61,12 +62,17 @@ class PlanWriter:
     def _resolve(self, lookup: Lookup, input_ids: torch.Tensor) -> None:
         """Choose programs by the tokens that only the device knows."""
         device = self._plan.device
-        tokens = torch.from_numpy(lookup.tokens).to(device)
-        ids = input_ids[tokens]
+        tokens = upload(lookup.tokens, device)
+        ids = input_ids[tokens].long()
         index = torch.zeros(len(tokens), dtype=torch.long, device=device)
         for j, members in enumerate(lookup.token_sets):
-            index += torch.isin(ids, torch.tensor(members, dtype=ids.dtype, device=device)).long() << j
-        self._plan[tokens, 2] = torch.from_numpy(lookup.programs).to(device)[index]
+            if not members:  # no token is among them
+                continue
+            some = upload(np.unique(np.array(members, np.int64)), device)
+            # As torch.isin, which for more than a few makes the host wait for the device.
+            at = torch.searchsorted(some, ids).clamp_(max=len(some) - 1)
+            index += (some[at] == ids).long() << j
+        self._plan[tokens, 2] = upload(lookup.programs, device)[index]
 
 
 class _Written:
@@ -102,10 +108,5 @@ class TableWriter:
             return
         for name, rows in self._table.take_changes().items():
             target = self.tensors[name]
-            index = torch.from_numpy(rows)
-            content = torch.from_numpy(getattr(self._table, name)[rows])
-            if target.is_cuda:
-                index, content = index.pin_memory(), content.pin_memory()
-            target.index_copy_(
-                0, index.to(target.device, non_blocking=True), content.to(target.device, non_blocking=True)
-            )
+            content = getattr(self._table, name)[rows]
+            target.index_copy_(0, upload(rows, target.device), upload(content, target.device))

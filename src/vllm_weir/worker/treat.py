@@ -10,6 +10,7 @@ import torch
 
 from vllm_weir.worker.codecs import Codecs
 from vllm_weir.worker.step import PACKED, Fold, StepPlan
+from vllm_weir.worker.upload import upload
 
 
 @dataclass(frozen=True)
@@ -93,15 +94,12 @@ class Treater:
 
     def _index(self, slots: np.ndarray, width: int) -> torch.Tensor:
         every = (slots[:, None] + np.arange(width)).ravel()
-        return torch.from_numpy(every).to(self._ring.device, non_blocking=True)
+        return upload(every, self._ring.device)
 
     def _ranges(self, firsts: np.ndarray, sizes: np.ndarray) -> torch.Tensor:
         """first, first + 1, .. for each of them, one after the other."""
         ends = sizes.cumsum()
-        every = torch.from_numpy(np.repeat(firsts - (ends - sizes), sizes) + np.arange(ends[-1]))
-        if self._ring.is_cuda:
-            every = every.pin_memory()  # a copy from other memory could hold the host up
-        return every.to(self._ring.device, non_blocking=True)
+        return upload(np.repeat(firsts - (ends - sizes), sizes) + np.arange(ends[-1]), self._ring.device)
 
     def _leave(self, slots: np.ndarray, cell: int, values: torch.Tensor) -> None:
         """Values float32 [n, k] to the first words of `cell` ring rows each, from `slots` on."""
