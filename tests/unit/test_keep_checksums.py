@@ -276,7 +276,7 @@ def test_verify(layout: str, tmp_path: Path) -> None:
 
 
 def test_verify_sees_what_zip_sees(tmp_path: Path) -> None:
-    rows = torch.randn(400, 64)
+    rows = torch.randn(400, 64, generator=torch.Generator().manual_seed(0))
     with open_writer(tmp_path, "npz", compress="full8") as writer:
         for layer in (0, 1):
             writer.write(Batch("a", "resid_post", layer, np.arange(400), np.arange(400), rows))

@@ -9,10 +9,11 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,8 @@ from tests.unit.stored import SITES, check, length_of, make, rows_of, tokens_of,
 from vllm_weir.errors import WeirError
 from vllm_weir.keep import LAYOUTS, ActivationDataset, Batch, load, open_writer
 from vllm_weir.keep.atomic import Store
+from vllm_weir.keep.gathered import safe_name
+from vllm_weir.keep.verify import verify
 from vllm_weir.spec.compress import Compression
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -308,6 +311,87 @@ def test_flipped_bytes_in_what_is_not_rows_are_noticed_or_harmless(layout: str, 
                 assert same(dataset, good), (file, at)
         shutil.rmtree(tmp_path / "bad")
     assert noticed > 30
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("cut", [1, 100, 0.5])
+def test_a_shard_that_is_cut_off_behind_its_rows_is_truncated(cut: float, remote: bool, tmp_path: Path) -> None:
+    """Its rows are all there, and the manifest's copy too: what is missing is the shard's own index."""
+    make(tmp_path, "sharded", NAMES[:3])
+    (shard,) = tmp_path.glob("shard-*.safetensors")
+    size = shard.stat().st_size
+    os.truncate(shard, int(size * cut) if cut < 1 else size - int(cut))
+    with pytest.raises(WeirError, match=f"{shard.name}: .*the file has"):
+        if remote:  # where opening a dataset does not take a request for each shard
+            store = fsspec.filesystem("memory")
+            store.put(str(tmp_path), f"memory://cut-{cut}", recursive=True)
+            (damaged,) = verify(load(f"memory://cut-{cut}")).damaged
+            raise WeirError(damaged.error)
+        load(tmp_path)
+
+
+def test_a_dataset_below_another_is_none_of_it(tmp_path: Path) -> None:
+    make(tmp_path, "per_request", NAMES[:2])
+    for name in ("below", "beside/deep"):
+        make(tmp_path / name, "per_request", NAMES[1:3])
+        check(load(tmp_path / name), NAMES[1:3])
+    check(load(tmp_path), NAMES[:2])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_site_without_rows_is_as_wide_as_one_with(layout: str, tmp_path: Path) -> None:
+    none = np.zeros(0, np.int64)
+    with open_writer(tmp_path, layout, compress="full8" if layout == "npz" else None) as writer:
+        writer.write(Batch("a", "resid_post", 1, np.arange(2), np.arange(2), torch.ones(2, 48)))
+        writer.write(Batch("a", "resid_post", 2, none, none, torch.ones(0, 48)))
+        writer.finish_request("a")
+    acts = load(tmp_path)["a"]
+    assert {acts[site].shape for site in acts.sites if site.layer == 2} <= {(0, 48)}
+    assert acts["resid_post", 1].shape == (2, 48)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_request_that_is_called_as_another_one_s_file_is_no_other(layout: str, tmp_path: Path) -> None:
+    names = ["user/1", safe_name("user/1")]
+    make(tmp_path, layout, names, compress="full8" if layout == "npz" else None)
+    assert sorted(load(tmp_path).requests) == sorted(names)
+
+
+@pytest.mark.parametrize("change", ["a dtype of no fields", "another way of compression"])
+def test_what_zipfile_and_numpy_raise_for_a_damaged_npz_is_damage(change: str, tmp_path: Path) -> None:
+    file = tmp_path / "req_1" / "seq0_layer3_rank0.npz"
+    file.parent.mkdir()
+    np.savez(file, q=np.zeros((600, 32), np.uint8), scale=np.ones(600, np.float32), zero=np.zeros(600, np.float32))
+    raw = bytearray(file.read_bytes())
+    if change == "a dtype of no fields":
+        raw = raw.replace(b"'|u1'", b"()   ", 1)
+    else:
+        for signature, at in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+            raw[raw.index(signature) + at] = 14
+    file.write_bytes(raw)
+    with pytest.raises(WeirError, match=r"seq0_layer3_rank0\.npz: .*damaged"):
+        read_all(tmp_path)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_every_damaged_byte_of_an_npz_header_is_damage(save: Callable, tmp_path: Path) -> None:
+    """numpy reads a header as Python, whose parser has errors of its own: those of unbalanced brackets, say."""
+    file = tmp_path / "req_1" / "seq0_layer3_rank0.npz"
+    file.parent.mkdir()
+    q = np.random.default_rng(0).integers(0, 256, (600, 32), np.uint8)  # no sum is compared before the end
+    save(file, q=q, scale=np.ones(600, np.float32), zero=np.zeros(600, np.float32))
+    good = file.read_bytes()
+    begin = good.index(b"q.npy")
+    seen = set()
+    for at in range(begin, begin + 135):
+        for byte in b"(\"\x00'":
+            file.write_bytes(good[:at] + bytes([byte]) + good[at + 1 :])
+            try:
+                read_all(tmp_path)
+            except WeirError as e:
+                assert "seq0_layer3_rank0.npz" in str(e), e
+                seen.add(str(e).split("damaged one: ")[-1].split(":")[0])
+    assert {"ValueError", "BadZipFile"} <= seen and (save is np.savez_compressed or "TokenError" in seen), seen
 
 
 def test_a_shard_that_is_gone_is_missed(tmp_path: Path) -> None:

@@ -158,11 +158,18 @@ def test_act_environment():
         {"MODE": "rp9"},
         {"RP_K": "0"},
         {"RP_K": "x"},
+        {"RP_K": "16"},
+        {"RP_K": "1024"},
         {"RETURN": "all"},
         {"PER_DIM": "x"},
     ):
         with pytest.raises(WeirError, match=f"VLLM_ACT_{next(iter(bad))}"):
             act(**{"CAPTURE": "1", **bad})
+    narrow = Board(parse_sinks({"VLLM_ACT": act(CAPTURE="1", MODE="topk8")}, "VLLM_ACT"), 1 << 20, 60.0, 1.0)
+    narrow.open(ENGINE)
+    (capture,) = narrow.everyone
+    assert capture.compress.k == ENGINE.d_model, "Vllm_mi_patch keeps what there is"
+    narrow.close()
     sinks = Settings.load({"weir": {"sinks": {"own": {"logging": {}}}}}, {"VLLM_ACT_CAPTURE": "1"}).sinks
     assert set(sinks) == {"own", "VLLM_ACT"}
     check_sinks(sinks)
@@ -530,7 +537,7 @@ def calls_of(recorder):
 class Looked:
     """Stands in for a view."""
 
-    size = 100
+    rows, row_bytes = 1, 100
 
     def __init__(self, acts):
         self.acts = acts
@@ -552,7 +559,7 @@ def acts_of(packed=False):
         return Activations(rows, at, at)
     how = Compression("full8")
     records = {site: codec.encode(r, how) for site, r in rows.items()}
-    dtypes = dict.fromkeys(sites, torch.float32)
+    dtypes = dict.fromkeys(sites, "float32")
     return Activations({}, at, at, (), Packed(how.header(4, "bfloat16"), records, dtypes))
 
 
@@ -675,3 +682,28 @@ class Heard(logging.Handler):
 
     def emit(self, record):
         self.lines.append(record.getMessage())
+
+
+@pytest.mark.parametrize("trouble", ["take", "finish", "abort", "tick", "close"])
+def test_a_consumer_that_raises_what_is_no_exception_ends_no_sink(trouble, monkeypatch):
+    """SystemExit ended the sink's thread without a word, and everything that was sent to it waited."""
+
+    def leave(*_):
+        raise SystemExit(3)
+
+    monkeypatch.setattr(Recorder, trouble, leave)
+    monkeypatch.setattr("vllm_weir.frontend.sinks.runner.TICK", 0.01)
+    one = runner(trouble="take" if trouble == "abort" else "")
+    box = Box()
+    one.offer(box, 0)
+    while trouble == "tick" and not one.failed:
+        time.sleep(0.01)
+    if trouble in ("take", "finish", "abort"):
+        with pytest.raises(WeirError, match="No space left" if trouble == "abort" else "SystemExit: 3"):
+            box.ticket.settle(10)
+    else:
+        assert box.ticket.wait(10) == ("/x/r",)
+    one.flush(10)
+    assert not one.ended
+    one.close()
+    assert one.ended

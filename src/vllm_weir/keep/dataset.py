@@ -104,12 +104,11 @@ class ActivationDataset(Mapping):
         """One request's activations; a site's rows are read and decoded when they are looked at."""
         code = self._code(request)
         runs = self.index.runs_of(code)
-        places: dict[Site, tuple[np.ndarray, np.ndarray]] = {}
-        for s in np.unique(self.index.site[runs]).tolist():
-            places[self.sites[s]] = self._ordered(runs[self.index.site[runs] == s])
+        mine = {self.sites[s]: runs[self.index.site[runs] == s] for s in np.unique(self.index.site[runs]).tolist()}
+        places = {site: self._ordered(some) for site, some in mine.items()}
         positions = {site: torch.from_numpy(self.index.positions[at]) for site, (_, at) in places.items()}
         tokens = {site: torch.from_numpy(self.index.token_ids[at]) for site, (_, at) in places.items()}
-        return Activations(_LazyRows(self, places), positions, tokens)  # type: ignore[arg-type]
+        return Activations(_LazyRows(self, mine, places), positions, tokens)  # type: ignore[arg-type]
 
     def metadata(self, request: str) -> dict[str, Any]:
         """What was stored with a request."""
@@ -140,7 +139,7 @@ class ActivationDataset(Mapping):
         chosen = self._select(which, at, Positions.parse(positions))
         which, at = which[chosen], at[chosen]
         return Rows(
-            self.read(which, at, space) if len(which) else self._no_rows(runs, space),
+            self.read(which, at, space) if len(which) else self.no_rows(runs, space),
             torch.from_numpy(self.index.positions[at]),
             torch.from_numpy(self.index.token_ids[at]),
             torch.from_numpy(self.index.request[which]),
@@ -183,7 +182,7 @@ class ActivationDataset(Mapping):
         except WeirError as e:
             raise block.store.fail(block.name, f"damaged: {e.message}") from None
 
-    def _no_rows(self, runs: np.ndarray, space: str) -> Tensor:
+    def no_rows(self, runs: np.ndarray, space: str) -> Tensor:
         """What `read` gives for none of these runs' rows: as wide, and of the same dtype, as if there were some."""
         if not len(runs):
             return self.read(runs, runs, space)
@@ -254,11 +253,17 @@ class ActivationDataset(Mapping):
 class _LazyRows(Mapping):
     """Site -> decoded rows, read at each look."""
 
-    def __init__(self, dataset: ActivationDataset, places: dict[Site, tuple[np.ndarray, np.ndarray]]) -> None:
-        self._dataset, self._places = dataset, places
+    def __init__(
+        self,
+        dataset: ActivationDataset,
+        runs: dict[Site, np.ndarray],
+        places: dict[Site, tuple[np.ndarray, np.ndarray]],
+    ) -> None:
+        self._dataset, self._runs, self._places = dataset, runs, places
 
     def __getitem__(self, site: Site) -> Tensor:
-        return self._dataset.read(*self._places[site])
+        which, at = self._places[site]
+        return self._dataset.read(which, at) if len(which) else self._dataset.no_rows(self._runs[site], "model")
 
     def __contains__(self, site: object) -> bool:
         return site in self._places  # without reading rows

@@ -31,6 +31,8 @@ _LISTS = {"positions": "I64", "token_ids": "I64", "checksums": "U32"}
 """What stands beside a site's records, a value a row; datasets of earlier versions have no checksums."""
 Read: TypeAlias = Callable[[int, int], bytes]
 _SAFE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}")
+_SHORTENED = re.compile(r".*\.[0-9a-f]{16}")
+"""What names of other requests look like."""
 
 
 @dataclass(eq=False)
@@ -112,7 +114,7 @@ def join_sites(parts: list[Packed]) -> list[SiteRows]:
 
 def safe_name(request_id: str) -> str:
     """A file name for a request, different for different requests; the id itself where that can be."""
-    if _SAFE.fullmatch(request_id):
+    if _SAFE.fullmatch(request_id) and not _SHORTENED.fullmatch(request_id):
         return request_id
     digest = hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     return f"{re.sub(r'[^A-Za-z0-9_-]+', '_', request_id)[:60]}.{digest}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -11,12 +12,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+try:
+    from lzma import LZMAError
+except ImportError:  # a Python without it reads no such member
+
+    class LZMAError(Exception):  # type: ignore[no-redef]
+        """Never raised."""
+
+
 from vllm_weir.keep.atomic import Store
 
 _T = TypeVar("_T")
 _DAMAGE = (
-    zipfile.BadZipFile, zlib.error, ValueError, KeyError, EOFError, OSError, struct.error, NotImplementedError,
-    RuntimeError, SyntaxError, TypeError, UnicodeDecodeError, MemoryError, OverflowError,
+    zipfile.BadZipFile, zlib.error, LZMAError, ValueError, LookupError, EOFError, OSError, struct.error,
+    NotImplementedError, RuntimeError, SyntaxError, tokenize.TokenError, TypeError, MemoryError, OverflowError,
 )  # fmt: skip
 """What zipfile and numpy raise for damaged files."""
 

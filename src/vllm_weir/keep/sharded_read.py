@@ -12,6 +12,7 @@ from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import Block, FileBlock
 from vllm_weir.keep.index import Index, site_order
 from vllm_weir.keep.manifest import MANIFEST, codes, column, flat
+from vllm_weir.keep.tensorfile import read_container
 from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.hooks import Site, normalise_hook
 
@@ -132,10 +133,14 @@ def _blocks(store: Store, table: pa.Table, runs: np.ndarray, names: dict[str, in
     pairs, inverse = np.unique(file[runs] * (len(kinds) + 1) + kind[runs], return_inverse=True)
     headers: dict[int, dict] = {}
     blocks: list[Block] = []
+    whole: set[str] = set()
     for pair in pairs.tolist():
         name, code = files[pair // (len(kinds) + 1)], pair % (len(kinds) + 1)
         if name not in names:
             raise store.fail(name, "the manifest names it, and it is not there")
+        if store.local and name not in whole:  # elsewhere `verify` does: it takes a request for each shard
+            read_container(store, name, names[name])
+            whole.add(name)
         if code not in headers:
             headers[code] = json.loads(kinds[code])
             Compression.from_header(headers[code], f"{store.describe(name)}: header")

@@ -38,12 +38,14 @@ class Container(NamedTuple):
     metadata: dict[str, str]
 
 
-def build_header(tensors: dict[str, tuple[str, list[int], int]], metadata: dict[str, str], room: int = 0) -> bytes:
+def build_header(
+    tensors: dict[str, tuple[str, list[int], int]], metadata: dict[str, str], room: int = 0, checked: bool = True
+) -> bytes:
     """The file's start, for tensors in the order of their data.
 
     Args:
         tensors: name -> (dtype code, shape, bytes).
-        metadata: strings; ``crc`` is added.
+        metadata: strings; ``crc`` is added if `checked`.
         room: bytes to fill exactly (with spaces); 0 for as few as needed, a multiple of 8.
     """
     entries: dict[str, Any] = {}
@@ -52,7 +54,8 @@ def build_header(tensors: dict[str, tuple[str, list[int], int]], metadata: dict[
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
     entries["__metadata__"] = dict(metadata)
-    entries["__metadata__"]["crc"] = _crc(entries)
+    if checked:
+        entries["__metadata__"]["crc"] = _crc(entries)
     text = json.dumps(entries, separators=(",", ":")).encode()
     size = room or -(-(8 + len(text)) // 8) * 8
     if 8 + len(text) > size:

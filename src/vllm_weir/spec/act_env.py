@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_weir.errors import WeirError
+from vllm_weir.spec.compress import RP_MAX, RP_MIN
 
 logger = logging.getLogger(__name__)
 NAME = "VLLM_ACT"
@@ -20,9 +21,10 @@ def act_sink(environ: Mapping[str, str]) -> dict[str, Any] | None:
     """The wire form of the sink that these variables ask for, or None.
 
     ``VLLM_ACT_CAPTURE`` (0), ``_MODE`` (rp8, full8, topk8, none), ``_RP_K`` (512), ``_RP_SEED`` (12345), ``_TOPK_K``
-    (64), ``_OUTDIR`` (/tmp/vllm_activations), ``_RETURN`` (sharded, gathered: files with whole rows, since every rank
-    holds the whole residual stream; summary: running norms in the log and no files), ``_PER_DIM``: scales are per row
-    whatever it says, because a scale per dimension of a single row keeps nothing.
+    (64; of a model narrower than it all values), ``_OUTDIR`` (/tmp/vllm_activations), ``_RETURN`` (sharded, gathered:
+    files with whole rows, since every rank holds the whole residual stream; summary: running norms in the log and no
+    files), ``_PER_DIM``: scales are per row whatever it says, because a scale per dimension of a single row keeps
+    nothing.
 
     Raises:
         WeirError: naming the variable that is wrong.
@@ -37,7 +39,7 @@ def act_sink(environ: Mapping[str, str]) -> dict[str, Any] | None:
     if mode == "rp8":
         compress = {
             "method": mode,
-            "k": _number(environ, "RP_K", 512),
+            "k": _number(environ, "RP_K", 512, RP_MIN, RP_MAX),
             "seed": _number(environ, "RP_SEED", 12345, least=0),
         }
     elif mode == "topk8":
@@ -67,8 +69,9 @@ def _choice(environ: Mapping[str, str], name: str, default: str, choices: tuple[
     return text
 
 
-def _number(environ: Mapping[str, str], name: str, default: int, least: int = 1) -> int:
+def _number(environ: Mapping[str, str], name: str, default: int, least: int = 1, most: int = 10**18) -> int:
     text = environ.get(f"{NAME}_{name}", str(default)).strip()
-    if not text.isdecimal() or len(text) > 18 or int(text) < least:
-        raise WeirError(f"a whole number of at least {least}, got {text[:40]!r}", f"{NAME}_{name}")
+    if not text.isdecimal() or len(text) > 18 or not least <= int(text) <= most:
+        which = f"of at least {least}" if most == 10**18 else f"from {least} to {most}"
+        raise WeirError(f"a whole number {which}, got {text[:40]!r}", f"{NAME}_{name}")
     return int(text)

@@ -6,6 +6,7 @@ docs/keep.md explains every field.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -112,21 +113,7 @@ class Compression:
     def fields(self, d_model: int, dtype: str) -> list[dict[str, Any]]:
         """The record of one row: name, dtype, shape, and offset in bytes of each field, in order."""
         self.check(d_model)
-        affine: list[tuple[str, str, list[int]]] = [("scale", "float32", []), ("zero", "float32", [])]
-        layout: dict[str, list[tuple[str, str, list[int]]]] = {
-            "none": [("values", dtype, [d_model])],
-            "fp16": [("values", "float16", [d_model])],
-            "fp8": [("scale", "float32", []), ("values", "float8_e4m3fn", [d_model])],
-            "full8": [*affine, ("codes", "uint8", [d_model])],
-            "rp8": [*affine, ("codes", "uint8", [self.k or 0])],
-            "topk8": [*affine, ("indices", "int32", [self.k or 0]), ("codes", "uint8", [self.k or 0])],
-        }
-        out: list[dict[str, Any]] = []
-        offset = 0
-        for name, kind, shape in layout[self.method]:
-            out.append({"name": name, "dtype": kind, "shape": shape, "offset": offset})
-            offset += ITEMSIZE[kind] * (shape[0] if shape else 1)
-        return out
+        return [{**field, "shape": list(field["shape"])} for field in _fields(self.method, self.k or 0, d_model, dtype)]
 
     def record_bytes(self, d_model: int, itemsize: int = 4) -> int:
         """Bytes of one packed row; `itemsize`: bytes of one value of the original row."""
@@ -178,6 +165,26 @@ class Compression:
 def header_bytes(header: Mapping[str, Any]) -> int:
     """Bytes of one record, by its header."""
     return _end(header["fields"])
+
+
+@functools.lru_cache(maxsize=64)
+def _fields(method: str, k: int, d_model: int, dtype: str) -> tuple[dict[str, Any], ...]:
+    """As `Compression.fields`, to be copied: every request's header has them."""
+    affine: list[tuple[str, str, list[int]]] = [("scale", "float32", []), ("zero", "float32", [])]
+    layout: dict[str, list[tuple[str, str, list[int]]]] = {
+        "none": [("values", dtype, [d_model])],
+        "fp16": [("values", "float16", [d_model])],
+        "fp8": [("scale", "float32", []), ("values", "float8_e4m3fn", [d_model])],
+        "full8": [*affine, ("codes", "uint8", [d_model])],
+        "rp8": [*affine, ("codes", "uint8", [k])],
+        "topk8": [*affine, ("indices", "int32", [k]), ("codes", "uint8", [k])],
+    }
+    out: list[dict[str, Any]] = []
+    offset = 0
+    for name, kind, shape in layout[method]:
+        out.append({"name": name, "dtype": kind, "shape": shape, "offset": offset})
+        offset += ITEMSIZE[kind] * (shape[0] if shape else 1)
+    return tuple(out)
 
 
 def _end(fields: list[dict[str, Any]]) -> int:

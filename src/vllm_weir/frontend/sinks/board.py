@@ -20,6 +20,7 @@ from vllm_weir.frontend.sinks.job import Job
 from vllm_weir.frontend.sinks.marks import MarkBuffer
 from vllm_weir.frontend.sinks.runner import Runner
 from vllm_weir.frontend.sinks.ticket import Ticket, labels_of
+from vllm_weir.spec.act_env import NAME as ACT
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.sinks import Sink, SinkDefinition
 
@@ -67,6 +68,7 @@ class Board:
         """Set the settings' sinks up; raises WeirError if one refuses."""
         with self._lock:
             self._engine = engine
+            self.everyone = tuple(_fitting(capture, engine.d_model) for capture in self.everyone)
             for name, definition in self.definitions.items():
                 if name not in self._runners:
                     self._runners[name] = Runner(name, definition, engine, f"settings.sinks.{name}")
@@ -227,6 +229,14 @@ def _captures(name: str, definition: SinkDefinition) -> list[Capture]:
             raise WeirError("the capture of a sink goes to that sink; leave sink and keep out", f"{path}.capture[{k}]")
         out.append(replace(capture, sink=Sink(name), keep=definition.keep))
     return out
+
+
+def _fitting(capture: Capture, d_model: int) -> Capture:
+    """As Vllm_mi_patch does: topk8 keeps all values of a row that has fewer than it is to keep."""
+    compress = capture.compress
+    if capture.sink.name != ACT or compress is None or compress.method != "topk8" or compress.k is None:
+        return capture
+    return replace(capture, compress=replace(compress, k=min(compress.k, d_model)))
 
 
 def _keep_tidy(board_of: weakref.ref[Board], wake: threading.Event) -> None:

@@ -40,7 +40,7 @@ class Job:
     """
 
     def __init__(self, view: View, request: Finished, ticket: Ticket, release: Callable[[], None]) -> None:
-        self.size = view.size
+        self.size = view.rows * view.row_bytes
         self.request, self.ticket = request, ticket
         self._view: View | None = view
         self._release: Callable[[], None] | None = release

@@ -144,7 +144,7 @@ class Runner:
         try:
             with self._call:
                 self._consumer.close()
-        except Exception:
+        except BaseException:
             logger.exception("the sink %s did not close", self.name)
         if self._folder is not None:
             self._folder.cleanup()
@@ -153,11 +153,11 @@ class Runner:
         try:
             with self._call:
                 self._consumer.tick()
-        except Exception as e:  # as in `_serve`, but there is no request to tell
+        except BaseException as e:  # as in `_serve`, but there is no request to tell
             self._note(e)
             logger.exception("the sink %s failed", self.name)
 
-    def _note(self, e: Exception) -> None:
+    def _note(self, e: BaseException) -> None:
         self.failed += 1
         self.last_error = f"{type(e).__name__}: {e}"
 
@@ -170,7 +170,7 @@ class Runner:
                     self._consumer.take(rows)
                 files = tuple(str(file) for file in self._consumer.finish(job.request) or ())
             self.sequences += 1
-        except Exception as e:  # noqa: BLE001 (a consumer may raise anything; the request is told)
+        except BaseException as e:  # noqa: BLE001 (a consumer may raise anything, SystemExit too; the request is told)
             # As text: a log record that kept the traceback would keep its frames, and the rows in them.
             logger.error("the sink %s failed at request %s\n%s", self.name, job.request.name, traceback.format_exc())
             self._note(e)
@@ -183,7 +183,7 @@ class Runner:
         try:
             with self._call:
                 self._consumer.abort(job.request)
-        except Exception:
+        except BaseException:
             logger.exception("the sink %s could not undo request %s", self.name, job.request.name)
 
     def _spill(self) -> None:
