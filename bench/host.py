@@ -123,7 +123,9 @@ class Run:
         """The worker's and the scheduler's steps: the prompts, as many at once as have room, then one token each."""
         station, clock, count = self.station, self.clock, self.count
         new = [
-            (r.request_id, wire, PROMPT, r.prompt_token_ids) for r in requests if (wire := core.wire_of(r)) is not None
+            (r.request_id, wire, PROMPT, r.prompt_token_ids, 0)
+            for r in requests
+            if (wire := core.wire_of(r)) is not None
         ]
         with clock.part("worker: join, a request", count):
             station.follow(new, ())

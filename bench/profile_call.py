@@ -115,6 +115,36 @@ def device_sums(_worker: Any = None) -> dict[str, tuple[int, float]]:
     return out
 
 
+def device_gaps(_worker: Any = None) -> list[tuple[float, float, float]]:
+    """Since `record_device`, of the recording that `device_sums` ended: (ms after the first kernel, ms) of every time
+    of at least `GAP_MS` in which no kernel ran, with the share of it in which rows were copied to the host."""
+    import sys
+
+    import torch
+
+    module = sys.modules["weir_profile_log"]
+    events = [e for e in module.profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = [(e.time_range.start / 1e3, e.time_range.end / 1e3, e.name.startswith("Memcpy DtoH")) for e in events]
+    return module.gaps(spans)
+
+
+def gaps(spans: list[tuple[float, float, bool]]) -> list[tuple[float, float, float]]:
+    """As `device_gaps`, of (start, end, whether it is a copy to the host)."""
+    kernels = sorted((a, b) for a, b, copy in spans if not copy)
+    copies = sorted((a, b) for a, b, copy in spans if copy)
+    out, end = [], kernels[0][0]
+    for a, b in kernels:
+        if a - end >= GAP_MS:
+            busy = sum(max(0.0, min(a, y) - max(end, x)) for x, y in copies)
+            out.append((round(end - kernels[0][0], 2), round(a - end, 2), round(min(busy / (a - end), 1.0), 2)))
+        end = max(end, b)
+    return out
+
+
+LOG.gaps = gaps
+GAP_MS = 0.25
+
+
 def phases(began: float, returned: float, done: float, events: list[tuple[str, float, float]]) -> dict[str, float]:
     """One call, in milliseconds: what follows each other, steps, and (``sum of``) parts wherever they run."""
     by_part: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -192,7 +222,7 @@ def main() -> None:
                 del outs, rows
                 if turn >= 0:
                     seen[case].append(phases(began, returned, done, take() + llm.collective_rpc(take)[0]))
-        device = {}
+        device, idle = {}, {}
         for case, params in asked.items() if cuda else ():
             llm.collective_rpc(record_device)
             outs = llm.generate(prompts, params, use_tqdm=False)
@@ -200,13 +230,22 @@ def main() -> None:
                 kind: {"a_step": round(n / size.generated, 2), "us_a_step": round(us / size.generated, 1)}
                 for kind, (n, us) in sorted(llm.collective_rpc(device_sums)[0].items())
             }
+            idle[case] = llm.collective_rpc(device_gaps)[0]
             del outs
         for case, calls in seen.items():
             names = {name for call in calls for name in call}
             medians = {n: round(statistics.median(call.get(n, 0.0) for call in calls), 3) for n in sorted(names)}
             whole = [call["whole call"] for call in calls]
             medians |= {"whole call, least": round(min(whole), 3), "whole call, most": round(max(whole), 3)}
-            found["cases"].append({"case": case, "batch": size.count, "ms": medians, "device": device.get(case, {})})
+            found["cases"].append(
+                {
+                    "case": case,
+                    "batch": size.count,
+                    "ms": medians,
+                    "device": device.get(case, {}),
+                    "gaps": idle.get(case, []),
+                }
+            )
         show(found["cases"][-len(seen) :])
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -220,6 +259,7 @@ def show(entries: list[dict[str, Any]]) -> None:
         print(f"{row:44s}" + "".join(f"{entry['ms'].get(row, 0.0):17.2f}" for entry in entries), flush=True)
     for entry in entries:
         print(f"device, a step of {entry['case']}: {json.dumps(entry['device'])}", flush=True)
+        print(f"device idle, {entry['case']} (ms after, ms, share with copies): {entry['gaps'][:40]}", flush=True)
 
 
 if __name__ == "__mp_main__":  # a process of the engine that was spawned

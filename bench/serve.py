@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import functools
 import json
+import multiprocessing
 import platform
 import random
 import shutil
@@ -22,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -34,6 +36,8 @@ from vllm_weir.bench.weights import LLAMA_8B, make_model
 
 PAUSE = 0.3
 """Seconds after a round, for what it has left to do."""
+SOON = 0.1
+"""Seconds until a round's clients begin, wherever they are."""
 PROMPTS = ("Anna walked to the harbor in the morning .", "Tom was sad", "The lesson", "A dog ran over the hill")
 CAPTURE = {"v": 1, "capture": [{"hook": "resid_post", "layers": "all", "positions": "all"}]}
 GPU_ARGS = [
@@ -45,8 +49,8 @@ GPU_ARGS = [
 
 
 def steer(width: int) -> dict:
-    """An `Add` in block 3 of a model of this width."""
-    return {"v": 1, "interventions": [{"op": "add", "vector": [0.1] * width, "layers": [3], "scale": 1.0}]}
+    """An `Add` in block 3 of a model of this width, as Weir's client sends it."""
+    return {"v": 1, "interventions": [weir.Add([0.1] * width, layers=[3]).to_json()]}
 
 
 async def one(client: httpx.AsyncClient, prompt: str, wish: dict | None) -> float:
@@ -58,37 +62,59 @@ async def one(client: httpx.AsyncClient, prompt: str, wish: dict | None) -> floa
     return time.perf_counter() - began
 
 
-async def round_of(
-    url: str, headers: dict, clients: int, each: int, share: float, heavy: bool, width: int = 256
-) -> list[float]:
-    """Latencies of the plain requests of a round, in seconds; `width`: of the model's stream."""
-    wishes = (CAPTURE, steer(width), CAPTURE | steer(width))
+async def people(url: str, headers: dict, numbers: range, each: int, wishes: tuple, begin: float) -> list[float]:
+    """Seconds of each request of these clients, which begin together at the time `begin`."""
     # No connection is used twice: servers close those that nobody uses for 5 s, in the middle of a crowd too.
-    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
+    limits = httpx.Limits(max_connections=len(numbers), max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) as client:
 
         async def person(number: int) -> list[float]:
-            plain = number < share * clients
             chance = random.Random(number)
-            wish = None if plain or not heavy else chance.choice(wishes)
-            took = [await one(client, chance.choice(PROMPTS), wish) for _ in range(each)]
-            return took if plain else []
+            wish = chance.choice(wishes)
+            return [await one(client, chance.choice(PROMPTS), wish) for _ in range(each)]
 
-        found = await asyncio.gather(*(person(i) for i in range(clients)))
+        await asyncio.sleep(begin - time.time())
+        found = await asyncio.gather(*map(person, numbers))
     return [t for took in found for t in took]
 
 
-def measure(
-    servers: dict[str, httpx.Client], case: str, clients: int, each: int, share: float, rounds: int, width: int
+def several(*args) -> list[float]:
+    """`people`, in a process of their own."""
+    return asyncio.run(people(*args))
+
+
+def round_of(
+    pool: Executor, url: str, headers: dict, clients: int, each: int, share: float, heavy: bool, width: int = 256
+) -> list[float]:
+    """Latencies of the plain requests of a round, in seconds; `width`: of the model's stream.
+
+    Those who send plain requests and the others are processes of their own: neither waits for the other's Python.
+    """
+    wishes = (CAPTURE, steer(width), CAPTURE | steer(width)) if heavy else (None,)
+    plain, begin = round(share * clients), time.time() + SOON
+    mine = pool.submit(several, url, headers, range(plain), each, (None,), begin)
+    if plain < clients:
+        pool.submit(several, url, headers, range(plain, clients), each, wishes, begin).result()
+    return mine.result()
+
+
+def compare(
+    pool: Executor,
+    servers: dict[str, httpx.Client],
+    width: int,
+    case: str,
+    clients: int,
+    each: int,
+    share: float,
+    rounds: int,
 ) -> dict:
     """p50 of the plain requests of all rounds on both servers, and their ratio with its 95 % interval."""
     took: dict[str, list[list[float]]] = {name: [] for name in servers}
     for number in tqdm(range(rounds + 1), desc=case, unit="round"):
         for name in sorted(servers, reverse=bool(number % 2)):
             server = servers[name]
-            found = asyncio.run(
-                round_of(str(server.base_url), dict(server.headers), clients, each, share, name == "weir", width)
-            )
+            url, headers = str(server.base_url), dict(server.headers)
+            found = round_of(pool, url, headers, clients, each, share, name == "weir", width)
             time.sleep(PAUSE)
             if number:  # the first round warms up
                 took[name].append([1000 * seconds for seconds in found])
@@ -151,15 +177,17 @@ def main() -> None:
         with (
             start(logs / "vllm", PLAIN, env={"WEIR_DISABLE": "1"}) as plain,
             start(logs / "weir", WEIR) as served,
+            ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool,
         ):
             servers = {"vllm": plain, "weir": served}
+            measure = functools.partial(compare, pool, servers, width)
             cases = [
-                measure(servers, "alone", 1, 8, 1.0, args.rounds, width),
-                measure(servers, "idle", args.clients, 3, 1.0, args.rounds, width),
+                measure("alone", 1, 8, 1.0, args.rounds),
+                measure("idle", args.clients, 3, 1.0, args.rounds),
             ]
             print(json.dumps(cases), flush=True)
             if args.crowd:
-                cases.append(measure(servers, "crowd", args.crowd, 2, 0.5, args.crowd_rounds, width))
+                cases.append(measure("crowd", args.crowd, 2, 0.5, args.crowd_rounds))
     found = {
         "device": torch.cuda.get_device_name() if args.llama_8b else platform.processor() or platform.machine(),
         "vllm": vllm.__version__,

@@ -51,3 +51,39 @@ def test_smoke(tmp_path: Path) -> None:
     # What cannot run here says why.
     assert found["systems"]["native"]["status"] == "skipped" or found["systems"]["native"]["version"]
     assert all(s["status"] == "measured" or s["reason"] for s in found["systems"].values())
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "command",
+    [
+        [
+            "host.py",
+            "--cases",
+            "steer_one,steer_all again,capture_own",
+            "--requests",
+            "8",
+            "--steps",
+            "4",
+            "--runs",
+            "1",
+        ],
+        ["keep.py", "{folder}", "--megabytes", "4", "--repeats", "1"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_what_docs_name_as_the_source_of_figures_runs(command: list[str], tmp_path: Path) -> None:
+    """Those that need neither a GPU nor a server, and seconds."""
+    bench = Path(__file__).parents[2] / "bench"
+    out = tmp_path / "out.json"
+    done = subprocess.run(
+        [sys.executable, *(part.format(folder=tmp_path) for part in command), "--out", str(out)],
+        cwd=bench,
+        env=os.environ | {"PYTHONPATH": f"{bench.parent}/src:{bench.parent}", "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert json.loads(out.read_text())

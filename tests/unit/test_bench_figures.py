@@ -145,6 +145,14 @@ def test_report_command(tmp_path: Path) -> None:
         ["--systems", "stok"],
         ["--prefill", "64"],
         ["--batches", "a"],
+        ["--batches", "0"],
+        ["--batches", "-1,4"],
+        ["--batches", ","],
+        ["--prefill", "0x10"],
+        ["--prefill", "4x-5"],
+        ["--systems", ","],
+        ["--cases", ","],
+        ["--model", "/none/such"],
         ["--weir-config", "[]"],
         ["--tokens", "600"],
         ["--model", "llama-8b"],
@@ -153,7 +161,7 @@ def test_report_command(tmp_path: Path) -> None:
 def test_bad_options_name_themselves(bad: list[str], monkeypatch: Any) -> None:
     monkeypatch.setattr(command, "_has_gpu", lambda: False)
     done = CliRunner().invoke(app, ["bench", *([] if "--model" in bad else ["--model", "demo"]), *bad])
-    assert done.exit_code == 2
+    assert done.exit_code == 2 and bad[0] in done.stderr
 
 
 def test_prompts_are_the_same_everywhere_and_all_different() -> None:

@@ -143,7 +143,10 @@ def model_fields(name: str, work: Path, cuda: bool) -> dict[str, Any]:
     if dummy and not cuda:
         raise typer.BadParameter("--model: llama-8b needs a GPU; engines on a CPU repack their weights at the start")
     path = make_model(work / "llama-8b") if dummy else demo_model() if name == "demo" else name
-    text = AutoConfig.from_pretrained(path).get_text_config()
+    try:
+        text = AutoConfig.from_pretrained(path).get_text_config()
+    except (OSError, ValueError) as e:
+        raise typer.BadParameter(f"--model: {name!r} cannot be read: {str(e).splitlines()[0]}") from None
     return {
         "model": path,
         "model_name": "Llama-3.1-8B shapes, random weights" if dummy else Path(name).name,
@@ -165,7 +168,8 @@ def _has_gpu() -> bool:
 def _check_lengths(plan: Plan) -> None:
     for size in plan.sizes():
         if size.prompt + size.generated > plan.max_model_len:
-            raise typer.BadParameter(f"{size.label}: the model takes at most {plan.max_model_len} tokens")
+            option = "--prefill" if size.kind == "prefill" else "--tokens"
+            raise typer.BadParameter(f"{option}: {size.label}: the model takes at most {plan.max_model_len} tokens")
 
 
 def _names(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
@@ -173,6 +177,8 @@ def _names(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
     for name in names:
         if name not in known:
             raise typer.BadParameter(f"{option}: {name!r} is none of {', '.join(known)}")
+    if not names:
+        raise typer.BadParameter(f"{option}: name at least one of {', '.join(known)}")
     return tuple(n for n in known if n in names)
 
 
@@ -180,9 +186,12 @@ def _ints(text: str, option: str) -> tuple[int, ...]:
     if text == "none":
         return ()
     try:
-        return tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
+        found = tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
     except ValueError:
-        raise typer.BadParameter(f"{option}: expected ints with commas or none, got {text!r}") from None
+        found = ()
+    if not found or found[0] < 1:
+        raise typer.BadParameter(f"{option}: expected ints from 1 on with commas, or none, got {text!r}")
+    return found
 
 
 def _product(text: str) -> tuple[int, int] | None:
@@ -191,7 +200,9 @@ def _product(text: str) -> tuple[int, int] | None:
     try:
         count, length = map(int, text.lower().split("x"))
     except ValueError:
-        raise typer.BadParameter(f"--prefill: expected 64x1024 or none, got {text!r}") from None
+        count = length = 0
+    if count < 1 or length < 1:
+        raise typer.BadParameter(f"--prefill: expected 64x1024 or none, got {text!r}")
     return count, length
 
 

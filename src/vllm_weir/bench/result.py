@@ -18,7 +18,7 @@ class CaseResult(BaseModel):
     """One case of one system at one size.
 
     Attributes:
-        batch / prefill: the size; neither for `startup`.
+        batch / prefill: the size; both None for `startup`.
         median_ms: milliseconds (a decode step, or a start); `ktok_s`: thousand prompt tokens a second. None: no figure,
             `note` says why.
         min, max: of the repeats, in the same unit.
@@ -56,8 +56,6 @@ class CaseResult(BaseModel):
     @model_serializer
     def _write(self) -> dict[str, Any]:
         size = {"prefill": self.prefill} if self.prefill is not None else {"batch": self.batch}
-        if self.batch is None and self.prefill is None:
-            size = {}
         unit = "ktok_s" if self.prefill is not None else "median_ms"
         out: dict[str, Any] = {"case": self.case, "system": self.system, **size, unit: self.median}
         out |= {"min": self.min, "max": self.max, "repeats": self.repeats, "ratio_to_stock": self.ratio_to_stock}
@@ -189,6 +187,7 @@ def mark_checks(result: Result) -> None:
             for c in result.checks
             if (c.run, c.system, c.case, c.size) == (case.run, case.system, case.case, case.label)
         ]
+        case.checked = None
         if mine:
             case.checked = all(c.passed for c in mine)
             failed = [f"{c.what}: {c.value:.2e} > {c.bound:.1e}" for c in mine if not c.passed]
