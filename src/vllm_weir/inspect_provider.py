@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from inspect_ai._util.local_server import configure_devices, start_local_server
@@ -82,6 +83,8 @@ class WeirAPI(VLLMAPI):
             config = config.merge(GenerateConfig(attempt_timeout=ATTEMPT_TIMEOUT))
         if base_url is None and port is None:
             base_url = os.environ.get("WEIR_BASE_URL")
+        if base_url is not None and urlsplit(base_url).path in ("", "/"):
+            base_url = f"{base_url.rstrip('/')}/v1"  # as of the client: what OpenAI's takes, and what a person writes
         api_key = api_key or os.environ.get("WEIR_API_KEY")
         enable_lora = bool(server_args.get("enable_lora"))
         # A flag is given by its name alone; one that is off is not given.

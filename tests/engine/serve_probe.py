@@ -3,8 +3,6 @@ as a worker does."""
 
 from __future__ import annotations
 
-import gc
-
 from starlette.responses import JSONResponse
 
 PATH, FAIL = "/weir-test/held", "/weir-test/fail"
@@ -12,8 +10,8 @@ WHY = "a test says so"
 
 
 class Held:
-    """Answers PATH: views and requests of this API-server process, what its workers hold, results kept. FAIL: the next
-    request will have failed."""
+    """Answers PATH: views and requests of this API-server process, what its workers hold, results kept; without a run
+    of the garbage collector. FAIL: the next request will have failed."""
 
     def __init__(self, app):
         self.app = app
@@ -22,7 +20,6 @@ class Held:
         if scope["type"] != "http" or scope["path"] not in (PATH, FAIL):
             await self.app(scope, receive, send)
             return
-        gc.collect()
         state = scope["app"].state
         if scope["path"] == FAIL:
             fail_next(state.weir.desk.store)

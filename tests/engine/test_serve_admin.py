@@ -152,7 +152,8 @@ def test_steering_of_every_request(server, tmp_path):
         assert np.abs(np.array(ours) - theirs).max() < 1e-4
     assert np.abs(server.rows(tmp_path)[0] - rows[0] - 1.5 * V).max() < BOUND * np.abs(rows).max()
     active = server.done("GET", "/v1/steering")["active_layers"]
-    assert active[str(LAYER)]["resid_post"]["norms"]["all"] == pytest.approx(1.5 * np.linalg.norm(V), rel=1e-5)
+    assert active[str(LAYER)]["resid_post"]["norm"] == pytest.approx(1.5 * np.linalg.norm(V), rel=1e-5)
+    assert set(active["1"]["resid_post"]) == {"decode_norm", "clamps"}, "as the fork's"
     server.done("POST", "/v1/steering/clear")
     for _ in range(4):
         found = server.complete()["logprobs"]["token_logprobs"]

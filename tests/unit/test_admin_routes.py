@@ -325,6 +325,25 @@ def test_what_changes_all_requests_needs_the_admin_key(tmp_path, method, path, b
         assert all(client.get(route).status_code == 200 for route in READING)
 
 
+GARBAGE = [b"{bad", b"\xff\xfe", b"[" * 100_000, b'{"name": ' + b"9" * 100_000 + b"}", b"", b"3"]
+
+
+@pytest.mark.parametrize("path", [path for method, path, _ in ADMIN_ROUTES if method == "POST"])
+def test_who_may_comes_before_what_was_sent(tmp_path, path):
+    """A body was read and parsed first: who has no key learnt that it was bad JSON, or too large."""
+    with serving(tmp_path) as (server,):
+        client = TestClient(app_of(server))
+        json_ = {"Content-Type": JSON}
+        for content in (*GARBAGE, (b" " * 1000 for _ in range(500))):
+            refused(client.post(path, content=content, headers=json_), 401)
+        for content in GARBAGE:
+            refused(client.post(path, content=content, headers=json_ | {"X-Weir-Admin-Key": "x"}), 403)
+        for content in GARBAGE[:4]:
+            refused(client.post(path, content=content, headers=json_ | ADMIN), 400, "body")
+        server.admin_key = None
+        refused(client.post(path, content=GARBAGE[0], headers=json_ | ADMIN), 403)
+
+
 @pytest.mark.parametrize("key", ["schlüssel", "clé-à"])
 def test_an_admin_key_may_be_any_text(tmp_path, key):
     """A client sends its bytes, as curl does."""
@@ -358,10 +377,10 @@ def test_steering_of_every_request(pair):
     two.post("/v1/steering/set", json={"vectors": {"resid_post": {"1": OTHER}}})
     assert lowered(servers[0], plain) == [first[1], first[2], ("resid_post", (1,), "all", [OTHER])]
     active = one.get("/v1/steering").json()
-    assert active["active_layers"]["1"]["resid_post"]["norms"] == {
-        "all": pytest.approx(D**0.5), "generated": pytest.approx(D**0.5)
+    assert active["active_layers"]["1"]["resid_post"] == {
+        "norm": pytest.approx(D**0.5), "decode_norm": pytest.approx(D**0.5), "clamps": 0
     }  # fmt: skip
-    assert active["active_layers"]["2"]["resid_pre"]["norms"]["all"] == pytest.approx(2 * np.linalg.norm(V))
+    assert active["active_layers"]["2"]["resid_pre"]["norm"] == pytest.approx(2 * np.linalg.norm(V))
     assert len(active["interventions"]) == 3 and "b64" not in json.dumps(active)
     one.post("/v1/steering/set", json={"prefill_vectors": {"resid_post": {"0": V}}, "replace": True})
     assert lowered(servers[1], plain) == [("resid_post", (0,), "prompt", [V])]

@@ -235,7 +235,7 @@ def test_what_is_remembered_of_an_admission():
 
     def key(extra, ids=True, names=0):
         found = _same_wish(extra, ids, names)
-        return found and found[0]
+        return found and found.key
 
     assert key(wish()) == key(wish()) is not None
     apart = [wish(), wish(before=True), wish(before=1), wish(before=1.0), wish(before="1"), wish(before=None)]

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from vllm_weir.frontend.admit import admit
 from vllm_weir.frontend.desk import Tracker
 from vllm_weir.frontend.early import ends_with_the_prompt
 from vllm_weir.frontend.facts import EngineFacts
+from vllm_weir.frontend.holding import Holding
 from vllm_weir.frontend.inbox import deliver
 from vllm_weir.frontend.mirror import Mirror
 from vllm_weir.frontend.pending import Pending
@@ -198,6 +200,43 @@ def test_an_output_that_was_pickled_or_copied_has_its_rows_and_its_receipt(copie
         assert again.token_ids_of(site).equal(acts.token_ids_of(site))
 
 
+@pytest.mark.parametrize("how", [None, "full8"])
+@pytest.mark.parametrize("looked", [False, True])
+@pytest.mark.parametrize("wishes", ["all", "some", "several"])
+def test_a_pickle_is_about_as_large_as_its_rows(how, looked, wishes):
+    """A tensor is pickled with all the memory that it is a part of: the extent of its strand, once for each block."""
+    post = Post(LAYERS)
+    post.compression = how and Compression.parse(how, "compress")
+    asked = {
+        "all": [("resid_post", "all", "all")],
+        "some": [("resid_post", [0, 2], "prompt")],
+        "several": [("resid_post", [0, 1], "all"), ("resid_post", [2], "prompt")],
+    }[wishes]
+    request = Request(post, "r0", asked, 40, 300, [1] * 40)
+    request.join()
+    post.step([("r0", 40, 0)], content)
+    acts = request.tracker.view([1], False, "length", 0).activations()
+    if looked:
+        assert all(len(acts[site]) == 40 for site in acts.sites)
+    size = sum(acts[site].nbytes for site in acts.sites) + 2 * 8 * 40 * len(acts.sites)
+    for twin in (acts, copy.deepcopy(acts)):
+        written = pickle.dumps(twin)
+        assert len(written) < 1.2 * size + 3000 * len(acts.sites), (len(written), size)
+        again = pickle.loads(written)  # noqa: S301
+        assert all(again[site].equal(acts[site]) for site in acts.sites)
+
+
+def test_what_was_changed_in_rows_is_in_their_copies():
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 4, 1, [1] * 4)
+    request.join()
+    post.step([("r0", 4, 0)], content)
+    acts = request.tracker.view([1], False, "length", 0).activations()
+    acts["resid_post", 1][2] = 7.0
+    for twin in (copy.deepcopy(acts), pickle.loads(pickle.dumps(acts))):  # noqa: S301
+        assert twin["resid_post", 1].equal(acts["resid_post", 1]) and (twin["resid_post", 1][2] == 7).all()
+
+
 def test_rows_of_one_site_are_not_copied():
     post = Post(LAYERS)
     request = Request(post, "r0", [("resid_post", "all", "all")], 5, 20, [1] * 25)
@@ -334,3 +373,50 @@ def test_mail_round_trip(name, columns, numbers, failures):
 def test_reply_addresses():
     reply = mail.Reply("ipc:///a#b/rows", "ipc:///a#b/vectors", "/a#b/arenas", "secret")
     assert mail.Reply.parse(str(reply)) == reply
+
+
+@pytest.mark.parametrize("claims", [0, 2])
+def test_rows_are_let_go_when_nobody_needs_them_whoever_holds_the_output(claims):
+    """As of a server's answer that is out; sinks that have not taken them yet keep them."""
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 4, 1, [1] * 4)
+    request.join()
+    post.step([("r0", 4, 0)], content)
+    view, pending = request.tracker.view([1], False, "length", 0), post.store.get("r0")
+    pending.claim(claims)
+    held = Holding()
+    held.add(post.store, pending)
+    held.let_go()
+    held.let_go()
+    if claims:
+        assert len(post.store) == 1 and len(view.activations()["resid_post", 0]) == 4
+        pending.unclaim()
+    assert not pending.strips
+    with pytest.raises(WeirError):
+        replace(view, timeout=0.01, _made=None).activations()
+    assert len(post.store) == bool(claims)
+
+
+def test_who_waits_for_rows_that_are_let_go_waits_no_longer():
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 4, 1, [1] * 4)
+    request.join()
+    view = request.tracker.view([1], False, "length", 0)
+    view.timeout = 60.0
+    held = Holding()
+    held.add(post.store, post.store.get("r0"))
+    timer = threading.Timer(0.2, held.let_go)
+    timer.start()
+    with pytest.raises(WeirError, match="nobody waited for its answer"):
+        view.activations()
+    timer.join()
+
+
+def test_one_that_nobody_holds_any_more_is_let_go_of_by_itself():
+    post, held = Post(LAYERS), Holding()
+    request = Request(post, "r0", [("resid_post", "all", "all")], 4, 1, [1] * 4)
+    held.add(post.store, post.store.get("r0"))
+    del request
+    gc.collect()
+    assert len(post.store) == 0
+    held.let_go()

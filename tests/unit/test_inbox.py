@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import glob
 import os
 import socket
@@ -64,6 +65,29 @@ def test_a_worker_that_ends_while_it_introduces_itself_stops_nobody(said, tmp_pa
     assert thread.is_alive()
     inbox.close()
     assert not os.listdir(tmp_path)
+
+
+def test_what_rings_while_the_thread_ends_rings_nothing_else(tmp_path, monkeypatch):
+    """A busy thread sees that it is to stop before it is woken for that: the bell was closed then, its number free."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before, make, write, bells = set(threading.enumerate()), os.eventfd, os.eventfd_write, []
+    store = Store()
+    monkeypatch.setattr(store, "prepare", lambda: time.sleep(0.001) or True)
+    monkeypatch.setattr(os, "eventfd", lambda *args: bells.append(make(*args)) or bells[-1])
+    inbox = Inbox(store)
+    (thread,) = set(threading.enumerate()) - before
+
+    def late(fd, value):
+        thread.join(10)
+        assert not thread.is_alive()
+        write(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", late)
+    inbox.close()
+    assert not os.listdir(tmp_path)
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(bells[0])
 
 
 def test_files_of_strangers_are_closed(tmp_path, monkeypatch):

@@ -149,7 +149,7 @@ def test_the_quick_copy_of_params_is_vllms_copy():
 def test_wishes_with_vectors_are_told_apart_by_content():
     def key(vector, layers=1, far=False):
         wire = RequestSpec((), (weir.Add(vector, layers),)).to_json()
-        return _same_wish({"weir": json.loads(json.dumps(wire)) if far else copy.deepcopy(wire)}, True)[0]
+        return _same_wish({"weir": json.loads(json.dumps(wire)) if far else copy.deepcopy(wire)}, True).key
 
     one, other = np.ones(2000), np.ones(2000)
     other[7] = 1.5
@@ -157,7 +157,7 @@ def test_wishes_with_vectors_are_told_apart_by_content():
     assert key(one, far=True) == key(one.copy(), far=True) != key(other, far=True)
     assert len(key(one)[2]) < 500, "the digest stands for the text"
     own = RequestSpec((), (weir.Add(one, 1),)).to_json()
-    assert _same_wish({"weir": own}, True)[1] > 4 * len(one), "what is remembered holds the vector"
+    assert _same_wish({"weir": own}, True).size > 4 * len(one), "what is remembered holds the vector"
 
 
 def test_wishes_that_hold_arrays_are_not_taken_for_one_another():
@@ -169,13 +169,14 @@ def test_wishes_that_hold_arrays_are_not_taken_for_one_another():
             {"capture": {"project": odd}},
             {"modules": odd},
         ):
-            assert _same_wish({"weir": {"v": 1, **wish}}, True) is None
+            found = _same_wish({"weir": {"v": 1, **wish}}, True)
+            assert found is None or not found.plain, "it is remembered"
     plain = {
         "v": 1,
         "capture": [{"hook": "resid_post", "layers": (1, 2), "positions": {"token_ids": [3]}}],
         "modules": [],
     }
-    assert _same_wish({"weir": plain}, True) is not None
+    assert _same_wish({"weir": plain}, True).plain
     facts = EngineFacts(served(2), 2, 4, "float32", 1 << 10)
     desk = desk_of(facts)
     for array in (numbers, numbers.view(np.int32).copy()):

@@ -66,6 +66,29 @@ def test_bad_response_options(response, field):
     refused(field, None, {"weir": WISH | {"response": response}})
 
 
+@pytest.mark.parametrize(
+    ("xargs", "body", "field"),
+    [
+        (None, {"extra_body": {"weir": {"v": 1}}}, "extra_body.weir"),
+        (None, {"extra_body": {"steering_name": "m"}}, "extra_body.steering_name"),
+        (None, {"output_residual_stream": [1]}, "output_residual_stream"),
+        (None, {"apply_steering_vectors": []}, "apply_steering_vectors"),
+        ({"steering_name": "m"}, None, "vllm_xargs.steering_name"),
+        ({"steering_vectors": "{}"}, {}, "vllm_xargs.steering_vectors"),
+    ],
+)
+def test_keys_where_nobody_reads_them_are_refused(xargs, body, field):
+    assert asks(xargs, body)
+    with pytest.raises(WeirError) as caught:
+        Ask.parse(xargs, body, Limits())
+    said = "extra_body is" if field.startswith("extra_body") else "belongs"
+    assert caught.value.field == field and said in caught.value.message
+
+
+def test_other_keys_there_are_not_weirs():
+    assert not asks({"mine": 1}, {"extra_body": {"mine": 1}}) and not asks(None, {"extra_body": "x", "weir": None})
+
+
 def test_twice_is_refused():
     refused("weir", {"weir": json.dumps(WISH)}, {"weir": WISH})
     refused(

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -15,9 +16,11 @@ import zstandard
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
+from vllm_weir.frontend.turns import Turns
 from vllm_weir.serve import reply as module
 from vllm_weir.serve.answer import scores
 from vllm_weir.serve.ask import Ask
+from vllm_weir.serve.home import locked
 from vllm_weir.serve.lens import encode
 from vllm_weir.serve.limits import Limits
 from vllm_weir.serve.reply import Reply
@@ -49,10 +52,13 @@ class View(SimpleNamespace):
     def wait(self):
         pass
 
+    def drop(self):
+        pass
+
 
 @pytest.fixture
 def server(tmp_path):
-    made = ServerState(None, SimpleNamespace(serve=lambda rows: None, observer=None), Limits())
+    made = ServerState(None, SimpleNamespace(serve=lambda rows: None, observer=None, turns=Turns()), Limits())
     made.spool = Spool(tmp_path, 1 << 20, 60.0)
     return made
 
@@ -232,6 +238,94 @@ def test_a_choice_that_ends_before_the_next_begins_is_one_of_several(server):
         return [json.loads(c[6:])["choices"][0] async for c in stream]
 
     assert all("activations" in choice["weir"] for choice in asyncio.run(go()))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("wishes", "concluded", "threads"), [((), True, 0), ((), False, 1), ((1,), True, 1), ((1,), False, 1)]
+)
+def test_a_receipt_alone_is_answered_without_a_thread_if_nothing_is_to_be_waited_for(
+    server, monkeypatch, wishes, concluded, threads, streamed
+):
+    view = View(concluded=lambda: concluded)
+    view.part = SimpleNamespace(spec=SimpleNamespace(treatment=None, wishes=wishes))
+    ran, run = [], ServerState.run
+    monkeypatch.setattr(ServerState, "run", lambda *args: ran.append(1) or run(*args))
+
+    async def go():
+        made = reply(server, view)
+        if not streamed:
+            return (await made.answers())[0]
+        (only,) = [c async for c in made.rewrite(chunks(chunk("stop")))]
+        return json.loads(only[6:])["choices"][0]["weir"]
+
+    assert asyncio.run(go())["receipt"] == {"complete": True} and len(ran) == threads
+
+
+def test_one_answer_at_a_time_is_made_and_none_waits_for_rows_of_another(server, monkeypatch):
+    """Threads that copy and write at the same time leave the event loop little of the interpreter."""
+    arrive, at_work, most = threading.Event(), [], []
+
+    def make(held, pieces=Activations.pieces):
+        at_work.append(1)
+        most.append(len(at_work))
+        time.sleep(0.01)
+        at_work.pop()
+        return pieces(held)
+
+    monkeypatch.setattr(Activations, "pieces", make)
+
+    async def go():
+        late = asyncio.create_task(reply(server, View(wait=lambda: arrive.wait(10))).answers())
+        await asyncio.gather(*(reply(server, View()).answers() for _ in range(6)))
+        assert not late.done()
+        arrive.set()
+        await late
+
+    asyncio.run(go())
+    assert most == [1] * 7
+
+
+def test_who_waits_for_another_processs_file_holds_no_other_answer_up(server):
+    async def go():
+        with locked(server.spool._lock):
+            kept = asyncio.create_task(reply(server, View()).answers())
+            await asyncio.sleep(0.05)
+            inline = (await asyncio.wait_for(reply(server, View(), 1 << 20).answers(), 10))[0]["activations"]
+            assert "b64" in inline and not kept.done()
+        assert "id" in (await kept)[0]["activations"]
+
+    asyncio.run(go())
+
+
+class Serving:
+    """Stands for vLLM's; notes whose turn it is."""
+
+    def __init__(self, server):
+        self.engine_client, self.begun = SimpleNamespace(_weir_server=server), []
+
+    async def create_completion(self, request):
+        from vllm_weir.seams.server import _reply
+
+        self.begun.append((request.name, _reply.get() is not None))
+        return SimpleNamespace()
+
+
+def test_plain_requests_that_come_at_the_same_time_go_first(server):
+    """On their way in; each a task of its own, as in a server."""
+    seams = pytest.importorskip("vllm_weir.seams.server")
+    create = seams.create(Serving.create_completion, SimpleNamespace(serving_refusal=None))
+    serving = Serving(server)
+
+    def request(name):
+        asked = {"weir": {"v": 1}} if name.startswith("weir") else {}
+        return SimpleNamespace(name=name, model_extra=asked, vllm_xargs=None, use_beam_search=False)
+
+    async def go():
+        await asyncio.gather(*(create(serving, request(name)) for name in ("weir 1", "a", "weir 2", "b")))
+
+    asyncio.run(go())
+    assert serving.begun == [("a", False), ("b", False), ("weir 1", True), ("weir 2", True)]
 
 
 def test_scores_that_are_not_finite_are_null():

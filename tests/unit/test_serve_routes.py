@@ -73,7 +73,14 @@ def test_rows_are_fetched_whole_in_ranges_and_freed(app, tmp_path):
     part = call(app, "GET", url, headers={"Range": "bytes=8-19"})
     assert part.status_code == 206 and part.content == whole.content[8:20]
     assert part.headers["content-range"] == f"bytes 8-19/{len(whole.content)}"
-    assert call(app, "GET", url, headers={"Range": "bytes=999999-"}).status_code == 416
+    beyond = call(app, "GET", url, headers={"Range": "bytes=999999-"})
+    assert beyond.status_code == 416 and beyond.headers["content-range"] == f"bytes */{len(whole.content)}"
+    assert str(len(whole.content)) in beyond.json()["error"]["message"]
+    for several in ("bytes=0-3,8-11", "bytes=-4", "bytes=8-", " bytes=0-0"):
+        assert call(app, "GET", url, headers={"Range": several}).status_code == 206, several
+    for none in ("bytes=abc", "items=0-5", "bytes=5-2", "bytes=", "bytes=-", "bytes", "bytes=0-1,x", "x" * 999):
+        ignored = call(app, "GET", url, headers={"Range": none})
+        assert ignored.status_code == 200 and ignored.content == whole.content, none
     assert call(app, "DELETE", url).status_code == 204
     for method in ("GET", "DELETE"):
         gone = call(app, method, url)

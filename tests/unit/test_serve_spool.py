@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,11 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend import activations
-from vllm_weir.frontend.activations import Activations
+from vllm_weir.frontend.activations import Activations, Receipt
+from vllm_weir.frontend.block import Block
 from vllm_weir.serve.home import Home, clear
 from vllm_weir.serve.spool import Spool
 from vllm_weir.spec.hooks import Site
@@ -71,20 +71,100 @@ def test_one_that_is_too_large_is_refused_and_nothing_else_goes(spool):
     assert len(spool) == 1
 
 
-def test_a_full_disk_is_an_error_that_names_what_could_not_be_written(spool, tmp_path, monkeypatch):
-    def full(tensors, path, metadata):
-        raise SafetensorError(f'Error while serializing: I/O error: No space left (os error 28) at path "{path}.tmp1"')
+def test_results_of_one_answer_do_not_make_room_for_each_other(spool):
+    """Of ten that fit one by one, nine had gone when the client got their ids."""
+    before = spool.put(acts(), SIZE)
+    kept = []
+    with pytest.raises(WeirError, match="with the other results of this answer"):
+        for k in range(30):
+            kept.append(spool.put(acts(value=k), SIZE, spare=kept))
+    assert 2 < len(kept) < 30 and spool.open(before) is None and spool.used <= spool.budget
+    for key in kept:
+        spool.open(key).close()
 
+
+def test_a_full_disk_is_an_error_that_names_what_could_not_be_written(spool, tmp_path, monkeypatch):
     with pytest.raises(WeirError) as caught:
         acts().save(tmp_path / "none" / "x.safetensors")
-    assert caught.value.message == f"cannot write {tmp_path}/none/x.safetensors: " + (
-        "I/O error: No such file or directory (os error 2)"
-    )
-    monkeypatch.setattr(activations, "save_file", full)
+    assert caught.value.message == f"cannot write {tmp_path}/none/x.safetensors: No such file or directory"
+
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(WeirError) as caught:
         spool.put(acts(), SIZE)
-    assert caught.value.message == f"the server could not keep {SIZE} bytes: I/O error: No space left (os error 28)"
-    assert len(spool) == 0
+    assert caught.value.message == f"the server could not keep {SIZE} bytes: No space left on device"
+    assert len(spool) == 0 and [p.name for p in spool.directory.iterdir()] == [".lock"]
+    with pytest.raises(WeirError, match="No space left on device"):
+        acts().save(tmp_path / "x.safetensors")
+    assert [p for p in tmp_path.iterdir() if p.is_file()] == [tmp_path / ".lock"]
+
+
+def test_a_file_has_every_sites_rows_also_where_they_lie_together_in_another_order(tmp_path):
+    sites = [Site("resid_post", 0), Site("attn_out", 1), Site("resid_post", 2)]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for places in (None, [2, 0, 1]):
+            memory = torch.randn(5, 4, 16).to(dtype)[:, :3]  # rows of a wider block
+            block = Block(sites, places, memory)
+            at = {site: torch.arange(5) for site in sites}
+            rows = Activations(block, at, {site: at[site] + 10 for site in sites})
+            rows[sites[1]][2] = 3.0  # what the caller changed is what is saved
+            back = Activations.load(rows.save(tmp_path / "x"))
+            for k, site in enumerate(sites):
+                want = memory[:, k if places is None else places[k]]
+                assert torch.equal(back[site], want) and back[site].dtype == dtype
+                assert back.token_ids_of(*site).tolist() == [10, 11, 12, 13, 14]
+
+
+def test_a_file_that_somebody_has_mapped_is_not_changed_under_them(tmp_path):
+    first = Activations.load(acts(value=1.0).save(tmp_path / "x"))
+    acts(value=2.0).save(tmp_path / "x")
+    assert first["resid_post", 1].unique().tolist() == [1.0]
+    assert Activations.load(tmp_path / "x")["resid_post", 1].unique().tolist() == [2.0]
+
+
+def test_names_and_rows_that_cannot_be_written_are_errors_that_say_so(tmp_path):
+    site, at = Site("resid_post", 0), torch.arange(2)
+    with pytest.raises(WeirError, match=r"rows of torch\.int32 cannot be written"):
+        Activations({site: torch.zeros(2, 8, dtype=torch.int32)}, {site: at}, {site: at}).save(tmp_path / "x")
+    (tmp_path / "file").write_bytes(b"theirs")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path in (
+        tmp_path, "/", tmp_path / ("x" * 300), tmp_path / ("x" * 300) / "y", tmp_path / "file" / "x",
+        tmp_path / "loop" / "x", tmp_path / "a\0b",
+    ):  # fmt: skip
+        with pytest.raises(WeirError, match="cannot write"):
+            acts().save(path)
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["file", "loop"]
+    wide = Activations({site: torch.zeros(2, 8).double()}, {site: at.int()}, {site: at})
+    back = Activations.load(wide.save(tmp_path / ("é" * 100)))
+    assert back[site].dtype == torch.float64 and back.positions.equal(at)
+
+
+def test_who_stops_while_a_file_is_written_leaves_none(tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        acts().save(tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_receipt_as_a_dict_is_nobody_else_s():
+    receipt = Receipt(compression={"method": "rp8", "fields": {"scale": "f4"}}, sinks={"x": "queued"})
+    out = receipt.to_dict()
+    out["compression"]["fields"]["scale"], out["sinks"]["x"] = "f8", "written"
+    assert receipt.compression["fields"] == {"scale": "f4"} and receipt.sinks == {"x": "queued"}
+
+
+def test_files_of_no_rows_and_of_no_sites_are_read_again(tmp_path):
+    site = Site("resid_post", 0)
+    none = torch.zeros(0, dtype=torch.int64)
+    for rows in (Activations({site: torch.zeros(0, 8)}, {site: none}, {site: none}), Activations({}, {}, {})):
+        back = Activations.load(rows.save(tmp_path / "x"))
+        assert back.sites == rows.sites and [back[s].shape for s in back] == [rows[s].shape for s in rows]
 
 
 def test_it_expires(spool):

@@ -442,3 +442,26 @@ def test_trap_17_who_waits_for_a_worker_s_word_holds_up_nobody_in_the_event_loop
     finally:
         desk.close()
     assert order == ["ready", "late"]
+
+
+def test_trap_17_plain_requests_that_end_at_the_same_time_go_out_first():
+    """Though nothing is left to wait for."""
+    from vllm_weir.seams.engine import _VIEW, async_llm_generate
+
+    order = []
+    view = SimpleNamespace(concluded=lambda: True, verify=list, settle=lambda: None)
+
+    async def outputs(self, view):
+        yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="length", **{_VIEW: view})])
+
+    engine = type("Engine", (), {"output_processor": SimpleNamespace(), "generate": async_llm_generate(outputs, None)})
+
+    async def one(name, view):
+        async for _ in engine().generate(view):
+            order.append(name)
+
+    async def main():
+        await asyncio.gather(one("steered", view), one("plain", None), one("plain", None))
+
+    asyncio.run(main())
+    assert order == ["plain", "plain", "steered"]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,13 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as save_bytes
-from safetensors.torch import save_file
 
 from vllm_weir import codec
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.block import Block
+from vllm_weir.frontend.block import Block, alone
 from vllm_weir.keep.checksum import checksums
+from vllm_weir.keep.tensorfile import CODES, build_header
 from vllm_weir.spec.hooks import Site, parse_site
 
 LENS_KEY = "residual_stream"
@@ -61,7 +64,9 @@ class Receipt:
 
     def to_dict(self) -> dict:
         """Plain JSON data; sites as ``"resid_post.10"``."""
-        out = asdict(self)
+        out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("compression", "sinks"):
+            out[name] = deepcopy(out[name])
         for name in ("captured", "dropped"):
             out[name] = {f"{s.hook}.{s.layer}": n for s, n in getattr(self, name).items()}
         out["steered"] = [{f"{s.hook}.{s.layer}": n for s, n in sites.items()} for sites in self.steered]
@@ -75,16 +80,22 @@ class Packed:
     Attributes:
         header: how the records are to be read, see docs/keep.md.
         records: site -> uint8 [rows, record_bytes].
-        dtypes: site -> dtype of the decoded rows.
+        dtypes: site -> dtype of the decoded rows, by name.
     """
 
     header: dict[str, Any]
     records: Mapping[Site, torch.Tensor]
-    dtypes: dict[Site, torch.dtype]
+    dtypes: Mapping[Site, str]
+
+    def __getstate__(self) -> dict[str, Any]:
+        records = self.records
+        if isinstance(records, dict):
+            records = {site: alone(some) for site, some in records.items()}
+        return {**self.__dict__, "records": records}
 
     def decode(self, site: Site) -> torch.Tensor:
         """[rows, d_model]."""
-        return codec.decode(self.records[site], self.header).to(self.dtypes[site])
+        return codec.decode(self.records[site], self.header).to(getattr(torch, self.dtypes[site]))
 
 
 class Activations(Mapping):
@@ -110,6 +121,15 @@ class Activations(Mapping):
         self._token_ids = token_ids
         self._lens_layers = lens_layers
 
+    def __getstate__(self) -> dict[str, Any]:
+        rows = self._rows
+        if isinstance(rows, dict):
+            rows = {site: alone(some) for site, some in rows.items()}
+        # Those of a block or a dict are the same memory once more.
+        again = self._packed is None and isinstance(rows, (Block, dict))
+        made = {} if again else {key: alone(some) for key, some in self._made.items()}
+        return {**self.__dict__, "_rows": rows, "_made": made}
+
     @property
     def sites(self) -> list[Site]:
         """The captured sites, by block and then by place in the block."""
@@ -133,9 +153,13 @@ class Activations(Mapping):
         Raises:
             WeirError: if the rows were not compressed.
         """
-        if self._packed is None:
+        packed = self._packed
+        if packed is None:
             raise WeirError("these rows are not compressed; ask for Capture(..., compress=...)")
-        return self._packed.records[self._site(hook, layer)], self._packed.header
+        site = (hook, layer) if layer is not None else hook
+        if isinstance(packed.records, Block) and isinstance(site, tuple) and site in (every := packed.records.every):
+            return every[site], packed.header
+        return packed.records[self._site(hook, layer)], packed.header
 
     def __getitem__(self, key: object) -> torch.Tensor:
         try:
@@ -202,27 +226,48 @@ class Activations(Mapping):
             WeirError: naming the file, if it cannot be written.
         """
         path = Path(path)
-        tensors, meta = self._file()
+        temporary = path.parent / f".weir-{secrets.token_hex(8)}"
+        pieces = self.pieces()
         try:
-            save_file(tensors, path, metadata=meta)
-        except (OSError, SafetensorError) as e:  # a full disk is a SafetensorError
-            raise WeirError(f"cannot write {path}: {_reason(e)}") from e
+            with open(temporary, "xb") as file:
+                file.writelines(pieces)
+            os.replace(temporary, path)  # whoever has mapped the older file keeps it
+        except (OSError, ValueError) as e:  # the latter for a NUL in the name
+            raise WeirError(f"cannot write {path}: {getattr(e, 'strerror', None) or e}") from e
+        finally:
+            with suppress(OSError, ValueError):  # it has its own name by now, or could not be made
+                temporary.unlink()
         return path
 
     def to_bytes(self) -> bytes:
         """What `save` writes."""
-        tensors, meta = self._file()
-        return save_bytes(tensors, metadata=meta)
+        return b"".join(self.pieces())
 
-    def _file(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        tensors: dict[str, torch.Tensor] = {}
-        for site in self:
-            name = f"{site.hook}.{site.layer}"
-            tensors[name] = self._row(site).contiguous()
-            tensors[f"{name}.positions"] = self._positions[site].clone()
-            tensors[f"{name}.token_ids"] = self._token_ids[site].clone()
+    def pieces(self) -> list[bytes | memoryview]:
+        """What `save` writes, in few pieces.
+
+        A server makes one file for each request beside its event loop, and the safetensors library would hold the
+        interpreter for 20 us a tensor.
+        """
+        tensors: dict[str, tuple[str, list[int], int]] = {}
+        ids: list[bytes] = []  # first, so that everything lies on a word's boundary
+        for end, by_site in ((".positions", self._positions), (".token_ids", self._token_ids)):
+            for site in self:
+                data = by_site[site].numpy().astype(np.int64, copy=False).tobytes()
+                ids.append(data)
+                tensors[f"{site.hook}.{site.layer}{end}"] = ("I64", [len(data) // 8], len(data))
+        rows = [self._row(site) for site in self]
+        if other := {some.dtype for some in rows} - _CODES.keys():
+            raise WeirError(f"rows of {', '.join(map(str, other))} cannot be written; convert them first")
+        for site, some in zip(self, rows, strict=True):
+            tensors[f"{site.hook}.{site.layer}"] = (_CODES[some.dtype], list(some.shape), some.nbytes)
+        if isinstance(self._rows, Block) and list(self._rows) == self.sites:
+            bodies = [self._rows.together()]
+        else:
+            bodies = [codec.as_bytes(some.contiguous()).numpy() for some in rows]
         meta = {"weir": "1", "sites": json.dumps([list(s) for s in self]), "lens": json.dumps(self._lens_layers)}
-        return tensors, meta
+        start = build_header(tensors, meta, checked=False)
+        return [b"".join((start, *ids)), *(body.reshape(-1).data for body in bodies)]
 
     @classmethod
     def load(cls, path: str | PathLike) -> Activations:
@@ -276,9 +321,5 @@ class Activations(Mapping):
         return f"Activations({shapes}{', ...' if len(self) > 4 else ''})"
 
 
-def _reason(error: Exception) -> str:
-    """What the system said, without the name of safetensors' own temporary file."""
-    return str(error).removeprefix("Error while serializing: ").partition(" at path ")[0]
-
-
 _ENDS = ("", ".positions", ".token_ids")
+_CODES = {getattr(torch, name): code for name, code in (CODES | {"float64": "F64"}).items()}

@@ -102,7 +102,11 @@ class Admitted:
 
 def carries_keys(extra_args: Mapping[str, Any] | None) -> bool:
     """Whether a request asks anything of Weir."""
-    return extra_args is not None and any(extra_args.get(key) is not None for key in KEYS)
+    if extra_args:
+        for key in KEYS:
+            if extra_args.get(key) is not None:
+                return True
+    return False
 
 
 def unknown_reference(ref: str, field: str) -> np.ndarray:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from vllm_weir.spec.hooks import Site
+
+
+def alone(rows: torch.Tensor) -> torch.Tensor:
+    """The rows without the memory beside them: a tensor is pickled with all that it is a part of."""
+    return rows.clone() if rows.untyped_storage().nbytes() > rows.nbytes else rows
 
 
 class Block(Mapping):
@@ -19,12 +24,24 @@ class Block(Mapping):
 
     def __init__(self, sites: Sequence[Site], places: list[int] | None, rows: torch.Tensor) -> None:
         self._sites, self._places, self._rows = sites, places, rows
+        self._every: dict[Site, torch.Tensor] | None = None
 
-    @functools.cached_property
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_rows": alone(self._rows), "_every": None}
+
+    @property
     def every(self) -> dict[Site, torch.Tensor]:
         """All sites' rows."""
-        rows = self._rows.unbind(1)
-        return dict(zip(self._sites, [rows[k] for k in self._places] if self._places else rows, strict=True))
+        if self._every is None:
+            rows = self._rows.unbind(1)
+            self._every = dict(zip(self._sites, [rows[k] for k in self._places] if self._places else rows, strict=True))
+        return self._every
+
+    def together(self) -> np.ndarray:
+        """A copy of all sites' rows, uint8 [sites, n, bytes of a row]; numpy makes it, in this thread alone."""
+        rows = self._rows.view(torch.uint8).numpy()
+        rows = rows if self._places is None else rows[:, self._places]
+        return np.ascontiguousarray(rows.swapaxes(0, 1))
 
     def __getitem__(self, site: Site) -> torch.Tensor:
         return self.every[site]

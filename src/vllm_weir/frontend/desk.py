@@ -6,7 +6,7 @@ import marshal
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from vllm_weir.frontend.sinks.board import Board
 from vllm_weir.frontend.sinks.ticket import Ticket
 from vllm_weir.frontend.store import Store
 from vllm_weir.frontend.tokens import Tokens
+from vllm_weir.frontend.turns import Turns
 from vllm_weir.frontend.view import View
 from vllm_weir.memo import Memo
 from vllm_weir.settings import Settings
@@ -148,6 +149,7 @@ class Desk:
         self.settings = settings
         self.refusal = refusal
         self.store = Store()
+        self.turns = Turns()
         self.shelf = Shelf()
         self.source: Source | None = None
         """Where names and the interventions of every request come from, if other processes change them too."""
@@ -244,7 +246,7 @@ class Desk:
     def _admitted(self, extra_args: Mapping[str, Any], has_token_ids: bool) -> Admitted:
         """As `admit`; remembered, since thousands of requests ask for the same."""
         same = _same_wish(extra_args, has_token_ids, self.shelf.version)
-        if same is not None and (known := self._known.get(same[0])) is not None:
+        if same is not None and (known := self._known.get(same.key)) is not None:
             return known
         admitted = admit(
             extra_args,
@@ -256,9 +258,8 @@ class Desk:
             self.board.definitions,
             self.shelf.module,
         )
-        if same is not None:
-            key, size = same
-            self._known.put(key, admitted, size)
+        if same is not None and same.plain:
+            self._known.put(same.key, admitted, same.size)
         return admitted
 
     def set_always(self, interventions: Sequence[Intervention]) -> None:
@@ -306,13 +307,27 @@ def _check_rows(admitted: Admitted, prompt_len: int, max_tokens: int, most: int)
         )
 
 
-def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 0) -> tuple[tuple, int] | None:
-    """(key, about its bytes): the key is equal for requests that ask for the same while names mean the same (which
-    `names` stands for); None for those that cannot be compared."""
+class _Wish(NamedTuple):
+    """What requests that ask for the same have in common: an equal `key`, about so many bytes, made of `parts`."""
+
+    key: tuple
+    size: int
+    parts: Collection[Any] = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether it may be remembered. One that is not has no key that a remembered one has: of an array the key holds
+        the bytes alone, which stand for other numbers in another dtype, and bytes are no JSON."""
+        return _plain(self.parts)
+
+
+def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 0) -> _Wish | None:
+    """The wish, whose key is equal for requests that ask for the same while names mean the same (which `names` stands
+    for); None for those that cannot be compared."""
     wish = extra_args.get(WIRE_KEY)
     if not carries_keys(extra_args):
-        return (has_token_ids,), 8
-    if not isinstance(wish, dict) or any(key in extra_args for key in LENS_KEYS):
+        return _Wish((has_token_ids,), 8)
+    if not isinstance(wish, dict) or not _LENS.isdisjoint(extra_args):
         return None
     size = [0]
     try:
@@ -321,10 +336,11 @@ def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 
         content = marshal.dumps(short, 2)
     except ValueError:
         return None  # not plain JSON; admission says what is wrong with it, if anything is
-    if not _plain(short.values()):
-        return None  # of an array it writes the bytes alone, which stand for other numbers in another dtype
     size[0] += len(content)
-    return ((has_token_ids, names, content), size[0]) if size[0] <= LONGEST_KNOWN else None
+    return _Wish((has_token_ids, names, content), size[0], short.values()) if size[0] <= LONGEST_KNOWN else None
+
+
+_LENS = frozenset(LENS_KEYS)
 
 
 def _plain(values: Collection[Any]) -> bool:

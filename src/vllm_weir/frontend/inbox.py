@@ -63,6 +63,8 @@ class _Desk:
             secrets.token_hex(16),
         )
         self.bell = os.eventfd(0, os.EFD_NONBLOCK)
+        # Not when the thread ends: whoever is about to ring would ring what has got its number since.
+        weakref.finalize(self, os.close, self.bell).atexit = False
         self.mirrors: dict[str, Mirror] = {}
         self.lines: dict[int, tuple[socket.socket, str]] = {}
 
@@ -89,7 +91,7 @@ class _Desk:
         self.rows.close(linger=0)
         self.vectors.close(linger=0)
         self.context.term()
-        os.close(self.bell)
+        self.mirrors.clear()  # they refer to this
 
     def _handle(self, source, poller: zmq.Poller) -> None:
         if source is self.rows:

@@ -91,6 +91,17 @@ class Pending:
             if self._claims == 0:
                 self.strips, self.early = [], None
 
+    def release(self) -> bool:
+        """Nobody will look at what comes back on the output; whether nobody needs its rows at all: sinks that wait for
+        some keep them until they have done."""
+        if self._claims and self.memory.spec.wishes:
+            self.unclaim()
+        if self._claims:
+            return False
+        self.failure = self.failure or "its rows were let go, as nobody waited for its answer any more"
+        self.strips, self.early = [], None
+        return True
+
     def await_steered(self, move: int, positions: np.ndarray | tuple[int, int], timeout: float) -> None:
         """Wait for word that `move` was applied at all of `positions` (ascending; or the first, and where they end).
 

@@ -60,6 +60,13 @@ class Store:
         """Accept rows for a request from now on."""
         self._pending[pending.request_id] = pending
 
+    def forget(self, pending: Pending) -> None:
+        """Nobody looks at a request's rows any more, though something may refer to it yet."""
+        with self._changed:
+            if pending.release():
+                self._pending.pop(pending.request_id, None)
+                self._changed.notify_all()
+
     def vectors(self, digests: Iterable[str]) -> dict[str, np.ndarray]:
         """Those of these vectors that a live request uses, by digest."""
         missing, found = set(digests), {}

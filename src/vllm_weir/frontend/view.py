@@ -81,6 +81,10 @@ class View:
             self._made = self._assemble() if early is None else early
         return self._made
 
+    def drop(self) -> None:
+        """Forget the rows that were made; they can be made again while their request is held."""
+        self._made = None
+
     def arrived(self) -> bool:
         """Whether every row of the part is here, by the marks that have been read; not for treated ones."""
         return all(self.pending.has(sites, self._wanted(some)[0]) for sites, some in self.part.spec.by_positions)
@@ -127,6 +131,12 @@ class View:
             return False
         moves = self.pending.admitted.effective
         return self.aborted or not moves or self.pending.confirmed([self._touched(move) for move in moves])
+
+    def wait(self) -> None:
+        """Wait for all that `receipt` waits for; raises WeirError as that does."""
+        self.settle()
+        self.activations()
+        self.verify()
 
     def receipt(self) -> Receipt:
         """What was done for this sequence up to this output; waits for its sinks as `settle` does."""
@@ -217,9 +227,8 @@ class View:
             positions = {site: positions[site] for site in part.spec.sites}
         ids = TokenIds(self.tokens, positions)
         if part.spec.treatment is not None and part.spec.treatment.compression is not None:
-            dtypes = {site: DTYPES[dtype] for site, dtype in part.dtypes.items()}
             header = part.spec.treatment.compression.header(self.d_model, part.dtype)
-            return Activations({}, positions, ids, part.lens_layers, Packed(header, _joined(found), dtypes))
+            return Activations({}, positions, ids, part.lens_layers, Packed(header, _joined(found), part.dtypes))
         rows = _joined(found)
         if recast := self._dtypes():
             rows = {**rows, **{site: rows[site].to(DTYPES[dtype]) for site, dtype in recast.items()}}
@@ -231,23 +240,29 @@ class View:
         return sum(len(sites) * len(self._wanted(selectors)[0]) for sites, selectors in self.part.spec.by_positions)
 
     @property
-    def size(self) -> int:
-        """Bytes of the rows, about."""
-        row = self._nothing()
-        return self.rows * row.shape[1] * row.element_size()
+    def row_bytes(self) -> int:
+        """Bytes of a row, about."""
+        width, dtype = self._row
+        return width * dtype.itemsize
 
     def _dtypes(self) -> dict[Site, str]:
         """Sites whose rows have to be cast: products stay float32 unless asked for otherwise."""
         treatment = self.part.spec.treatment
         return self.part.dtypes if treatment is not None and treatment.folds else self.part.recast
 
-    def _nothing(self) -> torch.Tensor:
+    @property
+    def _row(self) -> tuple[int, torch.dtype]:
+        """Values of a row, and what they are."""
         treatment = self.part.spec.treatment
         if treatment is not None and treatment.compression is not None:
-            return torch.empty(0, treatment.compression.record_bytes(self.d_model), dtype=torch.uint8)
+            return treatment.compression.record_bytes(self.d_model), torch.uint8
         if treatment is not None and treatment.directions:
-            return torch.empty(0, len(treatment.directions))
-        return torch.empty(0, self.d_model, dtype=DTYPES[self.part.dtype])
+            return len(treatment.directions), torch.float32
+        return self.d_model, DTYPES[self.part.dtype]
+
+    def _nothing(self) -> torch.Tensor:
+        width, dtype = self._row
+        return torch.empty(0, width, dtype=dtype)
 
     def _treated(self, sites: Sequence[Site], at: np.ndarray, sources: np.ndarray) -> list[Taken]:
         treatment = self.part.spec.treatment

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from contextlib import aclosing, suppress
 
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import KEYS, carries_keys
 from vllm_weir.frontend.desk import Desk
+from vllm_weir.frontend.holding import holding
 from vllm_weir.frontend.sinks.board import check_sinks
+from vllm_weir.frontend.turns import entry_of
 from vllm_weir.seams.limits import refusal_of
 from vllm_weir.settings import Settings
 from vllm_weir.spec.request import WIRE_KEY
@@ -53,6 +56,8 @@ def add_request(original, status):
                 raise WeirRequestError(e.message, e.field) from None
         original(self, request, *args, **kwargs)
         if tracker is not None:
+            if (held := holding.get()) is not None:
+                held.add(desk.store, tracker.pending)
             state = self.request_states[request.request_id]
             caller = getattr(state, "external_req_id", None) or request.request_id  # versions without one keep the id
             tracker.name(caller, state.request_index)
@@ -204,13 +209,16 @@ def _check_settings(args, kwargs) -> None:
 
 
 def async_llm_generate(original, _status):
-    async def stream(self, *args, **kwargs):
+    async def stream(self, held, *args, **kwargs):
         desk: Desk | None = getattr(self.output_processor, _DESK, None)
-        async for output in original(self, *args, **kwargs):
+        outputs = original(self, *args, **kwargs)
+        async for output in outputs if held is None else _held(held, outputs):
             for completion in output.outputs:
                 view = getattr(completion, _VIEW, None)
                 if view is not None and completion.finish_reason is not None:
                     observer = None if desk is None else desk.observer
+                    # What plain requests wait for goes out first.
+                    await (asyncio.sleep(0) if desk is None else desk.turns.answer())
                     # The worker's word comes before the last token, as a rule; who counts dropped rows waits for rows.
                     if view.concluded() and (desk is None or desk.settings.overflow == "wait"):
                         _conclude(view, observer)
@@ -224,9 +232,24 @@ def async_llm_generate(original, _status):
             from vllm_weir.seams.server import check_answered
 
             check_answered(kwargs.get("sampling_params", args[1] if len(args) > 1 else None))
-        return stream(self, *args, **kwargs)
+        return stream(self, holding.get(), *args, **kwargs)
 
     return wrapper
+
+
+async def _held(held, outputs):
+    """`outputs` of a request whose sequences `held` notes, in whatever context they are first asked for."""
+    async with aclosing(outputs):
+        token = holding.set(held)
+        try:
+            first = await anext(outputs, None)  # admits them
+        finally:
+            with suppress(ValueError):  # destroyed while it waited, in another context
+                holding.reset(token)
+        if first is not None:
+            yield first
+        async for output in outputs:
+            yield output
 
 
 def view_of(completion):
@@ -275,7 +298,11 @@ def async_llm_add_request(original, _status):
         desk: Desk | None = getattr(self.output_processor, _DESK, None)
         if carries_keys(getattr(params, "extra_args", None)) or (desk is not None and desk.universal):
             await ask_workers(self)
-        return await original(self, *args, **kwargs)
+        try:
+            return await original(self, *args, **kwargs)
+        finally:
+            if (entry := entry_of.get()) is not None:
+                entry.leave()
 
     return wrapper
 

@@ -12,6 +12,8 @@ import vllm.outputs  # noqa: F401 - before seams.engine: its own seam is held by
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import KEYS
+from vllm_weir.frontend.holding import holding
+from vllm_weir.frontend.turns import entry_of
 from vllm_weir.seams.engine import WeirFailure, WeirRequestError, desk_of, has_desk, view_of
 from vllm_weir.serve.ask import Ask, asks
 from vllm_weir.serve.reply import Reply
@@ -57,7 +59,7 @@ def create(original, status):
         body = request.model_extra or {}
         lora = body.get(LORA_KEY)
         if type(self).__name__ != owner or (lora is None and not asks(request.vllm_xargs, body)):
-            return await original(self, request, *args, **kwargs)
+            return await _plain(getattr(self.engine_client, _SERVER, None), original(self, request, *args, **kwargs))
         ask = None
         try:
             if status.serving_refusal is not None:
@@ -67,16 +69,11 @@ def create(original, status):
             server = server_of(self.engine_client)
             ask = Ask.parse(request.vllm_xargs, body, server.limits)
             if ask is None:
-                return await original(self, request, *args, **kwargs)
+                return await _plain(server, original(self, request, *args, **kwargs))
             if request.use_beam_search:
                 raise WeirError("is not served together with Weir's keys", "use_beam_search")
-            reply = Reply(ask, server)
-            token = _reply.set(reply)
-            try:
-                result = await original(self, request, *args, **kwargs)
-            finally:
-                _reply.reset(token)
-            return await _finish(self, reply, result)
+            await server.desk.turns.admission()
+            return await _replied(self, Reply(ask, server), original(self, request, *args, **kwargs))
         except WeirFailure as e:
             return _failed(self, e)
         except WeirError as e:
@@ -87,6 +84,35 @@ def create(original, status):
             return self.create_error_response(str(sent), param=sent.field or None)
 
     return wrapper
+
+
+async def _plain(server: ServerState | None, handled):
+    """What a request gets that asks nothing of Weir; until it is with the engine, others let it go first."""
+    if server is None:
+        return await handled
+    entry = server.desk.turns.enter()
+    token = entry_of.set(entry)
+    try:
+        return await handled
+    finally:
+        entry_of.reset(token)
+        entry.leave()
+
+
+async def _replied(serving, reply: Reply, handled):
+    """What `handled` comes to, with Weir's part in it."""
+    token, held = _reply.set(reply), holding.set(reply.held)
+    result = None
+    try:
+        try:
+            result = await handled
+        finally:
+            _reply.reset(token)
+            holding.reset(held)
+        return await _finish(serving, reply, result)
+    finally:
+        if not inspect.isasyncgen(result):  # a stream does so when it ends
+            reply.let_go()
 
 
 async def _finish(serving, reply: Reply, result):
@@ -177,12 +203,13 @@ def check_answered(params) -> None:
 
 
 def completion_response(original, _status):
-    signature = inspect.signature(original)
+    name = "final_res_batch"
+    place = list(inspect.signature(original).parameters).index(name) - 1
 
     def wrapper(self, *args, **kwargs):
         reply = _reply.get()
         if reply is not None:
-            results = signature.bind(self, *args, **kwargs).arguments["final_res_batch"]
+            results = kwargs[name] if name in kwargs else args[place]
             outputs = (output for result in results for output in result.outputs)
             for choice, output in enumerate(outputs):
                 reply.note(choice, view_of(output))

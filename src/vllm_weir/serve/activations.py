@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, BinaryIO
 
 from fastapi import APIRouter, Depends, Path
 from fastapi.responses import FileResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from vllm_weir.serve.errors import declared, error
 from vllm_weir.serve.state import ServerState, server_state
 
 MEDIA = "application/octet-stream"
+_PART = re.compile(r"\s*(\d{0,18})-(\d{0,18})\s*", re.ASCII)
 Id = Annotated[str, Path(description="The id that the choice's `weir.activations.id` says.")]
 State = Annotated[ServerState, Depends(server_state)]
 
@@ -24,8 +26,24 @@ class HeldFile(FileResponse):
         self._file = file
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A range that is none, or of other units, is to be ignored (RFC 9110, 14.2); Starlette answers in plain text.
+        headers = [(k, v) for k, v in scope["headers"] if k != b"range" or _is_range(v.decode("latin-1"))]
+        outside: Message | None = None
+
+        async def noted(message: Message) -> None:
+            nonlocal outside
+            if message["type"] == "http.response.start" and message["status"] == 416:
+                outside = message
+            if outside is None:
+                await send(message)
+
         with self._file:
-            await super().__call__(scope, receive, send)
+            await super().__call__({**scope, "headers": headers}, receive, noted)
+        if outside is not None:
+            size = dict(outside["headers"]).get(b"content-range", b"").decode("latin-1").rpartition("/")[2]
+            answer = error(416, f"no byte of the file is in the range; it has {size}", "Range")
+            answer.headers["Content-Range"] = f"bytes */{size}"
+            await answer(scope, receive, send)
 
 
 def router() -> APIRouter:
@@ -35,7 +53,11 @@ def router() -> APIRouter:
     @routes.get(
         "/v1/activations/{id}",
         response_class=FileResponse,
-        responses={200: {"content": {MEDIA: {}}}, 206: {"content": {MEDIA: {}}}, **declared(400, 401, 404)},
+        responses={
+            200: {"content": {MEDIA: {}}},
+            206: {"content": {MEDIA: {}}},
+            **declared(400, 401, 404, 416),
+        },
         summary="Rows of one choice, as a safetensors file; Range is honoured",
     )
     def fetch(id: Id, state: State) -> Response:
@@ -55,6 +77,15 @@ def router() -> APIRouter:
         return Response(status_code=204)
 
     return routes
+
+
+def _is_range(value: str) -> bool:
+    unit, _, parts = value.partition("=")
+    found = [_PART.fullmatch(part) for part in parts.split(",")]
+    return unit.strip() == "bytes" and all(
+        part is not None and any(part.groups()) and not (all(part.groups()) and int(part[1]) > int(part[2]))
+        for part in found
+    )
 
 
 def _unknown(id: str) -> Response:

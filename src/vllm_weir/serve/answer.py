@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm_weir.frontend.activations import Activations
 from vllm_weir.frontend.view import View
 from vllm_weir.spec.hooks import Site
 
+NOTHING: AbstractContextManager = nullcontext()
 Keep = Callable[[Activations, int], dict[str, Any]]
 """Puts away rows of so many bytes and says how they are fetched: {"id", "url", "expires_in"}; or raises WeirError."""
 
@@ -24,23 +26,38 @@ def whole(view: View) -> View:
     return view if view.start == 0 else replace(view, start=0, _made=None)
 
 
-def answer(view: View, inline_bytes: int, keep: Keep, rows: bool = True) -> dict[str, Any]:
+def answer(
+    view: View, inline_bytes: int, keep: Keep, rows: bool = True, work: AbstractContextManager = NOTHING
+) -> dict[str, Any]:
     """The object for one finished sequence; waits for its rows.
 
     Args:
         view: all of its rows, see `whole`.
         inline_bytes: results of at most this many bytes are put in; larger ones are given to `keep`.
         rows: False leaves rows out (they go with the answer in another form).
+        work: entered for what keeps the interpreter; not while `keep` is called.
 
     Raises:
         WeirError: if rows were lost.
     """
-    out: dict[str, Any] = {"receipt": view.receipt().to_dict()}
-    acts = view.activations()
-    if projects(view):
-        out["scores"] = scores(acts)
-    elif rows and acts.sites:
-        out["activations"] = _by_size(acts, inline_bytes, keep)
+    view.wait()
+    with work:
+        out: dict[str, Any] = {"receipt": view.receipt().to_dict()}
+        acts = view.activations()
+        if projects(view):
+            out["scores"] = scores(acts)
+            return out
+        if not rows or not acts.sites:
+            return out
+        size, data = _inline(acts, inline_bytes)
+    found = out["activations"] = {"sites": [name(site) for site in acts.sites], "format": "safetensors", "bytes": size}
+    if data is not None:
+        found["b64"] = base64.b64encode(data).decode("ascii")
+        return out
+    try:
+        found |= keep(acts, size)
+    except WeirError as e:
+        found["error"] = e.message
     return out
 
 
@@ -85,16 +102,10 @@ def _floats(rows: torch.Tensor) -> list[list[float | None]]:
     return [[v if math.isfinite(v) else None for v in row] for row in values]
 
 
-def _by_size(acts: Activations, inline_bytes: int, keep: Keep) -> dict[str, Any]:
-    out: dict[str, Any] = {"sites": [name(site) for site in acts.sites], "format": "safetensors"}
+def _inline(acts: Activations, inline_bytes: int) -> tuple[int, bytes | None]:
+    """(bytes, what goes inline, if it does)."""
     size = size_of(acts)
-    if size <= inline_bytes:
-        data = acts.to_bytes()
-        if len(data) <= inline_bytes:
-            return out | {"bytes": len(data), "b64": base64.b64encode(data).decode("ascii")}
-        size = len(data)
-    out["bytes"] = size
-    try:
-        return out | keep(acts, size)
-    except WeirError as e:
-        return out | {"error": e.message}
+    if size > inline_bytes:
+        return size, None
+    data = acts.to_bytes()
+    return len(data), data if len(data) <= inline_bytes else None

@@ -32,6 +32,7 @@ TYPES = {
     403: "Forbidden",
     404: "NotFoundError",
     413: "RequestTooLarge",
+    416: "RangeNotSatisfiable",
     500: "InternalServerError",
     507: "InsufficientStorage",
 }

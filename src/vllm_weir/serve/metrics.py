@@ -73,7 +73,8 @@ class Meter:
         rows = size = 0
         for part in view.pending.admitted.parts:
             own = replace(view, part=part, start=0, _made=None)
-            rows, size = rows + own.rows, size + own.size
+            count = own.rows
+            rows, size = rows + count, size + count * own.row_bytes
         dropped = 0
         if self._desk.settings.overflow == "drop" and view.part.spec.wishes:
             dropped = sum(view.missing(view.activations()).values())

@@ -8,8 +8,9 @@ from contextlib import aclosing
 from typing import Any
 
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.holding import Holding
 from vllm_weir.frontend.view import View
-from vllm_weir.serve.answer import answer, new_scores, projects, whole
+from vllm_weir.serve.answer import NOTHING, answer, new_scores, projects, whole
 from vllm_weir.serve.ask import Ask
 from vllm_weir.serve.errors import TYPES, error_body
 from vllm_weir.serve.lens import activations_field
@@ -27,12 +28,14 @@ class Reply:
         failure: why the engine refused or failed it; known before vLLM has put it into words.
         failed: whether that is none of the client's; up to 0.28 vLLM does not know one from the other.
         several: whether there is more than one choice.
+        held: its sequences.
     """
 
     def __init__(self, ask: Ask, server: ServerState) -> None:
         self.ask = ask
         self.failure: WeirError | None = None
         self.failed = self.several = False
+        self.held = Holding()
         self._server = server
         self._views: dict[int, View] = {}
         self._sent: dict[int, int] = {}
@@ -47,8 +50,12 @@ class Reply:
 
     async def answers(self) -> dict[int, dict[str, Any]]:
         """Choice -> its object; raises WeirError if rows were lost or do not go into the answer."""
+
+        def every() -> dict[int, dict[str, Any]]:
+            return {i: self._answer(i) for i in sorted(self._views)}
+
         try:
-            return await self._server.run(lambda: {i: self._answer(i) for i in sorted(self._views)}, self.discard)
+            return every() if all(map(_at_hand, self._views.values())) else await self._server.run(every, self.discard)
         except WeirError:
             self.discard()
             raise
@@ -60,20 +67,28 @@ class Reply:
 
     async def rewrite(self, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """The server-sent events of a stream, with what Weir adds."""
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                self._kept.clear()
-                try:
-                    yield await self._rewritten(chunk)
-                except WeirError as e:  # scores on their way were lost: it ends as any stream that fails
-                    if (observer := self._server.desk.observer) is not None:
-                        observer.failed()
-                    yield _event(error_body(500, str(e), e.field or None))
-                    yield f"{DONE}\n\n"
-                    return
-                except BaseException:
-                    self.discard()  # nobody will ever know the ids in it
-                    raise
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    self._kept.clear()
+                    try:
+                        yield await self._rewritten(chunk)
+                    except WeirError as e:  # scores on their way were lost: it ends as any stream that fails
+                        if (observer := self._server.desk.observer) is not None:
+                            observer.failed()
+                        yield _event(error_body(500, str(e), e.field or None))
+                        yield f"{DONE}\n\n"
+                        return
+                    except BaseException:
+                        self.discard()  # nobody will ever know the ids in it
+                        raise
+        finally:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """The answer is out, or nobody waits for it: free the rows that it was made of."""
+        self._views.clear()
+        self.held.let_go()
 
     def discard(self) -> None:
         """Free what was put away for chunks or responses that nobody got."""
@@ -85,13 +100,19 @@ class Reply:
         view = whole(self._views.pop(choice))
         # What vllm-lens's field carries is not sent twice.
         rows = self.ask.own or self.several
-        out = answer(view, self._server.inline_bytes(self.ask.inline_bytes), self._keep, rows)
-        if self.ask.lens and choice == 0 and not projects(view):
-            self._lens = activations_field(view.activations(), self._server.limits.lens_bytes)
-        return out
+        # The event loop, which makes a receipt alone, waits for no thread.
+        work = self._server.work if view.part.spec.wishes else NOTHING
+        try:
+            out = answer(view, self._server.inline_bytes(self.ask.inline_bytes), self._keep, rows, work)
+            if self.ask.lens and choice == 0 and not projects(view):
+                with work:
+                    self._lens = activations_field(view.activations(), self._server.limits.lens_bytes)
+            return out
+        finally:
+            view.drop()
 
     def _keep(self, acts: Any, size: int) -> dict[str, Any]:
-        where = self._server.keep(acts, size)
+        where = self._server.keep(acts, size, self._kept)
         self._kept.append(where["id"])
         return where
 
@@ -119,7 +140,10 @@ class Reply:
         if view is None:
             return False
         if choice.get("finish_reason") is not None:
-            choice["weir"] = await self._server.run(lambda: self._final(index), self.discard)
+            if _at_hand(view):
+                choice["weir"] = self._final(index)
+            else:
+                choice["weir"] = await self._server.run(lambda: self._final(index), self.discard)
             return True
         if not self.ask.stream or not projects(view) or view.end <= (start := self._sent.get(index, 0)):
             return False
@@ -138,6 +162,11 @@ class Reply:
         except WeirError as e:  # the tokens are out already: the choice says what it lacks
             self.discard()
             return {"error": str(e)}
+
+
+def _at_hand(view: View) -> bool:
+    """Whether a finished sequence's answer is a receipt alone that waits for nothing: a thread costs more than it."""
+    return not view.part.spec.wishes and view.concluded()
 
 
 def _event(data: Any) -> str:

@@ -7,12 +7,14 @@ import re
 import secrets
 import struct
 import time
-from contextlib import suppress
+from collections.abc import Collection
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
+from vllm_weir.serve.answer import NOTHING
 from vllm_weir.serve.home import locked
 
 SUFFIX, LOCK = ".safetensors", ".lock"
@@ -37,26 +39,37 @@ class Spool:
     def __init__(self, directory: Path, budget: int, lifetime: float) -> None:
         self.directory, self.budget, self.lifetime = directory, budget, lifetime
 
-    def put(self, acts: Activations, size: int) -> str:
+    def put(
+        self, acts: Activations, size: int, work: AbstractContextManager = NOTHING, spare: Collection[str] = ()
+    ) -> str:
         """Write rows of about `size` bytes and return their id; the oldest results make room.
+
+        Args:
+            work: entered for what keeps the interpreter, and left while other writers are waited for.
+            spare: ids that make no room: those of the same answer.
 
         Raises:
             WeirError: if they alone are larger than the budget, or the disk refuses them.
         """
+        self._check(size)
         key = secrets.token_hex(16)
         temporary = self.directory / f".{key}"
+        with work:
+            pieces = acts.pieces()
+        made = sum(map(len, pieces))
         try:
             # One writer at a time: what is kept never exceeds the budget.
             with locked(self._lock) as lock:
-                self._reserve(lock, size, temporary.name)
-                _save(acts, temporary, size)
-                made = temporary.stat().st_size
-                self._count(lock, self._reserve(lock, made, temporary.name) + made)
+                kept = self._reserve(lock, made, spare)
+                with open(temporary, "xb") as file:
+                    file.writelines(pieces)
+                self._count(lock, kept + made)
                 os.replace(temporary, self._path(key))
         except OSError as e:
             raise WeirError(f"the server could not keep {size} bytes: {e.strerror}") from None
         finally:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # it has its own name by now, or could not be made
+                temporary.unlink()
         return key
 
     def open(self, key: str) -> BinaryIO | None:
@@ -86,7 +99,7 @@ class Spool:
     def sweep(self) -> None:
         """Remove what has expired."""
         with locked(self._lock) as lock:
-            self._look(lock, self.budget)
+            self._look(lock)
 
     @property
     def used(self) -> int:
@@ -113,35 +126,44 @@ class Spool:
                 "capture fewer blocks or positions, reduce, project or compress them, or name a sink"
             )
 
-    def _reserve(self, lock: int, size: int, own: str) -> int:
-        """Have room for so many bytes more, those of the file `own`; returns how many are kept at most."""
+    def _reserve(self, lock: int, size: int, spare: Collection[str]) -> int:
+        """Have room for so many bytes more; returns how many are kept at most."""
         self._check(size)
         kept = _number(os.pread(lock, _COUNT.size, 0))
         if kept is None or kept + size > self.budget:
-            kept = self._look(lock, max(0, self.budget - self.budget // SPARE - size), own)
+            kept = self._look(lock, size, {f"{key}{SUFFIX}" for key in spare})
+            if kept + size > self.budget:
+                raise WeirError(
+                    f"with the other results of this answer {size} bytes are more than the server keeps "
+                    f"(WEIR_SERVE_SPOOL_BYTES={self.budget}); ask for less in one request"
+                )
         return kept
 
-    def _look(self, lock: int, most: int, own: str = "") -> int:
-        """Remove what has expired, what a writer that was killed left, and the oldest until at most `most` bytes are
-        kept; returns how many are. The lock is held: nobody writes, but for the file `own`."""
-        now, total, held = time.time(), 0, []
+    def _look(self, lock: int, size: int = 0, spare: Collection[str] = ()) -> int:
+        """Remove what has expired, what a writer that was killed left, and, if `size` bytes more do not fit, the
+        oldest until they do with room to spare; returns how many are kept. The lock is held: nobody writes."""
+        now, held = time.time(), []
         with os.scandir(self.directory) as entries:
             for entry in entries:
-                if entry.name in (LOCK, own):
+                if entry.name == LOCK:
                     continue
                 with suppress(FileNotFoundError):  # deleted by its reader
-                    if not entry.name.endswith(SUFFIX):
+                    found = entry.stat(follow_symlinks=False)
+                    if not entry.name.endswith(SUFFIX) or found.st_mtime + self.lifetime < now:
                         os.unlink(entry.path)
                         continue
-                    found = entry.stat(follow_symlinks=False)
                     held.append((found.st_mtime, found.st_size, entry.path))
-                    total += found.st_size
-        for made, size, path in sorted(held):
-            if made + self.lifetime >= now and total <= most:
-                break
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-            total -= size
+        total = sum(made for _, made, _ in held)
+        if total + size > self.budget:
+            most = max(0, self.budget - self.budget // SPARE - size)
+            for _, made, path in sorted(held):
+                if total <= most:
+                    break
+                if os.path.basename(path) in spare:
+                    continue
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+                total -= made
         self._count(lock, total)
         return total
 
@@ -152,14 +174,6 @@ class Spool:
 def _number(data: bytes) -> int | None:
     """The count that stands in the lock's file; None where none does yet."""
     return _COUNT.unpack(data)[0] if len(data) == _COUNT.size else None
-
-
-def _save(acts: Activations, path: Path, size: int) -> None:
-    try:
-        acts.save(path)
-    except WeirError as e:  # a client is told why, and no path of the server
-        reason = e.message.partition(f"{path}: ")[2]
-        raise WeirError(f"the server could not keep {size} bytes: {reason}") from None
 
 
 def is_id(key: str) -> bool:

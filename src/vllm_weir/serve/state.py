@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 THREADS = 8
-"""Answers that are made at a time: each may wait for rows and copies bytes."""
+"""Answers whose rows may be waited for at a time."""
 
 
 class ServerState:
@@ -39,6 +40,8 @@ class ServerState:
         admin_key: who has it may change what all requests undergo; None: nobody may.
         home: the directory shared with the server's other processes; None until Weir's routes are on.
         spool: results by reference; None likewise.
+        work: held by who makes an answer of rows that are here, and waits for nothing. One such thread takes a third of
+            the interpreter from the event loop; eight would take more than half and be no sooner done.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class ServerState:
         self.admin_key: str | None = os.environ.get(ADMIN_KEY) or None
         self.home: Home | None = None
         self.spool: Spool | None = None
+        self.work = threading.Lock()
         self._names: Shared | None = None
         self._meter: Meter | None = None
         self._registry = registry
@@ -84,17 +88,24 @@ class ServerState:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            future.add_done_callback(lambda _: undo())
+
+            def over(done: asyncio.Future[T]) -> None:
+                if not done.cancelled():
+                    done.exception()  # nobody else will look at it
+                undo()
+
+            future.add_done_callback(over)
             raise
 
-    def keep(self, acts: Activations, size: int) -> dict[str, Any]:
-        """Put rows away to be fetched; says how. Raises WeirError if that cannot be."""
+    def keep(self, acts: Activations, size: int, spare: Collection[str] = ()) -> dict[str, Any]:
+        """Put rows away to be fetched, beside those under the ids `spare`; says how. Raises WeirError if that cannot
+        be."""
         if self.spool is None:
             raise WeirError(
                 f"{size} bytes do not go inline (at most {self.limits.inline_bytes}, WEIR_SERVE_INLINE_BYTES), and "
                 "this server has none of Weir's routes to fetch them from; start it with `weir serve`"
             )
-        key = self.spool.put(acts, size)
+        key = self.spool.put(acts, size, self.work, spare)
         return {"id": key, "url": f"/v1/activations/{key}", "expires_in": self.limits.spool_seconds}
 
     def inline_bytes(self, asked: int) -> int:

@@ -16,6 +16,7 @@ from vllm_weir.frontend.shelf import Contents, Shelf
 from vllm_weir.serve import steering_bodies as bodies
 from vllm_weir.serve.auth import require_admin
 from vllm_weir.serve.errors import declared, error
+from vllm_weir.serve.routes import weir_router
 from vllm_weir.serve.state import ServerState, server_state
 from vllm_weir.serve.vectors import check_room
 from vllm_weir.spec.interventions import Add, Clamp, Intervention
@@ -29,7 +30,7 @@ ADMIN = [Depends(require_admin)]
 
 def router() -> APIRouter:
     """/v1/steering and /v1/steering/modules."""
-    routes = APIRouter(tags=["weir"])
+    routes = weir_router()
     _steering(routes)
     _modules(routes)
     return routes
@@ -58,7 +59,12 @@ def _steering(routes: APIRouter) -> None:
         await state.run(lambda: state.names.change(lambda c: replace(c, always=(), tiers=0)))
         return bodies.Done()
 
-    @routes.get("/v1/steering", responses=declared(400, 401), summary="What every request undergoes")
+    @routes.get(
+        "/v1/steering",
+        response_model_exclude_none=True,
+        responses=declared(400, 401),
+        summary="What every request undergoes",
+    )
     def get_steering(state: State, target: Target = None) -> bodies.Steering:
         _main_only(target)
         contents = state.names.read()
@@ -204,7 +210,12 @@ def _active(always: Sequence[Intervention]) -> dict[str, dict[str, bodies.Active
     out: dict[str, dict[str, bodies.ActiveHook]] = {}
     for layer, hook in sorted({*sums, *clamps}):
         norms = {tier: float(np.linalg.norm(total)) for tier, total in sums.get((layer, hook), {}).items()}
-        active = bodies.ActiveHook(norms=norms, clamps=clamps.get((layer, hook), 0))
+        active = bodies.ActiveHook(
+            norm=norms.get("all"),
+            prefill_norm=norms.get("prompt"),
+            decode_norm=norms.get("generated"),
+            clamps=clamps.get((layer, hook), 0),
+        )
         out.setdefault(str(layer), {})[hook] = active
     return out
 

@@ -146,9 +146,12 @@ class SteeringSet(Done):
 
 
 class ActiveHook(BaseModel):
-    """`norms`: L2 norm of what is added, by the positions where it is; `clamps`: how many there are."""
+    """L2 norms of what is added, by the tier: at every position, in the prompt, and while generating; `clamps`: how
+    many there are."""
 
-    norms: dict[str, float]
+    norm: float | None = None
+    prefill_norm: float | None = None
+    decode_norm: float | None = None
     clamps: int
 
 

@@ -18,6 +18,7 @@ from vllm_weir.frontend.shelf import Contents, Named
 from vllm_weir.serve.auth import require_admin
 from vllm_weir.serve.errors import declared, error
 from vllm_weir.serve.limits import Limits
+from vllm_weir.serve.routes import weir_router
 from vllm_weir.serve.state import ServerState, server_state
 from vllm_weir.spec.vector_files import Directions, kind_of, read_vectors, to_json
 
@@ -106,7 +107,7 @@ _UPLOAD = {
 
 def router() -> APIRouter:
     """PUT, GET, DELETE /v1/vectors/{name}, and GET /v1/vectors."""
-    routes = APIRouter(tags=["weir"])
+    routes = weir_router()
 
     @routes.get("/v1/vectors", responses=declared(401), summary="The vectors kept under names")
     def every(state: State) -> VectorList:

@@ -1,0 +1,196 @@
+"""Whose turn it is in an event loop: plain requests first, then those that ask something of Weir, one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_weir.frontend import turns as module
+from vllm_weir.frontend.turns import Turns, entry_of
+
+
+async def turns_of_the_loop(n: int = 20) -> None:
+    for _ in range(n):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """However slow the machine is."""
+    monkeypatch.setattr(module, "PATIENCE", 60.0)
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 10))
+
+
+def test_who_came_before_goes_first_and_nobody_who_comes_later():
+    async def go():
+        turns = Turns()
+        entries = [turns.enter(), turns.enter()]
+        asked = asyncio.create_task(turns.admission())
+        await turns_of_the_loop()
+        later = turns.enter()
+        entries[0].leave()
+        await turns_of_the_loop()
+        assert not asked.done()
+        entries[0].leave()  # says nothing new
+        await turns_of_the_loop()
+        assert not asked.done()
+        entries[1].leave()
+        await turns_of_the_loop()
+        assert asked.done()
+        after = asyncio.create_task(turns.admission())
+        await turns_of_the_loop()
+        assert not after.done()
+        later.leave()
+        await after
+
+    run(go())
+
+
+def test_those_that_queue_do_not_wait_again_for_who_comes_later():
+    """Each waited for those that were there when its turn came: the longer the queue, the longer it took."""
+
+    async def go():
+        turns = Turns()
+        first = turns.enter()
+        asked = [asyncio.create_task(turns.admission()) for _ in range(5)]
+        await turns_of_the_loop()
+        later = turns.enter()
+        after = asyncio.create_task(turns.admission())
+        await turns_of_the_loop()
+        first.leave()
+        await asyncio.gather(*asked)
+        await turns_of_the_loop()
+        assert not after.done()
+        later.leave()
+        await after
+
+    run(go())
+
+
+@pytest.mark.parametrize("way", ["admission", "answer"])
+def test_a_few_at_a_time_with_turns_for_others_between(way):
+    async def go():
+        turns, order = Turns(), []
+
+        async def asked(name):
+            await getattr(turns, way)()
+            order.append(name)
+
+        async def other():
+            while 39 not in order:
+                await asyncio.sleep(0)
+                order.append(-1)
+
+        await asyncio.gather(*(asked(k) for k in range(40)), other())
+        return order
+
+    order = run(go())
+    most = {"admission": module.ADMITTED, "answer": module.ANSWERED}[way]
+    together = [len(list(some)) for theirs, some in itertools.groupby(order, lambda k: k >= 0) if theirs]
+    assert [k for k in order if k >= 0] == list(range(40)) and max(together) == most
+
+
+def test_who_waits_for_something_itself_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.05)
+
+    async def go():
+        turns = Turns()
+        turns.enter()
+        began = module.monotonic()
+        await turns.admission()
+        assert 0.03 < module.monotonic() - began < 5
+        began = module.monotonic()
+        await asyncio.gather(*(turns.admission() for _ in range(20)))
+        assert module.monotonic() - began < 0.5, "each waited for it anew"
+
+    run(go())
+
+
+def test_who_is_gone_while_waiting_lets_the_next_go():
+    async def go():
+        turns = Turns()
+        entry = turns.enter()
+        first, second = (asyncio.create_task(turns.admission()) for _ in range(2))
+        await turns_of_the_loop()
+        first.cancel()
+        await turns_of_the_loop()
+        assert first.cancelled() and not second.done()
+        entry.leave()
+        await second
+
+    run(go())
+
+
+class Serving:
+    """Stands for vLLM's: requests named "fail" fail, "slow" ones wait until they are told, after their admission."""
+
+    def __init__(self, server):
+        self.engine_client = SimpleNamespace(_weir_server=server)
+        self.admitted, self.told = [], asyncio.Event()
+
+    async def create_completion(self, request):
+        await asyncio.sleep(0.01)
+        if request.name == "fail":
+            raise ValueError("no such model")
+        entry = entry_of.get()
+        if entry is not None:
+            self.admitted.append(request.name)
+            entry.leave()
+        if request.name == "slow":
+            await self.told.wait()
+        return entry
+
+
+@pytest.mark.parametrize("kind", ["plain", "fail", "slow", "cancelled"])
+def test_a_plain_request_is_waited_for_until_the_engine_has_it_or_never_will(kind):
+    seams = pytest.importorskip("vllm_weir.seams.server")
+    create = seams.create(Serving.create_completion, SimpleNamespace(serving_refusal=None))
+
+    async def go():
+        turns = Turns()
+        serving = Serving(SimpleNamespace(desk=SimpleNamespace(turns=turns)))
+        request = SimpleNamespace(name=kind, model_extra=None, vllm_xargs=None)
+        plain = asyncio.create_task(create(serving, request))
+        await asyncio.sleep(0)
+        asked = asyncio.create_task(turns.admission())
+        await turns_of_the_loop(3)
+        assert not asked.done()
+        if kind == "cancelled":
+            plain.cancel()
+        await asyncio.wait_for(asked, 10)
+        assert serving.admitted == ([kind] if kind in ("plain", "slow") else [])
+        assert plain.done() == (kind != "slow") or kind == "plain"
+        serving.told.set()
+        await asyncio.gather(plain, return_exceptions=True)
+        assert entry_of.get() is None
+
+    run(go())
+
+
+def test_the_engine_says_when_it_has_a_request():
+    seams = pytest.importorskip("vllm_weir.seams.engine")
+
+    async def add_request(_engine, fails):
+        if fails:
+            raise ValueError("refused")
+
+    async def go(fails):
+        turns = Turns()
+        entry_of.set(turns.enter())
+        engine = SimpleNamespace(output_processor=SimpleNamespace())
+        called = seams.async_llm_add_request(add_request, None)(engine, fails)
+        if fails:
+            with pytest.raises(ValueError, match="refused"):
+                await called
+        else:
+            await called
+        await asyncio.wait_for(turns.admission(), 10)
+
+    for fails in (False, True):
+        asyncio.run(go(fails))
