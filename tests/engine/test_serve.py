@@ -77,10 +77,16 @@ def offline():
 
 
 @pytest.fixture(scope="module")
-def client(offline, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("serve")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("serve")
+
+
+@pytest.fixture(scope="module")
+def client(offline, folder):
     env = {"WEIR_SERVE_BODY_BYTES": str(4 << 20), "WEIR_SERVE_ROWS": "5000", "WEIR_SERVE_DIRECTORY": str(folder)}
     more = ["--weir-admin-key", ADMIN_KEY, "--middleware", "tests.engine.serve_probe.Held"]
+    sinks = {"archive": {"filesystem": {"url": str(folder / "archive")}}}
+    more += ["--additional-config", json.dumps({"weir": {"sinks": sinks}})]
     with running(folder / "log", WEIR, *more, env=env, forked=True) as found:
         yield found
         served = (folder / "log").read_text()
@@ -190,6 +196,78 @@ def test_the_rows_are_those_of_the_same_request_offline(client, offline, tmp_pat
         mine = choice["weir"]["receipt"]
         assert mine.pop("cached_tokens") >= 0 and mine | {"cached_tokens": receipt["cached_tokens"]} == receipt
     assert_nothing_held(client)
+
+
+def to_archive(**more):
+    return [capture | {"sink": "archive"} | more for capture in CAPTURE]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_operator_s_sinks(client, tmp_path, path, stream):
+    """They get rows beside those that come back, of the same sites, and keep nothing else alive."""
+    wish = {"v": 1, "capture": [*CAPTURE, *to_archive()], "response": {"inline_bytes": 1 << 20}}
+    choice = choices(events(client, path, weir=wish))[-1] if stream else post(client, path, weir=wish)["choices"][0]
+    back, receipt = rows_of(client, tmp_path, choice), choice["weir"]["receipt"]
+    assert len(back) == 3 and len(back["resid_post", 0]) >= G and receipt["sinks"] == {"archive": "written"}
+    (file,) = receipt["files"]
+    kept = weir.Activations.load(file)
+    assert_same(kept, {site: (back[site], back.positions_of(*site).tolist()) for site in back})
+    assert_nothing_held(client)
+    only = post(client, path, weir={"v": 1, "capture": to_archive()})["choices"][0]["weir"]
+    assert set(only) == {"receipt"} and only["receipt"]["sinks"] == {"archive": "written"}
+    assert_nothing_held(client)
+
+
+def test_rows_that_are_marked(client, folder, offline):
+    """Of finished requests, with several prompts in one; of one that is still generating; and never twice."""
+    marked = {"weir": {"v": 1, "capture": to_archive(keep="marked")}}
+    got = post(client, prompt=PROMPTS[:2], **marked)
+    assert [c["weir"]["receipt"]["sinks"] for c in got["choices"]] == [{"archive": "held"}] * 2
+    asked = {"id": got["id"], "metadata": {"reason": "odd"}}
+    told = client.post("/v1/marks", json=asked).raise_for_status().json()
+    assert told == {"id": got["id"], "sinks": [{"sink": "archive", "state": "written"}] * 2, "gone": []}
+    rows = weir.load(folder / "archive")
+    mine = [name for name in rows if rows.metadata(name).get("reason") == "odd"]
+    assert len(mine) == 2
+    for name, prompt in zip(sorted(mine), PROMPTS, strict=False):
+        assert_same(rows[name], offline["rows", prompt][0])
+    again = client.post("/v1/marks", json=asked)
+    assert again.status_code == 404 and again.json()["error"]["message"].count("was marked already") == 2
+    assert again.json()["error"]["param"] == "id"
+
+    with weir.Client(str(client.base_url), API_KEY) as own:
+        capture = marked["weir"]["capture"]
+        chunks = own.stream(PROMPTS[2], max_tokens=60, temperature=0, ignore_eos=True, capture=capture)
+        first = next(chunks)
+        assert own.mark(first, reason="soon") == {"id": first.raw.id, "sinks": [], "gone": []}
+        *_, last = chunks
+        assert last.result.receipt.sinks == {"archive": "written"}
+        done = own.generate(PROMPTS[0], capture=capture)
+        assert own.mark(done)["sinks"] == [{"sink": "archive", "state": "written"}]
+        with pytest.raises(weir.NotFound, match="was marked already"):
+            own.mark(done.id)
+    assert_nothing_held(client)
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "field"),
+    [
+        ({"id": "cmpl-nobody"}, 404, "id"),
+        ({"id": "cmpl-nobody", "metadata": {"x": float("nan")}}, 400, "metadata"),
+        ({"id": "cmpl-nobody", "metadata": {"x": "y" * (65 << 10)}}, 400, "metadata"),
+        ({"id": ""}, 400, None),
+        ({"metadata": {}}, 400, None),
+        ({"id": "x", "sink": "/tmp"}, 400, None),
+        ({"id": "x", "metadata": []}, 400, None),
+    ],
+)
+def test_marks_that_are_refused(client, asked, code, field):
+    got = client.post("/v1/marks", content=json.dumps(asked), headers={"Content-Type": "application/json"})
+    assert got.status_code == code, got.text
+    assert field is None or got.json()["error"]["param"] == field
+    assert client.post("/v1/marks", json=asked if code == 404 else {"id": "x"}, headers={"Authorization": "Bearer no"}
+                       ).status_code == 401  # fmt: skip
 
 
 def test_several_prompts_and_n(client, tmp_path):

@@ -4,6 +4,7 @@ both engines do it, and all count together."""
 from __future__ import annotations
 
 import base64
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -89,6 +90,8 @@ def server(tmp_path_factory) -> Iterator[Server]:
     folder, counts = tmp_path_factory.mktemp("serve"), tmp_path_factory.mktemp("counts")
     env = {"WEIR_ADMIN_KEY": ADMIN_KEY, "PROMETHEUS_MULTIPROC_DIR": str(counts)}
     more = ["--api-server-count", "2", "--data-parallel-size", "2"]
+    sinks = {"archive": {"filesystem": {"url": str(folder / "archive")}}}
+    more += ["--additional-config", json.dumps({"weir": {"sinks": sinks}})]
     with running(folder / "log", WEIR, *more, env=env, forked=True) as client:
         yield Server(str(client.base_url), str(counts))
 
@@ -158,6 +161,18 @@ def test_steering_of_every_request(server, tmp_path):
     for _ in range(4):
         found = server.complete()["logprobs"]["token_logprobs"]
         assert np.abs(np.array(found) - plain["logprobs"]["token_logprobs"]).max() < 1e-4
+
+
+def test_a_mark_finds_its_rows_in_whichever_process_they_are(server):
+    wish = {"v": 1, "capture": [CAPTURE | {"sink": "archive", "keep": "marked"}]}
+    body = {"model": "demo", "prompt": [PROMPT, PROMPT], "max_tokens": G, "weir": wish}
+    for _ in range(12):
+        answer = server.done("POST", "/v1/completions", json=body)["id"]
+        told = server.done("POST", "/v1/marks", json={"id": answer, "metadata": {"n": 1}})
+        assert told["sinks"] == [{"sink": "archive", "state": "written"}] * 2 and not told["gone"]
+        again = server("POST", "/v1/marks", json={"id": answer})
+        assert again.status_code == 404 and "was marked already" in again.text
+        assert server("POST", "/v1/marks", json={"id": f"{answer}x"}).status_code == 404
 
 
 def test_both_engines_read_and_steer(server, tmp_path):

@@ -17,7 +17,7 @@ from tests.unit.desks import desk_of
 from tests.unit.wishes import served
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.facts import EngineFacts
-from vllm_weir.serve import activations, steering, vectors
+from vllm_weir.serve import activations, marks, steering, vectors
 from vllm_weir.serve.body import BodyLimit
 from vllm_weir.serve.errors import TYPES, error, weir_error
 from vllm_weir.serve.limits import Limits
@@ -43,7 +43,7 @@ class Server(ServerState):
 def app_of(server: ServerState) -> FastAPI:
     """The routes, with errors answered as vLLM's server answers them."""
     app = FastAPI()
-    for module in (activations, steering, vectors):
+    for module in (activations, marks, steering, vectors):
         app.include_router(module.router())
     app.add_middleware(BodyLimit, most=server.limits.body_bytes)
     app.add_exception_handler(WeirError, weir_error)

@@ -256,6 +256,23 @@ def test_marks_in_time_too_late_and_early():
     assert marks.add("d-1", [Box()]) == {"x": 1, "y": 2} and marks.bytes == 0
 
 
+def test_one_answer_s_requests_are_found_by_its_id():
+    """Live, held and gone; of several prompts in their order; and nobody else's."""
+    marks = MarkBuffer(100, 100.0)
+    for k in (10, 2, 0):
+        marks.join(f"cmpl-a-{k}-77", f"cmpl-a-{k}")
+    for other in ("cmpl-a-0-1", "cmpl-ab-0", "cmpl-a-x", "chat-a", "cmpl-b", "cmpl-b-0"):
+        marks.join(f"{other}-88", other)
+    marks.add("cmpl-a-2-77", [Box()])
+    marks.add("cmpl-a-0-77", [Box()])
+    marks.mark("cmpl-a-0", {})
+    assert marks.answered_as("cmpl-a") == ["cmpl-a-0", "cmpl-a-2", "cmpl-a-10"]
+    for one in ("cmpl-a-2", "chat-a", "cmpl-b"):
+        assert marks.answered_as(one) == [one]
+    for nobody in ("cmpl", "a", "", "cmpl-.", "cmpl-a-"):
+        assert marks.answered_as(nobody) == []
+
+
 def test_marks_are_bounded():
     marks = MarkBuffer(10, 100.0)
     boxes = [Box(4) for _ in range(4)]

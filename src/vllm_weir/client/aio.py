@@ -128,6 +128,10 @@ class AsyncClient:
         """As `Client.info`."""
         return await self._run(flow.data_of(routes.INFO, self._options.retries))
 
+    async def mark(self, answer: str | Completion | Chunk, **metadata: Any) -> dict[str, Any]:
+        """As `Client.mark`."""
+        return await self._run(flow.data_of(routes.mark(answer, metadata), self._options.retries))
+
     async def load_adapter(self, name: str, path: str | PathLike | None = None) -> None:
         """As `Client.load_adapter`."""
         await self._run(flow.load_adapter(name, None if path is None else fspath(path), self._options.retries))

@@ -5,11 +5,13 @@ One class each for both clients: of an `AsyncClient` every method gives an await
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from vllm_weir.client.answer import Chunk, Completion
 from vllm_weir.client.wire import Call
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.request import parse_interventions
@@ -22,6 +24,20 @@ _TYPES = {".safetensors": "application/octet-stream", ".gguf": "application/octe
 def same(data: Any) -> Any:
     """What the server said, as it is."""
     return data
+
+
+def mark(answer: str | Completion | Chunk, metadata: dict[str, Any]) -> Call:
+    """See `Client.mark`."""
+    if isinstance(answer, Chunk):
+        answer = answer.result if answer.result is not None else answer.raw.id
+    name = answer.id if isinstance(answer, Completion) else answer
+    if not isinstance(name, str) or not name:
+        raise WeirError(f"an answer or its id, got {brief(answer)!r}", "answer")
+    try:
+        json.dumps(metadata, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise WeirError(f"not plain JSON data ({str(e)[:80]})", "metadata") from None
+    return Call("POST", "/v1/marks", json={"id": name, "metadata": metadata}, repeatable=False)
 
 
 class Vectors:

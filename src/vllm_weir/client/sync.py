@@ -152,6 +152,22 @@ class Client:
         """What the server serves: model, layers, width, hook points served and refused, limits, version."""
         return self._run(flow.data_of(routes.INFO, self._options.retries))
 
+    def mark(self, answer: str | Completion | Chunk, **metadata: Any) -> dict[str, Any]:
+        """As `weir.mark`: have rows that were captured with ``keep="marked"`` written to their sink.
+
+        Args:
+            answer: what `generate` or `chat` gave, or its ``id``, or a chunk of `stream`; all its sequences are meant.
+            metadata: plain JSON data that the sink keeps with the rows.
+
+        Returns:
+            ``{"id", "sinks": [{"sink", "state"}], "gone": [reasons]}``: a ticket for each sequence and sink; sequences
+            that are still generated have none, theirs are written when they end.
+
+        Raises:
+            NotFound: if no such request is known, or its rows are gone.
+        """
+        return self._run(flow.data_of(routes.mark(answer, metadata), self._options.retries))
+
     def load_adapter(self, name: str, path: str | PathLike | None = None) -> None:
         """Have the server load a LoRA adapter if it does not have it; ask for it with ``model=name``.
 

@@ -31,6 +31,8 @@ class Arrivals(Protocol):
 
     def spoil(self) -> None: ...
 
+    def forget(self, pending: Pending) -> None: ...
+
 
 class Group:
     """Some interventions of a request, and at which positions each was applied."""
@@ -73,7 +75,7 @@ class Pending:
         self.early: Activations | None = None
         """What is handed out, if it was made before anybody asked."""
         self._store = store
-        self._claims, self._lock = 0, threading.Lock()
+        self._claims, self._lock, self._released = 0, threading.Lock(), False
 
     @property
     def memory(self) -> Part:
@@ -88,14 +90,19 @@ class Pending:
         """One of the places needs them no longer; after the last one the memory is free, whoever holds an output."""
         with self._lock:
             self._claims -= 1
-            if self._claims == 0:
+            over = self._claims == 0
+            if over:
                 self.strips, self.early = [], None
+        if over and self._released:
+            self._store.forget(self)
 
     def release(self) -> bool:
         """Nobody will look at what comes back on the output; whether nobody needs its rows at all: sinks that wait for
-        some keep them until they have done."""
-        if self._claims and self.memory.spec.wishes:
-            self.unclaim()
+        some keep them until they have done, and then the store forgets it."""
+        if not self._released:
+            self._released = True
+            if self._claims and self.memory.spec.wishes:
+                self.unclaim()
         if self._claims:
             return False
         self.failure = self.failure or "its rows were let go, as nobody waited for its answer any more"

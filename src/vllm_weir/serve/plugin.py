@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 from argparse import Namespace
@@ -11,15 +12,16 @@ from typing import Any
 from fastapi import FastAPI
 
 from vllm_weir.errors import WeirError
-from vllm_weir.serve import activations, info, page, steering, vectors
+from vllm_weir.serve import activations, info, marks, page, steering, vectors
 from vllm_weir.serve.body import BodyLimit
 from vllm_weir.serve.errors import weir_error
 from vllm_weir.serve.limits import Limits
+from vllm_weir.serve.peers import Peers
 from vllm_weir.settings import disabled
 
 logger = logging.getLogger(__name__)
 
-ROUTERS = (activations, info, steering, vectors, page)
+ROUTERS = (activations, info, marks, steering, vectors, page)
 
 
 class Endpoints:
@@ -47,6 +49,10 @@ class Endpoints:
         server = server_of(engine_client)
         several = (getattr(args, "api_server_count", None) or 1) > 1
         server.open(os.getppid() if several else os.getpid(), served_name(engine_client))
+        if several and server.home is not None:
+            answer = functools.partial(marks.answer_here, server.desk.board)
+            server.peers = Peers(server.home.room("peers"), answer, str(os.getpid()))
+            await server.peers.open()
         state.weir = server
         state.weir_sweeper = asyncio.create_task(server.sweep())
         logger.info("Weir's routes are on; results by reference lie in %s", server.home and server.home.path)

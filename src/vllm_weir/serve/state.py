@@ -20,6 +20,7 @@ from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.serve.home import Home
 from vllm_weir.serve.limits import ADMIN_KEY, Limits
 from vllm_weir.serve.metrics import Meter
+from vllm_weir.serve.peers import Peers
 from vllm_weir.serve.shared import Shared
 from vllm_weir.serve.spool import Spool
 
@@ -40,6 +41,7 @@ class ServerState:
         admin_key: who has it may change what all requests undergo; None: nobody may.
         home: the directory shared with the server's other processes; None until Weir's routes are on.
         spool: results by reference; None likewise.
+        peers: the server's other API-server processes; None if there are none.
         work: held by who makes an answer of rows that are here, and waits for nothing. One such thread takes a third of
             the interpreter from the event loop; eight would take more than half and be no sooner done.
     """
@@ -53,6 +55,7 @@ class ServerState:
         self.admin_key: str | None = os.environ.get(ADMIN_KEY) or None
         self.home: Home | None = None
         self.spool: Spool | None = None
+        self.peers: Peers | None = None
         self.work = threading.Lock()
         self._names: Shared | None = None
         self._meter: Meter | None = None

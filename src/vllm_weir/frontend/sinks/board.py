@@ -122,12 +122,12 @@ class Board:
             self._tidy()
         return tickets
 
-    def mark(self, name: str, metadata: dict[str, Any]) -> list[Ticket]:
-        """See `weir.mark`."""
+    def mark(self, name: str, metadata: dict[str, Any], hold: bool = True) -> list[Ticket]:
+        """See `weir.mark`; `hold` as in `deliver`."""
         tickets = []
         for kept in self.marks.mark(name, metadata):
             assert isinstance(kept, _Kept)
-            kept.send(metadata, self._patience)
+            kept.send(metadata, self._patience if hold else 0.0)
             tickets.append(kept.job.ticket)
         return tickets
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import OrderedDict, deque
@@ -112,6 +113,15 @@ class MarkBuffer:
         if why is None:
             raise WeirError(f"no request {name!r} with rows to mark is known here", "request_id")
         raise WeirError(f"request {name!r} {why}", "request_id")
+
+    def answered_as(self, name: str) -> list[str]:
+        """Ids of known requests that a server answers under this one: it, or ``<name>-<k>`` of several prompts."""
+        with self._held_still():
+            known = {*self._ended, *self._live.values(), *(own for _, own, _ in self._held.values())}
+        if name in known:
+            return [name]
+        of_prompts = re.compile(re.escape(name) + r"-\d{1,9}", re.ASCII)
+        return sorted(filter(of_prompts.fullmatch, known), key=lambda one: int(one.rpartition("-")[2]))
 
     def has(self, name: str) -> bool:
         """Whether the request can be marked."""
