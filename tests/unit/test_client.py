@@ -487,6 +487,28 @@ def test_vectors_and_steering(server, driver, tmp_path) -> None:
     }
 
 
+def test_marks_name_an_answer_a_chunk_or_an_id(server, driver) -> None:
+    whole, chunks = driver.generate("a"), driver.stream("a")
+    server.seen.clear()
+    for answer in (whole, chunks[0], chunks[-1], "cmpl-1"):
+        driver.mark(answer, reason="odd", at=[1, 2])
+    mark = ("POST", "/v1/marks", {"id": "cmpl-1", "metadata": {"reason": "odd", "at": [1, 2]}})
+    assert server.seen == [mark] * 4
+    for bad, field in ((None, "answer"), ("", "answer"), (5, "answer")):
+        with pytest.raises(weir.WeirError) as told:
+            driver.mark(bad)
+        assert told.value.field == field
+    for bad in (float("nan"), {1, 2}):
+        with pytest.raises(weir.WeirError) as told:
+            driver.mark("cmpl-1", x=bad)
+        assert told.value.field == "metadata"
+    server.seen.clear()
+    server.plan["POST /v1/marks"] = [httpx.ReadTimeout("late")]
+    with pytest.raises(weir.ServerError):  # a second one would be told that it is marked already
+        driver.mark("cmpl-1")
+    assert len(server.seen) == 1
+
+
 def test_admin_calls_need_the_admin_key(server) -> None:
     with weir.Client("http://fake:1", transport=server.transport) as client:
         for call in (lambda: client.vectors.put("a", [1.0]), client.steering.clear, lambda: client.vectors.delete("a")):
