@@ -228,7 +228,7 @@ def test_rows_that_are_marked(client, folder, offline):
     told = client.post("/v1/marks", json=asked).raise_for_status().json()
     assert told == {"id": got["id"], "sinks": [{"sink": "archive", "state": "written"}] * 2, "gone": []}
     rows = weir.load(folder / "archive")
-    mine = [name for name in rows if rows.metadata(name).get("reason") == "odd"]
+    mine = [name for name in rows if rows.metadata(name).get("mark") == {"reason": "odd"}]
     assert len(mine) == 2
     for name, prompt in zip(sorted(mine), PROMPTS, strict=False):
         assert_same(rows[name], offline["rows", prompt][0])
