@@ -7,7 +7,20 @@ import socket
 
 import pytest
 
+from vllm_weir.errors import WeirError
 from vllm_weir.serve.peers import Peers, Unanswered
+
+
+def test_a_directory_that_takes_no_sockets_is_told_of(tmp_path):
+    async def go():
+        peers = Peers(tmp_path, doubled, "no/such")
+        try:
+            await peers.open()
+        finally:
+            await peers.close()
+
+    with pytest.raises(WeirError, match="WEIR_SERVE_DIRECTORY"):
+        asyncio.run(go())
 
 
 async def doubled(question):

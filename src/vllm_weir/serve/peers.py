@@ -29,14 +29,19 @@ class Peers:
 
     def __init__(self, folder: Path, answer: Answer, name: str) -> None:
         # Addresses of sockets are short; through a descriptor the directory's path may be long.
+        self._path = folder
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._answer = answer
         self._own = f"{name}.sock"
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Be there for others' questions."""
-        self._server = await asyncio.start_unix_server(self._serve, self._address(self._own))
+        """Be there for others' questions; raises WeirError if the directory takes no sockets."""
+        try:
+            self._server = await asyncio.start_unix_server(self._serve, self._address(self._own))
+        except OSError as e:
+            why = f"no socket can be made in {self._path} ({e.strerror or e})"
+            raise WeirError(f"{why}; name a directory of a local disk in WEIR_SERVE_DIRECTORY", "serve") from e
 
     async def ask(self, question: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
         """The other processes' answers.
