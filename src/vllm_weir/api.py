@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.interventions import Intervention
 from vllm_weir.spec.request import WIRE_KEY, RequestSpec, parse_captures, parse_interventions
+from vllm_weir.spec.text import dumps
 from vllm_weir.spec.verdict import SiteVerdict
 
 if TYPE_CHECKING:
@@ -138,10 +138,7 @@ def mark(request_id: str, *, llm: Any = None, **metadata: Any) -> list[Ticket]:
     """
     from vllm_weir.frontend.desk import desks
 
-    try:
-        json.dumps(metadata, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as e:
-        raise WeirError(f"not plain JSON data ({str(e)[:80]})", "metadata") from None
+    dumps(metadata, "metadata")
     boards = [desk.board for desk in ([_desk(llm)] if llm is not None else desks())]
     if not boards:
         raise WeirError("there is no engine in this process", "request_id")

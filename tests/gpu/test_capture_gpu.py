@@ -9,7 +9,7 @@ import torch
 
 from tests.engine.common import assert_nothing_is_held
 from tests.support.check import expected_positions
-from tests.support.engines import close_all, get_llm
+from tests.support.engines import get_llm
 from tests.support.measure import rel_err
 from tests.support.models import make_model
 from tests.support.oracle import Oracle
@@ -22,12 +22,6 @@ GRAPHS = {
 }
 SELECTORS = ["all", "prompt", "generated", "last_prompt", "sampled", [0, -1, 5], "2:40:3", {"token_ids": [7, 9]}]
 LENGTHS = (1, 3, 17, 64, 100, 33, 8, 50)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def clean():
-    yield
-    close_all()
 
 
 @pytest.fixture(scope="session")

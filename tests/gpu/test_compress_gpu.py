@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.engines import close_all, get_llm
+from tests.support.engines import get_llm
 from tests.support.measure import rel_err
-from tests.support.models import make_model
 from tests.support.oracle import Oracle
 from vllm_weir import codec
 from vllm_weir.spec.compress import Compression
@@ -15,17 +14,6 @@ from vllm_weir.spec.compress import Compression
 pytestmark = pytest.mark.gpu
 METHODS = ["full8", "topk8", "fp16", "fp8", {"method": "rp8", "k": 64}]
 LENGTHS = (1, 3, 17, 64, 100, 33, 8, 50)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def clean():
-    yield
-    close_all()
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return make_model("llama", "a", tmp_path_factory.mktemp("models"))
 
 
 def run(llm, how, max_tokens=24):

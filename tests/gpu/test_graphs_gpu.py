@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from tests.engine.common import assert_nothing_is_held
-from tests.support.engines import close_all, get_llm
+from tests.support.engines import get_llm
 from tests.support.measure import rel_err
-from tests.support.models import make_model
 from tests.support.oracle import Oracle
 from vllm_weir.seams import graph_sets
 
@@ -25,17 +24,6 @@ MODES = {"full": {}, "piecewise": {"compilation_config": {"cudagraph_mode": "PIE
 SIZES = (1, 2, 3, 5, 8, 16, 24, 40)
 ROUNDS = 32
 MAX_TOKENS = 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def clean():
-    yield
-    close_all()
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return make_model("llama", "a", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module", params=MODES)

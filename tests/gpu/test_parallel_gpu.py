@@ -6,17 +6,11 @@ import pytest
 import torch
 
 from tests.support.engines import close_all, get_llm
-from tests.support.models import make_model
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return make_model("llama", "a", tmp_path_factory.mktemp("models"))
 
 
 def rows_of(directory, **parallel):

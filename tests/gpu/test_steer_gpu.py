@@ -13,12 +13,6 @@ from tests.support.steered import SteeredOracle
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module", autouse=True)
-def clean():
-    yield
-    close_all()
-
-
 def shipped(graphs=None, **more):
     import vllm_weir as weir
 

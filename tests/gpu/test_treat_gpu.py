@@ -6,25 +6,12 @@ import pytest
 import torch
 
 from tests.gpu.test_graphs_gpu import engine
-from tests.support.engines import close_all
-from tests.support.models import make_model
 from tests.support.oracle import Oracle
 
 pytestmark = pytest.mark.gpu
 REDUCE = {"last": lambda x: x[-1:], "mean": lambda x: x.mean(0, keepdim=True), "max": lambda x: x.amax(0, keepdim=True)}
 SELECTORS = {"all": slice(None), "prompt": None, "generated": None, "2:9": slice(2, 9)}
 TOLERANCE = 5e-3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def clean():
-    yield
-    close_all()
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return make_model("llama", "a", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

@@ -6,23 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.engines import close_all, get_llm
+from tests.support.engines import get_llm
 from tests.support.measure import rel_err
-from tests.support.models import make_model
 from tests.support.oracle import Oracle
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module", autouse=True)
-def clean():
-    yield
-    close_all()
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return make_model("llama", "a", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture

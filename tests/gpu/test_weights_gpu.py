@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import vllm_weir as weir
 from tests.conformance.oracle import Oracle as Points
 from tests.engine.test_points import check_identities
-from tests.support.engines import close_all, get_llm
+from tests.support.engines import get_llm
 from tests.support.models import make_model
 from vllm_weir.spec.hooks import HOOKS
 
@@ -21,12 +21,6 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 LAYERS, D_MODEL = 4, 128
 EVERY = [weir.Capture(hook) for hook in HOOKS]
 PROMPTS = [{"prompt_token_ids": [(11 * i + 7 * j) % 500 + 5 for j in range(n)]} for i, n in enumerate((20, 3, 70, 41))]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def clean():
-    yield
-    close_all()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ One class each for both clients: of an `AsyncClient` every method gives an await
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from vllm_weir.client.answer import Chunk, Completion
 from vllm_weir.client.wire import Call
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.request import parse_interventions
+from vllm_weir.spec.text import dumps
 from vllm_weir.spec.vectors import Vector
 
 INFO = Call("GET", "/v1/weir/info")
@@ -33,10 +33,7 @@ def mark(answer: str | Completion | Chunk, metadata: dict[str, Any]) -> Call:
     name = answer.id if isinstance(answer, Completion) else answer
     if not isinstance(name, str) or not name:
         raise WeirError(f"an answer or its id, got {brief(answer)!r}", "answer")
-    try:
-        json.dumps(metadata, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as e:
-        raise WeirError(f"not plain JSON data ({str(e)[:80]})", "metadata") from None
+    dumps(metadata, "metadata")
     return Call("POST", "/v1/marks", json={"id": name, "metadata": metadata}, repeatable=False)
 
 

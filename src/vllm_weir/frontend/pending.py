@@ -99,10 +99,9 @@ class Pending:
     def release(self) -> bool:
         """Nobody will look at what comes back on the output; whether nobody needs its rows at all: sinks that wait for
         some keep them until they have done, and then the store forgets it."""
-        if not self._released:
-            self._released = True
-            if self._claims and self.memory.spec.wishes:
-                self.unclaim()
+        if not self._released and self._claims and self.memory.spec.wishes:
+            self.unclaim()
+        self._released = True  # before the claims are looked at: who gives up the last one meanwhile looks at this
         if self._claims:
             return False
         self.failure = self.failure or "its rows were let go, as nobody waited for its answer any more"

@@ -10,6 +10,7 @@ from fastapi.responses import FileResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from vllm_weir.serve.errors import declared, error
+from vllm_weir.serve.routes import weir_router
 from vllm_weir.serve.state import ServerState, server_state
 
 MEDIA = "application/octet-stream"
@@ -48,7 +49,7 @@ class HeldFile(FileResponse):
 
 def router() -> APIRouter:
     """GET and DELETE /v1/activations/{id}."""
-    routes = APIRouter(tags=["weir"])
+    routes = weir_router()
 
     @routes.get(
         "/v1/activations/{id}",

@@ -38,8 +38,20 @@ TYPES = {
 }
 
 
-class NotKept(WeirError):
-    """The server's disk does not take what it was asked to keep: not the client's mistake, and nothing has changed."""
+class Fault(WeirError):
+    """Not the client's mistake."""
+
+    status = 500
+
+
+class NotKept(Fault):
+    """The server's disk does not take what it was asked to keep; nothing has changed."""
+
+    status = 507
+
+
+class Unanswered(Fault):
+    """Another of the server's processes, which may know, did not say."""
 
 
 def error(code: int, message: str, param: str | None = None) -> JSONResponse:
@@ -58,6 +70,6 @@ def declared(*codes: int) -> dict[int | str, dict[str, Any]]:
 
 
 def weir_error(_request: Request, e: Exception) -> JSONResponse:
-    """Handler: what Weir refuses is the client's mistake, unless the disk refused it."""
+    """Handler: what Weir refuses is the client's mistake, unless it says that it is not."""
     assert isinstance(e, WeirError)
-    return error(507 if isinstance(e, NotKept) else 400, str(e), e.field or None)
+    return error(e.status if isinstance(e, Fault) else 400, str(e), e.field or None)

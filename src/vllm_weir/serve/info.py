@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from vllm_weir.serve.errors import declared
 from vllm_weir.serve.limits import Limits
+from vllm_weir.serve.routes import weir_router
 from vllm_weir.serve.state import ServerState, server_state
 
 
@@ -36,7 +37,7 @@ class ServerInfo(BaseModel):
 
 def router() -> APIRouter:
     """GET /v1/weir/info."""
-    routes = APIRouter(tags=["weir"])
+    routes = weir_router()
 
     @routes.get("/v1/weir/info", responses=declared(400, 401), summary="The model, its hook points, and the limits")
     async def info(state: Annotated[ServerState, Depends(server_state)]) -> ServerInfo:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import suppress
 from typing import Annotated, Any
@@ -16,9 +15,9 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.sinks.board import Board
 from vllm_weir.frontend.sinks.ticket import Ticket
 from vllm_weir.serve.errors import declared, error
-from vllm_weir.serve.peers import Unanswered
 from vllm_weir.serve.routes import weir_router
 from vllm_weir.serve.state import ServerState, server_state
+from vllm_weir.spec.text import dumps
 
 PATIENCE = 10.0
 """Seconds for which an answer waits for the sinks, which go on after it."""
@@ -69,14 +68,14 @@ def router() -> APIRouter:
         summary='Have the rows of a request written that were captured with `"keep": "marked"`',
     )
     async def mark(body: Mark, state: State) -> Marked | Response:
-        _check(body.metadata)
-        found = await answer_here(state.desk.board, {"id": body.id, "metadata": body.metadata})
-        try:
-            if not found["known"] and state.peers is not None:
-                others = await state.peers.ask({"id": body.id, "metadata": body.metadata}, 2 * PATIENCE)
-                found = max([found, *others], key=lambda one: (one["known"], bool(one["gone"])))
-        except Unanswered as e:
-            return error(500, e.message)
+        size = len(dumps(body.metadata, "metadata"))
+        if size > METADATA:
+            raise WeirError(f"is {size} bytes of JSON; at most {METADATA} are kept", "metadata")
+        question = body.model_dump()
+        found = await answer_here(state.desk.board, question)
+        if not found["known"] and state.peers is not None:
+            others = await state.peers.ask(question, 2 * PATIENCE)
+            found = max([found, *others], key=lambda one: (one["known"], bool(one["gone"])))
         if not found["known"]:
             what = "; ".join(found["gone"]) or f"no request {body.id[:40]!r} with rows to mark is known here"
             return error(404, what, "id")
@@ -105,12 +104,3 @@ def _mark(board: Board, answer: str, metadata: dict[str, Any]) -> dict[str, Any]
         with suppress(WeirError):  # its state says it
             ticket.settle(max(0.0, late - time.monotonic()))
     return {"known": known, "sinks": [{"sink": t.sink, "state": t.state} for t in tickets], "gone": gone}
-
-
-def _check(metadata: dict[str, Any]) -> None:
-    try:
-        size = len(json.dumps(metadata, allow_nan=False).encode())
-    except ValueError as e:
-        raise WeirError(f"not plain JSON data ({e})", "metadata") from None
-    if size > METADATA:
-        raise WeirError(f"is {size} bytes of JSON; at most {METADATA} are kept", "metadata")

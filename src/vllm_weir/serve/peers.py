@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_weir.errors import WeirError
+from vllm_weir.serve.errors import Unanswered
 
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-
-
-class Unanswered(WeirError):
-    """A process that may know did not say: not the client's mistake."""
 
 
 class Peers:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.spec.text import dumps
 
 MEMORY = "memory"
 KEEPS = ("always", "marked")
@@ -159,10 +160,7 @@ def _canonical(data: object, path: str) -> str:
     data = to_json() if to_json is not None else data
     if not isinstance(data, Mapping):
         raise WeirError(f"expected an object, got {type(data).__name__}", path)
-    try:
-        text = json.dumps(data, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as e:
-        raise WeirError(f"not plain JSON data ({str(e)[:80]})", path) from None
+    text = dumps(data, path, sort_keys=True)
     if len(text) > LONGEST:
         raise WeirError(f"{len(text)} characters, more than the limit of {LONGEST}", path)
     return text

@@ -19,6 +19,14 @@ def loads(text: str | bytes, path: str) -> Any:
         raise WeirError(f"not valid JSON ({type(e).__name__}: {str(e)[:80]})", path) from None
 
 
+def dumps(data: Any, path: str, sort_keys: bool = False) -> str:
+    """The text; raises WeirError naming `path` if the data is no plain JSON data, as NaN is not."""
+    try:
+        return json.dumps(data, sort_keys=sort_keys, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise WeirError(f"not plain JSON data ({str(e)[:80]})", path) from None
+
+
 def fits_header(text: str) -> bool:
     """Whether a header carries it as it is: one line, without blanks around it."""
     return text == text.strip() and not any(c < " " or c == "\x7f" for c in text)
