@@ -23,6 +23,7 @@ import torch
 import vllm
 from stand_ins import LAYERS, PROMPT, SETTINGS, WIDTH, Clock, Line, Scheduler, Tokens, make_station
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -198,7 +199,8 @@ class Run:
 
 def ask(case: str, count: int, steps: int, clock: Clock) -> list[SamplingParams]:
     """The caller's params."""
-    base = SamplingParams(max_tokens=steps, temperature=0, ignore_eos=True, detokenize=False)
+    kind = RequestOutputKind.FINAL_ONLY  # as `LLM.generate` has it
+    base = SamplingParams(max_tokens=steps, temperature=0, ignore_eos=True, detokenize=False, output_kind=kind)
     asked = wishes(case, count)
     with clock.part("caller: weir.params, a request", count):
         params = [base if not wish else weir.params(base, **wish) for wish in asked]

@@ -88,6 +88,9 @@ class Line:
                     self._drain._tell(reply, parcel, "")
                 with clock.part(f"caller: inbox thread, {kind} message"):
                     inbox.deliver(self._desk.store, receiver.reply.token, self._frames.pop(), receiver._mirror)
+                with clock.part(f"caller: inbox thread, what is made after a {kind} message"):
+                    while self._desk.store.prepare():
+                        pass
         self.parcels.clear()
 
 

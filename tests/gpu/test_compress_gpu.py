@@ -105,6 +105,30 @@ def test_prompts_that_leave_the_ring_band_by_band(directory, how, monkeypatch):
             assert near.min() > 0.98, (site, float(near.min()))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("k", [32, 64, 128, 100])
+def test_records_of_rp8_are_within_half_a_step(k, dtype):
+    """Of the exact projection of the same rows; where one kernel does it, a record does not depend on its batch."""
+    from vllm_weir.worker.codec_triton import PROJECTED
+    from vllm_weir.worker.codecs import Codecs
+
+    compression = Compression.parse({"method": "rp8", "k": k, "seed": 5}, "compress")
+    codecs = Codecs(4096, torch.device("cuda", 0), dtype)
+    rp8 = codecs[codecs.hold("a", compression)]
+    rows = torch.randn(9000, 4096, generator=torch.Generator().manual_seed(0)).to(dtype).cuda()
+    rows[1, 7], rows[2] = float("nan"), 0
+    records = rp8.encode(rows)
+    sums = rows.double() @ codec.projection(5, k, 4096).double().T.cuda()
+    got = codec.project(records, compression.header(4096, str(dtype).removeprefix("torch.")))
+    assert got[1].isnan().all() and not got[2].any()
+    sound = [0, *range(3, 9000)]
+    step = (sums.amax(1) - sums.amin(1))[sound] / 255
+    assert ((got - sums)[sound].abs().amax(1) / step).max() <= 0.51
+    if k in PROJECTED:
+        for n in (3, 100, 5000):
+            assert rp8.encode(rows[:n]).equal(records[:n]), n
+
+
 def test_only_records_cross_the_bus(directory, monkeypatch):
     """Counted where the copy engine is told what to copy."""
     from vllm_weir.worker import outlet

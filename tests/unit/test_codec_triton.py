@@ -47,3 +47,48 @@ def test_bytes_are_the_plain_codec_s():
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", CASES], capture_output=True, text=True, env=env, timeout=300)
     assert done.stdout == "packed 33\n", done.stderr[-3000:]
+
+
+PROJECTIONS = """
+import torch
+from vllm_weir import codec
+from vllm_weir.spec.compress import Compression
+from vllm_weir.worker.codec_triton import PROJECTED, project
+
+torch.manual_seed(0)
+for d in (100, 128, 512):
+    for k in (k for k in PROJECTED if k <= d):
+        matrix = codec.projection(3, k, d)
+        high = matrix.half()  # the interpreter multiplies no bfloat16
+        halves = torch.cat([high, (matrix - high.float()).half()])
+        rows = torch.randn(37, d).half()
+        rows[3, 5], rows[4, 7], rows[5] = float("nan"), float("inf"), 0
+        compression = Compression.parse({"method": "rp8", "k": k, "seed": 3}, "compress")
+        header = compression.header(d, "float16")
+        sums = rows.double() @ matrix.double().T
+        shapes = (None, (16, 64, 2, 4), (32, 64, 3, 4), (64, 64, 2, 4))
+        found = {shape: project(rows, halves, shape) for shape in shapes}
+        for records in found.values():
+            assert records.equal(found[None]), "a row's record depends on the shape of programs"
+        got = codec.project(found[None], header)
+        assert got[3:5].isnan().all() and not got[5].any()
+        sound = [i for i in range(37) if i not in (3, 4)]
+        step = (sums.amax(1) - sums.amin(1))[sound] / 255
+        far = ((got - sums)[sound].abs().amax(1) / step.clamp(min=1e-9)).max()
+        assert far <= 0.51, (d, k, far)
+        alone = project(rows[7:8].contiguous(), halves)
+        assert alone.equal(found[None][7:8]), "a row's record depends on the rows beside it"
+assert project(rows[:0], halves).shape == (0, 8 + k)
+for wrong in ((rows, halves[:-2]), (rows[:, 1:].contiguous(), halves), (rows.T.contiguous().T, halves)):
+    try:
+        project(*wrong)
+    except ValueError as e:
+        print(str(e)[:13])
+"""
+
+
+def test_projected_and_packed_in_one():
+    """The records of rp8, within half a step of the exact projection; whatever rows and programs are beside."""
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", PROJECTIONS], capture_output=True, text=True, env=env, timeout=300)
+    assert done.stdout == "no projection\n" * 3, done.stderr[-3000:]

@@ -7,20 +7,25 @@ import weakref
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.desks import desk_of
 from tests.unit.post import Post
 from tests.unit.test_delivery import LAYERS, Request, content
-from tests.unit.wishes import selectors
+from tests.unit.wishes import selectors, served
 from vllm_weir import Site, mail
+from vllm_weir.frontend import ahead
 from vllm_weir.frontend.block import Block
+from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.pending import Group, Pending, _covers
 from vllm_weir.frontend.store import merged
 from vllm_weir.frontend.strips import spread
 from vllm_weir.frontend.tokens import Prompt, TokenIds, Tokens
 from vllm_weir.frontend.view import View
+from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.request import selected
 
@@ -258,3 +263,123 @@ def test_rows_from_the_middle_of_a_strip_are_a_run():
 def test_marks_have_the_fields_that_merging_assumes():
     assert mail.MARK_FIELDS[1:] == ("rank", "position", "count", "stride")
     assert mail.STEER_FIELDS[1:] == ("position", "count", "stride")
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Rows are cut ahead as soon as they have a place."""
+    monkeypatch.setattr(ahead, "LATER", 0)
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["mapped", "in messages"])
+@pytest.mark.parametrize("compress", [None, "full8"])
+@pytest.mark.parametrize("positions", ["all", "2:", "generated", "sampled", "3:9"])
+def test_rows_are_cut_before_they_come(at_once, positions, compress, near):
+    """The tensors are there before the rows are; they hold what would have been cut at the end, and are handed out."""
+    post = Post(LAYERS, near=near)
+    post.compression = compress and Compression.parse(compress, "compress")
+    request = Request(post, "r0", [("resid_post", [0, 2], positions)], 5, 9, [1] * 14)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    for p in range(5, 13):
+        post.step([("r0", 1, p)], content)
+        if p == 6:
+            (strip,) = request.pending.strips
+            _, block = strip.ready
+            tensors = dict(block.every)
+    request.version = dict.fromkeys(range(13), 0)
+    acts = request.tracker.view([1] * 9, False, "length", 0).activations()
+    got = {site: acts.compressed(site)[0] if compress else acts[site] for site in acts.sites}
+    assert {site: id(rows) for site, rows in got.items()} == {site: id(rows) for site, rows in tensors.items()}
+    strip.ready = None
+    fresh = request.tracker.view([1] * 9, False, "length", 0).activations()
+    for site, rows in got.items():
+        other = fresh.compressed(site)[0] if compress else fresh[site]
+        assert rows is not other and rows.equal(other) and len(rows) == len(fresh.positions) > 0
+        assert compress or rows[:, 1].tolist() == fresh.positions.tolist()
+
+
+@pytest.mark.parametrize("generated", [1, 2, 5, 8])
+def test_a_sequence_that_ends_before_its_time_has_only_its_rows(at_once, generated):
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 5, 9, [1] * 14)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    for p in range(5, 4 + generated):
+        post.step([("r0", 1, p)], content)
+    assert request.pending.strips[0].ready is not None
+    for view in (request.tracker.view([1] * generated, False, reason, 0) for reason in ("stop", "abort")):
+        acts = view.activations()
+        assert all(acts[site][:, 1].tolist() == list(range(4 + generated)) for site in acts.sites)
+
+
+def test_what_was_cut_is_forgotten_when_the_rows_move(at_once):
+    """Rows that are computed again, and rows that are taken out of the worker's memory."""
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 5, 3, [1] * 8)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    assert request.pending.strips[0].ready is not None
+    post.planner.remove("r0")
+    request.join()
+    post.step([("r0", 6, 0)], lambda *at: content(*at) + 1)
+    post.step([("r0", 1, 6)], lambda *at: content(*at) + 1)
+    acts = request.tracker.view([1] * 3, False, "length", 0).activations()
+    assert acts["resid_post", 0][:, 1].tolist() == list(range(1, 8))
+    other = Request(post, "r1", [("resid_post", "all", "all")], 5, 3, [1] * 8)
+    other.join()
+    post.step([("r1", 5, 0)], content)
+    post.step([("r1", 1, 5)], content)
+    post.step([("r1", 1, 6)], content)
+    assert other.pending.strips[0].ready is not None
+    post.strands.retire_all()
+    post.deliver(post.step([], content, deliver=False)[1], spill=True)
+    del acts, request
+    gc.collect()
+    assert other.pending.strips[0].ready is None and post.arena.used == 0
+    acts = other.tracker.view([1] * 3, False, "length", 0).activations()
+    assert acts["resid_post", 2][:, 1].tolist() == list(range(7))
+
+
+def test_sequences_are_cut_a_few_at_a_time_once_they_are_under_way():
+    post = Post(LAYERS)
+    requests = [Request(post, f"r{i}", [("resid_post", [0], "all")], 2, 99, [1] * 101) for i in range(2 * ahead.FEW)]
+    for request in requests:
+        request.join()
+
+    def cut():
+        return sum(request.pending.strips[0].ready is not None for request in requests)
+
+    post.step([(r.name, 2, 0) for r in requests], content)
+    for message in range(1, ahead.LATER + 3):
+        assert cut() == max(0, min(2, message + 1 - ahead.LATER)) * ahead.FEW
+        post.step([(r.name, 1, 1 + message) for r in requests], content)
+
+
+def test_whose_rows_are_cut_ahead():
+    """Requests without outputs before the last whose rows are handed out as the worker sends them."""
+    facts = EngineFacts(served(LAYERS), LAYERS, 4, "float32", 1000)
+    capture, found = {"hook": "resid_post"}, {}
+    wishes = {
+        "plain": capture,
+        "packed": capture | {"compress": "full8"},
+        "cast": capture | {"dtype": "bfloat16"},
+        "packed and cast": capture | {"compress": "full8", "dtype": "bfloat16"},
+        "reduced": capture | {"reduce": "mean"},
+        "of the prompt": capture | {"positions": "prompt"},
+    }
+    desk = desk_of(facts)
+    try:
+        for name, wish in wishes.items():
+            for streams in (False, True):
+                extra = {"weir": {"v": 1, "capture": [wish]}}
+                tracker, _ = desk.admit(f"{name} {streams}", extra, [1, 2, 3], 3, 8, streams)
+                found[name, streams] = tracker.pending.foreseen
+    finally:
+        desk.close()
+    assert {key for key, end in found.items() if end} == {
+        ("plain", False),
+        ("packed", False),
+        ("packed and cast", False),
+    }
+    assert set(found.values()) == {0, 10}

@@ -255,7 +255,7 @@ def test_trap_05_sequences_of_one_request_are_each_followed():
             self.request_states = {}
             self._weir_desk = SimpleNamespace(universal=False, observer=None, admit=self.admit)
 
-        def admit(self, request_id, extra_args, ids, length, max_tokens):
+        def admit(self, request_id, extra_args, ids, length, max_tokens, streams):
             seen.append((request_id, copy.deepcopy(extra_args)))
             tracker = SimpleNamespace(name=lambda caller, index: names.append((request_id, caller, index)))
             return tracker, {"reply": request_id}
@@ -266,7 +266,8 @@ def test_trap_05_sequences_of_one_request_are_each_followed():
 
     names: list[tuple] = []
     wish = {"weir": {"v": 1, "capture": [{}]}, "theirs": 1}
-    params = SimpleNamespace(extra_args=copy.deepcopy(wish), max_tokens=4)
+    kind = SimpleNamespace(name="FINAL_ONLY")
+    params = SimpleNamespace(extra_args=copy.deepcopy(wish), max_tokens=4, output_kind=kind)
     add, processor = add_request(Processor.add_request, SimpleNamespace(refusal=None)), Processor()
     ids = [f"{k}_mine" for k in range(4)]
     requests = [

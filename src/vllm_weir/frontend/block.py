@@ -23,23 +23,23 @@ class Block(Mapping):
     """
 
     def __init__(self, sites: Sequence[Site], places: list[int] | None, rows: torch.Tensor) -> None:
-        self._sites, self._places, self._rows = sites, places, rows
+        self._sites, self._places, self.rows = sites, places, rows
         self._every: dict[Site, torch.Tensor] | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_rows": alone(self._rows), "_every": None}
+        return {**self.__dict__, "rows": alone(self.rows), "_every": None}
 
     @property
     def every(self) -> dict[Site, torch.Tensor]:
         """All sites' rows."""
         if self._every is None:
-            rows = self._rows.unbind(1)
+            rows = self.rows.unbind(1)
             self._every = dict(zip(self._sites, [rows[k] for k in self._places] if self._places else rows, strict=True))
         return self._every
 
     def together(self) -> np.ndarray:
         """A copy of all sites' rows, uint8 [sites, n, bytes of a row]; numpy makes it, in this thread alone."""
-        rows = self._rows.view(torch.uint8).numpy()
+        rows = self.rows.view(torch.uint8).numpy()
         rows = rows if self._places is None else rows[:, self._places]
         return np.ascontiguousarray(rows.swapaxes(0, 1))
 

@@ -13,6 +13,7 @@ import numpy as np
 from vllm_weir.consumers.base import EngineInfo, Finished
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import Admitted, admit, carries_keys, engine_form
+from vllm_weir.frontend.ahead import kind_ahead
 from vllm_weir.frontend.early import ends_with_the_prompt
 from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.inbox import Inbox
@@ -219,8 +220,12 @@ class Desk:
         prompt_ids: Sequence[int] | None,
         prompt_len: int,
         max_tokens: int,
+        streams: bool = False,
     ) -> tuple[Tracker, dict[str, Any] | None]:
-        """Check one sequence's request; returns its tracker and the wire form for the engine, or raises WeirError."""
+        """Check one sequence's request; returns its tracker and the wire form for the engine, or raises WeirError.
+
+        `streams`: whether it has outputs before the last.
+        """
         facts = self.require_facts()
         self.refresh()
         admitted = self._admitted(extra_args, prompt_ids is not None)
@@ -239,6 +244,8 @@ class Desk:
         self.store.open(pending)
         if prompt_ids is not None and ends_with_the_prompt(pending.memory, prompt_len):
             self.store.early.add(pending, facts.d_model)
+        elif not streams and kind_ahead(pending.memory):
+            pending.foreseen = prompt_len + max_tokens - 1
         first = wire["first"] if wire is not None else None
         asked = carries_keys(extra_args)
         return Tracker(pending, first, facts.d_model, self.settings.timeout, self.board, asked, self._hold), wire

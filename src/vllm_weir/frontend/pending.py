@@ -62,6 +62,7 @@ class Pending:
         prompt: its tokens.
         strips: rows that have come, later strips replacing earlier ones where they overlap.
         steered: per intervention, bool array by position.
+        foreseen: positions that have rows if it generates all tokens that it may; 0: its rows are not cut ahead.
     """
 
     def __init__(self, request_id: str, admitted: Admitted, prompt_token_ids: Sequence[int], store: Arrivals) -> None:
@@ -72,6 +73,7 @@ class Pending:
         self.groups: list[Group] = []
         self.steered: list[np.ndarray] = [_NOWHERE] * len(admitted.effective)
         self.failure: str | None = None
+        self.foreseen = 0
         self.early: Activations | None = None
         """What is handed out, if it was made before anybody asked."""
         self._store = store
@@ -165,6 +167,12 @@ class Pending:
         self.check()
         return [self._collect(*both, positions, own) for both in found]
 
+    def cut(self, sites: Sequence[Site], kind: str, count: int) -> None:
+        """Make the tensors of the first `count` rows of each of `sites` before they are complete, where that can be."""
+        for some, strips in self._groups(sites, kind):
+            if len(strips) == 1 and strips[0].order == self.admitted.columns_of(some):
+                strips[0].cut(some, count)
+
     def has(self, sites: Sequence[Site], positions: np.ndarray) -> bool:
         """Whether `take` would not have to wait for rows, by the marks that have been read."""
         return all(where.all_there for _, where in self._found(sites, positions, "rows"))
@@ -220,6 +228,8 @@ class Pending:
         columns = self.admitted.columns_of(sites)
         if where.run is not None:
             strip = where.strips[0]
+            if not self._copied(strip, own) and (ready := strip.block(sites, where.run, len(positions))) is not None:
+                return Taken(sites, positions, ready)
             rows = strip.run(where.run, len(positions))
             return Taken(sites, positions, self._block(sites, columns, strip, rows, own))
         have = where.strip >= 0
@@ -245,7 +255,12 @@ class Pending:
         self, sites: Sequence[Site], columns: Sequence[int], strip: Strip, rows: torch.Tensor, own: bool
     ) -> Block:
         places = None if columns == strip.order else [strip.columns[column] for column in columns]
-        return Block(sites, places, rows.clone() if own or strip.mirror.pressure > CROWDED else rows)
+        return Block(sites, places, rows.clone() if self._copied(strip, own) else rows)
+
+    @staticmethod
+    def _copied(strip: Strip, own: bool) -> bool:
+        """Whether rows are handed out as copies; `own` as in `take`."""
+        return own or strip.mirror.pressure > CROWDED
 
 
 _NOWHERE = np.zeros(0, bool)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from vllm_weir import mail
+from vllm_weir.frontend.ahead import Ahead
 from vllm_weir.frontend.early import Early
 from vllm_weir.frontend.mirror import Mirror
 from vllm_weir.frontend.pending import Group, Pending
@@ -43,6 +44,7 @@ class Store:
         self._unread: list[tuple[str, np.ndarray, np.ndarray]] = []
         self._changed = threading.Condition(threading.RLock())
         self.early = Early()
+        self.ahead = Ahead()
         self.salt = ""
         """Random from the first failure on, another after each: what failed has left KV under the key of what it was
         to be, so steered requests that come later have keys of their own."""
@@ -123,6 +125,8 @@ class Store:
                     pending.early = None  # rows that are computed again replace those of before
                     self._strips[worker, opened.strand] = strip = Strip(opened, mirror, header.d_model, dtype)
                     pending.strips.append(strip)
+                    if pending.foreseen:
+                        self.ahead.add(pending)
             for placed in news.placed:
                 owner = self._strips.get((worker, placed.strand))
                 if owner is not None:
@@ -142,6 +146,7 @@ class Store:
                 self._unread.append((worker, marks, steered))
             if len(marks):
                 self.early.look()
+                self.ahead.look()
             if len(self._unread) > FOLD or news.retired:
                 self.fold()
             for retired in news.retired:
@@ -154,11 +159,12 @@ class Store:
             self._spill(mirror)
 
     def prepare(self) -> bool:
-        """Make a few hand-outs early; whether there is more to be done."""
+        """Make a few hand-outs early, and cut a few ahead; whether there is more to be done at once."""
         if self.early.due:
             with self._changed:
                 self.fold()
                 self.early.make()
+        self.ahead.make()
         return self.early.due
 
     def fold(self) -> None:
@@ -191,6 +197,7 @@ class Store:
         for pending in self._live():
             pending.early = None
         for strip in [s for s in self._strips.values() if s.mirror is mirror]:
+            strip.ready = None
             for extent, copy in strip.take_out():
                 with self._changed:
                     extent.rows, extent.own = copy, True

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from vllm_weir import mail
+from vllm_weir.frontend.block import Block
 from vllm_weir.frontend.mirror import Mirror
+from vllm_weir.spec.hooks import Site
 
 
 @dataclass
@@ -35,6 +37,7 @@ class Strip:
         kind, values: see `vllm_weir.mail.Opened`.
         rows: arena rows of a rank.
         rank_bytes: its bytes.
+        ready: what has been cut ahead, see `cut`.
     """
 
     def __init__(self, opened: mail.Opened, mirror: Mirror, d_model: int, dtype: torch.dtype) -> None:
@@ -49,6 +52,7 @@ class Strip:
         """Positions whose rows found no room in the worker."""
         self._parts: list[np.ndarray] = []
         self._positions = np.zeros(0, np.int64)
+        self.ready: tuple[torch.Tensor, Block] | None = None
 
     @property
     def positions(self) -> np.ndarray:
@@ -87,6 +91,23 @@ class Strip:
         What was made of rows is float32 [n, columns, values], compressed rows are uint8 [n, columns, values].
         """
         return self._made(self._gather(ranks))
+
+    def cut(self, sites: Sequence[Site], count: int) -> None:
+        """Make the tensors of `sites`, which are all columns, of the first `count` ranks, though they may be empty yet;
+        of a strip that has no place for them, nothing is made."""
+        if len(self.extents) == 1 and not self.extents[0].rank and 0 < count <= len(self.extents[0].rows):
+            rows = self.extents[0].rows
+            block = Block(sites, None, self._made(rows[:count]))
+            block.every  # noqa: B018 - the first look makes them
+            self.ready = rows, block
+
+    def block(self, sites: Sequence[Site], first: int, count: int) -> Block | None:
+        """`count` ranks from `first` on as they were cut ahead; None if they were not, or have moved since."""
+        if self.ready is None or first or len(self.extents) != 1:
+            return None
+        rows, block = self.ready
+        fits = rows is self.extents[0].rows and len(block.rows) == count and tuple(block) == tuple(sites)
+        return block if fits else None
 
     def run(self, first: int, count: int) -> torch.Tensor:
         """As `gather`, `count` ranks from `first` on."""

@@ -79,7 +79,8 @@ def _admit(output_processor, request, status):
     ids = request.prompt_token_ids
     length = len(ids) if ids is not None else len(request.prompt_embeds)
     params = request.sampling_params
-    tracker, wire = desk.admit(request.request_id, params.extra_args or {}, ids, length, params.max_tokens)
+    streams = params.output_kind.name != "FINAL_ONLY"
+    tracker, wire = desk.admit(request.request_id, params.extra_args or {}, ids, length, params.max_tokens, streams)
     # The engine gets a copy with its own wire form; the caller's object, and its siblings', stay as they are.
     params = copy.copy(params)
     params.extra_args = {k: v for k, v in (params.extra_args or {}).items() if k not in KEYS}

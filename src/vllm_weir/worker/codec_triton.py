@@ -1,4 +1,5 @@
-"""The affine code of full8 and rp8 on CUDA: from values to packed records in one launch."""
+"""The affine code of full8 and rp8 on CUDA: from values, or from rows and a projection, to packed records in one
+launch."""
 
 from __future__ import annotations
 
@@ -16,28 +17,36 @@ HEAD = 8
 
 
 @triton.jit
-def _pack(parts, records, k, record_bytes, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    offsets = tl.arange(0, BLOCK)
-    inside = offsets < k
-    x = tl.load(parts + row * (PARTS * k) + offsets, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        x += tl.load(parts + row * (PARTS * k) + part * k + offsets, mask=inside, other=0.0).to(tl.float32)
-    low = tl.min(tl.where(inside, x, float("inf")), axis=0)
-    high = tl.max(tl.where(inside, x, float("-inf")), axis=0)
-    unknown = tl.sum(tl.where(inside & (x != x), 1, 0), axis=0) > 0
+def _affine(x, inside):
+    """Scale and smallest value, both [m, 1], and codes of x, float32 [m, n], of which `inside` [1, n] counts."""
+    low = tl.min(tl.where(inside, x, float("inf")), axis=1, keep_dims=True)
+    high = tl.max(tl.where(inside, x, float("-inf")), axis=1, keep_dims=True)
+    unknown = tl.sum(tl.where(inside & (x != x), 1, 0), axis=1, keep_dims=True) > 0
     low = tl.where(unknown, float("nan"), low)
     # NaN compares false.
     sound = (low >= -_LARGEST) & (high <= _LARGEST) & (unknown == 0)
     scale = tl.where(sound, tl.div_rn(high - low, 255.0), float("nan"))
-    steps = tl.div_rn(x - low, tl.where(scale > 0, scale, 1.0))
+    # A scale of 0 must not divide; both are as wide as x because the division takes no other shapes.
+    steps = tl.div_rn(x - low, tl.broadcast_to(tl.where(scale > 0, scale, 1.0), x.shape))
     codes = tl.where(scale > 0, steps, 0.0)
     codes = tl.minimum(tl.maximum((codes + _ROUND) - _ROUND, 0.0), 255.0)
+    return scale, low, codes.to(tl.uint8)
+
+
+@triton.jit
+def _pack(parts, records, k, record_bytes, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)[None, :]
+    inside = offsets < k
+    x = tl.load(parts + row * (PARTS * k) + offsets, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(parts + row * (PARTS * k) + part * k + offsets, mask=inside, other=0.0).to(tl.float32)
+    scale, low, codes = _affine(x, inside)
     to = records + row * record_bytes
-    words = to.to(tl.pointer_type(tl.float32))
-    tl.store(words, scale)
-    tl.store(words + 1, low)
-    tl.store(to + 8 + offsets, codes.to(tl.uint8), mask=inside)
+    head = to.to(tl.pointer_type(tl.float32)) + tl.zeros([1, 1], tl.int32)
+    tl.store(head, scale)
+    tl.store(head + 1, low)
+    tl.store(to + 8 + offsets, codes, mask=inside)
 
 
 def pack(parts: torch.Tensor, k: int) -> torch.Tensor:
@@ -60,3 +69,73 @@ def pack(parts: torch.Tensor, k: int) -> torch.Tensor:
         warps = min(max(block // 256, 1), 8)
         _pack[(n,)](parts, records, k, HEAD + k, PARTS=width // k, BLOCK=block, num_warps=warps)
     return records
+
+
+PROJECTED = (32, 64, 128)
+"""Values of k that `project` takes."""
+
+
+@triton.jit(do_not_specialize=["n"])
+def _project(
+    rows,
+    halves,
+    records,
+    n,
+    d,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    there = at < n
+    columns = tl.arange(0, K)[None, :]
+    sums = tl.zeros([ROWS, K], tl.float32)
+    for first in tl.range(0, d, STEP, num_stages=STAGES):
+        along, down = first + tl.arange(0, STEP)[None, :], first + tl.arange(0, STEP)[:, None]
+        if EVEN:
+            x = tl.load(rows + at * d + along, mask=there, other=0.0)
+            high = tl.load(halves + columns * d + down)
+            low = tl.load(halves + (columns + K) * d + down)
+        else:
+            x = tl.load(rows + at * d + along, mask=there & (along < d), other=0.0)
+            high = tl.load(halves + columns * d + down, mask=down < d, other=0.0)
+            low = tl.load(halves + (columns + K) * d + down, mask=down < d, other=0.0)
+        sums = tl.dot(x, high, sums)
+        sums = tl.dot(x, low, sums)
+    scale, zero, codes = _affine(sums, columns >= 0)
+    to = records + at * (8 + K)
+    head = to.to(tl.pointer_type(tl.float32))
+    tl.store(head, scale, mask=there)
+    tl.store(head + 1, zero, mask=there)
+    tl.store(to + 8 + columns, codes, mask=there)
+
+
+def project(rows: torch.Tensor, halves: torch.Tensor, shape: tuple[int, int, int, int] | None = None) -> torch.Tensor:
+    """Records of rows' projections, which are added up in float32; a row's record does not depend on those beside it.
+
+    Args:
+        rows: [n, d], contiguous, bfloat16 or float16.
+        halves: the projection as a sum of two, [2 k, d], contiguous, of the rows' dtype; k is one of `PROJECTED`.
+        shape: rows of a program, values of d a turn, stages and warps; chosen by n if None.
+
+    Returns:
+        uint8 [n, 8 + k], as `vllm_weir.codec.encode` packs them with ``rp8``.
+    """
+    n, d = rows.shape
+    k = halves.shape[0] // 2
+    if k not in PROJECTED or halves.shape[1] != d or not (rows.is_contiguous() and halves.is_contiguous()):
+        raise ValueError(f"no projection of {list(rows.shape)} by {list(halves.shape)}; k is one of {PROJECTED}")
+    records = torch.empty(n, HEAD + k, dtype=torch.uint8, device=rows.device)
+    if n:
+        own, step, stages, warps = shape or shape_for(n)
+        _project[(triton.cdiv(n, own),)](
+            rows, halves, records, n, d, K=k, ROWS=own, STEP=step, STAGES=stages, EVEN=d % step == 0, num_warps=warps
+        )
+    return records
+
+
+def shape_for(n: int) -> tuple[int, int, int, int]:
+    """As `project` wants it; all of them add up in the same order."""
+    return (16, 64, 3, 4) if n < 4096 else (32, 64, 4, 4)

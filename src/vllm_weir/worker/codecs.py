@@ -22,7 +22,7 @@ class Codec:
 
     Attributes:
         projection: float32 [k, d_model] on the device, None for a method without one.
-        halves: the projection as a sum of two in the rows' own dtype, [d_model, 2 k]; None where none is used.
+        halves: the projection as a sum of two in the rows' own dtype, [2 k, d_model]; None where none is used.
         record_bytes: bytes of a compressed row.
     """
 
@@ -34,8 +34,10 @@ class Codec:
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """uint8 [n, record_bytes] of rows [n, d_model]."""
         if rows.is_cuda and (width := self._packed_at_once(rows.shape[1])):
-            from vllm_weir.worker.codec_triton import pack
+            from vllm_weir.worker.codec_triton import PROJECTED, pack, project
 
+            if self.halves is not None and width in PROJECTED:
+                return project(rows.contiguous(), self.halves)
             return pack(rows.contiguous() if self.projection is None else self._project(rows), width)
         step = max(1, CHUNK // rows.shape[1])
         if len(rows) <= step:
@@ -56,7 +58,7 @@ class Codec:
             assert self.projection is not None
             return rows.float() @ self.projection.T
         # Tensor cores read the rows as they are and add up in float32.
-        return torch.mm(rows, self.halves, out_dtype=torch.float32)
+        return torch.mm(rows, self.halves.T, out_dtype=torch.float32)
 
 
 class Codecs:
@@ -90,7 +92,7 @@ class Codecs:
             matrix = codec.projection(compression.seed, compression.k or 0, self._d_model)
             if self._dtype.itemsize == 2 and self._device.type == "cuda":
                 high = matrix.to(self._dtype)
-                halves = torch.cat([high, (matrix - high.float()).to(self._dtype)]).T.to(self._device)
+                halves = torch.cat([high, (matrix - high.float()).to(self._dtype)]).to(self._device)
             matrix = matrix.to(self._device)
         return Codec(compression, matrix, halves, compression.record_bytes(self._d_model))
 
