@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_weir import codec
+from vllm_weir import WeirError, codec
 from vllm_weir.spec.compress import Compression
 from vllm_weir.worker import codecs as codecs_module
-from vllm_weir.worker.codecs import IDLE, Codecs
+from vllm_weir.worker.codecs import IDLE, Codec, Codecs
 from vllm_weir.worker.hostmem import _split
 from vllm_weir.worker.step import PACKED, StepPlan
 from vllm_weir.worker.treat import Treater
@@ -93,3 +95,40 @@ def test_codecs_are_counted_and_a_few_idle_ones_kept():
     assert codecs.hold("again", hows[0]) == numbers[0], "it was in use all the time"
     assert codecs.hold("last", hows[-1]) == numbers[-1], "just used"
     assert codecs.hold("first", hows[1]) not in numbers, "forgotten, and made again"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("how", ["full8", {"method": "rp8", "k": 64, "seed": 3}], ids=str)
+def test_a_kernel_that_packs_wrongly_is_noticed(how, dtype):
+    """Before anything is packed with it."""
+    compression, d, cpu = Compression.parse(how, "compress"), 256, torch.device("cpu")
+    matrix = codec.projection(3, 64, d) if compression.method == "rp8" else None
+
+    class Kernel(Codec):
+        spoil = staticmethod(lambda records: None)
+
+        def encode(self, rows):
+            records = super().encode(rows)
+            self.spoil(records)
+            return records
+
+    kernel = Kernel(compression, matrix, None, compression.record_bytes(d))
+    kernel.prove(d, dtype, cpu)
+    wrong = {
+        "a code": lambda r: r[5, 8 + 7].add_(3),
+        "a scale": lambda r: r[3, :4].view(torch.float32).mul_(1.05),
+        "a smallest value": lambda r: r[3, 4:8].view(torch.float32).add_(1.0),
+        "a row": lambda r: r[4].copy_(r[5].clone()),
+        "no mark": lambda r: r[1].copy_(r[2].clone()),
+        "a mark": lambda r: r[6, :4].view(torch.float32).fill_(torch.nan),
+    }
+    for name, spoil in wrong.items():
+        Kernel.spoil = staticmethod(spoil)
+        with pytest.raises(WeirError, match="does not agree with the plain code"):
+            kernel.prove(d, dtype, cpu)
+            pytest.fail(name)
+    other = replace(kernel, projection=None if matrix is None else codec.projection(4, 64, d))
+    Kernel.spoil = staticmethod(lambda records: None)
+    if matrix is not None:
+        with pytest.raises(WeirError, match="ask for another compression"):
+            other.prove(d, dtype, cpu)

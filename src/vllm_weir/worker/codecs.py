@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from vllm_weir import codec
+from vllm_weir.errors import WeirError
 from vllm_weir.spec.compress import Compression
 
 IDLE = 4
 """Codecs that are kept ready though no live request uses them."""
 CHUNK = 1 << 24
 """Values that are encoded at once: what bounds the float32 copies that encoding makes."""
+PROOFS = 8
+"""Rows that a kernel is tried on."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,28 @@ class Codec:
             out[first : first + step] = codec.encode(rows[first : first + step], self.compression, self.projection)
         return out
 
+    def prove(self, d: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Compare what a kernel makes of a few rows with what the plain code does; waits for the device.
+
+        Raises:
+            WeirError: if they differ by more than rounding can explain.
+        """
+        width = self._packed_at_once(d)
+        if not width:
+            return
+        rows = torch.randn(PROOFS, d, generator=torch.Generator().manual_seed(0)).to(dtype)
+        rows[0], rows[1, d // 2] = 2.5, torch.nan
+        got, want = _values(self.encode(rows.to(device)).cpu()), _values(codec.encode(rows, self.compression))
+        # Two ways of adding up differ a little, and the codes by one for it.
+        step = (want.amax(1, keepdim=True) - want.amin(1, keepdim=True)) / 255
+        near = (got - want).abs() <= 1.5 * step + 1e-4 * want.abs().amax(1, keepdim=True)
+        if not (near | (got.isnan() & want.isnan())).all():
+            raise WeirError(
+                f"the kernel that packs {self.compression.method} does not agree with the plain code on this device; "
+                "ask for another compression, and report this",
+                "compress",
+            )
+
     def _packed_at_once(self, d: int) -> int:
         """Values of a record of the affine code, if one launch can pack them; else 0."""
         width = {"full8": d, "rp8": self.compression.k or 0}.get(self.compression.method, 0)
@@ -59,6 +84,12 @@ class Codec:
             return rows.float() @ self.projection.T
         # Tensor cores read the rows as they are and add up in float32.
         return torch.mm(rows, self.halves.T, out_dtype=torch.float32)
+
+
+def _values(records: torch.Tensor) -> torch.Tensor:
+    """float32 [n, k] of records of the affine code."""
+    scale, low = records[:, :8].contiguous().view(torch.float32).T
+    return records[:, 8:] * scale[:, None] + low[:, None]
 
 
 class Codecs:
@@ -94,7 +125,19 @@ class Codecs:
                 high = matrix.to(self._dtype)
                 halves = torch.cat([high, (matrix - high.float()).to(self._dtype)]).to(self._device)
             matrix = matrix.to(self._device)
-        return Codec(compression, matrix, halves, compression.record_bytes(self._d_model))
+        made = Codec(compression, matrix, halves, compression.record_bytes(self._d_model))
+        if self._device.type == "cuda":
+            self._try(made)
+        return made
+
+    def _try(self, made: Codec) -> None:
+        """Compile a codec's kernel, and see that it is right; raises WeirError if not."""
+        from triton.errors import TritonError
+
+        try:
+            made.prove(self._d_model, self._dtype, self._device)
+        except (TritonError, RuntimeError) as e:
+            raise WeirError(f"{made.compression.method} cannot be computed on this device: {e}", "compress") from e
 
     def release(self, request_id: str) -> None:
         """A request has left; unknown ids are fine."""
