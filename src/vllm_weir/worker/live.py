@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.hooks import Site
-from vllm_weir.spec.positions import Positions
+from vllm_weir.spec.positions import ENDLESS, Positions
+from vllm_weir.worker.known import Known
 from vllm_weir.worker.select import tap_of
 
 
@@ -27,14 +28,16 @@ class LiveRequests:
         self._lengths: Counter[int] = Counter()
         """The same lengths, and how often each."""
         self._longest = 0
+        self._mask = Known(_mask_of)
+        self._ends = Known(_ends_of)
 
     def join(self, request_id: str, spec: EngineSpec, prompt_len: int) -> None:
         """A request enters."""
         self.leave(request_id)
-        mask = functools.reduce(operator.or_, (_mask(*place) for place in spec.places), 0)
+        mask = self._mask[spec]
         if not mask:
             return
-        if all(_in_prompt(positions, prompt_len) for positions in spec.selectors):
+        if self._ends[spec] <= prompt_len:
             self._in_prompt[request_id] = (prompt_len, mask)
             self._lengths[prompt_len] += 1
             self._longest = max(self._longest, prompt_len)
@@ -78,21 +81,28 @@ def _one_less(counter: Counter[int], key: int) -> bool:
     return True
 
 
+def _mask_of(spec: EngineSpec) -> int:
+    return functools.reduce(operator.or_, (_mask(*place) for place in spec.places), 0)
+
+
 @functools.lru_cache(maxsize=1024)
 def _mask(hook: str, layers: tuple[int, ...]) -> int:
     return functools.reduce(operator.or_, (1 << tap_of(Site(hook, layer)) for layer in layers), 0)
 
 
-def _in_prompt(selector: Positions, prompt_len: int) -> bool:
-    """Whether no generated position can be selected.
+def _ends_of(spec: EngineSpec) -> int:
+    """The shortest prompt with which no generated position can be selected.
 
     Finer bounds would not do: past the prompt, the scheduler's count of computed tokens may run ahead of the device's.
     """
+    return max(map(_end_of, spec.selectors), default=0)
+
+
+def _end_of(selector: Positions) -> int:
     if selector.kind in ("prompt", "last_prompt"):
-        return True
+        return 0
     if selector.kind == "list":
-        return all(v < prompt_len for v in selector.numbers)
-    if selector.kind == "slice":
-        stop = selector.values[1]
-        return stop is not None and stop <= prompt_len
-    return False
+        return max(selector.numbers, default=-1) + 1
+    if selector.kind == "slice" and selector.values[1] is not None:
+        return max(selector.values[1], 0)
+    return ENDLESS

@@ -21,6 +21,7 @@ from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.request import ResolvedSpec
 from vllm_weir.worker.arena import Arena
 from vllm_weir.worker.draft import Draft
+from vllm_weir.worker.known import Known
 from vllm_weir.worker.profiles import Profiles
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.reading import Reader, Reading
@@ -32,9 +33,6 @@ from vllm_weir.worker.strands import Strands
 
 ESTIMATE = 4096
 """Generated tokens that are looked ahead to guess how many rows a request will have."""
-
-MOST_SPECS = 1024
-"""Specs of which is remembered what they want here."""
 
 
 class Planner:
@@ -70,7 +68,7 @@ class Planner:
         self.steering: dict[str, Steering] = {}
         self.seats = Seats()
         self._repeat: Repeat | None = None
-        self._specs: dict[int, tuple[ResolvedSpec, dict[Positions, tuple[int, ...]]]] = {}
+        self._wanted = Known(self._wanted_of)
 
     def read(
         self,
@@ -87,7 +85,7 @@ class Planner:
         `directions`: number of those that its treatment multiplies with, or ``PACKED - number`` of its codec.
         """
         self._end_repeat()
-        wanted = self._wanted(spec)
+        wanted = self._wanted[spec]
         if wanted:
             selectors = selectors_of(tuple(wanted), prompt_len, prompt_ids)
             self.reading[request_id] = Reading(
@@ -95,20 +93,14 @@ class Planner:
             )
             self.seats.take(request_id, reply)
 
-    def _wanted(self, spec: ResolvedSpec) -> dict[Positions, tuple[int, ...]]:
+    def _wanted_of(self, spec: ResolvedSpec) -> dict[Positions, tuple[int, ...]]:
         """Per selector of a spec, the columns it wants that this worker fills; thousands of requests share a spec."""
-        known = self._specs.get(id(spec))
-        if known is None:
-            by_positions: dict[Positions, set[int]] = {}
-            for wish in spec.wishes:
-                column = column_of(wish.site, wish.before)
-                if column in self.columns:
-                    by_positions.setdefault(wish.positions, set()).add(column)
-            wanted = {positions: tuple(sorted(columns)) for positions, columns in by_positions.items()}
-            if len(self._specs) >= MOST_SPECS:
-                self._specs.clear()
-            known = self._specs[id(spec)] = (spec, wanted)  # held, so that its id stays its own
-        return known[1]
+        by_positions: dict[Positions, set[int]] = {}
+        for wish in spec.wishes:
+            column = column_of(wish.site, wish.before)
+            if column in self.columns:
+                by_positions.setdefault(wish.positions, set()).add(column)
+        return {positions: tuple(sorted(columns)) for positions, columns in by_positions.items()}
 
     def steer(
         self,
@@ -240,11 +232,8 @@ class Planner:
                 strand = reading.strands[profile].index
         if steering is not None:
             start, code = steering.selectors.steady
-            active = steering.active(code)
-            moves = [steering.moves[k][0] for k in active]
-            if following < start or any(m.per_position or m.positions.needs_token_ids for m in moves):
+            if following < start or steering.recipe.varies(code):
                 return self.seats.wait(seat)
-            if active:
-                program, group = self.steerer.program(steering, code), self.steerer.group(steering, active)
+            program, group = self.steerer.program(steering, code), self.steerer.group(steering, code)
         self.seats.settle(seat, following, strand, profile, program, group)
         return None

@@ -22,6 +22,8 @@ LAST, AFTER_POST = 1, 2
 """Node flags: the last term of an intervention; the intervention belongs to the next block's resid_pre."""
 INT_FIELDS = ("kind", "u", "w", "next", "flags")
 FLOAT_FIELDS = ("a", "b", "lo", "hi")
+MOST_PLACES = 1024
+"""Choices of blocks whose taps are remembered."""
 
 
 class _Slots:
@@ -84,6 +86,7 @@ class ProgramTable:
         self.vectors = np.zeros((sizes.vectors, d_model), np.float32)
         self.changed: dict[str, set[int]] = {"heads": set(), "ints": set(), "floats": set(), "vectors": set()}
         self._local = frozenset(local_taps)
+        self._taps_of: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         self._vector_slots = _Slots(sizes.vectors)
         self._program_slots = _Slots(sizes.programs)
         self._free_nodes = list(range(sizes.nodes - 1, -1, -1))
@@ -172,7 +175,8 @@ class ProgramTable:
         if sum(map(len, chains)) > len(self._free_nodes):
             raise IndexError
         used: list[int] = []
-        self.heads[number] = -1
+        heads = self.heads[number]
+        heads.fill(-1)
         for chain, taps in chains.items():
             following = -1
             for term, flags in reversed(chain):
@@ -183,7 +187,7 @@ class ProgramTable:
                 self.ints[at] = term.kind, u, w, following, flags
                 self.floats[at] = term.a, term.b, term.lo, term.hi
                 following = at
-            self.heads[number, taps] = following
+            heads[taps if len(taps) > 1 else taps[0]] = following  # a list takes numpy 2 us longer
         self._nodes_of[key] = used
         self.changed["heads"].add(number)
         self.changed["ints"].update(used)
@@ -208,10 +212,16 @@ class ProgramTable:
         return chains
 
     def _local_taps(self, move: Move) -> list[int]:
-        return [tap for tap in _taps(move.hook, move.layers) if tap in self._local]
+        taps = self._taps_of.get((move.hook, move.layers))
+        if taps is None:
+            if len(self._taps_of) >= MOST_PLACES:
+                self._taps_of.clear()
+            taps = [tap for tap in _taps(move.hook, move.layers) if tap in self._local]
+            self._taps_of[move.hook, move.layers] = taps
+        return taps
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=MOST_PLACES)
 def _taps(hook: str, layers: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(tap_of(Site(hook, layer)) for layer in layers)
 
@@ -220,4 +230,6 @@ def _nodes(move: Move, rank: int) -> tuple:
     """What a move does at each of its taps (with its `rank`-th instruction alone, or all), as in `_chains`."""
     terms = move.instructions if rank < 0 else move.instructions[rank : rank + 1]
     flags = AFTER_POST if move.hook == "resid_pre" else 0
+    if len(terms) == 1:
+        return ((terms[0], flags | LAST),)
     return tuple((term, flags | (LAST if term is terms[-1] else 0)) for term in terms)

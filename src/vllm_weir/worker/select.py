@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,8 @@ _IN_BLOCK = {"attn_out": 3, "resid_mid": 4, "mlp_out": 5}
 NEVER = ENDLESS
 MOST_SHARED = 64
 """Numbers in selectors that are remembered from request to request."""
+MOST_STEPS = 16
+"""Steps for which it is remembered what selectors choose in them."""
 
 
 def tap_of(site: Site) -> int:
@@ -66,6 +69,8 @@ class Selectors:
         self.prompt_len = prompt_len
         self.by_token = [bit for bit, s in enumerate(self.distinct) if s.needs_token_ids]
         self._prompt_ids = np.asarray(prompt_ids, np.int64) if self.by_token and prompt_ids is not None else None
+        self._runs: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = {}
+        self._counts: dict[tuple[int, int, int], tuple[int, int]] = {}
 
     @functools.cached_property
     def stretches(self) -> list[tuple[int, int, int]] | None:
@@ -84,12 +89,16 @@ class Selectors:
                 out.append((code, first, end))
         return out
 
-    def runs(self, start: int, end: int) -> list[tuple[int, int, int]] | None:
+    def runs(self, start: int, end: int) -> tuple[tuple[int, int, int], ...] | None:
         """`stretches`, as far as they lie between `start` and `end` (not included)."""
         stretches = self.stretches
         if stretches is None:
             return None
-        return [(code, max(a, start), min(b, end)) for code, a, b in stretches if a < end and b > start]
+        runs = self._runs.get((start, end))
+        if runs is None:
+            runs = tuple((code, max(a, start), min(b, end)) for code, a, b in stretches if a < end and b > start)
+            _remember(self._runs, (start, end), runs)
+        return runs
 
     def codes(self, positions: np.ndarray) -> np.ndarray:
         """int64 [n]. A selector by token takes every generated position: its token is only on the device."""
@@ -111,6 +120,13 @@ class Selectors:
 
     def count(self, code: int, start: int, end: int) -> tuple[int, int]:
         """(of the prompt, altogether): positions from `start` to `end` (not included) that have `code`."""
+        count = self._counts.get((code, start, end))
+        if count is None:
+            count = self._count(code, start, end)
+            _remember(self._counts, (code, start, end), count)
+        return count
+
+    def _count(self, code: int, start: int, end: int) -> tuple[int, int]:
         runs = self.runs(start, end)
         if runs is None:
             codes = self.codes(np.arange(start, end))
@@ -129,6 +145,13 @@ class Selectors:
             start = max(start, steady[0])
             code |= steady[1] << bit
         return start, code
+
+
+def _remember(known: dict[Any, Any], key: object, value: object) -> None:
+    """Requests whose positions are chosen alike mostly come in the same steps, so a few are enough."""
+    if len(known) >= MOST_STEPS:
+        known.clear()
+    known[key] = value
 
 
 def selectors_of(distinct: tuple[Positions, ...], prompt_len: int, prompt_ids: Sequence[int] | None) -> Selectors:

@@ -12,11 +12,54 @@ from vllm_weir import mail
 from vllm_weir.errors import WeirError
 from vllm_weir.spec.interventions import Move
 from vllm_weir.worker.draft import Draft
+from vllm_weir.worker.known import Known
 from vllm_weir.worker.leftovers import Keyed, Leftovers
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.select import Selectors, distinct, selectors_of
 from vllm_weir.worker.step import Lookup
 from vllm_weir.worker.strands import Strands
+
+
+class Recipe:
+    """What requests with the same moves have in common on this worker.
+
+    Attributes:
+        positions: the distinct selectors of the moves.
+        moves: (move, digest, bit of its selector), in the order in which they apply.
+        local: moves with a site at this worker's taps: those it can vouch for.
+        vectors: what they need, by digest.
+        by_position: whether a move has an instruction for each position.
+    """
+
+    def __init__(self, moves: tuple[Move, ...], table: ProgramTable) -> None:
+        bits = {positions: bit for bit, positions in enumerate(dict.fromkeys(m.positions for m in moves))}
+        self.positions = tuple(bits)
+        self.moves = [(m, m.digest, bits[m.positions]) for m in moves]
+        self.local = frozenset(k for k, m in enumerate(moves) if table.local(m))
+        self.vectors = tuple(sorted({d for k in self.local for d in moves[k].vectors}))
+        self.by_position = any(m.per_position for m in moves)
+        self._active: dict[int, tuple[int, ...]] = {}
+        self._programs: dict[int, tuple[tuple, list[tuple[Move, str, int]]]] = {}
+
+    def active(self, code: int) -> tuple[int, ...]:
+        """The moves that apply at positions with `code`."""
+        active = self._active.get(code)
+        if active is None:
+            active = self._active[code] = tuple(k for k, (_, _, bit) in enumerate(self.moves) if code >> bit & 1)
+        return active
+
+    def varies(self, code: int) -> bool:
+        """Whether what is done at positions with `code` follows from the position or its token, too."""
+        moves = [self.moves[k][0] for k in self.active(code)]
+        return any(move.per_position or move.positions.needs_token_ids for move in moves)
+
+    def program(self, code: int) -> tuple[tuple, list[tuple[Move, str, int]]]:
+        """(identity, moves with their digests and ranks) of what is done at all positions with `code`."""
+        found = self._programs.get(code)
+        if found is None:
+            active = [(*self.moves[k][:2], -1) for k in self.active(code)]
+            found = self._programs[code] = tuple((digest, -1) for _, digest, _ in active), active
+        return found
 
 
 @dataclass
@@ -26,13 +69,7 @@ class Steering:
     request_id: str
     reply: str
     selectors: Selectors
-    moves: list[tuple[Move, str, int]]
-    """(move, digest, bit of its selector), in the order in which they apply."""
-    vectors: tuple[str, ...]
-    local: frozenset[int]
-    """Moves with a site at this worker's taps: those it can vouch for."""
-    by_position: bool
-    """Whether a move has an instruction for each position."""
+    recipe: Recipe
     keyed: Keyed
     entered: bool = False
     """Whether it is known from where on its positions are computed here."""
@@ -40,10 +77,6 @@ class Steering:
     """(digest, rank) of every active move -> (key, number) of a held program."""
     groups: dict[tuple[int, ...], int] = field(default_factory=dict)
     """Moves -> number under which the reader knows them."""
-
-    def active(self, code: int) -> list[int]:
-        """The moves that apply at positions with `code`."""
-        return [k for k, (_, _, bit) in enumerate(self.moves) if code >> bit & 1]
 
 
 class Steerer:
@@ -63,6 +96,7 @@ class Steerer:
         self.vouches = True
         self.leftovers = Leftovers()
         self._group_numbers = itertools.count()
+        self._recipes: Known[tuple[Move, ...], Recipe] = Known(lambda moves: Recipe(moves, self.table))
 
     def join(
         self,
@@ -76,33 +110,29 @@ class Steerer:
     ) -> Steering:
         """A request's steering; raises WeirError if the tables cannot hold it. `fetch`: digests -> rows; `salt`: of its
         keys in the prefix cache."""
-        bits = {positions: bit for bit, positions in enumerate(dict.fromkeys(m.positions for m in moves))}
-        selectors = selectors_of(tuple(bits), prompt_len, prompt_ids)
-        local = frozenset(k for k, m in enumerate(moves) if self.table.local(m))
-        vectors = tuple(sorted({d for k in local for d in moves[k].vectors}))
-        self.table.hold_vectors(vectors, fetch)
-        placed = [(m, m.digest, bits[m.positions]) for m in moves]
-        keyed = Keyed(tuple(moves), prompt_len, prompt_ids, salt)
-        by_position = any(m.per_position for m in moves)
-        return Steering(request_id, reply, selectors, placed, vectors, local, by_position, keyed)
+        moves = tuple(moves)
+        recipe = self._recipes[moves]
+        selectors = selectors_of(recipe.positions, prompt_len, prompt_ids)
+        self.table.hold_vectors(recipe.vectors, fetch)
+        return Steering(request_id, reply, selectors, recipe, Keyed(moves, prompt_len, prompt_ids, salt))
 
     def leave(self, steering: Steering) -> None:
         """The request has left."""
         for key, _ in steering.programs.values():
             self.table.give_back(key)
-        self.table.drop_vectors(steering.vectors)
+        self.table.drop_vectors(steering.recipe.vectors)
 
     def plan(self, draft: Draft, steering: Steering, reply: int, first: int, start: int, count: int) -> None:
         """The request's `count` tokens from position `start` on, tokens `first`, ... of the step."""
         if not steering.entered and start:
             self._take_over(draft, steering, reply, start)
         steering.entered = True
-        runs = None if steering.by_position else steering.selectors.runs(start, start + count)
+        runs = None if steering.recipe.by_position else steering.selectors.runs(start, start + count)
         if runs is None:
             self._plan_scattered(draft, steering, reply, first, np.arange(start, start + count))
             return
         for code, a, b in runs:
-            group = self.group(steering, steering.active(code))
+            group = self.group(steering, code)
             if group >= 0:
                 draft.steer_run(reply, group, a, b - a)
             draft.programs[first + a - start : first + b - start] = self.program(steering, code)
@@ -118,7 +148,7 @@ class Steerer:
         positions = np.arange(start)
         codes = steering.selectors.codes(positions)
         for code in map(int, distinct(codes)):
-            group = self.group(steering, steering.active(code))
+            group = self.group(steering, code)
             if group >= 0:
                 draft.steer_some(reply, group, positions[codes == code])
 
@@ -128,12 +158,12 @@ class Steerer:
         codes = selectors.codes(positions)
         for code in map(int, distinct(codes)):
             at = np.flatnonzero(codes == code)
-            active = steering.active(code)
-            group = self.group(steering, active)
+            active = steering.recipe.active(code)
+            group = self.group(steering, code)
             if group >= 0:
                 draft.steer_some(reply, group, positions[at])
             groups = [(at, -1)]
-            if any(steering.moves[k][0].per_position for k in active):
+            if any(steering.recipe.moves[k][0].per_position for k in active):
                 groups = [(at[k : k + 1], int(positions[i])) for k, i in enumerate(at)]
             open_bits = [bit for bit in selectors.by_token if code >> bit & 1]
             for some, position in groups:
@@ -142,10 +172,14 @@ class Steerer:
                 if open_bits and len(unknown):
                     draft.lookups.append(self._lookup(steering, code, open_bits, first + unknown, position))
 
-    def group(self, steering: Steering, active: list[int]) -> int:
-        """The number of the moves among `active` that this worker vouches for, or -1 if there are none."""
-        vouched = tuple(k for k in active if k in steering.local)
-        if not vouched or not self.vouches:
+    def group(self, steering: Steering, code: int) -> int:
+        """The number of the moves at positions with `code` that this worker vouches for, or -1 if there are none."""
+        if not self.vouches:
+            return -1
+        vouched = steering.recipe.active(code)
+        if len(steering.recipe.local) < len(steering.recipe.moves):
+            vouched = tuple(k for k in vouched if k in steering.recipe.local)
+        if not vouched:
             return -1
         group = steering.groups.get(vouched)
         if group is None:
@@ -157,23 +191,30 @@ class Steerer:
     def program(self, steering: Steering, code: int, position: int = -1) -> int:
         """The program of tokens with `code` (at `position`, if that matters), -1 for none; raises WeirError if the
         tables are full."""
+        if steering.recipe.by_position:
+            identity, active = self._at(steering, code, position)
+        else:
+            identity, active = steering.recipe.program(code)
+        if not active:
+            return -1
+        held = steering.programs.get(identity)
+        if held is None:
+            held = steering.programs[identity] = self.table.take(active)
+        return held[1]
+
+    @staticmethod
+    def _at(steering: Steering, code: int, position: int) -> tuple[tuple, list[tuple[Move, str, int]]]:
+        """As `Recipe.program`, at one position."""
         active = []
-        for move, digest, bit in steering.moves:
-            if not code >> bit & 1:
-                continue
+        for k in steering.recipe.active(code):
+            move, digest, _ = steering.recipe.moves[k]
             rank = -1
             if move.per_position:
                 rank = move.positions.rank(position, steering.selectors.prompt_len)
                 if rank >= len(move.instructions) or not move.instructions[rank].u:
                     continue
             active.append((move, digest, rank))
-        if not active:
-            return -1
-        identity = tuple((digest, rank) for _, digest, rank in active)
-        held = steering.programs.get(identity)
-        if held is None:
-            held = steering.programs[identity] = self.table.take(active)
-        return held[1]
+        return tuple((digest, rank) for _, digest, rank in active), active
 
     def _lookup(self, steering: Steering, code: int, open_bits: list[int], tokens: np.ndarray, position: int) -> Lookup:
         choices = []

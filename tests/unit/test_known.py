@@ -1,0 +1,70 @@
+"""What is made of a shared thing is made once, and never mistaken for another's."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.wishes import selectors
+from vllm_weir.spec.positions import Positions
+from vllm_weir.worker import known, select
+from vllm_weir.worker.known import Known
+from vllm_weir.worker.select import Selectors
+
+
+def test_it_is_made_once_for_each_thing():
+    made = []
+    lengths = Known(lambda thing: made.append(thing) or len(thing))
+    one, equal = [1, 2], [1, 2]
+    assert [lengths[one], lengths[one], lengths[equal], lengths[one]] == [2] * 4
+    assert len(made) == 2 and made[0] is one and made[1] is equal
+
+
+def test_a_thing_that_has_gone_leaves_its_place_to_nobody(monkeypatch):
+    """Ids are used again; with few places, everything is forgotten now and then."""
+    monkeypatch.setattr(known, "MOST", 8)
+    firsts = Known(lambda thing: thing[0])
+    for k in range(1000):
+        assert firsts[[k]] == k
+        gc.collect(0)
+    assert len(firsts._of) <= 8
+
+
+def test_what_cannot_be_made_is_tried_again():
+    tries = []
+
+    def make(thing):
+        tries.append(thing)
+        if len(tries) == 1:
+            raise ValueError("not yet")
+        return "made"
+
+    somehow, thing = Known(make), object()
+    with pytest.raises(ValueError):
+        somehow[thing]
+    assert somehow[thing] == "made" and somehow[thing] == "made" and len(tries) == 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    chosen=st.lists(selectors(), min_size=1, max_size=3),
+    P=st.integers(1, 20),
+    asked=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 7)), min_size=1, max_size=60),
+    places=st.sampled_from([1, 2, 16]),
+)
+def test_what_is_remembered_of_steps_is_what_would_be_found(chosen, P, asked, places):
+    distinct = list(dict.fromkeys(map(Positions.parse, chosen)))
+    ids = [k % 5 for k in range(P)]
+    remembering = Selectors(distinct, P, ids)
+    before, select.MOST_STEPS = select.MOST_STEPS, places
+    try:
+        for start, end, code in asked:
+            fresh = Selectors(distinct, P, ids)
+            assert remembering.runs(start, end) == fresh.runs(start, end)
+            assert remembering.count(code, start, end) == fresh.count(code, start, end)
+            assert len(remembering._runs) <= places and len(remembering._counts) <= places
+    finally:
+        select.MOST_STEPS = before
