@@ -105,7 +105,7 @@ def device_sums(_worker: Any = None) -> dict[str, tuple[int, float]]:
     torch.cuda.synchronize()
     profile = sys.modules["weir_profile_log"].profile
     profile.stop()
-    own = {"_tap": "taps", "_pack": "packing"}
+    own = {"_tap": "taps", "_pack": "packing", "_project": "packing"}
     out: dict[str, tuple[int, float]] = {}
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
