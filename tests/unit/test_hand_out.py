@@ -356,6 +356,21 @@ def test_sequences_are_cut_a_few_at_a_time_once_they_are_under_way():
         post.step([(r.name, 1, 1 + message) for r in requests], content)
 
 
+def test_sequences_that_have_gone_leave_nothing_behind():
+    """Hundreds of short requests a step: more than are cut."""
+    post = Post(LAYERS, rows=20000)
+    for turn in range(40):
+        names = [f"r{turn}_{i}" for i in range(3 * ahead.FEW)]
+        requests = [Request(post, name, [("resid_post", [0], "all")], 2, 2, [1] * 4) for name in names]
+        for request in requests:
+            request.join()
+        post.step([(name, 2, 0) for name in names], lambda *at: torch.zeros(4))
+        for name in names:
+            post.planner.remove(name)
+        del requests, request
+        assert len(post.store.ahead._queue) <= 3 * ahead.FEW * ahead.LATER
+
+
 def test_whose_rows_are_cut_ahead():
     """Requests without outputs before the last whose rows are handed out as the worker sends them."""
     facts = EngineFacts(served(LAYERS), LAYERS, 4, "float32", 1000)

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.wishes import selectors
-from vllm_weir.spec.positions import Positions
+from vllm_weir import Site
+from vllm_weir.spec.engine import EngineSpec
+from vllm_weir.spec.interventions import CONST, Instruction, Move
+from vllm_weir.spec.positions import ENDLESS, Positions
+from vllm_weir.spec.request import ResolvedSpec, Wish
+from vllm_weir.spec.sizes import Sizes
 from vllm_weir.worker import known, select
+from vllm_weir.worker.arena import Arena
 from vllm_weir.worker.known import Known
-from vllm_weir.worker.select import Selectors
+from vllm_weir.worker.programs import ProgramTable
+from vllm_weir.worker.select import Selectors, num_taps
+from vllm_weir.worker.steering import FEW, Steerer
+from vllm_weir.worker.strands import Strands
 
 
 def test_it_is_made_once_for_each_thing():
@@ -68,3 +78,33 @@ def test_what_is_remembered_of_steps_is_what_would_be_found(chosen, P, asked, pl
             assert len(remembering._runs) <= places and len(remembering._counts) <= places
     finally:
         select.MOST_STEPS = before
+
+
+@settings(max_examples=300, deadline=None)
+@given(chosen=st.lists(selectors(), min_size=1, max_size=3), P=st.integers(1, 20))
+def test_where_a_request_s_wishes_end(chosen, P):
+    """No position after a prompt of at least that length is selected; where the end is known, it is the shortest."""
+    spec = EngineSpec(ResolvedSpec(tuple(Wish(Site("resid_post", 0), Positions.parse(s), False) for s in chosen)))
+    after = np.arange(P, P + 60)
+    tokens = np.zeros(60, np.int64)
+    wanted = [s.needs_token_ids or s.mask(after, P, tokens).any() for s in spec.selectors]
+    if spec.end <= P:
+        assert not any(wanted)
+    if spec.end < ENDLESS and spec.end > P and any(s.kind == "list" for s in spec.selectors):
+        assert any(wanted) or any(s.kind == "slice" for s in spec.selectors)
+    if any(s.kind in ("all", "generated", "sampled") or s.needs_token_ids for s in spec.selectors):
+        assert spec.end == ENDLESS
+
+
+def test_recipes_of_many_instructions_are_not_kept():
+    """They may be megabytes each."""
+    table = ProgramTable(Sizes(400, 400, 1000), num_taps(3), range(num_taps(3)), 4)
+    steerer = Steerer(table, Strands(Arena(100)))
+    rows = {f"v{k}": np.full(4, float(k), np.float32) for k in range(1, FEW + 2)}
+    for count, kept in ((FEW, 1), (FEW + 1, 1)):
+        terms = tuple(Instruction(CONST, f"v{k}", None, a=1.0) for k in range(1, count + 1))
+        moves = (Move("resid_post", (1,), Positions("all"), False, terms),)
+        for name in "ab":
+            steering = steerer.join(name, "here", moves, 3, [1, 2, 3], lambda digests: {d: rows[d] for d in digests})
+            assert len(steering.recipe.vectors) == count
+        assert len(steerer._recipes._of) == kept

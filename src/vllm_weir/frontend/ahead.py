@@ -47,12 +47,12 @@ class Ahead:
         self._messages, self._left = self._messages + 1, FEW
 
     def make(self) -> None:
-        """Cut what is due."""
+        """Cut what is due; sequences that nobody waits for any more cost nothing, so however many come, none stay."""
         while self._left and self._queue and self._queue[0][0] <= self._messages:
-            self._left -= 1
             pending = self._queue.popleft()[1]()
             if pending is None:
                 continue
+            self._left -= 1
             try:
                 _cut(pending)
             except (ValueError, RuntimeError, LookupError) as e:

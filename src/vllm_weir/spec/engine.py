@@ -13,7 +13,7 @@ import msgspec
 
 from vllm_weir.memo import Memo
 from vllm_weir.spec.interventions import Move
-from vllm_weir.spec.positions import Positions
+from vllm_weir.spec.positions import ENDLESS, Positions
 from vllm_weir.spec.request import ResolvedSpec
 
 
@@ -28,6 +28,15 @@ class EngineSpec:
     def selectors(self) -> tuple[Positions, ...]:
         """The distinct selectors of both."""
         return tuple(dict.fromkeys([*self.captures.positions, *(m.positions for m in self.moves)]))
+
+    @functools.cached_property
+    def end(self) -> int:
+        """The shortest prompt with which no generated position can be selected.
+
+        Finer bounds would not do: past the prompt, the scheduler's count of computed tokens may run ahead of the
+        device's.
+        """
+        return max(map(_end_of, self.selectors), default=0)
 
     @functools.cached_property
     def places(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -52,6 +61,16 @@ class EngineSpec:
             known = cls(ResolvedSpec.from_wire(wishes, treatment), tuple(map(Move.from_wire, moves)))
             _known.put(wire, known, 2048 + 16 * len(wire) + 256 * len(known.captures.wishes))
         return known
+
+
+def _end_of(selector: Positions) -> int:
+    if selector.kind in ("prompt", "last_prompt"):
+        return 0
+    if selector.kind == "list":
+        return max(selector.numbers, default=-1) + 1
+    if selector.kind == "slice" and selector.values[1] is not None:
+        return max(selector.values[1], 0)
+    return ENDLESS
 
 
 _known: Memo[EngineSpec] = Memo(64 << 20)

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.hooks import Site
-from vllm_weir.spec.positions import ENDLESS, Positions
-from vllm_weir.worker.known import Known
 from vllm_weir.worker.select import tap_of
 
 
@@ -28,16 +26,14 @@ class LiveRequests:
         self._lengths: Counter[int] = Counter()
         """The same lengths, and how often each."""
         self._longest = 0
-        self._mask = Known(_mask_of)
-        self._ends = Known(_ends_of)
 
     def join(self, request_id: str, spec: EngineSpec, prompt_len: int) -> None:
         """A request enters."""
         self.leave(request_id)
-        mask = self._mask[spec]
+        mask = functools.reduce(operator.or_, (_mask(*place) for place in spec.places), 0)
         if not mask:
             return
-        if self._ends[spec] <= prompt_len:
+        if spec.end <= prompt_len:
             self._in_prompt[request_id] = (prompt_len, mask)
             self._lengths[prompt_len] += 1
             self._longest = max(self._longest, prompt_len)
@@ -81,28 +77,6 @@ def _one_less(counter: Counter[int], key: int) -> bool:
     return True
 
 
-def _mask_of(spec: EngineSpec) -> int:
-    return functools.reduce(operator.or_, (_mask(*place) for place in spec.places), 0)
-
-
 @functools.lru_cache(maxsize=1024)
 def _mask(hook: str, layers: tuple[int, ...]) -> int:
     return functools.reduce(operator.or_, (1 << tap_of(Site(hook, layer)) for layer in layers), 0)
-
-
-def _ends_of(spec: EngineSpec) -> int:
-    """The shortest prompt with which no generated position can be selected.
-
-    Finer bounds would not do: past the prompt, the scheduler's count of computed tokens may run ahead of the device's.
-    """
-    return max(map(_end_of, spec.selectors), default=0)
-
-
-def _end_of(selector: Positions) -> int:
-    if selector.kind in ("prompt", "last_prompt"):
-        return 0
-    if selector.kind == "list":
-        return max(selector.numbers, default=-1) + 1
-    if selector.kind == "slice" and selector.values[1] is not None:
-        return max(selector.values[1], 0)
-    return ENDLESS

@@ -19,6 +19,9 @@ from vllm_weir.worker.select import Selectors, distinct, selectors_of
 from vllm_weir.worker.step import Lookup
 from vllm_weir.worker.strands import Strands
 
+FEW = 64
+"""Instructions of moves whose recipe is remembered: there are up to `known.MOST` such."""
+
 
 class Recipe:
     """What requests with the same moves have in common on this worker.
@@ -111,7 +114,8 @@ class Steerer:
         """A request's steering; raises WeirError if the tables cannot hold it. `fetch`: digests -> rows; `salt`: of its
         keys in the prefix cache."""
         moves = tuple(moves)
-        recipe = self._recipes[moves]
+        few = sum(len(m.instructions) for m in moves) <= FEW
+        recipe = self._recipes[moves] if few else Recipe(moves, self.table)
         selectors = selectors_of(recipe.positions, prompt_len, prompt_ids)
         self.table.hold_vectors(recipe.vectors, fetch)
         return Steering(request_id, reply, selectors, recipe, Keyed(moves, prompt_len, prompt_ids, salt))
