@@ -36,7 +36,7 @@ class EngineSpec:
         Finer bounds would not do: past the prompt, the scheduler's count of computed tokens may run ahead of the
         device's.
         """
-        return max(map(_end_of, self.selectors), default=0)
+        return max([0, *map(_end_of, self.selectors)])
 
     @functools.cached_property
     def places(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -69,7 +69,7 @@ def _end_of(selector: Positions) -> int:
     if selector.kind == "list":
         return max(selector.numbers, default=-1) + 1
     if selector.kind == "slice" and selector.values[1] is not None:
-        return max(selector.values[1], 0)
+        return selector.values[1]
     return ENDLESS
 
 
