@@ -356,6 +356,18 @@ def test_sequences_are_cut_a_few_at_a_time_once_they_are_under_way():
         post.step([(r.name, 1, 1 + message) for r in requests], content)
 
 
+def test_a_sequence_s_strips_are_cut_in_one_go():
+    post = Post(LAYERS)
+    captures = [("resid_post", [0], "prompt"), ("resid_post", [2], "generated")]
+    request = Request(post, "r0", captures, 5, 99, [1] * 104)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    for message in range(1, ahead.LATER + 1):
+        post.step([("r0", 1, 4 + message)], content)
+        assert len(post.store.ahead._queue) == (message + 1 < ahead.LATER)
+    assert [strip.ready is not None for strip in request.pending.strips] == [True, True]
+
+
 def test_sequences_that_have_gone_leave_nothing_behind():
     """Hundreds of short requests a step: more than are cut."""
     post = Post(LAYERS, rows=20000)

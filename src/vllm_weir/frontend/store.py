@@ -125,7 +125,7 @@ class Store:
                     pending.early = None  # rows that are computed again replace those of before
                     self._strips[worker, opened.strand] = strip = Strip(opened, mirror, header.d_model, dtype)
                     pending.strips.append(strip)
-                    if pending.foreseen:
+                    if pending.foreseen and len(pending.strips) == 1:  # all of them are cut together
                         self.ahead.add(pending)
             for placed in news.placed:
                 owner = self._strips.get((worker, placed.strand))

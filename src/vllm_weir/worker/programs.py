@@ -86,7 +86,7 @@ class ProgramTable:
         self.vectors = np.zeros((sizes.vectors, d_model), np.float32)
         self.changed: dict[str, set[int]] = {"heads": set(), "ints": set(), "floats": set(), "vectors": set()}
         self._local = frozenset(local_taps)
-        self._taps_of: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        self._taps = functools.lru_cache(MOST_PLACES)(self._local_taps)
         self._vector_slots = _Slots(sizes.vectors)
         self._program_slots = _Slots(sizes.programs)
         self._free_nodes = list(range(sizes.nodes - 1, -1, -1))
@@ -94,7 +94,7 @@ class ProgramTable:
 
     def local(self, move: Move) -> bool:
         """Whether a move has a site at one of this worker's taps."""
-        return not self._local.isdisjoint(_taps(move.hook, move.layers))
+        return bool(self._taps(move.hook, move.layers))
 
     def absent(self, digests: Iterable[str]) -> list[str]:
         """Those of these vectors that would have to be fetched."""
@@ -197,33 +197,23 @@ class ProgramTable:
         """What happens at a tap, as (instruction, flags) in order -> the taps at which it does."""
         if len(active) == 1:
             ((move, _, rank),) = active
-            taps = self._local_taps(move)
+            taps = self._taps(move.hook, move.layers)
             return {_nodes(move, rank): taps} if taps else {}
         by_tap: dict[int, tuple] = {}
         for after_post in (False, True):
             for move, _, rank in active:
                 if (move.hook == "resid_pre") == after_post:
                     nodes = _nodes(move, rank)
-                    for tap in self._local_taps(move):
+                    for tap in self._taps(move.hook, move.layers):
                         by_tap[tap] = by_tap.get(tap, ()) + nodes
         chains: dict[tuple, list[int]] = {}
         for tap, chain in by_tap.items():
             chains.setdefault(chain, []).append(tap)
         return chains
 
-    def _local_taps(self, move: Move) -> list[int]:
-        taps = self._taps_of.get((move.hook, move.layers))
-        if taps is None:
-            if len(self._taps_of) >= MOST_PLACES:
-                self._taps_of.clear()
-            taps = [tap for tap in _taps(move.hook, move.layers) if tap in self._local]
-            self._taps_of[move.hook, move.layers] = taps
-        return taps
-
-
-@functools.lru_cache(maxsize=MOST_PLACES)
-def _taps(hook: str, layers: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(tap_of(Site(hook, layer)) for layer in layers)
+    def _local_taps(self, hook: str, layers: tuple[int, ...]) -> list[int]:
+        taps = (tap_of(Site(hook, layer)) for layer in layers)
+        return [tap for tap in taps if tap in self._local]
 
 
 def _nodes(move: Move, rank: int) -> tuple:
