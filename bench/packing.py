@@ -1,4 +1,4 @@
-"""Device time of rp8 alone, and what it adds to a model's step when it runs beside it on a side stream.
+"""Device time of rp8 alone, and what it adds to a model's step beside it on a side stream, or after it.
 
 PYTHONPATH=src python3 bench/packing.py [--batches 1,32,256] [--shapes all] [--out FILE]
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
 from collections.abc import Callable
@@ -24,10 +25,7 @@ from vllm_weir.worker import codec_triton
 from vllm_weir.worker.codecs import Codecs
 
 LAYERS, WIDTH, HIDDEN, VOCABULARY, STEPS, REPEATS = 32, 4096, 14336, 128256, 15, 5
-SHAPES = (
-    (16, 64, 3, 4), (16, 128, 3, 4), (16, 128, 2, 4), (16, 256, 2, 4), (32, 64, 3, 4), (32, 64, 4, 4), (32, 128, 3, 4),
-    (32, 128, 2, 8), (64, 64, 3, 4), (64, 128, 2, 4), (64, 128, 3, 8), (128, 64, 3, 8),
-)  # fmt: skip
+SHAPES = ((16, 3, 4), (16, 4, 4), (32, 3, 4), (32, 4, 4), (64, 3, 4), (64, 4, 4), (128, 3, 8))
 """Of the kernel's programs, to be tried, see `codec_triton.project`."""
 PRODUCTS = ((WIDTH, WIDTH + 2048), (WIDTH, WIDTH), (WIDTH, 2 * HIDDEN), (HIDDEN, WIDTH))
 
@@ -75,6 +73,16 @@ def beside(graph: torch.cuda.CUDAGraph, encode: Callable[[], object], side: torc
     return step
 
 
+def after(graph: torch.cuda.CUDAGraph, encode: Callable[[], object]) -> Callable[[], None]:
+    """A step, and then its records."""
+
+    def step() -> None:
+        graph.replay()
+        encode()
+
+    return step
+
+
 def figures(times: list[float]) -> dict[str, float]:
     """As they are written down."""
     return {
@@ -96,10 +104,9 @@ def ways(rows: torch.Tensor, every: bool) -> dict[str, Callable[[], object]]:
         "as it is": lambda: codec.encode(rows),
     }
     if every:
-        for shape in SHAPES:
-            out["rows {}, step {}, stages {}, warps {}".format(*shape)] = functools.partial(
-                codec_triton.project, rows, halves, shape
-            )
+        for spread, shape in itertools.product((True, False), SHAPES):
+            name = ("chunks spread" if spread else "one launch") + ", rows {}, stages {}, warps {}".format(*shape)
+            out[name] = functools.partial(codec_triton.project, rows, halves, spread, shape)
     return out
 
 
@@ -122,16 +129,18 @@ def main() -> None:
             alone = torch.cuda.CUDAGraph()
             with torch.cuda.graph(alone):
                 encode()
-            with_it, times, own = beside(graph, encode, side), [], []
+            steps = {"beside": beside(graph, encode, side), "after": after(graph, encode)}
+            own, times = [], {place: [] for place in steps}
             for _ in range(REPEATS + 1):
                 without = timed(graph.replay)
-                times.append(timed(with_it) - without)
+                for place, step in steps.items():
+                    times[place].append(timed(step) - without)
                 own.append(timed(alone.replay))
-            entry = {"way": name, "batch": batch, "alone": figures(own[1:]), "added": figures(times[1:])}
+            entry = {"way": name, "batch": batch, "alone": figures(own[1:])}
+            entry |= {place: figures(took[1:]) for place, took in times.items()}
             found.append(entry | {"step_us": round(without, 1)})
-            print(f"{batch:4} {name:44} alone {entry['alone']['median_us']:7.1f}  added "
-                  f"{entry['added']['median_us']:7.1f} ({entry['added']['min']:.1f} to {entry['added']['max']:.1f})"
-                  f" of {without:.0f}", flush=True)  # fmt: skip
+            line = "".join(f"  {place} {entry[place]['median_us']:6.1f}" for place in steps)
+            print(f"{batch:4} {name:40} alone {entry['alone']['median_us']:6.1f}{line} of {without:.0f}", flush=True)
         del graph
         torch.cuda.empty_cache()
     if given.out:

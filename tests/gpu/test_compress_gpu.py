@@ -126,7 +126,8 @@ def test_records_of_rp8_are_within_half_a_step(k, dtype):
     assert ((got - sums)[sound].abs().amax(1) / step).max() <= 0.51
     if k in PROJECTED:
         for n in (3, 100, 5000):
-            assert rp8.encode(rows[:n]).equal(records[:n]), n
+            for spread in (None, True, False):
+                assert rp8.encode(rows[:n], spread).equal(records[:n]), (n, spread)
 
 
 def test_only_records_cross_the_bus(directory, monkeypatch):

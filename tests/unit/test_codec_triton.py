@@ -56,7 +56,7 @@ from vllm_weir.spec.compress import Compression
 from vllm_weir.worker.codec_triton import PROJECTED, project
 
 torch.manual_seed(0)
-for d in (100, 128, 512):
+for d in (100, 512, 1200):
     for k in (k for k in PROJECTED if k <= d):
         matrix = codec.projection(3, k, d)
         high = matrix.half()  # the interpreter multiplies no bfloat16
@@ -66,18 +66,18 @@ for d in (100, 128, 512):
         compression = Compression.parse({"method": "rp8", "k": k, "seed": 3}, "compress")
         header = compression.header(d, "float16")
         sums = rows.double() @ matrix.double().T
-        shapes = (None, (16, 64, 2, 4), (32, 64, 3, 4), (64, 64, 2, 4))
-        found = {shape: project(rows, halves, shape) for shape in shapes}
+        ways = ((None,), *((spread, (n, 2, 4)) for spread in (True, False) for n in (16, 32, 64)))
+        found = {way: project(rows, halves, *way) for way in ways}
         for records in found.values():
-            assert records.equal(found[None]), "a row's record depends on the shape of programs"
-        got = codec.project(found[None], header)
+            assert records.equal(found[ways[0]]), "a row's record depends on how it is made"
+        got = codec.project(found[ways[0]], header)
         assert got[3:5].isnan().all() and not got[5].any()
         sound = [i for i in range(37) if i not in (3, 4)]
         step = (sums.amax(1) - sums.amin(1))[sound] / 255
         far = ((got - sums)[sound].abs().amax(1) / step.clamp(min=1e-9)).max()
         assert far <= 0.51, (d, k, far)
         alone = project(rows[7:8].contiguous(), halves)
-        assert alone.equal(found[None][7:8]), "a row's record depends on the rows beside it"
+        assert alone.equal(found[ways[0]][7:8]), "a row's record depends on the rows beside it"
 assert project(rows[:0], halves).shape == (0, 8 + k)
 for wrong in ((rows, halves[:-2]), (rows[:, 1:].contiguous(), halves), (rows.T.contiguous().T, halves)):
     try:

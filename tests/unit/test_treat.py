@@ -51,7 +51,11 @@ def test_records_go_to_their_places(tokens, chunk):
     host = torch.zeros(place + 1, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codecs_module, "CHUNK", chunk)
-        packets = Treater(ring).pack(plan_of(np.array(packs, np.int64)), 7, codecs)
+        plan, treater = plan_of(np.array(packs, np.int64)), Treater(ring)
+        quick, other = (treater.pack(plan, 7, codecs, quick) for quick in (True, False))
+    for packets, which in ((quick, 0), (other, 1)):
+        assert all(p.records.shape[-1] == record[which] for p in packets), "each codec has its turn"
+    packets = [*quick, *other]
     assert sum(int(p.pieces[:, 2].sum()) for p in packets) == sum(len(e) for e in expected.values())
     for packet in packets:
         flat = packet.records.view(-1)
@@ -62,7 +66,8 @@ def test_records_go_to_their_places(tokens, chunk):
 
 
 def test_nothing_to_pack():
-    assert Treater(torch.zeros(4, D)).pack(plan_of(np.zeros((0, 5), np.int64)), 0, Codecs(D, torch.device("cpu"))) == []
+    nothing, codecs = plan_of(np.zeros((0, 5), np.int64)), Codecs(D, torch.device("cpu"))
+    assert all(Treater(torch.zeros(4, D)).pack(nothing, 0, codecs, quick) == [] for quick in (True, False))
 
 
 def test_one_piece_for_what_lies_together():
@@ -70,7 +75,7 @@ def test_one_piece_for_what_lies_together():
     number = codecs.hold("r", HOW)
     size = 3 * codecs[number].record_bytes
     packs = np.array([(3 + 3 * k, 100 + size * k, size, 3, PACKED - number) for k in range(50)], np.int64)
-    (packet,) = Treater(torch.randn(RING, D)).pack(plan_of(packs), 0, codecs)
+    (packet,) = Treater(torch.randn(RING, D)).pack(plan_of(packs), 0, codecs, True)
     assert packet.pieces.tolist() == [[0, 100, 50 * size]]
 
 
@@ -107,13 +112,13 @@ def test_a_kernel_that_packs_wrongly_is_noticed(how, dtype):
     class Kernel(Codec):
         spoil = staticmethod(lambda records: None)
 
-        def encode(self, rows):
-            records = super().encode(rows)
+        def encode(self, rows, spread=None):
+            records = super().encode(rows, spread)
             self.spoil(records)
             return records
 
-    kernel = Kernel(compression, matrix, None, compression.record_bytes(d))
-    kernel.prove(d, dtype, cpu)
+    kernel = Kernel(compression, matrix, None, compression.record_bytes(d), d)
+    kernel.prove(dtype, cpu)
     wrong = {
         "a code": lambda r: r[5, 8 + 7].add_(3),
         "a scale": lambda r: r[3, :4].view(torch.float32).mul_(1.05),
@@ -125,10 +130,10 @@ def test_a_kernel_that_packs_wrongly_is_noticed(how, dtype):
     for name, spoil in wrong.items():
         Kernel.spoil = staticmethod(spoil)
         with pytest.raises(WeirError, match="does not agree with the plain code"):
-            kernel.prove(d, dtype, cpu)
+            kernel.prove(dtype, cpu)
             pytest.fail(name)
     other = replace(kernel, projection=None if matrix is None else codec.projection(4, 64, d))
     Kernel.spoil = staticmethod(lambda records: None)
     if matrix is not None:
         with pytest.raises(WeirError, match="ask for another compression"):
-            other.prove(d, dtype, cpu)
+            other.prove(dtype, cpu)

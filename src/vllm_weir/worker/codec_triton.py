@@ -1,5 +1,4 @@
-"""The affine code of full8 and rp8 on CUDA: from values, or from rows and a projection, to packed records in one
-launch."""
+"""The affine code of full8 and rp8 on CUDA: from values, or from rows and a projection, to packed records."""
 
 from __future__ import annotations
 
@@ -73,27 +72,26 @@ def pack(parts: torch.Tensor, k: int) -> torch.Tensor:
 
 PROJECTED = (32, 64, 128)
 """Values of k that `project` takes."""
+CHUNK, STEP = 512, 64
+"""Values of a row whose products are added up before they meet those of others: of a chunk, a turn of a loop after the
+other. Every program of either kernel does so, that is why all come to the same bits."""
+SPREAD = 8192
+"""Rows up to which every chunk is a program's own: a step's few rows would leave most of the device idle otherwise."""
+Shape = tuple[int, int, int]
+"""Rows of a program, stages and warps."""
+SHAPE = (64, 3, 4)
 
 
-@triton.jit(do_not_specialize=["n"])
-def _project(
-    rows,
-    halves,
-    records,
-    n,
-    d,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    there = at < n
-    columns = tl.arange(0, K)[None, :]
+@triton.jit
+def _products(
+    rows, halves, at, n, first, d, K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """float32 [ROWS, K] of the rows `at` [ROWS, 1], over the chunk from `first` on."""
+    columns, there = tl.arange(0, K)[None, :], at < n
     sums = tl.zeros([ROWS, K], tl.float32)
-    for first in tl.range(0, d, STEP, num_stages=STAGES):
-        along, down = first + tl.arange(0, STEP)[None, :], first + tl.arange(0, STEP)[:, None]
+    for begin in tl.range(0, CHUNK, STEP, num_stages=STAGES):
+        along, down = first + begin + tl.arange(0, STEP)[None, :], first + begin + tl.arange(0, STEP)[:, None]
         if EVEN:
             x = tl.load(rows + at * d + along, mask=there, other=0.0)
             high = tl.load(halves + columns * d + down)
@@ -104,6 +102,33 @@ def _project(
             low = tl.load(halves + (columns + K) * d + down, mask=down < d, other=0.0)
         sums = tl.dot(x, high, sums)
         sums = tl.dot(x, low, sums)
+    return sums
+
+
+@triton.jit(do_not_specialize=["n"])
+def _project_chunk(
+    rows, halves, parts, n, d, K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """A chunk's products, to `parts` [n, chunks, K]."""
+    at = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    chunk = tl.program_id(0)
+    sums = _products(rows, halves, at, n, chunk * CHUNK, d, K, ROWS, CHUNK, STEP, STAGES, EVEN)
+    columns = tl.arange(0, K)[None, :]
+    tl.store(parts + (at * tl.num_programs(0) + chunk) * K + columns, sums, mask=at < n)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _project(
+    rows, halves, records, n, d, K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """All products, and records [n, 8 + K] of them."""
+    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    sums = tl.zeros([ROWS, K], tl.float32)
+    for first in range(0, d, CHUNK):
+        sums += _products(rows, halves, at, n, first, d, K, ROWS, CHUNK, STEP, STAGES, EVEN)
+    columns, there = tl.arange(0, K)[None, :], at < n
     scale, zero, codes = _affine(sums, columns >= 0)
     to = records + at * (8 + K)
     head = to.to(tl.pointer_type(tl.float32))
@@ -112,13 +137,16 @@ def _project(
     tl.store(to + 8 + columns, codes, mask=there)
 
 
-def project(rows: torch.Tensor, halves: torch.Tensor, shape: tuple[int, int, int, int] | None = None) -> torch.Tensor:
+def project(
+    rows: torch.Tensor, halves: torch.Tensor, spread: bool | None = None, shape: Shape = SHAPE
+) -> torch.Tensor:
     """Records of rows' projections, which are added up in float32; a row's record does not depend on those beside it.
 
     Args:
         rows: [n, d], contiguous, bfloat16 or float16.
         halves: the projection as a sum of two, [2 k, d], contiguous, of the rows' dtype; k is one of `PROJECTED`.
-        shape: rows of a program, values of d a turn, stages and warps; chosen by n if None.
+        spread: whether every chunk is a program's own, and a second launch packs; chosen by n if None.
+        shape: of the programs.
 
     Returns:
         uint8 [n, 8 + k], as `vllm_weir.codec.encode` packs them with ``rp8``.
@@ -127,15 +155,16 @@ def project(rows: torch.Tensor, halves: torch.Tensor, shape: tuple[int, int, int
     k = halves.shape[0] // 2
     if k not in PROJECTED or halves.shape[1] != d or not (rows.is_contiguous() and halves.is_contiguous()):
         raise ValueError(f"no projection of {list(rows.shape)} by {list(halves.shape)}; k is one of {PROJECTED}")
+    spread = n <= SPREAD if spread is None else spread
+    own, stages, warps = shape
+    options = {"K": k, "ROWS": own, "CHUNK": CHUNK, "STEP": STEP, "STAGES": stages, "EVEN": d % CHUNK == 0}
+    if spread:
+        chunks = triton.cdiv(d, CHUNK)
+        parts = torch.empty(n, chunks * k, dtype=torch.float32, device=rows.device)
+        if n:
+            _project_chunk[(chunks, triton.cdiv(n, own))](rows, halves, parts, n, d, **options, num_warps=warps)
+        return pack(parts, k)
     records = torch.empty(n, HEAD + k, dtype=torch.uint8, device=rows.device)
     if n:
-        own, step, stages, warps = shape or shape_for(n)
-        _project[(triton.cdiv(n, own),)](
-            rows, halves, records, n, d, K=k, ROWS=own, STEP=step, STAGES=stages, EVEN=d % step == 0, num_warps=warps
-        )
+        _project[(triton.cdiv(n, own),)](rows, halves, records, n, d, **options, num_warps=warps)
     return records
-
-
-def shape_for(n: int) -> tuple[int, int, int, int]:
-    """As `project` wants it; all of them add up in the same order."""
-    return (16, 64, 3, 4) if n < 4096 else (32, 64, 4, 4)

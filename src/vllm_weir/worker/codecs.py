@@ -16,7 +16,7 @@ IDLE = 4
 CHUNK = 1 << 24
 """Values that are encoded at once: what bounds the float32 copies that encoding makes."""
 PROOFS = 8
-"""Rows that a kernel is tried on."""
+"""Rows that kernels are tried on."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,27 @@ class Codec:
         projection: float32 [k, d_model] on the device, None for a method without one.
         halves: the projection as a sum of two in the rows' own dtype, [2 k, d_model]; None where none is used.
         record_bytes: bytes of a compressed row.
+        d_model: values of a row.
     """
 
     compression: Compression
     projection: torch.Tensor | None
     halves: torch.Tensor | None
     record_bytes: int
+    d_model: int
 
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """uint8 [n, record_bytes] of rows [n, d_model]."""
-        if rows.is_cuda and (width := self._packed_at_once(rows.shape[1])):
+    @property
+    def quick(self) -> bool:
+        """Whether kernels of Weir's pack a step's rows on CUDA, in microseconds."""
+        return bool(self._packed_at_once())
+
+    def encode(self, rows: torch.Tensor, spread: bool | None = None) -> torch.Tensor:
+        """uint8 [n, record_bytes] of rows [n, d_model]; `spread`: as in `codec_triton.project`, where that is used."""
+        if rows.is_cuda and (width := self._packed_at_once()):
             from vllm_weir.worker.codec_triton import PROJECTED, pack, project
 
             if self.halves is not None and width in PROJECTED:
-                return project(rows.contiguous(), self.halves)
+                return project(rows.contiguous(), self.halves, spread)
             return pack(rows.contiguous() if self.projection is None else self._project(rows), width)
         step = max(1, CHUNK // rows.shape[1])
         if len(rows) <= step:
@@ -50,31 +57,33 @@ class Codec:
             out[first : first + step] = codec.encode(rows[first : first + step], self.compression, self.projection)
         return out
 
-    def prove(self, d: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Compare what a kernel makes of a few rows with what the plain code does; waits for the device.
+    def prove(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Compare what kernels make of a few rows with what the plain code does; waits for the device.
 
         Raises:
             WeirError: if they differ by more than rounding can explain.
         """
-        width = self._packed_at_once(d)
-        if not width:
+        if not self.quick:
             return
+        d = self.d_model
         rows = torch.randn(PROOFS, d, generator=torch.Generator().manual_seed(0)).to(dtype)
         rows[0], rows[1, d // 2] = 2.5, torch.nan
-        got, want = _values(self.encode(rows.to(device)).cpu()), _values(codec.encode(rows, self.compression))
+        want = _values(codec.encode(rows, self.compression))
         # Two ways of adding up differ a little, and the codes by one for it.
         step = (want.amax(1, keepdim=True) - want.amin(1, keepdim=True)) / 255
-        near = (got - want).abs() <= 1.5 * step + 1e-4 * want.abs().amax(1, keepdim=True)
-        if not (near | (got.isnan() & want.isnan())).all():
-            raise WeirError(
-                f"the kernel that packs {self.compression.method} does not agree with the plain code on this device; "
-                "ask for another compression, and report this",
-                "compress",
-            )
+        allowed = 1.5 * step + 1e-4 * want.abs().amax(1, keepdim=True)
+        for spread in (None,) if self.halves is None else (True, False):
+            got = _values(self.encode(rows.to(device), spread).cpu())
+            if not (((got - want).abs() <= allowed) | (got.isnan() & want.isnan())).all():
+                raise WeirError(
+                    f"the kernel that packs {self.compression.method} does not agree with the plain code on this "
+                    "device; ask for another compression, and report this",
+                    "compress",
+                )
 
-    def _packed_at_once(self, d: int) -> int:
+    def _packed_at_once(self) -> int:
         """Values of a record of the affine code, if one launch can pack them; else 0."""
-        width = {"full8": d, "rp8": self.compression.k or 0}.get(self.compression.method, 0)
+        width = {"full8": self.d_model, "rp8": self.compression.k or 0}.get(self.compression.method, 0)
         return 0 if width % 4 else width
 
     def _project(self, rows: torch.Tensor) -> torch.Tensor:
@@ -125,17 +134,17 @@ class Codecs:
                 high = matrix.to(self._dtype)
                 halves = torch.cat([high, (matrix - high.float()).to(self._dtype)]).to(self._device)
             matrix = matrix.to(self._device)
-        made = Codec(compression, matrix, halves, compression.record_bytes(self._d_model))
+        made = Codec(compression, matrix, halves, compression.record_bytes(self._d_model), self._d_model)
         if self._device.type == "cuda":
             self._try(made)
         return made
 
     def _try(self, made: Codec) -> None:
-        """Compile a codec's kernel, and see that it is right; raises WeirError if not."""
+        """Compile a codec's kernels, and see that they are right; raises WeirError if not."""
         from triton.errors import TritonError
 
         try:
-            made.prove(self._d_model, self._dtype, self._device)
+            made.prove(self._dtype, self._device)
         except (TritonError, RuntimeError) as e:
             raise WeirError(f"{made.compression.method} cannot be computed on this device: {e}", "compress") from e
 

@@ -28,12 +28,13 @@ class CpuOutlet:
         self._rows = self._bytes.reshape(host.rows, host.row_bytes)
         self._ring = ring.buffer.view(torch.uint8).numpy()
 
-    def ship(self, plan: StepPlan, start: int, treat: Treat) -> Callable[[], None]:
+    def ship(self, plan: StepPlan, start: int, quick: Treat, treat: Treat) -> Callable[[], None]:
         """Move what the step has written from ring row `start` on; returns what to call to wait for its arrival.
 
-        `treat` is called first, where what it does comes after the rows were written; what it returns is moved too.
+        `quick` and `treat` are called first, where what they do comes after the rows were written; what they return is
+        moved too. `quick` takes microseconds on the device, `treat` whatever it takes.
         """
-        for packet in treat():
+        for packet in (*quick(), *treat()):
             records = packet.records.view(-1).numpy()
             for source, target, size in packet.pieces.tolist():
                 self._bytes[target : target + size] = records[source : source + size]
@@ -43,7 +44,11 @@ class CpuOutlet:
 
 
 class CudaOutlet:
-    """Copies on a side stream; the main stream does not wait."""
+    """Copies on a side stream; the main stream does not wait.
+
+    What is quick is done on the main stream: a few programs beside the model's kernels, which want the whole device,
+    hold those up for longer than they need themselves.
+    """
 
     def __init__(self, ring: Ring, host: HostBuffer) -> None:
         self._ring, self._host = ring, host
@@ -51,11 +56,15 @@ class CudaOutlet:
         self._row_bytes = host.row_bytes
         self._source, self._target = ring.buffer.data_ptr(), host.bytes.data_ptr()
 
-    def ship(self, plan: StepPlan, start: int, treat: Treat) -> Callable[[], None]:
+    def ship(self, plan: StepPlan, start: int, quick: Treat, treat: Treat) -> Callable[[], None]:
         """As `CpuOutlet.ship`."""
         written, copied = torch.cuda.Event(), torch.cuda.Event()
+        packed = quick()
         written.record()
         self.stream.wait_event(written)
+        for packet in packed:
+            packet.records.record_stream(self.stream)
+            self.send_packet(packet)
         if plan.treated:
             with torch.cuda.stream(self.stream):
                 # Records are allocated for this stream: their memory is not reused before they have been copied.

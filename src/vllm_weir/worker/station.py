@@ -268,7 +268,8 @@ class Station:
                 self.switch.launch = None
                 parcel.arrived = self._streamer.end()
             elif plan.rows:
-                parcel.arrived = self._outlet.ship(plan, start, functools.partial(self._treat, plan, start))
+                quick = functools.partial(self._treater.pack, plan, start, self._codecs, True)
+                parcel.arrived = self._outlet.ship(plan, start, quick, functools.partial(self._treat, plan, start))
             parcel.marks, parcel.steered = plan.marks, plan.steered
         parcel.spill = self.arena.pressure > SPILL
         if parcel.spill:
@@ -280,7 +281,7 @@ class Station:
 
     def _treat(self, plan: StepPlan, start: int) -> list[Packet]:
         self._treater.run(plan, start, self._directions.tensors)
-        return self._treater.pack(plan, start, self._codecs)
+        return self._treater.pack(plan, start, self._codecs, False)
 
     def close(self) -> None:
         """Send what is under way, then let go of threads, sockets and pinned memory; nothing is served after it."""

@@ -53,10 +53,13 @@ class Treater:
                 directions[number].record_stream(torch.cuda.current_stream())
             self._leave(some, cell, (rows @ directions[number].T).view(len(some), -1))
 
-    def pack(self, plan: StepPlan, start: int, codecs: Codecs) -> list[Packet]:
-        """The records that the plan wants of the rows from ring row `start` on: one packet for each codec."""
+    def pack(self, plan: StepPlan, start: int, codecs: Codecs, quick: bool) -> list[Packet]:
+        """The records that the plan wants of the rows from ring row `start` on, a packet for each codec: of those that
+        are quick, or of the others."""
         packets = []
         for number in np.unique(plan.packs[:, 4]).tolist():
+            if codecs[PACKED - number].quick != quick:
+                continue
             after, places, sizes, columns, _ = plan.packs[plan.packs[:, 4] == number].T
             firsts = after - columns + start
             if (firsts[1:] == firsts[:-1] + columns[:-1]).all():
