@@ -37,7 +37,7 @@ from vllm_weir.worker.station import Station
 BLOCK = 16
 CASES = (
     "idle", "steer_one", "steer_one again", "steer_one alike", "steer_all", "steer_all again",
-    "capture_last", "capture_all", "capture_own",
+    "capture_last", "capture_all", "capture_own", "capture_rp8",
 )  # fmt: skip
 """`capture_own`: every request wants blocks of its own choice. ``again``: the batch's params have been used before;
 ``alike``: all requests share one params object. Captures of all blocks do both."""
@@ -51,6 +51,8 @@ def wishes(case: str, count: int) -> list[dict[str, Any]]:
         draw = np.random.default_rng(0)
         own = [np.sort(draw.choice(LAYERS, LAYERS // 2, replace=False)).tolist() for _ in range(count)]
         return [{"capture": weir.Capture("resid_post", layers)} for layers in own]
+    if case == "capture_rp8":
+        return [{"capture": weir.Capture("resid_post", compress={"method": "rp8", "k": 64})}] * count
     if case.startswith("capture"):
         capture = weir.Capture("resid_post", positions="last_prompt" if case == "capture_last" else "all")
         return [{"capture": capture}] * count
@@ -182,9 +184,12 @@ class Run:
             with clock.part("caller: output.activations, a request", self.count):
                 found = [view.activations() for view in views]
             with clock.part("caller: first look at all tensors, a request", self.count):
-                tensors = [[acts[site] for site in acts.sites] for acts in found]
+                if views[0].part.spec.treatment is None:
+                    tensors, width = [[acts[site] for site in acts.sites] for acts in found], WIDTH
+                else:
+                    tensors, width = [[acts.compressed(site)[0] for site in acts.sites] for acts in found], 8 + 64
             assert {len(some) for some in tensors} == {len(views[0].part.spec.sites)}
-            assert {t.shape[1] for some in tensors for t in some} == {WIDTH}
+            assert {t.shape[1] for some in tensors for t in some} == {width}
         self.scheduler.requests.clear()
         with clock.part("core: leave, a request", self.count):
             core.schedule(lambda self: None, OK)(self.scheduler)

@@ -85,17 +85,16 @@ def several(*args) -> list[float]:
 
 def round_of(
     pool: Executor, url: str, headers: dict, clients: int, each: int, share: float, heavy: bool, width: int = 256
-) -> list[float]:
-    """Latencies of the plain requests of a round, in seconds; `width`: of the model's stream.
+) -> tuple[list[float], list[float]]:
+    """Latencies of the plain requests of a round and of the others, in seconds; `width`: of the model's stream.
 
     Those who send plain requests and the others are processes of their own: neither waits for the other's Python.
     """
     wishes = (CAPTURE, steer(width), CAPTURE | steer(width)) if heavy else (None,)
     plain, begin = round(share * clients), time.time() + SOON
     mine = pool.submit(several, url, headers, range(plain), each, (None,), begin)
-    if plain < clients:
-        pool.submit(several, url, headers, range(plain, clients), each, wishes, begin).result()
-    return mine.result()
+    others = pool.submit(several, url, headers, range(plain, clients), each, wishes, begin) if plain < clients else None
+    return mine.result(), others.result() if others is not None else []
 
 
 def compare(
@@ -108,18 +107,22 @@ def compare(
     share: float,
     rounds: int,
 ) -> dict:
-    """p50 of the plain requests of all rounds on both servers, and their ratio with its 95 % interval."""
+    """p50 of the plain requests of all rounds on both servers, and their ratio with its 95 % interval; and the p50 of
+    the others."""
     took: dict[str, list[list[float]]] = {name: [] for name in servers}
+    beside: dict[str, list[list[float]]] = {name: [] for name in servers}
     for number in tqdm(range(rounds + 1), desc=case, unit="round"):
         for name in sorted(servers, reverse=bool(number % 2)):
             server = servers[name]
             url, headers = str(server.base_url), dict(server.headers)
-            found = round_of(pool, url, headers, clients, each, share, name == "weir", width)
+            found, others = round_of(pool, url, headers, clients, each, share, name == "weir", width)
             time.sleep(PAUSE)
             if number:  # the first round warms up
                 took[name].append([1000 * seconds for seconds in found])
+                beside[name].append([1000 * seconds for seconds in others])
     plain, weir = took["vllm"], took["weir"]
     low, high = interval(plain, weir)
+    others = {k: round(p50(v), 3) for k, v in beside.items() if any(v)}
     return {
         "case": case,
         "clients": clients,
@@ -129,6 +132,7 @@ def compare(
         "p50_ms_by_round": {k: [round(statistics.median(x), 3) for x in v] for k, v in took.items()},
         "ratio": round(p50(weir) / p50(plain), 4),
         "ratio_95": [round(low, 4), round(high, 4)],
+        **({"others_p50_ms": others} if others else {}),
     }
 
 

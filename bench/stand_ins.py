@@ -62,7 +62,7 @@ def make_station(requests: int) -> Station:
     facts = ModelFacts(WIDTH, torch.bfloat16, torch.device("cpu"), requests * PROMPT)
     settings = Settings.load({"weir": SETTINGS})
     station = Station(Nothing(), facts, settings, SiteMap(LAYERS, anchors))
-    station._outlet.ship = lambda plan, start, treat: (plan.segments, at_once)[1]
+    station._outlet.ship = lambda plan, start, quick, treat: (plan.segments, at_once)[1]
     return station
 
 

@@ -127,6 +127,87 @@ def test_who_is_gone_while_waiting_lets_the_next_go():
     run(go())
 
 
+def paced(plain=lambda: True, pace=1000.0):
+    turns = Turns()
+    turns.pace, turns.plain = pace, plain
+    return turns
+
+
+def test_while_plain_requests_are_served_others_enter_at_a_pace():
+    """A few at once, then one after the other in the order in which they came."""
+
+    async def go():
+        turns, entered = paced(pace=50.0), []
+
+        async def ask(name):
+            await turns.admission()
+            entered.append((name, module.monotonic() - began))
+
+        began = module.monotonic()
+        await asyncio.gather(*map(ask, range(module.AT_ONCE + 6)))
+        return entered
+
+    entered = run(go())
+    assert [name for name, _ in entered] == list(range(module.AT_ONCE + 6))
+    for k, (_, at) in enumerate(entered[module.AT_ONCE :], start=1):
+        assert at >= k / 50 - 0.005
+
+
+@pytest.mark.parametrize("by", ["the engine", "an entry"])
+def test_nobody_is_held_back_where_no_plain_request_is_served(by):
+    async def go():
+        served = [1]
+        turns = paced((lambda: bool(served)) if by == "the engine" else (lambda: False), pace=0.1)
+        entry = turns.enter()
+        if by == "the engine":
+            entry.leave()
+        asked = [asyncio.create_task(turns._measured()) for _ in range(module.AT_ONCE + 20)]
+        await turns_of_the_loop()
+        assert sum(one.done() for one in asked) == module.AT_ONCE
+        served.clear()
+        entry.leave()
+        turns._release()
+        await asyncio.gather(*asked)
+        await asyncio.gather(*(turns.admission() for _ in range(50)))
+
+    run(go())
+
+
+def test_nobody_is_held_back_for_longer_than_said(monkeypatch):
+    monkeypatch.setattr(module, "LATEST", 0.1)
+
+    async def go():
+        turns = paced(pace=20.0)
+        began = module.monotonic()
+        await asyncio.gather(*(turns.admission() for _ in range(200)))
+        assert module.monotonic() - began < 5
+
+    run(go())
+
+
+def test_who_goes_away_while_it_is_held_back_takes_nobody_s_place():
+    async def go():
+        turns = paced(pace=100.0)
+        first = [asyncio.create_task(turns.admission()) for _ in range(module.AT_ONCE)]
+        await asyncio.gather(*first)
+        gone, stays = (asyncio.create_task(turns.admission()) for _ in range(2))
+        await turns_of_the_loop(4)
+        gone.cancel()
+        await stays
+        assert gone.cancelled() and not turns._held
+
+    run(go())
+
+
+def test_a_server_that_is_not_to_pace_does_not():
+    async def go():
+        turns = paced(pace=0.0)
+        await asyncio.gather(*(turns.admission() for _ in range(100)))
+        assert not turns._held
+
+    run(go())
+
+
 class Serving:
     """Stands for vLLM's: requests named "fail" fail, "slow" ones wait until they are told, after their admission."""
 

@@ -151,6 +151,8 @@ class Desk:
         self.refusal = refusal
         self.store = Store()
         self.turns = Turns()
+        self.own: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The engine's states of requests that ask something of Weir, while they are live."""
         self.shelf = Shelf()
         self.source: Source | None = None
         """Where names and the interventions of every request come from, if other processes change them too."""
@@ -301,6 +303,8 @@ def _check_rows(admitted: Admitted, prompt_len: int, max_tokens: int, most: int)
     """Raise WeirError if what comes back on the output can be more than `most` rows."""
     spec = admitted.parts[0].spec
     if not spec.wishes or (spec.treatment is not None and spec.treatment.reduce is not None):
+        return
+    if sum(len(sites) for sites, _ in spec.by_positions) * (prompt_len + max_tokens - 1) <= most:
         return
     tokens, rows = np.full(prompt_len + max_tokens - 1, -1), 0
     for sites, selectors in spec.by_positions:

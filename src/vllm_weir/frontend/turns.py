@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
+from collections.abc import Callable
 from contextvars import ContextVar
 from time import monotonic
 
@@ -15,6 +16,10 @@ PATIENCE = 0.1
 """Seconds for which a plain request is waited for at most: after that it waits for something itself, an image say."""
 ADMITTED, ANSWERED = 2, 8
 """Requests of Weir's that go on between two turns of the loop for others, in the one direction and in the other."""
+LATEST = 1.0
+"""Seconds for which a request of Weir's is held back at most while plain ones are served."""
+AT_ONCE = 4
+"""Requests of Weir's that may come together before they are held back."""
 
 
 class Entry:
@@ -31,9 +36,20 @@ class Entry:
 
 class Turns:
     """One engine's requests in one event loop. A request of Weir's waits for the plain ones that were on their way to
-    the engine when it came, and for no later one: it cannot starve."""
+    the engine when it came, and for no later one. While plain ones are served, so many a second enter, and each before
+    it has waited for `LATEST`: it cannot starve.
+
+    Attributes:
+        pace: requests of Weir's a second while plain ones are served; 0: as many as come.
+        plain: whether plain ones are in the engine.
+    """
 
     def __init__(self) -> None:
+        self.pace = 0.0
+        self.plain: Callable[[], bool] = bool
+        self._held: deque[tuple[float, asyncio.Future[None]]] = deque()
+        """Requests that are held back: until when at most, and what they wait for."""
+        self._credit, self._counted = float(AT_ONCE), monotonic()
         self._numbers = itertools.count()
         self._entries: dict[Entry, None] = {}
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -65,8 +81,41 @@ class Turns:
             gone = asyncio.get_running_loop().create_future()
             self._waiting.append((next(self._numbers), gone))
             await asyncio.wait([gone], timeout=PATIENCE)
+        await self._measured()
         async with self._door:
             await asyncio.sleep(0)
+
+    async def _measured(self) -> None:
+        """Returns when one more request of Weir's is not too many for the plain ones."""
+        if not self.pace:
+            return
+        if not self._held and self._may_go():
+            return
+        gone = asyncio.get_running_loop().create_future()
+        self._held.append((monotonic() + LATEST, gone))
+        if len(self._held) == 1:
+            self._later()
+        await gone
+
+    def _may_go(self, until: float = float("inf")) -> bool:
+        now = monotonic()
+        self._credit = min(self._credit + (now - self._counted) * self.pace, AT_ONCE)
+        self._counted = now
+        if self._credit >= 1:
+            self._credit -= 1
+            return True
+        return until <= now or not (self._entries or self.plain())
+
+    def _later(self) -> None:
+        asyncio.get_running_loop().call_later(1 / self.pace, self._release)
+
+    def _release(self) -> None:
+        while self._held and (self._held[0][1].done() or self._may_go(self._held[0][0])):
+            _, gone = self._held.popleft()
+            if not gone.done():
+                gone.set_result(None)
+        if self._held:
+            self._later()
 
     async def answer(self) -> None:
         """Returns when a request that asked something of Weir, and has its last output, may go on to its answer."""

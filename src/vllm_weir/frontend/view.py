@@ -58,6 +58,8 @@ class View:
     asked: bool = True
     tickets: Sequence[Ticket] = ()
     _made: Activations | None = None
+    _checked: list[tuple[Move | None, int, int]] | None = None
+    """What `verify` has found of a finished sequence."""
 
     def __reduce__(self) -> tuple[type, tuple]:
         return Settled, (self.asked, self.activations(), self.receipt())
@@ -71,7 +73,7 @@ class View:
         """Take in a later output of the same sequence that was merged into this one."""
         self.tokens, self.finished, self.aborted = later.tokens, later.finished, later.aborted
         self.tickets = later.tickets
-        self._made = None
+        self._made = self._checked = None
 
     def activations(self) -> Activations:
         """The rows; raises WeirError if they were lost."""
@@ -104,8 +106,10 @@ class View:
     def verify(self) -> list[tuple[Move | None, int, int]]:
         """Of every intervention the positions that were changed, and those that were shared, as in `Receipt`; raises
         WeirError if that is not what was asked."""
-        if not self.pending.admitted.moves:
+        if not self.pending.admitted.moves or self._checked is not None:
             self.pending.check()
+        if self._checked is not None:
+            return self._checked
         out: list[tuple[Move | None, int, int]] = []
         number = 0
         for move in self.pending.admitted.moves:
@@ -123,6 +127,8 @@ class View:
                 self.pending.await_steered(number, at, self.timeout)
             number += 1
             out.append((move, count - cached, cached))
+        if self.finished and not self.aborted:
+            self._checked = out
         return out
 
     def concluded(self) -> bool:
@@ -130,7 +136,32 @@ class View:
         if self.tickets:
             return False
         moves = self.pending.admitted.effective
-        return self.aborted or not moves or self.pending.confirmed([self._touched(move) for move in moves])
+        if self.aborted or not moves or self._checked is not None:
+            return True
+        return self.pending.confirmed([self._touched(move) for move in moves])
+
+    @property
+    def steered(self) -> int:
+        """Positions that interventions are for, each counted once; those before `cached_tokens` are none."""
+        spans: list[tuple[int, int]] = []
+        others: list[np.ndarray] = []
+        for move in self.pending.admitted.effective:
+            at = self._touched(move)
+            if isinstance(at, tuple):
+                spans.append(at)
+            else:
+                others.append(at)
+        if others:
+            changed = np.zeros(self.end, bool)
+            for at in others:
+                changed[at] = True
+            for first, end in spans:
+                changed[first:end] = True
+            return int(changed[self.cached_tokens :].sum())
+        count, reached = 0, self.cached_tokens
+        for first, end in sorted(spans):
+            count, reached = count + max(end - max(first, reached), 0), max(reached, end)
+        return count
 
     def wait(self) -> None:
         """Wait for all that `receipt` waits for; raises WeirError as that does."""
@@ -237,7 +268,14 @@ class View:
     @property
     def rows(self) -> int:
         """Rows that belong here, of all sites."""
-        return sum(len(sites) * len(self._wanted(selectors)[0]) for sites, selectors in self.part.spec.by_positions)
+        return sum(len(sites) * self._count(selectors) for sites, selectors in self.part.spec.by_positions)
+
+    def _count(self, selectors: Sequence[Positions]) -> int:
+        """As many as `_wanted` finds rows."""
+        treatment, span = self.part.spec.treatment, self._span(selectors)
+        if span is None or (treatment is not None and treatment.reduce is not None):
+            return len(self._wanted(selectors)[0])
+        return max(span[1] - max(span[0], self.start), 0)
 
     @property
     def row_bytes(self) -> int:

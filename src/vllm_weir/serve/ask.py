@@ -76,6 +76,8 @@ class Ask:
 
 def asks(xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None) -> bool:
     """Whether a request says anything to Weir."""
+    if not xargs and not body:  # nearly every plain one
+        return False
     if fork_fields(body) or _misplaced(xargs, body) is not None:
         return True
     return any(place.get(k) is not None for _, place in _places(xargs or {}, body or {}) for k in KEYS)

@@ -21,10 +21,19 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = next((v for k, v in scope["headers"] if k == b"content-length"), b"")
-        if declared.isdigit() and (len(declared) > LONGEST or int(declared) > self._most):
-            await error(413, self._message())(scope, receive, send)
-            return
+        declared, counts = b"", False
+        for name, value in scope["headers"]:
+            if name == b"content-length":
+                declared = value
+            elif name == b"transfer-encoding":
+                counts = True
+        if declared.isdigit():
+            if len(declared) > LONGEST or int(declared) > self._most:
+                await error(413, self._message())(scope, receive, send)
+                return
+            if not counts:  # the server reads no more than was declared
+                await self._app(scope, receive, send)
+                return
         read = 0
 
         async def counted() -> Message:

@@ -28,6 +28,8 @@ class Limits(BaseModel):
         rows: most rows that one sequence may ask to have returned.
         vectors: most names of vectors and modules.
         vector_bytes: most bytes of all that is kept under names or steers every request (float32, equal vectors once).
+        pace: requests with Weir's keys that enter in a second while plain ones are served, none later than in a second;
+            0: as many as come.
         directory: where results lie; empty: the system's temporary directory.
     """
 
@@ -42,6 +44,7 @@ class Limits(BaseModel):
     rows: Annotated[int, Field(ge=1)] = 1 << 20
     vectors: Annotated[int, Field(ge=1)] = 4096
     vector_bytes: Annotated[int, Field(ge=1 << 10)] = 1 << 30
+    pace: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 64.0
     directory: str = ""
 
     @classmethod

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-import numpy as np
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from vllm_weir.frontend.desk import Desk
@@ -70,18 +69,18 @@ class Meter:
 
     def finished(self, view: View) -> None:
         """A sequence has finished, all that it was promised being true. Where rows may be dropped it waits for them."""
-        rows = size = 0
-        for part in view.pending.admitted.parts:
-            own = replace(view, part=part, start=0, _made=None)
+        rows = size = dropped = 0
+        for part in view.pending.admitted.parts if view.pending.admitted.spec.wishes else ():
+            own = view if part is view.part and not view.start else replace(view, part=part, start=0, _made=None)
             count = own.rows
             rows, size = rows + count, size + count * own.row_bytes
-        dropped = 0
         if self._desk.settings.overflow == "drop" and view.part.spec.wishes:
             dropped = sum(view.missing(view.activations()).values())
-        self._rows.inc(rows - dropped)
-        self._bytes.inc(size)
-        self._dropped.inc(dropped)
-        self._steered.inc(steered_tokens(view))
+        steered = view.steered
+        counted = (self._rows, rows - dropped), (self._bytes, size), (self._dropped, dropped), (self._steered, steered)
+        for counter, more in counted:
+            if more:
+                counter.inc(more)
 
     def look(self) -> None:
         """Bring the gauges up to date."""
@@ -101,11 +100,3 @@ class Meter:
             self.look()
             if not len(self._desk.store):
                 return
-
-
-def steered_tokens(view: View) -> int:
-    """Positions of a sequence that at least one intervention changed, cached ones left out."""
-    changed = np.zeros(view.end, bool)
-    for move in view.pending.admitted.effective:
-        changed[view.touched(move)] = True
-    return int(changed[view.cached_tokens :].sum())

@@ -62,6 +62,7 @@ class ServerState:
         self._registry = registry
         self._threads = ThreadPoolExecutor(THREADS, "weir-answer")
         desk.serve(self.limits.rows)
+        desk.turns.pace = self.limits.pace
 
     def open(self, key: int, model: str = "") -> None:
         """Weir's routes are on: `key` is the process whose children share the server's directory, `model` the name in

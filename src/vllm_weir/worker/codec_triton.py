@@ -137,9 +137,7 @@ def _project(
     tl.store(to + 8 + columns, codes, mask=there)
 
 
-def project(
-    rows: torch.Tensor, halves: torch.Tensor, spread: bool | None = None, shape: Shape = SHAPE
-) -> torch.Tensor:
+def project(rows: torch.Tensor, halves: torch.Tensor, spread: bool | None = None, shape: Shape = SHAPE) -> torch.Tensor:
     """Records of rows' projections, which are added up in float32; a row's record does not depend on those beside it.
 
     Args:
