@@ -274,7 +274,7 @@ def at_once(monkeypatch):
 @pytest.mark.parametrize("near", [True, False], ids=["mapped", "in messages"])
 @pytest.mark.parametrize("compress", [None, "full8"])
 @pytest.mark.parametrize("positions", ["all", "2:", "generated", "sampled", "3:9"])
-def test_rows_are_cut_before_they_come(at_once, positions, compress, near):
+def test_rows_are_cut_before_they_come(at_once, positions, compress, near, monkeypatch):
     """The tensors are there before the rows are; they hold what would have been cut at the end, and are handed out."""
     post = Post(LAYERS, near=near)
     post.compression = compress and Compression.parse(compress, "compress")
@@ -285,14 +285,17 @@ def test_rows_are_cut_before_they_come(at_once, positions, compress, near):
         post.step([("r0", 1, p)], content)
         if p == 6:
             (strip,) = request.pending.strips
-            _, block = strip.ready
-            tensors = dict(block.every)
+            tensors = dict(strip.ready.block.every)
     request.version = dict.fromkeys(range(13), 0)
-    acts = request.tracker.view([1] * 9, False, "length", 0).activations()
+    view = request.tracker.view([1] * 9, False, "length", 0)
+    monkeypatch.setattr(View, "_assemble", lambda self: pytest.fail("all that is handed out was made before"))
+    acts = view.activations()
+    monkeypatch.undo()
     got = {site: acts.compressed(site)[0] if compress else acts[site] for site in acts.sites}
     assert {site: id(rows) for site, rows in got.items()} == {site: id(rows) for site, rows in tensors.items()}
     strip.ready = None
     fresh = request.tracker.view([1] * 9, False, "length", 0).activations()
+    assert acts.sites == fresh.sites and acts.positions.equal(fresh.positions) and acts.token_ids.equal(fresh.token_ids)
     for site, rows in got.items():
         other = fresh.compressed(site)[0] if compress else fresh[site]
         assert rows is not other and rows.equal(other) and len(rows) == len(fresh.positions) > 0

@@ -65,5 +65,5 @@ def _cut(pending: Pending) -> None:
     for sites, selectors in part.spec.by_positions:
         bounds = selectors[0].bounds(prompt_len) if len(selectors) == 1 else None
         if bounds is not None:
-            count = min(bounds[1], pending.foreseen) - max(bounds[0], 0)
-            pending.cut(sites, kind_ahead(part), count)
+            first = max(bounds[0], 0)
+            pending.cut(sites, kind_ahead(part), first, min(bounds[1], pending.foreseen) - first)

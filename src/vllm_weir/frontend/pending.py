@@ -16,7 +16,7 @@ from vllm_weir.frontend.activations import Activations
 from vllm_weir.frontend.admit import Admitted
 from vllm_weir.frontend.block import Block
 from vllm_weir.frontend.parts import Part
-from vllm_weir.frontend.strips import Strip
+from vllm_weir.frontend.strips import Cut, Strip
 from vllm_weir.frontend.tokens import Prompt
 from vllm_weir.spec.hooks import Site
 
@@ -167,11 +167,29 @@ class Pending:
         self.check()
         return [self._collect(*both, positions, own) for both in found]
 
-    def cut(self, sites: Sequence[Site], kind: str, count: int) -> None:
-        """Make the tensors of the first `count` rows of each of `sites` before they are complete, where that can be."""
+    def cut(self, sites: Sequence[Site], kind: str, first: int, count: int) -> None:
+        """Make the tensors of the first `count` rows of each of `sites`, from position `first` on, before they are
+        complete, where that can be."""
         for some, strips in self._groups(sites, kind):
             if len(strips) == 1 and strips[0].order == self.admitted.columns_of(some):
-                strips[0].cut(some, count)
+                strips[0].cut(some, first, count)
+
+    def whole(self, sites: Sequence[Site]) -> Cut | None:
+        """All rows of `sites` as they were cut ahead, if they are here, lie together, and may be handed out as they
+        are; of a sequence that has no more to come."""
+        if len(self.strips) != 1 or self.strips[0].ready is None or self.awaited(sites):
+            return None
+        found: list[Cut] = []
+
+        def look() -> bool:
+            for strip in self.strips if len(self.strips) == 1 else ():
+                cut = None if self._copied(strip, False) else strip.whole()
+                found.extend([cut] if cut is not None and tuple(cut.block) == tuple(sites) else ())
+            return True
+
+        self._store.wait(look, 0.0)
+        self.check()
+        return found[0] if found else None
 
     def has(self, sites: Sequence[Site], positions: np.ndarray) -> bool:
         """Whether `take` would not have to wait for rows, by the marks that have been read."""

@@ -30,6 +30,23 @@ class Extent:
     own: bool = False
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Tensors of all columns of a strip's first ranks, made before these are complete.
+
+    Attributes:
+        memory: the extent that they lie in.
+        block: they themselves.
+        first: the first rank's position; the others follow it without gaps.
+        positions: int64 [ranks] of every site.
+    """
+
+    memory: torch.Tensor
+    block: Block
+    first: int
+    positions: Mapping[Site, torch.Tensor]
+
+
 class Strip:
     """Rows by rank, and which position each rank is.
 
@@ -52,7 +69,7 @@ class Strip:
         """Positions whose rows found no room in the worker."""
         self._parts: list[np.ndarray] = []
         self._positions = np.zeros(0, np.int64)
-        self.ready: tuple[torch.Tensor, Block] | None = None
+        self.ready: Cut | None = None
 
     @property
     def positions(self) -> np.ndarray:
@@ -92,22 +109,30 @@ class Strip:
         """
         return self._made(self._gather(ranks))
 
-    def cut(self, sites: Sequence[Site], count: int) -> None:
-        """Make the tensors of `sites`, which are all columns, of the first `count` ranks, though they may be empty yet;
-        of a strip that has no place for them, nothing is made."""
+    def cut(self, sites: Sequence[Site], first: int, count: int) -> None:
+        """Make the tensors of `sites`, which are all columns, of the first `count` ranks, which will be positions from
+        `first` on, though they may be empty yet; of a strip that has no place for them, nothing is made."""
         if len(self.extents) == 1 and not self.extents[0].rank and 0 < count <= len(self.extents[0].rows):
-            rows = self.extents[0].rows
-            block = Block(sites, None, self._made(rows[:count]))
+            memory = self.extents[0].rows
+            block = Block(sites, None, self._made(memory[:count]))
             block.every  # noqa: B018 - the first look makes them
-            self.ready = rows, block
+            self.ready = Cut(memory, block, first, dict.fromkeys(sites, torch.arange(first, first + count)))
 
     def block(self, sites: Sequence[Site], first: int, count: int) -> Block | None:
         """`count` ranks from `first` on as they were cut ahead; None if they were not, or have moved since."""
-        if self.ready is None or first or len(self.extents) != 1:
+        cut = self.ready
+        if cut is None or first or len(self.extents) != 1 or cut.memory is not self.extents[0].rows:
             return None
-        rows, block = self.ready
-        fits = rows is self.extents[0].rows and len(block.rows) == count and tuple(block) == tuple(sites)
-        return block if fits else None
+        return cut.block if len(cut.block.rows) == count and tuple(cut.block) == tuple(sites) else None
+
+    def whole(self) -> Cut | None:
+        """What was cut ahead, if it is complete, nothing is beyond it, and it has not moved since."""
+        cut, at = self.ready, self.positions
+        if cut is None or len(self.extents) != 1 or cut.memory is not self.extents[0].rows or len(self.dropped):
+            return None
+        count = len(cut.block.rows)
+        fits = len(at) == count and at[0] == cut.first and at[-1] == cut.first + count - 1
+        return cut if fits else None
 
     def run(self, first: int, count: int) -> torch.Tensor:
         """As `gather`, `count` ranks from `first` on."""

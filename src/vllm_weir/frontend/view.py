@@ -79,9 +79,25 @@ class View:
         """The rows; raises WeirError if they were lost."""
         if self._made is None:
             self.pending.check()
-            early = None if self.start or self.aborted or self.part is not self.pending.memory else self.pending.early
-            self._made = self._assemble() if early is None else early
+            whole = not (self.start or self.aborted or self.part is not self.pending.memory)
+            self._made = (self.pending.early or self._cut_ahead() if whole else None) or self._assemble()
         return self._made
+
+    def _cut_ahead(self) -> Activations | None:
+        """All rows of a sequence that ended as was foreseen, if they were cut ahead and are here."""
+        if self.end != self.pending.foreseen or (cut := self.pending.whole(self.part.spec.sites)) is None:
+            return None
+        return self._activations(cut.block, cut.positions)
+
+    def _activations(self, rows: Mapping[Site, torch.Tensor], positions: Mapping[Site, torch.Tensor]) -> Activations:
+        """Of rows as they came, or of their records."""
+        part, ids = self.part, TokenIds(self.tokens, positions)
+        if part.spec.treatment is not None and part.spec.treatment.compression is not None:
+            header = part.spec.treatment.compression.header(self.d_model, part.dtype)
+            return Activations({}, positions, ids, part.lens_layers, Packed(header, rows, part.dtypes))
+        if recast := self._dtypes():
+            rows = {**rows, **{site: rows[site].to(DTYPES[dtype]) for site, dtype in recast.items()}}
+        return Activations(rows, positions, ids, part.lens_layers)
 
     def drop(self) -> None:
         """Forget the rows that were made; they can be made again while their request is held."""
@@ -256,14 +272,7 @@ class View:
                 positions.update(dict.fromkeys(taken.sites, torch.from_numpy(taken.positions)))
         if tuple(positions) != part.spec.sites:
             positions = {site: positions[site] for site in part.spec.sites}
-        ids = TokenIds(self.tokens, positions)
-        if part.spec.treatment is not None and part.spec.treatment.compression is not None:
-            header = part.spec.treatment.compression.header(self.d_model, part.dtype)
-            return Activations({}, positions, ids, part.lens_layers, Packed(header, _joined(found), part.dtypes))
-        rows = _joined(found)
-        if recast := self._dtypes():
-            rows = {**rows, **{site: rows[site].to(DTYPES[dtype]) for site, dtype in recast.items()}}
-        return Activations(rows, positions, ids, part.lens_layers)
+        return self._activations(_joined(found), positions)
 
     @property
     def rows(self) -> int:
