@@ -302,6 +302,74 @@ def test_rows_are_cut_before_they_come(at_once, positions, compress, near, monke
         assert compress or rows[:, 1].tolist() == fresh.positions.tolist()
 
 
+@pytest.fixture
+def foreseen(at_once):
+    """A sequence that has ended as foreseen, its last message withheld: (its request, what delivers the message)."""
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", [0, 2], "all")], 5, 4, [1] * 9)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    for p in range(5, 7):
+        post.step([("r0", 1, p)], content)
+    withheld = post.step([("r0", 1, 7)], content, deliver=False)[1]
+    request.version = dict.fromkeys(range(8), 0)
+    return post, request, lambda: post.deliver(withheld)
+
+
+def hand_out(request):
+    return request.tracker.view([1] * 4, False, "length", 0).activations()
+
+
+def inside(post, rows):
+    """Whether they lie in the worker's memory."""
+    low = post.rows.data_ptr()
+    return low <= rows.data_ptr() < low + post.rows.numel() * post.rows.element_size()
+
+
+def test_what_was_cut_is_handed_out_when_all_of_it_is_there(foreseen):
+    post, request, deliver = foreseen
+    sites = request.pending.memory.spec.sites
+    assert request.pending.strips[0].ready is not None and request.pending.whole(sites) is None
+    deliver()
+    cut = request.pending.whole(sites)
+    assert cut is request.pending.strips[0].ready and request.pending.whole(sites[:1]) is None
+    acts = hand_out(request)
+    assert all(acts[site] is cut.block[site] and inside(post, acts[site]) for site in sites)
+    assert acts.positions.tolist() == list(range(8)) == acts["resid_post", 2][:, 1].tolist()
+
+
+@pytest.mark.parametrize("why", ["others get them too", "the buffer is nearly full", "they lie elsewhere by now"])
+def test_what_was_cut_is_not_handed_out_as_it_is(foreseen, why):
+    post, request, deliver = foreseen
+    deliver()
+    (strip,) = request.pending.strips
+    cut = strip.ready
+    if why.startswith("others"):
+        request.pending.admitted.__dict__["shared"] = frozenset(request.pending.memory.spec.sites)
+    elif why.startswith("the buffer"):
+        strip.mirror.pressure = 0.9
+    else:
+        strip.extents[0].rows = strip.extents[0].rows.clone()
+    acts = hand_out(request)
+    for site in acts.sites:
+        assert not inside(post, acts[site]) and acts[site].equal(cut.block[site])
+    assert acts.positions.tolist() == list(range(8))
+
+
+def test_a_site_without_rows_is_handed_out_beside_those_that_were_cut(at_once):
+    post = Post(LAYERS)
+    captures = [("resid_post", [0], "all"), ("resid_post", [2], "50:")]
+    request = Request(post, "r0", captures, 5, 4, [1] * 9)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    for p in range(5, 8):
+        post.step([("r0", 1, p)], content)
+    request.version = dict.fromkeys(range(8), 0)
+    acts = hand_out(request)
+    assert request.pending.strips[0].ready is not None and len(request.pending.strips) == 1
+    assert [tuple(acts[s].shape) for s in acts.sites] == [(8, 4), (0, 4)]
+
+
 @pytest.mark.parametrize("generated", [1, 2, 5, 8])
 def test_a_sequence_that_ends_before_its_time_has_only_its_rows(at_once, generated):
     post = Post(LAYERS)

@@ -188,7 +188,6 @@ class Pending:
             return True
 
         self._store.wait(look, 0.0)
-        self.check()
         return found[0] if found else None
 
     def has(self, sites: Sequence[Site], positions: np.ndarray) -> bool:

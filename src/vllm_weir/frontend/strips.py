@@ -120,19 +120,22 @@ class Strip:
 
     def block(self, sites: Sequence[Site], first: int, count: int) -> Block | None:
         """`count` ranks from `first` on as they were cut ahead; None if they were not, or have moved since."""
-        cut = self.ready
-        if cut is None or first or len(self.extents) != 1 or cut.memory is not self.extents[0].rows:
-            return None
-        return cut.block if len(cut.block.rows) == count and tuple(cut.block) == tuple(sites) else None
+        cut = self._cut
+        fits = cut is not None and not first and len(cut.block.rows) == count and tuple(cut.block) == tuple(sites)
+        return cut.block if cut is not None and fits else None
 
     def whole(self) -> Cut | None:
-        """What was cut ahead, if it is complete, nothing is beyond it, and it has not moved since."""
-        cut, at = self.ready, self.positions
-        if cut is None or len(self.extents) != 1 or cut.memory is not self.extents[0].rows or len(self.dropped):
+        """What was cut ahead, if all of it is here, nothing is beyond it, and it has not moved since."""
+        cut, at = self._cut, self.positions
+        if cut is None or len(at) != len(cut.block.rows) or at[0] != cut.first or at[-1] - at[0] != len(at) - 1:
             return None
-        count = len(cut.block.rows)
-        fits = len(at) == count and at[0] == cut.first and at[-1] == cut.first + count - 1
-        return cut if fits else None
+        return cut
+
+    @property
+    def _cut(self) -> Cut | None:
+        """What was cut ahead and lies there still."""
+        cut = self.ready
+        return cut if cut is not None and len(self.extents) == 1 and cut.memory is self.extents[0].rows else None
 
     def run(self, first: int, count: int) -> torch.Tensor:
         """As `gather`, `count` ranks from `first` on."""
