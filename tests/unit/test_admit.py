@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -9,10 +10,11 @@ from hypothesis import strategies as st
 from tests.unit.wishes import any_extra_args, sensible_captures, served
 from vllm_weir import Add, Capture, Site, WeirError
 from vllm_weir.frontend.admit import admit, carries_keys, engine_form
+from vllm_weir.frontend.desk import _check_rows
 from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.hooks import HOOKS, place_of
-from vllm_weir.spec.request import RequestSpec
+from vllm_weir.spec.request import RequestSpec, selected
 from vllm_weir.spec.sizes import Sizes
 
 LAYERS = 4
@@ -50,6 +52,25 @@ def test_fuzzed_wishes_are_refused_by_field_or_resolved(extra_args):
     assert again.captures.treatment == admitted.spec.treatment and EngineSpec.from_wire(wire["spec"]) is again
     assert wire["first"] is None or wire["first"] >= 0
     assert wire["width"] == len({(w.site, w.before) for w in admitted.spec.wishes})
+
+
+@settings(max_examples=300, deadline=None)
+@given(captures=sensible_captures(LAYERS), P=st.integers(1, 30), G=st.integers(1, 30), short=st.integers(-1, 3))
+def test_a_server_returns_no_more_rows_than_it_is_to(captures, P, G, short):
+    """At most as many as there are may come back; where tokens choose, as many as there could be."""
+    spec = RequestSpec(tuple(Capture(h, layers, p) for h, layers, p in captures))
+    admitted = admit({"weir": spec.to_json()}, FACTS)
+    rows = 0
+    for sites, selectors in admitted.parts[0].spec.by_positions:
+        if any(s.needs_token_ids for s in selectors):
+            rows += len(sites) * (P + G - 1)
+        else:
+            rows += len(sites) * len(selected(selectors, P, np.full(P + G - 1, -1)))
+    if 0 <= rows - short < rows:
+        with pytest.raises(WeirError, match=f"up to {rows} rows would come back"):
+            _check_rows(admitted, P, G, rows - short)
+    else:
+        _check_rows(admitted, P, G, max(rows - short, rows))
 
 
 @settings(max_examples=300, deadline=None)

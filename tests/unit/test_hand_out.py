@@ -92,6 +92,7 @@ def test_positions_of_a_view(selector, P, G, seen, data):
     growing.append(9)
     assert view.end == len(tokens) and view.tokens.array.tolist() == tokens.tolist()
     assert view._wanted([Positions.parse(selector)])[0].tolist() == expected[expected >= start].tolist()
+    assert view.rows == (expected >= start).sum()
 
 
 def test_token_ids_are_made_when_asked_for():

@@ -118,6 +118,9 @@ def test_a_large_body_is_refused_before_it_is_read(app):
     assert read <= 2000
     assert call(app, "POST", "/echo", headers={"Content-Length": "9" * 5000}).status_code == 413
     assert call(app, "POST", "/echo", json={"x": 1}).json() == 1
+    lying = {"Content-Length": "10", "Transfer-Encoding": "chunked"}  # the encoding says where the body ends
+    read = 0
+    assert call(app, "POST", "/echo", headers=lying, content=drip()).status_code == 413 and read <= 2000
 
 
 @pytest.mark.parametrize(
