@@ -46,8 +46,8 @@ class CpuOutlet:
 class CudaOutlet:
     """Copies on a side stream; the main stream does not wait.
 
-    What is quick is done on the main stream: a few programs beside the model's kernels, which want the whole device,
-    hold those up for longer than they need themselves.
+    What is quick is done on the main stream: beside the model's kernels it has cost a step several times what it needs
+    by itself (docs/bench.md).
     """
 
     def __init__(self, ring: Ring, host: HostBuffer) -> None:
