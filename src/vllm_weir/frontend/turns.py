@@ -18,6 +18,8 @@ ADMITTED, ANSWERED = 2, 8
 """Requests of Weir's that go on between two turns of the loop for others, in the one direction and in the other."""
 LATEST = 1.0
 """Seconds for which a request of Weir's is held back at most while plain ones are served."""
+TICK = 0.05
+"""Seconds after which it is looked at least whether one must be held back any longer."""
 AT_ONCE = 4
 """Requests of Weir's that may come together before they are held back."""
 
@@ -107,7 +109,7 @@ class Turns:
         return until <= now or not (self._entries or self.plain())
 
     def _later(self) -> None:
-        asyncio.get_running_loop().call_later(1 / self.pace, self._release)
+        asyncio.get_running_loop().call_later(min(1 / self.pace, TICK), self._release)
 
     def _release(self) -> None:
         while self._held and (self._held[0][1].done() or self._may_go(self._held[0][0])):
