@@ -246,6 +246,7 @@ def test_trap_10_a_request_that_joins_again_keeps_its_prompt():
 
 def test_trap_05_sequences_of_one_request_are_each_followed():
     """vLLM hands the same params to all of a request's sequences: every one is admitted from what the caller wrote."""
+    from vllm_weir.frontend.turns import Turns
     from vllm_weir.seams.engine import add_request
 
     seen = []
@@ -253,7 +254,7 @@ def test_trap_05_sequences_of_one_request_are_each_followed():
     class Processor:
         def __init__(self):
             self.request_states = {}
-            self._weir_desk = SimpleNamespace(universal=False, observer=None, admit=self.admit)
+            self._weir_desk = SimpleNamespace(universal=False, observer=None, admit=self.admit, turns=Turns())
 
         def admit(self, request_id, extra_args, ids, length, max_tokens, streams):
             seen.append((request_id, copy.deepcopy(extra_args)))

@@ -127,9 +127,9 @@ def test_who_is_gone_while_waiting_lets_the_next_go():
     run(go())
 
 
-def paced(plain=lambda: True, pace=1000.0):
+def paced(live=("plain",), pace=1000.0):
     turns = Turns()
-    turns.pace, turns.plain = pace, plain
+    turns.pace, turns.live = pace, live
     return turns
 
 
@@ -156,21 +156,62 @@ def test_while_plain_requests_are_served_others_enter_at_a_pace():
 @pytest.mark.parametrize("by", ["the engine", "an entry"])
 def test_nobody_is_held_back_where_no_plain_request_is_served(by):
     async def go():
-        served = [1]
-        turns = paced((lambda: bool(served)) if by == "the engine" else (lambda: False), pace=0.1)
+        states = {"r": "plain"} if by == "the engine" else {}
+        turns = paced(states, pace=0.1)
         entry = turns.enter()
         if by == "the engine":
             entry.leave()
         asked = [asyncio.create_task(turns._measured()) for _ in range(module.AT_ONCE + 20)]
         await turns_of_the_loop()
         assert sum(one.done() for one in asked) == module.AT_ONCE
-        served.clear()
+        states.clear()
         entry.leave()
         turns._release()
         await asyncio.gather(*asked)
         await asyncio.gather(*(turns.admission() for _ in range(50)))
 
     run(go())
+
+
+def test_which_requests_in_the_engine_are_plain():
+    """Those whose states are not of requests of Weir's, as long as vLLM has them."""
+    engine = pytest.importorskip("vllm_weir.seams.engine")
+
+    class State(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    class Processor:
+        def __init__(self):
+            self.request_states = {}
+
+        def add_request(self, request):
+            self.request_states[request.request_id] = State(request_index=0)
+
+    config = SimpleNamespace(
+        additional_config={"weir": {}},
+        parallel_config=SimpleNamespace(nnodes=1, data_parallel_size=1, data_parallel_size_local=1),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
+        model_config=SimpleNamespace(model="m"),
+    )
+    vllm = SimpleNamespace(vllm_config=config, output_processor=Processor())
+    desk = engine._make_desk(vllm, SimpleNamespace(refusal="none of it is served"), hold=False)
+    desk.admit = lambda *asked: (SimpleNamespace(name=lambda caller, index: None), None)
+    desk.turns.pace = 1.0
+    add, states = engine.add_request(Processor.add_request, SimpleNamespace(refusal=None)), vllm.output_processor
+
+    def request(name, extra):
+        params = SimpleNamespace(extra_args=extra, output_kind=SimpleNamespace(name="DELTA"), max_tokens=3)
+        return SimpleNamespace(request_id=name, sampling_params=params, prompt_token_ids=[1], resumable=False)
+
+    found = [desk.turns._plain]
+    for name, extra in (("a", {"weir": {"v": 1}}), ("b", None), ("c", {"weir": {"v": 1}})):
+        add(states, request(name, extra))
+        found.append(desk.turns._plain)
+    for name in "bac":
+        del states.request_states[name]
+        found.append(desk.turns._plain)
+    desk.close()
+    assert found == [False, False, True, True, False, False, False] and not len(desk.turns._own)
 
 
 def test_nobody_is_held_back_for_longer_than_said(monkeypatch):

@@ -151,8 +151,6 @@ class Desk:
         self.refusal = refusal
         self.store = Store()
         self.turns = Turns()
-        self.own: weakref.WeakSet[Any] = weakref.WeakSet()
-        """The engine's states of requests that ask something of Weir, while they are live."""
         self.shelf = Shelf()
         self.source: Source | None = None
         """Where names and the interventions of every request come from, if other processes change them too."""

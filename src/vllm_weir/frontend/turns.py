@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Collection
 from contextvars import ContextVar
 from time import monotonic
+from typing import Any
+from weakref import WeakSet
 
 PATIENCE = 0.1
 """Seconds for which a plain request is waited for at most: after that it waits for something itself, an image say."""
@@ -43,12 +45,13 @@ class Turns:
 
     Attributes:
         pace: requests of Weir's a second while plain ones are served; 0: as many as come.
-        plain: whether plain ones are in the engine.
+        live: vLLM's states of all requests that are in the engine.
     """
 
     def __init__(self) -> None:
         self.pace = 0.0
-        self.plain: Callable[[], bool] = bool
+        self.live: Collection[Any] = ()
+        self._own: WeakSet[Any] = WeakSet()
         self._held: deque[tuple[float, asyncio.Future[None]]] = deque()
         """Requests that are held back: until when at most, and what they wait for."""
         self._credit, self._counted = float(AT_ONCE), monotonic()
@@ -56,6 +59,16 @@ class Turns:
         self._entries: dict[Entry, None] = {}
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._door, self._exit = asyncio.Semaphore(ADMITTED), asyncio.Semaphore(ANSWERED)
+
+    def mine(self, state: Any) -> None:
+        """A request of Weir's is in the engine, whose state of it this is."""
+        if self.pace:
+            self._own.add(state)
+
+    @property
+    def _plain(self) -> bool:
+        """Whether plain requests are served."""
+        return bool(self._entries) or len(self.live) > len(self._own)
 
     def enter(self) -> Entry:
         """A plain request is here."""
@@ -106,7 +119,7 @@ class Turns:
         if self._credit >= 1:
             self._credit -= 1
             return True
-        return until <= now or not (self._entries or self.plain())
+        return until <= now or not self._plain
 
     def _later(self) -> None:
         asyncio.get_running_loop().call_later(min(1 / self.pace, TICK), self._release)

@@ -64,8 +64,7 @@ def add_request(original, status):
             if observer is not None:
                 observer.admitted()
             setattr(state, _TRACKER, tracker)
-            if desk.served:
-                desk.own.add(state)
+            desk.turns.mine(state)
 
     return wrapper
 
@@ -179,8 +178,7 @@ def _make_desk(engine, status, hold: bool) -> Desk:
     refusal = status.refusal or refusal_of(config)
     desk = Desk(settings, chunked, host, refusal, config.model_config.model, hold)
     setattr(engine.output_processor, _DESK, desk)
-    live = engine.output_processor.request_states
-    desk.turns.plain = lambda: len(live) > len(desk.own)
+    desk.turns.live = engine.output_processor.request_states
     return desk
 
 
