@@ -75,11 +75,11 @@ PROJECTED = (32, 64, 128)
 CHUNK, STEP = 512, 64
 """Values of a row whose products are added up before they meet those of others: of a chunk, a turn of a loop after the
 other. Every program of either kernel does so, that is why all come to the same bits."""
-SPREAD = 8192
-"""Rows up to which every chunk is a program's own: a step's few rows would leave most of the device idle otherwise."""
+SPREAD = 1 << 24
+"""Bytes of chunks' sums up to which every chunk is a program's own (8,192 rows of 4,096 values with k = 64): a step's
+few rows would leave most of the device idle otherwise."""
 Shape = tuple[int, int, int]
 """Rows of a program, stages and warps."""
-SHAPE = (64, 3, 4)
 
 
 @triton.jit
@@ -137,14 +137,16 @@ def _project(
     tl.store(to + 8 + columns, codes, mask=there)
 
 
-def project(rows: torch.Tensor, halves: torch.Tensor, spread: bool | None = None, shape: Shape = SHAPE) -> torch.Tensor:
+def project(
+    rows: torch.Tensor, halves: torch.Tensor, spread: bool | None = None, shape: Shape | None = None
+) -> torch.Tensor:
     """Records of rows' projections, which are added up in float32; a row's record does not depend on those beside it.
 
     Args:
         rows: [n, d], contiguous, bfloat16 or float16.
         halves: the projection as a sum of two, [2 k, d], contiguous, of the rows' dtype; k is one of `PROJECTED`.
         spread: whether every chunk is a program's own, and a second launch packs; chosen by n if None.
-        shape: of the programs.
+        shape: of the programs; chosen by k if None.
 
     Returns:
         uint8 [n, 8 + k], as `vllm_weir.codec.encode` packs them with ``rp8``.
@@ -153,11 +155,13 @@ def project(rows: torch.Tensor, halves: torch.Tensor, spread: bool | None = None
     k = halves.shape[0] // 2
     if k not in PROJECTED or halves.shape[1] != d or not (rows.is_contiguous() and halves.is_contiguous()):
         raise ValueError(f"no projection of {list(rows.shape)} by {list(halves.shape)}; k is one of {PROJECTED}")
-    spread = n <= SPREAD if spread is None else spread
-    own, stages, warps = shape
+    chunks = triton.cdiv(d, CHUNK)
+    if spread is None:
+        spread = n * chunks * k * 4 <= SPREAD
+    # A third stage of k = 128 would need more shared memory than GPUs of less than 100 kB a block have.
+    own, stages, warps = shape or (64, 2 if k > 64 else 3, 4)
     options = {"K": k, "ROWS": own, "CHUNK": CHUNK, "STEP": STEP, "STAGES": stages, "EVEN": d % CHUNK == 0}
     if spread:
-        chunks = triton.cdiv(d, CHUNK)
         parts = torch.empty(n, chunks * k, dtype=torch.float32, device=rows.device)
         if n:
             _project_chunk[(chunks, triton.cdiv(n, own))](rows, halves, parts, n, d, **options, num_warps=warps)
