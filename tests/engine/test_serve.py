@@ -404,6 +404,17 @@ def test_a_route_that_drops_what_it_does_not_know_refuses_it(client):
     assert client.post("/v1/messages", json=asked | steer).status_code == 200
 
 
+def test_a_route_that_makes_requests_of_its_own_refuses_it(client):
+    asked = {"model": "demo", "query": "Tom was", "items": [" happy", " sad"], "label_token_ids": [5, 6]}
+    plain = client.post("/generative_scoring", json=asked)
+    assert plain.status_code == 200, plain.text
+    steer = {"vllm_xargs": {"weir": json.dumps({"v": 1, "interventions": [ADD]})}}
+    for more in ({"weir": WISH}, steer, {"steering_name": "a"}, {"extra_body": {"weir": WISH}}):
+        got = client.post("/generative_scoring", json=asked | more)
+        assert got.status_code == 400, (more, got.text)
+        assert "/v1/completions" in got.text or "extra_body" in got.text
+
+
 def test_large_bodies_and_missing_keys(client):
     large = json.dumps(body(user="x" * (5 << 20)))
     got = client.post("/v1/completions", content=large, headers={"Content-Type": "application/json"})

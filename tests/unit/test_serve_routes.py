@@ -14,6 +14,7 @@ from fastapi import Body, Depends, FastAPI
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
+from vllm_weir.seams import table
 from vllm_weir.seams.table import SEAMS, Status
 from vllm_weir.serve import activations
 from vllm_weir.serve.auth import require_admin
@@ -162,6 +163,15 @@ def test_the_schema_declares_the_errors(app):
     paths = app.openapi()["paths"]["/v1/activations/{id}"]
     assert {"200", "206", "401", "404"} <= set(paths["get"]["responses"])
     assert {"204", "404"} <= set(paths["delete"]["responses"])
+
+
+def test_a_route_that_this_vllm_does_not_have_is_no_missing_seam(monkeypatch):
+    modules = {s.module for s in SEAMS if s.recent}
+    exists = table._module_exists
+    monkeypatch.setattr(table, "_module_exists", lambda name: name not in modules and exists(name))
+    monkeypatch.setattr(table, "when_imported", lambda name, hold: None)
+    assert table.install(active=True).serving_refusal is None and len(modules) == 2
+    assert {why for seam, why in table.verify() if seam.recent} == {""}
 
 
 def test_a_missing_serving_seam_refuses_over_http_only():

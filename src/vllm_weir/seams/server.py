@@ -171,7 +171,7 @@ def to_sampling_params(original, status):
 
 
 def messages(original, _status):
-    """Of the route whose request model drops fields that it does not know: they are read off the body itself."""
+    """Of routes that pass over fields that they do not know: these are read off the body itself."""
 
     async def wrapper(self, request, raw_request=None, *args, **kwargs):
         body = {} if raw_request is None else await raw_request.json()

@@ -38,6 +38,7 @@ class Seam:
         serving: whether only a server needs it: without it requests over HTTP that carry Weir's keys are refused. Held
             also when Weir is off, to refuse them.
         variant: the model runner it belongs to, of which an engine uses one; empty for seams that every engine needs.
+        recent: whether it belongs to a route that older vLLMs lack together with its module.
     """
 
     module: str
@@ -49,6 +50,7 @@ class Seam:
     guard: bool = False
     serving: bool = False
     variant: str = ""
+    recent: bool = False
 
     @property
     def path(self) -> str:
@@ -67,6 +69,7 @@ class Seam:
 
 _V1 = "vllm.v1"
 _COMPLETION, _CHAT = "vllm.entrypoints.openai.completion", "vllm.entrypoints.openai.chat_completion"
+_GENERATE = "vllm.entrypoints.generate"
 _GRAPHS = f"{_V1}.worker.gpu.cudagraph_utils"
 _RUNNER_1, _RUNNER_2 = f"{_V1}.worker.gpu_model_runner", f"{_V1}.worker.gpu.model_runner"
 # fmt: off
@@ -120,6 +123,12 @@ SEAMS: tuple[Seam, ...] = (
     Seam("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages.create_messages", SERVER,
          "a route that drops what it does not know refuses what the body asks of Weir", "server:messages",
          ("request", "raw_request"), serving=True),
+    Seam(f"{_GENERATE}.generative_scoring.serving", "ServingGenerativeScoring.create_generative_scoring", SERVER,
+         "a route without room for Weir's keys refuses them", "server:messages", ("request", "raw_request"),
+         serving=True, recent=True),
+    Seam(f"{_GENERATE}.structured_decisions.serving", "ServingStructuredDecisions.create_decision", SERVER,
+         "a route without room for Weir's keys refuses them", "server:messages", ("request", "raw_request"),
+         serving=True, recent=True),
     Seam(f"{_V1}.core.kv_cache_manager", "KVCacheManager.get_computed_blocks", CORE,
          "a prefix-cache hit never passes a wanted position", "core:get_computed_blocks", ("request",)),
     Seam(f"{_V1}.core.kv_cache_utils", "generate_block_hash_extra_keys", CORE,
@@ -217,7 +226,7 @@ def install(active: bool) -> Status:
             continue
         if _module_exists(seam.module):
             when_imported(seam.module, functools.partial(_hold, seam, status))
-        else:
+        elif not seam.recent:
             status.note(seam, "the module does not exist")
         if seam.guard and seam.path in status.problems:
             raise RuntimeError(f"Weir cannot guard this vLLM: {seam.path}: {status.problems[seam.path]}")
@@ -257,6 +266,9 @@ def verify() -> list[tuple[Seam, str]]:
     """Every seam with what is wrong with it, empty if it is as expected. Imports all the modules."""
     found = []
     for seam in SEAMS:
+        if seam.recent and not _module_exists(seam.module):
+            found.append((seam, ""))
+            continue
         try:
             seam.find()
             found.append((seam, ""))
