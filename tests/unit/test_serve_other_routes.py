@@ -70,7 +70,7 @@ def test_a_request_model_that_drops_keys_does_not_hide_them(kind, body, refused)
     async def read():
         return body
 
-    create = server.messages(Serving.create_messages, None)
+    create = server.without_room(Serving.create_messages, None)
     got = asyncio.run(create(Serving(), kind(), SimpleNamespace(json=read)))
     assert (got == ("weir: " + got[0].removeprefix("weir: "), "weir")) if refused else got == "answered"
     assert asyncio.run(create(Serving(), kind())) == "answered"

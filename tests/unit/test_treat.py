@@ -137,3 +137,17 @@ def test_a_kernel_that_packs_wrongly_is_noticed(how, dtype):
     if matrix is not None:
         with pytest.raises(WeirError, match="ask for another compression"):
             other.prove(dtype, cpu)
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_either_way_of_a_projecting_kernel_is_tried(wrong):
+    class Kernel(Codec):
+        def encode(self, rows, spread=None):
+            return super().encode(rows).add_(3 * (spread is wrong))
+
+    compression, d = Compression.parse({"method": "rp8", "k": 64, "seed": 3}, "compress"), 256
+    matrix = codec.projection(3, 64, d)
+    arguments = (compression, matrix, matrix, compression.record_bytes(d), d)
+    Codec(*arguments).prove(torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(WeirError, match="does not agree with the plain code"):
+        Kernel(*arguments).prove(torch.bfloat16, torch.device("cpu"))

@@ -7,9 +7,12 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from vllm_weir.frontend import turns as module
 from vllm_weir.frontend.turns import Turns, entry_of
+from vllm_weir.serve.limits import Limits
+from vllm_weir.serve.state import ServerState
 
 
 async def turns_of_the_loop(n: int = 20) -> None:
@@ -171,6 +174,13 @@ def test_nobody_is_held_back_where_no_plain_request_is_served(by):
         await asyncio.gather(*(turns.admission() for _ in range(50)))
 
     run(go())
+
+
+def test_a_server_takes_its_pace_from_its_environment():
+    limits = Limits.load({"WEIR_SERVE_PACE": "7.5"})
+    desk = SimpleNamespace(serve=lambda rows: None, turns=Turns())
+    ServerState(None, desk, limits, CollectorRegistry())
+    assert desk.turns.pace == 7.5 and Limits().pace == 64
 
 
 def test_which_requests_in_the_engine_are_plain():

@@ -121,8 +121,9 @@ class Strip:
     def block(self, sites: Sequence[Site], first: int, count: int) -> Block | None:
         """`count` ranks from `first` on as they were cut ahead; None if they were not, or have moved since."""
         cut = self._cut
-        fits = cut is not None and not first and len(cut.block.rows) == count and tuple(cut.block) == tuple(sites)
-        return cut.block if cut is not None and fits else None
+        if cut is None or first or len(cut.block.rows) != count or tuple(cut.block) != tuple(sites):
+            return None
+        return cut.block
 
     def whole(self) -> Cut | None:
         """What was cut ahead, if all of it is here, nothing is beyond it, and it has not moved since."""

@@ -102,9 +102,7 @@ class Turns:
 
     async def _measured(self) -> None:
         """Returns when one more request of Weir's is not too many for the plain ones."""
-        if not self.pace:
-            return
-        if not self._held and self._may_go():
+        if not self.pace or (not self._held and self._may_go()):
             return
         gone = asyncio.get_running_loop().create_future()
         self._held.append((monotonic() + LATEST, gone))

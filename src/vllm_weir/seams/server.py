@@ -170,7 +170,7 @@ def to_sampling_params(original, status):
     return wrapper
 
 
-def messages(original, _status):
+def without_room(original, _status):
     """Of routes that pass over fields that they do not know: these are read off the body itself."""
 
     async def wrapper(self, request, raw_request=None, *args, **kwargs):

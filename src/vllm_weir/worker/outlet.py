@@ -59,7 +59,7 @@ class CudaOutlet:
     def ship(self, plan: StepPlan, start: int, quick: Treat, treat: Treat) -> Callable[[], None]:
         """As `CpuOutlet.ship`."""
         written, copied = torch.cuda.Event(), torch.cuda.Event()
-        packed = quick()
+        packed = quick() if plan.treated else ()
         written.record()
         self.stream.wait_event(written)
         for packet in packed:
