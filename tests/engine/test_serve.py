@@ -323,7 +323,10 @@ def test_scores(client, offline):
         assert [r for scores in early for r in scores["sites"][site]] == rows[: len(at)]
     opening, *parts = choices(events(client, "/v1/chat/completions", weir=wish | {"response": {"stream": True}}))
     assert opening["delta"] == {"role": "assistant", "content": ""} and "weir" not in opening
-    assert len(parts) == G and all(c["weir"]["scores"]["positions"] for c in parts)
+    # An engine that is ahead of its reader sends several tokens in one chunk.
+    assert 0 < len(parts) <= G and all(c["weir"]["scores"]["positions"] for c in parts)
+    last = parts[-1]["weir"]["scores"]["positions"]
+    assert last == list(range(len(last)))
     assert_nothing_held(client)
 
 
