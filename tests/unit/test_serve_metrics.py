@@ -11,7 +11,9 @@ from prometheus_client import CollectorRegistry
 from tests.unit.admin_app import FACTS, LAYERS, D
 from tests.unit.desks import desk_of
 from vllm_weir import mail
+from vllm_weir.frontend import turns as turns_module
 from vllm_weir.frontend.mirror import Mirror
+from vllm_weir.frontend.turns import AT_ONCE
 from vllm_weir.serve import metrics
 from vllm_weir.serve.metrics import Meter
 from vllm_weir.serve.spool import Spool
@@ -117,6 +119,36 @@ def test_gauges_follow_the_workers_while_requests_live(desk, monkeypatch, tmp_pa
 
 
 FILL_AND_WAIT = ("weir_buffer_fill", "weir_requests_waiting")
+
+
+def test_requests_that_are_held_back_are_told(desk, monkeypatch):
+    """Also while no other is in the engine: they are looked at until the last has gone on or away."""
+    monkeypatch.setattr(metrics, "PERIOD", 0.01)
+    monkeypatch.setattr(turns_module, "LATEST", 60.0)
+    registry = CollectorRegistry()
+
+    async def held(number):
+        while value(registry, "weir_requests_held") != number:
+            await asyncio.sleep(0.005)
+
+    async def live():
+        meter, turns = Meter(desk, "m", registry=registry), desk.turns
+        assert value(registry, "weir_requests_held") == 0
+        turns.pace, turns.live = 1e-6, ("plain",)
+        asked = [asyncio.create_task(turns.admission()) for _ in range(AT_ONCE + 3)]
+        while not all(one.done() for one in asked[:AT_ONCE]):
+            await asyncio.sleep(0)
+        meter.admitted()
+        await held(3)
+        asked[-1].cancel()
+        await held(2)
+        assert not meter._task.done() and not len(desk.store)
+        turns.live = ()
+        await asyncio.gather(*asked[:-1])
+        await asyncio.wait_for(meter._task, 5)
+        assert value(registry, "weir_requests_held") == 0
+
+    asyncio.run(asyncio.wait_for(live(), 30))
 
 
 def test_errors(desk):

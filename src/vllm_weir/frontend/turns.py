@@ -70,6 +70,11 @@ class Turns:
         """Whether plain requests are served."""
         return bool(self._entries) or len(self.live) > len(self._own)
 
+    @property
+    def held(self) -> int:
+        """How many requests of Weir's are held back by the pace now."""
+        return sum(not gone.done() for _, gone in self._held)
+
     def enter(self) -> Entry:
         """A plain request is here."""
         entry = Entry(self, next(self._numbers))

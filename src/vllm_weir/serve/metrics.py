@@ -49,6 +49,7 @@ class Meter:
         self._errors = counter("weir_errors", "Requests refused before, or failed after, they entered", "reason")
         self._fill = gauge("weir_buffer_fill", "Share of the host buffer for rows in use (0-1)", "livemax", "engine")
         self._waiting = gauge("weir_requests_waiting", "Requests waiting for table space", "livemax", "engine")
+        self._held = gauge("weir_requests_held", "Requests held back for plain ones", "livesum").labels(model)
         self._spooled = gauge("weir_spool_bytes", "Bytes kept to be fetched", "mostrecent").labels(model)
         for reason in (REFUSED, FAILED):
             self._errors.labels(model, reason)
@@ -91,6 +92,7 @@ class Meter:
             own = [load for load in loads if str(load.engine) == engine]
             self._fill.labels(self._model, engine).set(max((load.pressure for load in own), default=0.0))
             self._waiting.labels(self._model, engine).set(max((load.waiting for load in own), default=0))
+        self._held.set(self._desk.turns.held)
         if self._spool is not None:
             self._spooled.set(self._spool.used)
 
@@ -98,5 +100,5 @@ class Meter:
         while True:
             await asyncio.sleep(PERIOD)
             self.look()
-            if not len(self._desk.store):
+            if not len(self._desk.store) and not self._desk.turns.held:
                 return
