@@ -2,6 +2,7 @@
 
     python bench/serve.py [--rounds 80] [--clients 8] [--crowd 200] [--crowd-rounds 6] [--out FILE]
     python bench/serve.py --llama-8b --out FILE     # on a GPU, with torch.compile and CUDA graphs
+    python bench/serve.py --llama-8b --pace 0 --pace 64 --out FILE     # and Weir's servers of these paces in the crowd
 
 Two servers of the shipped model, or of the Llama-3.1-8B shapes with dummy weights and the shipped tokenizer, run side
 by side; one at a time is sent a round of requests. `alone`: one client sends plain requests, `idle`: several do.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -23,7 +25,8 @@ import statistics
 import sys
 import tempfile
 import time
-from concurrent.futures import Executor, ProcessPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -42,10 +45,10 @@ PROMPTS = ("Anna walked to the harbor in the morning .", "Tom was sad", "The les
 CAPTURE = {"v": 1, "capture": [{"hook": "resid_post", "layers": "all", "positions": "all"}]}
 GPU_ARGS = [
     *("--served-model-name", "demo", "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "2048"),
-    *("--gpu-memory-utilization", "0.4", "--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
-    *("--host", "127.0.0.1"),
+    *("--gpu-memory-utilization", "0.25", "--kv-cache-memory-bytes", str(8 << 30), "--no-enable-prefix-caching"),
+    *("--disable-uvicorn-access-log", "--host", "127.0.0.1"),
 ]
-"""Of a server of the Llama-3.1-8B shapes; two of them share a GPU."""
+"""Of a server of the Llama-3.1-8B shapes; several of them share a GPU."""
 
 
 def steer(width: int) -> dict:
@@ -107,21 +110,20 @@ def compare(
     share: float,
     rounds: int,
 ) -> dict:
-    """p50 of the plain requests of all rounds on both servers, and their ratio with its 95 % interval; and the p50 of
-    the others."""
+    """p50 of the plain requests of all rounds on all servers, and Weir's ratio to vLLM's with its 95 % interval; and
+    the p50 of the others."""
     took: dict[str, list[list[float]]] = {name: [] for name in servers}
     beside: dict[str, list[list[float]]] = {name: [] for name in servers}
     for number in tqdm(range(rounds + 1), desc=case, unit="round"):
         for name in sorted(servers, reverse=bool(number % 2)):
             server = servers[name]
             url, headers = str(server.base_url), dict(server.headers)
-            found, others = round_of(pool, url, headers, clients, each, share, name == "weir", width)
+            found, others = round_of(pool, url, headers, clients, each, share, name != "vllm", width)
             time.sleep(PAUSE)
             if number:  # the first round warms up
                 took[name].append([1000 * seconds for seconds in found])
                 beside[name].append([1000 * seconds for seconds in others])
-    plain, weir = took["vllm"], took["weir"]
-    low, high = interval(plain, weir)
+    ratios = {name: against(took["vllm"], rounds) for name, rounds in took.items() if name != "vllm"}
     others = {k: round(p50(v), 3) for k, v in beside.items() if any(v)}
     return {
         "case": case,
@@ -130,10 +132,25 @@ def compare(
         "rounds": rounds,
         "p50_ms": {k: round(p50(v), 3) for k, v in took.items()},
         "p50_ms_by_round": {k: [round(statistics.median(x), 3) for x in v] for k, v in took.items()},
-        "ratio": round(p50(weir) / p50(plain), 4),
-        "ratio_95": [round(low, 4), round(high, 4)],
+        **ratios.pop("weir"),
         **({"others_p50_ms": others} if others else {}),
+        **({"paced": ratios} if ratios else {}),
     }
+
+
+def against(plain: list[list[float]], weir: list[list[float]]) -> dict:
+    """The ratio of the p50 and its 95 % interval."""
+    low, high = interval(plain, weir)
+    return {"ratio": round(p50(weir) / p50(plain), 4), "ratio_95": [round(low, 4), round(high, 4)]}
+
+
+@contextlib.contextmanager
+def all_of(starts: dict[str, contextlib.AbstractContextManager[httpx.Client]]) -> Iterator[dict[str, httpx.Client]]:
+    """Clients of all these servers, which start at the same time."""
+    with contextlib.ExitStack() as stack:
+        with ThreadPoolExecutor(len(starts)) as threads:
+            clients = list(threads.map(stack.enter_context, starts.values()))
+        yield dict(zip(starts, clients, strict=True))
 
 
 def llama_8b(folder: Path) -> str:
@@ -166,6 +183,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--crowd", type=int, default=200, help="clients of the crowd; 0: without it")
     parser.add_argument("--crowd-rounds", type=int, default=6)
+    parser.add_argument("--pace", type=float, action="append", default=[], help="a server more in the crowd")
     parser.add_argument("--llama-8b", action="store_true", help="the 8B shapes on a GPU instead of the shipped model")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -178,20 +196,22 @@ def main() -> None:
         if args.llama_8b:
             start = functools.partial(running, model=llama_8b(logs / "model"), args=GPU_ARGS)
             width = LLAMA_8B["hidden_size"]
+        starts = {"vllm": start(logs / "vllm", PLAIN, env={"WEIR_DISABLE": "1"}), "weir": start(logs / "weir", WEIR)}
+        for pace in args.pace if args.crowd else ():
+            name = f"weir, {pace:g}/s"
+            starts[name] = start(logs / name.replace("/", " "), WEIR, env={"WEIR_SERVE_PACE": str(pace)})
         with (
-            start(logs / "vllm", PLAIN, env={"WEIR_DISABLE": "1"}) as plain,
-            start(logs / "weir", WEIR) as served,
+            all_of(starts) as servers,
             ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool,
         ):
-            servers = {"vllm": plain, "weir": served}
-            measure = functools.partial(compare, pool, servers, width)
+            two = {name: servers[name] for name in ("vllm", "weir")}
             cases = [
-                measure("alone", 1, 8, 1.0, args.rounds),
-                measure("idle", args.clients, 3, 1.0, args.rounds),
+                compare(pool, two, width, "alone", 1, 8, 1.0, args.rounds),
+                compare(pool, two, width, "idle", args.clients, 3, 1.0, args.rounds),
             ]
             print(json.dumps(cases), flush=True)
             if args.crowd:
-                cases.append(measure("crowd", args.crowd, 2, 0.5, args.crowd_rounds))
+                cases.append(compare(pool, servers, width, "crowd", args.crowd, 2, 0.5, args.crowd_rounds))
     found = {
         "device": torch.cuda.get_device_name() if args.llama_8b else platform.processor() or platform.machine(),
         "vllm": vllm.__version__,

@@ -98,7 +98,8 @@ class FakeStation:
     def __init__(self):
         self.switch = Switch(tensors())
         self.silenced = 0
-        self.wide = ALL
+        self.wide, self.taps = ALL, tuple(range(70))
+        self.alone = True
 
     def silence(self):
         self.switch.turn(0)
@@ -141,6 +142,23 @@ def test_a_wider_graph_serves_until_a_capture_is_worth_it(monkeypatch):
     assert manager.dispatch(4, 4).num_tokens == 4
     sets.settle()
     assert sets.report()["steps"] == {"wider": 4, "exact": 3} and manager.captured == [(1, True)]
+
+
+def test_where_plain_requests_share_the_step_a_capture_has_to_save_much_more(monkeypatch):
+    """They would wait for it, and have asked for nothing."""
+    monkeypatch.setattr(graph_sets, "WORTH_MORE", {"FULL": 2, "PIECEWISE": 2})
+    monkeypatch.setattr(graph_sets, "PATIENCE", 30)
+    sets, manager, station = build()
+    del manager.captured[:]
+    station.alone = False
+    sizes = [step(sets, manager, station, True, 1)[0].num_tokens for _ in range(11)]
+    assert sizes == [4] * 9 + [1, 1] and manager.captured == [(1, True)], "3 tokens a step"
+    station.switch.turn(0b1)  # 69 taps more than needed: as 3.45 tokens
+    for _ in range(8):
+        assert not sets._add(0b1, Desc(Mode.FULL, 4), sets._share(0b1, Desc(Mode.FULL, 4), (ALL, Desc(Mode.FULL, 4))))
+    station.alone = True
+    assert sets._share(0b1, Desc(Mode.FULL, 4), (ALL, Desc(Mode.FULL, 4))) == 1 / 2
+    assert sets._share(0b1, Desc(Mode.FULL, 4), None) == 1 / graph_sets.WORTH_IT["FULL"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import secrets
 from collections.abc import Iterator, Mapping
@@ -249,24 +251,20 @@ class Activations(Mapping):
         A server makes one file for each request beside its event loop, and the safetensors library would hold the
         interpreter for 20 us a tensor.
         """
-        tensors: dict[str, tuple[str, list[int], int]] = {}
-        ids: list[bytes] = []  # first, so that everything lies on a word's boundary
-        for end, by_site in ((".positions", self._positions), (".token_ids", self._token_ids)):
-            for site in self:
-                data = by_site[site].numpy().astype(np.int64, copy=False).tobytes()
-                ids.append(data)
-                tensors[f"{site.hook}.{site.layer}{end}"] = ("I64", [len(data) // 8], len(data))
-        rows = [self._row(site) for site in self]
-        if other := {some.dtype for some in rows} - _CODES.keys():
+        sites = self.sites
+        block = self._rows if isinstance(self._rows, Block) and list(self._rows) == sites else None
+        rows = [self._row(site) for site in sites] if block is None else []
+        shapes = [(some.dtype, tuple(some.shape)) for some in rows]
+        if block is not None:
+            shapes = [(block.rows.dtype, (len(block.rows), block.rows.shape[-1]))] * len(sites)
+        if other := {dtype for dtype, _ in shapes} - _CODES.keys():
             raise WeirError(f"rows of {', '.join(map(str, other))} cannot be written; convert them first")
-        for site, some in zip(self, rows, strict=True):
-            tensors[f"{site.hook}.{site.layer}"] = (_CODES[some.dtype], list(some.shape), some.nbytes)
-        if isinstance(self._rows, Block) and list(self._rows) == self.sites:
-            bodies = [self._rows.together()]
-        else:
-            bodies = [codec.as_bytes(some.contiguous()).numpy() for some in rows]
-        meta = {"weir": "1", "sites": json.dumps([list(s) for s in self]), "lens": json.dumps(self._lens_layers)}
-        start = build_header(tensors, meta, checked=False)
+        bodies = [codec.as_bytes(some.contiguous()).numpy() for some in rows]
+        if block is not None:
+            bodies = [block.together()]
+        # First, so that everything lies on a word's boundary.
+        ids = [*_int64(self._positions, sites), *_int64(self._token_ids, sites)]
+        start = _start(tuple(sites), tuple(self._lens_layers), tuple(shapes), tuple(map(len, ids)))
         return [b"".join((start, *ids)), *(body.reshape(-1).data for body in bodies)]
 
     @classmethod
@@ -319,6 +317,37 @@ class Activations(Mapping):
     def __repr__(self) -> str:
         shapes = ", ".join(f"{s}: {list(self._row(s).shape)}" for s in self.sites[:4])
         return f"Activations({shapes}{', ...' if len(self) > 4 else ''})"
+
+
+def _int64(by_site: Mapping[Site, torch.Tensor], sites: list[Site]) -> list[bytes]:
+    """Each site's integers; most sites share theirs."""
+    tensors = [by_site[site] for site in sites]
+    made = {
+        id(some): some.numpy().astype(np.int64, copy=False).tobytes() for some in {id(t): t for t in tensors}.values()
+    }
+    return [made[id(some)] for some in tensors]
+
+
+@functools.lru_cache(maxsize=64)
+def _start(
+    sites: tuple[Site, ...],
+    lens_layers: tuple[int, ...],
+    shapes: tuple[tuple[torch.dtype, tuple[int, ...]], ...],
+    lengths: tuple[int, ...],
+) -> bytes:
+    """The header of what `Activations.save` writes; many requests of a server have the same.
+
+    Args:
+        shapes: dtype and shape of each site's rows.
+        lengths: bytes of each site's positions, and then of each site's token ids.
+    """
+    names = [f"{site.hook}.{site.layer}" for site in sites]
+    ends = [f"{name}{end}" for end in _ENDS[1:] for name in names]
+    tensors = {name: ("I64", [size // 8], size) for name, size in zip(ends, lengths, strict=True)}
+    for name, (dtype, shape) in zip(names, shapes, strict=True):
+        tensors[name] = (_CODES[dtype], list(shape), math.prod(shape) * dtype.itemsize)
+    meta = {"weir": "1", "sites": json.dumps([list(s) for s in sites]), "lens": json.dumps(lens_layers)}
+    return build_header(tensors, meta, checked=False)
 
 
 _ENDS = ("", ".positions", ".token_ids")

@@ -42,6 +42,9 @@ class LiveRequests:
             self._masks[mask] += 1
             self._union |= mask
 
+    def __len__(self) -> int:
+        return len(self._always) + len(self._in_prompt)
+
     def leave(self, request_id: str) -> None:
         """A request has left; unknown ids are fine."""
         limited = self._in_prompt.pop(request_id, None)

@@ -108,6 +108,8 @@ class Station:
         )
         self.switch = Switch(self.tensors)
         self._live = LiveRequests()
+        self.alone = False
+        """Whether all requests of the coming step read or steer something; on all ranks alike."""
         rows = self.host.view(facts.d_model, facts.dtype)
         self.drain = Drain(rows, self.arena, self.link, self.name, facts.engine)
         self._fetcher = Fetcher(facts.d_model)
@@ -197,6 +199,7 @@ class Station:
     def begin_step(self, *groups: tuple[Sequence[str], Sequence[int]]) -> None:
         """Turn on the taps that the coming step needs, alike on all ranks; `groups` as in `LiveRequests.taps_in`."""
         self.switch.turn(self._live.taps_in(*groups))
+        self.alone = len(self._live) >= sum(len(request_ids) for request_ids, _ in groups)
 
     def plan_step(
         self,
