@@ -196,10 +196,13 @@ def main() -> None:
         if args.llama_8b:
             start = functools.partial(running, model=llama_8b(logs / "model"), args=GPU_ARGS)
             width = LLAMA_8B["hidden_size"]
-        starts = {"vllm": start(logs / "vllm", PLAIN, env={"WEIR_DISABLE": "1"}), "weir": start(logs / "weir", WEIR)}
+        wanted = {"vllm": (PLAIN, {"WEIR_DISABLE": "1"}), "weir": (WEIR, {})}
         for pace in args.pace if args.crowd else ():
-            name = f"weir, {pace:g}/s"
-            starts[name] = start(logs / name.replace("/", " "), WEIR, env={"WEIR_SERVE_PACE": str(pace)})
+            wanted[f"weir, {pace:g}/s"] = (WEIR, {"WEIR_SERVE_PACE": str(pace)})
+        starts = {}
+        for number, (name, (command, env)) in enumerate(wanted.items()):
+            # They compile at the same time: each has a cache of its own.
+            starts[name] = start(logs / str(number), command, env=env | {"VLLM_CACHE_ROOT": str(logs / f"{number}.d")})
         with (
             all_of(starts) as servers,
             ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool,
