@@ -122,6 +122,7 @@ def write_tokens(directory, target):
 
 def test_alternating_batches(directory, oracle, without_weir, mode, monkeypatch):
     monkeypatch.setattr(graph_sets, "WORTH_MORE", {"FULL": 3, "PIECEWISE": 3})
+    monkeypatch.setattr(graph_sets, "PATIENCE", 1)
     llm = engine(directory, mode)
     silent = dict(runner(llm).cudagraph_manager.graphs)
     seen = [sets(llm)["live"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.request import ResolvedSpec, Wish
 from vllm_weir.worker.live import LiveRequests
 from vllm_weir.worker.select import tap_of
+from vllm_weir.worker.station import Station
 from vllm_weir.worker.tap import ALL, Switch, TapTensors, numbered
 
 
@@ -329,6 +331,20 @@ def test_a_step_needs_the_taps_of_everyone_in_it():
     assert taps_in(live, ("a", 0), ("b", 0)) == always | prompt and taps_in(live, ("a", 0), ("b", 5)) == always
     live.leave("a")
     assert taps_in(live, ("b", 0)) == prompt and taps_in(live, ("b", 5)) == 0
+
+
+def test_a_step_is_known_to_be_shared_with_requests_that_asked_for_nothing():
+    station = SimpleNamespace(switch=Switch(tensors()), _live=LiveRequests())
+    station._live.join("a", wire("all"), 5)
+    station._live.join("b", wire("prompt"), 5)
+    new, going_on = (["a"], [0]), (["b"], [5])
+    Station.begin_step(station, new, going_on)
+    assert station.alone and station.switch.mask == mask(("resid_post", 0))
+    Station.begin_step(station, new, (["b", "plain"], [5, 9]))
+    assert not station.alone
+    station._live.leave("b")
+    Station.begin_step(station, new, ([], []))
+    assert station.alone
 
 
 @settings(max_examples=200, deadline=None)
