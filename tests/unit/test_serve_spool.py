@@ -117,6 +117,30 @@ def test_a_file_has_every_sites_rows_also_where_they_lie_together_in_another_ord
                 assert back.token_ids_of(*site).tolist() == [10, 11, 12, 13, 14]
 
 
+def test_files_that_differ_in_one_thing_have_headers_of_their_own(tmp_path):
+    """Headers are remembered by all that they say."""
+    one, two = Site("resid_post", 0), Site("resid_post", 1)
+    for rows, width, dtype, sites, lens, own in (
+        (3, 8, torch.float32, (one, two), (), (3, 3)),
+        (4, 8, torch.float32, (one, two), (), (4, 4)),
+        (3, 16, torch.float32, (one, two), (), (3, 3)),
+        (3, 8, torch.bfloat16, (one, two), (), (3, 3)),
+        (3, 8, torch.float32, (two, one), (), (3, 3)),
+        (3, 8, torch.float32, (one, two), (0, 1), (3, 3)),
+        (3, 8, torch.float32, (one, two), (), (3, 2)),
+    ):
+        values = {site: torch.randn(n, width).to(dtype) for site, n in zip(sites, own, strict=True)}
+        at = {site: torch.arange(n) * 2 + k for k, (site, n) in enumerate(zip(sites, own, strict=True))}
+        ids = {site: at[site] + 100 for site in sites}
+        made = Activations(values, at, ids, lens)
+        for _ in range(2):
+            back = Activations.load(made.save(tmp_path / "x"))
+            assert back.sites == list(sites) and back._lens_layers == lens
+            for site in sites:
+                assert torch.equal(back[site], values[site]) and back[site].dtype == dtype
+                assert back.positions_of(*site).equal(at[site]) and back.token_ids_of(*site).equal(ids[site])
+
+
 def test_a_file_that_somebody_has_mapped_is_not_changed_under_them(tmp_path):
     first = Activations.load(acts(value=1.0).save(tmp_path / "x"))
     acts(value=2.0).save(tmp_path / "x")
