@@ -10,6 +10,7 @@ import torch
 
 import vllm_weir as weir
 from tests.support.engines import close_all, get_llm
+from tests.support.measure import rel_err
 from tests.support.steered import (
     check,
     chunks,
@@ -23,6 +24,7 @@ from tests.support.steered import (
     usage,
     vectors,
 )
+from vllm_weir.frontend import along
 from vllm_weir.worker import strands
 from vllm_weir.worker.drain import Drain
 from vllm_weir.worker.fetch import Fetcher
@@ -226,6 +228,36 @@ def test_words_of_steering_that_never_come_fail_the_request(engine, monkeypatch)
         with pytest.raises(weir.WeirError, match="confirmed"):
             llm.generate(prompt(9), steered, use_tqdm=False)
     after(llm, oracle, steered)
+
+
+def test_vectors_come_along_and_are_asked_for_only_where_that_was_not_so(engine, monkeypatch):
+    llm, oracle = engine
+    asked, ask = [], Fetcher._ask
+    monkeypatch.setattr(
+        Fetcher, "_ask", lambda self, reply, digests: asked.append(digests) or ask(self, reply, digests)
+    )
+
+    def steered(*seeds):
+        moves = [weir.Add(vectors(seed)(D), 1) for seed in seeds]
+        params = weir.params(sampling(3), capture=weir.Capture("resid_post", [1, 2]), interventions=moves)
+        check(llm.generate(prompt(9), params, use_tqdm=False)[0], moves, oracle)
+
+    steered(60)
+    directions = torch.randn(2, D)
+    scores = weir.params(sampling(1), capture=weir.Capture("resid_post", 1, project=directions))
+    (out,) = llm.generate(prompt(9), scores, use_tqdm=False)
+    rows, _ = oracle.steered(tokens(9), 9, [])
+    assert rel_err(out.activations["resid_post", 1], rows["resid_post", 1] @ directions.T) <= 1e-5
+    assert not asked
+    monkeypatch.setattr(along, "MOST", 4 * D)
+    steered(61, 62)
+    assert [len(digests) for digests in asked] == [2], "too many to come along"
+    monkeypatch.setattr(along.Along, "of", lambda *_: {})
+    for seed in range(63, 63 + ROWS):
+        steered(seed)
+    assert len(asked) == 1 + ROWS
+    steered(60)
+    assert len(asked) == 2 + ROWS, "it had to make room in the table"
 
 
 def test_a_vector_that_cannot_be_fetched_fails_the_request(engine, monkeypatch):

@@ -14,7 +14,9 @@ import zmq
 import vllm_weir as weir
 from tests.unit.wishes import served
 from vllm_weir import mail
+from vllm_weir.frontend import along
 from vllm_weir.frontend.admit import admit
+from vllm_weir.frontend.along import Along, row_bytes
 from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.inbox import lend
 from vllm_weir.frontend.pending import Pending
@@ -95,6 +97,55 @@ def test_many_requests_ask_once(caller, monkeypatch):
     monkeypatch.setattr(fetch, "MOST_AT_ONCE", 20)
     fetcher.fetch_ahead({caller.reply: digests})
     assert [len(asked) for asked in caller.asked] == [50, 1, 20, 20, 10]
+
+
+def test_what_came_along_is_not_asked_for(caller):
+    vectors = rows(4)
+    digests = caller.use(*vectors)
+    fetcher = Fetcher(D)
+    fetcher.take(caller.reply, {d: row_bytes(v) for d, v in zip(digests[:2], vectors, strict=False)})
+    fetcher.take(caller.reply, {digests[2]: row_bytes(vectors[2]) + b"more", digests[3]: b""})  # no vectors
+    fetcher.fetch_ahead({caller.reply: digests})
+    assert caller.asked == [digests[2:]]
+    for digest, vector in zip(digests, vectors, strict=True):
+        assert fetcher.fetch(caller.reply, [digest])[digest].tolist() == vector.tolist()
+    assert len(caller.asked) == 1
+    fetcher.forget()
+    assert fetcher.fetch(caller.reply, digests[:1])[digests[0]].tolist() == vectors[0].tolist()
+    assert caller.asked[1:] == [digests[:1]], "it is kept for one step"
+
+
+def wish(vectors, capture=()):
+    spec = RequestSpec(capture, tuple(weir.Add(torch.as_tensor(v), 1) for v in vectors))
+    return admit({"weir": spec.to_json()}, FACTS)
+
+
+def test_a_vector_travels_along_once_in_a_while():
+    sender, (a, b, c, d) = Along(6), [wish([v]) for v in rows(4)]
+    assert sender.of(a) == {a.digests[0]: rows(1)[0].tobytes()}
+    assert not sender.of(a) and sender.of(b) and sender.of(c) and not sender.of(a)
+    assert list(sender.of(d)) == d.digests, "half of the table may be others'"
+    assert not sender.of(a) and not sender.of(c) and list(sender.of(b)) == b.digests, "the longest unused is forgotten"
+    assert list(sender.of(wish([*rows(1), *rows(1, 9.0)]))) == wish(rows(1, 9.0)).digests, "only what is new"
+
+
+def test_more_than_so_much_does_not_travel_along(monkeypatch):
+    monkeypatch.setattr(along, "MOST", 4 * D * 4)
+    sender, many = Along(100), rows(5)
+    assert not sender.of(wish(many)) and not sender.of(wish(many))
+    assert len(sender.of(wish(many[:4]))) == 4, "what did not travel does not count as sent"
+    assert len(sender.of(wish(many))) == 1
+
+
+def test_directions_always_travel_along():
+    directions = torch.arange(2.0 * D).view(2, D)
+    admitted = wish(rows(1), (weir.Capture("resid_post", 1, project=directions),))
+    sender = Along(100)
+    assert len(sender.of(admitted)) == 3
+    again = sender.of(admitted)
+    assert [np.frombuffer(row, "<f4").tolist() for row in again.values()] == directions.tolist()
+    plain = wish([], (weir.Capture("resid_post", 1),))
+    assert not sender.of(plain)
 
 
 def test_an_unknown_vector_fails_its_own_request(caller):

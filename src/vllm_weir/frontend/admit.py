@@ -234,8 +234,8 @@ def engine_form(
     ``spec``: an `EngineSpec`. ``reply``: where its reader listens. ``first``: its first wanted position, or None.
     ``width``: the most rows that one of its tokens can give, 0 if it captures nothing. ``whole``: whether something is
     made of the rows of all its sites together. ``most``: tokens that it can generate. ``needs``: what its interventions
-    need of the tables, [vector digests, programs, instructions], None if there are none. To this the desk adds ``salt``
-    once a request has failed, see `Store.salt`.
+    need of the tables, [vector digests, programs, instructions], None if there are none. The desk adds ``rows``, the
+    vectors that travel along, if there are any, and once a request has failed ``salt``, see `Store.salt`.
     """
     moves = admitted.effective
     if not admitted.spec.wishes and not moves:

@@ -14,6 +14,7 @@ from vllm_weir.consumers.base import EngineInfo, Finished
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import Admitted, admit, carries_keys, engine_form
 from vllm_weir.frontend.ahead import kind_ahead
+from vllm_weir.frontend.along import Along
 from vllm_weir.frontend.early import ends_with_the_prompt
 from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.inbox import Inbox
@@ -163,6 +164,7 @@ class Desk:
         self._chunked = chunked
         self._host = host
         self._inbox: Inbox | None = None
+        self._along: Along | None = None
         self._known: Memo[Admitted] = Memo(MOST_KNOWN, LONGEST_KNOWN)
         self._sizes: Sizes | None = None
         self._contents: Contents | None = None
@@ -238,8 +240,11 @@ class Desk:
             self._inbox = Inbox(self.store, self._host)
         reply, sizes = self._inbox.reply, self._sizes or self.settings.table_sizes(facts.d_model)
         wire = engine_form(admitted, reply, prompt_ids, prompt_len, max_tokens, facts, self._chunked, sizes)
-        if wire is not None and wire["needs"] is not None and self.store.salt:
-            wire["salt"] = self.store.salt
+        if wire is not None:
+            if wire["needs"] is not None and self.store.salt:
+                wire["salt"] = self.store.salt
+            if admitted.rows and (along := self._along_with(sizes).of(admitted)):
+                wire["rows"] = along
         pending = Pending(request_id, admitted, [-1] * prompt_len if prompt_ids is None else prompt_ids, self.store)
         self.store.open(pending)
         if prompt_ids is not None and ends_with_the_prompt(pending.memory, prompt_len):
@@ -249,6 +254,11 @@ class Desk:
         first = wire["first"] if wire is not None else None
         asked = carries_keys(extra_args)
         return Tracker(pending, first, facts.d_model, self.settings.timeout, self.board, asked, self._hold), wire
+
+    def _along_with(self, sizes: Sizes) -> Along:
+        if self._along is None:
+            self._along = Along(sizes.vectors)
+        return self._along
 
     def _admitted(self, extra_args: Mapping[str, Any], has_token_ids: bool) -> Admitted:
         """As `admit`; remembered, since thousands of requests ask for the same."""

@@ -18,6 +18,7 @@ import numpy as np
 import zmq
 
 from vllm_weir import mail
+from vllm_weir.frontend.along import row_bytes
 from vllm_weir.frontend.mirror import Mirror
 from vllm_weir.frontend.store import Store
 
@@ -176,7 +177,7 @@ def lend(store: Store, token: str, request: bytes) -> list[bytes]:
     if not secrets.compare_digest(wanted.token.encode(), token.encode()):
         raise ValueError("wrong token")
     rows = store.vectors(wanted.digests)
-    return [np.ascontiguousarray(rows[d], "<f4").tobytes() if d in rows else b"" for d in wanted.digests]
+    return [row_bytes(rows[d]) if d in rows else b"" for d in wanted.digests]
 
 
 def deliver(store: Store, token: str, frames, mirror_of) -> None:

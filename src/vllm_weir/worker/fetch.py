@@ -26,17 +26,21 @@ class Fetcher:
         self._context = zmq.Context()
         self._lines: OrderedDict[str, zmq.Socket] = OrderedDict()
         self._ahead: dict[str, dict[str, np.ndarray]] = {}
-        """Reply address -> what was fetched ahead, by digest."""
+        """Reply address -> what came along or was fetched ahead, by digest."""
         self._failed: dict[str, str] = {}
         """Reply address -> why nothing can be had from there at present."""
         # The context would wait for ever for lines that were garbage together with it.
         self.close = weakref.finalize(self, _close, self._context, self._lines)
 
+    def take(self, reply: str, rows: Mapping[str, bytes]) -> None:
+        """Vectors that came along with a request."""
+        self._ahead.setdefault(reply, {}).update(self._rows(rows))
+
     def fetch_ahead(self, wanted: Mapping[str, Iterable[str]]) -> None:
         """Ask for what several requests will ask for, once per reply address; what cannot be had is left to them."""
         for reply, digests in wanted.items():
-            asked = list(dict.fromkeys(digests))
             here = self._ahead.setdefault(reply, {})
+            asked = [digest for digest in dict.fromkeys(digests) if digest not in here]
             try:
                 for k in range(0, len(asked), MOST_AT_ONCE):
                     here.update(self._ask(reply, asked[k : k + MOST_AT_ONCE]))
@@ -44,7 +48,7 @@ class Fetcher:
                 self._failed[reply] = str(e)
 
     def forget(self) -> None:
-        """Drop what was fetched ahead."""
+        """Drop what came along or was fetched ahead."""
         self._ahead.clear()
         self._failed.clear()
 
@@ -72,12 +76,12 @@ class Fetcher:
         except zmq.ZMQError as e:
             self._hang_up(to.vectors)
             raise ValueError(f"the caller's process did not answer: {e}") from None
-        rows = {}
-        for digest, frame in zip(digests, frames, strict=True):
-            row = np.frombuffer(frame, "<f4")
-            if row.shape == (self._d_model,):
-                rows[digest] = row
-        return rows
+        return self._rows(dict(zip(digests, frames, strict=True)))
+
+    def _rows(self, frames: Mapping[str, bytes]) -> dict[str, np.ndarray]:
+        """Those that are vectors of the model's width; an empty one stands for a vector that nobody has."""
+        size = self._d_model * 4
+        return {digest: np.frombuffer(frame, "<f4") for digest, frame in frames.items() if len(frame) == size}
 
     def _line(self, address: str) -> zmq.Socket:
         line = self._lines.get(address)

@@ -148,6 +148,9 @@ class Station:
         self.planner.resume(resumed)
         joining = [(EngineSpec.from_wire(request[1]["spec"]), *request) for request in new]
         replaced = self._links.replaced() if joining else ""
+        for _, _, wire, *_ in joining:
+            if rows := wire.get("rows"):
+                self._fetcher.take(wire["reply"], rows)
         self._fetch_ahead((wire["reply"], spec) for spec, _, wire, *_ in joining)
         for spec, request_id, wire, prompt_len, prompt_ids, cached in joining:
             self.planner.remove(request_id)  # a resumed request joins again
