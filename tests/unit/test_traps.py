@@ -406,10 +406,26 @@ def test_trap_16_a_prompt_in_chunks_is_steered_where_the_whole_one_is(cuts):
 
 
 def test_trap_16_equal_requests_have_equal_forms(desk):
-    """Nothing in what travels to the scheduler tells two equal requests apart, so they share the prefix cache."""
+    """Nothing in what travels to the scheduler tells two equal requests apart, so they share the prefix cache; but that
+    the vector comes along with the first, which is in no key."""
+    from vllm_weir.seams.core import block_hash_extra_keys
+
     wish = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": ROW, "layers": [1]}]}}
     wires = [desk.admit(f"r{k}", copy.deepcopy(wish), [1, 2, 3], 3, 4)[1] for k in range(2)]
+    keys = block_hash_extra_keys(lambda request, start, end: (None, start), None)
+    found = []
+    for wire in wires:
+        params = SimpleNamespace(extra_args={"weir": wire})
+        found.append(keys(Keyed(sampling_params=params, num_prompt_tokens=3, all_token_ids=[1, 2, 3]), 0, 3))
+    assert found[0] == found[1] and found[0][0] is not None
+    assert len(wires[0].pop("rows")) == 1
     assert wires[0] == wires[1] and "salt" not in wires[0]
+
+
+class Keyed(SimpleNamespace):
+    """A request as the block hasher sees it."""
+
+    __hash__ = object.__hash__
 
 
 def test_trap_17_who_waits_for_a_worker_s_word_holds_up_nobody_in_the_event_loop():
