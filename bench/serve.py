@@ -4,7 +4,7 @@
     python bench/serve.py --llama-8b --out FILE     # on a GPU, with torch.compile and CUDA graphs
     python bench/serve.py --llama-8b --pace 0 --pace 64 --out FILE     # and Weir's servers of these paces in the crowd
 
-Two servers of the shipped model, or of the Llama-3.1-8B shapes with dummy weights and the shipped tokenizer, run side
+Servers of the shipped model, or of the Llama-3.1-8B shapes with dummy weights and the shipped tokenizer, run side
 by side; one at a time is sent a round of requests. `alone`: one client sends plain requests, `idle`: several do.
 `crowd`: of many clients only some are plain, and on `weir serve` the others capture and steer, where on plain vLLM they
 send the same requests plain; the latency of the plain ones is compared.
@@ -123,7 +123,7 @@ def compare(
             if number:  # the first round warms up
                 took[name].append([1000 * seconds for seconds in found])
                 beside[name].append([1000 * seconds for seconds in others])
-    ratios = {name: against(took["vllm"], rounds) for name, rounds in took.items() if name != "vllm"}
+    ratios = {name: against(took["vllm"], found) for name, found in took.items() if name != "vllm"}
     others = {k: round(p50(v), 3) for k, v in beside.items() if any(v)}
     return {
         "case": case,

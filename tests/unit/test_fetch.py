@@ -121,7 +121,7 @@ def wish(vectors, capture=()):
 
 
 def test_a_vector_travels_along_once_in_a_while():
-    sender, (a, b, c, d) = Along(6), [wish([v]) for v in rows(4)]
+    sender, (a, b, c, d) = Along(6 * D * 4), [wish([v]) for v in rows(4)]
     assert sender.of(a) == {a.digests[0]: rows(1)[0].tobytes()}
     assert not sender.of(a) and sender.of(b) and sender.of(c) and not sender.of(a)
     assert list(sender.of(d)) == d.digests, "half of the table may be others'"
@@ -131,7 +131,7 @@ def test_a_vector_travels_along_once_in_a_while():
 
 def test_more_than_so_much_does_not_travel_along(monkeypatch):
     monkeypatch.setattr(along, "MOST", 4 * D * 4)
-    sender, many = Along(100), rows(5)
+    sender, many = Along(100 * D * 4), rows(5)
     assert not sender.of(wish(many)) and not sender.of(wish(many))
     assert len(sender.of(wish(many[:4]))) == 4, "what did not travel does not count as sent"
     assert len(sender.of(wish(many))) == 1
@@ -140,7 +140,7 @@ def test_more_than_so_much_does_not_travel_along(monkeypatch):
 def test_directions_always_travel_along():
     directions = torch.arange(2.0 * D).view(2, D)
     admitted = wish(rows(1), (weir.Capture("resid_post", 1, project=directions),))
-    sender = Along(100)
+    sender = Along(100 * D * 4)
     assert len(sender.of(admitted)) == 3
     again = sender.of(admitted)
     assert [np.frombuffer(row, "<f4").tolist() for row in again.values()] == directions.tolist()

@@ -120,14 +120,14 @@ def test_a_file_has_every_sites_rows_also_where_they_lie_together_in_another_ord
 def test_files_that_differ_in_one_thing_have_headers_of_their_own(tmp_path):
     """Headers are remembered by all that they say."""
     one, two = Site("resid_post", 0), Site("resid_post", 1)
-    for rows, width, dtype, sites, lens, own in (
-        (3, 8, torch.float32, (one, two), (), (3, 3)),
-        (4, 8, torch.float32, (one, two), (), (4, 4)),
-        (3, 16, torch.float32, (one, two), (), (3, 3)),
-        (3, 8, torch.bfloat16, (one, two), (), (3, 3)),
-        (3, 8, torch.float32, (two, one), (), (3, 3)),
-        (3, 8, torch.float32, (one, two), (0, 1), (3, 3)),
-        (3, 8, torch.float32, (one, two), (), (3, 2)),
+    for width, dtype, sites, lens, own in (
+        (8, torch.float32, (one, two), (), (3, 3)),
+        (8, torch.float32, (one, two), (), (4, 4)),
+        (16, torch.float32, (one, two), (), (3, 3)),
+        (8, torch.bfloat16, (one, two), (), (3, 3)),
+        (8, torch.float32, (two, one), (), (3, 3)),
+        (8, torch.float32, (one, two), (0, 1), (3, 3)),
+        (8, torch.float32, (one, two), (), (3, 2)),
     ):
         values = {site: torch.randn(n, width).to(dtype) for site, n in zip(sites, own, strict=True)}
         at = {site: torch.arange(n) * 2 + k for k, (site, n) in enumerate(zip(sites, own, strict=True))}

@@ -253,14 +253,16 @@ class Activations(Mapping):
         """
         sites = self.sites
         block = self._rows if isinstance(self._rows, Block) and list(self._rows) == sites else None
-        rows = [self._row(site) for site in sites] if block is None else []
-        shapes = [(some.dtype, tuple(some.shape)) for some in rows]
-        if block is not None:
+        if block is None:
+            rows = [self._row(site) for site in sites]
+            shapes = [(some.dtype, tuple(some.shape)) for some in rows]
+        else:
             shapes = [(block.rows.dtype, (len(block.rows), block.rows.shape[-1]))] * len(sites)
         if other := {dtype for dtype, _ in shapes} - _CODES.keys():
             raise WeirError(f"rows of {', '.join(map(str, other))} cannot be written; convert them first")
-        bodies = [codec.as_bytes(some.contiguous()).numpy() for some in rows]
-        if block is not None:
+        if block is None:
+            bodies = [codec.as_bytes(some.contiguous()).numpy() for some in rows]
+        else:
             bodies = [block.together()]
         # First, so that everything lies on a word's boundary.
         ids = [*_int64(self._positions, sites), *_int64(self._token_ids, sites)]
@@ -322,9 +324,8 @@ class Activations(Mapping):
 def _int64(by_site: Mapping[Site, torch.Tensor], sites: list[Site]) -> list[bytes]:
     """Each site's integers; most sites share theirs."""
     tensors = [by_site[site] for site in sites]
-    made = {
-        id(some): some.numpy().astype(np.int64, copy=False).tobytes() for some in {id(t): t for t in tensors}.values()
-    }
+    own = {id(some): some for some in tensors}
+    made = {number: some.numpy().astype(np.int64, copy=False).tobytes() for number, some in own.items()}
     return [made[id(some)] for some in tensors]
 
 

@@ -164,7 +164,7 @@ class Desk:
         self._chunked = chunked
         self._host = host
         self._inbox: Inbox | None = None
-        self._along: Along | None = None
+        self._along = Along(settings.vector_bytes)
         self._known: Memo[Admitted] = Memo(MOST_KNOWN, LONGEST_KNOWN)
         self._sizes: Sizes | None = None
         self._contents: Contents | None = None
@@ -243,7 +243,7 @@ class Desk:
         if wire is not None:
             if wire["needs"] is not None and self.store.salt:
                 wire["salt"] = self.store.salt
-            if admitted.rows and (along := self._along_with(sizes).of(admitted)):
+            if admitted.rows and (along := self._along.of(admitted)):
                 wire["rows"] = along
         pending = Pending(request_id, admitted, [-1] * prompt_len if prompt_ids is None else prompt_ids, self.store)
         self.store.open(pending)
@@ -254,11 +254,6 @@ class Desk:
         first = wire["first"] if wire is not None else None
         asked = carries_keys(extra_args)
         return Tracker(pending, first, facts.d_model, self.settings.timeout, self.board, asked, self._hold), wire
-
-    def _along_with(self, sizes: Sizes) -> Along:
-        if self._along is None:
-            self._along = Along(sizes.vectors)
-        return self._along
 
     def _admitted(self, extra_args: Mapping[str, Any], has_token_ids: bool) -> Admitted:
         """As `admit`; remembered, since thousands of requests ask for the same."""
