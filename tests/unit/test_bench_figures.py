@@ -15,7 +15,7 @@ from vllm_weir.bench.chart import draw_chart
 from vllm_weir.bench.client import GoneError, LateError
 from vllm_weir.bench.plan import Plan, Size, Task
 from vllm_weir.bench.report import as_markdown
-from vllm_weir.bench.result import CaseResult, Check, Result, mark_checks, merge, set_ratios, startup, summarise
+from vllm_weir.bench.result import CaseResult, Check, Result, mark_checks, merge, pool, set_ratios, startup, summarise
 from vllm_weir.bench.weights import draw, fill_engine, fill_reference
 from vllm_weir.cli import app
 
@@ -88,6 +88,40 @@ def test_merging_twice_counts_runs_on() -> None:
     assert [(c.run, c.ratio_to_stock) for c in both.cases if c.system == "weir"] == [(2, 2.0)]
 
 
+def test_runs_made_one_have_the_median_of_their_ratios() -> None:
+    runs = [
+        result(
+            [decode("stock", "idle", s, s), decode("weir", "idle", w, w), startup("stock", [s]), startup("weir", [w])]
+        )
+        for s, w in ((4.0, 4.4), (8.0, 8.0), (2.0, 2.6))
+    ]
+    runs[1].cases.append(decode("weir", "steer_one", 6.0))
+    set_ratios(runs[1].cases)
+    both = pool(runs)
+    found = {(c.system, c.case): c for c in both.cases}
+    weir = found["weir", "idle"]
+    assert (weir.median_ms, weir.min, weir.max, weir.repeats) == (4.4, 2.6, 8.0, 6)
+    assert weir.ratios == pytest.approx([1.1, 1.0, 1.3]) and weir.ratio_to_stock == pytest.approx(1.1)
+    assert found["weir", "startup"].ratio_to_stock == pytest.approx(1.1)
+    assert found["weir", "steer_one"].ratios == pytest.approx([0.75]) and len(both.runs) == 3
+    again = Result.model_validate_json(both.model_dump_json())
+    set_ratios(again.cases)  # stays: the pooled figures' quotient is another number
+    assert again == both and "**x1.100 (1.000-1.300)**" in as_markdown(again)
+    assert {c.case for c in pool(runs, ("steer_one",)).cases} == {"steer_one"}
+    # One run after it in a merged file counts on from all that were made one.
+    assert merge([both, runs[0]]).cases[-1].run == 3
+    with pytest.raises(ValueError, match="one run, not 3"):
+        pool([both])
+
+
+def test_a_failed_check_of_any_run_marks_what_they_were_made_into() -> None:
+    runs = [result([decode("stock", "idle", 4.0), decode("weir", "steer_one", 4.0)]) for _ in range(2)]
+    sound = Check(system="weir", case="steer_one", size="batch 32", what="w", value=0, bound=1, rows=3, passed=True)
+    runs[0].checks, runs[1].checks = [sound], [sound.model_copy(update={"value": 2.0, "passed": False})]
+    assert {c.case: c.checked for c in pool(runs[:1]).cases} == {"idle": None, "steer_one": True}
+    assert {c.case: c.checked for c in pool(runs).cases} == {"idle": None, "steer_one": False}
+
+
 def test_a_failed_check_marks_its_case() -> None:
     found = result([decode("stock", "idle", 4.0), decode("weir", "capture_all_all_layers", 4.0)])
     check = Check(
@@ -129,7 +163,7 @@ def test_a_report_of_what_is_no_result_names_the_file(tmp_path: Path) -> None:
         assert done.exit_code == 2 and name in done.stderr and "no result file" in done.stderr
 
 
-def test_report_command(tmp_path: Path) -> None:
+def test_report_and_pool_commands(tmp_path: Path) -> None:
     for name, ms in (("a", 4.0), ("b", 5.0)):
         result([decode("stock", "idle", ms), decode("weir", "idle", 6.0)]).save(tmp_path / f"{name}.json")
     paths = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
@@ -137,6 +171,13 @@ def test_report_command(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "| nothing asked | stock | 4-5 (4-5) |" in done.output
     assert len(Result.load(tmp_path / "all.json").runs) == 2
+    one = str(tmp_path / "one.json")
+    done = CliRunner().invoke(app, ["bench", "pool", *paths, "--out", one, "--cases", "idle"])
+    assert done.exit_code == 0, done.output
+    assert [c.ratios for c in Result.load(Path(one)).cases] == [[1.0, 1.0], pytest.approx([1.5, 1.2])]
+    for bad in (["pool", one, paths[0]], ["pool", *paths, "--cases", "idel"]):
+        done = CliRunner().invoke(app, ["bench", *bad, "--out", one], env={"COLUMNS": "400"})
+        assert done.exit_code == 2 and ("one run, not 2" in done.stderr or "idel" in done.stderr)
 
 
 @pytest.mark.parametrize(

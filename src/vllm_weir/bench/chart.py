@@ -69,10 +69,11 @@ def _panel(axis: Any, size: str, cases: list[str], values: list[CaseResult], lar
             continue
         filled = c.checked is not False
         axis.plot(c.ratio_to_stock, place, "o" if filled else "x", color=colour, markersize=6)
+        if c.ratios:
+            axis.plot([min(c.ratios), max(c.ratios)], [place, place], color=colour, linewidth=1.2, alpha=0.6)
         text = f"{c.ratio_to_stock:.3f}" if c.ratio_to_stock < 1.995 else f"{c.ratio_to_stock:.1f}"
-        axis.annotate(
-            text, (c.ratio_to_stock, place), (5, 0), textcoords="offset points", fontsize=7, color=colour, va="center"
-        )
+        end = (max([c.ratio_to_stock, *c.ratios]), place)
+        axis.annotate(text, end, (5, 0), textcoords="offset points", fontsize=7, color=colour, va="center")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     axis.tick_params(colors=INK, length=2)

@@ -1,16 +1,19 @@
-"""``weir bench`` and ``weir bench report``."""
+"""``weir bench``, ``weir bench pool`` and ``weir bench report``."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from vllm_weir.bench.plan import CASES, OPTIONAL, SYSTEMS, Plan
+
+if TYPE_CHECKING:
+    from vllm_weir.bench.result import Result
 
 app = typer.Typer(add_completion=False, invoke_without_command=True, help="Time and check Weir beside others.")
 console = Console(highlight=False, soft_wrap=True)
@@ -79,16 +82,10 @@ def report(
 ) -> None:
     """Merge result files, and draw a Markdown table and a chart."""
     from vllm_weir.bench.report import as_markdown
-    from vllm_weir.bench.result import Result, mark_checks, merge
+    from vllm_weir.bench.result import mark_checks, merge
 
-    results = []
-    for path in files:
-        try:
-            results.append(Result.load(path))
-        except (OSError, ValueError) as e:
-            raise typer.BadParameter(f"{path} is no result file of `weir bench`: {e}") from None
     try:
-        result = merge(results)
+        result = merge(_results(files))
     except ValueError as e:
         raise typer.BadParameter(str(e)) from None
     mark_checks(result)
@@ -105,6 +102,35 @@ def report(
 
         for path in draw_chart(result, chart):
             console.print(f"[dim]{path}[/]")
+
+
+@app.command()
+def pool(
+    files: Annotated[list[Path], typer.Argument(help="Result files of one device, one run each.")],
+    out: Annotated[Path, typer.Option(help="All of them as one run.")],
+    cases: Annotated[str | None, typer.Option(help="Which cases to take. [all]")] = None,
+) -> None:
+    """Make one of several runs of the same cases: each ratio is the median of the runs' own."""
+    from vllm_weir.bench.result import pool as pooled
+
+    try:
+        result = pooled(_results(files), None if cases is None else _names(cases, CASES, "--cases"))
+    except ValueError as e:
+        raise typer.BadParameter(str(e)) from None
+    result.save(out)
+    console.print(f"{out}: {len(result.cases)} figures of {len(files)} runs")
+
+
+def _results(files: list[Path]) -> list[Result]:
+    from vllm_weir.bench.result import Result
+
+    results = []
+    for path in files:
+        try:
+            results.append(Result.load(path))
+        except (OSError, ValueError) as e:
+            raise typer.BadParameter(f"{path} is no result file of `weir bench`: {e}") from None
+    return results
 
 
 def _run(plan: Plan, out: Path, work: Path) -> None:

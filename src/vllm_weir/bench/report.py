@@ -68,7 +68,11 @@ def ratio(values: list[CaseResult]) -> str:
     if not known or known[0].system == "stock":
         return ""
     wrong = any(c.checked is False for c in known)
-    return " / ".join(f"{c.ratio_to_stock:.3f}" for c in known) + (" WRONG" if wrong else "")
+    return " / ".join(f"{c.ratio_to_stock:.3f}{_spread(c.ratios)}" for c in known) + (" WRONG" if wrong else "")
+
+
+def _spread(ratios: list[float]) -> str:
+    return f" ({min(ratios):.3f}-{max(ratios):.3f})" if len(ratios) > 1 else ""
 
 
 def header(label: str) -> str:
@@ -109,9 +113,11 @@ def _below(result: Result) -> list[str]:
     repeats = sorted({c.repeats for c in result.cases if c.median is not None and c.case != "startup"})
     spread = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}" if repeats else "no"
     out = [
-        f"{result.model}; {result.device}; vLLM {result.vllm}, torch {result.torch}. Medians of {spread} runs "
+        f"{result.model}; {result.device}; vLLM {result.vllm}, torch {result.torch}. Medians of {spread} calls "
         "(smallest-largest); bold: over stock vLLM's median in the same run, above 1 is slower.",
     ]
+    if most := max((len(c.ratios) for c in result.cases), default=0):
+        out[0] += f" Where {most} or fewer runs were made one, it is the median of theirs (smallest-largest)."
     for name, about in result.systems.items():
         if about.get("status") != "measured":
             out.append(f"* {name} was {about.get('status')}: {about.get('reason')}")

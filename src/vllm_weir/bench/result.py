@@ -23,6 +23,7 @@ class CaseResult(BaseModel):
             `note` says why.
         min, max: of the repeats, in the same unit.
         ratio_to_stock: time over stock's in the same run; above 1 is slower than stock, for `ktok_s` too.
+        ratios: of several runs that `pool` made one of, each run's own; `ratio_to_stock` is their median.
         checked: whether what was delivered agreed with the reference; None if there is nothing to compare.
     """
 
@@ -36,6 +37,7 @@ class CaseResult(BaseModel):
     max: float | None = None
     repeats: int = 0
     ratio_to_stock: float | None = None
+    ratios: list[float] = []
     samples: list[float] = []
     checked: bool | None = None
     note: str | None = None
@@ -59,6 +61,7 @@ class CaseResult(BaseModel):
         unit = "ktok_s" if self.prefill is not None else "median_ms"
         out: dict[str, Any] = {"case": self.case, "system": self.system, **size, unit: self.median}
         out |= {"min": self.min, "max": self.max, "repeats": self.repeats, "ratio_to_stock": self.ratio_to_stock}
+        out |= {"ratios": self.ratios} if self.ratios else {}
         out |= {"samples": self.samples, "checked": self.checked, "run": self.run}
         return out | ({"note": self.note} if self.note else {})
 
@@ -136,7 +139,7 @@ def _with_samples(case: CaseResult, samples: Sequence[float]) -> CaseResult:
 
 def set_ratios(cases: Iterable[CaseResult]) -> None:
     """Fill `ratio_to_stock` from the same run's stock: its start for `startup`, its `idle` at that size else."""
-    cases = list(cases)
+    cases = [c for c in cases if not c.ratios]
     stock = {(c.run, c.case, c.label): c.median for c in cases if c.system == "stock"}
     for c in cases:
         base = stock.get((c.run, "startup" if c.case == "startup" else "idle", c.label))
@@ -152,14 +155,10 @@ def merge(results: Sequence[Result]) -> Result:
     Raises:
         ValueError: if they are not of one device, model and version.
     """
-    first = results[0]
-    out = Result(device=first.device, vllm=first.vllm, torch=first.torch, model=first.model)
+    out = _alike(results)
     kept: dict[tuple[Any, ...], CaseResult] = {}
     offset = 0
     for result in results:
-        for field in ("device", "vllm", "torch", "model"):
-            if getattr(result, field) != getattr(first, field):
-                raise ValueError(f"{field} differs: {getattr(first, field)} and {getattr(result, field)}")
         for case in result.cases:
             case = case.model_copy(update={"run": case.run + offset})
             key = (case.system, case.case, case.label, case.run if case.system == "stock" else None)
@@ -173,6 +172,57 @@ def merge(results: Sequence[Result]) -> Result:
     used = {(c.run, c.system, c.case, c.label) for c in out.cases}
     out.checks = [c for c in out.checks if (c.run, c.system, c.case, c.size) in used]
     return out
+
+
+def pool(results: Sequence[Result], cases: Sequence[str] | None = None) -> Result:
+    """The same cases, measured in several runs with engines of their own, as one: two engines of one machine differ
+    by more than the repeats of either, so the median of the runs' ratios says more than any one of them.
+
+    Figures are medians of the runs' medians; the samples, and so the smallest and the largest, are those of all runs.
+
+    Args:
+        results: each of one run.
+        cases: which to take; None for all.
+
+    Raises:
+        ValueError: if a file holds several runs, or they are not of one device, model and version.
+    """
+    out = _alike(results)
+    found: dict[tuple[str, str, str], list[CaseResult]] = {}
+    for result in results:
+        if len(result.runs) > 1:
+            raise ValueError(f"a file to be pooled holds one run, not {len(result.runs)}")
+        for case in result.cases:
+            if case.median is not None and (cases is None or case.case in cases):
+                found.setdefault((case.system, case.case, case.label), []).append(case)
+        out.checks += [c.model_copy(update={"run": 0}) for c in result.checks if cases is None or c.case in cases]
+        out.systems |= {name: about for name, about in result.systems.items() if _better(out.systems.get(name), about)}
+        out.runs += result.runs
+    out.cases = [_pooled(same) for same in found.values()]
+    mark_checks(out)
+    return out
+
+
+def _pooled(same: Sequence[CaseResult]) -> CaseResult:
+    """One case of several runs."""
+    samples = [x for case in same for x in case.samples]
+    ratios = [case.ratio_to_stock for case in same if case.ratio_to_stock is not None]
+    middle = statistics.median(case.median for case in same if case.median is not None)
+    figures: dict[str, Any] = {"ktok_s" if same[0].prefill is not None else "median_ms": middle}
+    figures |= {"ratios": ratios, "ratio_to_stock": statistics.median(ratios) if ratios else None}
+    notes = dict.fromkeys(case.note for case in same if case.note)
+    figures |= {"note": "; ".join(notes) or None, "run": 0}
+    return _with_samples(same[0], samples).model_copy(update=figures)
+
+
+def _alike(results: Sequence[Result]) -> Result:
+    """An empty result of the same device, model and versions as all of these; raises ValueError if they differ."""
+    first = results[0]
+    for field in ("device", "vllm", "torch", "model"):
+        for result in results:
+            if getattr(result, field) != getattr(first, field):
+                raise ValueError(f"{field} differs: {getattr(first, field)} and {getattr(result, field)}")
+    return Result(device=first.device, vllm=first.vllm, torch=first.torch, model=first.model)
 
 
 def _better(old: dict[str, Any] | None, new: dict[str, Any]) -> bool:
