@@ -27,7 +27,7 @@ os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "fork"
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 LOG = sys.modules["weir_profile_log"] = types.ModuleType("weir_profile_log")
-LOG.events = []
+LOG.events, LOG.steps = [], []
 CASES = ("idle", "steer_one", "steer_all_distinct", "capture_last_all_layers", "capture_all_all_layers", "capture_rp8")
 
 
@@ -35,6 +35,28 @@ def timed(owner: Any, name: str, part: str) -> None:
     """Log begin and end of every call of a method."""
     events = LOG.events
     hold(owner, name, lambda began, ended: events.append((part, began, ended)))
+
+
+def log_steps(worker: Any) -> None:
+    """Log when each step was issued, and its tokens and new requests."""
+    original, steps = worker.execute_model, LOG.steps
+
+    def execute_model(self, scheduler_output, *args, **kwargs):
+        tokens, new = scheduler_output.total_num_scheduled_tokens, len(scheduler_output.scheduled_new_reqs)
+        steps.append((time.perf_counter(), tokens, new))
+        return original(self, scheduler_output, *args, **kwargs)
+
+    worker.execute_model = execute_model
+
+
+def first_steps(_worker: Any = None) -> list[tuple[float, int, int]]:
+    """The first few steps of this process since the last time."""
+    import sys
+
+    steps = sys.modules["weir_profile_log"].steps
+    out = steps[:12]
+    steps.clear()
+    return out
 
 
 def take(_worker: Any = None) -> list[tuple[str, float, float]]:
@@ -76,6 +98,7 @@ def hold_parts() -> None:
     timed(Scheduler, "schedule", "core: schedule a step")
     timed(Scheduler, "update_from_output", "core: read a step")
     timed(Worker, "execute_model", "worker: execute_model")
+    log_steps(Worker)
     timed(Worker, "sample_tokens", "worker: sample_tokens")
     timed(Station, "follow", "worker: follow")
     timed(Station, "plan_step", "worker: plan")
@@ -210,9 +233,11 @@ def main() -> None:
         prompts = [{"prompt_token_ids": ids} for ids in plan.prompts(size)]
         asked = {case: system.params(case, size) for case in given.cases.split(",")}
         seen: dict[str, list[dict[str, float]]] = defaultdict(list)
+        starts: dict[str, list[list[tuple[float, int, int]]]] = defaultdict(list)
         for turn in range(-given.warmups, given.calls):
             for case, params in asked.items():
                 llm.collective_rpc(take)
+                llm.collective_rpc(first_steps)
                 take()
                 began = time.perf_counter()
                 outs = llm.generate(prompts, params, use_tqdm=False)
@@ -222,6 +247,8 @@ def main() -> None:
                 del outs, rows
                 if turn >= 0:
                     seen[case].append(phases(began, returned, done, take() + llm.collective_rpc(take)[0]))
+                    steps = llm.collective_rpc(first_steps)[0]
+                    starts[case].append([(round(1e3 * (at - began), 2), *what) for at, *what in steps])
         device, idle = {}, {}
         for case, params in asked.items() if cuda else ():
             llm.collective_rpc(record_device)
@@ -244,6 +271,8 @@ def main() -> None:
                     "ms": medians,
                     "device": device.get(case, {}),
                     "gaps": idle.get(case, []),
+                    "whole calls, ms": [round(ms, 2) for ms in whole],
+                    "first steps (ms after, tokens, new requests) of each call": starts[case],
                 }
             )
         show(found["cases"][-len(seen) :])
