@@ -13,7 +13,7 @@ from tests.unit.test_steer_lowering import REPLY, Bench, D
 from tests.unit.wishes import selectors, sensible_captures
 from vllm_weir.spec.positions import Positions
 from vllm_weir.worker.arena import Arena
-from vllm_weir.worker.select import NEVER, Selectors, selectors_of
+from vllm_weir.worker.select import MOST_STEPS, NEVER, Choice, Selectors
 from vllm_weir.worker.step import Later, Lookup, StepPlan
 from vllm_weir.worker.tables import PlanWriter
 
@@ -50,7 +50,7 @@ def test_stretches_are_those_of_the_codes(chosen, P, start, data):
     distinct = tuple(dict.fromkeys(map(Positions.parse, chosen)))
     ids = data.draw(st.lists(st.integers(0, 20), min_size=P, max_size=P))
     end = start + data.draw(st.integers(1, 50))
-    some = selectors_of(distinct, P, ids)
+    some = Choice(distinct).of(P, ids)
     codes = some.codes(np.arange(start, end))
     runs = some.runs(start, end)
     if runs is not None:
@@ -62,7 +62,18 @@ def test_stretches_are_those_of_the_codes(chosen, P, start, data):
     for code in set(codes.tolist()):
         assert some.count(code, start, end) == Scattered(some, ids).count(code, start, end) or not code
     if not some.by_token:
-        assert selectors_of(distinct, P, None) is some
+        assert Choice(distinct).of(P, None) is some
+
+
+def test_what_a_choice_comes_to_belongs_to_its_prompt_length():
+    choice, other = (Choice((Positions.parse("-2:"), Positions.parse("sampled"))) for _ in range(2))
+    for P in (3, 9, 3, *range(1, 3 * MOST_STEPS), 3):
+        some = choice.of(P, None)
+        assert some.prompt_len == P and some is other.of(P, [5] * P)
+        assert [int(x) for x in some.codes(np.arange(P + 1))] == [0] * (P - 2) + [1] * min(P - 1, 1) + [3, 3]
+    by_token = Choice((Positions.parse({"token_ids": [7]}),))
+    assert by_token.of(2, [7, 1]).codes(np.arange(2)).tolist() == [1, 0]
+    assert by_token.of(2, [1, 7]).codes(np.arange(2)).tolist() == [0, 1]
 
 
 @settings(max_examples=200, deadline=None)

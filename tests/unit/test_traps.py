@@ -385,7 +385,7 @@ def test_trap_15_every_way_to_ask_for_the_sampled_rows_gives_one_for_each_output
         for n, at in ((P, 0), *((1, p) for p in range(P, rows))):
             plan = step(planner, [("r", n, at)])
             profiles += [-1] * n if plan is None else plan.profiles.tolist()
-        (column,) = planner._wanted_of(spec_of([("resid_post", [0], "sampled")])).values()
+        _, (column,) = planner._wanted_of(spec_of([("resid_post", [0], "sampled")]))
         found = [p for p, k in enumerate(profiles) if k >= 0 and set(column) <= set(planner.profiles.columns_of[k])]
         assert found == expected
 

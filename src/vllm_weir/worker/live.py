@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.hooks import Site
+from vllm_weir.worker.known import Known
 from vllm_weir.worker.select import tap_of
 
 
@@ -26,11 +27,12 @@ class LiveRequests:
         self._lengths: Counter[int] = Counter()
         """The same lengths, and how often each."""
         self._longest = 0
+        self._mask_of = Known(_mask_of)
 
     def join(self, request_id: str, spec: EngineSpec, prompt_len: int) -> None:
         """A request enters."""
         self.leave(request_id)
-        mask = functools.reduce(operator.or_, (_mask(*place) for place in spec.places), 0)
+        mask = self._mask_of[spec]
         if not mask:
             return
         if spec.end <= prompt_len:
@@ -78,6 +80,10 @@ def _one_less(counter: Counter[int], key: int) -> bool:
         return False
     del counter[key]
     return True
+
+
+def _mask_of(spec: EngineSpec) -> int:
+    return functools.reduce(operator.or_, (_mask(*place) for place in spec.places), 0)
 
 
 @functools.lru_cache(maxsize=1024)

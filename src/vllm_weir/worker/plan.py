@@ -26,7 +26,7 @@ from vllm_weir.worker.profiles import Profiles
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.reading import Reader, Reading
 from vllm_weir.worker.seats import Seats
-from vllm_weir.worker.select import column_of, selectors_of
+from vllm_weir.worker.select import Choice, column_of
 from vllm_weir.worker.steering import Steerer, Steering
 from vllm_weir.worker.step import Repeat, StepPlan
 from vllm_weir.worker.strands import Strands
@@ -86,21 +86,24 @@ class Planner:
         """
         self._end_repeat()
         wanted = self._wanted[spec]
-        if wanted:
-            selectors = selectors_of(tuple(wanted), prompt_len, prompt_ids)
+        if wanted is not None:
+            choice, columns = wanted
             self.reading[request_id] = Reading(
-                request_id, reply, selectors, list(wanted.values()), min(most, ESTIMATE), spec.treatment, directions
-            )
+                request_id, reply, choice.of(prompt_len, prompt_ids), columns, min(most, ESTIMATE), spec.treatment,
+                directions,
+            )  # fmt: skip
             self.seats.take(request_id, reply)
 
-    def _wanted_of(self, spec: ResolvedSpec) -> dict[Positions, tuple[int, ...]]:
-        """Per selector of a spec, the columns it wants that this worker fills; thousands of requests share a spec."""
+    def _wanted_of(self, spec: ResolvedSpec) -> tuple[Choice, list[tuple[int, ...]]] | None:
+        """The selectors of a spec, and the columns that each wants of this worker; thousands of requests share one."""
         by_positions: dict[Positions, set[int]] = {}
         for wish in spec.wishes:
             column = column_of(wish.site, wish.before)
             if column in self.columns:
                 by_positions.setdefault(wish.positions, set()).add(column)
-        return {positions: tuple(sorted(columns)) for positions, columns in by_positions.items()}
+        if not by_positions:
+            return None
+        return Choice(tuple(by_positions)), [tuple(sorted(columns)) for columns in by_positions.values()]
 
     def steer(
         self,
@@ -234,6 +237,6 @@ class Planner:
             start, code = steering.selectors.steady
             if following < start or steering.recipe.varies(code):
                 return self.seats.wait(seat)
-            program, group = self.steerer.program(steering, code), self.steerer.group(steering, code)
+            group, program = self.steerer.at(steering, code)
         self.seats.settle(seat, following, strand, profile, program, group)
         return None

@@ -154,11 +154,25 @@ def _remember(known: dict[Any, Any], key: object, value: object) -> None:
     known[key] = value
 
 
-def selectors_of(distinct: tuple[Positions, ...], prompt_len: int, prompt_ids: Sequence[int] | None) -> Selectors:
-    """Selectors, the same object for requests whose positions are chosen alike; raises WeirError for too many."""
-    if sum(len(s.values) for s in distinct) > MOST_SHARED or any(s.needs_token_ids for s in distinct):
-        return Selectors(distinct, prompt_len, prompt_ids)
-    return _shared(distinct, prompt_len)
+class Choice:
+    """Distinct selectors that requests have in common."""
+
+    def __init__(self, distinct: tuple[Positions, ...]) -> None:
+        self.distinct = distinct
+        self._alike = sum(len(s.values) for s in distinct) <= MOST_SHARED and not any(
+            s.needs_token_ids for s in distinct
+        )
+        self._of: dict[int, Selectors] = {}
+
+    def of(self, prompt_len: int, prompt_ids: Sequence[int] | None) -> Selectors:
+        """For one request: the same object for all whose positions are chosen alike; raises WeirError for too many."""
+        if not self._alike:
+            return Selectors(self.distinct, prompt_len, prompt_ids)
+        found = self._of.get(prompt_len)
+        if found is None:
+            found = _shared(self.distinct, prompt_len)
+            _remember(self._of, prompt_len, found)
+        return found
 
 
 @functools.lru_cache(maxsize=1024)

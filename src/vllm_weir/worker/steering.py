@@ -15,7 +15,7 @@ from vllm_weir.worker.draft import Draft
 from vllm_weir.worker.known import Known
 from vllm_weir.worker.leftovers import Keyed, Leftovers
 from vllm_weir.worker.programs import ProgramTable
-from vllm_weir.worker.select import Selectors, distinct, selectors_of
+from vllm_weir.worker.select import Choice, Selectors, distinct
 from vllm_weir.worker.step import Lookup
 from vllm_weir.worker.strands import Strands
 
@@ -27,7 +27,7 @@ class Recipe:
     """What requests with the same moves have in common on this worker.
 
     Attributes:
-        positions: the distinct selectors of the moves.
+        choice: the distinct selectors of the moves.
         moves: (move, digest, bit of its selector), in the order in which they apply.
         local: moves with a site at this worker's taps: those it can vouch for.
         vectors: what they need, by digest.
@@ -36,12 +36,13 @@ class Recipe:
 
     def __init__(self, moves: tuple[Move, ...], table: ProgramTable) -> None:
         bits = {positions: bit for bit, positions in enumerate(dict.fromkeys(m.positions for m in moves))}
-        self.positions = tuple(bits)
+        self.choice = Choice(tuple(bits))
         self.moves = [(m, m.digest, bits[m.positions]) for m in moves]
         self.local = frozenset(k for k, m in enumerate(moves) if table.local(m))
         self.vectors = tuple(sorted({d for k in self.local for d in moves[k].vectors}))
         self.by_position = any(m.per_position for m in moves)
         self._active: dict[int, tuple[int, ...]] = {}
+        self._varies: dict[int, bool] = {}
         self._programs: dict[int, tuple[tuple, list[tuple[Move, str, int]]]] = {}
 
     def active(self, code: int) -> tuple[int, ...]:
@@ -53,8 +54,12 @@ class Recipe:
 
     def varies(self, code: int) -> bool:
         """Whether what is done at positions with `code` follows from the position or its token, too."""
-        moves = [self.moves[k][0] for k in self.active(code)]
-        return any(move.per_position or move.positions.needs_token_ids for move in moves)
+        varies = self._varies.get(code)
+        if varies is None:
+            moves = [self.moves[k][0] for k in self.active(code)]
+            varies = any(move.per_position or move.positions.needs_token_ids for move in moves)
+            self._varies[code] = varies
+        return varies
 
     def program(self, code: int) -> tuple[tuple, list[tuple[Move, str, int]]]:
         """(identity, moves with their digests and ranks) of what is done at all positions with `code`."""
@@ -80,6 +85,8 @@ class Steering:
     """(digest, rank) of every active move -> (key, number) of a held program."""
     groups: dict[tuple[int, ...], int] = field(default_factory=dict)
     """Moves -> number under which the reader knows them."""
+    at_code: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Code -> (group, program) at all positions with it, as far as they follow from it."""
 
 
 class Steerer:
@@ -116,7 +123,7 @@ class Steerer:
         moves = tuple(moves)
         few = sum(len(m.instructions) for m in moves) <= FEW
         recipe = self._recipes[moves] if few else Recipe(moves, self.table)
-        selectors = selectors_of(recipe.positions, prompt_len, prompt_ids)
+        selectors = recipe.choice.of(prompt_len, prompt_ids)
         self.table.hold_vectors(recipe.vectors, fetch)
         return Steering(request_id, reply, selectors, recipe, Keyed(moves, prompt_len, prompt_ids, salt))
 
@@ -136,10 +143,10 @@ class Steerer:
             self._plan_scattered(draft, steering, reply, first, np.arange(start, start + count))
             return
         for code, a, b in runs:
-            group = self.group(steering, code)
+            group, program = self.at(steering, code)
             if group >= 0:
                 draft.steer_run(reply, group, a, b - a)
-            draft.programs[first + a - start : first + b - start] = self.program(steering, code)
+            draft.programs[first + a - start : first + b - start] = program
 
     def _take_over(self, draft: Draft, steering: Steering, reply: int, start: int) -> None:
         """Positions before `start` come from the prefix cache, where their keys say that they were steered alike."""
@@ -175,6 +182,13 @@ class Steerer:
                 unknown = some[positions[some] >= selectors.prompt_len]
                 if open_bits and len(unknown):
                     draft.lookups.append(self._lookup(steering, code, open_bits, first + unknown, position))
+
+    def at(self, steering: Steering, code: int) -> tuple[int, int]:
+        """(group, program) of all tokens with `code`, of which that is known to be alike."""
+        known = steering.at_code.get(code)
+        if known is None:
+            known = steering.at_code[code] = self.group(steering, code), self.program(steering, code)
+        return known
 
     def group(self, steering: Steering, code: int) -> int:
         """The number of the moves at positions with `code` that this worker vouches for, or -1 if there are none."""
