@@ -49,23 +49,14 @@ def log_steps(worker: Any) -> None:
     worker.execute_model = execute_model
 
 
-def first_steps(_worker: Any = None) -> list[tuple[float, int, int]]:
-    """The first few steps of this process since the last time."""
+def take(_worker: Any = None) -> tuple[list[tuple[str, float, float]], list[tuple[float, int, int]]]:
+    """The events of this process since the last time, and its first few steps."""
     import sys
 
-    steps = sys.modules["weir_profile_log"].steps
-    out = steps[:12]
-    steps.clear()
-    return out
-
-
-def take(_worker: Any = None) -> list[tuple[str, float, float]]:
-    """The events of this process since the last time."""
-    import sys
-
-    events = sys.modules["weir_profile_log"].events
-    out = list(events)
-    events.clear()
+    log = sys.modules["weir_profile_log"]
+    out = list(log.events), log.steps[:12]
+    log.events.clear()
+    log.steps.clear()
     return out
 
 
@@ -237,7 +228,6 @@ def main() -> None:
         for turn in range(-given.warmups, given.calls):
             for case, params in asked.items():
                 llm.collective_rpc(take)
-                llm.collective_rpc(first_steps)
                 take()
                 began = time.perf_counter()
                 outs = llm.generate(prompts, params, use_tqdm=False)
@@ -246,8 +236,8 @@ def main() -> None:
                 done = time.perf_counter()
                 del outs, rows
                 if turn >= 0:
-                    seen[case].append(phases(began, returned, done, take() + llm.collective_rpc(take)[0]))
-                    steps = llm.collective_rpc(first_steps)[0]
+                    events, steps = llm.collective_rpc(take)[0]
+                    seen[case].append(phases(began, returned, done, take()[0] + events))
                     starts[case].append([(round(1e3 * (at - began), 2), *what) for at, *what in steps])
         device, idle = {}, {}
         for case, params in asked.items() if cuda else ():

@@ -114,6 +114,18 @@ def test_runs_made_one_have_the_median_of_their_ratios() -> None:
         pool([both])
 
 
+def test_runs_without_a_figure_are_not_left_out_in_silence() -> None:
+    late = decode("weir", "steer_one", note="did not finish")
+    runs = [
+        result([decode("stock", "idle", 4.0), case, decode("weir", "capture_rp8", note="out of memory")])
+        for case in (decode("weir", "steer_one", 5.0), late)
+    ]
+    found = {c.case: c for c in pool(runs).cases}
+    assert found["steer_one"].ratio_to_stock == 1.25
+    assert found["steer_one"].note == "no figure in 1 of 2 runs; did not finish"
+    assert found["capture_rp8"].median is None and found["capture_rp8"].note == "out of memory"
+
+
 def test_a_failed_check_of_any_run_marks_what_they_were_made_into() -> None:
     runs = [result([decode("stock", "idle", 4.0), decode("weir", "steer_one", 4.0)]) for _ in range(2)]
     sound = Check(system="weir", case="steer_one", size="batch 32", what="w", value=0, bound=1, rows=3, passed=True)

@@ -155,7 +155,7 @@ def merge(results: Sequence[Result]) -> Result:
     Raises:
         ValueError: if they are not of one device, model and version.
     """
-    out = _alike(results)
+    out = _heading(results)
     kept: dict[tuple[Any, ...], CaseResult] = {}
     offset = 0
     for result in results:
@@ -165,8 +165,6 @@ def merge(results: Sequence[Result]) -> Result:
             if case.median is not None or key not in kept:
                 kept[key] = case
         out.checks += [c.model_copy(update={"run": c.run + offset}) for c in result.checks]
-        out.systems |= {name: about for name, about in result.systems.items() if _better(out.systems.get(name), about)}
-        out.runs += result.runs
         offset += max(1, len(result.runs))
     out.cases = list(kept.values())
     used = {(c.run, c.system, c.case, c.label) for c in out.cases}
@@ -187,42 +185,47 @@ def pool(results: Sequence[Result], cases: Sequence[str] | None = None) -> Resul
     Raises:
         ValueError: if a file holds several runs, or they are not of one device, model and version.
     """
-    out = _alike(results)
+    out = _heading(results)
     found: dict[tuple[str, str, str], list[CaseResult]] = {}
     for result in results:
         if len(result.runs) > 1:
             raise ValueError(f"a file to be pooled holds one run, not {len(result.runs)}")
         for case in result.cases:
-            if case.median is not None and (cases is None or case.case in cases):
+            if cases is None or case.case in cases:
                 found.setdefault((case.system, case.case, case.label), []).append(case)
         out.checks += [c.model_copy(update={"run": 0}) for c in result.checks if cases is None or c.case in cases]
-        out.systems |= {name: about for name, about in result.systems.items() if _better(out.systems.get(name), about)}
-        out.runs += result.runs
     out.cases = [_pooled(same) for same in found.values()]
     mark_checks(out)
     return out
 
 
 def _pooled(same: Sequence[CaseResult]) -> CaseResult:
-    """One case of several runs."""
-    samples = [x for case in same for x in case.samples]
+    """One case of several runs; runs without a figure are named in its note."""
+    medians = [case.median for case in same if case.median is not None]
     ratios = [case.ratio_to_stock for case in same if case.ratio_to_stock is not None]
-    middle = statistics.median(case.median for case in same if case.median is not None)
-    figures: dict[str, Any] = {"ktok_s" if same[0].prefill is not None else "median_ms": middle}
-    figures |= {"ratios": ratios, "ratio_to_stock": statistics.median(ratios) if ratios else None}
-    notes = dict.fromkeys(case.note for case in same if case.note)
-    figures |= {"note": "; ".join(notes) or None, "run": 0}
-    return _with_samples(same[0], samples).model_copy(update=figures)
+    notes = [case.note for case in same if case.note]
+    if 0 < len(medians) < len(same):
+        notes.insert(0, f"no figure in {len(same) - len(medians)} of {len(same)} runs")
+    figures: dict[str, Any] = {"ratios": ratios, "ratio_to_stock": statistics.median(ratios) if ratios else None}
+    if medians:
+        figures["ktok_s" if same[0].prefill is not None else "median_ms"] = statistics.median(medians)
+    figures |= {"note": "; ".join(dict.fromkeys(notes)) or None, "run": 0}
+    return _with_samples(same[0], [x for case in same for x in case.samples]).model_copy(update=figures)
 
 
-def _alike(results: Sequence[Result]) -> Result:
-    """An empty result of the same device, model and versions as all of these; raises ValueError if they differ."""
+def _heading(results: Sequence[Result]) -> Result:
+    """A result with the systems and runs of all of these, and no cases; raises ValueError if device, model or versions
+    differ."""
     first = results[0]
     for field in ("device", "vllm", "torch", "model"):
         for result in results:
             if getattr(result, field) != getattr(first, field):
                 raise ValueError(f"{field} differs: {getattr(first, field)} and {getattr(result, field)}")
-    return Result(device=first.device, vllm=first.vllm, torch=first.torch, model=first.model)
+    out = Result(device=first.device, vllm=first.vllm, torch=first.torch, model=first.model)
+    for result in results:
+        out.systems |= {name: about for name, about in result.systems.items() if _better(out.systems.get(name), about)}
+        out.runs += result.runs
+    return out
 
 
 def _better(old: dict[str, Any] | None, new: dict[str, Any]) -> bool:

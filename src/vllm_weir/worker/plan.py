@@ -88,10 +88,10 @@ class Planner:
         wanted = self._wanted[spec]
         if wanted is not None:
             choice, columns = wanted
+            selectors = choice.of(prompt_len, prompt_ids)
             self.reading[request_id] = Reading(
-                request_id, reply, choice.of(prompt_len, prompt_ids), columns, min(most, ESTIMATE), spec.treatment,
-                directions,
-            )  # fmt: skip
+                request_id, reply, selectors, columns, min(most, ESTIMATE), spec.treatment, directions
+            )
             self.seats.take(request_id, reply)
 
     def _wanted_of(self, spec: ResolvedSpec) -> tuple[Choice, list[tuple[int, ...]]] | None:

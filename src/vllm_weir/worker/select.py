@@ -159,20 +159,14 @@ class Choice:
 
     def __init__(self, distinct: tuple[Positions, ...]) -> None:
         self.distinct = distinct
-        self._alike = sum(len(s.values) for s in distinct) <= MOST_SHARED and not any(
-            s.needs_token_ids for s in distinct
-        )
-        self._of: dict[int, Selectors] = {}
+        few = sum(len(s.values) for s in distinct) <= MOST_SHARED
+        self._alike = few and not any(s.needs_token_ids for s in distinct)
 
     def of(self, prompt_len: int, prompt_ids: Sequence[int] | None) -> Selectors:
         """For one request: the same object for all whose positions are chosen alike; raises WeirError for too many."""
-        if not self._alike:
-            return Selectors(self.distinct, prompt_len, prompt_ids)
-        found = self._of.get(prompt_len)
-        if found is None:
-            found = _shared(self.distinct, prompt_len)
-            _remember(self._of, prompt_len, found)
-        return found
+        if self._alike:
+            return _shared(self.distinct, prompt_len)
+        return Selectors(self.distinct, prompt_len, prompt_ids)
 
 
 @functools.lru_cache(maxsize=1024)

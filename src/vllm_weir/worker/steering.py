@@ -41,8 +41,8 @@ class Recipe:
         self.local = frozenset(k for k, m in enumerate(moves) if table.local(m))
         self.vectors = tuple(sorted({d for k in self.local for d in moves[k].vectors}))
         self.by_position = any(m.per_position for m in moves)
+        self._by_token = any(m.positions.needs_token_ids for m in moves)
         self._active: dict[int, tuple[int, ...]] = {}
-        self._varies: dict[int, bool] = {}
         self._programs: dict[int, tuple[tuple, list[tuple[Move, str, int]]]] = {}
 
     def active(self, code: int) -> tuple[int, ...]:
@@ -54,12 +54,10 @@ class Recipe:
 
     def varies(self, code: int) -> bool:
         """Whether what is done at positions with `code` follows from the position or its token, too."""
-        varies = self._varies.get(code)
-        if varies is None:
-            moves = [self.moves[k][0] for k in self.active(code)]
-            varies = any(move.per_position or move.positions.needs_token_ids for move in moves)
-            self._varies[code] = varies
-        return varies
+        if not (self.by_position or self._by_token):
+            return False
+        moves = [self.moves[k][0] for k in self.active(code)]
+        return any(move.per_position or move.positions.needs_token_ids for move in moves)
 
     def program(self, code: int) -> tuple[tuple, list[tuple[Move, str, int]]]:
         """(identity, moves with their digests and ranks) of what is done at all positions with `code`."""
