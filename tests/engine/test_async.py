@@ -11,7 +11,7 @@ import vllm_weir as weir
 from tests.engine.common import SELECTORS, asking, directory, ids_of, oracle, prompts, sampling, tokens, verify
 from tests.support.check import expected_positions
 from tests.support.engines import async_llm
-from tests.support.measure import rel_err
+from tests.support.measure import nothing_held, rel_err
 
 pytestmark = pytest.mark.engine
 CLOSE_OTHERS = True
@@ -185,8 +185,7 @@ def test_a_bad_wish_is_a_weir_error_and_the_client_s_mistake(served, truth, extr
 def test_nothing_is_left_in_the_engine(served):
     async def usage():
         await stream(served.engine, prompts([3])[0], sampling(2), "last")
-        await asyncio.sleep(0.5)
-        return await served.engine.collective_rpc("weir_usage")
+        await nothing_held(served.engine, 2.0)
 
-    assert not any(n for held in served.call(usage()) for n in held.values())
+    served.call(usage())
     assert not served.engine.output_processor.request_states

@@ -68,13 +68,13 @@ def notes(monkeypatch):
 
 @pytest.fixture
 def llm(root, notes):
-    """An engine with a named sink, one with little room, and marks that are kept for two seconds."""
+    """An engine with a named sink, one with little room, and marks that are kept for four seconds."""
     sinks = {
         "kept": {"notes": {"label": "kept"}},
         "small": {"notes": {"label": "small"}, "policy": "drop", "queue_bytes": 1},
     }
     return get_llm(
-        directory(root), additional_config={"weir": {"sinks": sinks, "marked_seconds": 2.0, "timeout": 20.0}}
+        directory(root), additional_config={"weir": {"sinks": sinks, "marked_seconds": 4.0, "timeout": 20.0}}
     )
 
 
@@ -164,8 +164,20 @@ def test_a_sink_that_fails_fails_its_request(llm):
 
 def test_a_sink_without_room_drops_and_says_so(llm):
     Notes.gate.clear()
-    threading.Timer(1.0, Notes.gate.set).start()
-    outs = llm.generate(prompts([8] * 5), to("small"), use_tqdm=False)
+    before, over = weir.sinks(llm)["small"]["dropped"], threading.Event()
+
+    def open_when_dropped():
+        while weir.sinks(llm)["small"]["dropped"] < before + 3 and not over.wait(0.01):
+            pass
+        Notes.gate.set()
+
+    watcher = threading.Thread(target=open_when_dropped)
+    watcher.start()
+    try:
+        outs = llm.generate(prompts([8] * 5), to("small"), use_tqdm=False)
+    finally:
+        over.set()
+        watcher.join()
     states = [o.receipt.sinks["small"] for o in outs]
     assert set(states) == {"written", "dropped"} and states.count("dropped") >= 3
     assert all(bool(o.receipt.files) == (s == "written") for o, s in zip(outs, states))
@@ -178,7 +190,7 @@ def test_marks(llm):
     assert ticket.wait(10) == outs[1].receipt.files and len(ticket.files) == 1
     assert [dict(r.metadata) for _, r in Notes.finished] == [{"why": "odd", "score": 0.5}]
     assert {rows[1].prompt_tokens for rows in Notes.rows} == {7}
-    time.sleep(2.2)
+    time.sleep(4.2)
     with pytest.raises(weir.WeirError, match="marked_seconds"):
         weir.mark(outs[0].request_id)
     assert outs[2].receipt.sinks == {"kept": "evicted"}

@@ -9,6 +9,7 @@ import pytest
 
 import vllm_weir as weir
 from tests.support.engines import async_llm, close_all
+from tests.support.measure import nothing_held
 from tests.support.steered import check, directory, prompt, sampling, tokens, truth, vectors
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -84,9 +85,7 @@ def test_async_engine():
             await one(engine, 1, sampling(2), "plain again")
             del out, outs, seen
             gc.collect()
-            await asyncio.sleep(0.2)
-            (held,) = await engine.collective_rpc("weir_usage")
-            assert not any(held.values()), held
+            await nothing_held(engine, 2.0)
         finally:
             engine.shutdown(0)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +21,14 @@ def eventually(read: Callable[[], T], expected: T, seconds: float) -> None:
     while (now := read()) != expected:
         assert time.monotonic() < deadline, f"still {now} after {seconds} s, not {expected}"
         time.sleep(0.02)
+
+
+async def nothing_held(engine: Any, seconds: float) -> None:
+    """Workers of an `AsyncLLM` hold nothing of any request within so many seconds of a machine of their own."""
+    deadline = time.monotonic() + seconds * (SHARED if "PYTEST_XDIST_WORKER" in os.environ else 1)
+    while held := [n for worker in await engine.collective_rpc("weir_usage") for n in worker.items() if n[1]]:
+        assert time.monotonic() < deadline, f"still {held} after {seconds} s"
+        await asyncio.sleep(0.02)
 
 
 def rel_err(a: torch.Tensor, b: torch.Tensor) -> float:

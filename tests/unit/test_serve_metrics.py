@@ -107,9 +107,10 @@ def test_gauges_follow_the_workers_while_requests_live(desk, monkeypatch, tmp_pa
             tell(*told)
         (tmp_path / f"{'0' * 32}.safetensors").write_bytes(bytes(100))
         spool.sweep()
-        await asyncio.sleep(0.1)
-        found = {(n, e): value(registry, n, engine=e) for n in FILL_AND_WAIT for e in "01"}
-        assert found == dict(zip(found, (0.5, 0.125, 3, 0))) and value(registry, "weir_spool_bytes") == 100
+        names = [(n, {"engine": e}) for n in FILL_AND_WAIT for e in "01"] + [("weir_spool_bytes", {})]
+        async with asyncio.timeout(5):
+            while [value(registry, n, **labels) for n, labels in names] != [0.5, 0.125, 3, 0, 100]:
+                await asyncio.sleep(0.01)
         assert not task.done()
         del tracker
         await asyncio.wait_for(task, 5)
