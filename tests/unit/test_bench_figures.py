@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from vllm_weir.bench import command, measure, reference
+from vllm_weir.bench import command, measure, reference, tally
 from vllm_weir.bench.chart import draw_chart
 from vllm_weir.bench.client import GoneError, LateError
 from vllm_weir.bench.plan import Plan, Size, Task
@@ -276,7 +276,8 @@ def test_a_late_case_costs_its_larger_batches_and_nothing_else(monkeypatch: Any,
     found = run_fake(monkeypatch, tmp_path, script)
     by = {(c.system, c.case, c.label): c for c in found.cases}
     late = [by["weir", "capture_all_all_layers", f"batch {n}"] for n in (1, 4)]
-    assert late[0].median is None and late[0].note == "did not finish within 100 s; logged: ValueError: too long"
+    assert late[0].median is None
+    assert late[0].note == "did not finish: the limit is 100 s a case; logged: ValueError: too long"
     assert late[1].note == f"not tried: batch 1 {late[0].note}"
     assert by["weir", "idle", "batch 4"].repeats == 3
     assert by["weir", "capture_all_all_layers", "prefill 2x32"].repeats == 3
@@ -289,6 +290,43 @@ def test_a_slow_case_stops_at_the_limit(monkeypatch: Any, tmp_path: Path) -> Non
     assert by["weir", "idle", "batch 1"].repeats == 2
     assert by["weir", "idle", "batch 1"].note == "stopped after 2 repeats: the limit is 100 s a case"
     assert by["weir", "idle", "batch 4"].note == "one run took 60.0 s: the limit is 100 s a case"
+
+
+def test_a_run_ends_at_its_limit_and_names_what_is_left(monkeypatch: Any, tmp_path: Path) -> None:
+    """Rows that came in time are compared all the same."""
+    now, compared = [0.0], []
+    monkeypatch.setattr(tally.time, "monotonic", lambda: now[0])
+
+    class Timed(Fake):
+        def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:
+            now[0] += min(seconds, 10.0) if do in ("start", "run") else 0.0
+            if do == "run" and seconds < 10.0:
+                raise LateError("late")
+            return super().ask(seconds, do, **what) | ({"seconds": 10.0} if do == "run" else {})
+
+    monkeypatch.setattr(measure, "Client", Timed)
+    monkeypatch.setattr(reference, "compare", lambda plan, samples, workdir: compared.extend(samples) or [])
+    systems = ("stock", "weir", "native")
+    given = plan(run_seconds=285, prefill=None, batches=(1, 4, 8), systems=systems, interleave=False)
+    found = measure.Bench(given, tmp_path / "out.json", tmp_path, lambda _: None).run()
+    by = {(c.system, c.case, c.batch): c for c in found.cases}
+    # A start and 12 runs of stock's, another and 12 of weir's: 260 s.
+    assert by["stock", "idle", 8].repeats == by["weir", "idle", 8].repeats == 3
+    left = [by["weir", "capture_all_all_layers", n] for n in (1, 4, 8)]
+    why = ["stopped after 1 repeats", "not measured, did not finish", "not measured, not begun"]
+    assert [(c.note or "").split(";")[0] for c in left] == [f"{x}: the limit is 285 s a run" for x in why]
+    assert [c.repeats for c in left] == [1, 0, 0] and as_markdown(found).count(" not measured |") == 2
+    assert found.systems["native"] == {"status": "skipped", "reason": "not started: the limit is 285 s a run"}
+    assert now == [285.0] and len(compared) == 1 and found.runs[0]["run_seconds"] == 285
+
+
+def test_an_engine_that_ends_is_not_started_again_where_there_is_no_time(monkeypatch: Any, tmp_path: Path) -> None:
+    script = {("weir", "idle", 1): GoneError("its process ended: x")}
+    found = run_fake(monkeypatch, tmp_path, script, cases=("idle",), run_seconds=9.0)  # a start takes 10
+    by = {(c.system, c.case, c.label): c for c in found.cases}
+    assert by["weir", "idle", "batch 1"].note == "failed: its process ended: x"
+    assert by["weir", "idle", "batch 4"].note == "not run: its engine ended before and did not come back"
+    assert by["stock", "idle", "batch 4"].repeats == 3
 
 
 def test_an_engine_that_ends_is_started_again_and_said(monkeypatch: Any, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def _panel(axis: Any, size: str, cases: list[str], values: list[CaseResult], lar
         place = cases.index(case) + 0.2 * (SYSTEMS.index(c.system) - 2)
         colour = COLOURS[c.system]
         if c.ratio_to_stock is None:
-            axis.text(0.98, place, "did not finish" if c.note else "none", fontsize=7, color=colour, va="center",
+            axis.text(0.98, place, c.absent, fontsize=7, color=colour, va="center",
                       ha="right", transform=axis.get_yaxis_transform())  # fmt: skip
             continue
         filled = c.checked is not False

@@ -37,6 +37,7 @@ def bench(
     out: Annotated[Path, typer.Option(help="The result, JSON.")] = Path("bench/results/latest.json"),
     weir_config: Annotated[str, typer.Option(help='additional_config["weir"], JSON.')] = "{}",
     case_seconds: Annotated[float, typer.Option(help="No case takes longer.", min=1)] = 120.0,
+    run_seconds: Annotated[float | None, typer.Option(help="What is not done by then is named.", min=1)] = None,
     startups: Annotated[int, typer.Option(help="Fresh processes in which the start is timed.", min=1)] = 1,
     cold: Annotated[bool | None, typer.Option("--cold/--cached", help="Compile at every start. [CPU: cached]")] = None,
     interleave: Annotated[bool, typer.Option(help="Stock and Weir take turns, run by run.")] = True,
@@ -68,6 +69,7 @@ def bench(
             "weir_config": _object(weir_config),
             "lens_path": lens_path,
             "case_seconds": case_seconds,
+            "run_seconds": run_seconds,
         }
         settings |= {"startups": startups, "interleave": interleave, "memory_share": memory_share}
         _run(Plan(**settings), out, Path(work))

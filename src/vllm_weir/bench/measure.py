@@ -6,42 +6,15 @@ import datetime
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vllm_weir.bench.client import Client, GoneError, LateError
 from vllm_weir.bench.plan import CAPTURES, CASES, STEERS, Plan, Task
-from vllm_weir.bench.result import CaseResult, Check, Result, mark_checks, set_ratios, startup, summarise
+from vllm_weir.bench.result import Check, Result, mark_checks, set_ratios, startup
+from vllm_weir.bench.tally import Limits, Tally
 
 RESTARTS = 4
-
-
-@dataclass
-class Tally:
-    """A task's runs so far, in seconds."""
-
-    task: Task
-    warm: list[float] = field(default_factory=list)
-    timed: list[float] = field(default_factory=list)
-    note: str | None = None
-    closed: bool = False
-    late: bool = False
-    graphs: int = 0
-    """CUDA graphs that were captured in the timed runs."""
-
-    def spent(self) -> float:
-        return sum(self.warm) + sum(self.timed)
-
-    def close(self, note: str, late: bool = False) -> None:
-        """No more runs."""
-        self.note, self.closed, self.late = note, True, late
-
-    def result(self) -> CaseResult:
-        """With each run as ms a step or thousand tokens a second."""
-        captured = f"{self.graphs} CUDA graphs were captured in the timed runs" if self.graphs else None
-        note = "; ".join(filter(None, [self.note, captured])) or None
-        return summarise(self.task, [self.task.size.figure(s) for s in self.timed], note)
 
 
 class Bench:
@@ -58,6 +31,7 @@ class Bench:
         self.refused: dict[str, str] = {}
         self.tallies: list[Tally] = []
         self.samples: list[tuple[str, Path]] = []
+        self.limits = Limits.of(plan)
         settings = plan.model_dump(mode="json", exclude={"model", "lens_path"})
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.result = Result(device="", vllm="", torch="", model=plan.model_name, runs=[{"date": now, **settings}])
@@ -65,6 +39,7 @@ class Bench:
     def run(self) -> Result:
         """All groups one after the other; the result is on the disk after each."""
         started = time.monotonic()
+        self.limits = Limits.of(self.plan)
         try:
             for group in self.groups():
                 self.run_group(group)
@@ -115,6 +90,9 @@ class Bench:
 
     def open(self, name: str, timed: bool) -> bool:
         """Start a system's engine; False, with the reason in the result, if it cannot."""
+        if self.limits.of_run() <= 0:
+            self.refuse(name, "skipped", f"not started: the limit is {self.plan.run_seconds:.0f} s a run")
+            return False
         self.say(f"{name}: starting")
         client = self.clients[name] = Client(name, self.plan, self.workdir)
         try:
@@ -144,7 +122,8 @@ class Bench:
         self.say(f"{name}: {status}: {reason}")
         self.refused[name] = reason
         self.result.systems[name] = {"status": status, "reason": reason}
-        self.clients.pop(name).close(5)
+        if name in self.clients:
+            self.clients.pop(name).close(5)
 
     def stop(self, names: Sequence[str]) -> None:
         """End the engines of a group."""
@@ -184,10 +163,10 @@ class Bench:
         if tally.closed:
             return
         runs = tally.warm + tally.timed
-        left = self.plan.case_seconds - tally.spent()
-        if runs and min(runs) > left:
-            times = f"stopped after {len(tally.timed)} repeats" if tally.timed else f"one run took {runs[-1]:.1f} s"
-            tally.close(f"{times}: the limit is {self.plan.case_seconds:.0f} s a case", late=True)
+        left = self.limits.left(tally)
+        if left <= min(runs, default=0):
+            one = f"one run took {runs[-1]:.1f} s" if runs else "not begun"
+            self.limits.end(tally, f"stopped after {len(tally.timed)} repeats" if tally.timed else one)
             return
         task = tally.task
         client = self.clients.get(task.system) or self.again(task.system)
@@ -202,8 +181,7 @@ class Bench:
         except LateError:
             logged = client.last_error()
             self.drop(task.system)
-            reason = f"; logged: {logged}" if logged else ""
-            tally.close(f"did not finish within {self.plan.case_seconds:.0f} s{reason}", late=True)
+            self.limits.end(tally, "did not finish", f"; logged: {logged}" if logged else "")
         except GoneError as e:
             self.drop(task.system)
             tally.close(f"failed: {e}")
@@ -222,7 +200,9 @@ class Bench:
         self.clients.pop(name).close(0.1)
 
     def again(self, name: str) -> Client | None:
-        """A new engine for a system whose last one ended."""
+        """A new engine for a system whose last one ended, if there is time for its start."""
+        if self.starts.get(name, [0])[-1] > self.limits.of_run():
+            return None
         self.restarts[name] = self.restarts.get(name, 0) + 1
         if self.restarts[name] > RESTARTS or name in self.refused:
             return None

@@ -80,6 +80,7 @@ class Plan(BaseModel):
         prefill: (prompts, tokens each), or None.
         repeats, warmups: runs of every case, timed and before.
         case_seconds: no case takes longer, warm-ups included.
+        run_seconds: no case is begun later, and none under way is waited for; rows are compared after that.
         interleave: stock's and Weir's engines live together and take turns.
         startups: fresh processes in which the start is timed.
         cold: each of them compiles everything, into caches of its own.
@@ -105,6 +106,7 @@ class Plan(BaseModel):
     repeats: int
     warmups: int
     case_seconds: float
+    run_seconds: float | None = None
     start_seconds: float = 400.0
     interleave: bool = True
     startups: int = 1

@@ -45,8 +45,7 @@ def figure(values: list[CaseResult]) -> str:
     """Median, smallest and largest; ms, seconds for a start, thousand tokens a second."""
     known = [c for c in values if c.median is not None]
     if not known:
-        late = any(word in (c.note or "") for c in values for word in ("did not finish", "not tried"))
-        return "did not finish" if late else "none" if values else ""
+        return " / ".join(dict.fromkeys(c.absent for c in values))
     unit = 1e3 if known[0].case == "startup" else 1.0
 
     def show(x: float) -> str:

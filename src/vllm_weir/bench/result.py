@@ -49,6 +49,13 @@ class CaseResult(BaseModel):
         return self.ktok_s if self.prefill is not None else self.median_ms
 
     @property
+    def absent(self) -> str:
+        """Why there is no figure, in two words; `note` has the rest."""
+        if not self.note or self.median is not None:
+            return "none"
+        return next((words for words in ("not measured", "failed") if self.note.startswith(words)), "did not finish")
+
+    @property
     def label(self) -> str:
         """``batch 32``, ``prefill 64x1024``, or ``start``."""
         if self.prefill is not None:
