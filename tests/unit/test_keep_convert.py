@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from tests.unit.stored import SITES, D, check, length_of, make, rows_of
+from tests.unit.stored import SITES, D, check, length_of, make, rows_of, tokens_of
 from vllm_weir.cli import app
 from vllm_weir.errors import WeirError
-from vllm_weir.keep import LAYOUTS, Writer, convert, inspect, load
+from vllm_weir.keep import LAYOUTS, Batch, Writer, convert, inspect, load, open_writer
 
 NAMES = ["a", "b/c", "d"]
 
@@ -47,7 +49,6 @@ def test_a_conversion_that_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.M
 
     def stop(self: Writer, request: str, metadata: object = None) -> None:
         if request == "d":
-            self.flush()
             raise KeyboardInterrupt
         real(self, request, metadata)  # type: ignore[arg-type]
 
@@ -74,6 +75,60 @@ def test_a_conversion_goes_on_only_with_the_compression_it_was_begun_with(layout
             convert(tmp_path / "from", tmp_path / "to", layout, compress=other)
     make(tmp_path / "more", "packed", ["e"])
     assert convert(tmp_path / "more", tmp_path / "to", layout) == 1  # other requests may be of another kind
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("compress", [None, "full8"])
+def test_two_requests_of_one_id_are_not_taken_for_one(layout: str, compress: str | None, tmp_path: Path) -> None:
+    """What the target holds is passed over only if it is what would be put there."""
+    make(tmp_path / "one", "sharded", NAMES)
+    assert convert(tmp_path / "one", tmp_path / "to", layout, compress=compress) == 3
+    longer = np.arange(length_of("a") + 2)
+    tokens, other = tokens_of(len(longer)), rows_of("other", "resid_post", 0, len(longer))
+    for k, (rows, ids) in enumerate([(longer, tokens), (longer[:-2], tokens[:-2] + 1), (longer[:-2], tokens[:-2])]):
+        with open_writer(tmp_path / f"two{k}", "packed") as writer:
+            for hook, layer in SITES:
+                writer.write(Batch("a", hook, layer, rows, ids, other[: len(rows)]))
+            writer.finish_request("a")
+        if k < 2 or compress is None:  # the same prompt, compressed anew, is not compared
+            with pytest.raises(WeirError, match=r"^target: .*to holds another request 'a': its rows are not those of"):
+                convert(tmp_path / f"two{k}", tmp_path / "to", layout, compress=compress)
+    with open_writer(tmp_path / "fewer", "packed") as writer:
+        writer.write(Batch("a", *SITES[0], longer[:-2], tokens[:-2], rows_of("a", *SITES[0], len(longer) - 2)))
+        writer.finish_request("a")
+    with pytest.raises(WeirError, match="holds another request"):
+        convert(tmp_path / "fewer", tmp_path / "to", layout, compress=compress)
+    if compress is None:
+        check(load(tmp_path / "to"), NAMES)
+    assert convert(tmp_path / "one", tmp_path / "to", layout, compress=compress) == 0
+
+
+def test_rows_that_were_stored_without_checksums_are_read_to_compare_them(tmp_path: Path) -> None:
+    x = torch.randn(2, 6, D)
+    for k in range(2):
+        (tmp_path / f"native{k}").mkdir()
+        file = tmp_path / f"native{k}" / "r.safetensors"
+        save_file({"hidden_states": x[k][:, None].contiguous(), "token_ids": torch.arange(6)}, file)
+    sources = [load(tmp_path / f"native{k}", layer_ids=[3]) for k in range(2)]
+    assert [convert(sources[0], tmp_path / "to") for _ in range(2)] == [1, 0]
+    with pytest.raises(WeirError, match="holds another request 'r'"):
+        convert(sources[1], tmp_path / "to")
+
+
+def test_what_a_foreign_format_should_say_comes_along(tmp_path: Path) -> None:
+    """And what it has compressed with loss is compressed again only when asked."""
+    codes = {"q": np.ones((4, 8), np.uint8), "scale": np.ones(4, np.float32), "zero": np.zeros(4, np.float32)}
+    (tmp_path / "mi" / "req_1").mkdir(parents=True)
+    np.savez_compressed(tmp_path / "mi" / "req_1" / "seq0_layer0_rank0.npz", **codes)
+    dataset = load(tmp_path / "mi")
+    with pytest.raises(WeirError, match="compressed by Vllm_mi_patch to 8 bits already"):
+        convert(dataset, tmp_path / "lossy", compress="full8")
+    assert convert(dataset, tmp_path / "again", compress="full8", again=True) == 1
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "mi"), str(tmp_path / "to"), "--compress", "none"])
+    assert done.exit_code == 0 and all(f"Note: {note}" in done.stderr for note in dataset.index.notes)
+    assert load(tmp_path / "to").metadata("req_1") == {
+        "source": {"layout": "vllm_mi_patch", "notes": dataset.index.notes}
+    }
 
 
 def test_the_commands(tmp_path: Path) -> None:

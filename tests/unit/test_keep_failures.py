@@ -20,10 +20,12 @@ import torch
 
 from tests.unit.stored import SITES, check, length_of, make, rows_of, tokens_of, write
 from vllm_weir.errors import WeirError
+from vllm_weir.extraction import source, wanted
 from vllm_weir.keep import LAYOUTS, ActivationDataset, Batch, load, open_writer
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.gathered import safe_name
 from vllm_weir.keep.verify import verify
+from vllm_weir.keep.writer import read_marker
 from vllm_weir.spec.compress import Compression
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,6 +113,55 @@ def test_killed_and_started_again_until_done(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}, check=True)
     check(load(path), NAMES)
     assert not list(path.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_was_finished_before_an_error_is_published(layout: str, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), open_writer(tmp_path, layout) as writer:
+        for name in NAMES[:3]:
+            write(writer, name)
+        write(writer, NAMES[3], finish=False)
+        raise KeyboardInterrupt
+    check(load(tmp_path), NAMES[:3])
+
+
+def test_what_could_not_be_published_after_an_error_is_said_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(RuntimeError, match="mine") as e, open_writer(tmp_path, "packed") as writer:
+        write(writer, "a")
+        monkeypatch.setattr(os, "pwrite", full)
+        raise RuntimeError("mine")
+    (note,) = e.value.__notes__
+    assert "could not be published" in note and "No space left" in note
+    assert writer._closed
+
+
+REMOTE = """
+import os, signal, sys
+from tests.unit.stored import write
+from vllm_weir.keep import open_writer
+writer = open_writer("memory://killed/ds", "sharded")
+write(writer, "a")
+if len(sys.argv) > 1:
+    print(len([n for n in os.listdir(os.environ["TMPDIR"])]), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_writer_had_on_its_way_to_a_remote_store_is_swept(tmp_path: Path) -> None:
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    for more in ([], ["look"]):
+        done = subprocess.run(
+            [sys.executable, "-c", REMOTE, *more], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=False
+        )
+        assert done.returncode == -9
+        (left,) = tmp_path.iterdir()
+        assert left.stat().st_mode & 0o777 == 0o600
+    assert done.stdout.strip() == "1"
 
 
 def test_a_live_writers_files_are_not_swept(tmp_path: Path) -> None:
@@ -336,6 +387,38 @@ def test_a_dataset_below_another_is_none_of_it(tmp_path: Path) -> None:
         make(tmp_path / name, "per_request", NAMES[1:3])
         check(load(tmp_path / name), NAMES[1:3])
     check(load(tmp_path), NAMES[:2])
+
+
+@pytest.mark.parametrize("below", LAYOUTS)
+@pytest.mark.parametrize("above", LAYOUTS)
+def test_a_dataset_in_a_folder_of_another_leaves_it_readable(above: str, below: str, tmp_path: Path) -> None:
+    make(tmp_path, above, NAMES[:2])
+    make(tmp_path / "below", below, NAMES[1:3])
+    check(load(tmp_path), NAMES[:2])
+    check(load(tmp_path / "below"), NAMES[1:3])
+    make(tmp_path, above, NAMES[4:5])
+    check(load(tmp_path), [*NAMES[:2], NAMES[4]])
+
+
+def test_a_store_that_cannot_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Least of all with the advice to delete the file."""
+    store = Store(tmp_path)
+    store.put("extract.json", b"{}")
+    store.put("skipped.jsonl", b"")
+    store.put("weir.json", b"{}")
+
+    def read(self: Store, name: str, *_: object) -> bytes:
+        raise WeirError(f"cannot read {name}: the connection timed out")
+
+    monkeypatch.setattr(Store, "read", read)
+    for look in (
+        lambda: wanted.check_run(store, {}),
+        lambda: wanted.read_skipped(store),
+        lambda: read_marker(store),
+        lambda: source._json(store, "state.json"),
+    ):
+        with pytest.raises(WeirError, match="the connection timed out"):
+            look()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -447,6 +447,30 @@ def test_a_consumer_that_cannot_even_end(trouble):
     assert not one._thread.is_alive()
 
 
+def test_every_sink_is_flushed_whatever_becomes_of_the_others():
+    sinks = {name: {"recorder": {"trouble": "flush" if name in "bd" else ""}} for name in "abcde"}
+    board = Board({name: SinkDefinition.parse(one, name) for name, one in sinks.items()}, 1, 1.0, 1.0)
+    board.open(ENGINE)
+    with pytest.raises(WeirError) as e:
+        board.flush(5)
+    assert [calls_of(made).count("flush") for made in Recorder.made] == [1] * 5
+    assert "'b' could not" in str(e.value) and "'d' could not" in str(e.value) and "'a'" not in str(e.value)
+    board.close()
+
+
+@pytest.mark.parametrize("name", ["x" * 4001, "\ud800"])
+def test_an_id_under_which_nothing_can_be_kept_is_refused_before_anything_is_generated(name):
+    to = SimpleNamespace(sink=sink_of("a"))
+    board = Board({}, 1, 1.0, 1.0)
+    board.open(ENGINE)
+    with pytest.raises(WeirError) as e:
+        board.prepare([to], name)
+    assert e.value.field == "request_id" and not Recorder.made
+    board.prepare([SimpleNamespace(sink=Sink.parse("memory", "s"))], name)
+    board.prepare([to], "x" * 4000)
+    board.close()
+
+
 def test_a_slow_consumer_drops_or_holds():
     slow = runner(policy="drop", wait=0.05)
     boxes = [Box(name=str(k)) for k in range(12)]

@@ -169,8 +169,9 @@ def _saved(store: Store, split: str | None, options: dict[str, Any] | None) -> t
 
 
 def _json(store: Store, name: str) -> dict[str, Any]:
+    data = store.read(name)
     try:
-        value = json.loads(store.read(name))
+        value = json.loads(data)
     except ValueError as e:
         raise store.fail(name, f"is no JSON: {e}") from None
     if not isinstance(value, dict):

@@ -98,8 +98,9 @@ def check_run(store: Store, identity: dict[str, Any]) -> bool:
     """
     if RUN not in store.names():
         return False
+    data = store.read(RUN)
     try:
-        found = json.loads(store.read(RUN))
+        found = json.loads(data)
         if found["format"] != FORMAT or found["version"] != VERSION:
             raise ValueError
     except (ValueError, KeyError, TypeError):
@@ -127,8 +128,9 @@ def read_skipped(store: Store) -> dict[int, str]:
     """Records that earlier runs could not take: index -> reason."""
     if SKIPPED not in store.names():
         return {}
+    data = store.read(SKIPPED)
     try:
-        entries = [json.loads(line) for line in store.read(SKIPPED).splitlines()]
+        entries = [json.loads(line) for line in data.splitlines()]
         return {int(entry["record"]): str(entry["reason"]) for entry in entries}
     except (ValueError, KeyError, TypeError):
         raise store.fail(SKIPPED, "is damaged; delete it, and the run finds those records again") from None

@@ -235,7 +235,7 @@ class Desk:
             _check_rows(admitted, prompt_len, max_tokens, self._most_rows)
         for move in admitted.effective:
             move.check_rows(prompt_len)
-        self.board.prepare(admitted.parts)
+        self.board.prepare(admitted.parts, request_id)
         if self._inbox is None:
             self._inbox = Inbox(self.store, self._host)
         reply, sizes = self._inbox.reply, self._sizes or self.settings.table_sizes(facts.d_model)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import posixpath
 import secrets
@@ -24,6 +25,9 @@ from vllm_weir.errors import WeirError
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oci", "oss", "r2"}
 """Stores without folders; to make one there could make a bucket."""
+
+REMOTE = "weir-upload"
+"""What a file on its way to a remote store is called, in the folder of temporary files."""
 
 PIECE = 1 << 20
 """Bytes of one call that writes: for larger ones ext4 looks for long runs of free memory, at times slowly."""
@@ -180,8 +184,10 @@ class Store:
         return Spool(self, name)
 
     def sweep(self) -> None:
-        """Delete temporary files whose writers are gone (local only)."""
+        """Delete temporary files whose writers are gone: in the folder, or what was on its way to a remote one."""
         if not self.local:
+            for path in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f".{REMOTE}.*.tmp")):
+                _remove_if_stale(path)
             return
         for folder, _, files in os.walk(self.root):
             for file in files:
@@ -206,15 +212,15 @@ class Spool:
         self.store, self.name, self.size = store, name, 0
         self.file = store.describe(name)
         with naming("write", self.file):
+            folder, base, mode = tempfile.gettempdir(), REMOTE, 0o600
             if store.local:
                 folder, base = os.path.split(store.path(name))
                 os.makedirs(folder, exist_ok=True)
-                self._fd = -1
-                while self._fd < 0:
-                    self.temporary = os.path.join(folder, f".{base}.{secrets.token_hex(4)}.tmp")
-                    self._fd = _create(self.temporary)
-            else:
-                self._fd, self.temporary = tempfile.mkstemp(prefix="weir-")
+                mode = 0o644
+            self._fd = -1
+            while self._fd < 0:
+                self.temporary = os.path.join(folder, f".{base}.{secrets.token_hex(4)}.tmp")
+                self._fd = _create(self.temporary, mode)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append; after an error the file is as it was before."""
@@ -270,9 +276,9 @@ class Spool:
             os.unlink(self.temporary)
 
 
-def _create(path: str) -> int:
+def _create(path: str, mode: int) -> int:
     """A new file, locked; -1 if it was swept away before it had its lock."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     # Whoever finds the file can tell by the lock whether its writer lives. Some network file systems have no locks;
     # there a dead writer's file stays.
     with contextlib.suppress(OSError):

@@ -99,6 +99,8 @@ def convert(
     skipped = len(dataset) - copied
     there = f"; {skipped:,} were there already" if skipped else ""
     typer.echo(f"{copied:,} requests copied to {target}{there}")
+    for note in dataset.index.notes:
+        typer.echo(f"Note: {note}", err=True)
 
 
 def _progress(quiet: bool) -> Progress:

@@ -12,12 +12,16 @@ import torch
 
 from vllm_weir.codec import encode
 from vllm_weir.errors import WeirError
-from vllm_weir.keep.batch import Batch
+from vllm_weir.keep.batch import Batch, header_text
+from vllm_weir.keep.checksum import checksums
 from vllm_weir.keep.dataset import ActivationDataset
+from vllm_weir.keep.index import Index
 from vllm_weir.keep.open import load, open_writer
 from vllm_weir.keep.writer import Writer
 from vllm_weir.spec.compress import Compression
+from vllm_weir.spec.hooks import Site
 
+_Rows = tuple[np.ndarray, np.ndarray]
 CHUNK = 64 << 20
 """Rows are copied in pieces of about this many decoded bytes."""
 
@@ -34,6 +38,9 @@ def convert(
 ) -> int:
     """Copy a dataset. What the target holds already is skipped, so a conversion that was interrupted just goes on.
 
+    What the source's reader should know (`Index.notes`, of foreign formats) comes along in the requests' metadata,
+    under ``"source"``.
+
     Args:
         source: what `load` takes, or a dataset.
         target, layout, options: as for `open_writer`.
@@ -43,20 +50,20 @@ def convert(
 
     Returns:
         Requests copied.
+
+    Raises:
+        WeirError: if rows would be compressed with loss a second time; if the target holds another request of the same
+            id, or one that is compressed in another way; and as `load` and `open_writer` do.
     """
     dataset = source if isinstance(source, ActivationDataset) else load(source)
     wanted = None if compress is None else Compression.parse(compress)
     if wanted is not None and not again:
-        for header in dataset.headers:
-            have = Compression.from_header(header)
-            if have.method not in ("none", "fp16") and have != wanted:
-                raise WeirError(
-                    f"{dataset.url} is compressed by {have.method} already; to lose more, pass again=True (--again)",
-                    "compress",
-                )
+        _check_lossless(dataset, wanted)
     copied = 0
+    index = dataset.index
+    told = {"source": {"layout": index.layout, "notes": index.notes}} if index.notes else {}
     done, total = 0, dataset.count()
-    per_request = np.bincount(dataset.index.request, dataset.index.rows, len(dataset)).astype(np.int64)
+    per_request = np.bincount(index.request, index.rows, len(dataset)).astype(np.int64)
     with open_writer(target, layout, **options) as writer:
         held = {request for request in dataset.requests if writer.holds(request)}
         _check_held(dataset, load(target, storage_options=options.get("storage_options")), held, wanted)
@@ -64,7 +71,7 @@ def convert(
             if request not in held:
                 report = functools.partial(_report, progress, total, done)
                 _copy_request(dataset, code, writer, wanted, report)
-                writer.finish_request(request, dataset.metadata(request))
+                writer.finish_request(request, told | dataset.metadata(request))
                 copied += 1
             done += int(per_request[code])
             if progress is not None:
@@ -72,10 +79,23 @@ def convert(
     return copied
 
 
+def _check_lossless(dataset: ActivationDataset, wanted: Compression) -> None:
+    """Raise WeirError if this compression would come on top of another one that loses."""
+    had = {dataset.index.lossy} if dataset.index.lossy and wanted.method != "none" else set()
+    for have in map(Compression.from_header, dataset.headers):
+        if have.method not in ("none", "fp16") and have != wanted:
+            had.add(have.method)
+    if had:
+        raise WeirError(
+            f"{dataset.url} is compressed by {', '.join(sorted(had))} already; to lose more, pass again=True (--again)",
+            "compress",
+        )
+
+
 def _check_held(
     dataset: ActivationDataset, there: ActivationDataset, held: set[str], wanted: Compression | None
 ) -> None:
-    """Raise WeirError if what an earlier conversion left in the target is compressed in another way than asked now."""
+    """Raise WeirError unless what the target holds of these requests is what this conversion would put there."""
     if not held:
         return
     asked = {wanted} if wanted is not None else {Compression.from_header(h) for h in dataset.headers}
@@ -89,6 +109,50 @@ def _check_held(
                 "place, or go on with the same",
                 "compress",
             )
+    for request in sorted(held & set(there.requests)):
+        asked_for, found_there = _rows_of(dataset, request), _rows_of(there, request)
+        alike = asked_for.keys() == found_there.keys() and all(
+            _alike(dataset.index, rows, index, found_there[site]) for site, rows in asked_for.items()
+        )
+        if not alike:
+            raise WeirError(
+                f"{there.url} holds another request {request[:80]!r}: its rows are not those of {dataset.url}; choose "
+                "another place for one of the two",
+                "target",
+            )
+
+
+def _rows_of(dataset: ActivationDataset, request: str) -> dict[Site, _Rows]:
+    """Sites that have rows -> the rows by position, as `Index.expand` names them."""
+    index = dataset.index
+    runs = index.runs_of(index.code[request])
+    rows = {code: dataset._ordered(runs[index.site[runs] == code]) for code in np.unique(index.site[runs]).tolist()}
+    return {index.sites[code]: found for code, found in rows.items() if len(found[0])}
+
+
+def _alike(one: Index, ones: _Rows, other: Index, others: _Rows) -> bool:
+    """Whether rows of two datasets are the same: positions, tokens, and records, where these are compressed alike."""
+    if not np.array_equal(one.positions[ones[1]], other.positions[others[1]]):
+        return False
+    if not np.array_equal(one.token_ids[ones[1]], other.token_ids[others[1]]):
+        return False
+    if _headers(one, ones[0]) != _headers(other, others[0]):
+        return True  # the same prompt: what was compressed anew is not compared
+    return np.array_equal(_sums(one, *ones), _sums(other, *others))
+
+
+def _headers(index: Index, which: np.ndarray) -> set[str]:
+    return {header_text(index.blocks[block].header) for block in np.unique(index.block[which]).tolist()}
+
+
+def _sums(index: Index, which: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Checksums of rows' records, uint32 [rows]; of rows that were stored without, their records are read."""
+    out = index.checksums[at].copy()
+    bare = np.flatnonzero(~index.summed[which])
+    if len(bare):
+        for mine, records in index.gather(which[bare], at[bare]).values():
+            out[bare[mine]] = checksums(records)
+    return out
 
 
 def _report(progress: Callable[[int, int], Any] | None, total: int, start: int, done: int) -> None:

@@ -53,7 +53,7 @@ def read_foreign_npz(store: Store, names: dict[str, int], hidden_size: int | Non
         if "weir" in shapes:
             _add_own(out, store, name, int(match[2]), names, called, whole)
             continue
-        out.layout = "vllm_mi_patch"
+        out.layout, out.lossy = "vllm_mi_patch", "Vllm_mi_patch to 8 bits"
         folder = posixpath.dirname(name)
         request = called[folder] or "request"
         if len(sequences[folder]) > 1:

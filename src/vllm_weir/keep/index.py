@@ -32,6 +32,7 @@ class Index:
         summed: bool [runs]; False for runs that were stored without checksums.
         incomplete: requests that were begun and not finished, and are left out.
         notes: what a reader should know (foreign formats).
+        lossy: how rows were compressed with loss before, where the headers do not say it (foreign formats).
     """
 
     layout: str
@@ -51,6 +52,7 @@ class Index:
     summed: np.ndarray
     incomplete: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    lossy: str = ""
 
     def __post_init__(self) -> None:
         if {int(self.rows.sum()), len(self.token_ids), len(self.checksums)} != {len(self.positions)}:
@@ -148,6 +150,7 @@ class Builder:
         self.token_ids: list[np.ndarray] = []
         self.checksums: list[np.ndarray] = []
         self.notes: list[str] = []
+        self.lossy = ""
 
     def request(self, name: str, metadata: str = "") -> int:
         """The code of a request."""
@@ -194,6 +197,7 @@ class Builder:
             place[table[:, 1]] if len(table) else table[:, 1], table[:, 2], table[:, 3], table[:, 4], table[:, 5],
             np.concatenate(self.positions or none), np.concatenate(self.token_ids or none),
             np.concatenate(self.checksums or none).astype(np.uint32, copy=False), table[:, 6] > 0, notes=self.notes,
+            lossy=self.lossy,
         )  # fmt: skip
 
 

@@ -107,13 +107,13 @@ def load(
 
 
 def _read(store: Store, layout: str, names: dict[str, int], incomplete: bool) -> Index:
+    if layout in ("per_request", "sharded"):  # what lies in folders below is another dataset
+        names = {name: size for name, size in names.items() if "/" not in name}
     if layout == "sharded":
         return index_of(store, read_manifest(store, names), names, incomplete=incomplete)
     readers = {"packed": read_packed, "per_request": read_per_request, "npz": read_npz_layout}
     if layout not in readers:
         raise store.fail(MARKER, f"unknown layout {layout[:40]!r}")
-    if layout == "per_request":  # what lies in folders below is another dataset
-        names = {name: size for name, size in names.items() if "/" not in name}
     return readers[layout](store, names)
 
 

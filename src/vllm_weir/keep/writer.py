@@ -38,7 +38,8 @@ class Writer(ABC):
     """Writes rows into a dataset. Made by `open_writer`; safe to use from several threads.
 
     Rows of a request become part of the dataset when the request is finished *and* that was flushed (by `flush`, by
-    `close`, or because enough came together). What was not, a later writer does not hold: write it again.
+    `close`, or because enough came together). What was not, a later writer does not hold: write it again. In a ``with``
+    statement that an exception ends, what is finished is published, and what is unfinished is dropped.
 
     Attributes:
         store: where.
@@ -127,10 +128,15 @@ class Writer(ABC):
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
+        if error is None:
             self.close()
-        else:
-            with self._lock:
+            return
+        with self._lock:
+            try:
+                self._flush()  # what is finished is whole, whatever went wrong afterwards
+            except (WeirError, OSError) as e:
+                error.add_note(f"requests that were finished before could not be published either: {e}")
+            finally:
                 self._end()
                 self._closed = True
 
@@ -202,8 +208,9 @@ def _claim(store: Store, layout: str) -> None:
 
 def read_marker(store: Store) -> str:
     """The layout that a dataset's marker names."""
+    data = store.read(MARKER)
     try:
-        marker = json.loads(store.read(MARKER))
+        marker = json.loads(data)
         if marker["format"] != FORMAT:
             raise ValueError
         version, layout = marker["version"], marker["layout"]

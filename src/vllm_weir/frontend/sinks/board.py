@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 MOST_OWN = 16
 """Sinks that requests have set up and that are kept open."""
 
+LONGEST_NAME = 4000
+"""Characters of a request's id, as its engine calls it; datasets take 4096, with a sequence's number and the like."""
+
 
 class Board:
     """Sinks of the engine's settings and of its requests.
@@ -73,10 +76,11 @@ class Board:
                 if name not in self._runners:
                     self._runners[name] = Runner(name, definition, engine, f"settings.sinks.{name}")
 
-    def prepare(self, parts: Sequence[Part]) -> None:
+    def prepare(self, parts: Sequence[Part], request_id: str = "") -> None:
         """Make sure that the sinks of a request stand; raises WeirError, naming the field, if one refuses."""
         for part in parts:
             if not part.sink.memory:
+                _check_name(request_id)
                 self._runner(part.sink)
 
     def deliver(
@@ -132,9 +136,17 @@ class Board:
         return tickets
 
     def flush(self, timeout: float) -> None:
-        """Wait until every sink has taken what was sent to it, durably."""
+        """Wait until every sink has taken what was sent to it, durably; WeirError names those that could not."""
+        failures = []
         for runner in self._all():
-            runner.flush(timeout)
+            try:
+                runner.flush(timeout)
+            except WeirError as e:  # the others' rows are not to be lost with it
+                failures.append(e)
+        if len(failures) == 1:
+            raise failures[0]
+        if failures:
+            raise WeirError("; ".join(e.message for e in failures), "sink")
 
     def report(self) -> dict[str, dict[str, Any]]:
         """Sink -> its state."""
@@ -274,3 +286,12 @@ def _close_all() -> None:
 def _close(runners: dict[str, Runner], *own: dict[SinkDefinition, Runner]) -> None:
     for runner in [*runners.values(), *(runner for some in own for runner in some.values())]:
         runner.close()
+
+
+def _check_name(request_id: str) -> None:
+    """Raise WeirError, before anything is generated, for an id under which no dataset would take rows."""
+    if len(request_id) > LONGEST_NAME:
+        most = f"rows that go to a sink want an id of at most {LONGEST_NAME:,} characters, not {len(request_id):,}"
+        raise WeirError(most, "request_id")
+    if not request_id.isascii() and any("\ud800" <= c <= "\udfff" for c in request_id):
+        raise WeirError(f"rows that go to a sink want an id that is text, not {request_id[:80]!a}", "request_id")
