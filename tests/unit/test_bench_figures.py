@@ -239,11 +239,12 @@ class Fake:
         if do == "start":
             about = {"device": "D", "vllm": "1", "torch": "2", "python": "3"}
             return {"seconds": 10.0, "arguments": {"model": "m"}, "about": about}
-        if do in ("fill", "steer_check"):
-            return {"worst": 0.0, "cosine": 1.0, "rows": 1, "layers": 1}
-        key = (self.system, what["case"], what["size"]["count"])
+        if do == "fill":
+            return {}
+        count = 0 if do == "steer_check" else what["size"]["count"]
+        key = (self.system, what["case"], count)
         self.calls.append(key)
-        answer = self.script.get(key, 1.0)
+        answer = self.script.get(key, 1.0 if count else {"worst": 0.0, "cosine": 1.0, "rows": 1, "layers": 1})
         if isinstance(answer, Exception):
             raise answer
         return answer if isinstance(answer, dict) else {"seconds": answer}
@@ -336,6 +337,66 @@ def test_an_engine_that_ends_is_started_again_and_said(monkeypatch: Any, tmp_pat
     assert by["weir", "idle", "batch 1"].note == "failed: its process ended: x"
     assert by["weir", "idle", "batch 4"].repeats == 3 and by["weir", "idle", "batch 4"].ratio_to_stock is None
     assert by["stock", "idle", "batch 4"].note == "failed: ValueError: y"
+
+
+def test_steering_is_compared_before_what_may_end_the_engine(monkeypatch: Any, tmp_path: Path) -> None:
+    script = {("weir", "steer_one", 4): GoneError("its process ended: x")}
+    cases = ("steer_one", "capture_all_all_layers")
+    found = run_fake(monkeypatch, tmp_path, script, cases=cases, systems=("stock", "weir"), interleave=False)
+    weirs = [key for key in Fake.calls if key[0] == "weir"]
+    assert weirs[0] == ("weir", "steer_one", 0) and weirs.count(weirs[0]) == 1
+    by = {(c.system, c.case, c.label): c for c in found.cases}
+    assert by["weir", "steer_one", "batch 1"].checked and by["weir", "steer_one", "prefill 2x32"].checked
+    assert by["weir", "steer_one", "batch 4"].checked is None and len(found.checks) == 2
+
+
+def test_steering_that_was_not_compared_says_so_and_is_not_called_wrong(monkeypatch: Any, tmp_path: Path) -> None:
+    script = {("weir", "steer_one", 0): LateError("no answer within 100 s")}
+    found = run_fake(monkeypatch, tmp_path, script, cases=("steer_one",))
+    steered = [c for c in found.cases if c.case == "steer_one"]
+    assert {(c.note, c.checked, c.repeats) for c in steered} == {("rows not compared", None, 3)}
+    assert found.passed and "WRONG" not in as_markdown(found)
+    assert as_markdown(found).count(" not compared**") == 3
+    script = {("weir", "steer_one", 0): {"error": "ValueError: y"}}
+    wrong = run_fake(monkeypatch, tmp_path, script, cases=("steer_one",))
+    assert not wrong.passed and as_markdown(wrong).count(" WRONG**") == 3
+
+
+def test_a_limit_that_ended_a_case_is_named_whatever_was_left_of_the_other(monkeypatch: Any, tmp_path: Path) -> None:
+    """A case that took all of its time is late, though less is left of the run by then."""
+    now = [0.0]
+    monkeypatch.setattr(tally.time, "monotonic", lambda: now[0])
+
+    class Slow(Fake):
+        def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:
+            now[0] += {"start": 10.0, "run": min(seconds, 200.0)}.get(do, 0.0)
+            if do == "run" and what["size"]["count"] == 1:
+                raise LateError("late")
+            return super().ask(seconds, do, **what)
+
+    monkeypatch.setattr(measure, "Client", Slow)
+    given = plan(run_seconds=150, prefill=None, batches=(1, 4), systems=("stock",), cases=("idle",))
+    found = measure.Bench(given, tmp_path / "out.json", tmp_path, lambda _: None).run()
+    first, second = found.cases
+    assert (first.note or "").startswith("did not finish: the limit is 100 s a case")
+    assert (second.note or "").startswith("not tried: batch 1 did not finish") and now == [110.0]
+
+
+def test_a_new_engines_start_is_taken_from_what_a_run_may_take(monkeypatch: Any, tmp_path: Path) -> None:
+    now = [0.0]
+    monkeypatch.setattr(tally.time, "monotonic", lambda: now[0])
+
+    class Ending(Fake):
+        def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:
+            now[0] += {"start": 10.0, "run": min(seconds, 50.0)}.get(do, 0.0)
+            if do == "run":
+                raise GoneError("ended") if what["size"]["count"] == 1 else LateError("late")
+            return super().ask(seconds, do, **what)
+
+    monkeypatch.setattr(measure, "Client", Ending)
+    given = plan(run_seconds=90, prefill=None, batches=(1, 4), systems=("stock",), cases=("idle",))
+    found = measure.Bench(given, tmp_path / "out.json", tmp_path, lambda _: None).run()
+    assert now == [90.0] and (found.cases[1].note or "").startswith("not measured, did not finish")
 
 
 def test_steering_is_right_or_the_check_fails() -> None:

@@ -7,14 +7,17 @@ from typing import Any
 
 from vllm_weir.bench.plan import CASES, SYSTEMS
 from vllm_weir.bench.report import TITLES, columns
-from vllm_weir.bench.result import CaseResult, Result
+from vllm_weir.bench.result import UNCOMPARED, CaseResult, Result
 
 COLOURS = {"stock": "#8a8a8a", "weir": "#2166ac", "vllm-lens": "#b35806", "native": "#5e3c99"}
 INK, FAINT = "#222222", "#8a8a8a"
 
 
 def draw_chart(result: Result, path: Path) -> list[Path]:
-    """One panel a size: a dot for each case and system at its ratio to stock, on a log scale; returns the files."""
+    """One panel a size: a dot for each case and system at its ratio to stock, on a log scale; returns the files.
+
+    A dot is hollow where rows were not compared with a reference, and a cross where they were wrong.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -24,14 +27,15 @@ def draw_chart(result: Result, path: Path) -> list[Path]:
     shown = [c for c in result.cases if c.system != "stock"]
     sizes = [s for s in columns(result) if any(c.label == s for c in shown)]
     cases = [c for c in CASES if c != "startup" and any(x.case == c for x in shown)]
-    largest = max([c.ratio_to_stock for c in shown if c.ratio_to_stock], default=1.1)
+    ratios = [c.ratio_to_stock for c in shown if c.ratio_to_stock] or [1.0]
+    limits = min(0.85, 0.85 * min(ratios)), 1.6 * max([1.3, *ratios])
     figure, axes = plt.subplots(
         1, max(1, len(sizes)), figsize=(2.4 + 2.3 * max(1, len(sizes)), 1.5 + 0.62 * len(cases)), sharey=True,
         squeeze=False, layout="constrained",
     )  # fmt: skip
     for axis, size in zip(axes[0], sizes, strict=False):
         panel = [c for c in shown if c.label == size]
-        _panel(axis, size, cases if size != "start" else cases[:1], panel, largest)
+        _panel(axis, size, cases if size != "start" else cases[:1], panel, limits)
     axes[0][0].set_yticks(range(len(cases)), [TITLES[c].replace(", ", ",\n") for c in cases], fontsize=8)
     axes[0][0].set_ylim(len(cases) - 0.4, -0.6)
     names = [s for s in SYSTEMS if any(c.system == s for c in shown)]
@@ -47,12 +51,12 @@ def draw_chart(result: Result, path: Path) -> list[Path]:
     return files
 
 
-def _panel(axis: Any, size: str, cases: list[str], values: list[CaseResult], largest: float) -> None:
-    right = max(1.3, largest) * 1.6
+def _panel(axis: Any, size: str, cases: list[str], values: list[CaseResult], limits: tuple[float, float]) -> None:
+    left, right = limits
     axis.axvline(1.0, color=FAINT, linewidth=0.9)
     axis.set_xscale("log")
-    axis.set_xlim(0.85, right)
-    ticks = [t for t in (1, 1.1, 1.5, 2, 3, 5, 10, 20, 50, 100) if t < right]
+    axis.set_xlim(left, right)
+    ticks = [t for t in (0.1, 0.2, 0.5, 1, 1.1, 1.5, 2, 3, 5, 10, 20, 50, 100) if left < t < right]
     ticks = ticks if right < 4 else [t for t in ticks if t not in (1.1, 1.5)]
     axis.set_xticks(ticks, [f"{t:g}x" for t in ticks], fontsize=7.5)
     axis.minorticks_off()
@@ -67,8 +71,9 @@ def _panel(axis: Any, size: str, cases: list[str], values: list[CaseResult], lar
             axis.text(0.98, place, c.absent, fontsize=7, color=colour, va="center",
                       ha="right", transform=axis.get_yaxis_transform())  # fmt: skip
             continue
-        filled = c.checked is not False
-        axis.plot(c.ratio_to_stock, place, "o" if filled else "x", color=colour, markersize=6)
+        bare = UNCOMPARED in (c.note or "")
+        style = {"marker": "x" if c.checked is False else "o", "markerfacecolor": "white" if bare else colour}
+        axis.plot(c.ratio_to_stock, place, color=colour, markersize=6, zorder=3, **style)
         if c.ratios:
             axis.plot([min(c.ratios), max(c.ratios)], [place, place], color=colour, linewidth=1.2, alpha=0.6)
         text = f"{c.ratio_to_stock:.3f}" if c.ratio_to_stock < 1.995 else f"{c.ratio_to_stock:.1f}"

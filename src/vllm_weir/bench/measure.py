@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_weir.bench.client import Client, GoneError, LateError
 from vllm_weir.bench.plan import CAPTURES, CASES, STEERS, Plan, Task
-from vllm_weir.bench.result import Check, Result, mark_checks, set_ratios, startup
+from vllm_weir.bench.result import UNCOMPARED, Check, Result, mark_checks, set_ratios, startup
 from vllm_weir.bench.tally import Limits, Tally
 
 RESTARTS = 4
@@ -31,6 +31,8 @@ class Bench:
         self.refused: dict[str, str] = {}
         self.tallies: list[Tally] = []
         self.samples: list[tuple[str, Path]] = []
+        self.steered: dict[tuple[str, str], dict[str, Any]] = {}
+        self.compared: list[Check] = []
         self.limits = Limits.of(plan)
         settings = plan.model_dump(mode="json", exclude={"model", "lens_path"})
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -50,7 +52,7 @@ class Bench:
             self.say("comparing the rows with transformers")
             from vllm_weir.bench.reference import compare
 
-            self.result.checks += compare(self.plan, self.samples, self.workdir)
+            self.compared = compare(self.plan, self.samples, self.workdir)
         self.result.runs[0]["seconds"] = round(time.monotonic() - started, 1)
         self.write()
         return self.result
@@ -73,17 +75,13 @@ class Bench:
                 self.stop(names)
         tallies = [Tally(t) for n in names if n in self.clients for t in self.plan.tasks(n)]
         self.tallies += tallies
+        for kind in sorted({(t.task.system, t.task.case) for t in tallies if t.task.case in STEERS}):
+            self.check_steering(*kind)  # first: what is timed later may end the engine
         if len(names) > 1:
             for size in self.plan.sizes():
                 self.take_turns([t for t in tallies if t.task.size == size])
-            for name in names:
-                self.check_steering(name)
         else:
-            # Before the captures, which may end the engine.
-            for tally in [t for t in tallies if t.task.case not in CAPTURES]:
-                self.take_turns([tally])
-            self.check_steering(names[0])
-            for tally in [t for t in tallies if t.task.case in CAPTURES]:
+            for tally in tallies:
                 self.take_turns([tally])
         self.stop(names)
         self.write()
@@ -173,12 +171,14 @@ class Bench:
         if client is None:
             tally.close("not run: its engine ended before and did not come back")
             return
+        left = self.limits.left(tally)  # a new engine took its time
         keep = None
         if task.case in CAPTURES and into is tally.timed and not into:
             keep = str(self.workdir / f"rows-{len(self.samples)}.safetensors")
         try:
             reply = client.ask(left, "run", case=task.case, size=task.size.model_dump(), keep=keep)
         except LateError:
+            tally.lost = left
             logged = client.last_error()
             self.drop(task.system)
             self.limits.end(tally, "did not finish", f"; logged: {logged}" if logged else "")
@@ -213,21 +213,17 @@ class Bench:
             self.result.systems[name] = about  # what it measured before stands
         return None
 
-    def check_steering(self, name: str) -> None:
-        """Rows after each kind of steering against the rows before it plus the vector."""
-        steered = [t for t in self.tallies if t.task.system == name and t.task.case in STEERS and t.timed]
-        for case in sorted({t.task.case for t in steered}):
-            client = self.clients.get(name) or self.again(name)
-            try:
-                if client is None:
-                    raise GoneError("not checked: its engine ended before")
-                reply = client.ask(self.plan.case_seconds, "steer_check", case=case)
-            except (LateError, GoneError) as e:
-                reply = {"error": str(e)}
-                if client is not None:
-                    self.drop(name)
-            for tally in (t for t in steered if t.task.case == case):
-                self.result.checks.append(steering_check(tally.task, reply, self.plan.dtype))
+    def check_steering(self, name: str, case: str) -> None:
+        """Rows after a kind of steering against the rows before it plus the vector."""
+        client = self.clients.get(name) or self.again(name)
+        left = min(self.plan.case_seconds, self.limits.of_run())
+        if client is None or left <= 0:
+            return
+        try:
+            self.steered[name, case] = client.ask(left, "steer_check", case=case)
+        except (LateError, GoneError) as e:
+            self.say(f"{name}: {case} was not compared: {e}")
+            self.drop(name)
 
     def write(self) -> None:
         """The result so far."""
@@ -235,6 +231,11 @@ class Bench:
         if "startup" in self.plan.cases:
             cases += [startup(name, seconds) for name, seconds in self.starts.items()]
         self.result.cases = sorted(cases, key=lambda c: (CASES.index(c.case), c.label != "start"))
+        self.result.checks = [
+            steering_check(t.task, reply, self.plan.dtype)
+            for t in self.tallies
+            if t.timed and (reply := self.steered.get((t.task.system, t.task.case)))
+        ] + self.compared
         unchecked(self.result)
         set_ratios(self.result.cases)
         mark_checks(self.result)
@@ -262,11 +263,12 @@ def steering_check(task: Task, reply: dict[str, Any], dtype: str) -> Check:
 
 
 def unchecked(result: Result) -> None:
-    """A capture case without a check says so."""
+    """A case whose rows should have been compared, and were not, says so."""
     compared = {(c.system, c.case, c.size) for c in result.checks}
     for case in result.cases:
-        if case.case in CAPTURES and case.median is not None and (case.system, case.case, case.label) not in compared:
-            case.note = "; ".join(filter(None, [case.note, "rows not compared"]))
+        owed = case.case in (*CAPTURES, *STEERS) and case.median is not None
+        if owed and (case.system, case.case, case.label) not in compared:
+            case.note = "; ".join(filter(None, [case.note, UNCOMPARED]))
 
 
 def in_directory(plan: Plan, out: Path, workdir: Path, say: Callable[[str], None]) -> Result:

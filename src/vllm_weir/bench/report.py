@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.table import Table
 
 from vllm_weir.bench.plan import CASES, SYSTEMS
-from vllm_weir.bench.result import CaseResult, Result
+from vllm_weir.bench.result import UNCOMPARED, CaseResult, Result
 
 TITLES = {
     "idle": "nothing asked",
@@ -66,8 +66,10 @@ def ratio(values: list[CaseResult]) -> str:
     known = [c for c in values if c.ratio_to_stock is not None]
     if not known or known[0].system == "stock":
         return ""
-    wrong = any(c.checked is False for c in known)
-    return " / ".join(f"{c.ratio_to_stock:.3f}{_spread(c.ratios)}" for c in known) + (" WRONG" if wrong else "")
+    doubt = " WRONG" if any(c.checked is False for c in known) else ""
+    if not doubt and any(UNCOMPARED in (c.note or "") for c in known):
+        doubt = " not compared"
+    return " / ".join(f"{c.ratio_to_stock:.3f}{_spread(c.ratios)}" for c in known) + doubt
 
 
 def _spread(ratios: list[float]) -> str:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, model_serializer
 from vllm_weir.bench.plan import Task
 
 WRONG = "WRONG ROWS"
+UNCOMPARED = "rows not compared"
 
 
 class CaseResult(BaseModel):

@@ -49,11 +49,13 @@ class Tally:
     note: str | None = None
     closed: bool = False
     late: bool = False
+    lost: float = 0.0
+    """Seconds that a run took which was not waited for."""
     graphs: int = 0
     """CUDA graphs that were captured in the timed runs."""
 
     def spent(self) -> float:
-        return sum(self.warm) + sum(self.timed)
+        return sum(self.warm) + sum(self.timed) + self.lost
 
     def close(self, note: str, late: bool = False) -> None:
         """No more runs."""
