@@ -19,7 +19,7 @@ from vllm_weir.analysis.measure import (
 )
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.keep.blocks import ArrayBlock, Block
-from vllm_weir.keep.npz import folder_of, to_arrays
+from vllm_weir.keep.npz import CODES, folder_of, to_arrays
 from vllm_weir.keep.npzfile import read_npz
 from vllm_weir.keep.open import load
 from vllm_weir.spec.hooks import normalise_hook
@@ -105,7 +105,7 @@ class ActivationLoader:
         block, index = blocks[0], self.dataset.index
         if isinstance(block, ArrayBlock):
             arrays = read_npz(block.store, block.name)
-            return arrays if "q" in arrays or "indices" in arrays else {}
+            return arrays if any(name in arrays for name in CODES) else {}
         which, at = self.dataset._ordered(self.dataset._runs(site, request))
         if block.header["method"] != "rp8" or not len(which):
             return {}

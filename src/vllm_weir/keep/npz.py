@@ -1,9 +1,10 @@
 """The `npz` layout: Vllm_mi_patch's folders, file names and fields, holding values that its own inverse gets right.
 
 ``req_<id>/seq0_layer<L>_rank0.npz`` with ``q``, ``scale``, ``zero`` (rp8, full8) or ``indices``, ``values``, ``scale``,
-``zero`` (topk8), and ``manifest.json`` once the request is whole. There ``q * scale + zero`` is the value. Weir adds
-``positions``, ``token_ids`` and ``weir`` (the header as JSON bytes). Sites other than resid_post, which the file names
-have no room for, lie in a folder of the hook's name.
+``zero`` (topk8), and ``manifest.json`` once the request is whole. There ``q * scale + zero`` is the value. Methods that
+Vllm_mi_patch does not have: ``activations`` (none, fp16; bfloat16, which numpy lacks, as the equal float32), and
+``codes`` with ``scale`` (fp8). Weir adds ``positions``, ``token_ids`` and ``weir`` (the header as JSON bytes). Sites
+other than resid_post, which the file names have no room for, lie in a folder of the hook's name.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ from vllm_weir.spec.hooks import HOOKS, Site, normalise_hook
 MANIFEST = "manifest.json"
 FILE = re.compile(r"seq(\d{1,18})_layer(\d{1,9})_rank(\d{1,9})\.npz")
 _NUMPY = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4", "uint8": "u1", "float8_e4m3fn": "u1"}
-_NAMES = {"rp8": {"codes": "q"}, "full8": {"codes": "q"}, "topk8": {"codes": "values"}}
+_NAMES = {
+    "none": {"values": "activations"},
+    "fp16": {"values": "activations"},
+    "fp8": {"values": "codes"},
+    "rp8": {"codes": "q"},
+    "full8": {"codes": "q"},
+    "topk8": {"codes": "values"},
+}
+CODES = ("q", "indices", "codes")
+"""Arrays that a file of compressed rows has one of."""
 
 
 class NpzWriter(GatheringWriter):
@@ -109,27 +119,46 @@ def folder_of(request_id: str) -> str:
 
 
 def to_arrays(records: np.ndarray, header: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Records [n, record_bytes] as arrays by field, each [n, ...]: scale and zero are [n, 1]."""
-    names = _NAMES.get(header["method"], {"values": "activations"})
+    """Records [n, record_bytes] as arrays by field, each [n, ...]: scale and zero are [n, 1], bfloat16 is float32."""
     out = {}
     for field, end in _spans(header):
-        raw = np.ascontiguousarray(records[:, field["offset"] : end])
-        out[names.get(field["name"], field["name"])] = raw.view(_NUMPY[field["dtype"]])
+        values = np.ascontiguousarray(records[:, field["offset"] : end]).view(_NUMPY[field["dtype"]])
+        if field["dtype"] == "bfloat16":
+            values = (values.astype("<u4") << 16).view("<f4")
+        out[_array_of(field, header)] = values
     return out
 
 
 def to_records(arrays: dict[str, np.ndarray], header: dict[str, Any]) -> np.ndarray:
-    """The inverse of `to_arrays`; raises KeyError or ValueError if the arrays do not fit."""
-    names = _NAMES.get(header["method"], {"values": "activations"})
+    """The inverse of `to_arrays`; raises KeyError or ValueError if the arrays do not fit.
+
+    Earlier versions stored bfloat16 as the uint16 of its bits, and the codes of fp8 as ``activations``.
+    """
     parts = []
     for field, end in _spans(header):
-        array = arrays[names.get(field["name"], field["name"])]
+        name = _array_of(field, header)
+        array = arrays["activations" if name == "codes" and name not in arrays else name]
+        if array.ndim == 2 and field["dtype"] == "bfloat16" and array.dtype == np.dtype("<f4"):
+            array = _narrowed(array, name)
         if array.dtype != np.dtype(_NUMPY[field["dtype"]]) or array.ndim != 2:
-            raise ValueError(f"{field['name']} is {array.dtype} {list(array.shape)}")
+            raise ValueError(f"{name} is {array.dtype} {list(array.shape)}")
         parts.append(np.ascontiguousarray(array).view(np.uint8))
         if parts[-1].shape[1] != end - field["offset"]:
-            raise ValueError(f"{field['name']} has the wrong width")
+            raise ValueError(f"{name} has the wrong width")
     return np.concatenate(parts, axis=1)
+
+
+def _narrowed(array: np.ndarray, name: str) -> np.ndarray:
+    """The bits of bfloat16 values that are stored as float32, uint16; raises ValueError if some are none."""
+    bits = np.ascontiguousarray(array).view("<u4")
+    if (bits & 0xFFFF).any():
+        raise ValueError(f"{name} has values that are no bfloat16, as the header says they are")
+    return (bits >> 16).astype("<u2")
+
+
+def _array_of(field: dict[str, Any], header: dict[str, Any]) -> str:
+    """What a field's array is called."""
+    return _NAMES[header["method"]].get(field["name"], field["name"])
 
 
 def _spans(header: dict[str, Any]) -> list[tuple[dict[str, Any], int]]:
