@@ -23,11 +23,12 @@ MODES = ("rp8", "full8", "topk8")
 
 
 def load_activation_manifest(manifest_path: str | PathLike) -> dict[str, Any]:
-    """A request's ``manifest.json``; raises WeirError naming the file if it is none."""
+    """A request's ``manifest.json``; raises WeirError naming the file if it is none, MissingFile if it is not there."""
     store, name = _split(manifest_path)
+    data = store.read(name)
     try:
-        found = json.loads(store.read(name))
-    except ValueError as e:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as e:
         raise store.fail(name, f"is no JSON: {str(e)[:80]}") from None
     if not isinstance(found, dict):
         raise store.fail(name, "is no manifest")
@@ -47,6 +48,10 @@ def load_activation_file(
     Returns:
         ``q`` (or ``indices`` and ``values``), ``scale``, ``zero``; of Weir's files also ``positions``, ``token_ids``
         and ``weir``, the header as bytes of JSON. For `reconstruct_activations`.
+
+    Raises:
+        MissingFile: if it is not there.
+        WeirError: if it is no npz file, or damaged.
     """
     store, name = _split(npz_path)
     arrays: dict[str, Any] = read_npz(store, name)

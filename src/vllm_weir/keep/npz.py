@@ -178,8 +178,9 @@ def read_npz_layout(store: Store, names: dict[str, int]) -> Index:
 def add_request(out: Builder, store: Store, manifest: str, names: dict[str, int], run: str = "") -> None:
     """Add what a request's manifest names; `run` stands before an id that several runs have."""
     folder = posixpath.dirname(manifest)
+    data = store.read(manifest)
     try:
-        content = json.loads(store.read(manifest))
+        content = json.loads(data)
         request, own = content["request_id"], content["weir"]
         files = [(str(name), Site(normalise_hook(hook), int(layer))) for name, hook, layer in own["files"]]
         metadata = json.dumps(own["metadata"])

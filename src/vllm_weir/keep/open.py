@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from typing import Any
 
-from vllm_weir.errors import WeirError, brief
+from vllm_weir.errors import MissingFile, WeirError, brief
 from vllm_weir.keep.atomic import Store, split_url
 from vllm_weir.keep.dataset import ActivationDataset
 from vllm_weir.keep.foreign_fork import is_fork, read_fork
@@ -86,7 +86,9 @@ def load(
         hidden_size: for Vllm_mi_patch's topk8, which does not say its width.
 
     Raises:
-        WeirError: if nothing is found there, or a file is damaged; it names the file.
+        MissingFile: if there is nothing at the URL.
+        StoreError: if it cannot be read; it names the file.
+        WeirError: if no activations are found there, or a file is damaged; it names the file.
     """
     store = Store(url, storage_options)
     if store.is_file():
@@ -141,7 +143,7 @@ def _recognise(
     if is_fork(store, names):
         return read_fork(store, names)
     if not store.exists():
-        raise WeirError(f"{url} does not exist")
+        raise MissingFile(f"{url} does not exist")
     raise WeirError(f"{url} holds no activations that Weir knows")
 
 

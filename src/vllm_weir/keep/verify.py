@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.keep.blocks import Block
 from vllm_weir.keep.dataset import ActivationDataset
 from vllm_weir.keep.index import Index
@@ -52,6 +52,9 @@ def verify(dataset: ActivationDataset, progress: Callable[[int], Any] | None = N
     Args:
         dataset: from `load`.
         progress: called with the number of rows that were read so far, after every piece.
+
+    Raises:
+        StoreError: if a file cannot be read, which says nothing of its rows.
     """
     index = dataset.index
     found: dict[str, Damage] = {}
@@ -83,6 +86,8 @@ def _cut_off(block: Block) -> Damage | None:
     """A shard that ends before its last tensor, which holds no rows; of a local one `load` sees it."""
     try:
         read_container(block.store, block.name)
+    except StoreError:
+        raise
     except WeirError as e:
         return Damage(block.store.describe(block.name), 0, e.message)
     return None
@@ -93,6 +98,10 @@ def _damage(index: Index, block: Block, which: np.ndarray, at: np.ndarray) -> Da
     file = block.store.describe(block.name)
     try:
         records = block.gather(index.offsets(which, at))
+    except StoreError as e:
+        if not isinstance(e, MissingFile):
+            raise
+        return Damage(file, len(at), e.message)
     except WeirError as e:
         return Damage(file, len(at), e.message)
     wrong = index.misfits(which, at, records)
