@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import Block, FileBlock
 from vllm_weir.keep.index import Index, site_order
-from vllm_weir.keep.manifest import MANIFEST, codes, column, flat
+from vllm_weir.keep.manifest import (
+    MANIFEST,
+    SCHEMA,
+    codes,
+    column,
+    flat,
+    from_parquet,
+    is_shard,
+    read_shard_manifest,
+)
 from vllm_weir.keep.tensorfile import read_container
 from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.hooks import Site, normalise_hook
@@ -81,7 +91,42 @@ def _index(store: Store, table: pa.Table, names: dict[str, int], incomplete: boo
         sums,
         summed[runs],
         incomplete=[requests[i] for i in np.flatnonzero(~done)],
+        store=store,
+        files=[name for name in names if name == MANIFEST or is_shard(name)],
     )
+
+
+def damaged_shards(store: Store, files: list[str]) -> Iterator[tuple[str, WeirError]]:
+    """Shards whose own manifest is damaged, or is not what the joined one says of them. `files`: of `Index`.
+
+    Raises StoreError if a file cannot be read.
+    """
+    joined = from_parquet(store, MANIFEST, store.read(MANIFEST)) if MANIFEST in files else SCHEMA.empty_table()
+    file, known = codes(joined, "file")
+    order = np.argsort(file, kind="stable")
+    bounds = np.searchsorted(file[order], np.arange(len(known) + 1))
+    place = {name: i for i, name in enumerate(known)}
+    for name in sorted(filter(is_shard, files)):
+        try:
+            own = read_shard_manifest(store, name, store.size(name))
+        except WeirError as e:
+            if isinstance(e, StoreError) and not isinstance(e, MissingFile):
+                raise
+            yield name, e
+            continue
+        if name in place:
+            i = place[name]
+            if not _plain(joined.take(order[bounds[i] : bounds[i + 1]])).equals(_plain(own)):
+                what = f"damaged: its own manifest and {MANIFEST} differ; whatever is whole, restore both from a copy"
+                yield name, store.fail(name, what)
+
+
+def _plain(table: pa.Table) -> pa.Table:
+    """With strings for places in dictionaries, which two tables number differently."""
+    texts = {i: f for i, f in enumerate(table.schema) if pa.types.is_dictionary(f.type)}
+    for i, f in texts.items():
+        table = table.set_column(i, f.name, table[f.name].cast(pa.string()))
+    return table
 
 
 def _checksums(table: pa.Table, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
