@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -100,3 +101,55 @@ def test_values_that_are_no_bfloat16_are_not_rounded(tmp_path: Path) -> None:
     file.write_bytes(write_npz(arrays))
     with pytest.raises(WeirError, match=r"seq0_layer3_rank0\.npz: damaged: .* values that are no bfloat16"):
         load(tmp_path)["a"][SITE]
+
+
+def edited(manifest: Path, old: str, new: str, *, crc: bool) -> None:
+    """Replace a text; without `crc`, in what an earlier version would have written."""
+    content = json.loads(manifest.read_text().replace(old, new))
+    if not crc:
+        content.pop("weir_crc", None)
+    manifest.write_text(json.dumps(content, indent=1))
+
+
+@pytest.mark.parametrize(
+    "named",
+    ["../req_b/seq0_layer3_rank0.npz", "/etc/seq0_layer3_rank0.npz", "./seq0_layer3_rank0.npz", "x.npz", 7, None],
+)
+@pytest.mark.parametrize("crc", [False, True])
+def test_a_manifest_names_its_own_files_only(named: object, crc: bool, tmp_path: Path) -> None:
+    write(tmp_path, "full8", torch.randn(6, D))
+    manifest = tmp_path / "req_a" / "manifest.json"
+    edited(manifest, '"seq0_layer3_rank0.npz",', f"{json.dumps(named)},", crc=crc)
+    what = "damaged or edited" if crc else f"damaged: it names {str(named)!r} for "
+    for url in (tmp_path, tmp_path / "req_a"):
+        with pytest.raises(WeirError, match=rf"req_a/manifest\.json: {what}|^{manifest}: {what}"):
+            load(url)
+
+
+def test_a_manifest_that_was_edited_or_cut_off_is_damaged(tmp_path: Path) -> None:
+    write(tmp_path, "full8", torch.randn(6, D))
+    manifest = tmp_path / "req_a" / "manifest.json"
+    good = manifest.read_text()
+    for old, new in (
+        ('"request_id": "a"', '"request_id": "b"'),
+        ('"metadata": {}', '"metadata": {"prompt_tokens": 3}'),
+    ):
+        assert old in good
+        manifest.write_text(good.replace(old, new))
+        with pytest.raises(WeirError, match=rf"^{manifest}: damaged or edited: its checksum does not fit$"):
+            load(tmp_path)
+    for text in (good[:-30], good[: len(good) // 2], "", "[]", "7", '"x"', "[" * 100_000, good.replace("{}", "[1]")):
+        manifest.write_text(text)
+        with pytest.raises(WeirError, match=f"^{manifest}: damaged"):
+            load(tmp_path)
+    manifest.write_text(good)
+    (tmp_path / "req_a" / "seq0_layer3_rank0.npz").unlink()
+    with pytest.raises(WeirError, match=r"seq0_layer3_rank0\.npz: is missing, and the manifest names it"):
+        load(tmp_path)
+
+
+def test_manifests_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    rows = torch.randn(6, D)
+    write(tmp_path, None, rows)
+    edited(tmp_path / "req_a" / "manifest.json", "", "", crc=False)
+    assert same_bits(load(tmp_path)["a"][SITE], rows)

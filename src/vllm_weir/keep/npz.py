@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 import posixpath
 import re
+import zlib
 from typing import Any
 
 import numpy as np
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import WeirError, brief
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import ArrayBlock
 from vllm_weir.keep.gathered import GatheringWriter, SiteRows, safe_name
@@ -62,9 +63,7 @@ class NpzWriter(GatheringWriter):
         layers: dict[str, Any] = {}
         files = []
         for s in sites:
-            name = f"seq0_layer{s.site.layer}_rank0.npz"
-            if s.site.hook != "resid_post":
-                name = f"{s.site.hook}/{name}"
+            name = file_of(s.site)
             arrays = to_arrays(s.records, s.header)
             arrays["positions"], arrays["token_ids"] = s.positions, s.token_ids
             arrays["weir"] = np.frombuffer(json.dumps(s.header).encode(), np.uint8)
@@ -85,37 +84,45 @@ def _manifest(
     kept = json.loads(metadata)
     header = sites[0].header if sites else {"method": "none", "k": None, "seed": 0}
     method = header["method"]
-    return json.dumps(
-        {
-            "request_id": request_id,
-            "tp_rank": 0,
-            "tp_world_size": 1,
-            "mode": method,
-            "return_mode": "gathered",
-            "compression": {
-                "rp_k": header["k"] if method == "rp8" else None,
-                "topk_k": header["k"] if method == "topk8" else None,
-                "quant_bits": 8,
-                "per_dim_scale": False,
-                "rp_seed": header["seed"],
-            },
-            "output_dir": writer.store.describe(folder),
-            "sequences": {
-                "0": {
-                    "prompt_len": kept.get("prompt_tokens"),
-                    "total_len": max((len(s.positions) for s in sites), default=0),
-                    "layers": layers,
-                }
-            },
-            "weir": {"version": 1, "files": files, "metadata": kept},
+    content = {
+        "request_id": request_id,
+        "tp_rank": 0,
+        "tp_world_size": 1,
+        "mode": method,
+        "return_mode": "gathered",
+        "compression": {
+            "rp_k": header["k"] if method == "rp8" else None,
+            "topk_k": header["k"] if method == "topk8" else None,
+            "quant_bits": 8,
+            "per_dim_scale": False,
+            "rp_seed": header["seed"],
         },
-        indent=1,
-    ).encode()
+        "output_dir": writer.store.describe(folder),
+        "sequences": {
+            "0": {
+                "prompt_len": kept.get("prompt_tokens"),
+                "total_len": max((len(s.positions) for s in sites), default=0),
+                "layers": layers,
+            }
+        },
+        "weir": {"version": 1, "files": files, "metadata": kept},
+    }
+    return json.dumps(content | {"weir_crc": _crc(content)}, indent=1).encode()
+
+
+def _crc(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
 def folder_of(request_id: str) -> str:
     """The folder of a request; Vllm_mi_patch's loader looks for folders that begin with ``req_``."""
     return f"req_{safe_name(request_id)}"
+
+
+def file_of(site: Site) -> str:
+    """The file of a site, in the folder of its request."""
+    name = f"seq0_layer{site.layer}_rank0.npz"
+    return name if site.hook == "resid_post" else f"{site.hook}/{name}"
 
 
 def to_arrays(records: np.ndarray, header: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -181,13 +188,19 @@ def add_request(out: Builder, store: Store, manifest: str, names: dict[str, int]
     data = store.read(manifest)
     try:
         content = json.loads(data)
+        crc = content.pop("weir_crc", None)  # which earlier versions did not write
         request, own = content["request_id"], content["weir"]
-        files = [(str(name), Site(normalise_hook(hook), int(layer))) for name, hook, layer in own["files"]]
+        files = [(name, Site(normalise_hook(hook), int(layer))) for name, hook, layer in own["files"]]
         metadata = json.dumps(own["metadata"])
-        if not isinstance(request, str):
+        if not isinstance(request, str) or not isinstance(own["metadata"], dict):
             raise TypeError
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         raise store.fail(manifest, "damaged: it makes no sense") from None
+    if crc is not None and crc != _crc(content):
+        raise store.fail(manifest, "damaged or edited: its checksum does not fit")
+    for name, site in files:
+        if name != file_of(site):  # above all no path that leads out of the folder
+            raise store.fail(manifest, f"damaged: it names {brief(name, 80)!r} for {site}")
     request = posixpath.join(run, request)
     code = out.request(folder if request in out.requests else request, metadata)
     for short, site in files:
