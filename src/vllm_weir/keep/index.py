@@ -73,7 +73,9 @@ class Index:
         except ValueError:
             out = None
         if not isinstance(out, dict):
-            raise WeirError(f"the metadata of request {self.requests[request][:80]!r} are damaged")
+            what = f"the metadata of request {self.requests[request][:80]!r} are damaged"
+            blocks = [self.blocks[code] for code in self.block[self.runs_of(request)][:1].tolist()]
+            raise blocks[0].store.fail(blocks[0].name, what) if blocks else WeirError(what)
         return out
 
     def by_block(self) -> Iterator[tuple[Block, np.ndarray]]:

@@ -219,3 +219,8 @@ def codes(table: pa.Table, name: str) -> tuple[np.ndarray, list[str]]:
 def flat(table: pa.Table, name: str) -> np.ndarray:
     """The values of a list column, one list after the other."""
     return np.concatenate([chunk.flatten().to_numpy() for chunk in table[name].chunks] or [np.zeros(0, np.int64)])
+
+
+def lengths(table: pa.Table, name: str) -> np.ndarray:
+    """How many values each list of a list column has: int64 [rows], -1 where there is no list."""
+    return pc.list_value_length(table[name]).fill_null(-1).to_numpy().astype(np.int64)
