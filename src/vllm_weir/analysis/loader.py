@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_weir.analysis.files import MODES, native, reconstruct_activations
+from vllm_weir.analysis.files import check_mode, native, reconstruct_activations
 from vllm_weir.analysis.measure import (
     Matrix,
     compute_layer_statistics,
@@ -42,8 +42,7 @@ class ActivationLoader:
         self, output_dir: str | PathLike, mode: str | None = None, device: str | None = None, *,
         hook: str = "resid_post", **options: Any,
     ) -> None:  # fmt: skip
-        if mode is not None and mode not in (*MODES, "none"):
-            raise WeirError(f"unknown mode {brief(mode)!r}; choose from {', '.join(MODES)}", "mode")
+        check_mode(mode)
         self.output_dir, self.mode, self.device = output_dir, mode, device
         self.hook = normalise_hook(hook)
         self.dataset = load(output_dir, **options)
