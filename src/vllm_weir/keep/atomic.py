@@ -14,7 +14,7 @@ import os
 import posixpath
 import secrets
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -67,13 +67,16 @@ class Store:
         url: local path or any fsspec URL (``s3://bucket/run``, ``memory://run``, ...).
         storage_options: for fsspec's file system of that protocol.
         fsync: wait until a published file is on the disk (local only).
+
+    Raises:
+        WeirError: naming what is wrong.
     """
 
     def __init__(
         self, url: str | PathLike, storage_options: dict[str, Any] | None = None, *, fsync: bool = False
     ) -> None:
-        self.url = os.fspath(url)
-        self.options = dict(storage_options or {})
+        self.url = _checked_url(url)
+        self.options = _checked_options(storage_options)
         self.fsync = fsync
         self._open()
 
@@ -219,6 +222,26 @@ class Store:
         """A forked process gets its own file system: connections must not be shared."""
         if self._pid != os.getpid():
             self._open()
+
+
+def _checked_url(url: object) -> str:
+    """A path or URL as text; an empty one would be the current directory."""
+    text = os.fspath(url) if isinstance(url, (str, PathLike)) else None
+    if not isinstance(text, str):
+        raise WeirError(f"a path or a URL is text, got {type(url).__name__}", "url")
+    if "\0" in text:
+        raise WeirError("no path holds a NUL", "url")
+    if not text:
+        raise WeirError("it is empty; the current directory is '.'", "url")
+    return text
+
+
+def _checked_options(options: object) -> dict[str, Any]:
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise WeirError("a dict whose keys are the names of options", "storage_options")
+    return dict(options)
 
 
 class Spool:

@@ -53,7 +53,8 @@ def open_writer(
         options: ``shard_bytes`` (sharded), ``pack_bytes`` (packed), ``buffer_bytes`` (all but sharded).
 
     Raises:
-        WeirError: for unknown layouts and options, and if the place cannot be written or holds something else.
+        WeirError: for unknown layouts and options, an empty URL (the current directory is ``"."``), and if the place
+            cannot be written or holds something else.
     """
     check_layout(layout, options)
     return _WRITERS[layout](Store(url, storage_options, fsync=fsync), compress, **options)
