@@ -8,6 +8,8 @@ import logging
 from collections.abc import Collection, Mapping
 
 logger = logging.getLogger(__name__)
+FEW = 8
+"""So many known names are told."""
 
 
 def warn_of_unknown(
@@ -23,7 +25,10 @@ def warn_of_unknown(
         name = variable.removeprefix(prefix)
         if name != variable and name not in known and not name.startswith(others):
             near = difflib.get_close_matches(name, known, n=1)
-            _warn(variable, f"; did you mean {prefix}{near[0]}?" if near else "")
+            hint = f"; did you mean {prefix}{near[0]}?" if near else ""
+            if len(known) <= FEW:
+                hint += f"{'' if near else ';'} known are {', '.join(prefix + name for name in known)}"
+            _warn(variable, hint)
 
 
 @functools.cache

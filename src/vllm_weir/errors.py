@@ -1,4 +1,4 @@
-"""The one error that a user of Weir meets."""
+"""The error that a user of Weir meets, and its kinds for files."""
 
 from __future__ import annotations
 
@@ -31,4 +31,13 @@ class WeirError(ValueError):
         super().__init__(f"{field}: {message}" if field else message)
 
     def __reduce__(self):
-        return WeirError, (self.message, self.field)
+        return type(self), (self.message, self.field)
+
+
+class StoreError(WeirError):
+    """A file or folder that could not be listed, read or written: no permission, a broken disk, no connection. Of what
+    is in it nothing is known."""
+
+
+class MissingFile(StoreError, FileNotFoundError):
+    """A file that is not there."""

@@ -248,3 +248,43 @@ def test_a_picture_that_is_refused_is_closed(tmp_path: Path) -> None:
     with pytest.raises(WeirError, match=r"\.png, \.svg or \.html"):
         analysis.plot_norms({0: np.ones((2, 3))}, tmp_path / "norms.jpg")
     assert pyplot.get_fignums() == before
+
+
+def test_one_row_and_a_vector_are_one_vector_each() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=7), rng.normal(size=7)
+    for metric in ("cosine", "l2", "correlation"):
+        wanted = analysis.compute_similarity(a, b, metric)
+        for x, y in ((a[None], b), (a, b[None]), (torch.from_numpy(a)[None], b), (a[None, None], b[None])):
+            assert analysis.compute_similarity(x, y, metric) == wanted
+    for x, y in ((a[None], b[:1]), (np.stack([a, b]), a), (a, np.float64(1)), (np.zeros((1, 0)), np.zeros(0))):
+        with pytest.raises(WeirError, match="two arrays of the same shape"):
+            analysis.compute_similarity(x, y)
+
+
+def test_what_was_not_compressed_is_mode_none(tmp_path: Path) -> None:
+    """As its manifest says, whose mode callers hand on."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rows = torch.randn(3, D).to(dtype)
+        path = tmp_path / str(dtype)
+        with open_writer(path, "npz") as writer:
+            writer.write(Batch("a", "resid_post", 0, [0, 1, 2], [5, 6, 7], rows))
+            writer.finish_request("a")
+        mode = analysis.load_activation_manifest(path / "req_a" / "manifest.json")["mode"]
+        assert mode == "none"
+        stored = analysis.load_activation_file(path / "req_a" / "seq0_layer0_rank0.npz")
+        loaded = analysis.load_sequence_activations(path, "a")[0]
+        for made in (
+            analysis.reconstruct_activations(stored, mode),
+            analysis.reconstruct_activations(loaded, mode),
+            analysis.reconstruct_activations({"activations": rows.float().numpy()}, mode),
+            analysis.quick_load(path, mode=mode),
+        ):
+            assert made.dtype == np.float32
+            np.testing.assert_array_equal(made, rows.float().numpy())
+        assert analysis.compute_layer_statistics({0: stored}) == analysis.compute_layer_statistics({0: rows})
+    codes = {"q": np.zeros((2, 3), np.uint8), "scale": np.ones(2), "zero": np.ones(2)}
+    with pytest.raises(WeirError, match="these are not the fields of none"):
+        analysis.reconstruct_activations(codes, "none")
+    with pytest.raises(WeirError, match=r"unknown mode 'rp9'; choose from none, rp8, full8, topk8"):
+        analysis.reconstruct_activations(codes, "rp9")

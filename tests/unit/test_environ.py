@@ -24,6 +24,8 @@ def anew():
         (lambda env: Settings.load({}, env), "WEIR_LAYER", "WEIR_LAYERS"),
         (lambda env: Settings.load({}, env), "WEIR_NONSENSE", None),
         (Limits.load, "WEIR_SERVE_ROW", "WEIR_SERVE_ROWS"),
+        (lambda env: Settings.load({}, env), "VLLM_ACT_CAPTRUE", "VLLM_ACT_CAPTURE"),
+        (lambda env: Settings.load({}, env), "VLLM_ACT_ZZZ", None),
     ],
 )
 def test_a_misspelt_variable_is_told_of_once(load, name, near, caplog):
@@ -32,6 +34,8 @@ def test_a_misspelt_variable_is_told_of_once(load, name, near, caplog):
             load({name: "1"})
     (record,) = caplog.records
     assert name in record.getMessage() and (f"did you mean {near}?" in record.getMessage()) == (near is not None)
+    if name.startswith("VLLM_ACT_"):
+        assert all(f"VLLM_ACT_{known}" in record.getMessage() for known in ("CAPTURE", "MODE", "OUTDIR", "PER_DIM"))
 
 
 @pytest.mark.parametrize("load", [lambda env: Settings.load({}, env), Limits.load])
@@ -43,5 +47,6 @@ def test_variables_that_mean_something_are_not(load, caplog):
         "WEIR_API_KEY": "x",
         "WEIR_BASE_URL": "http://x",
     }
+    known |= {f"VLLM_ACT_{name}": "" for name in ("CAPTURE", "PER_DIM")} | {"VLLM_ACT_RP_K": "64", "VLLM_ACTIVE": "1"}
     load(known | {"WEIR_SERVE_ROWS": "7", "WEIR_TEST_GPU_SHARE": "0.1", "HOME": "/", "WEIRD": "1"})
     assert not caplog.records

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.unit.stored import PROMPT, SITES, D, check, length_of, make, rows_of, tokens_of, write
+from vllm_weir import analysis
 from vllm_weir.codec import decode, encode
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
@@ -357,3 +359,29 @@ def test_reading_leaves_no_thread_that_could_abort_the_process_at_its_end(tmp_pa
     make(tmp_path / "rows", "sharded", NAMES[:4])
     pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "texts.parquet")
     subprocess.run([sys.executable, "-c", _READ, str(tmp_path / "rows"), str(tmp_path)], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [("", "it is empty; the current directory is '.'"), (None, "is text, got NoneType"), (7, "is text, got int"),
+     (b"acts", "is text, got bytes"), ("a\0b", "no path holds a NUL")],
+)  # fmt: skip
+def test_a_url_that_is_none_is_refused(url: Any, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty one was the current directory."""
+    make(tmp_path, "sharded", ["a"])
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    for call in (load, open_writer, analysis.load_activation_file, analysis.load_activation_manifest):
+        with pytest.raises(WeirError, match=f"^url: .*{why}") as e:
+            call(url)
+        assert e.value.field == "url"
+    assert sorted(tmp_path.iterdir()) == before
+    check(load("."), ["a"])
+
+
+@pytest.mark.parametrize("options", [[1], "x", 7, {1: 2}])
+def test_storage_options_that_are_none_are_refused(options: Any, tmp_path: Path) -> None:
+    for call in (load, open_writer):
+        with pytest.raises(WeirError, match=r"^storage_options: a dict whose keys are the names of options$") as e:
+            call(tmp_path, storage_options=options)
+        assert e.value.field == "storage_options"

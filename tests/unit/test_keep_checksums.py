@@ -162,7 +162,8 @@ def without_checksums(path: Path, layout: str) -> None:
                 shape = [len(data)] if name == "manifest" else list(t.shape)
                 tensors[name] = ((t.dtype, shape, len(data)), data)
         room = sharded.GAP if layout == "sharded" else 0
-        container.metadata.pop("lists", None)
+        for crc in ("lists", "manifest"):
+            container.metadata.pop(crc, None)
         header = build_header({name: place for name, (place, _) in tensors.items()}, container.metadata, room)
         file.write_bytes(header + b"".join(data for _, data in tensors.values()))
     if layout == "sharded":

@@ -424,7 +424,7 @@ def test_a_store_that_cannot_be_read_is_not_called_damaged(tmp_path: Path, monke
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_site_without_rows_is_as_wide_as_one_with(layout: str, tmp_path: Path) -> None:
     none = np.zeros(0, np.int64)
-    with open_writer(tmp_path, layout, compress="full8" if layout == "npz" else None) as writer:
+    with open_writer(tmp_path, layout) as writer:
         writer.write(Batch("a", "resid_post", 1, np.arange(2), np.arange(2), torch.ones(2, 48)))
         writer.write(Batch("a", "resid_post", 2, none, none, torch.ones(0, 48)))
         writer.finish_request("a")
@@ -436,7 +436,7 @@ def test_a_site_without_rows_is_as_wide_as_one_with(layout: str, tmp_path: Path)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_request_that_is_called_as_another_one_s_file_is_no_other(layout: str, tmp_path: Path) -> None:
     names = ["user/1", safe_name("user/1")]
-    make(tmp_path, layout, names, compress="full8" if layout == "npz" else None)
+    make(tmp_path, layout, names)
     assert sorted(load(tmp_path).requests) == sorted(names)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -17,17 +16,19 @@ from vllm_weir.keep.atomic import Store, split_url
 from vllm_weir.keep.foreign_npz import rebuild
 from vllm_weir.keep.npz import to_records
 from vllm_weir.keep.npzfile import read_npz
-from vllm_weir.spec.compress import Compression
+from vllm_weir.spec.compress import METHODS, Compression
 
-MODES = ("rp8", "full8", "topk8")
+DENSE, SPARSE = ("rp8", "full8"), "topk8"
+"""Vllm_mi_patch's modes whose values are in ``q``, and the one whose values are in ``values``."""
 
 
 def load_activation_manifest(manifest_path: str | PathLike) -> dict[str, Any]:
-    """A request's ``manifest.json``; raises WeirError naming the file if it is none."""
+    """A request's ``manifest.json``; raises WeirError naming the file if it is none, MissingFile if it is not there."""
     store, name = _split(manifest_path)
+    data = store.read(name)
     try:
-        found = json.loads(store.read(name))
-    except ValueError as e:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as e:
         raise store.fail(name, f"is no JSON: {str(e)[:80]}") from None
     if not isinstance(found, dict):
         raise store.fail(name, "is no manifest")
@@ -47,6 +48,10 @@ def load_activation_file(
     Returns:
         ``q`` (or ``indices`` and ``values``), ``scale``, ``zero``; of Weir's files also ``positions``, ``token_ids``
         and ``weir``, the header as bytes of JSON. For `reconstruct_activations`.
+
+    Raises:
+        MissingFile: if it is not there.
+        WeirError: if it is no npz file, or damaged.
     """
     store, name = _split(npz_path)
     arrays: dict[str, Any] = read_npz(store, name)
@@ -67,7 +72,8 @@ def reconstruct_activations(
 
     Args:
         compressed_data: of `load_activation_file`, or of `ActivationLoader.load_request`.
-        mode: ``"rp8"``, ``"full8"``, ``"topk8"``; None: what the fields say.
+        mode: ``"rp8"``, ``"full8"``, ``"topk8"``, ``"none"`` or another method of Weir's: the ``mode`` of a manifest.
+            None: what the fields say.
         hidden_size: d_model, for topk8 of Vllm_mi_patch.
         space: of Weir's rp8: ``"projected"``, [n, k], where inner products and similarities are estimated; ``"model"``,
             [n, d_model], the least-squares estimate of the rows.
@@ -75,8 +81,7 @@ def reconstruct_activations(
     Returns:
         float32 [n, d]: a tensor if the data are tensors, an array if they are arrays.
     """
-    if mode is not None and mode not in MODES:
-        raise WeirError(f"unknown mode {brief(mode)!r}; choose from {', '.join(MODES)}", "mode")
+    check_mode(mode)
     if space not in ("projected", "model"):
         raise WeirError("space is 'projected' or 'model'", "space")
     if "activations" in compressed_data and "weir" not in compressed_data:
@@ -84,12 +89,18 @@ def reconstruct_activations(
     sample = next((v for v in compressed_data.values() if isinstance(v, torch.Tensor)), None)
     arrays = {k: v.cpu().numpy() if isinstance(v, torch.Tensor) else np.asarray(v) for k, v in compressed_data.items()}
     if "weir" not in arrays:
-        if mode is not None and (mode == "topk8") != ("indices" in arrays):
+        if mode is not None and mode not in ((SPARSE,) if "indices" in arrays else DENSE):
             raise WeirError(f"these are not the fields of {mode}: {', '.join(sorted(arrays))[:80]}", "mode")
         rows = rebuild(arrays, hidden_size)
     else:
         rows = _by_header(arrays, space)
     return torch.from_numpy(rows).to(sample.device) if sample is not None else rows
+
+
+def check_mode(mode: object) -> None:
+    """Raise WeirError for a mode that is none."""
+    if mode is not None and mode not in METHODS:
+        raise WeirError(f"unknown mode {brief(mode)!r}; choose from {', '.join(METHODS)}", "mode")
 
 
 def _by_header(arrays: dict[str, np.ndarray], space: str) -> np.ndarray:
@@ -136,7 +147,8 @@ def load_sequence_activations(
 
 
 def _split(path: str | PathLike) -> tuple[Store, str]:
-    folder, name = split_url(os.fspath(path))
+    url = Store(path).url  # which is checked
+    folder, name = split_url(url)
     return Store(folder), name
 
 

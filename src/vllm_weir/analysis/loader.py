@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_weir.analysis.files import MODES, native, reconstruct_activations
+from vllm_weir.analysis.files import check_mode, native, reconstruct_activations
 from vllm_weir.analysis.measure import (
     Matrix,
     compute_layer_statistics,
@@ -19,7 +19,7 @@ from vllm_weir.analysis.measure import (
 )
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.keep.blocks import ArrayBlock, Block
-from vllm_weir.keep.npz import folder_of, to_arrays
+from vllm_weir.keep.npz import CODES, folder_of, to_arrays
 from vllm_weir.keep.npzfile import read_npz
 from vllm_weir.keep.open import load
 from vllm_weir.spec.hooks import normalise_hook
@@ -42,8 +42,7 @@ class ActivationLoader:
         self, output_dir: str | PathLike, mode: str | None = None, device: str | None = None, *,
         hook: str = "resid_post", **options: Any,
     ) -> None:  # fmt: skip
-        if mode is not None and mode not in (*MODES, "none"):
-            raise WeirError(f"unknown mode {brief(mode)!r}; choose from {', '.join(MODES)}", "mode")
+        check_mode(mode)
         self.output_dir, self.mode, self.device = output_dir, mode, device
         self.hook = normalise_hook(hook)
         self.dataset = load(output_dir, **options)
@@ -105,7 +104,7 @@ class ActivationLoader:
         block, index = blocks[0], self.dataset.index
         if isinstance(block, ArrayBlock):
             arrays = read_npz(block.store, block.name)
-            return arrays if "q" in arrays or "indices" in arrays else {}
+            return arrays if any(name in arrays for name in CODES) else {}
         which, at = self.dataset._ordered(self.dataset._runs(site, request))
         if block.header["method"] != "rp8" or not len(which):
             return {}

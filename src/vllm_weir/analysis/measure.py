@@ -18,14 +18,14 @@ def compute_similarity(acts1: Matrix, acts2: Matrix, metric: str = "cosine") -> 
     """How alike two sets of values of the same shape are, taken as one vector each.
 
     Args:
-        acts1, acts2: any shape, the same.
+        acts1, acts2: any shape, the same; axes of length one do not count ([1, d] and [d] are one vector each).
         metric: ``"cosine"``; ``"correlation"`` (Pearson); ``"l2"``: minus the distance, so that more is more alike.
 
     Returns:
         NaN where it is undefined: cosine with a vector of zeros, correlation with a constant one.
     """
     a, b = as_array(acts1), as_array(acts2)
-    if a.shape != b.shape or not a.size:
+    if a.squeeze().shape != b.squeeze().shape or not a.size:
         raise WeirError(f"two arrays of the same shape, got {list(a.shape)} and {list(b.shape)}", "acts2")
     return float(similarity_matrix(a.reshape(1, -1), b.reshape(1, -1), metric)[0, 0])
 

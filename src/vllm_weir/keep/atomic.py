@@ -1,7 +1,8 @@
 """A directory or an object store behind an fsspec URL, in which files appear whole or not at all.
 
 Locally a file is written under a hidden temporary name and renamed; on an object store it is collected in a local
-temporary file and sent with one put. Every operating-system error becomes a WeirError that names the file.
+temporary file and sent with one put. Every error of the operating system or of a store becomes a StoreError that names
+the file.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import posixpath
 import secrets
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -21,7 +22,7 @@ import fsspec
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import MissingFile, StoreError, WeirError
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oci", "oss", "r2"}
 """Stores without folders; to make one there could make a bucket."""
@@ -35,11 +36,14 @@ PIECE = 1 << 20
 
 @contextlib.contextmanager
 def naming(action: str, file: str) -> Iterator[None]:
-    """Turns an OSError inside into a WeirError that names `file`."""
+    """Turns an OSError inside into a StoreError that names `file`; MissingFile if it is not there."""
     try:
         yield
+    except WeirError:
+        raise
     except OSError as e:
-        raise WeirError(f"cannot {action} {file}: {e.strerror or e}") from e
+        kind = MissingFile if isinstance(e, FileNotFoundError) else StoreError
+        raise kind(f"cannot {action} {file}: {e.strerror or e}") from e
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -63,13 +67,16 @@ class Store:
         url: local path or any fsspec URL (``s3://bucket/run``, ``memory://run``, ...).
         storage_options: for fsspec's file system of that protocol.
         fsync: wait until a published file is on the disk (local only).
+
+    Raises:
+        WeirError: naming what is wrong.
     """
 
     def __init__(
         self, url: str | PathLike, storage_options: dict[str, Any] | None = None, *, fsync: bool = False
     ) -> None:
-        self.url = os.fspath(url)
-        self.options = dict(storage_options or {})
+        self.url = _checked_url(url)
+        self.options = _checked_options(storage_options)
         self.fsync = fsync
         self._open()
 
@@ -79,7 +86,7 @@ class Store:
                 self.fs, root = fsspec.core.url_to_fs(self.url, **self.options)
             else:  # fsspec would take "::" in a path for a chain of file systems
                 self.fs, root = LocalFileSystem(**self.options), LocalFileSystem._strip_protocol(self.url)
-        except (ValueError, ImportError) as e:  # an unknown protocol, or one whose package is missing
+        except (ValueError, TypeError, ImportError) as e:  # an unknown protocol or option, or a package is missing
             raise WeirError(f"cannot open {self.url}: {e}") from e
         self.root = root.rstrip("/")
         self.local = isinstance(self.fs, LocalFileSystem)
@@ -106,12 +113,24 @@ class Store:
         """An error about a file's content."""
         return WeirError(f"{self.describe(name)}: {message}")
 
+    @contextlib.contextmanager
+    def asking(self, action: str, name: str) -> Iterator[None]:
+        """As `naming`, around calls of the file system; those for object stores have errors of their own, too."""
+        with naming(action, self.describe(name)):
+            try:
+                yield
+            except (OSError, WeirError):
+                raise
+            except Exception as e:
+                raise StoreError(f"cannot {action} {self.describe(name)}: {type(e).__name__}: {str(e)[:200]}") from e
+
     def names(self, *, deep: bool = False) -> dict[str, int]:
         """Published files and their bytes; hidden and temporary ones are left out."""
         self._look()
-        with naming("list", self.describe("")):
+        with self.asking("list", ""):
             try:
-                found = self.fs.find(self.root, maxdepth=None if deep else 1, detail=True)
+                refuse = {"on_error": "raise"} if self.local else {}  # else a folder without permission is empty
+                found = self.fs.find(self.root, maxdepth=None if deep else 1, detail=True, **refuse)
             except FileNotFoundError:
                 return {}
         out = {}
@@ -124,42 +143,42 @@ class Store:
     def is_file(self) -> bool:
         """Whether the URL is a file rather than a folder."""
         self._look()
-        with naming("open", self.describe("")):
+        with self.asking("open", ""):
             return bool(self.fs.isfile(self.root))
 
     def exists(self) -> bool:
         """Whether there is anything at the URL."""
         self._look()
-        with naming("open", self.describe("")):
+        with self.asking("open", ""):
             return bool(self.fs.exists(self.root))
 
     def make(self) -> None:
         """Make the folder."""
         if not self.bucket:
-            with naming("create", self.describe("")):
+            with self.asking("create", ""):
                 self.fs.makedirs(self.root, exist_ok=True)
 
     def size(self, name: str) -> int:
         """Bytes of a file."""
         self._look()
-        with naming("open", self.describe(name)):
+        with self.asking("open", name):
             return int(self.fs.size(self.path(name)) or 0)
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """A file's bytes, from `start` up to `end`."""
         self._refresh()
-        with naming("read", self.describe(name)):
+        with self.asking("read", name):
             return self.fs.cat_file(self.path(name), start=start, end=end)
 
     def read_ranges(self, name: str, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         """Several ranges of one file, fetched together where the store can."""
         self._refresh()
-        with naming("read", self.describe(name)):
+        with self.asking("read", name):
             return self.fs.cat_ranges([self.path(name)] * len(starts), list(starts), list(ends), on_error="raise")
 
     def map(self, name: str) -> np.ndarray:
         """A local file as uint8 [bytes], mapped into memory, read-only."""
-        with naming("map", self.describe(name)):
+        with self.asking("map", name):
             if os.path.getsize(self.path(name)) == 0:
                 return np.zeros(0, np.uint8)
             return np.memmap(self.path(name), np.uint8, "r")
@@ -176,7 +195,7 @@ class Store:
 
     def remove(self, name: str) -> None:
         """Delete a file."""
-        with naming("delete", self.describe(name)):
+        with self.asking("delete", name):
             self.fs.rm_file(self.path(name))
 
     def spool(self, name: str) -> Spool:
@@ -203,6 +222,26 @@ class Store:
         """A forked process gets its own file system: connections must not be shared."""
         if self._pid != os.getpid():
             self._open()
+
+
+def _checked_url(url: object) -> str:
+    """A path or URL as text; an empty one would be the current directory."""
+    text = os.fspath(url) if isinstance(url, (str, PathLike)) else None
+    if not isinstance(text, str):
+        raise WeirError(f"a path or a URL is text, got {type(url).__name__}", "url")
+    if "\0" in text:
+        raise WeirError("no path holds a NUL", "url")
+    if not text:
+        raise WeirError("it is empty; the current directory is '.'", "url")
+    return text
+
+
+def _checked_options(options: object) -> dict[str, Any]:
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise WeirError("a dict whose keys are the names of options", "storage_options")
+    return dict(options)
 
 
 class Spool:
@@ -249,7 +288,7 @@ class Spool:
 
     def publish(self) -> None:
         """Make the file visible under its name, whole. After an error it may be tried again."""
-        with naming("write", self.file):
+        with self.store.asking("write", self.name):
             if self.store.local:
                 if self.store.fsync:
                     os.fsync(self._fd)

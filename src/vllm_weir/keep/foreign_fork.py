@@ -137,8 +137,9 @@ def _add(
 
 
 def _describe(store: Store, name: str, data: str) -> list[_Part | _Unnamed]:
+    raw = store.read(name)
     try:
-        content = json.loads(store.read(name))
+        content = json.loads(raw)
         if "entries" in content:
             seq = int(content.get("seq", 0))
             return [_part(data, {**content, **e}, seq, int(e["offset"])) for e in content["entries"]]

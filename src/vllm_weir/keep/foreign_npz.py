@@ -100,8 +100,9 @@ def _add(
 
 
 def _unpack(store: Store, name: str, *, width: int) -> np.ndarray:
+    arrays = read_npz(store, name)
     try:
-        rows = rebuild(read_npz(store, name), width)
+        rows = rebuild(arrays, width)
     except WeirError as e:
         raise store.fail(name, e.message) from None
     return np.ascontiguousarray(rows, "<f4").view(np.uint8)

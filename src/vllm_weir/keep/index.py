@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import WeirError
+from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import Block, check_inside
 from vllm_weir.keep.checksum import checksums
 from vllm_weir.spec.hooks import HOOKS, Site
@@ -33,6 +34,7 @@ class Index:
         incomplete: requests that were begun and not finished, and are left out.
         notes: what a reader should know (foreign formats).
         lossy: how rows were compressed with loss before, where the headers do not say it (foreign formats).
+        store, files: where there are shards and manifests to compare, and their names (layout ``sharded``).
     """
 
     layout: str
@@ -53,6 +55,8 @@ class Index:
     incomplete: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     lossy: str = ""
+    store: Store | None = None
+    files: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if {int(self.rows.sum()), len(self.token_ids), len(self.checksums)} != {len(self.positions)}:
@@ -69,7 +73,9 @@ class Index:
         except ValueError:
             out = None
         if not isinstance(out, dict):
-            raise WeirError(f"the metadata of request {self.requests[request][:80]!r} are damaged")
+            what = f"the metadata of request {self.requests[request][:80]!r} are damaged"
+            blocks = [self.blocks[code] for code in self.block[self.runs_of(request)][:1].tolist()]
+            raise blocks[0].store.fail(blocks[0].name, what) if blocks else WeirError(what)
         return out
 
     def by_block(self) -> Iterator[tuple[Block, np.ndarray]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import itertools
 import posixpath
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +24,6 @@ try:
 except ImportError as e:
     raise ImportError("activation files need pyarrow: pip install 'vllm-weir[keep]'") from e
 
-from vllm_weir.errors import WeirError
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.batch import Packed
 from vllm_weir.keep.tensorfile import read_container
@@ -139,9 +139,22 @@ def from_parquet(store: Store, name: str, data: bytes) -> pa.Table:
         table = file.read(use_threads=False)
         if "checksum" not in table.column_names:
             table = table.append_column("checksum", pa.nulls(len(table), SCHEMA.field("checksum").type))
-        return pa.Table.from_arrays([table[field.name].cast(field.type) for field in SCHEMA], schema=SCHEMA)
-    except (pa.ArrowException, KeyError, OSError, ValueError) as e:
+        table = pa.Table.from_arrays([table[field.name].cast(field.type) for field in SCHEMA], schema=SCHEMA)
+        table.validate(full=True)  # else places in a dictionary that is shorter are an error wherever they are used
+        _refuse_gaps(table)
+        return table
+    except (pa.ArrowException, LookupError, OSError, ValueError) as e:
         raise store.fail(name, f"its manifest cannot be read: {str(e)[:200]}") from None
+
+
+def _refuse_gaps(table: pa.Table) -> None:
+    """Raise ValueError where values are missing, but for what may be: checksums, metadata."""
+    for field in SCHEMA:
+        chunks = table[field.name].chunks
+        whole = [] if field.name in ("checksum", "metadata") else chunks
+        lists = [chunk.flatten() for chunk in chunks] if pa.types.is_list(field.type) else []
+        if any(values.null_count for values in (*whole, *lists)):
+            raise ValueError(f"column {field.name} has gaps")
 
 
 def is_shard(name: str) -> bool:
@@ -177,7 +190,11 @@ def read_shard_manifest(store: Store, name: str, size: int) -> pa.Table:
     if container.metadata.get("weir") != "shard" or "manifest" not in container.tensors:
         raise store.fail(name, "is no shard of Weir's")
     place = container.tensors["manifest"]
-    table = from_parquet(store, name, store.read(name, place.start, place.end))
+    data = store.read(name, place.start, place.end)
+    crc = container.metadata.get("manifest")  # which earlier versions did not write
+    if crc is not None and crc != f"{zlib.crc32(data):08x}":
+        raise store.fail(name, "damaged: its manifest is not what was written; restore the file from a copy")
+    table = from_parquet(store, name, data)
     if any(file != name for file in pc.unique(table["file"].cast(pa.string())).to_pylist()):
         raise store.fail(name, "was renamed: its manifest has another name for it")
     return table
@@ -196,11 +213,14 @@ def codes(table: pa.Table, name: str) -> tuple[np.ndarray, list[str]]:
     array = chunked.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = array.unify_dictionaries().chunk(0) if array.num_chunks else pa.array([], _TEXT)
-    if array.null_count:
-        raise WeirError(f"the manifest's column {name} has gaps")
     return array.indices.to_numpy().astype(np.int64), array.dictionary.to_pylist()
 
 
 def flat(table: pa.Table, name: str) -> np.ndarray:
     """The values of a list column, one list after the other."""
     return np.concatenate([chunk.flatten().to_numpy() for chunk in table[name].chunks] or [np.zeros(0, np.int64)])
+
+
+def lengths(table: pa.Table, name: str) -> np.ndarray:
+    """How many values each list of a list column has: int64 [rows], -1 where there is no list."""
+    return pc.list_value_length(table[name]).fill_null(-1).to_numpy().astype(np.int64)

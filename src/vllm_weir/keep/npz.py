@@ -1,9 +1,10 @@
 """The `npz` layout: Vllm_mi_patch's folders, file names and fields, holding values that its own inverse gets right.
 
 ``req_<id>/seq0_layer<L>_rank0.npz`` with ``q``, ``scale``, ``zero`` (rp8, full8) or ``indices``, ``values``, ``scale``,
-``zero`` (topk8), and ``manifest.json`` once the request is whole. There ``q * scale + zero`` is the value. Weir adds
-``positions``, ``token_ids`` and ``weir`` (the header as JSON bytes). Sites other than resid_post, which the file names
-have no room for, lie in a folder of the hook's name.
+``zero`` (topk8), and ``manifest.json`` once the request is whole. There ``q * scale + zero`` is the value. Methods that
+Vllm_mi_patch does not have: ``activations`` (none, fp16; bfloat16, which numpy lacks, as the equal float32), and
+``codes`` with ``scale`` (fp8). Weir adds ``positions``, ``token_ids`` and ``weir`` (the header as JSON bytes). Sites
+other than resid_post, which the file names have no room for, lie in a folder of the hook's name.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import json
 import posixpath
 import re
+import zlib
 from typing import Any
 
 import numpy as np
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import WeirError, brief
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import ArrayBlock
 from vllm_weir.keep.gathered import GatheringWriter, SiteRows, safe_name
@@ -27,7 +29,16 @@ from vllm_weir.spec.hooks import HOOKS, Site, normalise_hook
 MANIFEST = "manifest.json"
 FILE = re.compile(r"seq(\d{1,18})_layer(\d{1,9})_rank(\d{1,9})\.npz")
 _NUMPY = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4", "uint8": "u1", "float8_e4m3fn": "u1"}
-_NAMES = {"rp8": {"codes": "q"}, "full8": {"codes": "q"}, "topk8": {"codes": "values"}}
+_NAMES = {
+    "none": {"values": "activations"},
+    "fp16": {"values": "activations"},
+    "fp8": {"values": "codes"},
+    "rp8": {"codes": "q"},
+    "full8": {"codes": "q"},
+    "topk8": {"codes": "values"},
+}
+CODES = ("q", "indices", "codes")
+"""Arrays that a file of compressed rows has one of."""
 
 
 class NpzWriter(GatheringWriter):
@@ -52,9 +63,7 @@ class NpzWriter(GatheringWriter):
         layers: dict[str, Any] = {}
         files = []
         for s in sites:
-            name = f"seq0_layer{s.site.layer}_rank0.npz"
-            if s.site.hook != "resid_post":
-                name = f"{s.site.hook}/{name}"
+            name = file_of(s.site)
             arrays = to_arrays(s.records, s.header)
             arrays["positions"], arrays["token_ids"] = s.positions, s.token_ids
             arrays["weir"] = np.frombuffer(json.dumps(s.header).encode(), np.uint8)
@@ -75,32 +84,34 @@ def _manifest(
     kept = json.loads(metadata)
     header = sites[0].header if sites else {"method": "none", "k": None, "seed": 0}
     method = header["method"]
-    return json.dumps(
-        {
-            "request_id": request_id,
-            "tp_rank": 0,
-            "tp_world_size": 1,
-            "mode": method,
-            "return_mode": "gathered",
-            "compression": {
-                "rp_k": header["k"] if method == "rp8" else None,
-                "topk_k": header["k"] if method == "topk8" else None,
-                "quant_bits": 8,
-                "per_dim_scale": False,
-                "rp_seed": header["seed"],
-            },
-            "output_dir": writer.store.describe(folder),
-            "sequences": {
-                "0": {
-                    "prompt_len": kept.get("prompt_tokens"),
-                    "total_len": max((len(s.positions) for s in sites), default=0),
-                    "layers": layers,
-                }
-            },
-            "weir": {"version": 1, "files": files, "metadata": kept},
+    content = {
+        "request_id": request_id,
+        "tp_rank": 0,
+        "tp_world_size": 1,
+        "mode": method,
+        "return_mode": "gathered",
+        "compression": {
+            "rp_k": header["k"] if method == "rp8" else None,
+            "topk_k": header["k"] if method == "topk8" else None,
+            "quant_bits": 8,
+            "per_dim_scale": False,
+            "rp_seed": header["seed"],
         },
-        indent=1,
-    ).encode()
+        "output_dir": writer.store.describe(folder),
+        "sequences": {
+            "0": {
+                "prompt_len": kept.get("prompt_tokens"),
+                "total_len": max((len(s.positions) for s in sites), default=0),
+                "layers": layers,
+            }
+        },
+        "weir": {"version": 1, "files": files, "metadata": kept},
+    }
+    return json.dumps(content | {"weir_crc": _crc(content)}, indent=1).encode()
+
+
+def _crc(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
 def folder_of(request_id: str) -> str:
@@ -108,28 +119,53 @@ def folder_of(request_id: str) -> str:
     return f"req_{safe_name(request_id)}"
 
 
+def file_of(site: Site) -> str:
+    """The file of a site, in the folder of its request."""
+    name = f"seq0_layer{site.layer}_rank0.npz"
+    return name if site.hook == "resid_post" else f"{site.hook}/{name}"
+
+
 def to_arrays(records: np.ndarray, header: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Records [n, record_bytes] as arrays by field, each [n, ...]: scale and zero are [n, 1]."""
-    names = _NAMES.get(header["method"], {"values": "activations"})
+    """Records [n, record_bytes] as arrays by field, each [n, ...]: scale and zero are [n, 1], bfloat16 is float32."""
     out = {}
     for field, end in _spans(header):
-        raw = np.ascontiguousarray(records[:, field["offset"] : end])
-        out[names.get(field["name"], field["name"])] = raw.view(_NUMPY[field["dtype"]])
+        values = np.ascontiguousarray(records[:, field["offset"] : end]).view(_NUMPY[field["dtype"]])
+        if field["dtype"] == "bfloat16":
+            values = (values.astype("<u4") << 16).view("<f4")
+        out[_array_of(field, header)] = values
     return out
 
 
 def to_records(arrays: dict[str, np.ndarray], header: dict[str, Any]) -> np.ndarray:
-    """The inverse of `to_arrays`; raises KeyError or ValueError if the arrays do not fit."""
-    names = _NAMES.get(header["method"], {"values": "activations"})
+    """The inverse of `to_arrays`; raises KeyError or ValueError if the arrays do not fit.
+
+    Earlier versions stored bfloat16 as the uint16 of its bits, and the codes of fp8 as ``activations``.
+    """
     parts = []
     for field, end in _spans(header):
-        array = arrays[names.get(field["name"], field["name"])]
+        name = _array_of(field, header)
+        array = arrays["activations" if name == "codes" and name not in arrays else name]
+        if array.ndim == 2 and field["dtype"] == "bfloat16" and array.dtype == np.dtype("<f4"):
+            array = _narrowed(array, name)
         if array.dtype != np.dtype(_NUMPY[field["dtype"]]) or array.ndim != 2:
-            raise ValueError(f"{field['name']} is {array.dtype} {list(array.shape)}")
+            raise ValueError(f"{name} is {array.dtype} {list(array.shape)}")
         parts.append(np.ascontiguousarray(array).view(np.uint8))
         if parts[-1].shape[1] != end - field["offset"]:
-            raise ValueError(f"{field['name']} has the wrong width")
+            raise ValueError(f"{name} has the wrong width")
     return np.concatenate(parts, axis=1)
+
+
+def _narrowed(array: np.ndarray, name: str) -> np.ndarray:
+    """The bits of bfloat16 values that are stored as float32, uint16; raises ValueError if some are none."""
+    bits = np.ascontiguousarray(array).view("<u4")
+    if (bits & 0xFFFF).any():
+        raise ValueError(f"{name} has values that are no bfloat16, as the header says they are")
+    return (bits >> 16).astype("<u2")
+
+
+def _array_of(field: dict[str, Any], header: dict[str, Any]) -> str:
+    """What a field's array is called."""
+    return _NAMES[header["method"]].get(field["name"], field["name"])
 
 
 def _spans(header: dict[str, Any]) -> list[tuple[dict[str, Any], int]]:
@@ -149,15 +185,22 @@ def read_npz_layout(store: Store, names: dict[str, int]) -> Index:
 def add_request(out: Builder, store: Store, manifest: str, names: dict[str, int], run: str = "") -> None:
     """Add what a request's manifest names; `run` stands before an id that several runs have."""
     folder = posixpath.dirname(manifest)
+    data = store.read(manifest)
     try:
-        content = json.loads(store.read(manifest))
+        content = json.loads(data)
+        crc = content.pop("weir_crc", None)  # which earlier versions did not write
         request, own = content["request_id"], content["weir"]
-        files = [(str(name), Site(normalise_hook(hook), int(layer))) for name, hook, layer in own["files"]]
+        files = [(name, Site(normalise_hook(hook), int(layer))) for name, hook, layer in own["files"]]
         metadata = json.dumps(own["metadata"])
-        if not isinstance(request, str):
+        if not isinstance(request, str) or not isinstance(own["metadata"], dict):
             raise TypeError
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         raise store.fail(manifest, "damaged: it makes no sense") from None
+    if crc is not None and crc != _crc(content):
+        raise store.fail(manifest, "damaged or edited: its checksum does not fit")
+    for name, site in files:
+        if name != file_of(site):  # above all no path that leads out of the folder
+            raise store.fail(manifest, f"damaged: it names {brief(name, 80)!r} for {site}")
     request = posixpath.join(run, request)
     code = out.request(folder if request in out.requests else request, metadata)
     for short, site in files:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from typing import Any
 
-from vllm_weir.errors import WeirError, brief
+from vllm_weir.errors import MissingFile, WeirError, brief
 from vllm_weir.keep.atomic import Store, split_url
 from vllm_weir.keep.dataset import ActivationDataset
 from vllm_weir.keep.foreign_fork import is_fork, read_fork
@@ -53,7 +53,8 @@ def open_writer(
         options: ``shard_bytes`` (sharded), ``pack_bytes`` (packed), ``buffer_bytes`` (all but sharded).
 
     Raises:
-        WeirError: for unknown layouts and options, and if the place cannot be written or holds something else.
+        WeirError: for unknown layouts and options, an empty URL (the current directory is ``"."``), and if the place
+            cannot be written or holds something else.
     """
     check_layout(layout, options)
     return _WRITERS[layout](Store(url, storage_options, fsync=fsync), compress, **options)
@@ -86,7 +87,9 @@ def load(
         hidden_size: for Vllm_mi_patch's topk8, which does not say its width.
 
     Raises:
-        WeirError: if nothing is found there, or a file is damaged; it names the file.
+        MissingFile: if there is nothing at the URL.
+        StoreError: if it cannot be read; it names the file.
+        WeirError: if no activations are found there, or a file is damaged; it names the file.
     """
     store = Store(url, storage_options)
     if store.is_file():
@@ -141,7 +144,7 @@ def _recognise(
     if is_fork(store, names):
         return read_fork(store, names)
     if not store.exists():
-        raise WeirError(f"{url} does not exist")
+        raise MissingFile(f"{url} does not exist")
     raise WeirError(f"{url} holds no activations that Weir knows")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+import zlib
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -184,7 +185,7 @@ class ShardedWriter(Writer):
                 shard.runs.finish(request, *self._marks[request])
             manifest = to_parquet(shard.table())
             shard.spool.write(manifest)
-            shard.spool.write_at(0, _shard_header(shard.header, rows_end - GAP, len(manifest)))
+            shard.spool.write_at(0, _shard_header(shard.header, rows_end - GAP, manifest))
             shard.spool.publish()
         except BaseException:
             # All as before, for another try.
@@ -228,7 +229,7 @@ class ShardedWriter(Writer):
         self._joined, self._loose = sum(map(is_shard, names)), 0
 
 
-def _shard_header(header: dict, rows_bytes: int, manifest_bytes: int) -> bytes:
+def _shard_header(header: dict, rows_bytes: int, manifest: bytes) -> bytes:
     tensors = {}
     if header:
         fields = header["fields"]
@@ -236,6 +237,10 @@ def _shard_header(header: dict, rows_bytes: int, manifest_bytes: int) -> bytes:
         plain = len(fields) == 1 and fields[0]["dtype"] in CODES
         dtype, width = (fields[0]["dtype"], record // ITEMSIZE[fields[0]["dtype"]]) if plain else ("uint8", record)
         tensors["rows"] = (CODES[dtype], [rows_bytes // record, width], rows_bytes)
-    tensors["manifest"] = ("U8", [manifest_bytes], manifest_bytes)
-    metadata = {"weir": "shard", "header": json.dumps(header, sort_keys=True)}
+    tensors["manifest"] = ("U8", [len(manifest)], len(manifest))
+    metadata = {
+        "weir": "shard",
+        "header": json.dumps(header, sort_keys=True),
+        "manifest": f"{zlib.crc32(manifest):08x}",
+    }
     return build_header(tensors, metadata, room=GAP)

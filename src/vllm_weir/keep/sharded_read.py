@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import Block, FileBlock
 from vllm_weir.keep.index import Index, site_order
-from vllm_weir.keep.manifest import MANIFEST, codes, column, flat
+from vllm_weir.keep.manifest import (
+    MANIFEST,
+    SCHEMA,
+    codes,
+    column,
+    flat,
+    from_parquet,
+    is_shard,
+    lengths,
+    read_shard_manifest,
+)
 from vllm_weir.keep.tensorfile import read_container
 from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.hooks import Site, normalise_hook
@@ -33,6 +44,8 @@ def _index(store: Store, table: pa.Table, names: dict[str, int], incomplete: boo
     finished = table["finished"].to_numpy().astype(bool)
     rows = column(table, "rows").astype(np.int64)
     counts = np.where(finished, 0, rows)
+    if any((lengths(table, name) != counts).any() for name in ("position", "token_id")):
+        raise ValueError("its counts do not fit its positions")
     # The writer whose rows count, for each request: the first that finished it; of unfinished ones the last that tried.
     rank = np.argsort(np.argsort(writers))[writer] if len(writers) else writer
     chosen = np.full(len(requests), np.iinfo(np.int64).max)
@@ -54,12 +67,9 @@ def _index(store: Store, table: pa.Table, names: dict[str, int], incomplete: boo
     place[shown] = np.arange(len(shown))
 
     runs = np.flatnonzero(keep)
-    site, sites = _sites(table, runs)
+    site, sites = _sites(store, table, runs)
     block, blocks = _blocks(store, table, runs, names)
     positions, tokens = flat(table, "position"), flat(table, "token_id")
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    if starts[-1] != len(positions) or len(positions) != len(tokens):
-        raise ValueError("its counts do not fit its positions")
     sums, summed = _checksums(table, counts)
     if not keep.all():
         picked = np.repeat(keep, counts)
@@ -81,17 +91,51 @@ def _index(store: Store, table: pa.Table, names: dict[str, int], incomplete: boo
         sums,
         summed[runs],
         incomplete=[requests[i] for i in np.flatnonzero(~done)],
+        store=store,
+        files=[name for name in names if name == MANIFEST or is_shard(name)],
     )
+
+
+def damaged_shards(store: Store, files: list[str]) -> Iterator[tuple[str, WeirError]]:
+    """Shards whose own manifest is damaged, or is not what the joined one says of them. `files`: of `Index`.
+
+    Raises StoreError if a file cannot be read.
+    """
+    joined = from_parquet(store, MANIFEST, store.read(MANIFEST)) if MANIFEST in files else SCHEMA.empty_table()
+    file, known = codes(joined, "file")
+    order = np.argsort(file, kind="stable")
+    bounds = np.searchsorted(file[order], np.arange(len(known) + 1))
+    place = {name: i for i, name in enumerate(known)}
+    for name in sorted(filter(is_shard, files)):
+        try:
+            own = read_shard_manifest(store, name, store.size(name))
+        except WeirError as e:
+            if isinstance(e, StoreError) and not isinstance(e, MissingFile):
+                raise
+            yield name, e
+            continue
+        if name in place:
+            i = place[name]
+            if not _plain(joined.take(order[bounds[i] : bounds[i + 1]])).equals(_plain(own)):
+                what = f"damaged: its own manifest and {MANIFEST} differ; whatever is whole, restore both from a copy"
+                yield name, store.fail(name, what)
+
+
+def _plain(table: pa.Table) -> pa.Table:
+    """With strings for places in dictionaries, which two tables number differently."""
+    texts = {i: f for i, f in enumerate(table.schema) if pa.types.is_dictionary(f.type)}
+    for i, f in texts.items():
+        table = table.set_column(i, f.name, table[f.name].cast(pa.string()))
+    return table
 
 
 def _checksums(table: pa.Table, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(checksums of all rows, uint32, 0 for those that have none; which runs have them, bool)."""
     summed = table["checksum"].is_valid().to_numpy()
-    values = flat(table, "checksum")
-    if len(values) != int(counts[summed].sum()):
+    if (lengths(table, "checksum") != counts)[summed].any():
         raise ValueError("its counts do not fit its checksums")
     sums = np.zeros(int(counts.sum()), np.uint32)
-    sums[np.repeat(summed, counts)] = values
+    sums[np.repeat(summed, counts)] = flat(table, "checksum")
     return sums, summed
 
 
@@ -115,13 +159,15 @@ def _check_complete(
         )
 
 
-def _sites(table: pa.Table, runs: np.ndarray) -> tuple[np.ndarray, list[Site]]:
+def _sites(store: Store, table: pa.Table, runs: np.ndarray) -> tuple[np.ndarray, list[Site]]:
     hook, hooks = codes(table, "hook")
     layer = column(table, "layer").astype(np.int64)
     if len(runs) and int(layer[runs].min()) < 0:
         raise ValueError("a layer is negative")
     pairs, inverse = np.unique(layer[runs] * (len(hooks) + 1) + hook[runs], return_inverse=True)
-    found = [Site(normalise_hook(hooks[p % (len(hooks) + 1)]), int(p // (len(hooks) + 1))) for p in pairs.tolist()]
+    where = f"{store.describe(MANIFEST)}: hook"
+    split = (divmod(pair, len(hooks) + 1) for pair in pairs.tolist())
+    found = [Site(normalise_hook(hooks[name], where), block) for block, name in split]
     sites = sorted(set(found), key=site_order)
     place = np.array([sites.index(s) for s in found], np.int64)
     return (place[inverse.reshape(-1)] if len(found) else inverse.reshape(-1)), sites

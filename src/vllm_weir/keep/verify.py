@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.keep.blocks import Block
 from vllm_weir.keep.dataset import ActivationDataset
 from vllm_weir.keep.index import Index
-from vllm_weir.keep.tensorfile import read_container
+from vllm_weir.keep.sharded_read import damaged_shards
 
 PIECE = 64 << 20
 """Records are read in pieces of about this many bytes."""
@@ -47,21 +47,24 @@ class Verified:
 
 
 def verify(dataset: ActivationDataset, progress: Callable[[int], Any] | None = None) -> Verified:
-    """Read all rows of a dataset, without decoding them, and compare them with their checksums.
+    """Read all rows of a dataset, without decoding them, and compare them with their checksums; and each shard's own
+    manifest with the joined one.
 
     Args:
         dataset: from `load`.
         progress: called with the number of rows that were read so far, after every piece.
+
+    Raises:
+        StoreError: if a file cannot be read, which says nothing of its rows.
     """
     index = dataset.index
     found: dict[str, Damage] = {}
     done = 0
-    whole: set[str] = set()
+    if index.store is not None:
+        for name, error in damaged_shards(index.store, index.files):
+            file = index.store.describe(name)
+            found[file] = Damage(file, 0, error.message)
     for block, runs in index.by_block():
-        if dataset.layout == "sharded" and not block.store.local and block.name not in whole:
-            whole.add(block.name)
-            if (cut := _cut_off(block)) is not None:
-                found[cut.file] = cut
         which, at = index.expand(runs)
         at_byte = np.argsort(index.offsets(which, at), kind="stable")
         step = max(1, PIECE // block.width)
@@ -79,20 +82,15 @@ def verify(dataset: ActivationDataset, progress: Callable[[int], Any] | None = N
     return Verified(done, int(index.rows[bare].sum()), list(found.values()))
 
 
-def _cut_off(block: Block) -> Damage | None:
-    """A shard that ends before its last tensor, which holds no rows; of a local one `load` sees it."""
-    try:
-        read_container(block.store, block.name)
-    except WeirError as e:
-        return Damage(block.store.describe(block.name), 0, e.message)
-    return None
-
-
 def _damage(index: Index, block: Block, which: np.ndarray, at: np.ndarray) -> Damage | None:
     """What is wrong with some rows of one block."""
     file = block.store.describe(block.name)
     try:
         records = block.gather(index.offsets(which, at))
+    except StoreError as e:
+        if not isinstance(e, MissingFile):
+            raise
+        return Damage(file, len(at), e.message)
     except WeirError as e:
         return Damage(file, len(at), e.message)
     wrong = index.misfits(which, at, records)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_weir.environ import warn_of_unknown
 from vllm_weir.errors import WeirError
 from vllm_weir.spec.compress import RP_MAX, RP_MIN
 
@@ -14,6 +15,7 @@ NAME = "VLLM_ACT"
 """The sink's name."""
 _ON, _OFF = ("1", "true", "on"), ("0", "false", "off", "")
 _MODES = ("rp8", "full8", "topk8", "none")
+_VARIABLES = ("CAPTURE", "MODE", "RP_K", "RP_SEED", "TOPK_K", "OUTDIR", "RETURN", "PER_DIM")
 _RETURNS = ("sharded", "gathered", "summary")
 
 
@@ -24,11 +26,12 @@ def act_sink(environ: Mapping[str, str]) -> dict[str, Any] | None:
     (64; of a model narrower than it all values), ``_OUTDIR`` (/tmp/vllm_activations), ``_RETURN`` (sharded, gathered:
     files with whole rows, since every rank holds the whole residual stream; summary: running norms in the log and no
     files), ``_PER_DIM``: scales are per row whatever it says, because a scale per dimension of a single row keeps
-    nothing.
+    nothing. Any other is told of in the log.
 
     Raises:
         WeirError: naming the variable that is wrong.
     """
+    warn_of_unknown(environ, f"{NAME}_", _VARIABLES)
     if not _flag(environ, "CAPTURE", "0"):
         return None
     mode = _choice(environ, "MODE", "rp8", _MODES)
