@@ -168,6 +168,20 @@ def test_markdown_and_chart(tmp_path: Path) -> None:
     assert [f.suffix for f in files] == [".svg", ".png"] and all(f.stat().st_size > 2000 for f in files)
 
 
+def test_a_chart_has_room_for_what_is_faster_and_hollow_dots_for_what_was_not_compared(tmp_path: Path) -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    drawn: list[Any] = []
+    cases = [decode("stock", "idle", 4.0), startup("stock", [60.0]), startup("weir", [30.0])]
+    cases += [decode("weir", "steer_one", 8.0, note="stopped; rows not compared"), decode("weir", "idle", 4.0)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plt, "close", drawn.append)
+        draw_chart(result(cases), tmp_path / "chart")
+    batch, start = drawn[0].axes
+    dots = {line.get_xdata()[0]: line.get_markerfacecolor() for line in batch.lines if line.get_marker() == "o"}
+    assert dots[2.0] == "white" != dots[1.0]
+    assert start.get_xlim()[0] < 0.5 == start.lines[1].get_xdata()[0]
+
+
 def test_a_report_of_what_is_no_result_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text('{"cases": 3}')
     for name in ("missing.json", "odd.json"):
