@@ -17,6 +17,7 @@ from vllm_weir.frontend.activations import Activations
 from vllm_weir.keep.batch import header_text
 from vllm_weir.keep.blocks import Block
 from vllm_weir.keep.index import Index
+from vllm_weir.keep.told import check_placed
 from vllm_weir.spec.hooks import Site, parse_site
 from vllm_weir.spec.positions import Positions
 
@@ -130,13 +131,21 @@ class ActivationDataset(Mapping):
             site: ``("resid_post", 10)`` or ``"blocks.10.hook_resid_post"``.
             requests: ids, or one; None for all.
             positions: a selector, as for `Capture`. Those that count from the prompt's end need requests whose
-                metadata hold ``prompt_tokens``.
+                metadata hold ``prompt_tokens``. Of a request whose rows are means or maxima over positions none can
+                be chosen.
             space: ``"model"``: decoded, [n, d_model], float32 (uncompressed rows keep their dtype). ``"projected"``: of
                 rp8 the compressed space, [n, k], for inner products.
+
+        Raises:
+            KeyError: for a site or a request that is not there.
+            WeirError: if positions cannot be chosen, or the rows differ in width.
         """
         runs = self._runs(site, requests)
         which, at = self._ordered(runs)
-        chosen = self._select(which, at, Positions.parse(positions))
+        selector = Positions.parse(positions)
+        if selector.kind != "all":
+            check_placed(self.index, np.unique(self.index.request[which]).tolist(), parse_site(site), selector)
+        chosen = self._select(which, at, selector)
         which, at = which[chosen], at[chosen]
         return Rows(
             self.read(which, at, space) if len(which) else self.no_rows(runs, space),
@@ -166,7 +175,7 @@ class ActivationDataset(Mapping):
             return parts[0][1]
         dtype = parts[0][1].dtype if len({p.dtype for _, p in parts}) == 1 else torch.float32
         if len({p.shape[1] for _, p in parts}) != 1:
-            raise WeirError("the rows of this site differ in width; read requests one by one")
+            raise self.index.uneven(which, [(mine, part.shape[1]) for mine, part in parts])
         out = torch.empty(len(which), parts[0][1].shape[1], dtype=dtype)
         for mine, part in parts:
             out[torch.from_numpy(mine)] = part.to(dtype)

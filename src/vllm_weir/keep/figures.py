@@ -12,6 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from vllm_weir.keep.dataset import ActivationDataset
+from vllm_weir.keep.told import capture_notes
 from vllm_weir.spec.hooks import Site
 
 RP8_NOTE = "rows of rp8 are least-squares estimates: norms are about sqrt(k / d_model) of the real ones"
@@ -77,7 +78,7 @@ def inspect(dataset: ActivationDataset, sample: int = 512, seed: int = 0) -> Fig
         rows=dataset.count(), tokens=len(np.unique(pairs)), files=len({b.name for b in index.blocks}),
         stored_bytes=int((widths[index.block] * index.rows).sum()),
         raw_bytes=int((raw[index.block] * index.rows).sum()),
-        headers=dataset.headers, sites=sites, notes=index.notes + rp8,
+        headers=dataset.headers, sites=sites, notes=index.notes + capture_notes(index) + rp8,
     )  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def show(found: Figures, console: Console | None = None) -> None:
         most = max(s.sampled for s in found.sites)
         console.print(f"[dim]statistics over up to {most:,} rows of a site[/dim]", soft_wrap=True)
     for note in found.notes:
-        console.print(f"note: {note}", soft_wrap=True)
+        console.print(f"note: {escape(note)}", soft_wrap=True)
 
 
 def _size(n: float) -> str:
