@@ -159,6 +159,8 @@ def extract(
 ) -> Summary:
     """Activations of every text of a dataset, in files. What is there already is not done again: run it again to go on.
 
+    Of no texts at all it is a dataset without requests.
+
     Args:
         source, column, split, source_options: texts or chats, see `open_source`; `source_options` are fsspec's.
         model, engine: as vLLM takes it, and further options of ``vllm.LLM``.
@@ -203,6 +205,8 @@ def extract(
 
     with interruptible() as stop:
         left = _left(plan, total, begun)
+        if not total:
+            plan.target.writer().close()  # a dataset without requests
         if not left:
             tell(Counts(held=total - len(_known(plan, total)), skipped=_known(plan, total)))
         elif ray is not None:
