@@ -303,6 +303,33 @@ def test_bad_batches_are_refused_with_their_field(change: dict, field: str, tmp_
             writer.finish_request("b", {"x": object()})
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("begun_with", [0, 2])
+def test_rows_of_a_site_come_in_one_kind_only(layout: str, begun_with: int, tmp_path: Path) -> None:
+    """Some layouts took several, others refused to finish the request."""
+    rows = rows_of("a", "resid_post", 3, 6)
+    first, later = np.arange(begun_with), np.arange(begun_with, 6)
+    rp8 = Compression.parse({"method": "rp8", "k": 32, "seed": 7})
+    packed = encode(rows, rp8), rp8.header(D, "bfloat16")
+    others: list[tuple[torch.Tensor, dict | None, str]] = [
+        (rows.float(), None, "uncompressed, float32 rows of 48"),
+        (rows[:, :2].contiguous(), None, "uncompressed, bfloat16 rows of 2"),
+        (*packed, r"rp8 \(k 32, seed 7\), bfloat16 rows of 48"),
+    ]
+    with open_writer(tmp_path, layout) as writer:
+        writer.write(Batch("a", "resid_post", 3, first, first, rows[: len(first)]))
+        for other, header, words in others:
+            told = rf"resid_post\[3\] of request 'a' were .* uncompressed, bfloat16 rows of 48, these are {words};"
+            with pytest.raises(WeirError, match=told) as e:
+                writer.write(Batch("a", "resid_post", 3, later, later, other[later], header))
+            assert e.value.field == "batch.header" and "another id" in e.value.message
+            writer.write(Batch(f"b{other.shape[1]}", "resid_post", 3, later, later, other[later], header))
+            writer.write(Batch("a", "resid_pre", other.shape[1], later, later, other[later], header))
+        writer.write(Batch("a", "resid_post", 3, later, later, rows[later]))
+        writer.finish_request("a")
+    assert load(tmp_path)["a"]["resid_post", 3].equal(rows) and len(load(tmp_path)["a"]) == 4
+
+
 def test_bad_options_are_refused(tmp_path: Path) -> None:
     for arguments, field in [
         ({"layout": "tar"}, "layout"), ({"pack_bytes": 3}, "pack_bytes"), ({"shard_bytes": 0}, "shard_bytes"),
