@@ -129,7 +129,7 @@ class ActivationDataset(Mapping):
 
         Args:
             site: ``("resid_post", 10)`` or ``"blocks.10.hook_resid_post"``.
-            requests: ids, or one; None for all.
+            requests: ids, or one; None for all; of an empty list [0, d], as wide and of the dtype as all would be.
             positions: a selector, as for `Capture`. Those that count from the prompt's end need requests whose
                 metadata hold ``prompt_tokens``. Of a request whose rows are means or maxima over positions none can
                 be chosen.
@@ -147,6 +147,8 @@ class ActivationDataset(Mapping):
             check_placed(self.index, np.unique(self.index.request[which]).tolist(), parse_site(site), selector)
         chosen = self._select(which, at, selector)
         which, at = which[chosen], at[chosen]
+        if not len(runs):
+            runs = self._runs(site, None)
         return Rows(
             self.read(which, at, space) if len(which) else self.no_rows(runs, space),
             torch.from_numpy(self.index.positions[at]),
@@ -163,8 +165,7 @@ class ActivationDataset(Mapping):
 
     def read(self, which: np.ndarray, at: np.ndarray, space: str = "model") -> Tensor:
         """Decoded records of rows named as by `Index.expand`, in that order."""
-        if space not in ("model", "projected"):
-            raise WeirError("space is 'model' or 'projected'", "space")
+        _check_space(space)
         if not len(which):
             return torch.zeros(0, 0)
         parts = []
@@ -185,6 +186,8 @@ class ActivationDataset(Mapping):
     def decoded(records: Tensor, block: Block) -> Tensor:
         """A block's records as rows: float32, or the stored dtype of uncompressed ones."""
         if block.header["method"] == "none":
+            if not len(records):  # numpy's empty arrays have no strides to view them by
+                records = records.new_zeros(records.shape)
             return records.view(PLAIN[block.header["dtype"]])
         try:
             return decode(records, block.header)
@@ -193,11 +196,13 @@ class ActivationDataset(Mapping):
 
     def no_rows(self, runs: np.ndarray, space: str) -> Tensor:
         """What `read` gives for none of these runs' rows: as wide, and of the same dtype, as if there were some."""
-        if not len(runs):
-            return self.read(runs, runs, space)
-        block = self.index.blocks[int(self.index.block[runs[0]])]
-        records = torch.zeros(0, block.width, dtype=torch.uint8)
-        return self.decoded(records, block) if space == "model" else project(records, block.header)
+        _check_space(space)
+        kinds: dict[tuple, Block] = {}
+        for block in (self.index.blocks[code] for code in np.unique(self.index.block[runs]).tolist()):
+            kinds.setdefault(tuple(block.header[name] for name in ("method", "dtype", "d_model", "k")), block)
+        none = [(torch.zeros(0, block.width, dtype=torch.uint8), block) for block in kinds.values()]
+        parts = [self.decoded(*one) if space == "model" else project(one[0], one[1].header) for one in none]
+        return parts[0] if len({part.dtype for part in parts}) == 1 else parts[0].float()
 
     def _code(self, request: object) -> int:
         if request not in self.index.code:
@@ -257,6 +262,11 @@ class ActivationDataset(Mapping):
             f"ActivationDataset({self.url!r}, {self.layout}: {len(self)} requests, {len(self.sites)} sites, "
             f"{self.count()} rows)"
         )
+
+
+def _check_space(space: str) -> None:
+    if space not in ("model", "projected"):
+        raise WeirError("space is 'model' or 'projected'", "space")
 
 
 class _LazyRows(Mapping):
