@@ -85,8 +85,9 @@ def make_parts(
         treatment = treatments[way]
         own = "float32" if treatment is not None and treatment.compression is not None else dtype
         of_part = dtypes.setdefault(way, {})
-        if (entry := describe_rows(capture, len(treatment.directions) if treatment is not None else 0)) is not None:
-            told.setdefault(way, []).append(entry)
+        entry = describe_rows(capture, len(treatment.directions) if treatment is not None else 0)
+        if entry is not None and entry not in told.setdefault(way, []):
+            told[way].append(entry)
         for layer in capture.resolve_layers(num_layers):
             site = Site(capture.hook, layer)
             check(site, capture.path)
