@@ -7,6 +7,7 @@ import os
 import fsspec
 import numpy as np
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import vllm_weir as weir
@@ -63,6 +64,38 @@ def test_layouts_hold_the_rows(llm, tmp_path, layout, compress):
             assert acts.positions_of("resid_post", layer).equal(twin.activations.positions_of("resid_post", layer))
             assert acts.token_ids_of("resid_post", layer).equal(twin.activations.token_ids_of("resid_post", layer))
     assert not [f for f in os.listdir(tmp_path / "rows") if f.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_say_what_they_are(llm, tmp_path, layout):
+    """Requests of one batch, each with rows of another kind, those that are treated late too."""
+    sink = {"filesystem": {"url": str(tmp_path / "rows"), "layout": layout, "ids": "caller"}}
+    both = {"hook": "resid_post", "layers": [1, 2]}
+    kinds = [
+        ({}, None),
+        ({"reduce": "mean", "positions": "-2:"}, both | {"reduce": "mean", "positions": "-2:"}),
+        ({"project": torch.ones(2, 128)}, both | {"project": 2}),
+        ({"before": True}, both | {"before": True}),
+        ({"reduce": "last", "project": torch.ones(1, 128)}, both | {"reduce": "last", "project": 1}),
+        ({"positions": "last_prompt"}, both | {"positions": "last_prompt"}),
+    ]
+    late = [weir.Capture("resid_post", 1), weir.Capture(sink=sink, reduce="max")]
+    asked = [*(to(sink, **fields) for fields, _ in kinds), weir.params(sampling(4), capture=late)]
+    outs = llm.generate(prompts([9] * len(asked)), asked, use_tqdm=False)
+    weir.flush(llm)
+    kept = load(str(tmp_path / "rows"))
+    expected = [*(told for _, told in kinds), {"hook": "resid_post", "layers": "all", "reduce": "max"}]
+    for out, told in zip(outs, expected, strict=True):
+        assert kept.metadata(out.request_id).get("capture") == (None if told is None else [told])
+    name = [out.request_id for out in outs]
+    assert kept.rows(("resid_post", 1), [name[0], name[3], name[5]], positions="last_prompt").rows.shape == (3, 128)
+    for reduced in (name[1], name[6]):
+        with pytest.raises(weir.WeirError, match=f"request '{reduced}' is the m"):
+            kept.rows(("resid_post", 1), [name[0], reduced], positions="last_prompt")
+    with pytest.raises(weir.WeirError, match=r"resid_post\[1\] differ in width"):
+        kept.rows(("resid_post", 1))
+    del outs, out
+    assert_nothing_is_held(llm)
 
 
 def test_aborted_and_unmarked_requests_leave_nothing(llm, tmp_path):

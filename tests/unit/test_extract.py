@@ -224,6 +224,24 @@ def test_a_failure_keeps_what_was_finished(
     assert differences(load(tmp_path / "out"), load(tmp_path / "whole")) == []
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("on_error", ["fail", "skip"])
+def test_no_texts_are_a_dataset_without_requests(layout: str, on_error: str, tmp_path: Path) -> None:
+    source, out = tmp_path / "t.jsonl", str(tmp_path / "out")
+
+    def never(wanted: object) -> Any:
+        raise AssertionError
+
+    source.write_bytes(b"")
+    for _ in range(2):
+        summary = run_fake(source, out, layout=layout, on_error=on_error, start_engine=never)
+        assert (summary.records, summary.requests, summary.held, summary.interrupted) == (0, 0, 0, False)
+        assert len(load(out)) == load(out).count() == 0 and load(out).layout == layout
+    assert CliRunner().invoke(app, ["inspect", out, "--verify"]).exit_code == 0
+    write_jsonl(source, VALUES[:3])
+    assert run_fake(source, out, layout=layout).requests == 3 == len(load(out))
+
+
 def test_groups_do_not_depend_on_what_is_there(source: Path, tmp_path: Path) -> None:
     """A resumed run gives the engine the same batches, less what is there."""
     seen: list[list[int]] = []

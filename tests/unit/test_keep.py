@@ -23,8 +23,10 @@ from vllm_weir import analysis
 from vllm_weir.codec import decode, encode
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
-from vllm_weir.keep import LAYOUTS, Batch, load, open_writer
+from vllm_weir.keep import LAYOUTS, Batch, convert, inspect, load, open_writer
+from vllm_weir.keep.verify import verify
 from vllm_weir.spec.compress import METHODS, Compression
+from vllm_weir.spec.hooks import Site
 
 NAMES = ["a", "b/../c", "ü" * 40, "req-3", "0"]
 
@@ -235,6 +237,58 @@ def test_sites_of_different_kinds_in_one_dataset(tmp_path: Path) -> None:
         assert dataset["c"]["resid_post", 3].shape == (4, D + 1)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("compress", [None, "full8", {"method": "rp8", "k": 32}])
+def test_a_site_without_rows_is_there(layout: str, compress: object, tmp_path: Path) -> None:
+    """Asked for, and at no position that was reached; also when all of a file is such sites."""
+    none, some = torch.zeros(0, D, dtype=torch.bfloat16), rows_of("a", "resid_post", 3, 4)
+    with open_writer(tmp_path / "to", layout, compress=compress) as writer:
+        for name in ("a", "b"):
+            for _ in range(3):
+                writer.write(Batch(name, "resid_post", 5, [], [], none))
+            if name == "a":
+                writer.write(Batch("a", "resid_post", 3, [], [], none))
+                writer.write(Batch("a", "resid_post", 3, np.arange(4), np.arange(4), some))
+            writer.finish_request(name, {"prompt_tokens": 4})
+        writer.write(Batch("c", "resid_post", 5, [], [], none))
+        writer.abandon("c")
+    with open_writer(tmp_path / "to", layout) as writer:
+        assert writer.holds("b") and not writer.holds("c")
+    convert(tmp_path / "to", tmp_path / "packed", "packed")
+    convert(tmp_path / "packed", tmp_path / "again", layout)
+    convert(tmp_path / "to", tmp_path / "fp8", layout, compress="fp8", again=True)
+    dtype = torch.bfloat16 if compress is None else torch.float32
+    for place in ("to", "again", "fp8"):
+        dataset = load(tmp_path / place)
+        assert dataset.sites == [Site("resid_post", 3), Site("resid_post", 5)] and sorted(dataset) == ["a", "b"]
+        kind = torch.float32 if place == "fp8" else dtype
+        for rows in (
+            dataset["a"]["resid_post", 5], dataset["b"]["resid_post", 5], dataset.rows(("resid_post", 5)).rows,
+            dataset.rows(("resid_post", 3), []).rows, dataset.rows(("resid_post", 3), "b").rows,
+            dataset.rows(("resid_post", 3), [], "last_prompt").rows,
+        ):  # fmt: skip
+            assert rows.shape == (0, D) and rows.dtype == kind
+        assert (
+            dataset["a"]["resid_post", 3].shape == (4, D) and dataset.count() == dataset.count(("resid_post", 3)) == 4
+        )
+        assert list(dataset.torch(("resid_post", 5), batch_size=2)) == []
+        assert verify(dataset).rows == 4 and [s.rows for s in inspect(dataset).sites] == [4, 0]
+    if compress not in (None, "full8"):
+        assert load(tmp_path / "to").rows(("resid_post", 3), [], space="projected").rows.shape == (0, 32)
+    with pytest.raises(WeirError, match="space"):
+        load(tmp_path / "to").rows(("resid_post", 3), [], space="modle")
+
+
+def test_no_requests_of_rows_of_several_dtypes(tmp_path: Path) -> None:
+    with open_writer(tmp_path) as writer:
+        for name, dtype in (("a", torch.bfloat16), ("b", torch.float16)):
+            writer.write(Batch(name, "resid_post", 3, [0], [0], torch.ones(1, D, dtype=dtype)))
+            writer.finish_request(name)
+    dataset = load(tmp_path)
+    assert dataset.rows(("resid_post", 3), []).rows.dtype == dataset.rows(("resid_post", 3)).rows.dtype == torch.float32
+    assert dataset.rows(("resid_post", 3), "b", positions=[7]).rows.dtype == torch.float16
+
+
 def test_shards_roll_by_size_and_join_when_reopened(tmp_path: Path) -> None:
     names = [f"r{i}" for i in range(12)]
     with open_writer(tmp_path, shard_bytes=2000) as writer:
@@ -303,6 +357,33 @@ def test_bad_batches_are_refused_with_their_field(change: dict, field: str, tmp_
         writer.finish_request("a")
         with pytest.raises(WeirError, match="metadata"):
             writer.finish_request("b", {"x": object()})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("begun_with", [0, 2])
+def test_rows_of_a_site_come_in_one_kind_only(layout: str, begun_with: int, tmp_path: Path) -> None:
+    """Some layouts took several, others refused to finish the request."""
+    rows = rows_of("a", "resid_post", 3, 6)
+    first, later = np.arange(begun_with), np.arange(begun_with, 6)
+    rp8 = Compression.parse({"method": "rp8", "k": 32, "seed": 7})
+    packed = encode(rows, rp8), rp8.header(D, "bfloat16")
+    others: list[tuple[torch.Tensor, dict | None, str]] = [
+        (rows.float(), None, "uncompressed, float32 rows of 48"),
+        (rows[:, :2].contiguous(), None, "uncompressed, bfloat16 rows of 2"),
+        (*packed, r"rp8 \(k 32, seed 7\), bfloat16 rows of 48"),
+    ]
+    with open_writer(tmp_path, layout) as writer:
+        writer.write(Batch("a", "resid_post", 3, first, first, rows[: len(first)]))
+        for other, header, words in others:
+            told = rf"resid_post\[3\] of request 'a' were .* uncompressed, bfloat16 rows of 48, these are {words};"
+            with pytest.raises(WeirError, match=told) as e:
+                writer.write(Batch("a", "resid_post", 3, later, later, other[later], header))
+            assert e.value.field == "batch.header" and "another id" in e.value.message
+            writer.write(Batch(f"b{other.shape[1]}", "resid_post", 3, later, later, other[later], header))
+            writer.write(Batch("a", "resid_pre", other.shape[1], later, later, other[later], header))
+        writer.write(Batch("a", "resid_post", 3, later, later, rows[later]))
+        writer.finish_request("a")
+    assert load(tmp_path)["a"]["resid_post", 3].equal(rows) and len(load(tmp_path)["a"]) == 4
 
 
 def test_bad_options_are_refused(tmp_path: Path) -> None:

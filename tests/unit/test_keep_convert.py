@@ -129,6 +129,18 @@ def test_what_a_foreign_format_should_say_comes_along(tmp_path: Path) -> None:
     assert load(tmp_path / "to").metadata("req_1") == {
         "source": {"layout": "vllm_mi_patch", "notes": dataset.index.notes}
     }
+    convert(tmp_path / "to", tmp_path / "on", "packed")
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "on")]).output
+    for note in dataset.index.notes:
+        assert inspect(load(tmp_path / "to")).notes.count(note) == 1 and f"note: {note}" in shown
+
+
+@pytest.mark.parametrize("own", ["a book", {"notes": "few"}, {"notes": [1]}, ["notes"]])
+def test_a_source_of_another_form_is_the_writers_own(own: object, tmp_path: Path) -> None:
+    with open_writer(tmp_path) as writer:
+        writer.write(Batch("a", "resid_post", 0, [0], [0], torch.ones(1, 4)))
+        writer.finish_request("a", {"source": own})
+    assert inspect(load(tmp_path)).notes == []
 
 
 def test_the_commands(tmp_path: Path) -> None:

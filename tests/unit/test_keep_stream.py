@@ -86,6 +86,62 @@ def test_shares_of_ranks_are_disjoint_and_whole(dataset: ActivationDataset) -> N
     assert min(map(len, shares)) > 0
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create", "error:Length of IterableDataset")
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("batch_size", [None, 37, 5000])
+@pytest.mark.parametrize("shard", [(0, 1), (1, 3)])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_length_is_what_a_pass_yields(
+    dataset: ActivationDataset, workers: int, batch_size: int | None, shard: tuple[int, int], drop_last: bool
+) -> None:
+    stream = dataset.torch(SITE, batch_size=batch_size, buffer_rows=100, epochs=2, shard=shard, drop_last=drop_last)
+    loader = DataLoader(stream, batch_size=None, num_workers=workers)
+    said = len(loader)  # and torch warns of more than that
+    batches = list(loader)
+    assert len(batches) == said == len(stream)
+    if batch_size is not None:
+        short = 0 if drop_last else 2  # one an epoch, however many workers there are
+        assert sum(len(batch) < batch_size for batch in batches) <= short
+    assert max(np.unique(ids(batches), return_counts=True)[1], default=0) <= 2
+
+
+def test_a_stream_without_end_has_no_length(dataset: ActivationDataset) -> None:
+    with pytest.raises(TypeError, match="without end"):
+        len(dataset.torch(SITE, epochs=None))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("world", [2, 3, 7, TOTAL + 1])
+def test_ranks_differ_by_one_row_at_most_and_not_at_all_if_the_rest_is_dropped(
+    dataset: ActivationDataset, world: int, shuffle: bool
+) -> None:
+    ranks = range(world) if world < 10 else (0, 1, 1000, world - 1)
+    for epoch in range(2):
+        for drop_last in (False, True):
+            streams = [dataset.torch(SITE, shard=(i, world), drop_last=drop_last, shuffle=shuffle) for i in ranks]
+            for stream in streams:
+                stream.set_epoch(epoch)
+            shares = [ids(stream) for stream in streams]
+            sizes = set(map(len, shares))
+            rows = [i for share in shares for i in share]
+            assert sizes == {TOTAL // world} if drop_last else sizes <= {TOTAL // world, TOTAL // world + 1}
+            assert len(set(rows)) == len(rows)
+            if world < 10:
+                assert len(rows) == (TOTAL // world * world if drop_last else TOTAL)
+
+
+def test_rows_of_several_widths_are_refused(tmp_path: Path) -> None:
+    """A batch of some of each failed in torch, or was of the one and then of the other."""
+    with open_writer(tmp_path) as writer:
+        for request, width in (("a", 2), ("b", 4), ("c", 4)):
+            writer.write(Batch(request, *SITE, [0], [0], torch.ones(1, width)))
+            writer.finish_request(request)
+        writer.write(Batch("d", *SITE, [], [], torch.ones(0, 7)))
+        writer.finish_request("d")
+    with pytest.raises(WeirError, match=r"resid_post\[1\] differ in width .*: 2 \('a'\), 4 \('b' and 1 more\);"):
+        load(tmp_path).torch(SITE)
+
+
 def test_drop_last_and_endless(dataset: ActivationDataset) -> None:
     stream = dataset.torch(SITE, batch_size=300, drop_last=True)
     assert [len(b) for b in stream] == [300] * (TOTAL // 300) and len(stream) == TOTAL // 300
@@ -96,7 +152,8 @@ def test_drop_last_and_endless(dataset: ActivationDataset) -> None:
 @pytest.mark.parametrize(
     ("options", "field"),
     [({"batch_size": 0}, "batch_size"), ({"buffer_rows": 0}, "buffer_rows"), ({"epochs": 0}, "epochs"),
-     ({"shard": (2, 2)}, "shard"), ({"seed": -1}, "seed")],
+     ({"shard": (2, 2)}, "shard"), ({"shard": 1}, "shard"), ({"shard": None}, "shard"), ({"shard": (0, 1, 2)}, "shard"),
+     ({"shard": "01"}, "shard"), ({"shard": (0.0, 2)}, "shard"), ({"seed": -1}, "seed")],
 )  # fmt: skip
 def test_bad_options(dataset: ActivationDataset, options: dict, field: str) -> None:
     with pytest.raises(WeirError) as e:

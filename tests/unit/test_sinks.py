@@ -529,7 +529,7 @@ def test_rows_kept_always_and_rows_that_are_marked_go_to_one_sink(tmp_path, layo
     board.open(ENGINE)
     views = [Looked(acts_of()), Looked(acts_of())]
     for view, keep in zip(views, ("always", "marked"), strict=True):
-        view.part = SimpleNamespace(sink=Sink("x"), keep=keep)
+        view.part = SimpleNamespace(sink=Sink("x"), keep=keep, told=())
     board.marks.join("r-1", "r")
     request = Finished("r", 1, "r-1", 1, 3, "stop")
     tickets = board.deliver("r-1", views, request, lambda: None, False)

@@ -38,6 +38,9 @@ class Finished:
         finish_reason: vLLM's, e.g. ``"stop"`` or ``"length"``.
         metadata: what `weir.mark` was given.
         part: ``"marked"`` for the marked rows of a sequence that has others for the same sink; else empty.
+        capture: what its rows are where they are not simply those of all positions: entries with ``"hook"``,
+            ``"layers"`` and ``"reduce"``, ``"project"`` (the number of directions), ``"before"``, ``"positions"``, as
+            far as they apply.
     """
 
     request_id: str
@@ -48,6 +51,7 @@ class Finished:
     finish_reason: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     part: str = ""
+    capture: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)

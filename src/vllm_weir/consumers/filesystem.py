@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_weir.consumers.base import Consumer, EngineInfo, Finished, Rows
 from vllm_weir.errors import WeirError
+from vllm_weir.spec import rowkinds
 
 AT_ONCE = ("per_request", "npz")
 """Layouts in which each sequence has files of its own, published when it is finished."""
@@ -77,6 +78,8 @@ class Filesystem(Consumer):
             "generated_tokens": request.generated_tokens,
             "finish_reason": request.finish_reason,
         }
+        if request.capture:
+            metadata[rowkinds.KEY] = [dict(entry) for entry in request.capture]
         if request.metadata:
             metadata["mark"] = dict(request.metadata)
         self._writer.finish_request(name, metadata)

@@ -19,6 +19,7 @@ from vllm_weir.extraction.wanted import Wanted, begin_run, check_run, read_skipp
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.open import check_layout, open_writer
 from vllm_weir.keep.writer import MARKER, Writer, is_claimed
+from vllm_weir.spec.rowkinds import describe_rows
 
 ON_ERROR = ("fail", "skip")
 
@@ -96,7 +97,8 @@ class Plan:
         """The part of the run that one engine does."""
         return Share(
             self.source, engine, writer, max_length=self.wanted.max_length, batch=self.batch, skip=self.skip,
-            flush_seconds=self.flush_seconds, known=read_skipped(writer.store) if self.skip else {}, **more,
+            flush_seconds=self.flush_seconds, known=read_skipped(writer.store) if self.skip else {},
+            told=describe_rows(self.wanted.capture), **more,
         )  # fmt: skip
 
 
@@ -157,6 +159,8 @@ def extract(
 ) -> Summary:
     """Activations of every text of a dataset, in files. What is there already is not done again: run it again to go on.
 
+    Of no texts at all it is a dataset without requests.
+
     Args:
         source, column, split, source_options: texts or chats, see `open_source`; `source_options` are fsspec's.
         model, engine: as vLLM takes it, and further options of ``vllm.LLM``.
@@ -201,6 +205,8 @@ def extract(
 
     with interruptible() as stop:
         left = _left(plan, total, begun)
+        if not total:
+            plan.target.writer().close()  # a dataset without requests
         if not left:
             tell(Counts(held=total - len(_known(plan, total)), skipped=_known(plan, total)))
         elif ray is not None:

@@ -14,6 +14,7 @@ from vllm_weir.extraction.engine import Engine, Reading
 from vllm_weir.extraction.source import Record, Source
 from vllm_weir.extraction.wanted import request_id
 from vllm_weir.keep.writer import Writer
+from vllm_weir.spec import rowkinds
 
 PIECE_BYTES = 2 << 30
 """The rows of so many bytes are under way at once, and as many are being written."""
@@ -66,6 +67,7 @@ class Share:
         skip: note records that cannot be taken and go on, instead of raising.
         flush_seconds: least time between two moments at which what is finished is published.
         known: records that an earlier run could not take.
+        told: of `describe_rows`, for rows that are not simply those of all positions of the prompt.
         report: is told after every step what it did.
         stop: asked between steps whether to end early.
     """
@@ -73,6 +75,7 @@ class Share:
     def __init__(
         self, source: Source, engine: Engine, writer: Writer, *, max_length: int | None = None, batch: int = 256,
         skip: bool = False, flush_seconds: float = 30.0, known: dict[int, str] | None = None,
+        told: dict[str, Any] | None = None,
         report: Callable[[Counts], Any] = lambda counts: None, stop: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         if max_length is not None and max_length > engine.limit:
@@ -80,6 +83,7 @@ class Share:
         self.source, self.engine, self.writer = source, engine, writer
         self.max_length, self.batch, self.skip = max_length, batch, skip
         self.flush_seconds, self.known, self.report, self.stop = flush_seconds, known or {}, report, stop
+        self.more = {} if told is None else {rowkinds.KEY: [told]}
         self._flushed = time.monotonic()
         self._pending: Future[Counts] | None = None
 
@@ -167,6 +171,7 @@ class Share:
             metadata = {
                 "record": prompt.index, "prompt_tokens": reading.prompt_tokens,
                 "generated_tokens": reading.generated_tokens, "finish_reason": reading.finish_reason,
+                **self.more,
             }  # fmt: skip
             if prompt.cut_from:
                 metadata["truncated_from"] = prompt.cut_from

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.hooks import Site
 from vllm_weir.spec.request import ResolvedSpec, Treatment, Wish
+from vllm_weir.spec.rowkinds import describe_rows
 from vllm_weir.spec.sinks import Sink
 from vllm_weir.spec.vectors import digest_of
 
@@ -40,6 +41,7 @@ class Part:
         late: whether the treatment is left to this process, because other parts of the request want another one: rows
             leave the device as they are.
         directions: of a late treatment, by digest.
+        told: of `describe_rows`, for what is not simply the rows of all positions.
     """
 
     spec: ResolvedSpec
@@ -50,6 +52,7 @@ class Part:
     lens_layers: tuple[int, ...] = ()
     late: bool = False
     directions: Mapping[str, np.ndarray] = field(default_factory=dict)
+    told: tuple[dict[str, Any], ...] = ()
 
     @functools.cached_property
     def recast(self) -> dict[Site, str]:
@@ -73,6 +76,7 @@ def make_parts(
     """
     wishes: dict[Way, list[Wish]] = {MEMORY: []}
     dtypes: dict[Way, dict[Site, str]] = {MEMORY: {}}
+    told: dict[Way, list[dict[str, Any]]] = {}
     before: dict[Site, bool] = {}
     for capture in captures:
         if capture.positions.needs_token_ids and not has_token_ids:
@@ -81,6 +85,9 @@ def make_parts(
         treatment = treatments[way]
         own = "float32" if treatment is not None and treatment.compression is not None else dtype
         of_part = dtypes.setdefault(way, {})
+        entry = describe_rows(capture, len(treatment.directions) if treatment is not None else 0)
+        if entry is not None and entry not in told.setdefault(way, []):
+            told[way].append(entry)
         for layer in capture.resolve_layers(num_layers):
             site = Site(capture.hook, layer)
             check(site, capture.path)
@@ -91,7 +98,8 @@ def make_parts(
                 raise WeirError(f"{site} is asked for in both {of_part[site]} and {wanted}", f"{capture.path}.dtype")
             wishes.setdefault(way, []).append(Wish(site, capture.positions, capture.before))
     parts = [
-        Part(ResolvedSpec(tuple(some), treatments.get(way)), dtypes[way], dtype, *way) for way, some in wishes.items()
+        Part(ResolvedSpec(tuple(some), treatments.get(way)), dtypes[way], dtype, *way, told=tuple(told.get(way, ())))
+        for way, some in wishes.items()
     ]
     if lens_layers:
         parts[0] = replace(parts[0], lens_layers=lens_layers)

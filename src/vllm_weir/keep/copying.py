@@ -167,22 +167,26 @@ def _copy_request(
     runs = index.runs_of(code)
     done = 0
     for site in np.unique(index.site[runs]).tolist():
-        which, at = dataset._ordered(runs[index.site[runs] == site])
-        widest = max((index.blocks[b].header["d_model"] for b in np.unique(index.block[which]).tolist()), default=1)
+        mine = runs[index.site[runs] == site]
+        which, at = dataset._ordered(mine)
+        widest = max(index.blocks[b].header["d_model"] for b in np.unique(index.block[mine]).tolist())
         size = max(1, CHUNK // (4 * widest))
-        for begin in range(0, len(which), size):
+        for begin in range(0, max(1, len(which)), size):  # a site without rows was asked for, too
             some = slice(begin, begin + size)
-            _copy_rows(dataset, code, site, which[some], at[some], writer, wanted)
+            _copy_rows(dataset, code, mine, which[some], at[some], writer, wanted)
             done += len(which[some])
             progress(done)
 
 
 def _copy_rows(
-    dataset: ActivationDataset, code: int, site: int, which: np.ndarray, at: np.ndarray, writer: Writer,
+    dataset: ActivationDataset, code: int, runs: np.ndarray, which: np.ndarray, at: np.ndarray, writer: Writer,
     wanted: Compression | None,
 ) -> None:  # fmt: skip
+    """Some rows, or none, of a request's site, whose runs `runs` are."""
     index = dataset.index
-    for block, (mine, records) in index.gather(which, at).items():
+    first = int(index.block[runs[0]])
+    none = np.zeros((0, index.blocks[first].width), np.uint8)
+    for block, (mine, records) in (index.gather(which, at) or {first: (which, none)}).items():
         header: dict[str, Any] | None = index.blocks[block].header
         rows = torch.from_numpy(records)
         if wanted is not None and wanted != Compression.from_header(header):
@@ -193,7 +197,7 @@ def _copy_rows(
         writer.write(
             Batch(
                 index.requests[code],
-                *index.sites[site],
+                *index.sites[int(index.site[runs[0]])],
                 index.positions[at[mine]],
                 index.token_ids[at[mine]],
                 rows,

@@ -17,6 +17,7 @@ from vllm_weir.frontend.activations import Activations
 from vllm_weir.keep.batch import header_text
 from vllm_weir.keep.blocks import Block
 from vllm_weir.keep.index import Index
+from vllm_weir.keep.told import check_placed
 from vllm_weir.spec.hooks import Site, parse_site
 from vllm_weir.spec.positions import Positions
 
@@ -128,16 +129,26 @@ class ActivationDataset(Mapping):
 
         Args:
             site: ``("resid_post", 10)`` or ``"blocks.10.hook_resid_post"``.
-            requests: ids, or one; None for all.
+            requests: ids, or one; None for all; of an empty list [0, d], as wide and of the dtype as all would be.
             positions: a selector, as for `Capture`. Those that count from the prompt's end need requests whose
-                metadata hold ``prompt_tokens``.
+                metadata hold ``prompt_tokens``. Of a request whose rows are means or maxima over positions none can
+                be chosen.
             space: ``"model"``: decoded, [n, d_model], float32 (uncompressed rows keep their dtype). ``"projected"``: of
                 rp8 the compressed space, [n, k], for inner products.
+
+        Raises:
+            KeyError: for a site or a request that is not there.
+            WeirError: if positions cannot be chosen, or the rows differ in width.
         """
         runs = self._runs(site, requests)
         which, at = self._ordered(runs)
-        chosen = self._select(which, at, Positions.parse(positions))
+        selector = Positions.parse(positions)
+        if selector.kind != "all":
+            check_placed(self.index, np.unique(self.index.request[which]).tolist(), parse_site(site), selector)
+        chosen = self._select(which, at, selector)
         which, at = which[chosen], at[chosen]
+        if not len(runs):
+            runs = self._runs(site, None)
         return Rows(
             self.read(which, at, space) if len(which) else self.no_rows(runs, space),
             torch.from_numpy(self.index.positions[at]),
@@ -154,8 +165,7 @@ class ActivationDataset(Mapping):
 
     def read(self, which: np.ndarray, at: np.ndarray, space: str = "model") -> Tensor:
         """Decoded records of rows named as by `Index.expand`, in that order."""
-        if space not in ("model", "projected"):
-            raise WeirError("space is 'model' or 'projected'", "space")
+        _check_space(space)
         if not len(which):
             return torch.zeros(0, 0)
         parts = []
@@ -166,7 +176,7 @@ class ActivationDataset(Mapping):
             return parts[0][1]
         dtype = parts[0][1].dtype if len({p.dtype for _, p in parts}) == 1 else torch.float32
         if len({p.shape[1] for _, p in parts}) != 1:
-            raise WeirError("the rows of this site differ in width; read requests one by one")
+            raise self.index.uneven(which, [(mine, part.shape[1]) for mine, part in parts])
         out = torch.empty(len(which), parts[0][1].shape[1], dtype=dtype)
         for mine, part in parts:
             out[torch.from_numpy(mine)] = part.to(dtype)
@@ -176,6 +186,8 @@ class ActivationDataset(Mapping):
     def decoded(records: Tensor, block: Block) -> Tensor:
         """A block's records as rows: float32, or the stored dtype of uncompressed ones."""
         if block.header["method"] == "none":
+            if not len(records):  # numpy's empty arrays have no strides to view them by
+                records = records.new_zeros(records.shape)
             return records.view(PLAIN[block.header["dtype"]])
         try:
             return decode(records, block.header)
@@ -184,11 +196,13 @@ class ActivationDataset(Mapping):
 
     def no_rows(self, runs: np.ndarray, space: str) -> Tensor:
         """What `read` gives for none of these runs' rows: as wide, and of the same dtype, as if there were some."""
-        if not len(runs):
-            return self.read(runs, runs, space)
-        block = self.index.blocks[int(self.index.block[runs[0]])]
-        records = torch.zeros(0, block.width, dtype=torch.uint8)
-        return self.decoded(records, block) if space == "model" else project(records, block.header)
+        _check_space(space)
+        kinds: dict[tuple, Block] = {}
+        for block in (self.index.blocks[code] for code in np.unique(self.index.block[runs]).tolist()):
+            kinds.setdefault(tuple(block.header[name] for name in ("method", "dtype", "d_model", "k")), block)
+        none = [(torch.zeros(0, block.width, dtype=torch.uint8), block) for block in kinds.values()]
+        parts = [self.decoded(*one) if space == "model" else project(one[0], one[1].header) for one in none]
+        return parts[0] if len({part.dtype for part in parts}) == 1 else parts[0].float()
 
     def _code(self, request: object) -> int:
         if request not in self.index.code:
@@ -248,6 +262,11 @@ class ActivationDataset(Mapping):
             f"ActivationDataset({self.url!r}, {self.layout}: {len(self)} requests, {len(self.sites)} sites, "
             f"{self.count()} rows)"
         )
+
+
+def _check_space(space: str) -> None:
+    if space not in ("model", "projected"):
+        raise WeirError("space is 'model' or 'projected'", "space")
 
 
 class _LazyRows(Mapping):

@@ -12,6 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from vllm_weir.keep.dataset import ActivationDataset
+from vllm_weir.keep.told import capture_notes, source_notes
 from vllm_weir.spec.hooks import Site
 
 RP8_NOTE = "rows of rp8 are least-squares estimates: norms are about sqrt(k / d_model) of the real ones"
@@ -71,13 +72,14 @@ def inspect(dataset: ActivationDataset, sample: int = 512, seed: int = 0) -> Fig
     raw = np.array([_raw_bytes(b.header) for b in index.blocks] or [0])
     sites = [_site(dataset, i, site, widths, sample, seed) for i, site in enumerate(dataset.sites)]
     pairs = np.repeat(index.request, index.rows) << 32 | index.positions
+    notes = index.notes + source_notes(index) + capture_notes(index)
     rp8 = [RP8_NOTE] if any(h["method"] == "rp8" for h in dataset.headers) else []
     return Figures(
         path=dataset.url, layout=dataset.layout, requests=len(dataset), incomplete=len(dataset.incomplete),
         rows=dataset.count(), tokens=len(np.unique(pairs)), files=len({b.name for b in index.blocks}),
         stored_bytes=int((widths[index.block] * index.rows).sum()),
         raw_bytes=int((raw[index.block] * index.rows).sum()),
-        headers=dataset.headers, sites=sites, notes=index.notes + rp8,
+        headers=dataset.headers, sites=sites, notes=list(dict.fromkeys(notes + rp8)),
     )  # fmt: skip
 
 
@@ -146,7 +148,7 @@ def show(found: Figures, console: Console | None = None) -> None:
         most = max(s.sampled for s in found.sites)
         console.print(f"[dim]statistics over up to {most:,} rows of a site[/dim]", soft_wrap=True)
     for note in found.notes:
-        console.print(f"note: {note}", soft_wrap=True)
+        console.print(f"note: {escape(note)}", soft_wrap=True)
 
 
 def _size(n: float) -> str:

@@ -94,17 +94,13 @@ class GatheringWriter(Writer):
 
 
 def join_sites(parts: list[Packed]) -> list[SiteRows]:
-    """Batches of one request, joined by site and sorted by position."""
+    """Batches of one request, joined by site and sorted by position; those of a site have one header."""
     by_site: dict[Site, list[Packed]] = {}
     for part in parts:
         by_site.setdefault(part.site, []).append(part)
     out = []
     for site in sorted(by_site, key=site_order):
         some = by_site[site]
-        if len({part.header for part in some}) > 1:
-            raise WeirError(
-                f"{site} of request {some[0].request_id[:80]!r} came with different headers", "batch.header"
-            )
         positions = np.concatenate([p.positions for p in some])
         order = np.argsort(positions, kind="stable")
         tokens, records = (np.concatenate([getattr(p, name) for p in some]) for name in ("token_ids", "records"))

@@ -141,6 +141,20 @@ class Index:
         wrong = f"and {len(at) - 1:,} more do not fit their checksums" if len(at) > 1 else "does not fit its checksum"
         return block.store.fail(block.name, f"damaged: {row} {wrong}; restore the file from a copy")
 
+    def uneven(self, which: np.ndarray, parts: Iterable[tuple[np.ndarray, int]]) -> WeirError:
+        """An error about rows of one site of several widths. `parts`: (which of the rows, int64; their width)."""
+        kinds: dict[int, set[int]] = {}
+        for mine, width in parts:
+            kinds.setdefault(width, set()).update(self.request[which[mine]].tolist())
+        told = ", ".join(
+            f"{width} ({self.requests[min(some)][:80]!r}{f' and {len(some) - 1:,} more' if len(some) > 1 else ''})"
+            for width, some in sorted(kinds.items())
+        )
+        site = self.sites[int(self.site[which[0]])]
+        return WeirError(
+            f"rows of {site} differ in width between requests: {told}; read requests of one width at a time", "requests"
+        )
+
 
 class Builder:
     """Collects runs one by one, for formats that are read file by file."""

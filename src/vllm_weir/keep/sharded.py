@@ -55,7 +55,7 @@ class _Shard:
         if size >= SMALL:
             self.settle()
             self._write(packed.records.data)
-        else:
+        elif size:
             if self.held + size > GATHER:
                 self._send()
             if not self.gathered:
@@ -131,8 +131,8 @@ class ShardedWriter(Writer):
         self._joined = sum(is_shard(name) for name in names) - self._loose
 
     def _append(self, packed: Packed) -> None:
-        if not len(packed.positions):
-            return
+        if not len(packed.positions) and packed.site in self._seen.get(packed.request_id, {}):
+            return  # the first says that the site was asked for
         shard = self._shard(packed.header)
         shard.append(packed)
         self._in.setdefault(packed.request_id, set()).add(packed.header)

@@ -54,7 +54,7 @@ def _index(store: Store, table: pa.Table, names: dict[str, int], incomplete: boo
     last = np.full(len(requests), -1)
     np.maximum.at(last, request, rank)
     chosen = np.where(done, chosen, last)
-    keep = (chosen[request] == rank) & ~finished & (done[request] | incomplete) & (rows > 0)
+    keep = (chosen[request] == rank) & ~finished & (done[request] | incomplete)
     mark = finished & (chosen[request] == rank)
     _check_complete(store, request, requests, counts, rows, keep, mark)
 

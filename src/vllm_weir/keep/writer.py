@@ -21,9 +21,10 @@ MARKER = "weir.json"
 
 
 class _Seen:
-    """Positions of one site of one request that were written."""
+    """Positions of one site of one request that were written, and the header of their records."""
 
-    def __init__(self) -> None:
+    def __init__(self, header: str) -> None:
+        self.header = header
         self.parts: list[np.ndarray] = []
         self.top, self.rows = -1, 0
 
@@ -62,17 +63,19 @@ class Writer(ABC):
         store.sweep()
 
     def write(self, batch: Batch) -> None:
-        """Add rows. Raises WeirError if they are wrong, repeated, belong to a finished request, or cannot be kept."""
+        """Add rows. Raises WeirError if they are wrong, repeated, of another kind than their site's before, belong to a
+        finished request, or cannot be kept."""
         packed = pack(batch, self.compression)
         with self._lock:
             self._check_open(packed.request_id)
+            self._refuse_other_header(packed)
             self._refuse_repeated(packed)
             try:
                 self._append(packed)
             except WeirError as e:
                 self._fail(packed.request_id, str(e))
                 raise
-            self._seen.setdefault(packed.request_id, {}).setdefault(packed.site, _Seen()).add(
+            self._seen.setdefault(packed.request_id, {}).setdefault(packed.site, _Seen(packed.header)).add(
                 packed.positions, packed.ascending
             )
 
@@ -148,6 +151,15 @@ class Writer(ABC):
         if request_id in self._finished:
             raise WeirError(f"{self.store.url} holds request {request_id[:80]!r} already", "request_id")
 
+    def _refuse_other_header(self, packed: Packed) -> None:
+        seen = self._seen.get(packed.request_id, {}).get(packed.site)
+        if seen is not None and seen.header != packed.header:
+            raise WeirError(
+                f"rows of {packed.site} of request {packed.request_id[:80]!r} were written as {_kind(seen.header)}, "
+                f"these are {_kind(packed.header)}; compress all rows of a site alike, or write these under another id",
+                "batch.header",
+            )
+
     def _refuse_repeated(self, packed: Packed) -> None:
         new = packed.positions
         if not packed.ascending and len(np.unique(new)) < len(new):
@@ -185,6 +197,14 @@ class Writer(ABC):
 
     def _end(self) -> None:  # noqa: B027  (most have nothing open)
         """Let go of what is open."""
+
+
+def _kind(header: str) -> str:
+    """A header for people, e.g. ``rp8 (k 64, seed 7), bfloat16 rows of 4096``."""
+    parsed = json.loads(header)
+    more = ", ".join(f"{name} {parsed[name]}" for name in ("k", "seed") if parsed.get(name))
+    method = "uncompressed" if parsed["method"] == "none" else parsed["method"]
+    return f"{method}{f' ({more})' if more else ''}, {parsed['dtype']} rows of {parsed['d_model']}"
 
 
 def is_claimed(store: Store, layout: str) -> bool:

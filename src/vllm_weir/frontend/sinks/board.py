@@ -110,8 +110,9 @@ class Board:
                 continue
             marked = view.part.keep == "marked"
             ticket = Ticket(label, runner.required, "held" if marked else "queued")
-            apart = marked and times[view.part.sink] > 1  # a consumer gets a sequence of one name once
-            own = replace(request, name=f"{request.name}.marked", part="marked") if apart else request
+            own = replace(request, capture=view.part.told)
+            if marked and times[view.part.sink] > 1:  # a consumer gets a sequence of one name once
+                own = replace(own, name=f"{request.name}.marked", part="marked")
             job = Job(view, own, ticket, release)
             tickets.append(ticket)
             if marked:
