@@ -56,8 +56,8 @@ from vllm_weir import codec
 from vllm_weir.spec.compress import Compression
 from vllm_weir.worker.codec_triton import PROJECTED, project
 
-# The interpreter's products are the BLAS's, which may sum in an order that depends on the shape (a GPU's do not); sums of
-# halves' products in float64 are exact.
+# The interpreter's products are the BLAS's, which may sum in an order that depends on the shape (a GPU's do not); in
+# float64 sums of halves' products are exact.
 multiply = numpy.matmul
 numpy.matmul = lambda a, b, dtype: multiply(a.astype(numpy.float64), b.astype(numpy.float64)).astype(dtype)
 
