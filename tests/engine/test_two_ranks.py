@@ -1,5 +1,6 @@
-"""Tensor parallelism: two ranks hold the same stream, and one of them sends it, or each its share. Rows, steering,
-compression and the points inside blocks are what one rank gives, and what transformers gives."""
+"""Two ranks: under tensor parallelism both hold the same stream, and one of them sends it, or each its share; as stages
+of a pipeline each has half of the blocks. Rows, steering, compression and the points inside blocks are what one rank
+gives, and what transformers gives."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ CLOSE_OTHERS = True
 
 
 class Ranks(NamedTuple):
-    """An engine of two ranks, and which of them send: "first" or "split"."""
+    """An engine of two ranks, and which of them send: "first" or "split"; "stages" of a pipeline both do."""
 
     llm: object
     ship: str
@@ -52,21 +53,22 @@ def one(root):
     return found
 
 
-@pytest.fixture(scope="module", params=["first", "split"])
+@pytest.fixture(scope="module", params=["first", "split", "stages"])
 def two(root, one, request):
     close_all()
-    env, settings = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, {"weir": {"ship": request.param}}
-    yield Ranks(
-        get_llm(directory(root), block_size=32, tensor_parallel_size=2, env=env, additional_config=settings),
-        request.param,
-    )
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    if request.param == "stages":
+        ranks = {"pipeline_parallel_size": 2}
+    else:
+        ranks = {"tensor_parallel_size": 2, "additional_config": {"weir": {"ship": request.param}}}
+    yield Ranks(get_llm(directory(root), block_size=32, env=env, **ranks), request.param)
     close_all()
 
 
 def test_rows(root, one, two):
     reference = oracle(directory(root))
     reports = two.llm.collective_rpc("weir_report")
-    assert len(reports) == 2 and sorted(bool(r["ring_rows"]) for r in reports) == [two.ship == "split", True]
+    assert len(reports) == 2 and sorted(bool(r["ring_rows"]) for r in reports) == [two.ship != "first", True]
     for a, b in zip(one[0], plain(two.llm, reference.num_layers), strict=True):
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
         same_rows(b.activations, a.activations, 1e-4)
