@@ -107,6 +107,20 @@ def test_a_row_with_nan_or_inf_is_marked_whole_and_its_neighbours_are_not(method
     assert got[0].isfinite().all() and got[2].isfinite().all()
 
 
+@pytest.mark.parametrize("method", ["fp8", "full8", "topk8"])
+@pytest.mark.parametrize("ulps", [1, 50, 127, 150, 224, 300, 400, 700, 2000, 10**5, 2**23, 2**30])
+def test_bounds_near_the_end_of_float32(method: str, ulps: int) -> None:
+    """A scale rounds to a multiple of 2^-149 there, and each of its up to 255 (448) steps is off by half of that."""
+    x = (torch.randn(20, 40, generator=torch.Generator().manual_seed(0)).clamp(-1, 1) * ulps).round() * 2.0**-149
+    got = there_and_back(x, Compression(method, 40 if method == "topk8" else None)).double()
+    x = x.double()
+    if method == "fp8":
+        most = x.abs() * 2**-4 + x.abs().amax(-1, keepdim=True) / 448 * 2**-10 * 1.01 + 448 * 2.0**-150
+    else:
+        most = (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)) / 510 * 1.001 + 255 * 2.0**-150
+    assert ((got - x).abs() <= most + 2.0**-149).all()  # NaN would be in no bounds
+
+
 def test_fp8_keeps_its_relative_precision() -> None:
     x = torch.randn(64, 256) * torch.logspace(-20, 20, 64)[:, None]
     got = there_and_back(x, Compression("fp8"))
