@@ -116,6 +116,20 @@ def test_more_rows_than_positions_are_refused_for_every_request(engine):
     assert caught.value.field.endswith(".positions")
 
 
+@pytest.mark.parametrize("positions", ["prompt", "2:-1", "1:", "all", "sampled"])
+def test_rows_that_no_position_of_a_request_can_take_are_refused(engine, positions):
+    llm, oracle = engine
+    case = [weir.Replace(torch.ones(60, D), 1, positions=positions)]
+    with pytest.raises(weir.WeirError, match="60 rows for") as caught:
+        llm.generate(prompt(9), weir.params(sampling(3), interventions=case), use_tqdm=False)
+    assert caught.value.field == "interventions[0].positions"
+    fits = [weir.Replace(torch.ones(3, D), 1, positions=positions)]
+    (out,) = llm.generate(
+        prompt(9), weir.params(sampling(3), capture=weir.Capture("resid_post", 1), interventions=fits), use_tqdm=False
+    )
+    check(out, fits, oracle)
+
+
 def test_10_001_interventions_are_refused(engine):
     llm, _ = engine
     params = sampling(3)

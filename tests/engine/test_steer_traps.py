@@ -196,3 +196,16 @@ def test_trap_10_tokens_computed_again_keep_their_own_steering():
     for out in outs:
         check(out, case, oracle)
         assert out.receipt.steered == ({("resid_post", 1): 40}, {("resid_post", 1): 39})
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_request_whose_values_overflow_leaves_nothing_in_the_cache(caching):
+    """Blocks of the KV cache come with what was in them, and zero times NaN is NaN."""
+    model_dir = directory()
+    llm, oracle = get_llm(model_dir, **ENGINE, enable_prefix_caching=caching), truth(model_dir)
+    for case in (weir.Add(torch.ones(D), 0, scale=3e38), weir.Add(torch.ones(D), "all", scale=3e38, norm_match=True)):
+        ask(llm, [case], 60, capture=())
+        for seed in (2, 3):
+            (out,) = llm.generate(prompt(40, seed), sampling(6, logprobs=1), use_tqdm=False)
+            assert list(out.outputs[0].token_ids) == oracle.greedy(tokens(40, seed), 6)
+            assert all(torch.tensor(p.logprob).isfinite() for step in out.outputs[0].logprobs for p in step.values())

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.wishes import any_extra_args, sensible_captures, served
-from vllm_weir import Add, Capture, Site, WeirError
+from vllm_weir import Add, Capture, Clamp, LowRank, Replace, Site, WeirError
 from vllm_weir.frontend.admit import admit, carries_keys, engine_form
 from vllm_weir.frontend.desk import _check_rows
 from vllm_weir.frontend.facts import EngineFacts
@@ -185,6 +185,34 @@ def test_an_untapped_site_is_refused():
         admitted, refusal = attempt(weir(hook=hook, layers=layers), facts)
         assert admitted is None and refusal.field == f"capture[0].{field}"
         assert "it is not there" in refusal.message or "has one embed" in refusal.message
+
+
+ROW = np.linspace(-1, 1, 128, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("intervention", "field"),
+    [
+        (Add(ROW, 1, scale=7e4), "scale"),
+        (Add(np.stack([ROW, 1e5 * ROW]), 1, positions=[0, 1]), "scale"),
+        (Clamp(ROW, 1, value=9e5), "value"),
+        (Clamp(ROW, 1, max=1.0, strength=3e38), "value"),
+        (Replace(1e5 * ROW, 1), "values"),
+        (LowRank(ROW[None], 0 * ROW[None], [1e5], 1), "b"),
+    ],
+)
+def test_what_no_row_can_hold_is_refused(intervention, field):
+    def asked(dtype):
+        given = {"weir": {"v": 1, "interventions": [intervention.to_json()]}}
+        return attempt(given, EngineFacts(served(LAYERS), LAYERS, 128, dtype, 1024))
+
+    admitted, refusal = asked("float16")
+    assert (
+        admitted is None
+        and refusal.field == f"interventions[0].{field}"
+        and "float16 holds 6.55e+04" in refusal.message
+    )
+    assert asked("bfloat16")[0] is not None
 
 
 def test_what_is_made_of_rows_may_differ_by_where_they_go():

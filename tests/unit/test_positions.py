@@ -123,6 +123,14 @@ def test_how_many_positions_a_selector_names(selector, P, count):
     assert Positions.parse(selector).count(P) == count
 
 
+@pytest.mark.parametrize(("P", "G"), [(1, 1), (5, 3), (16, 1)])
+@pytest.mark.parametrize("selector", ["all", "prompt", "generated", "sampled", "4:", "-2:", ":-1", "2:-1", "::2", "1:"])
+def test_how_many_positions_a_request_can_reach(selector, P, G):
+    """What is bounded by the request alone: as many as its mask has of all positions with rows."""
+    positions, end = Positions.parse(selector), P + G - 1
+    assert (positions.count(P, end) or 0) == int(positions.mask(np.arange(end), P).sum())
+
+
 @settings(max_examples=500, deadline=None)
 @given(selector=selectors(), P=st.integers(1, 40))
 def test_rank_and_steady_are_what_the_mask_says(selector, P):

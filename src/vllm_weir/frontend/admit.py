@@ -16,7 +16,7 @@ from vllm_weir.frontend.parts import Part, make_parts, treatments_of
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.hooks import Site
-from vllm_weir.spec.interventions import Intervention, Move
+from vllm_weir.spec.interventions import Intervention, Lowered, Move, reach
 from vllm_weir.spec.lens import (
     LENS_CAPTURE_KEY,
     LENS_KEYS,
@@ -202,6 +202,7 @@ def _lower(interventions, facts: EngineFacts, lookup, has_token_ids: bool):
         for layer in layers:
             _check_tapped(Site(intervention.hook, layer), facts, intervention.path)
         lowered = intervention.lower(facts.d_model, lookup)
+        _check_reach(intervention, lowered, facts)
         if not lowered.instructions or not layers:
             moves.append(None)
             continue
@@ -217,6 +218,17 @@ def _lower(interventions, facts: EngineFacts, lookup, has_token_ids: bool):
             )
         )
     return tuple(moves), rows
+
+
+def _check_reach(intervention: Intervention, lowered: Lowered, facts: EngineFacts) -> None:
+    """A value that no row can hold becomes Inf, and the keys and values made of it NaN, which some attention kernels
+    let leak from a block of the cache to whoever gets it next."""
+    most = max((reach(term, lowered.rows) for term in lowered.instructions), default=0.0)
+    if most > facts.largest:
+        raise WeirError(
+            f"changes a row by up to {most:.2g}, and {facts.dtype} holds {facts.largest:.3g} at most; make it smaller",
+            f"{intervention.path}.{intervention.factor}",
+        )
 
 
 def engine_form(

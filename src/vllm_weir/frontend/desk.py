@@ -234,7 +234,7 @@ class Desk:
         if self._most_rows is not None:
             _check_rows(admitted, prompt_len, max_tokens, self._most_rows)
         for move in admitted.effective:
-            move.check_rows(prompt_len)
+            move.check_rows(prompt_len, prompt_len + max_tokens - 1)
         self.board.prepare(admitted.parts, request_id)
         if self._inbox is None:
             self._inbox = Inbox(self.store, self._host)

@@ -32,6 +32,11 @@ class EngineFacts:
         """Bytes of a value of a row."""
         return getattr(torch, self.dtype).itemsize
 
+    @functools.cached_property
+    def largest(self) -> float:
+        """What a value of a row can be at most."""
+        return torch.finfo(getattr(torch, self.dtype)).max
+
     @classmethod
     def merge(cls, reports: Sequence[Mapping[str, Any]]) -> EngineFacts:
         """From every worker's report; raises WeirError with the first worker's reason if one is not served."""

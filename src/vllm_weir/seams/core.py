@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import weakref
 
@@ -27,6 +28,26 @@ def compute_hash(original, _status):
         return hashlib.sha256(f"{plain} {identity}".encode()).hexdigest()[: len(plain)]
 
     return wrapper
+
+
+def needs_kv_cache_zeroing(original, _status):
+    def wrapper(self):
+        return original(self) or _zeroes_blocks_on_cpu()
+
+    return wrapper
+
+
+@functools.cache
+def _zeroes_blocks_on_cpu() -> bool:
+    """Attention on a CPU multiplies what an earlier request has left in a block by zero, and a steered one whose values
+    overflow leaves NaN. vLLM can empty blocks (it does so for other models); versions that cannot on a CPU do not."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return False
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    return "_zero_block_ids" in vars(CPUModelRunner)
 
 
 def get_computed_blocks(original, _status):

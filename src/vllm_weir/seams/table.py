@@ -134,6 +134,8 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_V1}.core.kv_cache_utils", "generate_block_hash_extra_keys", CORE,
          "KV written under an intervention has keys of its own", "core:block_hash_extra_keys",
          ("request", "start_token_idx", "end_token_idx")),
+    Seam(f"{_V1}.kv_cache_interface", "KVCacheConfig.needs_kv_cache_zeroing", CORE,
+         "on a CPU, blocks of the cache are empty when a request gets them", "core:needs_kv_cache_zeroing"),
     Seam(f"{_V1}.core.sched.scheduler", "Scheduler.add_request", CORE,
          "requests wait while the steering tables are full", "core:scheduler_add_request", ("request",)),
     Seam(f"{_V1}.core.sched.scheduler", "Scheduler.finish_requests", CORE,
@@ -235,14 +237,16 @@ def install(active: bool) -> Status:
 
 def _hold(seam: Seam, status: Status, _module: object) -> None:
     try:
-        original = seam.find()
+        found = seam.find()
+        original: Any = found.fget if isinstance(found, property) else found
         if getattr(original, "__weir__", None) == seam.path:
             return
         wrapper: Any = functools.wraps(original)(_maker(seam)(original, status))
         wrapper.__weir__ = seam.path
         owner_name, _, attribute = seam.name.rpartition(".")
         module = importlib.import_module(seam.module)
-        setattr(getattr(module, owner_name) if owner_name else module, attribute, wrapper)
+        held = property(wrapper) if isinstance(found, property) else wrapper
+        setattr(getattr(module, owner_name) if owner_name else module, attribute, held)
     except (ImportError, AttributeError, TypeError, ValueError) as e:
         status.note(seam, str(e))
         logger.error("Weir could not hold %s: %s", seam.path, e)

@@ -58,6 +58,17 @@ class Lowered(NamedTuple):
     per_position: bool = False
 
 
+def reach(term: Instruction, rows: Mapping[str, np.ndarray]) -> float:
+    """What an instruction sets a value to, or adds to it whatever the row is, at most."""
+    if term.kind == AFFINE:
+        factor = abs(term.b)
+    elif term.kind == CLAMP:
+        factor = abs(term.a) * max((abs(v) for v in (term.lo, term.hi) if abs(v) < INFINITE), default=0.0)
+    else:
+        factor = abs(term.a)  # of NORM: a unit vector's, in units of the row's own norm
+    return factor * float(np.abs(rows[term.u]).max()) if term.u else 0.0
+
+
 class _Rows:
     """Collects rows by content."""
 
@@ -83,6 +94,8 @@ class Intervention:
 
     op: ClassVar[str]
     vectors: ClassVar[dict[str, tuple[int, ...]]]
+    factor: ClassVar[str]
+    """The field that says how much is changed."""
     layers: Any
     hook: str
     positions: Any
@@ -179,6 +192,7 @@ class Add(Intervention):
     """
 
     op: ClassVar[str] = "add"
+    factor: ClassVar[str] = "scale"
     vectors: ClassVar[dict[str, tuple[int, ...]]] = {"vector": (1, 2)}
     vector: Any
     layers: Any = "all"
@@ -222,6 +236,7 @@ class Ablate(Intervention):
     """
 
     op: ClassVar[str] = "ablate"
+    factor: ClassVar[str] = "directions"
     vectors: ClassVar[dict[str, tuple[int, ...]]] = {"directions": (1, 2)}
     directions: Any
     layers: Any = "all"
@@ -253,6 +268,7 @@ class Clamp(Intervention):
     """
 
     op: ClassVar[str] = "clamp"
+    factor: ClassVar[str] = "value"
     vectors: ClassVar[dict[str, tuple[int, ...]]] = {"direction": (1,)}
     direction: Any
     layers: Any = "all"
@@ -299,6 +315,7 @@ class Replace(Intervention):
     """
 
     op: ClassVar[str] = "replace"
+    factor: ClassVar[str] = "values"
     vectors: ClassVar[dict[str, tuple[int, ...]]] = {"values": (1, 2)}
     values: Any
     layers: Any = "all"
@@ -329,6 +346,7 @@ class LowRank(Intervention):
     """
 
     op: ClassVar[str] = "low_rank"
+    factor: ClassVar[str] = "b"
     vectors: ClassVar[dict[str, tuple[int, ...]]] = {"R": (1, 2), "W": (1, 2), "b": (1,)}
     R: Any
     W: Any
@@ -387,14 +405,15 @@ class Move:
     instructions: tuple[Instruction, ...]
     path: str = field(default="interventions", repr=False, compare=False)
 
-    def check_rows(self, prompt_len: int | None = None) -> None:
-        """Raise WeirError if there are more rows than positions for them (`prompt_len` None: with any prompt).
+    def check_rows(self, prompt_len: int | None = None, end: int | None = None) -> None:
+        """Raise WeirError if there are more rows than positions for them (`prompt_len` None: with any prompt); `end`:
+        first position that the request cannot reach.
 
         Rows that are left over would be ignored, and rows after a position before the prompt's start land elsewhere.
         """
-        most = self.positions.count(prompt_len) if self.per_position else None
+        most = self.positions.count(prompt_len, end) if self.per_position else None
         if most is not None and len(self.instructions) > most:
-            there = "" if prompt_len is None else f" in a prompt of {prompt_len} tokens"
+            there = "" if prompt_len is None else f" with a prompt of {prompt_len} tokens"
             raise WeirError(
                 f"{len(self.instructions)} rows for {most} positions{there}; give one row for each, or one for all",
                 f"{self.path}.positions",

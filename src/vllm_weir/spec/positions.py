@@ -197,16 +197,31 @@ class Positions:
         end = ENDLESS if stop is None else stop + prompt_len if stop < 0 else stop
         return first, max(first, end)
 
-    def count(self, prompt_len: int | None = None) -> int | None:
+    def count(self, prompt_len: int | None = None, end: int | None = None) -> int | None:
         """How many positions are named, where the selector says so by itself; None where it does not, or names none.
 
-        Of a list, with a prompt of `prompt_len` tokens: those that differ and do not fall before position 0.
+        Of a list: those that differ and, with a prompt of `prompt_len` tokens, do not fall before position 0. What is
+        only bounded by the request needs that length, too, and `end`, the first position that it cannot reach.
         """
         if self.kind == "last_prompt":
             return 1
         if self.kind == "list":
             at = self.numbers if prompt_len is None else [v for v in _resolve(self.values, prompt_len) if v >= 0]
             return len(set(at)) or None
+        if prompt_len is None:
+            return self._slice_count()
+        if self.kind == "token_ids":
+            return None
+        if self.kind == "slice":
+            first, step = self._start(prompt_len), self.values[2] or 1
+            stop = self.values[1]
+            last = end if stop is None else stop + prompt_len if stop < 0 else stop
+        else:
+            (first, last), step = self.bounds(prompt_len) or (0, 0), 1
+            last = end if last == ENDLESS else last
+        return None if last is None else len(range(first, last, step)) or None
+
+    def _slice_count(self) -> int | None:
         if self.kind != "slice" or self.values[1] is None:
             return None
         start, stop, step = self.values[0] or 0, self.values[1], self.values[2] or 1

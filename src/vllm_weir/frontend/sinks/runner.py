@@ -7,17 +7,20 @@ import logging
 import queue
 import tempfile
 import threading
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from vllm_weir import consumers
-from vllm_weir.consumers.base import EngineInfo
+from vllm_weir.consumers.base import EngineInfo, Finished
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.sinks.job import Job
 from vllm_weir.frontend.sinks.queue import BoundedQueue
+from vllm_weir.frontend.sinks.ticket import Ticket
 from vllm_weir.spec.sinks import SinkDefinition
 
 logger = logging.getLogger(__name__)
@@ -50,6 +53,8 @@ class Runner:
         self._queue: BoundedQueue[Job] = BoundedQueue(definition.queue_bytes, definition.policy)
         self._call = threading.Lock()
         """Held while the consumer is called: `flush` comes from other threads."""
+        self._pending: list[tuple[Finished, Ticket]] = []
+        """Whose rows the consumer has taken and not published yet; under `_call`."""
         self.sequences = self.dropped = self.failed = 0
         self.last_error = ""
         self._held, self._count = 0, threading.Lock()
@@ -79,8 +84,7 @@ class Runner:
         if not self._queue.wait_done(timeout):
             raise WeirError(f"the sink {self.name!r} did not take everything within {timeout:g} s", "sink")
         try:
-            with self._call:
-                self._consumer.flush()
+            self._publish(self._consumer.flush)
         except Exception as e:
             raise WeirError(f"the sink {self.name!r} could not be flushed: {type(e).__name__}: {e}", "sink") from e
 
@@ -128,22 +132,26 @@ class Runner:
         return thread
 
     def _run(self) -> None:
+        ticked = time.monotonic()
         while True:
             try:
                 job = self._queue.take(TICK)
             except queue.Empty:
                 self._tick()
+                ticked = time.monotonic()
                 continue
             if job is None:
                 break
             self._serve(job)
             self._queue.done()
             del job  # or it would hold its rows until the next one comes
+            if time.monotonic() - ticked >= TICK:
+                self._tick()
+                ticked = time.monotonic()
         if self._spills is not None:
             self._spills.put(None)
         try:
-            with self._call:
-                self._consumer.close()
+            self._publish(self._consumer.close)
         except BaseException:
             logger.exception("the sink %s did not close", self.name)
         if self._folder is not None:
@@ -151,11 +159,30 @@ class Runner:
 
     def _tick(self) -> None:
         try:
-            with self._call:
-                self._consumer.tick()
-        except BaseException as e:  # as in `_serve`, but there is no request to tell
-            self._note(e)
+            self._publish(self._consumer.tick)
+        except BaseException:  # as in `_serve`
             logger.exception("the sink %s failed", self.name)
+
+    def _publish(self, call: Callable[[], None]) -> None:
+        """Call the consumer for no sequence in particular, and tell those whose rows it has published, or could not."""
+        why = ""
+        with self._call:
+            try:
+                call()
+            except BaseException as e:
+                self._note(e)
+                why = self.last_error
+                raise
+            finally:
+                waiting = []
+                for request, ticket in self._pending:
+                    if not self._is_pending(request):
+                        ticket.revise("written")
+                        continue
+                    waiting.append((request, ticket))
+                    if why:
+                        ticket.revise(f"failed: {why}")
+                self._pending = waiting
 
     def _note(self, e: BaseException) -> None:
         self.failed += 1
@@ -177,7 +204,17 @@ class Runner:
             state = f"failed: {self.last_error}"
             self._abort(job)
         job.over()
-        job.ticket.close(state, files)
+        with self._call:
+            job.ticket.close(state, files)
+            if state == "written" and self._is_pending(job.request):
+                self._pending.append((job.request, job.ticket))
+
+    def _is_pending(self, request: Finished) -> bool:
+        try:
+            return self._consumer.pending(request)
+        except BaseException:
+            logger.exception("the sink %s does not say whether request %s is written", self.name, request.name)
+            return True
 
     def _abort(self, job: Job) -> None:
         try:

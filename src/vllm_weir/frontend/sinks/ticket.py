@@ -47,14 +47,21 @@ class Ticket:
         self.files: tuple[str, ...] = ()
         self.missing: dict[Site, int] = {}
         self._over = threading.Event()
+        self._settled = False
 
     def close(self, state: str, files: tuple[str, ...] = ()) -> None:
         """This is how it ended."""
         self.files, self.state = files, state
         self._over.set()
 
+    def revise(self, state: str) -> None:
+        """It ended otherwise than it seemed: rows that were taken could not be published, or now are."""
+        self.state = state
+
     def settle(self, timeout: float) -> None:
         """Wait for rows that are on their way to the sink; not for those that are held until they are marked.
+
+        Whoever was let through once is not stopped by what fails later: `state` tells.
 
         Raises:
             WeirError: if the sink has failed and the request depends on it, or takes longer than `timeout` seconds.
@@ -63,8 +70,9 @@ class Ticket:
             return
         if not self._over.wait(timeout):
             raise WeirError(f"the sink {self.sink!r} did not take the rows within {timeout:g} s", "sink")
-        if self.required and self.state.startswith("failed"):
+        if self.required and self.state.startswith("failed") and not self._settled:
             raise WeirError(f"the sink {self.sink!r} {self.state}", "sink")
+        self._settled = True
 
     def wait(self, timeout: float | None = None) -> tuple[str, ...]:
         """Wait until the rows are written; returns the files.
