@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 def brief(value: object, limit: int = 40) -> str:
     """The start of what a caller sent, for an error message; huge numbers and deep nesting have no text."""
@@ -23,7 +26,11 @@ class WeirError(ValueError):
 
     Attributes:
         field: dotted path of what is wrong, e.g. ``capture[0].layers``; empty when no single field is to blame.
+        outputs: all of the batch, the other requests' whole, where ``LLM.generate`` raises because one of them failed
+            once the batch was done; else None.
     """
+
+    outputs: Sequence[Any] | None = None
 
     def __init__(self, message: str, field: str = "") -> None:
         self.field = field = _printable(field)

@@ -116,7 +116,11 @@ def run_engine(original, _status):
             for completion in output.outputs if isinstance(output, RequestOutput) else ():
                 view = getattr(completion, _VIEW, None)
                 if view is not None:
-                    _verify(view)
+                    try:
+                        _verify(view)
+                    except WeirError as e:
+                        e.outputs = outputs  # the others' are whole
+                        raise
         return outputs
 
     return wrapper
