@@ -31,7 +31,7 @@ def doctor(
     model: Annotated[str | None, typer.Option(help="Model for the live test; default: the shipped one.")] = None,
 ) -> None:
     """Show versions, platform and every seam, run a self-test; exit code 0 if all is well, 1 if not."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    _hush()
     from vllm_weir.doctor import examine, show
 
     found = examine(live, model)
@@ -51,7 +51,7 @@ def sites(
     trust_remote_code: Annotated[bool, typer.Option(help="vLLM's.")] = False,
 ) -> None:
     """Show which hook points of a model can be captured and steered, and why the others cannot."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    _hush()
     from vllm_weir.errors import WeirError
     from vllm_weir.survey import show, survey
 
@@ -90,6 +90,12 @@ def version() -> None:
     from vllm_weir import __version__
 
     typer.echo(__version__)
+
+
+def _hush() -> None:
+    """Unless the environment says otherwise, vLLM logs errors only, and not where the command prints its answer."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 
 if __name__ == "__main__":

@@ -186,3 +186,19 @@ def test_the_command_does_not_start_without_weir(arguments, environ, field):
     with pytest.raises(WeirError) as e:
         prepare(arguments, environ)
     assert e.value.field == field
+
+
+@pytest.mark.parametrize("asked", ["-h", "--help", "--help=all", None])
+def test_help_names_weir_s_own_option(monkeypatch, capsys, asked):
+    from vllm_weir.seams import launch
+    from vllm_weir.serve import command
+
+    given = []
+    monkeypatch.setattr(launch, "vllm_serve", given.append)
+    monkeypatch.setattr(command, "prepare", lambda arguments, environ: arguments)
+    monkeypatch.setattr(command.atexit, "register", lambda *_: None)
+    arguments = ["m", *([asked] if asked else [])]
+    command.serve(arguments)
+    assert given == [arguments]
+    printed = capsys.readouterr().out
+    assert ("--weir-admin-key KEY" in printed and "WEIR_ADMIN_KEY" in printed) == bool(asked)

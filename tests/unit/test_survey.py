@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pytest
@@ -27,6 +28,9 @@ def test_spans(numbers, text):
 
 @pytest.fixture
 def surveyed(monkeypatch):
+    for name in ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM"):
+        monkeypatch.setenv(name, "")  # so that what the command sets is taken back
+        monkeypatch.delenv(name)
     asked = []
 
     def stand_in(model, **engine_args):
@@ -56,6 +60,15 @@ def test_the_list_for_programs(surveyed):
     result = CliRunner().invoke(app, ["sites", "some/model", "--json"])
     assert result.exit_code == 0
     assert [SiteVerdict(**entry) for entry in json.loads(result.output)] == VERDICTS
+
+
+@pytest.mark.parametrize("own", [{}, {"VLLM_LOGGING_LEVEL": "WARNING"}, {"VLLM_LOGGING_STREAM": "ext://sys.stdout"}])
+def test_vllm_logs_apart_from_what_is_printed(surveyed, monkeypatch, own):
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    assert CliRunner().invoke(app, ["sites", "some/model", "--json"]).exit_code == 0
+    set_to = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"} | own
+    assert {name: os.environ[name] for name in set_to} == set_to
 
 
 def test_a_model_that_is_not_served_says_why(surveyed):

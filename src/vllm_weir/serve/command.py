@@ -14,6 +14,9 @@ from vllm_weir.settings import disabled
 from vllm_weir.spec.text import fits_header
 
 OPTION = "--weir-admin-key"
+HELP = f"""Weir's own option, the others are vLLM's:
+  {OPTION} KEY, or {ADMIN_KEY} in the environment: the key for what changes all requests
+"""
 GROUPS = (
     "vllm.general_plugins",
     "vllm.platform_plugins",
@@ -34,6 +37,8 @@ def serve(arguments: list[str]) -> None:
 
     # vLLM kills its API-server processes when there are several. Runs after what this process itself clears up.
     atexit.register(clear, os.getpid(), Limits.load().directory)
+    if asks_for_help(rest):
+        print(HELP)
     vllm_serve(rest)
 
 
@@ -56,6 +61,11 @@ def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str
     elif "weir" not in named.split(","):
         raise WeirError(f"is {named!r} and leaves Weir out; add weir, or unset it", "VLLM_PLUGINS")
     return rest
+
+
+def asks_for_help(arguments: list[str]) -> bool:
+    """Whether vLLM will print its help; it knows ``--help=section`` too."""
+    return any(one in ("-h", "--help") or one.startswith("--help=") for one in arguments)
 
 
 def all_plugins() -> list[str]:
