@@ -63,3 +63,18 @@ def test_what_vllm_probe_hook_exports_comes_from_here_too():
 
     assert (SamplingParams, RequestOutput) == (vllm.SamplingParams, vllm.RequestOutput)
     assert issubclass(LLM, vllm.LLM) and hasattr(AsyncLLM, "generate")
+
+
+def test_an_engine_without_weir_is_told_as_requests_are(monkeypatch):
+    from vllm_weir.seams.table import Status
+
+    monkeypatch.delenv("WEIR_DISABLE", raising=False)
+    calls = (weir.sites, weir.sinks, weir.list, weir.clear_global)
+    for call in calls:
+        with pytest.raises(weir.WeirError, match="no engine that Weir serves"):
+            call(SimpleNamespace())
+    monkeypatch.setenv("WEIR_DISABLE", "1")
+    for call in calls:
+        with pytest.raises(weir.WeirError) as e:
+            call(SimpleNamespace())
+        assert (e.value.field, e.value.message) == ("weir", Status(active=False).refusal)

@@ -141,6 +141,14 @@ def test_admin(app, headers, code):
     assert call(app, "POST", "/admin", headers=headers).status_code == code
 
 
+def test_a_missing_admin_key_is_not_called_wrong(app):
+    missing = call(app, "POST", "/admin", headers={"Authorization": "Bearer api-key"})
+    wrong = call(app, "POST", "/admin", headers={"Authorization": "Bearer api-key", "X-Weir-Admin-Key": "api-key"})
+    assert missing.status_code == wrong.status_code == 403
+    assert "missing" in missing.text and "X-Weir-Admin-Key" in missing.text
+    assert "wrong" in wrong.text and "missing" not in wrong.text
+
+
 @pytest.mark.parametrize("key", [None, ""])
 def test_without_an_admin_key_nobody_is_admin(app, key):
     app.state.weir.admin_key = key

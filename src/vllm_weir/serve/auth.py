@@ -25,4 +25,7 @@ def require_admin(request: Request) -> None:
         raise HTTPException(401, f"this needs the admin key, in the header {HEADER}", {"WWW-Authenticate": "Bearer"})
     # Headers are bytes, which Starlette shows as Latin-1; a key is what the environment or a command line says.
     if not any(hmac.compare_digest(one.encode("latin-1"), os.fsencode(key)) for one in given):
-        raise HTTPException(403, "the admin key is wrong")
+        wrong = "the admin key is wrong"
+        if HEADER not in request.headers:
+            wrong = f"the admin key is missing: there is no header {HEADER}, and Authorization has another key"
+        raise HTTPException(403, wrong)
