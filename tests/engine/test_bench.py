@@ -36,6 +36,8 @@ def test_smoke(tmp_path: Path) -> None:
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert "| nothing asked | weir |" in out.with_suffix(".md").read_text()
+    assert out.with_suffix(".svg").exists() and out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     found = json.loads(out.read_text())
     assert {"device", "vllm", "torch", "model", "cases", "checks", "systems", "runs"} <= set(found)
     figures = {(c["system"], c["case"], c.get("batch"), c.get("prefill")): c for c in found["cases"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import tempfile
 from pathlib import Path
@@ -35,6 +36,8 @@ def bench(
     warmups: Annotated[int, typer.Option(help="Runs before those.", min=0)] = 2,
     model: Annotated[str | None, typer.Option(help="llama-8b, demo, or a directory. [llama-8b; CPU: demo]")] = None,
     out: Annotated[Path, typer.Option(help="The result, JSON.")] = Path("bench/results/latest.json"),
+    markdown: Annotated[Path | None, typer.Option(help="A Markdown table of it. [beside it]")] = None,
+    chart: Annotated[Path | None, typer.Option(help="A chart: NAME.svg and NAME.png. [beside it]")] = None,
     weir_config: Annotated[str, typer.Option(help='additional_config["weir"], JSON.')] = "{}",
     case_seconds: Annotated[float, typer.Option(help="No case takes longer.", min=1)] = 120.0,
     run_seconds: Annotated[float | None, typer.Option(help="What is not done by then is named.", min=1)] = None,
@@ -46,7 +49,7 @@ def bench(
     lens_path: Annotated[str | None, typer.Option(help="PYTHONPATH with vllm-lens, if it is not installed.")] = None,
     smoke: Annotated[bool, typer.Option(help="The smallest run that uses everything; proves no speed.")] = False,
 ) -> None:
-    """Stock vLLM, Weir, vllm-lens and vLLM's own extract_hidden_states: same prompts, checked rows, one JSON file.
+    """Stock vLLM, Weir, vllm-lens and vLLM's extract_hidden_states: same prompts, checked rows; JSON, table and chart.
 
     Exit code 1 if a check failed or a system could not start; what is not installed is skipped: the file says why.
     """
@@ -72,7 +75,7 @@ def bench(
             "run_seconds": run_seconds,
         }
         settings |= {"startups": startups, "interleave": interleave, "memory_share": memory_share}
-        _run(Plan(**settings), out, Path(work))
+        _run(Plan(**settings), out, Path(work), markdown or out.with_suffix(".md"), chart or out.with_suffix(""))
 
 
 @app.command()
@@ -93,17 +96,9 @@ def report(
     mark_checks(result)
     if out is not None:
         result.save(out)
-    text = as_markdown(result)
     if markdown is None:
-        typer.echo(text)
-    else:
-        markdown.parent.mkdir(parents=True, exist_ok=True)
-        markdown.write_text(text)
-    if chart is not None:
-        from vllm_weir.bench.chart import draw_chart
-
-        for path in draw_chart(result, chart):
-            console.print(f"[dim]{path}[/]")
+        typer.echo(as_markdown(result))
+    _show(result, markdown, chart)
 
 
 @app.command()
@@ -123,6 +118,23 @@ def pool(
     console.print(f"{out}: {len(result.cases)} figures of {len(files)} runs")
 
 
+def _show(result: Result, markdown: Path | None, chart: Path | None) -> None:
+    """Write the table and the chart."""
+    from vllm_weir.bench.report import as_markdown
+
+    if markdown is not None:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
+        markdown.write_text(as_markdown(result))
+        console.print(f"[dim]{markdown}[/]")
+    if chart is not None:
+        try:
+            from vllm_weir.bench.chart import draw_chart
+        except ImportError as e:
+            raise typer.BadParameter(f"--chart: {e}; install vllm-weir[plot]") from None
+        for path in draw_chart(result, chart):
+            console.print(f"[dim]{path}[/]")
+
+
 def _results(files: list[Path]) -> list[Result]:
     from vllm_weir.bench.result import Result
 
@@ -135,7 +147,7 @@ def _results(files: list[Path]) -> list[Result]:
     return results
 
 
-def _run(plan: Plan, out: Path, work: Path) -> None:
+def _run(plan: Plan, out: Path, work: Path, markdown: Path, chart: Path) -> None:
     import time
 
     _check_lengths(plan)
@@ -156,6 +168,7 @@ def _run(plan: Plan, out: Path, work: Path) -> None:
         place = f"{check.system} {check.case} {check.size}"
         console.print(f"{mark} {place}: {check.what}: {check.value:.1e} (bound {check.bound:.0e})")
     console.print(f"{out}")
+    _show(result, markdown, chart if _can_draw() else None)
     failed = any(s["status"] == "failed" for s in result.systems.values())
     raise typer.Exit(0 if result.passed and not failed else 1)
 
@@ -185,6 +198,11 @@ def model_fields(name: str, work: Path, cuda: bool) -> dict[str, Any]:
         "dtype": "bfloat16" if cuda else "float32",
         "max_model_len": min(2048, text.max_position_embeddings),
     }
+
+
+def _can_draw() -> bool:
+    """Whether charts can be drawn; a run of an hour does not fail for want of that."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def _has_gpu() -> bool:
