@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +13,8 @@ import torch
 
 from vllm_weir import analysis
 from vllm_weir.codec import decode, encode, project
-from vllm_weir.errors import WeirError
-from vllm_weir.keep import Batch, load, open_writer
+from vllm_weir.errors import StoreError, WeirError
+from vllm_weir.keep import Batch, atomic, load, open_writer
 from vllm_weir.keep.npzfile import read_npz, write_npz
 from vllm_weir.spec.compress import Compression
 
@@ -153,3 +155,44 @@ def test_manifests_of_earlier_versions_are_read(tmp_path: Path) -> None:
     write(tmp_path, None, rows)
     edited(tmp_path / "req_a" / "manifest.json", "", "", crc=False)
     assert same_bits(load(tmp_path)["a"][SITE], rows)
+
+
+@pytest.mark.parametrize("compress", [None, "fp8", "full8", {"method": "topk8", "k": 8}, {"method": "rp8", "k": 32}])
+def test_the_manifest_gives_shapes_as_mi_patch_does(compress: object, tmp_path: Path) -> None:
+    """As wide as the model's rows, but for rp8."""
+    write(tmp_path, compress, torch.randn(6, D))
+    (entry,) = analysis.load_activation_manifest(tmp_path / "req_a" / "manifest.json")["sequences"]["0"][
+        "layers"
+    ].values()
+    assert entry["shape"] == [6, 32 if Compression.parse(compress).method == "rp8" else D]
+
+
+@pytest.mark.parametrize("fits", range(4))
+def test_a_request_that_the_disk_has_no_room_for_leaves_no_folder(
+    fits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Vllm_mi_patch's loader would take the folder for a request."""
+    plain, files = atomic._write_all, 0
+
+    def full(fd: int, data: memoryview, offset: int) -> None:
+        nonlocal files
+        files += 1
+        if files > fits:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        plain(fd, data, offset)
+
+    with open_writer(tmp_path, "npz") as writer:
+        for name in "ab":
+            for hook, layer in (("resid_post", 3), ("resid_post", 4), ("resid_mid", 3)):
+                writer.write(Batch(name, hook, layer, [0, 1], [5, 6], torch.randn(2, D)))
+        writer.finish_request("a")
+        monkeypatch.setattr(atomic, "_write_all", full)
+        with pytest.raises(StoreError, match="No space left"):
+            writer.finish_request("b")
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["req_a", "weir.json"]
+        monkeypatch.setattr(atomic, "_write_all", plain)
+        assert list(writer.failed) == ["b"]
+    with open_writer(tmp_path, "npz") as writer:
+        writer.write(Batch("b", "resid_post", 3, [0, 1], [5, 6], torch.randn(2, D)))
+        writer.finish_request("b")
+    assert load(tmp_path).requests == ["a", "b"]

@@ -9,7 +9,9 @@ other than resid_post, which the file names have no room for, lie in a folder of
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import posixpath
 import re
 import zlib
@@ -17,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_weir.errors import WeirError, brief
+from vllm_weir.errors import MissingFile, StoreError, WeirError, brief
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import ArrayBlock
 from vllm_weir.keep.gathered import GatheringWriter, SiteRows, safe_name
@@ -59,6 +61,32 @@ class NpzWriter(GatheringWriter):
         super()._check_open(request_id)
 
     def _publish_request(self, request_id: str, sites: list[SiteRows], metadata: str) -> None:
+        try:
+            self._put_request(request_id, sites, metadata)
+        except Exception:
+            self._clear(folder_of(request_id), sites)
+            raise
+
+    def _clear(self, folder: str, sites: list[SiteRows]) -> None:
+        """Take away what there is of a request that could not be written: programs that know no manifests would take
+        its folder for a request."""
+        try:
+            self.store.size(f"{folder}/{MANIFEST}")
+        except MissingFile:
+            pass
+        except StoreError:
+            return
+        else:
+            return  # another writer's request, which is whole
+        for s in sites:
+            with contextlib.suppress(StoreError):
+                self.store.remove(f"{folder}/{file_of(s.site)}")
+        if self.store.local:
+            for path in (*sorted({f"{folder}/{s.site.hook}" for s in sites}), folder):
+                with contextlib.suppress(OSError):  # it is not there, or holds something else
+                    os.rmdir(self.store.path(path))
+
+    def _put_request(self, request_id: str, sites: list[SiteRows], metadata: str) -> None:
         folder = folder_of(request_id)
         layers: dict[str, Any] = {}
         files = []
@@ -70,8 +98,11 @@ class NpzWriter(GatheringWriter):
             self.store.put(f"{folder}/{name}", write_npz(arrays))
             files.append([name, s.site.hook, s.site.layer])
             if s.site.hook == "resid_post":
-                shape = [len(s.positions), s.header["k"] or s.header["d_model"]]
-                layers[str(s.site.layer)] = {"path": self.store.describe(f"{folder}/{name}"), "shape": shape}
+                width = s.header["k"] if s.header["method"] == "rp8" else s.header["d_model"]
+                layers[str(s.site.layer)] = {
+                    "path": self.store.describe(f"{folder}/{name}"),
+                    "shape": [len(s.positions), width],
+                }
         self.store.put(f"{folder}/{MANIFEST}", _manifest(request_id, sites, files, layers, metadata, self, folder))
         self._files.add(f"{folder}/{MANIFEST}")
         self.held_bytes -= sum(s.records.nbytes for s in sites)
