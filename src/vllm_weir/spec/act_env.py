@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import multiprocessing
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +18,9 @@ NAME = "VLLM_ACT"
 _ON, _OFF = ("1", "true", "on"), ("0", "false", "off", "")
 _MODES = ("rp8", "full8", "topk8", "none")
 _VARIABLES = ("CAPTURE", "MODE", "RP_K", "RP_SEED", "TOPK_K", "OUTDIR", "RETURN", "PER_DIM")
+_IDLE = ("BITS", "ATTNM", "HIDDEN_SIZE")
+"""Vllm_mi_patch's that ask for nothing here: codes have 8 bits in both, it keeps no attention, and the width is the
+model's."""
 _RETURNS = ("sharded", "gathered", "summary")
 
 
@@ -25,19 +30,22 @@ def act_sink(environ: Mapping[str, str]) -> dict[str, Any] | None:
     ``VLLM_ACT_CAPTURE`` (0), ``_MODE`` (rp8, full8, topk8, none), ``_RP_K`` (512), ``_RP_SEED`` (12345), ``_TOPK_K``
     (64; of a model narrower than it all values), ``_OUTDIR`` (/tmp/vllm_activations), ``_RETURN`` (sharded, gathered:
     files with whole rows, since every rank holds the whole residual stream; summary: running norms in the log and no
-    files), ``_PER_DIM``: scales are per row whatever it says, because a scale per dimension of a single row keeps
-    nothing. Any other is told of in the log.
+    files), ``_PER_DIM`` (1 there): scales are per row whatever it says, because a scale per dimension of a single row
+    keeps nothing. ``_BITS``, ``_ATTNM`` and ``_HIDDEN_SIZE`` mean nothing here. Any other is told of in the log.
 
     Raises:
         WeirError: naming the variable that is wrong.
     """
-    warn_of_unknown(environ, f"{NAME}_", _VARIABLES)
+    # left out here, so that they are not offered to whoever misspelt another
+    warn_of_unknown(
+        {k: v for k, v in environ.items() if k.removeprefix(f"{NAME}_") not in _IDLE}, f"{NAME}_", _VARIABLES
+    )
     if not _flag(environ, "CAPTURE", "0"):
         return None
     mode = _choice(environ, "MODE", "rp8", _MODES)
     returns = _choice(environ, "RETURN", "sharded", _RETURNS)
-    if _flag(environ, "PER_DIM", "0"):
-        logger.warning("VLLM_ACT_PER_DIM: a row is scaled as a whole; a scale per dimension of one row keeps nothing")
+    if _flag(environ, "PER_DIM", "0") and mode in ("rp8", "full8") and returns != "summary":
+        _warn_of_per_dim()
     compress: dict[str, Any] | None = None
     if mode == "rp8":
         compress = {
@@ -56,6 +64,15 @@ def act_sink(environ: Mapping[str, str]) -> dict[str, Any] | None:
         capture["compress"] = compress
     outdir = environ.get(f"{NAME}_OUTDIR", "/tmp/vllm_activations")
     return {"filesystem": {"url": outdir, "layout": "npz"}, "capture": [capture], "required": True}
+
+
+@functools.cache
+def _warn_of_per_dim() -> None:
+    # An engine's own processes, which vLLM gives these names, read what the one that started them has read.
+    if not multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker")):
+        logger.warning(
+            "VLLM_ACT_PER_DIM has no effect: a row is scaled as a whole; a scale per dimension of one row keeps nothing"
+        )
 
 
 def _flag(environ: Mapping[str, str], name: str, default: str) -> bool:
