@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 import re
@@ -14,7 +15,7 @@ import torch
 from tests.unit.stored import D, length_of, make, rows_of
 from vllm_weir import analysis
 from vllm_weir.codec import decode, encode, project
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import MissingFile, WeirError
 from vllm_weir.keep import LAYOUTS, Batch, load, open_writer
 from vllm_weir.spec.compress import Compression
 
@@ -62,7 +63,7 @@ def test_the_bare_fields_of_weirs_files_mean_the_same(method: str | dict, tmp_pa
 def test_the_loader_reads_every_layout(layout: str, tmp_path: Path) -> None:
     make(tmp_path, layout, ["b", "a"], compress=RP8)
     loader = analysis.ActivationLoader(tmp_path, mode="rp8")
-    assert loader.list_requests() == ["a", "b"]
+    assert loader.list_requests() == (["req_a", "req_b"] if layout == "npz" else ["a", "b"])
     for name in ("a", "req_a"):
         found = loader.load_request(name, reconstruct=True)
         assert list(found) == [0] and list(found[0]) == [0, 3]
@@ -128,12 +129,151 @@ def test_a_sequence_of_mi_patchs_topk8_can_be_told_its_width(tmp_path: Path) -> 
         "zero": np.zeros(2, np.float32),
     }
     np.savez(tmp_path / "req_1" / "seq0_layer2_rank0.npz", **stored)
-    with pytest.raises(WeirError, match="pass hidden_size"):
-        analysis.load_sequence_activations(tmp_path, "req_1")
+    raw = analysis.load_sequence_activations(tmp_path, "req_1")[2]
+    assert set(raw) == {*stored, "positions", "token_ids"} and raw["positions"].tolist() == [0, 1]
+    loader = analysis.ActivationLoader(tmp_path)
+    assert set(loader.load_request("req_1")[0][2]) == set(raw)
+    for call in (
+        lambda: loader.load_request("req_1", reconstruct=True),
+        lambda: analysis.quick_load(tmp_path, layer=2),
+        lambda: analysis.reconstruct_activations(raw, "topk8"),
+        lambda: loader.create_token_timeline({2: raw}, 2),
+    ):
+        with pytest.raises(WeirError, match="pass hidden_size") as e:
+            call()
+        assert e.value.field == "hidden_size"
     found = analysis.load_sequence_activations(tmp_path, "req_1", hidden_size=8)[2]
     assert found["activations"].tolist() == [[0, 127.5, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 127.5]]
     assert all(np.array_equal(found[name], array) for name, array in stored.items())
     np.testing.assert_array_equal(analysis.quick_load(tmp_path, layer=2, hidden_size=8), found["activations"])
+
+
+def per_row(rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Vllm_mi_patch's code, with a scale a row."""
+    low, high = rows.min(-1), rows.max(-1)
+    scale = (high - low) / 255
+    zero = -low / scale
+    q = np.clip(np.rint(rows / scale[:, None] + zero[:, None]), 0, 255)
+    return {"q": q.astype(np.uint8), "scale": scale, "zero": zero}
+
+
+def mi_patch(folder: Path, layers: tuple[int, ...]) -> np.ndarray:
+    rows = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
+    folder.mkdir(parents=True)
+    for layer in layers:
+        np.savez(folder / f"seq0_layer{layer}_rank0.npz", **per_row(rows))
+    return rows
+
+
+def test_a_loader_reads_nothing_before_it_is_asked(tmp_path: Path) -> None:
+    """Programs make it before there is an engine that writes, and for its methods alone."""
+    assert analysis.ActivationLoader(tmp_path / "none").compute_similarity(np.ones(3), np.ones(3)) == 1
+    with pytest.raises(FileNotFoundError):
+        analysis.ActivationLoader(tmp_path / "none").list_requests()
+    loader = analysis.ActivationLoader(tmp_path, "rp8")
+    assert loader.list_requests() == []
+    with pytest.raises(MissingFile, match="has no request 'req_1'; it is empty"):
+        loader.load_request("req_1")
+    mi_patch(tmp_path / "req_1", (0,))
+    assert loader.list_requests() == ["req_1"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("hi")
+    with pytest.raises(WeirError, match="holds no activations"):
+        analysis.ActivationLoader(tmp_path / "other").list_requests()
+
+
+def test_a_request_that_is_not_there_is_a_missing_file(tmp_path: Path) -> None:
+    mi_patch(tmp_path / "req_1", (0,))
+    for call in (
+        lambda: analysis.ActivationLoader(tmp_path).load_request("req_2"),
+        lambda: analysis.load_sequence_activations(tmp_path, "req_2"),
+        lambda: analysis.quick_load(tmp_path, "req_2"),
+    ):
+        with pytest.raises(MissingFile, match="has no request 'req_2'; it has req_1") as e:
+            call()
+        assert isinstance(e.value, FileNotFoundError) and e.value.field == "request_id"
+
+
+def test_names_of_npz_requests_are_their_folders(tmp_path: Path) -> None:
+    names = ["a", "req_a", "an id/with * everything"]
+    make(tmp_path, "npz", names, compress="full8")
+    loader = analysis.ActivationLoader(tmp_path)
+    assert loader.list_requests() == sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
+    for name in loader.list_requests():
+        assert (tmp_path / name / "manifest.json").exists()
+        request = analysis.load_activation_manifest(tmp_path / name / "manifest.json")["request_id"]
+        np.testing.assert_array_equal(loader.load_request(name, True)[0][3], expected(request, "full8"))
+    for request in ("a", names[2]):
+        np.testing.assert_array_equal(loader.load_request(request, True)[0][3], expected(request, "full8"))
+    one = analysis.ActivationLoader(tmp_path / "req_a")
+    assert one.list_requests() == ["req_a"] and one.load_request("a") and one.load_request("req_a")
+    (tmp_path.parent / "runs").mkdir()
+    tmp_path.rename(tmp_path.parent / "runs" / "one")
+    assert analysis.ActivationLoader(tmp_path.parent / "runs").list_requests() == loader.list_requests()
+
+
+def test_modes_as_the_manifests_of_mi_patch_name_them(tmp_path: Path) -> None:
+    codes = per_row(np.random.default_rng(0).normal(size=(4, 6)))
+    top = {"indices": np.arange(24).reshape(4, 6), "values": codes["q"], "scale": codes["scale"], "zero": codes["zero"]}
+    plain = analysis.reconstruct_activations(codes)
+    for mode in ("ActMode.RP8", "ActMode.FULL8", Mode.RP8):
+        np.testing.assert_array_equal(analysis.reconstruct_activations(codes, mode), plain)
+        analysis.ActivationLoader(tmp_path, mode=mode)
+    for mode in ("ActMode.TOPK8", Mode.TOPK8):
+        assert analysis.reconstruct_activations(top, mode, hidden_size=24).shape == (4, 24)
+        with pytest.raises(WeirError, match="not the fields of topk8"):
+            analysis.reconstruct_activations(codes, mode)
+    with pytest.raises(WeirError, match=r"unknown mode 'ActMode.RP9'"):
+        analysis.reconstruct_activations(codes, "ActMode.RP9")
+
+
+class Mode(str, enum.Enum):  # noqa: UP042  (a StrEnum has another text)
+    """As Vllm_mi_patch has it."""
+
+    RP8, TOPK8 = "rp8", "topk8"
+
+
+def test_names_can_be_had_where_mi_patch_has_them() -> None:
+    from vllm_weir.analysis import load as module
+
+    assert all(getattr(module, name) is getattr(analysis, name) for name in module.__all__)
+    assert {"ActivationLoader", "quick_load", "compare_tokens", "reconstruct_activations"} < set(module.__all__)
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_scales_per_dimension_of_several_rows(tensors: bool) -> None:
+    """What Vllm_mi_patch's function gives for all rows at once; of each row alone it keeps nothing."""
+    rows = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
+    data = {k: v.T if k == "q" else v for k, v in per_row(rows.T).items()}
+    assert data["scale"].shape == data["zero"].shape == (5,)
+    given = {k: torch.from_numpy(v.copy()) for k, v in data.items()} if tensors else data
+    for mode in (None, "full8", "ActMode.RP8"):
+        got = analysis.reconstruct_activations(given, mode)
+        assert isinstance(got, torch.Tensor) == tensors
+        assert (np.abs(np.asarray(got) - rows) <= data["scale"] * 0.51).all()
+    square = per_row(rows[:5])  # as many rows as values: a scale a row, as its files have it
+    assert (np.abs(analysis.reconstruct_activations(square) - rows[:5]) <= square["scale"][:, None] * 0.51).all()
+
+
+@pytest.mark.parametrize("content", [b"PK\3\4", b"", None])
+def test_a_damaged_file_of_mi_patch_spoils_no_other(content: bytes | None, tmp_path: Path) -> None:
+    rows = mi_patch(tmp_path / "req_1", (0, 1))
+    mi_patch(tmp_path / "req_2", (0,))
+    bad = tmp_path / "req_1" / "seq0_layer1_rank0.npz"
+    np.savez(bad, q=rows) if content is None else bad.write_bytes(content)
+    loader = analysis.ActivationLoader(tmp_path)
+    assert loader.list_requests() == ["req_1", "req_2"]
+    for request in ("req_1", "req_2"):
+        assert list(analysis.load_sequence_activations(tmp_path, request, layers=[0])) == [0]
+    assert np.abs(loader.load_request("req_2", True)[0][0] - rows).max() < 0.02
+    for call in (
+        lambda: loader.load_request("req_1"),
+        lambda: analysis.load_sequence_activations(tmp_path, "req_1"),
+        lambda: loader.dataset["req_1"]["resid_post", 1],
+        lambda: loader.dataset.rows(("resid_post", 1)),
+    ):
+        with pytest.raises(WeirError, match=r"req_1/seq0_layer1_rank0\.npz"):
+            call()
 
 
 def test_similarity_equals_numpys() -> None:

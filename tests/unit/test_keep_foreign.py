@@ -12,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.keep import load
 from vllm_weir.keep.blocks import ArrayBlock
+from vllm_weir.keep.figures import inspect
+from vllm_weir.keep.verify import verify
 
 D, N = 32, 6
 
@@ -76,13 +78,64 @@ def test_mi_patch_topk8_needs_its_width_and_unwraps_indices(tmp_path: Path) -> N
     file = tmp_path / "seq0_layer0_rank0.npz"
     indices = np.array([[1, 39_999, 7]]).astype(np.int16)  # 39,999 wraps
     np.savez_compressed(file, indices=indices, values=codes["codes"], scale=codes["scale"], zero=codes["zero"])
-    with pytest.raises(WeirError, match="hidden_size"):
-        load(file)
+    unknown = load(file)
+    assert unknown.requests == ["request"] and unknown.count() == 1
+    with pytest.raises(WeirError, match=r"seq0_layer0_rank0\.npz: .* pass hidden_size") as e:
+        unknown.rows(("resid_post", 0))
+    assert e.value.field == "hidden_size" and any("pass hidden_size" in note for note in unknown.index.notes)
     row = load(file, hidden_size=d).rows(("resid_post", 0)).rows[0]
     assert row.nonzero()[:, 0].tolist() == [1, 7, 39_999]
     assert torch.allclose(row[[1, 39_999, 7]], torch.tensor([3.0, -4.0, 5.0]), atol=0.05)
     with pytest.raises(WeirError, match="outside a row"):
         load(file, hidden_size=100).rows(("resid_post", 0))
+
+
+@pytest.mark.parametrize("manifest", ["", "{", "[]", '{"sequences": {"0": {"layers": {"4": {"shape": [3, -1]}}}}}'])
+def test_mi_patchs_manifest_says_how_wide_topk8_is(manifest: str, tmp_path: Path) -> None:
+    folder = tmp_path / "req_1-abc"
+    folder.mkdir()
+    codes = mi_patch_codes(np.array([[3.0, -4.0, 5.0]], np.float32))
+    stored = {"indices": np.array([[1, 30, 7]], np.int16), "values": codes["codes"]} | {
+        key: codes[key] for key in ("scale", "zero")
+    }
+    np.savez_compressed(folder / "seq0_layer4_rank0.npz", **stored)
+    (folder / "manifest.json").write_text(manifest)
+    with pytest.raises(WeirError, match="pass hidden_size"):
+        load(tmp_path).rows(("resid_post", 4))
+    layers = {"4": {"path": "/gone/seq0_layer4_rank0.npz", "shape": [28, D]}}
+    text = json.dumps({"mode": "ActMode.TOPK8", "sequences": {"0": {"prompt_len": 1, "layers": layers}}})
+    (folder / "manifest.json").write_text(text)
+    for url in (tmp_path, folder, folder / "seq0_layer4_rank0.npz"):
+        dataset = load(url)
+        assert dataset.rows(("resid_post", 4)).rows[0].nonzero()[:, 0].tolist() == [1, 7, 30]
+        assert inspect(dataset).sites[0].d_model == D
+    assert load(tmp_path, hidden_size=64).rows(("resid_post", 4)).rows.shape == (1, 64)
+
+
+def test_a_damaged_file_is_noted_and_found(mi_patch: tuple[Path, np.ndarray]) -> None:
+    path, _ = mi_patch
+    file = path / "req_1-abcdef01" / "seq0_layer10_rank0.npz"
+    file.write_bytes(file.read_bytes()[:100])
+    dataset = load(path)
+    assert dataset["req_1-abcdef01"]["resid_post", 0].shape == (N, D)
+    (note,) = (n for n in dataset.index.notes if "damaged" in n)
+    assert str(file) in note
+    (damage,) = verify(dataset).damaged
+    assert damage.file == str(file)
+    for url in (file, file.parent):
+        if url == file.parent:
+            (file.parent / "seq0_layer0_rank0.npz").unlink()
+        with pytest.raises(WeirError, match=r"seq0_layer10_rank0\.npz: is no npz file, or a damaged one"):
+            load(url)
+
+
+def test_a_refused_connection_is_not_a_missing_file() -> None:
+    pytest.importorskip("aiohttp")
+    with pytest.raises(StoreError, match=r"cannot read http://127\.0\.0\.1:1/x: ") as e:
+        load("http://127.0.0.1:1/x")
+    assert not isinstance(e.value, MissingFile)
+    with pytest.raises(MissingFile):
+        load("memory://nothing/here")
 
 
 def test_a_dataset_that_is_gone_leaves_no_rows_to_the_next(tmp_path: Path) -> None:

@@ -72,8 +72,8 @@ def reconstruct_activations(
 
     Args:
         compressed_data: of `load_activation_file`, or of `ActivationLoader.load_request`.
-        mode: ``"rp8"``, ``"full8"``, ``"topk8"``, ``"none"`` or another method of Weir's: the ``mode`` of a manifest.
-            None: what the fields say.
+        mode: ``"rp8"``, ``"full8"``, ``"topk8"``, ``"none"`` or another method of Weir's: the ``mode`` of a manifest
+            (``"ActMode.RP8"`` in Vllm_mi_patch's). None: what the fields say.
         hidden_size: d_model, for topk8 of Vllm_mi_patch.
         space: of Weir's rp8: ``"projected"``, [n, k], where inner products and similarities are estimated; ``"model"``,
             [n, d_model], the least-squares estimate of the rows.
@@ -81,7 +81,7 @@ def reconstruct_activations(
     Returns:
         float32 [n, d]: a tensor if the data are tensors, an array if they are arrays.
     """
-    check_mode(mode)
+    mode = check_mode(mode)
     if space not in ("projected", "model"):
         raise WeirError("space is 'projected' or 'model'", "space")
     if "activations" in compressed_data and "weir" not in compressed_data:
@@ -97,10 +97,14 @@ def reconstruct_activations(
     return torch.from_numpy(rows).to(sample.device) if sample is not None else rows
 
 
-def check_mode(mode: object) -> None:
-    """Raise WeirError for a mode that is none."""
-    if mode is not None and mode not in METHODS:
+def check_mode(mode: object) -> str | None:
+    """The method that a mode names, which Vllm_mi_patch's manifests may call ``ActMode.RP8``; WeirError if none."""
+    if mode is None:
+        return None
+    name = mode.removeprefix("ActMode.").lower() if isinstance(mode, str) and mode.startswith("ActMode.") else mode
+    if name not in METHODS:
         raise WeirError(f"unknown mode {brief(mode)!r}; choose from {', '.join(METHODS)}", "mode")
+    return METHODS[METHODS.index(name)]  # Vllm_mi_patch's enum equals it, but has another text
 
 
 def _by_header(arrays: dict[str, np.ndarray], space: str) -> np.ndarray:
@@ -132,18 +136,15 @@ def load_sequence_activations(
 
     Returns:
         layer -> arrays, by ascending layer, for `reconstruct_activations`.
+
+    Raises:
+        MissingFile: if there is no such request.
+        WeirError: if there is no such sequence or layer; naming the file, if it is damaged.
     """
     from vllm_weir.analysis.loader import ActivationLoader
 
     loader = ActivationLoader(output_dir, device=(device or "cpu") if return_torch else None, **options)
-    sequences = loader.load_request(request_id)
-    if str(sequence_id) not in map(str, sequences):
-        raise WeirError(f"request {request_id!r} has sequences {sorted(sequences)}", "sequence_id")
-    found = sequences[int(sequence_id)]
-    for layer in layers or ():
-        if layer not in found:
-            raise WeirError(f"layer {layer} was not stored; there are {sorted(found)}", "layers")
-    return {layer: data for layer, data in found.items() if layers is None or layer in layers}
+    return loader.load_sequence(request_id, sequence_id, layers)
 
 
 def _split(path: str | PathLike) -> tuple[Store, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
@@ -17,18 +19,23 @@ from vllm_weir.analysis.measure import (
     compute_similarity,
     create_token_timeline,
 )
-from vllm_weir.errors import WeirError, brief
+from vllm_weir.errors import MissingFile, WeirError, brief
+from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import ArrayBlock, Block
-from vllm_weir.keep.npz import CODES, folder_of, to_arrays
+from vllm_weir.keep.dataset import ActivationDataset
+from vllm_weir.keep.foreign_npz import is_foreign
+from vllm_weir.keep.index import Index, short_names
+from vllm_weir.keep.npz import CODES, folder_of, home_of, to_arrays, unpack_own
 from vllm_weir.keep.npzfile import read_npz
 from vllm_weir.keep.open import load
-from vllm_weir.spec.hooks import normalise_hook
+from vllm_weir.spec.hooks import Site, normalise_hook
 
 _SEQUENCE = re.compile(r"(.+)/seq(\d+)")
 
 
 class ActivationLoader:
-    """Vllm_mi_patch's loader over any dataset that `vllm_weir.load` reads.
+    """Vllm_mi_patch's loader over any dataset that `vllm_weir.load` reads. It reads it when it is first asked for
+    something, and keeps its index; an empty folder it looks into again.
 
     Args:
         output_dir: the dataset: path or fsspec URL.
@@ -45,16 +52,33 @@ class ActivationLoader:
         check_mode(mode)
         self.output_dir, self.mode, self.device = output_dir, mode, device
         self.hook = normalise_hook(hook)
-        self.dataset = load(output_dir, **options)
-        self._sequences: dict[str, dict[int, str]] = {}
+        self._options = options
+
+    @functools.cached_property
+    def dataset(self) -> ActivationDataset:
+        """What `vllm_weir.load` says of the folder; raises as it does."""
+        return load(self.output_dir, **self._options)
+
+    @functools.cached_property
+    def _sequences(self) -> dict[str, dict[int, str]]:
+        """Name of a request -> sequence -> its request in the dataset."""
+        out: dict[str, dict[int, str]] = {}
+        folders = _folders(self.dataset.index)
         for request in self.dataset.requests:
             match = _SEQUENCE.fullmatch(request) if self.dataset.layout == "vllm_mi_patch" else None
-            name, sequence = (match[1], int(match[2])) if match else (request, 0)
-            self._sequences.setdefault(name, {})[sequence] = request
+            name, sequence = (match[1], int(match[2])) if match else (folders.get(request, request), 0)
+            out.setdefault(name, {})[sequence] = request
+        return out
 
     def list_requests(self) -> list[str]:
-        """Request ids, sorted."""
-        return sorted(self._sequences)
+        """Names of the requests, sorted: of npz files their folders' (``req_...``), of other layouts their ids."""
+        try:
+            return sorted(self._sequences)
+        except WeirError:
+            store = Store(self.output_dir, self._options.get("storage_options"))
+            if store.is_file() or store.names(deep=True) or not store.exists():
+                raise
+            return []  # an engine is yet to write into it
 
     def load_request(
         self, request_id: str, reconstruct: bool = False, *, space: str = "projected"
@@ -62,35 +86,71 @@ class ActivationLoader:
         """All layers of a request.
 
         Args:
-            request_id: of `list_requests`, or the name of its folder.
+            request_id: of `list_requests`, or the request's id; where they differ, a folder's name comes first.
             reconstruct: rows; False: a dict with ``activations``, ``positions`` and ``token_ids``, and of npz files and
-                rp8 what is stored (``q``, ``scale``, ``zero``, ...).
+                rp8 what is stored (``q``, ``scale``, ``zero``, ...). Without ``activations`` where Vllm_mi_patch's
+                codes do not give them: topk8 without a width, and scales per dimension of one row.
             space: of rp8, as for `reconstruct_activations`.
 
         Returns:
             {sequence: {layer: [n, d]}}, layers ascending.
+
+        Raises:
+            MissingFile: if there is no such request.
+            WeirError: naming the file, if one is damaged.
         """
-        name = request_id
-        if name not in self._sequences:  # perhaps its folder
-            name = next((r for r in self._sequences if folder_of(r) == request_id), "")
-        if not name:
-            have = ", ".join(self.list_requests()[:5])
-            raise WeirError(f"{self.output_dir} has no request {brief(request_id, 80)!r}; it has {have}", "request_id")
         out: dict[int, dict[int, Any]] = {}
-        for sequence, request in sorted(self._sequences[name].items()):
-            sites = [s for s in self.dataset[request].sites if s.hook == self.hook]
-            out[sequence] = {s.layer: self._read(request, s, space) for s in sites}
+        for sequence, request in sorted(self._find(request_id).items()):
+            read = {site.layer: self._read(request, site, space, reconstruct) for site in self._sites(request)}
             if reconstruct:
-                out[sequence] = {
-                    layer: reconstruct_activations(data, space=space) for layer, data in out[sequence].items()
-                }
+                read = {layer: reconstruct_activations(data, space=space) for layer, data in read.items()}
+            out[sequence] = read
         return out
 
-    def _read(self, request: str, site: Any, space: str) -> dict[str, Any]:
+    def load_sequence(
+        self, request_id: str, sequence_id: int | str = 0, layers: Sequence[int] | None = None
+    ) -> dict[int, dict[str, Any]]:
+        """One sequence as it is stored, and no file but of these layers; see `load_sequence_activations`."""
+        sequences = self._find(request_id)
+        request = {str(number): one for number, one in sequences.items()}.get(str(sequence_id))
+        if request is None:
+            raise WeirError(f"request {brief(request_id, 80)!r} has sequences {sorted(sequences)}", "sequence_id")
+        sites = {site.layer: site for site in self._sites(request)}
+        for layer in layers or ():
+            if layer not in sites:
+                raise WeirError(f"layer {layer} was not stored; there are {sorted(sites)}", "layers")
+        chosen = {n: site for n, site in sites.items() if layers is None or n in layers}
+        return {layer: self._read(request, site, "projected") for layer, site in chosen.items()}
+
+    def _find(self, request_id: str) -> dict[int, str]:
+        """Sequence -> its request in the dataset."""
+        names = self.list_requests()
+        if request_id in names:
+            return self._sequences[request_id]
+        for name in names:
+            if request_id in (*self._sequences[name].values(), folder_of(name)):
+                return self._sequences[name]
+        have = f"it has {', '.join(names[:5])}" if names else "it is empty"
+        raise MissingFile(f"{self.output_dir} has no request {brief(request_id, 80)!r}; {have}", "request_id")
+
+    def _sites(self, request: str) -> list[Site]:
+        return [site for site in self.dataset[request].sites if site.hook == self.hook]
+
+    def _read(self, request: str, site: Site, space: str, decoded: bool = False) -> dict[str, Any]:
+        """What `load_request` gives for one layer; `decoded`: with ``activations``, or an error."""
         blocks = self._blocks(request, site)
         projected = space == "projected" and all(block.header["method"] == "rp8" for block in blocks)
-        found = self.dataset.rows(site, request, space="projected" if projected else "model")
-        data = {"activations": found.rows.float(), "positions": found.positions, "token_ids": found.token_ids}
+        _, at = self.dataset._ordered(self.dataset._runs(site, request))
+        data = {
+            "positions": torch.from_numpy(self.dataset.index.positions[at]),
+            "token_ids": torch.from_numpy(self.dataset.index.token_ids[at]),
+        }
+        try:
+            found = self.dataset.rows(site, request, space="projected" if projected else "model")
+            data = {"activations": found.rows.float()} | data
+        except WeirError:
+            if decoded or not all(map(is_foreign, blocks)):
+                raise
         data |= {k: torch.from_numpy(native(array)) for k, array in self._fields(request, site, blocks).items()}
         if self.device is None:
             return {key: value.numpy() for key, value in data.items()}
@@ -152,3 +212,16 @@ def quick_load(
     if layer not in first:
         raise WeirError(f"layer {layer} was not stored; there are {sorted(first)}", "layer")
     return first[layer]
+
+
+def _folders(index: Index) -> dict[str, str]:
+    """Request -> its folder, of Weir's npz files."""
+    homes = {}
+    for code, request in enumerate(index.requests):
+        for block in (index.blocks[b] for b in index.block[index.runs_of(code)[:1]].tolist()):
+            if isinstance(block, ArrayBlock) and block.unpack is unpack_own:
+                homes[request] = home_of(block.name)[0]
+    called = short_names(homes.values())
+    # Of a request without rows no file is known, and who opened one request's folder knows no other name.
+    named = {request: called[home] for request, home in homes.items() if home}
+    return {r: named.get(r, folder_of(r)) for r in index.requests if index.layout == "npz" or r in homes}

@@ -2,24 +2,26 @@
 
 Its code is ``q = x / scale + zero``, so the value is ``(q - zero) * scale``; its own inverse says otherwise. With
 scales per dimension (its default) it takes the range over one row, which is nothing: such files hold no values any
-more, and are refused. Rows of its rp8 are in the projected space, and the projection was not stored.
+more, and are refused. Rows of its rp8 are in the projected space, and the projection was not stored. Its topk8 does
+not say how wide a row is, but its manifest does, if there is one.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
-from vllm_weir.errors import WeirError
+from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.keep.atomic import Store
-from vllm_weir.keep.blocks import ArrayBlock
+from vllm_weir.keep.blocks import ArrayBlock, Block
 from vllm_weir.keep.index import Builder, Index, short_names
-from vllm_weir.keep.npz import FILE, MANIFEST, add_own, add_request, home_of
+from vllm_weir.keep.npz import FILE, MANIFEST, add_own, add_request, home_of, unpack_own
 from vllm_weir.keep.npzfile import read_npz, read_some
-from vllm_weir.spec.compress import Compression
+from vllm_weir.spec.compress import MAX_WIDTH, Compression
 from vllm_weir.spec.hooks import Site
 
 NOTES = [
@@ -28,15 +30,23 @@ NOTES = [
     "its random projection was not stored: rows of its rp8 can be compared with one another only",
 ]
 
+NO_WIDTH = "its topk8 does not say how wide a row is, nor does a manifest: to decode rows pass hidden_size"
+
 
 def read_foreign_npz(store: Store, names: dict[str, int], hidden_size: int | None = None) -> Index:
-    """The index of an output directory, or of single files. `hidden_size`: d_model, which topk8 needs.
+    """The index of an output directory, or of single files.
 
-    Weir's own files of the layout `npz` may be among them, or all there is: a request's folder, or a copy of some.
+    Weir's own files of the layout `npz` may be among them, or all there is: a request's folder, or a copy of some. A
+    damaged file is noted, and raises when its rows are asked for; at once, where there is no other.
+
+    Args:
+        hidden_size: d_model, which rows of topk8 need where no manifest says it. What else is known of them is read
+            without.
     """
     out = Builder("npz")
     sequences: dict[str, set[str]] = {}
-    found = []
+    found, errors = [], []
+    widths = cache(partial(_widths, store))
     for name in sorted(names):
         match = FILE.fullmatch(posixpath.basename(name))
         if match:
@@ -49,7 +59,7 @@ def read_foreign_npz(store: Store, names: dict[str, int], hidden_size: int | Non
     for name, match in found:
         if match[3] != "0" or not whole.isdisjoint({posixpath.dirname(name), home_of(name)[0]}):
             continue
-        _, shapes = read_some(store, name, ())
+        shapes, error = _look(store, name)
         if "weir" in shapes:
             _add_own(out, store, name, int(match[2]), names, called, whole)
             continue
@@ -58,8 +68,67 @@ def read_foreign_npz(store: Store, names: dict[str, int], hidden_size: int | Non
         request = called[folder] or "request"
         if len(sequences[folder]) > 1:
             request = f"{request}/seq{match[1]}"
-        _add(out, store, name, out.request(request), Site("resid_post", int(match[2])), shapes, hidden_size)
+        place = out.request(request), Site("resid_post", int(match[2]))
+        if error is None:
+            width = hidden_size
+            if "q" not in shapes and width is None:
+                width = widths(folder).get((int(match[1]), int(match[2])))
+            _add(out, store, name, *place, shapes, width)
+        else:
+            errors.append(error)
+            out.notes.append(f"damaged: {error.message}")
+            out.run(*place, out.block(_Damaged(store, name, error.message)), 0, np.arange(1))
+    if errors and len(errors) == len(out.blocks):
+        raise errors[0]
     return out.build()
+
+
+def _look(store: Store, name: str) -> tuple[dict[str, Any], WeirError | None]:
+    """(shape and dtype) of the arrays of a file by name, or what is wrong with it."""
+    try:
+        _, shapes = read_some(store, name, ())
+    except StoreError:
+        raise  # nothing is known of it
+    except WeirError as e:
+        return {}, e
+    key = "q" if "q" in shapes else "values"
+    if "weir" not in shapes and not ({key, "scale", "zero"} <= shapes.keys() and len(shapes[key][0]) == 2):
+        return {}, store.fail(name, "has not the fields q, scale, zero (or indices, values, scale, zero)")
+    return shapes, None
+
+
+def _widths(store: Store, folder: str) -> dict[tuple[int, int], int]:
+    """(sequence, layer) -> values of a row, as the folder's manifest says, if it has one. Of rp8 these are its k."""
+    try:
+        data = store.read(posixpath.join(folder, MANIFEST))
+    except MissingFile:
+        return {}
+    out = {}
+    try:
+        for sequence, one in json.loads(data)["sequences"].items():
+            for layer, entry in one["layers"].items():
+                width = entry["shape"][1]  # the other is no number of rows: it counts a token once a layer
+                if type(width) is int and 0 < width <= MAX_WIDTH:
+                    out[int(sequence), int(layer)] = width
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        pass  # as good as none: rows can do without
+    return out
+
+
+class _Damaged(ArrayBlock):
+    """A file that could not be read: one row, since nobody knows how many, which raises."""
+
+    def __init__(self, store: Store, name: str, message: str) -> None:
+        super().__init__(store, name, Compression().header(1, "float32"), 1, partial(_unpack, width=1))
+        self.message = message
+
+    def gather(self, offsets: np.ndarray) -> np.ndarray:
+        raise WeirError(self.message)
+
+
+def is_foreign(block: Block) -> bool:
+    """Whether a block is a file of Vllm_mi_patch's that can be read."""
+    return isinstance(block, ArrayBlock) and not isinstance(block, _Damaged) and block.unpack is not unpack_own
 
 
 def _add_own(
@@ -80,38 +149,35 @@ def _add_own(
 
 
 def _add(
-    out: Builder, store: Store, name: str, request: int, site: Site, shapes: dict[str, Any], hidden_size: int | None
+    out: Builder, store: Store, name: str, request: int, site: Site, shapes: dict[str, Any], width: int | None
 ) -> None:
+    """Add a file; `width`: of topk8, if it is known."""
     out.notes += [note for note in NOTES if note not in out.notes]
-    key = "q" if "q" in shapes else "values"
-    if key not in shapes or "scale" not in shapes or "zero" not in shapes or len(shapes[key][0]) != 2:
-        raise store.fail(name, "has not the fields q, scale, zero (or indices, values, scale, zero)")
-    n, width = shapes[key][0]
-    if key == "values":
-        if hidden_size is None:
-            raise WeirError(
-                f"{store.describe(name)} is topk8, which does not say how wide a row is; pass hidden_size=",
-                "hidden_size",
-            )
-        width = hidden_size
-    header = Compression().header(width, "float32")
+    n, stored = shapes["q" if "q" in shapes else "values"][0]
+    if "q" in shapes:
+        width = stored
+    elif width is None and NO_WIDTH not in out.notes:
+        out.notes.append(NO_WIDTH)
+    header = Compression().header(width or max(1, stored), "float32")
     block = out.block(ArrayBlock(store, name, header, n, partial(_unpack, width=width)))
     out.run(request, site, block, 0, np.arange(n))
 
 
-def _unpack(store: Store, name: str, *, width: int) -> np.ndarray:
+def _unpack(store: Store, name: str, *, width: int | None) -> np.ndarray:
     arrays = read_npz(store, name)
     try:
         rows = rebuild(arrays, width)
     except WeirError as e:
-        raise store.fail(name, e.message) from None
+        where = f"{store.describe(name)}: {e.message}"
+        raise WeirError(where, e.field if e.field == "hidden_size" else "") from None
     return np.ascontiguousarray(rows, "<f4").view(np.uint8)
 
 
 def rebuild(arrays: dict[str, Any], width: int | None = None) -> np.ndarray:
     """Rows of the arrays of one file: float32 [n, k] (dense) or [n, width] (topk8).
 
-    Vllm_mi_patch's scales are [n]; those of Weir's own files are [n, 1] and stand for ``q * scale + zero``.
+    Vllm_mi_patch's scales are [n], or [k] if its function for scales per dimension was given all rows at once (of as
+    many rows as values the former is meant); those of Weir's own files are [n, 1] and stand for ``q * scale + zero``.
 
     Raises WeirError if fields are missing or do not fit, or if the file keeps no values.
     """
@@ -128,6 +194,8 @@ def rebuild(arrays: dict[str, Any], width: int | None = None) -> np.ndarray:
             "its scales are per dimension (VLLM_ACT_PER_DIM=1), each taken over a single row: it keeps no values",
             "scale",
         )
+    if not sparse and scale.shape == zero.shape == codes.shape[1:] != (len(codes),):
+        return (codes - zero) * scale
     if scale.size != len(codes) or zero.size != len(codes):
         raise WeirError(f"{len(codes)} rows want as many scales and zeros, got {scale.size} and {zero.size}", "scale")
     if scale.shape == zero.shape == (len(codes), 1):

@@ -144,6 +144,8 @@ def _recognise(
     if is_fork(store, names):
         return read_fork(store, names)
     if not store.exists():
+        if not store.local:
+            store.read("", 0, 1)  # says why, where `exists` takes a refused connection for an answer
         raise MissingFile(f"{url} does not exist")
     raise WeirError(f"{url} holds no activations that Weir knows")
 
