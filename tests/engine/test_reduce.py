@@ -97,6 +97,46 @@ def test_beside_plain_requests_and_steering(root):
         assert outs[3].outputs[0].token_ids == truth.greedy(tokens(12, 3), 6) and outs[3].activations is None
 
 
+def test_every_site_of_a_request_may_become_something_else(root):
+    """Rows, scores and reductions over different positions in one request, also of a prompt that comes in chunks."""
+    llm, truth = get_llm(directory(root)), oracle(directory(root))
+    v = torch.linspace(-1, 1, 128)
+    capture = [
+        weir.Capture("resid_post", 0, "prompt", reduce="mean"),
+        weir.Capture("resid_post", 1),
+        weir.Capture("resid_post", 2, "generated", reduce="max", dtype="float16"),
+        weir.Capture("resid_post", 3, project=v),
+        weir.Capture("resid_pre", 0, "last_prompt", project=v, reduce="last"),
+        weir.Capture("resid_pre", 1, [40, 2]),
+        weir.Capture("resid_pre", 3, [40], reduce="mean"),
+    ]
+    P, G = 11, 5
+    for chunk in (None, 4):
+        with chunks(llm, chunk):
+            (out,) = llm.generate(prompts([P]), weir.params(sampling(G), capture=capture), use_tqdm=False)
+        acts = out.activations
+        every = truth.rows((list(out.prompt_token_ids) + list(out.outputs[0].token_ids))[:-1])
+        post = [every["resid_post", layer].double() for layer in range(4)]
+        pre = [every["resid_pre", layer].double() for layer in range(4)]
+        wanted = {
+            ("resid_post", 0): ([P - 1], post[0][:P].mean(0, keepdim=True)),
+            ("resid_post", 1): (list(range(P + G - 1)), post[1]),
+            ("resid_post", 2): ([P + G - 2], post[2][P:].amax(0, keepdim=True)),
+            ("resid_post", 3): (list(range(P + G - 1)), post[3] @ v.double()[:, None]),
+            ("resid_pre", 0): ([P - 1], (pre[0] @ v.double()[:, None])[P - 1 : P]),
+            ("resid_pre", 1): ([2], pre[1][2:3]),
+            ("resid_pre", 3): ([], torch.zeros(0, 128)),
+        }
+        assert set(map(tuple, acts.sites)) == set(wanted)
+        for site, (at, rows) in wanted.items():
+            assert acts.positions_of(*site).tolist() == at and acts[site].shape == rows.shape
+            assert acts[site].dtype == (torch.float16 if site == ("resid_post", 2) else torch.float32)
+            if at:
+                bound = 1e-3 if site == ("resid_post", 2) else 1e-5
+                assert (acts[site].double() - rows).abs().max() <= bound * max(1, rows.abs().max())
+        assert out.receipt.captured == {site: len(at) for site, (at, _) in wanted.items()} and not out.receipt.dropped
+
+
 def test_streaming_gives_a_reduction_when_it_is_complete(root):
     from vllm.sampling_params import RequestOutputKind
 
@@ -120,9 +160,10 @@ def test_streaming_gives_a_reduction_when_it_is_complete(root):
         ([{"project": "nobody"}], "capture[0].project"),
         ([{"project": [[float("nan")] * 128]}], "capture[0].project"),
         ([{"project": torch.zeros(300, 128)}], "capture[0].project"),
-        ([{"layers": 0, "reduce": "mean"}, {"layers": 1}], "capture[1].reduce"),
-        ([{"layers": 0}, {"layers": 1, "project": torch.ones(128)}], "capture[1].project"),
-        ([{"layers": 0, "reduce": "mean"}, {"layers": 1, "reduce": "mean", "positions": 0}], "capture[1].positions"),
+        ([{"layers": 0, "reduce": "mean"}, {"layers": 0}], "capture[1].reduce"),
+        ([{"layers": 0}, {"layers": [1, 0], "project": torch.ones(128)}], "capture[1].project"),
+        ([{"layers": 0, "reduce": "mean"}, {"layers": 0, "reduce": "mean", "positions": 0}], "capture[1].positions"),
+        ([{"layers": 0, "reduce": "mean"}, {"layers": 1, "compress": "full8"}], "capture[1].compress"),
     ],
 )
 def test_what_cannot_be_done_is_refused(root, captures, field):

@@ -91,7 +91,7 @@ def test_positions_of_a_view(selector, P, G, seen, data):
     expected = selected([Positions.parse(selector)], P, tokens)
     growing.append(9)
     assert view.end == len(tokens) and view.tokens.array.tolist() == tokens.tolist()
-    assert view._wanted([Positions.parse(selector)])[0].tolist() == expected[expected >= start].tolist()
+    assert view._wanted([Positions.parse(selector)], None)[0].tolist() == expected[expected >= start].tolist()
     assert view.rows == (expected >= start).sum()
 
 

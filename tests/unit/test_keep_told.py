@@ -81,7 +81,7 @@ def test_a_sinks_rows_say_what_they_are(layout: str, tmp_path: Path) -> None:
     }  # fmt: skip
     for name, fields in asked.items():
         captures = [Capture(*SITE, sink="x", **fields)]
-        ways = treatments_of(captures, 8, lambda *_: np.zeros(8)).ways
+        ways = treatments_of(captures, 8, lambda *_: np.zeros(8))
         part = make_parts(captures, 4, "float32", ways, True, lambda *_: None, ())[1]
         site = Site(*SITE)
         width, at = (2 if name == "scores" else 8), torch.arange(1 if name == "mean" else 4)

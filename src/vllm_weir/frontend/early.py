@@ -19,7 +19,7 @@ FEW = 8
 def ends_with_the_prompt(part: Part, prompt_len: int) -> bool:
     """Whether the rows of a part, as the model has them, are known to be of the prompt only."""
     spec = part.spec
-    if not spec.wishes or spec.treatment is not None or part.recast:
+    if not spec.wishes or spec.treatment is not None or part.late or part.recast:
         return False
     bounds = [selector.bounds(prompt_len) for _, selectors in spec.by_positions for selector in selectors]
     return all(b is not None and b[1] <= prompt_len for b in bounds)

@@ -18,7 +18,7 @@ from vllm_weir.frontend.tokens import TokenIds, Tokens
 from vllm_weir.spec.hooks import Site
 from vllm_weir.spec.interventions import Move
 from vllm_weir.spec.positions import Positions
-from vllm_weir.spec.request import selected
+from vllm_weir.spec.request import Treatment, selected
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class View:
         if part.spec.treatment is not None and part.spec.treatment.compression is not None:
             header = part.spec.treatment.compression.header(self.d_model, part.dtype)
             return Activations({}, positions, ids, part.lens_layers, Packed(header, rows, part.dtypes))
-        if recast := self._dtypes():
+        if recast := self.part.casts:
             rows = {**rows, **{site: rows[site].to(DTYPES[dtype]) for site, dtype in recast.items()}}
         return Activations(rows, positions, ids, part.lens_layers)
 
@@ -105,7 +105,7 @@ class View:
 
     def arrived(self) -> bool:
         """Whether every row of the part is here, by the marks that have been read; not for treated ones."""
-        return all(self.pending.has(sites, self._wanted(some)[0]) for sites, some in self.part.spec.by_positions)
+        return all(self.pending.has(sites, self._wanted(some, how)[0]) for sites, some, how in self.part.groups)
 
     def touched(self, move: Move) -> np.ndarray:
         """Positions that an intervention is for, ascending; those before `cached_tokens` are none of this pass."""
@@ -232,8 +232,8 @@ class View:
         if self.aborted:
             return {}
         out = {}
-        for sites, selectors in self.part.spec.by_positions:
-            wanted = len(self._wanted(selectors)[0])
+        for sites, selectors, how in self.part.groups:
+            wanted = len(self._wanted(selectors, how)[0])
             out.update({s: wanted - acts.count(s) for s in sites if acts.count(s) < wanted})
         return out
 
@@ -252,10 +252,9 @@ class View:
         first, end = max(bounds[0], 0), min(bounds[1], self.end)
         return first, max(first, end)
 
-    def _wanted(self, selectors: Sequence[Positions]) -> tuple[np.ndarray, np.ndarray]:
+    def _wanted(self, selectors: Sequence[Positions], treatment: Treatment | None) -> tuple[np.ndarray, np.ndarray]:
         """(positions of the rows that belong here, positions that they are made from)."""
         chosen = self._selected(selectors)
-        treatment = self.part.spec.treatment
         if treatment is not None and treatment.reduce is not None:
             # A reduction is there once there is nothing more to reduce.
             return (chosen[-1:], chosen) if self.finished else (chosen[:0], chosen[:0])
@@ -266,9 +265,9 @@ class View:
         part = self.part
         found: list[Mapping[Site, torch.Tensor]] = []
         positions: dict[Site, torch.Tensor] = {}
-        for sites, selectors in part.spec.by_positions:
-            for taken in self._treated(sites, *self._wanted(selectors)):
-                found.append(taken.rows or dict.fromkeys(taken.sites, self._nothing()))
+        for sites, selectors, treatment in part.groups:
+            for taken in self._treated(treatment, sites, *self._wanted(selectors, treatment)):
+                found.append(taken.rows or dict.fromkeys(taken.sites, self._nothing(treatment)))
                 positions.update(dict.fromkeys(taken.sites, torch.from_numpy(taken.positions)))
         if tuple(positions) != part.spec.sites:
             positions = {site: positions[site] for site in part.spec.sites}
@@ -277,42 +276,36 @@ class View:
     @property
     def rows(self) -> int:
         """Rows that belong here, of all sites."""
-        return sum(len(sites) * self._count(selectors) for sites, selectors in self.part.spec.by_positions)
+        return sum(len(sites) * self._count(some, how) for sites, some, how in self.part.groups)
 
-    def _count(self, selectors: Sequence[Positions]) -> int:
+    def _count(self, selectors: Sequence[Positions], treatment: Treatment | None) -> int:
         """As many as `_wanted` finds rows."""
-        treatment, span = self.part.spec.treatment, self._span(selectors)
+        span = self._span(selectors)
         if span is None or (treatment is not None and treatment.reduce is not None):
-            return len(self._wanted(selectors)[0])
+            return len(self._wanted(selectors, treatment)[0])
         return max(span[1] - max(span[0], self.start), 0)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row, about."""
-        width, dtype = self._row
+        width, dtype = self._row(self.part.spec.treatment)
         return width * dtype.itemsize
 
-    def _dtypes(self) -> dict[Site, str]:
-        """Sites whose rows have to be cast: products stay float32 unless asked for otherwise."""
-        treatment = self.part.spec.treatment
-        return self.part.dtypes if treatment is not None and treatment.folds else self.part.recast
-
-    @property
-    def _row(self) -> tuple[int, torch.dtype]:
+    def _row(self, treatment: Treatment | None) -> tuple[int, torch.dtype]:
         """Values of a row, and what they are."""
-        treatment = self.part.spec.treatment
         if treatment is not None and treatment.compression is not None:
             return treatment.compression.record_bytes(self.d_model), torch.uint8
         if treatment is not None and treatment.directions:
             return len(treatment.directions), torch.float32
         return self.d_model, DTYPES[self.part.dtype]
 
-    def _nothing(self) -> torch.Tensor:
-        width, dtype = self._row
+    def _nothing(self, treatment: Treatment | None) -> torch.Tensor:
+        width, dtype = self._row(treatment)
         return torch.empty(0, width, dtype=dtype)
 
-    def _treated(self, sites: Sequence[Site], at: np.ndarray, sources: np.ndarray) -> list[Taken]:
-        treatment = self.part.spec.treatment
+    def _treated(
+        self, treatment: Treatment | None, sites: Sequence[Site], at: np.ndarray, sources: np.ndarray
+    ) -> list[Taken]:
         if treatment is None or self.part.late:
             rows = self._take(sites, sources, "rows")
             return rows if treatment is None else treated(treatment, self.part.directions, at, sources, rows)
