@@ -241,7 +241,7 @@ def test_names_can_be_had_where_mi_patch_has_them() -> None:
 
 
 @pytest.mark.parametrize("tensors", [False, True])
-def test_scales_per_dimension_of_several_rows(tensors: bool) -> None:
+def test_scales_per_dimension_of_several_rows(tensors: bool, tmp_path: Path) -> None:
     """What Vllm_mi_patch's function gives for all rows at once; of each row alone it keeps nothing."""
     rows = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
     data = {k: v.T if k == "q" else v for k, v in per_row(rows.T).items()}
@@ -251,6 +251,8 @@ def test_scales_per_dimension_of_several_rows(tensors: bool) -> None:
         got = analysis.reconstruct_activations(given, mode)
         assert isinstance(got, torch.Tensor) == tensors
         assert (np.abs(np.asarray(got) - rows) <= data["scale"] * 0.51).all()
+    np.savez(tmp_path / "seq0_layer1_rank0.npz", **data)
+    np.testing.assert_array_equal(load(tmp_path).rows(("resid_post", 1)).rows.numpy(), np.asarray(got))
     square = per_row(rows[:5])  # as many rows as values: a scale a row, as its files have it
     assert (np.abs(analysis.reconstruct_activations(square) - rows[:5]) <= square["scale"][:, None] * 0.51).all()
 
