@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,15 +41,28 @@ def free(path: Path) -> int:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("layout", ["per_request", "sharded"])
-def test_a_full_disk_fails_the_request_and_not_the_engine(layout: str, root: Path, disk: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("per_request", {}),
+        ("npz", {}),
+        ("sharded", {"flush_seconds": 0, "shard_bytes": 1}),
+        ("sharded", {}),
+        ("packed", {}),
+    ],
+)
+def test_a_full_disk_fails_the_request_and_not_the_engine(
+    layout: str, more: dict[str, Any], root: Path, disk: Path
+) -> None:
+    """With layouts that collect, too: the request was told "written", and its rows were lost ten seconds later."""
     llm = get_llm(directory(root))
-    more = {"flush_seconds": 0, "shard_bytes": 1} if layout == "sharded" else {}
     sink = {"filesystem": {"url": str(disk / "rows"), "layout": layout, "ids": "caller", **more}}
     to_disk = weir.params(sampling(1), capture=weir.Capture("resid_post", sink=sink))
     in_memory = weir.params(sampling(1), capture=weir.Capture("resid_post"))
     (first,) = llm.generate(prompts([5]), to_disk, use_tqdm=False)
     assert set(first.receipt.sinks.values()) == {"written"}
+    weir.flush(llm)
+    assert layout != "sharded" or (disk / "rows" / "manifest.parquet").exists()
     reference = llm.generate(prompts([20]), in_memory, use_tqdm=False)[0].activations
 
     ballast = disk / "ballast"
@@ -66,6 +81,29 @@ def test_a_full_disk_fails_the_request_and_not_the_engine(layout: str, root: Pat
     assert set(load(disk / "rows").requests) == {first.request_id, last.request_id}
     del first, last, beside, reference
     assert_nothing_is_held(llm)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("layout", ["sharded", "packed"])
+def test_a_receipt_says_when_rows_could_not_be_published(
+    layout: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = get_llm(directory(root))
+    sink = {"filesystem": {"url": str(tmp_path / "rows"), "layout": layout}}
+    to_disk = weir.params(sampling(1), capture=weir.Capture("resid_post", sink=sink))
+    (out,) = llm.generate(prompts([5]), to_disk, use_tqdm=False)
+    assert out.receipt.sinks == {"filesystem": "written"}
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(weir.WeirError, match=r"could not be flushed.*No space left on device"):
+            weir.flush(llm)
+    assert out.receipt.sinks["filesystem"].startswith("failed: StoreError: cannot write")
+    weir.flush(llm)
+    assert out.receipt.sinks == {"filesystem": "written"} and len(load(tmp_path / "rows")) == 1
 
 
 def test_extract_onto_a_full_disk_goes_on_when_there_is_room(tmp_path: Path, disk: Path) -> None:

@@ -275,6 +275,17 @@ def test_what_cannot_be_done_is_refused(llm, capture, field):
     assert not llm.llm_engine.has_unfinished_requests()
 
 
+def test_shipped_consumers_by_name(llm, tmp_path):
+    """Layouts that programs know by their name, and memory as other sinks are written."""
+    captures = [
+        weir.Capture("resid_post", 1, sink={"npz": {"url": str(tmp_path / "n")}}),
+        weir.Capture("resid_post", 2, sink={"memory": {}}),
+    ]
+    (out,) = llm.generate(prompts([6]), weir.params(sampling(2), capture=captures), use_tqdm=False)
+    assert out.receipt.sinks == {"npz": "written"} and out.activations.sites == [weir.Site("resid_post", 2)]
+    assert weir.load(tmp_path / "n").layout == "npz"
+
+
 def test_text_from_outside_sets_up_no_sink(llm):
     params = sampling(2)
     params.extra_args = {"weir": '{"v": 1, "capture": [{"layers": 0, "sink": {"notes": {}}}]}'}

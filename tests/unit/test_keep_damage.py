@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.unit.stored import check, make
+from tests.unit.stored import SITES, check, make
 from tests.unit.test_keep_checksums import without_checksums
 from tests.unit.test_keep_failures import read_all, same
 from vllm_weir.errors import WeirError
 from vllm_weir.keep import LAYOUTS, load, open_writer
 from vllm_weir.keep.atomic import Store
-from vllm_weir.keep.manifest import SCHEMA, to_parquet
+from vllm_weir.keep.manifest import MANIFEST, SCHEMA, to_parquet
 from vllm_weir.keep.sharded import GAP
 from vllm_weir.keep.tensorfile import build_header, read_container
 from vllm_weir.keep.verify import verify
@@ -208,3 +208,33 @@ def test_a_manifest_of_wrong_counts_is_damage(name: str, values: Any, why: str, 
     manifest.write_bytes(to_parquet(with_column(table, name, column)))
     with pytest.raises(WeirError, match=rf"^{manifest}: .*{why}"):
         load(tmp_path)
+
+
+def test_the_manifest_names_each_site(tmp_path: Path) -> None:
+    """What to filter by: `hook` and `layer` had to be put together."""
+    make(tmp_path, "sharded", NAMES[:1])
+    (mark, *runs) = sorted(pq.read_table(tmp_path / MANIFEST).to_pylist(), key=lambda row: not row["finished"])
+    assert mark["site"] is None and mark["finished"]
+    assert [run["site"] for run in runs] == [f"{run['hook']}.{run['layer']}" for run in runs]
+    assert {run["site"] for run in runs} == {f"{hook}.{layer}" for hook, layer in SITES}
+
+
+def test_manifests_without_sites_are_read_and_joined(tmp_path: Path) -> None:
+    """Of an earlier version: in the shards, in the joined one, or in the joined one alone (it was at work last)."""
+
+    def earlier(data: bytes) -> bytes:
+        return to_parquet(pq.read_table(io.BytesIO(data)).drop_columns(["site"]))
+
+    make(tmp_path, "sharded", NAMES, shard_bytes=1500)
+    whole, joined = pq.read_table(tmp_path / MANIFEST).to_pylist(), tmp_path / MANIFEST
+    joined.write_bytes(earlier(joined.read_bytes()))
+    assert not verify(load(tmp_path)).damaged
+    for shard in tmp_path.glob("shard-*"):
+        replace_manifest(shard, earlier)
+    assert not verify(load(tmp_path)).damaged
+    joined.unlink()
+    check(load(tmp_path), NAMES)
+    with open_writer(tmp_path) as writer:
+        writer.tidy()
+    assert pq.read_table(joined).to_pylist() == whole
+    assert not verify(load(tmp_path)).damaged

@@ -587,3 +587,97 @@ def test_an_id_that_is_no_text_spoils_nothing(layout: str, tmp_path: Path) -> No
             with pytest.raises(WeirError, match="request_id"):
                 writer.finish_request(wrong)  # type: ignore[arg-type]
     assert load(tmp_path).requests == ["r0"]
+
+
+def test_rows_of_a_request_that_is_dropped_give_their_room_back(tmp_path: Path) -> None:
+    """A request for which the disk had no room went on holding what room there was."""
+    writer = open_writer(tmp_path)
+    write(writer, "a")
+    writer.settle("a")
+    big = torch.zeros(40_000, 48, dtype=torch.bfloat16)
+    before = sum(path.stat().st_size for path in tmp_path.iterdir())
+    for layer in (0, 3):
+        writer.write(Batch("x", "resid_post", layer, np.arange(len(big)), np.arange(len(big)), big))
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) > 2 * big.nbytes
+    writer.abandon("x")
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= before < big.nbytes
+    write(writer, "b")
+    writer.close()
+    check(load(tmp_path), ["a", "b"])
+    with open_writer(tmp_path / "none") as writer:
+        writer.write(Batch("x", "resid_post", 0, np.arange(len(big)), np.arange(len(big)), big))
+        writer.abandon("x")
+        assert [path.name for path in (tmp_path / "none").iterdir()] == ["weir.json"]
+
+
+@pytest.mark.parametrize("reserving", [True, False])
+@pytest.mark.parametrize("layout", ["sharded", "packed"])
+def test_requests_that_are_dropped_anywhere_on_a_disk_full_at_times(
+    layout: str, reserving: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not reserving:
+        monkeypatch.delattr(os, "posix_fallocate")
+    real, chance, odds = os.pwrite, random.Random(0), {"full": 0.0}
+    monkeypatch.setattr(os, "pwrite", lambda *args: full() if chance.random() < odds["full"] else real(*args))
+    for seed in range(12):
+        rng, path, kept = random.Random(seed), tmp_path / str(seed), []
+        for name, value in zip(
+            ("GATHER", "SMALL"), rng.choice([(700, 500), (5000, 600), (1500, 1400), (4 << 20, 1 << 20)])
+        ):
+            monkeypatch.setattr(f"vllm_weir.keep.sharded.{name}", value)
+        writer = open_writer(path, layout, **{"sharded": {"shard_bytes": 30_000}, "packed": {}}[layout])
+        for k in range(40):
+            odds["full"] = rng.choice([0, 0, 0.3])
+            try:
+                write(writer, f"r{k}", pieces=rng.randrange(1, 4))
+                writer.settle(f"r{k}")
+                if rng.random() < 0.2:
+                    raise WeirError("given up")
+                kept.append(f"r{k}")
+            except WeirError:
+                if writer.holds(f"r{k}") and not writer.pending(f"r{k}"):
+                    kept.append(f"r{k}")  # it was published, with those before it
+                else:
+                    writer.abandon(f"r{k}")
+        odds["full"] = 0
+        writer.close()
+        check(load(path), kept)
+        assert not verify(load(path)).damaged and not list(path.glob(".*"))
+
+
+def test_room_that_was_set_aside_is_given_back_when_a_file_is_published(tmp_path: Path) -> None:
+    spool = Store(tmp_path).spool("x")
+    spool.write(b"begun")
+    assert spool.reserve(1000) and spool.reserve(10) and os.stat(spool.temporary).st_size >= 1000
+    spool.write(b" and done")
+    spool.publish()
+    assert (tmp_path / "x").read_bytes() == b"begun and done"
+
+
+@pytest.mark.parametrize("refused", [errno.EOPNOTSUPP, errno.ENOSPC])
+def test_room_that_cannot_be_set_aside(refused: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(fd: int, start: int, size: int) -> None:
+        os.ftruncate(fd, start + size // 2)
+        raise OSError(refused, os.strerror(refused))
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    spool = Store(tmp_path).spool("x")
+    spool.write(b"begun")
+    if refused == errno.ENOSPC:
+        with pytest.raises(WeirError, match=r"cannot write .*/x: No space left on device"):
+            spool.reserve(1000)
+    else:
+        assert not spool.reserve(1000)
+    assert os.stat(spool.temporary).st_size == 5
+    spool.publish()
+
+
+@pytest.mark.parametrize("layout", ["sharded", "packed"])
+def test_a_writer_that_cannot_be_closed_leaves_no_temporary_files(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(WeirError, match="No space left"), open_writer(tmp_path / "a", layout) as writer:
+        write(writer, "a")
+        writer.settle("a")
+        monkeypatch.setattr(os, "replace", lambda *_: full())
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["weir.json"]

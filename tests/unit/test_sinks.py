@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
+import os
 import threading
 import time
+import tomllib
 import weakref
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import pyarrow.parquet as parquet
 import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from tests.support.measure import eventually
 from vllm_weir import Capture, Site, WeirError, codec, consumers
 from vllm_weir.consumers import Consumer, EngineInfo, Finished, Rows
 from vllm_weir.frontend.activations import Activations, Packed
@@ -748,3 +755,171 @@ def test_a_consumer_that_raises_what_is_no_exception_ends_no_sink(trouble, monke
     assert not one.ended
     one.close()
     assert one.ended
+
+
+# Rows that are taken and not published yet
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def files_into(path, layout, **options):
+    definition = SinkDefinition.parse({"filesystem": {"url": str(path), "layout": layout, **options}}, "s")
+    return Runner("s", definition, ENGINE, "s")
+
+
+def served(one, name):
+    box = Box(name=name)
+    one.offer(box, 5)
+    assert box.ticket._over.wait(10)
+    return box.ticket
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_full_disk_fails_the_request_in_every_layout(tmp_path, monkeypatch, layout):
+    """With layouts that collect, the rows had not reached the disk when the request was told that they were written."""
+    one = files_into(tmp_path, layout)
+    first = served(one, "a")
+    first.settle(5)
+    one.flush(10)  # with it goes the room that was set aside for more
+    with monkeypatch.context() as patch:
+        for call in ("pwrite", "posix_fallocate"):
+            patch.setattr(os, call, full)
+        failed = served(one, "b")
+        with pytest.raises(WeirError, match=r"failed: StoreError: cannot write .*No space left on device"):
+            failed.settle(5)
+    last = served(one, "c")
+    one.flush(10)
+    assert (first.state, last.state) == ("written", "written") and failed.state.startswith("failed")
+    assert sorted(load(tmp_path)) == ["a", "c"]
+    one.close()
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("how", ["tick", "flush", "close"])
+@pytest.mark.parametrize("layout", ["sharded", "packed"])
+def test_rows_that_cannot_be_published_later_are_told_their_requests(tmp_path, monkeypatch, caplog, layout, how):
+    """Nobody but the log heard of it: the receipts went on saying "written"."""
+    monkeypatch.setattr("vllm_weir.frontend.sinks.runner.TICK", 0.01)
+    one = files_into(tmp_path, layout, flush_seconds=0.1 if how == "tick" else 1e6)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        tickets = [served(one, name) for name in "ab"]
+        for ticket in tickets:
+            ticket.settle(5)
+        if how == "tick":
+            eventually(lambda: all(t.state.startswith("failed") for t in tickets), True, 10)
+        elif how == "flush":
+            with pytest.raises(WeirError, match=r"could not be flushed: StoreError: cannot write .*No space left"):
+                one.flush(10)
+        else:
+            one.close()
+        for ticket in tickets:
+            assert ticket.state.startswith("failed: StoreError: cannot write") and "No space left" in ticket.state
+            ticket.settle(0)  # a receipt that is read now says so; it does not raise what `generate` did not
+            with pytest.raises(WeirError, match="No space left"):
+                ticket.wait(0)
+        assert "No space left" in one.report()["last_error"]
+        assert how == "flush" or "No space left" in caplog.text
+    if how == "close":
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["weir.json"]
+        return
+    one.flush(10)  # there is room again
+    assert [ticket.state for ticket in tickets] == ["written", "written"]
+    assert sorted(load(tmp_path)) == ["a", "b"] and not one._pending
+    one.close()
+
+
+@pytest.mark.parametrize("layout", ["sharded", "packed"])
+def test_a_request_that_fails_is_not_the_others_failure(tmp_path, layout):
+    """Nor does a second one of a name undo the first, which has been told that it is written."""
+    one = files_into(tmp_path, layout)
+    first, again, last = (served(one, name) for name in "aab")
+    assert "holds request 'a' already" in again.state and (first.state, last.state) == ("written", "written")
+    one.close()
+    assert sorted(load(tmp_path)) == ["a", "b"] and not one._pending
+
+
+def test_a_busy_sink_ticks_too(monkeypatch):
+    monkeypatch.setattr("vllm_weir.frontend.sinks.runner.TICK", 0.05)
+    monkeypatch.setattr(Recorder, "tick", lambda self: self._note("tick"))
+    one = runner(wait=0.03)
+    one._queue._limit = 1000
+    boxes = [Box(name=f"r{k}") for k in range(12)]
+    for box in boxes:
+        one.offer(box, 5)
+    boxes[-1].ticket.wait(10)
+    assert calls_of(Recorder.made[0])[:-1].count("tick") >= 3
+    one.close()
+
+
+def test_an_explicit_flush_joins_the_manifest(tmp_path, monkeypatch):
+    """Other programs read `manifest.parquet`; it came with the engine's end."""
+    monkeypatch.setattr("vllm_weir.frontend.sinks.runner.TICK", 0.01)
+    one = files_into(tmp_path, "sharded", flush_seconds=0.05)
+    served(one, "a")
+    eventually(lambda: bool(list(tmp_path.glob("shard-*"))), True, 10)
+    assert not (tmp_path / "manifest.parquet").exists(), "which takes long where there is much already"
+    one.flush(10)
+    before = (tmp_path / "manifest.parquet").stat()
+    assert sorted(load(tmp_path)) == ["a"]
+    one.flush(10)
+    assert (tmp_path / "manifest.parquet").stat().st_ino == before.st_ino, "there was nothing new"
+    served(one, "b")
+    one.flush(10)
+    shards = {path.name for path in tmp_path.glob("shard-*")}
+    assert len(shards) == 2
+    assert set(parquet.read_table(tmp_path / "manifest.parquet")["file"].to_pylist()) == shards
+    one.close()
+
+
+# What is installed
+
+
+def test_npz_by_name(tmp_path):
+    one = Runner("s", SinkDefinition.parse({"npz": {"url": str(tmp_path)}}, "s"), ENGINE, "s")
+    assert one.required and served(one, "a").wait(0) == (str(tmp_path),)
+    one.close()
+    assert load(tmp_path).layout == "npz" and list(tmp_path.glob("req_a/*.npz"))
+    for options, field in (({"layout": "sharded"}, "s.npz.layout"), ({}, "s.npz.url")):
+        with pytest.raises(WeirError) as e:
+            Runner(
+                "s",
+                SinkDefinition.parse({"npz": {"url": str(tmp_path), **options} if options else {}}, "s"),
+                ENGINE,
+                "s",
+            )
+        assert e.value.field == field
+
+
+def test_memory_may_be_written_as_other_sinks_are():
+    assert Sink.parse({"memory": {}}, "s") == Sink.parse("memory", "s")
+    assert Capture("resid_post", sink={"memory": {}}) == Capture("resid_post")
+    for data in ({"memory": {"x": 1}}, {"memory": {}, "policy": "drop"}):
+        with pytest.raises(WeirError, match="no options") as e:
+            Sink.parse(data, "s")
+        assert e.value.field == "s.memory"
+
+
+def test_shipped_consumers_are_entry_points():
+    """As others' are, so that whoever lists the group finds them."""
+    declared = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())
+    table = declared["project"]["entry-points"]["vllm_weir.consumers"]
+    assert table == {name: value for name, value in consumers._SHIPPED.items() if value.startswith("vllm_weir.")}
+    assert {"filesystem", "logging", "npz"} <= set(table)
+
+
+def test_a_plugin_with_the_name_of_a_shipped_consumer_is_warned_of(monkeypatch, caplog):
+    found = [
+        EntryPoint("filesystem", "other:Files", consumers.GROUP),
+        EntryPoint("filesystem", consumers._SHIPPED["filesystem"], consumers.GROUP),
+        EntryPoint("mine", "other:Mine", consumers.GROUP),
+        EntryPoint("mine", "another:Mine", consumers.GROUP),
+    ]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: found)
+    monkeypatch.setattr(consumers, "_told", set())
+    for _ in range(2):
+        known = consumers.names()
+    assert known["filesystem"] == consumers._SHIPPED["filesystem"] and known["mine"] == "other:Mine"
+    assert [record.args[2] for record in caplog.records] == ["other:Files", "another:Mine"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,12 +15,26 @@ GROUP = "vllm_weir.consumers"
 _SHIPPED = {
     "filesystem": "vllm_weir.consumers.filesystem:Filesystem",
     "logging": "vllm_weir.consumers.norms:Norms",
+    "npz": "vllm_weir.consumers.filesystem:Npz",
 }
+"""Weir's own, which are there where its entry points are not: in a checkout that was not installed."""
+logger = logging.getLogger(__name__)
+_told: set[tuple[str, str]] = set()
 
 
 def names() -> dict[str, str]:
-    """Consumers that are installed: name -> ``module:class``."""
-    return {e.name: e.value for e in importlib.metadata.entry_points(group=GROUP)} | _SHIPPED
+    """Consumers that are installed: name -> ``module:class``. Weir's own names stand for Weir's own; of others that
+    share one the first found counts. What is left out is named in a warning, once."""
+    out = dict(_SHIPPED)
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        used = out.setdefault(entry.name, entry.value)
+        if used != entry.value and (entry.name, entry.value) not in _told:
+            _told.add((entry.name, entry.value))
+            logger.warning(
+                "the consumer %r of %s (%s) is not used: %s has that name already",
+                entry.name, entry.dist.name if entry.dist else "some package", entry.value, used,
+            )  # fmt: skip
+    return out
 
 
 def find(name: str, path: str) -> type[Consumer]:

@@ -123,8 +123,16 @@ class Consumer:
     def abort(self, request: Finished) -> None:
         """The sequence's rows cannot all be taken: leave nothing of it behind."""
 
+    def pending(self, request: Finished) -> bool:
+        """Whether rows of a finished sequence are still on their way to where they can be found.
+
+        If `tick`, `flush` or `close` raises then, the sequence's receipt says that this consumer failed, until a later
+        call has brought them there.
+        """
+        return False
+
     def tick(self) -> None:
-        """Called about once a second while no rows come."""
+        """Called about once a second, between sequences and while none come."""
 
     def flush(self) -> None:
         """Make everything that was finished durable."""

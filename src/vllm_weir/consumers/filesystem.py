@@ -1,4 +1,4 @@
-"""The consumer ``filesystem``: rows into files, in one of the layouts of `vllm_weir.keep`."""
+"""The consumers ``filesystem``, rows into files in one of the layouts of `vllm_weir.keep`, and ``npz``, in that one."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ class Filesystem(Consumer):
         self._url, self._layout, self._options, self._ids = url, layout, options, ids
         self._flush_seconds, self._last, self._loose = flush_seconds, time.monotonic(), False
         self._writer: Any = None
+        self._begun = ""
+        """The sequence that is being written: what `abort` may undo."""
 
     def open(self, engine: EngineInfo) -> None:
         from vllm_weir.keep import open_writer
@@ -64,13 +66,13 @@ class Filesystem(Consumer):
     def take(self, rows: Rows) -> None:
         from vllm_weir.keep import Batch
 
-        site, name = rows.site, self._name(rows.request)
+        site, name = rows.site, self._begin(rows.request)
         self._writer.write(
             Batch(name, site.hook, site.layer, rows.positions, rows.token_ids, rows.data, rows.compression)
         )
 
     def finish(self, request: Finished) -> Sequence[str]:
-        name = self._name(request)
+        name = self._begin(request)
         metadata = {
             "request_id": request.request_id,
             "index": request.index,
@@ -83,25 +85,44 @@ class Filesystem(Consumer):
         if request.metadata:
             metadata["mark"] = dict(request.metadata)
         self._writer.finish_request(name, metadata)
+        self._writer.settle(name)  # a full disk is this request's failure, not one of which nobody hears
         self._loose = True
-        if time.monotonic() - self._last >= self._flush_seconds:
-            self.flush()
+        if not self._flush_seconds:
+            self._publish()
+        self._begun = ""
         return self._files(name)
 
     def abort(self, request: Finished) -> None:
-        self._writer.abandon(self._name(request))
+        if self._begun:  # else it is another of the same name, which is whole, that would be undone
+            self._writer.abandon(self._begun)
+        self._begun = ""
+
+    def pending(self, request: Finished) -> bool:
+        return self._writer.pending(self._name(request))
 
     def tick(self) -> None:
         if self._loose and time.monotonic() - self._last >= self._flush_seconds:
-            self.flush()
+            self._publish()
 
     def flush(self) -> None:
-        self._last = time.monotonic()
-        self._writer.flush()
-        self._loose = False
+        self._publish(join=True)
 
     def close(self) -> None:
-        self._writer.close()
+        try:
+            self._writer.close()
+        finally:
+            self._writer.discard()  # nothing, unless that failed
+
+    def _publish(self, join: bool = False) -> None:
+        self._last = time.monotonic()
+        self._writer.flush(join=join)
+        self._loose = False
+
+    def _begin(self, request: Finished) -> str:
+        name = self._name(request)
+        if not self._begun and not self._writer.holds(name):
+            self._begun = name
+        return name
 
     def _name(self, request: Finished) -> str:
         if self._ids == "unique":
@@ -114,3 +135,12 @@ class Filesystem(Consumer):
 
         store = self._writer.store
         return [store.describe(f"{safe_name(name)}.safetensors") if self._layout == "per_request" else self._url]
+
+
+class Npz(Filesystem):
+    """`Filesystem` with the layout ``npz``, and its other options."""
+
+    def __init__(self, url: str | None = None, **options: Any) -> None:
+        if "layout" in options:
+            raise WeirError("it is npz; the consumer 'filesystem' has others", "layout")
+        super().__init__(url, "npz", **options)

@@ -8,6 +8,7 @@ the file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import os
@@ -29,6 +30,8 @@ OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oci", "oss", "r
 
 REMOTE = "weir-upload"
 """What a file on its way to a remote store is called, in the folder of temporary files."""
+
+_NO_RESERVING = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 PIECE = 1 << 20
 """Bytes of one call that writes: for larger ones ext4 looks for long runs of free memory, at times slowly."""
@@ -248,7 +251,7 @@ class Spool:
     """A file in the making: written piece by piece, then published under its name in one step."""
 
     def __init__(self, store: Store, name: str) -> None:
-        self.store, self.name, self.size = store, name, 0
+        self.store, self.name, self.size, self._room = store, name, 0, 0
         self.file = store.describe(name)
         with naming("write", self.file):
             folder, base, mode = tempfile.gettempdir(), REMOTE, 0o600
@@ -267,13 +270,41 @@ class Spool:
             try:
                 _write_all(self._fd, memoryview(data).cast("B"), self.size)
             except OSError:
-                os.ftruncate(self._fd, self.size)
+                self._cut()
                 raise
         written = memoryview(data).nbytes
         if self.store.local and self.store.fsync and hasattr(os, "posix_fadvise"):
             # Has the kernel begin to write it out now, so that the disk is at work before the file is published.
             os.posix_fadvise(self._fd, self.size, written, os.POSIX_FADV_DONTNEED)
         self.size += written
+
+    def reserve(self, size: int) -> bool:
+        """Have the disk set aside what the file lacks to `size` bytes, so that it has room for them when they come.
+
+        Not while another thread writes: the C library may do it by writing, too. Returns False where a file system
+        cannot do it at all, so that only writing finds out; raises StoreError if the disk is full.
+        """
+        if size <= max(self.size, self._room):
+            return True
+        if not hasattr(os, "posix_fallocate"):
+            return False
+        with naming("write", self.file):
+            try:
+                self._grow(-(-size // PIECE) * PIECE)  # seldom, while there is room
+            except OSError as e:
+                if e.errno in _NO_RESERVING:
+                    return False
+                self._grow(size)
+        return True
+
+    def _grow(self, size: int) -> None:
+        start = max(self.size, self._room)
+        try:
+            os.posix_fallocate(self._fd, start, size - start)
+        except OSError:
+            os.ftruncate(self._fd, start)
+            raise
+        self._room = size
 
     def write_at(self, offset: int, data: bytes) -> None:
         """Overwrite bytes that were written already."""
@@ -284,11 +315,13 @@ class Spool:
         """Drop what was written after the first `size` bytes."""
         with naming("write", self.file):
             os.ftruncate(self._fd, size)
-        self.size = size
+        self.size, self._room = size, 0
 
     def publish(self) -> None:
         """Make the file visible under its name, whole. After an error it may be tried again."""
         with self.store.asking("write", self.name):
+            if self._room > self.size:
+                self._cut()
             if self.store.local:
                 if self.store.fsync:
                     os.fsync(self._fd)
@@ -307,6 +340,11 @@ class Spool:
                 self.store.fs.put_file(self.temporary, self.store.path(self.name))
                 os.close(self._fd)
                 os.unlink(self.temporary)
+
+    def _cut(self) -> None:
+        """The file ends where what was written ends."""
+        os.ftruncate(self._fd, self.size)
+        self._room = 0
 
     def discard(self) -> None:
         """Drop the file."""

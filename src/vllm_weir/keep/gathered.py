@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.keep.atomic import Store
+from vllm_weir.keep.atomic import Spool, Store
 from vllm_weir.keep.batch import Packed
 from vllm_weir.keep.blocks import FETCH, JOIN
 from vllm_weir.keep.checksum import checksums
@@ -137,16 +137,23 @@ def site_tensors(sites: list[SiteRows], prefix: str = "") -> dict[str, tuple[tup
 
 
 def publish_tensors(
-    store: Store, name: str, tensors: dict[str, tuple[tuple[str, list[int], int], np.ndarray]], metadata: dict[str, str]
+    store: Store,
+    name: str,
+    tensors: dict[str, tuple[tuple[str, list[int], int], np.ndarray]],
+    metadata: dict[str, str],
+    spool: Spool | None = None,
 ) -> None:
-    """Publish a safetensors file of what `site_tensors` gives; after an error nothing of it is left."""
+    """Publish a safetensors file of what `site_tensors` gives; after an error nothing of it is left.
+
+    `spool`: the file in the making, empty, if there is one.
+    """
     crc: dict[str, int] = {}
     for key, (_, data) in tensors.items():
         site, _, kind = key.rpartition(".")
         if kind in _LISTS:
             crc[site] = zlib.crc32(data.data if data.size else b"", crc.get(site, 0))
     metadata = {**metadata, "lists": json.dumps(crc)}
-    spool = store.spool(name)
+    spool = store.spool(name) if spool is None else spool
     try:
         spool.write(build_header({key: layout for key, (layout, _) in tensors.items()}, metadata))
         for _, data in tensors.values():

@@ -3,7 +3,8 @@
 A shard carries the manifest of its own runs, so publishing a shard is one step. ``manifest.parquet`` joins them for
 readers; what is not in it yet is read from the shards. A request that is finished has one more row, ``finished``, with
 its metadata and the number of its rows. Rows count only if they come from the writer that finished their request:
-so whatever an interrupted writer left behind is not read. Manifests of earlier versions have no checksums.
+so whatever an interrupted writer left behind is not read. Manifests of earlier versions have no checksums, and no
+sites (hook and layer in one).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ SCHEMA = pa.schema(
         ("writer", _TEXT),
         ("hook", _TEXT),
         ("layer", pa.int32()),
+        ("site", _TEXT),
         ("rows", pa.int64()),
         ("position", pa.list_(pa.int64())),
         ("token_id", pa.list_(pa.int64())),
@@ -112,6 +114,9 @@ class Runs:
         for field in SCHEMA:
             if field.name in lists:
                 arrays.append(lists[field.name])
+            elif field.name == "site":
+                pairs = zip(self.columns["hook"], self.columns["layer"])
+                arrays.append(pa.array([f"{hook}.{layer}" if hook else None for hook, layer in pairs], _TEXT))
             elif field.name in self.constant:
                 value = self.constant[field.name]
                 column = pa.array([value] * n, field.type if field.type == pa.int64() else pa.string())
@@ -139,6 +144,8 @@ def from_parquet(store: Store, name: str, data: bytes) -> pa.Table:
         table = file.read(use_threads=False)
         if "checksum" not in table.column_names:
             table = table.append_column("checksum", pa.nulls(len(table), SCHEMA.field("checksum").type))
+        if "site" not in table.column_names:
+            table = table.append_column("site", _sites_of(table))
         table = pa.Table.from_arrays([table[field.name].cast(field.type) for field in SCHEMA], schema=SCHEMA)
         table.validate(full=True)  # else places in a dictionary that is shorter are an error wherever they are used
         _refuse_gaps(table)
@@ -147,11 +154,17 @@ def from_parquet(store: Store, name: str, data: bytes) -> pa.Table:
         raise store.fail(name, f"its manifest cannot be read: {str(e)[:200]}") from None
 
 
+def _sites_of(table: pa.Table) -> pa.ChunkedArray:
+    """Column ``site`` of a manifest that lacks it, as it would be written today: joined and own ones are compared."""
+    names = pc.binary_join_element_wise(table["hook"].cast(pa.string()), table["layer"].cast(pa.string()), ".")
+    return pc.if_else(table["finished"], pa.scalar(None, pa.string()), names)
+
+
 def _refuse_gaps(table: pa.Table) -> None:
-    """Raise ValueError where values are missing, but for what may be: checksums, metadata."""
+    """Raise ValueError where values are missing, but for what may be: checksums, metadata, sites of marks."""
     for field in SCHEMA:
         chunks = table[field.name].chunks
-        whole = [] if field.name in ("checksum", "metadata") else chunks
+        whole = [] if field.name in ("checksum", "metadata", "site") else chunks
         lists = [chunk.flatten() for chunk in chunks] if pa.types.is_list(field.type) else []
         if any(values.null_count for values in (*whole, *lists)):
             raise ValueError(f"column {field.name} has gaps")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.keep.atomic import Store
+from vllm_weir.keep.atomic import Spool, Store
 from vllm_weir.keep.blocks import FileBlock
 from vllm_weir.keep.gathered import GatheringWriter, SiteRows, publish_tensors, read_site, reader_of, site_tensors
 from vllm_weir.keep.index import Builder, Index, text_field
@@ -21,6 +21,10 @@ HEADER_BYTES = 32 << 20
 """A file is published, too, once its header is about this large: readers parse it whole, and take none over 100 MB."""
 SITE_BYTES = 640
 """What one site of one request adds to the header, at most: names, places and checksums of its tensors."""
+LIST_BYTES = 20
+"""What stands beside a row: its position, its token, its checksum."""
+FILE_BYTES = 4096
+"""What a file takes beside its requests, at most."""
 
 
 class PackedWriter(GatheringWriter):
@@ -42,7 +46,9 @@ class PackedWriter(GatheringWriter):
         self.name = f"{time.time_ns():016x}{secrets.token_hex(4)}"
         self._count = 0
         self._waiting: dict[str, tuple[list[SiteRows], str]] = {}
-        self._waiting_bytes = self._header_bytes = 0
+        self._waiting_bytes = self._header_bytes = self._list_bytes = 0
+        self._spool: Spool | None = None
+        """Where the waiting requests will be written, with room for those that were settled."""
         self._finished = set(read_packed(store, store.names()).requests)
 
     def _publish_request(self, request_id: str, sites: list[SiteRows], metadata: str) -> None:
@@ -52,8 +58,19 @@ class PackedWriter(GatheringWriter):
         self._waiting[request_id] = (sites, metadata)
         self._waiting_bytes += sum(s.records.nbytes for s in sites)
         self._header_bytes += share
+        self._list_bytes += sum(LIST_BYTES * len(s.positions) for s in sites)
         if self._waiting_bytes >= self.pack_bytes or self._header_bytes >= HEADER_BYTES:
             self._flush()
+
+    def _settle(self, request_id: str) -> None:
+        if request_id not in self._waiting:
+            return
+        if self._spool is None:
+            self._spool = self.store.spool(self._next)
+        self._spool.reserve(self._waiting_bytes + self._list_bytes + self._header_bytes + FILE_BYTES)
+
+    def _waits(self, request_id: str) -> bool:
+        return request_id in self._waiting
 
     def _drop(self, request_id: str) -> None:
         if request_id in self._waiting:
@@ -61,6 +78,9 @@ class PackedWriter(GatheringWriter):
             size = sum(s.records.nbytes for s in sites)
             self._waiting_bytes -= size
             self._header_bytes -= _header_share(request_id, sites, metadata)
+            self._list_bytes -= sum(LIST_BYTES * len(s.positions) for s in sites)
+            if not self._waiting:
+                self._let_go()
             if request_id not in self._parts:  # it was finished
                 self._finished.discard(request_id)
                 self.held_bytes -= size
@@ -81,10 +101,21 @@ class PackedWriter(GatheringWriter):
             requests.append({"request": request, "sites": used, "metadata": metadata})
             tensors |= site_tensors(sites, f"{n}/")
         meta = {"weir": "pack", "headers": json.dumps(headers), "requests": json.dumps(requests)}
-        publish_tensors(self.store, f"{PREFIX}{self.name}-{self._count:06d}{SUFFIX}", tensors, meta)
+        spool, self._spool = self._spool, None
+        publish_tensors(self.store, self._next, tensors, meta, spool)
         self._count += 1
         self.held_bytes -= self._waiting_bytes
-        self._waiting, self._waiting_bytes, self._header_bytes = {}, 0, 0
+        self._waiting, self._waiting_bytes, self._header_bytes, self._list_bytes = {}, 0, 0, 0
+
+    def _let_go(self) -> None:
+        spool, self._spool = self._spool, None
+        if spool is not None:
+            spool.discard()
+
+    @property
+    def _next(self) -> str:
+        """The file that comes next."""
+        return f"{PREFIX}{self.name}-{self._count:06d}{SUFFIX}"
 
 
 def _header_share(request: str, sites: list[SiteRows], metadata: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
@@ -26,6 +27,8 @@ GAP = 4096
 """Bytes in which a shard's own header must fit: it is written last, before rows whose number it holds."""
 GATHER = 4 << 20
 """Small batches are collected up to this many bytes before they go to the file."""
+ROW_ROOM, RUN_ROOM, MARK_ROOM, MANIFEST_ROOM = 24, 160, 160, 8 << 10
+"""Bytes that a row, a run, a mark (beside its texts) and everything else take in a shard's manifest, at most."""
 SMALL = 1 << 20
 """Batches below this many bytes are small: file systems take a few large writes faster than many small ones."""
 
@@ -49,6 +52,7 @@ class _Shard:
     sums: dict[int, np.ndarray] = field(default_factory=dict)
     writing: Future[None] | None = None
     end: int = GAP
+    room: int = MANIFEST_ROOM
 
     def append(self, packed: Packed) -> None:
         offset, size = self.end, packed.nbytes
@@ -63,12 +67,44 @@ class _Shard:
             memoryview(self.gathered)[self.held : self.held + size] = packed.records.data.cast("B")
             self.held += size
         self.end += size
+        self.room += ROW_ROOM * len(packed.positions) + RUN_ROOM + len(packed.request_id)
         self.runs.add(packed, offset)
 
     def settle(self) -> None:
         """Everything so far is in the file afterwards; raises WeirError if it cannot be, and then nothing is lost."""
         self._send()
         self._wait()
+
+    def secure(self) -> None:
+        """Have room set aside for everything so far and its manifest; raises WeirError if there is none."""
+        self._wait()
+        if self.spool.reserve(self.end + self.room):
+            self._send()
+        else:
+            self.settle()
+
+    def drop(self, request: str) -> None:
+        """Forget a request's runs, and give back the room of records that no others follow."""
+        columns = self.runs.columns
+        counts = [rows for name, rows in zip(columns["request"], columns["rows"]) if name == request]
+        self.room -= ROW_ROOM * sum(counts) + (RUN_ROOM + len(request)) * len(counts)
+        self.runs.drop(request)
+        if self.writing is not None:
+            wait([self.writing])
+            writing, self.writing = self.writing, None
+            if writing.exception() is None:
+                self.sent = memoryview(b"")
+        offsets, rows, stride = columns["offset"], columns["rows"], self.runs.stride
+        end = offsets[-1] + rows[-1] * stride if offsets else GAP
+        kept = end - self.spool.size
+        if kept < 0:
+            self.spool.truncate(end)
+            with contextlib.suppress(WeirError):  # it had room, and others may have taken it meanwhile
+                self.spool.reserve(end + self.room)
+        self.sums = {at: sums[: (end - at) // stride] for at, sums in self.sums.items() if at < end}
+        self.held = min(self.held, max(0, kept - len(self.sent)))
+        self.sent = self.sent[: max(0, kept)]
+        self.end = end
 
     def _send(self) -> None:
         """Have what was gathered written, when what was sent before is."""
@@ -141,13 +177,28 @@ class ShardedWriter(Writer):
 
     def _finish(self, request_id: str, metadata: str, rows: int) -> None:
         self._marks[request_id] = (rows, metadata)
+        for header in self._in.get(request_id, ()):
+            self._open[header].room += _mark_room(request_id, metadata)
+
+    def _settle(self, request_id: str) -> None:
+        for header in self._in.get(request_id, ()):
+            self._open[header].secure()
+
+    def _waits(self, request_id: str) -> bool:
+        return request_id in self._marks
 
     def _drop(self, request_id: str) -> None:
-        if self._marks.pop(request_id, None) is not None:
+        mark = self._marks.pop(request_id, None)
+        if mark is not None:
             self._finished.discard(request_id)
-        self._in.pop(request_id, None)
-        for shard in self._open.values():
-            shard.runs.drop(request_id)
+        mine = self._in.pop(request_id, set())
+        for header, shard in list(self._open.items()):
+            if header in mine:
+                shard.drop(request_id)
+                shard.room -= _mark_room(request_id, mark[1]) if mark is not None else 0
+            if not len(shard.runs):
+                del self._open[header]
+                shard.spool.discard()
         if request_id in self._out:
             # Without a mark nobody reads what is published; with one, later rows would be taken for more of the same.
             self._out.discard(request_id)
@@ -212,21 +263,28 @@ class ShardedWriter(Writer):
         if self._loose >= max(16, self._joined):
             self._join()
 
-    def _tidy(self) -> None:
-        self._join()
+    def _tidy(self, others: bool) -> None:
+        if others or self._loose:
+            self._join()
 
     def _end(self) -> None:
-        self._thread.shutdown()  # nothing is written to a file that is closed
-        for shard in self._open.values():
-            shard.spool.discard()
-        self._open.clear()
+        self._let_go()
         if self._loose:
             self._join()
+
+    def _let_go(self) -> None:
+        self._thread.shutdown()  # nothing is written to a file that is closed
+        while self._open:
+            self._open.popitem()[1].spool.discard()
 
     def _join(self) -> None:
         names = self.store.names()
         self.store.put(MANIFEST, to_parquet(read_manifest(self.store, names)))
         self._joined, self._loose = sum(map(is_shard, names)), 0
+
+
+def _mark_room(request_id: str, metadata: str) -> int:
+    return MARK_ROOM + len(request_id) + len(metadata)
 
 
 def _shard_header(header: dict, rows_bytes: int, manifest: bytes) -> bytes:

@@ -96,6 +96,19 @@ class Writer(ABC):
                 raise
             self._finished.add(request_id)
 
+    def settle(self, request_id: str) -> None:
+        """Have the disk take a finished request that is not published yet, or set the room for it aside.
+
+        Raises WeirError if it cannot, as when it is full; then `abandon` the request, or try again.
+        """
+        with self._lock:
+            self._settle(request_id)
+
+    def pending(self, request_id: str) -> bool:
+        """Whether a request is finished and not published."""
+        with self._lock:
+            return self._waits(request_id)
+
     def abandon(self, request_id: str) -> None:
         """Forget a request that is unfinished, or finished and not published: its rows do not become part of the
         dataset."""
@@ -108,31 +121,46 @@ class Writer(ABC):
         with self._lock:
             return request_id in self._finished
 
-    def flush(self) -> None:
-        """Publish what is finished. After an error (a full disk) nothing is lost: try again."""
+    def flush(self, *, join: bool = False) -> None:
+        """Publish what is finished. After an error (a full disk) nothing is lost: try again.
+
+        `join`: bring what readers look at first up to date, too, if it is not.
+        """
         with self._lock:
             self._flush()
+            if join:
+                self._tidy(others=False)
 
     def tidy(self) -> None:
         """Flush, and bring what readers look at first up to date with what other writers have published."""
         with self._lock:
             self._flush()
-            self._tidy()
+            self._tidy(others=True)
 
     def close(self) -> None:
-        """Flush and end. Unfinished requests are dropped."""
+        """Flush and end. Unfinished requests are dropped. After an error try again, or `discard` what is left."""
         with self._lock:
             if not self._closed:
                 self._flush()
                 self._end()
                 self._closed = True
 
+    def discard(self) -> None:
+        """End without publishing anything more, and leave no temporary files."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._let_go()
+
     def __enter__(self) -> Writer:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
-            self.close()
+            try:
+                self.close()
+            finally:
+                self.discard()  # nothing, unless that failed
             return
         with self._lock:
             try:
@@ -192,10 +220,19 @@ class Writer(ABC):
     @abstractmethod
     def _flush(self) -> None: ...
 
-    def _tidy(self) -> None:  # noqa: B027
-        """Nothing, where every file is whole by itself."""
+    def _settle(self, request_id: str) -> None:  # noqa: B027
+        """Nothing, where a request is published when it is finished."""
 
-    def _end(self) -> None:  # noqa: B027  (most have nothing open)
+    def _waits(self, request_id: str) -> bool:
+        return False
+
+    def _tidy(self, others: bool) -> None:  # noqa: B027
+        """Nothing, where every file is whole by itself. `others`: even if nothing was published here."""
+
+    def _end(self) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:  # noqa: B027  (most have nothing open)
         """Let go of what is open."""
 
 

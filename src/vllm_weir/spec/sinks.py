@@ -115,6 +115,10 @@ class Sink:
         if isinstance(data, str):
             return cls(parse_name(data, path), path=path)
         own = SinkDefinition.parse(data, path, by_request=True)
+        if own.consumer == MEMORY:
+            if own != SinkDefinition(MEMORY):
+                raise WeirError("'memory' has no options", f"{path}.{MEMORY}")
+            return cls(path=path)
         return cls(own.consumer, own, path)
 
     def to_json(self) -> Any:
