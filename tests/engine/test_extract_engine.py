@@ -129,6 +129,18 @@ def _title(process: psutil.Process) -> str:
         return ""
 
 
+def test_no_process_of_the_engine_outlives_a_run_that_is_killed(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    """Left alone they would hold the memory that the next run needs."""
+    process = begin(whole[0], tmp_path / "out")
+    wait_for(tmp_path / "out", 1, process)
+    engine = [p for p in psutil.Process(process.pid).children(recursive=True) if "VLLM::" in p.name() + _title(p)]
+    assert engine, "the engine has processes of its own"
+    process.kill()  # and nobody else
+    process.wait()
+    _, alive = psutil.wait_procs(engine, timeout=20)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
 def test_killed_twice(tmp_path: Path) -> None:
     result = trial(tmp_path, kills=2, seed=3, records=160)
     assert result["kills"] == 2 and result["max_difference"] <= BOUND

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.wanted import Wanted
 from vllm_weir.keep.batch import Batch
+from vllm_weir.orphans import children_that_end_with_us
 from vllm_weir.spec.compress import ITEMSIZE, header_bytes
 from vllm_weir.spec.hooks import Site
 
@@ -63,7 +64,7 @@ class VllmEngine:
 
         # Nothing is read from the prefix cache (a captured prompt is computed whole), so nothing is kept in it.
         options = {"enable_prefix_caching": False, "disable_log_stats": True} | wanted.engine
-        with children_without_sigint():
+        with children_without_sigint(), children_that_end_with_us():
             try:
                 self.llm = LLM(model=wanted.model, **options)
             except TypeError as e:
