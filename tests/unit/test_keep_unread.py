@@ -134,7 +134,7 @@ def test_a_file_that_is_not_there_is_missing(tmp_path: Path) -> None:
         lambda: load(none / "rows.safetensors"),
         lambda: analysis.load_activation_file(none / "seq0_layer1_rank0.npz"),
         lambda: analysis.load_activation_manifest(none / "manifest.json"),
-        lambda: analysis.ActivationLoader(none),
+        lambda: analysis.ActivationLoader(none).list_requests(),
         lambda: analysis.quick_load(none),
         lambda: analysis.load_sequence_activations(none, "a"),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
@@ -145,7 +146,8 @@ def _recognise(
         return read_fork(store, names)
     if not store.exists():
         if not store.local:
-            store.read("", 0, 1)  # says why, where `exists` takes a refused connection for an answer
+            with contextlib.suppress(MissingFile):
+                store.read("", 0, 1)  # says why, where `exists` takes a refused connection for an answer
         raise MissingFile(f"{url} does not exist")
     raise WeirError(f"{url} holds no activations that Weir knows")
 
