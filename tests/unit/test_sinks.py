@@ -769,8 +769,8 @@ def files_into(path, layout, **options):
     return Runner("s", definition, ENGINE, "s")
 
 
-def served(one, name):
-    box = Box(name=name)
+def served(one, name, kind=Box):
+    box = kind(name=name)
     one.offer(box, 5)
     assert box.ticket._over.wait(10)
     return box.ticket
@@ -795,6 +795,36 @@ def test_a_full_disk_fails_the_request_in_every_layout(tmp_path, monkeypatch, la
     assert sorted(load(tmp_path)) == ["a", "c"]
     one.close()
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+class WideBox(Box):
+    """Rows of several sites."""
+
+    n = 2
+
+    def rows(self):
+        at = torch.arange(self.n)
+        for layer in range(3):
+            yield Rows(self.request, Site("resid_post", layer), at, at, torch.ones(self.n, 256))
+
+
+class BigBox(WideBox):
+    """Of each site few enough to be gathered first, and together more than was set aside before."""
+
+    n = 900
+
+
+@pytest.mark.parametrize("layout", ["sharded", "packed"])
+def test_a_disk_that_gets_full_fails_who_does_not_fit(tmp_path, monkeypatch, layout):
+    one = files_into(tmp_path, layout)
+    first = served(one, "a", WideBox)
+    with monkeypatch.context() as patch:
+        for call in ("pwrite", "posix_fallocate"):
+            patch.setattr(os, call, full)
+        failed = served(one, "b", BigBox)
+    assert (first.state, failed.state[:18]) == ("written", "failed: StoreError")
+    one.close()
+    assert sorted(load(tmp_path)) == ["a"] and first.state == "written"
 
 
 @pytest.mark.parametrize("how", ["tick", "flush", "close"])
