@@ -102,6 +102,8 @@ def test_mi_patchs_manifest_says_how_wide_topk8_is(manifest: str, tmp_path: Path
     (folder / "manifest.json").write_text(manifest)
     with pytest.raises(WeirError, match="pass hidden_size"):
         load(tmp_path).rows(("resid_post", 4))
+    (site,) = inspect(load(tmp_path)).sites
+    assert site.rows == 1 and site.norm is None  # counted, and no figures of rows that cannot be made
     layers = {"4": {"path": "/gone/seq0_layer4_rank0.npz", "shape": [28, D]}}
     text = json.dumps({"mode": "ActMode.TOPK8", "sequences": {"0": {"prompt_len": 1, "layers": layers}}})
     (folder / "manifest.json").write_text(text)
@@ -122,6 +124,7 @@ def test_a_damaged_file_is_noted_and_found(mi_patch: tuple[Path, np.ndarray]) ->
     assert str(file) in note
     (damage,) = verify(dataset).damaged
     assert damage.file == str(file)
+    assert {site.norm is None for site in inspect(dataset).sites} == {False, True}
     for url in (file, file.parent):
         if url == file.parent:
             (file.parent / "seq0_layer0_rank0.npz").unlink()

@@ -6,11 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from vllm_weir.errors import StoreError, WeirError
 from vllm_weir.keep.dataset import ActivationDataset
 from vllm_weir.keep.told import capture_notes, source_notes
 from vllm_weir.spec.hooks import Site
@@ -100,8 +102,20 @@ def _site(dataset: ActivationDataset, code: int, site: Site, widths: np.ndarray,
         hook=site.hook, layer=site.layer, rows=len(which), requests=len(np.unique(index.request[runs])),
         d_model=header["d_model"], method=header["method"], dtype=header["dtype"],
         stored_bytes=int((widths[index.block[runs]] * index.rows[runs]).sum()),
-        **_statistics(dataset.read(which[picked], at[picked]).double()),
+        **_statistics(_read(dataset, which[picked], at[picked])),
     )  # fmt: skip
+
+
+def _read(dataset: ActivationDataset, which: np.ndarray, at: np.ndarray) -> Tensor:
+    """Rows for statistics; none of Vllm_mi_patch's that keep no values, do not say their width or are damaged."""
+    try:
+        return dataset.read(which, at).double()
+    except StoreError:
+        raise
+    except WeirError:
+        if dataset.layout != "vllm_mi_patch":
+            raise
+        return torch.zeros(0, 0)
 
 
 def _statistics(rows: Tensor) -> dict[str, Any]:
