@@ -37,10 +37,10 @@ class Capture:
             ``{consumer: options}``, e.g. ``{"filesystem": {"url": "/data/rows", "layout": "sharded"}}``.
         keep: ``"always"``, or ``"marked"``: the sink gets the rows only if `weir.mark` asks for it in time.
         reduce: ``"last"``, ``"mean"`` or ``"max"`` (elementwise) over the selected positions: one row a site instead of
-            one for each position, computed where the rows are born. All captures for one sink reduce alike, over the
-            same positions.
+            one for each position, computed where the rows are born if all captures of the request agree. Captures for
+            one sink reduce alike, over the same positions; for memory, those of one site do.
         project: directions [m, d_model] (or [d_model], or a registered name): instead of rows their dot products with
-            these, float32 [rows, m] (probe scores). All captures for one sink project alike.
+            these, float32 [rows, m] (probe scores). Captures for one sink project alike; for memory, those of one site.
 
     Raises:
         WeirError: for anything else, naming the field.
