@@ -165,13 +165,13 @@ def sinks(llm: Any) -> dict[str, dict[str, Any]]:
 
 def _desk(llm: Any) -> Any:
     from vllm_weir.seams.engine import desk_of
-    from vllm_weir.settings import disabled
+    from vllm_weir.settings import OFF, disabled
 
     try:
         return desk_of(llm)
     except WeirError:
         if disabled():
-            raise WeirError("Weir is switched off (WEIR_DISABLE is set)", WIRE_KEY) from None
+            raise WeirError(OFF, WIRE_KEY) from None
         raise
 
 

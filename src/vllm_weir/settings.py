@@ -145,6 +145,9 @@ class Settings(BaseModel):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+OFF = "Weir is switched off (WEIR_DISABLE is set)"
+
+
 def disabled(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether ``WEIR_DISABLE`` switches Weir off in this process."""
     return environ.get("WEIR_DISABLE", "").strip().lower() not in ("", "0", "false", "no")

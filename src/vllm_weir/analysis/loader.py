@@ -20,6 +20,7 @@ from vllm_weir.analysis.measure import (
     create_token_timeline,
 )
 from vllm_weir.errors import MissingFile, WeirError, brief
+from vllm_weir.frontend.activations import Activations
 from vllm_weir.keep.atomic import Store
 from vllm_weir.keep.blocks import ArrayBlock, Block
 from vllm_weir.keep.dataset import ActivationDataset
@@ -101,7 +102,8 @@ class ActivationLoader:
         """
         out: dict[int, dict[int, Any]] = {}
         for sequence, request in sorted(self._find(request_id).items()):
-            read = {site.layer: self._read(request, site, space, reconstruct) for site in self._sites(request)}
+            acts = self.dataset[request]
+            read = {s.layer: self._read(request, acts, s, space, reconstruct) for s in self._sites(acts)}
             if reconstruct:
                 read = {layer: reconstruct_activations(data, space=space) for layer, data in read.items()}
             out[sequence] = read
@@ -115,12 +117,13 @@ class ActivationLoader:
         request = {str(number): one for number, one in sequences.items()}.get(str(sequence_id))
         if request is None:
             raise WeirError(f"request {brief(request_id, 80)!r} has sequences {sorted(sequences)}", "sequence_id")
-        sites = {site.layer: site for site in self._sites(request)}
+        acts = self.dataset[request]
+        sites = {site.layer: site for site in self._sites(acts)}
         for layer in layers or ():
             if layer not in sites:
                 raise WeirError(f"layer {layer} was not stored; there are {sorted(sites)}", "layers")
         chosen = {n: site for n, site in sites.items() if layers is None or n in layers}
-        return {layer: self._read(request, site, "projected") for layer, site in chosen.items()}
+        return {layer: self._read(request, acts, site, "projected") for layer, site in chosen.items()}
 
     def _find(self, request_id: str) -> dict[int, str]:
         """Sequence -> its request in the dataset."""
@@ -133,18 +136,14 @@ class ActivationLoader:
         have = f"it has {', '.join(names[:5])}" if names else "it is empty"
         raise MissingFile(f"{self.output_dir} has no request {brief(request_id, 80)!r}; {have}", "request_id")
 
-    def _sites(self, request: str) -> list[Site]:
-        return [site for site in self.dataset[request].sites if site.hook == self.hook]
+    def _sites(self, acts: Activations) -> list[Site]:
+        return [site for site in acts.sites if site.hook == self.hook]
 
-    def _read(self, request: str, site: Site, space: str, decoded: bool = False) -> dict[str, Any]:
+    def _read(self, request: str, acts: Activations, site: Site, space: str, decoded: bool = False) -> dict[str, Any]:
         """What `load_request` gives for one layer; `decoded`: with ``activations``, or an error."""
         blocks = self._blocks(request, site)
         projected = space == "projected" and all(block.header["method"] == "rp8" for block in blocks)
-        _, at = self.dataset._ordered(self.dataset._runs(site, request))
-        data = {
-            "positions": torch.from_numpy(self.dataset.index.positions[at]),
-            "token_ids": torch.from_numpy(self.dataset.index.token_ids[at]),
-        }
+        data = {"positions": acts.positions_of(*site), "token_ids": acts.token_ids_of(*site)}
         try:
             found = self.dataset.rows(site, request, space="projected" if projected else "model")
             data = {"activations": found.rows.float()} | data

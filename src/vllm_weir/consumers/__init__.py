@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 from collections.abc import Mapping
@@ -19,7 +20,6 @@ _SHIPPED = {
 }
 """Weir's own, which are there where its entry points are not: in a checkout that was not installed."""
 logger = logging.getLogger(__name__)
-_told: set[tuple[str, str]] = set()
 
 
 def names() -> dict[str, str]:
@@ -28,13 +28,14 @@ def names() -> dict[str, str]:
     out = dict(_SHIPPED)
     for entry in importlib.metadata.entry_points(group=GROUP):
         used = out.setdefault(entry.name, entry.value)
-        if used != entry.value and (entry.name, entry.value) not in _told:
-            _told.add((entry.name, entry.value))
-            logger.warning(
-                "the consumer %r of %s (%s) is not used: %s has that name already",
-                entry.name, entry.dist.name if entry.dist else "some package", entry.value, used,
-            )  # fmt: skip
+        if used != entry.value:
+            _warn(entry.name, entry.dist.name if entry.dist else "some package", entry.value, used)
     return out
+
+
+@functools.cache
+def _warn(name: str, package: str, value: str, used: str) -> None:
+    logger.warning("the consumer %r of %s (%s) is not used: %s has that name already", name, package, value, used)
 
 
 def find(name: str, path: str) -> type[Consumer]:

@@ -121,7 +121,7 @@ def make_parts(
                 raise WeirError(f"{site} is asked for in both {of_part[site]} and {wanted}", f"{capture.path}.dtype")
             wish = Wish(site, capture.positions, capture.before)
             if treatments.mixed and way == MEMORY:
-                _check_alike(capture, site, asked, mixed, wishes[MEMORY])
+                _check_site(capture, site, asked, mixed, wishes[MEMORY])
                 mixed[site] = asked
             wishes.setdefault(way, []).append(wish)
     parts = [
@@ -134,7 +134,7 @@ def make_parts(
     return tuple(parts)
 
 
-def _check_alike(
+def _check_site(
     capture: Capture, site: Site, asked: Treatment | None, mixed: Mapping[Site, Treatment | None], wishes: list[Wish]
 ) -> None:
     """Raise WeirError if rows of one site would become two things, which the output has one place for."""

@@ -112,15 +112,15 @@ def run_engine(original, _status):
     def wrapper(self, *args, **kwargs):
         outputs = original(self, *args, **kwargs)
         # Not before: raising between two steps would leave the rest of the batch in the engine.
-        for output in outputs:
-            for completion in output.outputs if isinstance(output, RequestOutput) else ():
-                view = getattr(completion, _VIEW, None)
-                if view is not None:
-                    try:
+        try:
+            for output in outputs:
+                for completion in output.outputs if isinstance(output, RequestOutput) else ():
+                    view = getattr(completion, _VIEW, None)
+                    if view is not None:
                         _verify(view)
-                    except WeirError as e:
-                        e.outputs = outputs  # the others' are whole
-                        raise
+        except WeirError as e:
+            e.outputs = outputs  # the others' are whole
+            raise
         return outputs
 
     return wrapper

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_weir.seams.imports import when_imported
+from vllm_weir.settings import OFF
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +200,7 @@ class Status:
     def refusal(self) -> str | None:
         """Why requests with Weir's keys are refused in this process; None if they are served."""
         if not self.active:
-            return "Weir is switched off (WEIR_DISABLE is set)"
+            return OFF
         return _told(self.problems)
 
     @property

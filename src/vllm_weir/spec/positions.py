@@ -124,11 +124,10 @@ class Positions:
         return np.isin(token_ids, self.numbers)
 
     def _slice_mask(self, positions: np.ndarray, prompt_len: int) -> np.ndarray:
-        _, stop, step = self.values
-        first = self._start(prompt_len)
+        first, stop, step = self._start(prompt_len), self._stop(prompt_len), self.values[2]
         chosen = positions >= first
         if stop is not None:
-            chosen &= positions < (stop + prompt_len if stop < 0 else stop)
+            chosen &= positions < stop
         if step not in (None, 1):
             chosen &= (positions - first) % step == 0
         return chosen
@@ -145,8 +144,7 @@ class Positions:
             reached = [v for v in _resolve(self.values, prompt_len) if v >= 0]
             return min(reached, default=None)
         if self.kind == "slice":
-            stop, low = self.values[1], self._start(prompt_len)
-            high = None if stop is None else (stop + prompt_len if stop < 0 else stop)
+            low, high = self._start(prompt_len), self._stop(prompt_len)
             return low if high is None or high > low else None
         if not self.values:
             return None
@@ -170,10 +168,10 @@ class Positions:
             return prompt_len - 1, True
         if self.kind == "list":
             return max(_resolve(self.values, prompt_len), default=-1) + 1, False
-        _, stop, step = self.values
+        stop = self._stop(prompt_len)
         if stop is not None:
-            return max(0, stop + prompt_len if stop < 0 else stop), False
-        return (self._start(prompt_len), True) if step in (None, 1) else None
+            return max(0, stop), False
+        return (self._start(prompt_len), True) if self.values[2] in (None, 1) else None
 
     def bounds(self, prompt_len: int) -> tuple[int, int] | None:
         """(first, end): every position between them is selected and no other; None if that is not known to be so."""
@@ -193,9 +191,8 @@ class Positions:
             return (first, last + 1) if last - first + 1 == len(reached) else None
         if self.kind == "token_ids" or self.values[2] not in (None, 1):
             return None
-        first, stop = self._start(prompt_len), self.values[1]
-        end = ENDLESS if stop is None else stop + prompt_len if stop < 0 else stop
-        return first, max(first, end)
+        first, stop = self._start(prompt_len), self._stop(prompt_len)
+        return first, ENDLESS if stop is None else max(first, stop)
 
     def count(self, prompt_len: int | None = None, end: int | None = None) -> int | None:
         """How many positions are named, where the selector says so by itself; None where it does not, or names none.
@@ -213,12 +210,11 @@ class Positions:
         if self.kind == "token_ids":
             return None
         if self.kind == "slice":
-            first, step = self._start(prompt_len), self.values[2] or 1
-            stop = self.values[1]
-            last = end if stop is None else stop + prompt_len if stop < 0 else stop
+            first, last, step = self._start(prompt_len), self._stop(prompt_len), self.values[2] or 1
         else:
             (first, last), step = self.bounds(prompt_len) or (0, 0), 1
-            last = end if last == ENDLESS else last
+        if last in (None, ENDLESS):
+            last = end
         return None if last is None else len(range(first, last, step)) or None
 
     def _slice_count(self) -> int | None:
@@ -244,6 +240,10 @@ class Positions:
     def _start(self, prompt_len: int) -> int:
         start = self.values[0]
         return 0 if start is None else max(0, start + prompt_len if start < 0 else start)
+
+    def _stop(self, prompt_len: int) -> int | None:
+        stop = self.values[1]
+        return stop + prompt_len if stop is not None and stop < 0 else stop
 
     @property
     def numbers(self) -> tuple[int, ...]:
