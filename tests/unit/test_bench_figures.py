@@ -464,3 +464,12 @@ def test_wrong_rows_are_far() -> None:
     assert reference.distance(truth, truth) < 1e-12
     assert reference.distance(truth.roll(1, 0), truth) > 0.5
     assert reference.distance(torch.full_like(truth, float("nan")), truth) == float("inf")
+
+
+def test_a_chart_that_cannot_be_drawn_is_refused_before_anything_runs(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(command, "_can_draw", lambda: False)
+    result([decode("stock", "idle", 4.0)]).save(tmp_path / "one.json")
+    for asked in (["--model", "demo"], ["report", str(tmp_path / "one.json")]):
+        done = CliRunner().invoke(app, ["bench", *asked, "--chart", str(tmp_path / "c")], env={"COLUMNS": "400"})
+        assert done.exit_code == 2 and "matplotlib is not installed" in done.output
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one.json"]

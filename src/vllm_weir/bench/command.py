@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, invoke_without_command=True, help="Time and check Weir beside others.")
 console = Console(highlight=False, soft_wrap=True)
+NO_PLOTS = "matplotlib is not installed; it comes with vllm-weir's extra named plot"
 
 
 @app.callback()
@@ -55,6 +56,7 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
+    _check_chart(chart)
     cuda = _has_gpu()
     small = smoke or not cuda
     with tempfile.TemporaryDirectory(prefix="weir-bench-") as work:
@@ -75,7 +77,8 @@ def bench(
             "run_seconds": run_seconds,
         }
         settings |= {"startups": startups, "interleave": interleave, "memory_share": memory_share}
-        _run(Plan(**settings), out, Path(work), markdown or out.with_suffix(".md"), chart or out.with_suffix(""))
+        beside = out.with_suffix("") if _can_draw() else None
+        _run(Plan(**settings), out, Path(work), markdown or out.with_suffix(".md"), chart or beside)
 
 
 @app.command()
@@ -89,6 +92,7 @@ def report(
     from vllm_weir.bench.report import as_markdown
     from vllm_weir.bench.result import mark_checks, merge
 
+    _check_chart(chart)
     try:
         result = merge(_results(files))
     except ValueError as e:
@@ -127,10 +131,8 @@ def _show(result: Result, markdown: Path | None, chart: Path | None) -> None:
         markdown.write_text(as_markdown(result))
         console.print(f"[dim]{markdown}[/]")
     if chart is not None:
-        try:
-            from vllm_weir.bench.chart import draw_chart
-        except ImportError as e:
-            raise typer.BadParameter(f"--chart: {e}; install vllm-weir[plot]") from None
+        from vllm_weir.bench.chart import draw_chart
+
         for path in draw_chart(result, chart):
             console.print(f"[dim]{path}[/]")
 
@@ -147,7 +149,7 @@ def _results(files: list[Path]) -> list[Result]:
     return results
 
 
-def _run(plan: Plan, out: Path, work: Path, markdown: Path, chart: Path) -> None:
+def _run(plan: Plan, out: Path, work: Path, markdown: Path, chart: Path | None) -> None:
     import time
 
     _check_lengths(plan)
@@ -168,7 +170,9 @@ def _run(plan: Plan, out: Path, work: Path, markdown: Path, chart: Path) -> None
         place = f"{check.system} {check.case} {check.size}"
         console.print(f"{mark} {place}: {check.what}: {check.value:.1e} (bound {check.bound:.0e})")
     console.print(f"{out}")
-    _show(result, markdown, chart if _can_draw() else None)
+    _show(result, markdown, chart)
+    if chart is None:
+        console.print(f"[dim]no chart: {NO_PLOTS}[/]", markup=True)
     failed = any(s["status"] == "failed" for s in result.systems.values())
     raise typer.Exit(0 if result.passed and not failed else 1)
 
@@ -203,6 +207,11 @@ def model_fields(name: str, work: Path, cuda: bool) -> dict[str, Any]:
 def _can_draw() -> bool:
     """Whether charts can be drawn; a run of an hour does not fail for want of that."""
     return importlib.util.find_spec("matplotlib") is not None
+
+
+def _check_chart(chart: Path | None) -> None:
+    if chart is not None and not _can_draw():
+        raise typer.BadParameter(f"--chart: {NO_PLOTS}")
 
 
 def _has_gpu() -> bool:
