@@ -61,7 +61,9 @@ def params(
 
 
 def register(llm: Any, name: str, vector: Any) -> str:
-    """Keep `vector` ([d_model] or [n, d_model]) under `name` for requests to this engine; returns its digest.
+    """Keep `vector` under `name` for requests to this engine; returns its digest.
+
+    It is [d_model], [n, d_model] or [n_layers, n, d_model]; what its rows mean is up to the intervention that names it.
 
     A name stands for what it means when a request is admitted: registering it again affects later requests only, and
     their KV cache entries never mix, because what is cached is keyed by content.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ class SteeredOracle(Oracle):
                 layers = range(self.num_layers) if item.layers == "all" else item.layers
                 if item.hook == hook and layer in layers:
                     at = expected_positions(item.positions.to_json(), prompt_len, generated, ids)
-                    h[0, at] = _apply(item, h[0, at])
+                    h[0, at] = _apply(of_layer(item, layer, layers), h[0, at])
             found[hook, layer] = h[0].detach().clone()
             return h
 
@@ -74,40 +76,47 @@ class SteeredOracle(Oracle):
         return ids[len(prompt) :]
 
 
+def of_layer(item: Any, layer: int, layers: Sequence[int]) -> Any:
+    """What `item`, which acts at `layers` in the order given, does at one of them, with plain vectors."""
+    out = copy.copy(item)
+    for name in item.vectors:
+        value = getattr(item, name)
+        if item.per_layer:
+            value = SimpleNamespace(array=value.array[list(layers).index(layer)])
+        elif hasattr(value, "vectors"):
+            value = value.vectors[layer]
+        object.__setattr__(out, name, value)
+    return out
+
+
 def _apply(item: Any, h: torch.Tensor) -> torch.Tensor:
     kind = type(item).__name__
 
     def get(name):
-        return torch.from_numpy(getattr(item, name).array.copy()).to(h.device)
+        found = torch.from_numpy(getattr(item, name).array.copy()).to(h.device)
+        return found[0] if len(found) == 1 and found.ndim == 2 and name in ("vector", "values", "b") else found
 
     if kind == "Add":
         v = get("vector")
-        if v.ndim == 2:
-            k = min(len(v), len(h))
-            h = h.clone()
-            step = (
-                v[:k] / v[:k].norm(dim=1, keepdim=True) * h[:k].norm(dim=1, keepdim=True) if item.norm_match else v[:k]
-            )
-            h[:k] += item.scale * step
-            return h
-        return h + item.scale * (h.norm(dim=-1, keepdim=True) * v / v.norm() if item.norm_match else v)
+        v = v[: len(h)] if v.ndim == 2 else v
+        step = item.scale * (v / v.norm(dim=-1, keepdim=True) * h.norm(dim=1, keepdim=True) if item.norm_match else v)
+        changed = h + step
+        if item.keep_norm:
+            length = changed.norm(dim=1, keepdim=True)
+            changed = torch.where(length == 0, h, changed / length * h.norm(dim=1, keepdim=True))
+        return changed
     if kind == "Ablate":
         q, _ = torch.linalg.qr(torch.atleast_2d(get("directions")).double().T)
         return (h.double() - (h.double() @ q) @ q.T).float()
     if kind == "Clamp":
-        u = get("direction")
+        u = get("direction").flatten()
         u = u / u.norm()
         along = h @ u
         target = torch.full_like(along, item.value) if item.value is not None else along.clamp(item.min, item.max)
         return h + item.strength * (target - along)[:, None] * u
     if kind == "Replace":
         v = get("values")
-        if v.ndim == 2:
-            k = min(len(v), len(h))
-            h = h.clone()
-            h[:k] = (1 - item.alpha) * h[:k] + item.alpha * v[:k]
-            return h
-        return (1 - item.alpha) * h + item.alpha * v
+        return (1 - item.alpha) * h + item.alpha * (v[: len(h)] if v.ndim == 2 else v)
     if kind == "LowRank":
         r, w, b = get("R"), get("W"), get("b")
         return h + (h @ w.T + b - h @ r.T) @ r

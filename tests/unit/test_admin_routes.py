@@ -220,7 +220,7 @@ BAD = [
     (SAFE, save({"a": np.float32(V)})[:-1], "vector"),
     (SAFE, save({"a": np.float32(V)}) + b"x", "vector"),
     (SAFE, save({"a": np.int64([1] * D)}), "vector.a"),
-    (SAFE, save({"a": np.float32([[[1] * D]])}), "vector.a"),
+    (SAFE, save({"a": np.float32([[[[1] * D]]])}), "vector.a"),
     (SAFE, save({"a": np.float32([np.nan] * D)}), "vector.a"),
     (SAFE, save({"a": np.float32(V), "b": np.float32(V)}), "vector.a"),
     (SAFE, save({"direction.1": np.float32(V), "direction.-1": np.float32(V)}), "vector.direction.-1"),

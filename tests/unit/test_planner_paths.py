@@ -128,16 +128,23 @@ items = st.lists(
 )
 
 
+def rows_for(selector, P):
+    """As many as the positions it selects, where that can be: else one."""
+    chosen = Positions.parse(selector)
+    count = chosen.count(P)
+    return 1 if chosen.is_open or count is None or chosen.count() not in (None, count) else count
+
+
 @settings(max_examples=80, deadline=None)
 @given(wanted=st.lists(items, min_size=1, max_size=3), P=st.integers(1, 9), cuts=st.lists(st.integers(1, 4)))
 def test_steering_by_stretches_changes_nothing(wanted, P, cuts):
     quick, slow = Bench(), Bench()
     for i, some in enumerate(wanted):
-        rows = [torch.eye(D)[k : k + 1 + by_position] for k, _, _, by_position in some]
-        asked = [
-            weir.Add(row if by_position else row[0], layers, positions=at)
-            for row, (_, at, layers, by_position) in zip(rows, some, strict=True)
-        ]
+        asked = []
+        for k, at, layers, by_position in some:
+            count = rows_for(at, P) if by_position else 1
+            rows = torch.eye(D)[[(k + j) % D for j in range(count)]] * torch.arange(1, count + 1)[:, None]
+            asked.append(weir.Add(rows, layers, positions=at))
         for bench in (quick, slow):
             bench.join(f"r{i}", asked, P)
         slow.planner.steering[f"r{i}"].selectors = Scattered(slow.planner.steering[f"r{i}"].selectors, None)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import vllm_weir as weir
-from tests.support.steered import _apply
-from vllm_weir.frontend.admit import unknown_reference
+from tests.support.steered import _apply, of_layer
+from tests.unit.wishes import served
+from vllm_weir.frontend.admit import admit, unknown_reference
+from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
 from vllm_weir.spec.interventions import Move
 from vllm_weir.spec.positions import Positions
@@ -27,12 +31,19 @@ TAPS = num_taps(LAYERS)
 REPLY = "rows#vectors#token"
 
 
+FACTS = EngineFacts(served(LAYERS), LAYERS, D, "float32", 1000)
+
+
+def admitted(*items):
+    """What a request with these interventions is to the engine."""
+    return admit({"weir": RequestSpec((), items)}, FACTS)
+
+
 def move_of(item: weir.Add) -> tuple[Move | None, dict]:
-    lowered = item.lower(D, unknown_reference)
-    if not lowered.instructions:
-        return None, {}
-    layers = item.resolve_layers(LAYERS)
-    return Move(item.hook, layers, item.positions, lowered.per_position, lowered.instructions), lowered.rows
+    """(the move, its rows) of an intervention that does the same at all its layers."""
+    found = admitted(item)
+    (move,) = found.moves
+    return move, found.rows
 
 
 class Bench:
@@ -43,9 +54,10 @@ class Bench:
         self.planner = Planner(frozenset(range(TAPS * STAGES)), TAPS * STAGES, 8, self.table)
 
     def join(self, name: str, items, prompt_len: int, prompt_ids=None) -> None:
-        pairs = [move_of(i) for i in items]
-        rows = {k: v for _, r in pairs for k, v in r.items()}
-        moves = [Move.from_wire(m.to_wire()) for m, _ in pairs if m is not None]
+        found = admitted(*items)
+        for some in found.by_position:
+            some.check(prompt_len)
+        moves, rows = [Move.from_wire(m.to_wire()) for m in found.effective], found.rows
         self.planner.steer(name, REPLY, moves, prompt_len, prompt_ids, lambda ds: {d: rows[d] for d in ds})
 
     def programs(self, names, counts, computed) -> np.ndarray:
@@ -81,28 +93,62 @@ where = st.fixed_dictionaries(
 )
 
 
+EACH = {3: [[0, -1, 5], "1:7:2", "0:3", [6, 1, 2]], 2: [[4, 0], "-4:-2"], 4: ["0:4", [1, 2, 3, 0], "2:6"]}
+"""Selectors of so many positions with prompts of 4 and of 5 tokens."""
+
+
+@st.composite
+def by_layer(draw, layers, *fields):
+    """(vectors of each of `fields`, what else the intervention takes): for `layers`, in one of the ways to say so."""
+    blocks = list(range(LAYERS)) if layers == "all" else np.atleast_1d(layers).tolist()
+    how = draw(st.sampled_from(["same", "mapping", "strings", "stack"]))
+    if how == "same":
+        return [draw(one) for one in fields], {"layers": layers}
+    each = [[draw(one) for _ in blocks] for one in fields]
+    if how == "stack":
+        given = layers if layers == "all" else draw(st.permutations(blocks))
+        return [torch.stack(rows) for rows in each], {"layers": given, "per_layer": True}
+    keys = draw(st.permutations(list(map(str, blocks)) if how == "strings" else blocks))
+    return [dict(zip(keys, rows, strict=True)) for rows in each], {}
+
+
 @st.composite
 def interventions(draw):
     at = draw(where)
     kind = draw(st.sampled_from(["add", "ablate", "clamp", "replace", "low rank"]))
+    layers = at.pop("layers")
+
+    def vectors(row):
+        """A row, a row as a matrix, or a row for each position; the same for each layer or not."""
+        how = draw(st.sampled_from(["row", "matrix", "positions"]))
+        if how == "positions":
+            count = draw(st.sampled_from(sorted(EACH)))
+            at["positions"] = draw(st.sampled_from(EACH[count]))
+            row = matrix(count, count, row)
+        (value,), more = draw(by_layer(layers, matrix(1, 1, row) if how == "matrix" else row))
+        return value, at | more
+
     if kind == "add":
         matched = draw(st.booleans())
-        row = nonzero if matched else rows
-        return weir.Add(draw(st.one_of(row, matrix(1, 4, row))), scale=draw(numbers), norm_match=matched, **at)
+        value, more = vectors(nonzero if matched else rows)
+        return weir.Add(value, scale=draw(numbers), norm_match=matched, keep_norm=draw(st.booleans()), **more)
     if kind == "ablate":
-        return weir.Ablate(draw(st.one_of(nonzero, matrix(1, 3, st.sampled_from(list(torch.eye(D) + 0.5))))), **at)
+        k = draw(st.integers(1, 3))
+        (value,), more = draw(by_layer(layers, matrix(k, k, st.sampled_from(list(torch.eye(D) + 0.5)))))
+        return weir.Ablate(value, **at | more)
     if kind == "clamp":
         low = draw(numbers)
         bounds = draw(st.sampled_from([{"value": low}, {"min": low}, {"max": low}, {"min": low, "max": low + 1}]))
-        return weir.Clamp(draw(nonzero), strength=draw(numbers), **bounds, **at)
+        (value,), more = draw(by_layer(layers, draw(st.sampled_from([nonzero, matrix(1, 1, nonzero)]))))
+        return weir.Clamp(value, strength=draw(numbers), **bounds, **at | more)
     if kind == "replace":
-        return weir.Replace(draw(st.one_of(rows, matrix(1, 4))), alpha=draw(numbers), **at)
+        value, more = vectors(rows)
+        return weir.Replace(value, alpha=draw(numbers), **more)
     k = draw(st.integers(1, 3))
-
-    def pick():
-        return draw(matrix(k, k))
-
-    return weir.LowRank(pick(), pick(), torch.tensor(draw(st.lists(numbers, min_size=k, max_size=k))), **at)
+    bias = st.lists(numbers, min_size=k, max_size=k).map(torch.tensor)
+    bias = draw(st.sampled_from([bias, bias.map(lambda b: b[None])]))
+    value, more = draw(by_layer(layers, matrix(k, k), matrix(k, k), bias))
+    return weir.LowRank(*value, **at | more)
 
 
 def naive(items, h: torch.Tensor, tap: int, prompt_len: int) -> torch.Tensor:
@@ -111,7 +157,9 @@ def naive(items, h: torch.Tensor, tap: int, prompt_len: int) -> torch.Tensor:
     every = np.arange(len(h))
     for hook in ("embed", "attn_out", "resid_mid", "mlp_out", "resid_post", "resid_pre", "final_norm"):
         for item in items:
-            if item.hook == hook and tap in {tap_of(Site(hook, x)) for x in item.resolve_layers(LAYERS)}:
+            layers = item.resolve_layers(LAYERS)
+            for layer in (x for x in layers if item.hook == hook and tap == tap_of(Site(hook, x))):
+                item = of_layer(item, layer, layers)
                 at = np.flatnonzero(item.positions.mask(every, prompt_len))
                 if isinstance(item, weir.Ablate):
                     basis = torch.linalg.svd(torch.atleast_2d(torch.tensor(item.directions.array)).double())
@@ -120,7 +168,11 @@ def naive(items, h: torch.Tensor, tap: int, prompt_len: int) -> torch.Tensor:
                 elif isinstance(item, weir.Add) and item.norm_match and not item.vector.array.any():
                     pass
                 else:
-                    h[at] = _apply(item, h[at])
+                    changed = _apply(item, h[at])
+                    if getattr(item, "keep_norm", False):  # the direction of next to nothing is noise
+                        object.__setattr__(item, "keep_norm", False)
+                        assume((_apply(item, h[at]).norm(dim=1) >= 1e-2 * h[at].norm(dim=1)).all())
+                    h[at] = changed
     return h
 
 
@@ -166,31 +218,19 @@ def test_chunks_get_the_programs_of_the_whole(items, chunks):
 @given(interventions())
 def test_the_wire_keeps_every_intervention(item):
     spec = RequestSpec((), (item,))
-    (back,) = RequestSpec.parse(spec.to_json()).interventions
+    (back,) = RequestSpec.parse(json.loads(json.dumps(spec.to_json()))).interventions
     assert type(back) is type(item) and back.to_json() == item.to_json()
-    for name in item.vectors:
-        assert np.array_equal(getattr(back, name).array, getattr(item, name).array)
-    a, b = move_of(item), move_of(back)
-    assert a[0] == b[0] and a[1].keys() == b[1].keys()
-    if a[0] is not None:
-        assert Move.from_wire(a[0].to_wire()) == a[0]
+    assert len(back.given) == len(item.given)
+    assert all(np.array_equal(a.array, b.array) for a, b in zip(back.given, item.given, strict=True))
+    a, b = admitted(item), admitted(back)
+    assert a.moves == b.moves and a.rows.keys() == b.rows.keys() and a.parted == b.parted
+    assert [Move.from_wire(m.to_wire()) for m in a.effective] == a.effective
 
 
 def test_the_wire_is_json():
-    import json
-
     item = weir.Clamp(torch.ones(D), [1], min=-1.0, positions={"token_ids": [4]})
     text = json.dumps(RequestSpec((), (item,)).to_json())
     assert RequestSpec.parse(text).interventions[0].to_json() == item.to_json()
-
-
-def test_rows_by_position_need_positions_known_beforehand():
-    for item in (
-        weir.Add(torch.ones(2, D), positions={"token_ids": [1]}),
-        weir.Replace(torch.ones(2, D), positions={"token_ids": [1]}),
-    ):
-        with pytest.raises(weir.WeirError, match="positions"):
-            item.lower(D, unknown_reference)
 
 
 def test_a_token_selector_beside_rows_by_position_waits_for_the_token():
@@ -199,7 +239,7 @@ def test_a_token_selector_beside_rows_by_position_waits_for_the_token():
     bench.join(
         "a",
         [
-            weir.Add(torch.ones(3, D), 1, positions="generated"),
+            weir.Add(torch.ones(3, D), 1, positions=[4, 5, 6]),
             weir.Add(torch.ones(D), 1, positions={"token_ids": [7]}),
         ],
         4,

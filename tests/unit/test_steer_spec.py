@@ -114,8 +114,9 @@ def test_a_list_of_rows_may_hold_tensors():
     rows = torch.randn(3, D)
     for kind in (rows.bfloat16(), rows.requires_grad_(), rows.half()):
         want = kind.detach().float().tolist()
-        assert weir.Replace(list(kind), 0).values.array.tolist() == want
-        assert weir.Add([kind[0], want[1], kind[2].detach().float().numpy()], 0).vector.array.tolist() == want
+        assert weir.Replace(list(kind), 0, positions=[3, 1, 2]).values.array.tolist() == want
+        mixed = [kind[0], want[1], kind[2].detach().float().numpy()]
+        assert weir.Add(mixed, 0, positions="0:3").vector.array.tolist() == want
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,8 @@ REFUSED = [
     (lambda: weir.Clamp(GOOD, 1, min=1.0, max=0.0), "min"),
     (lambda: weir.Clamp(torch.ones(2, D), 1, value=1.0), "direction"),
     (lambda: weir.Replace(GOOD, 1, alpha=float("inf")), "alpha"),
-    (lambda: weir.LowRank(GOOD, GOOD, torch.ones(1, 1), 1), "b"),
+    (lambda: weir.LowRank(GOOD, GOOD, torch.ones(2, 1), 1), "b"),
+    (lambda: weir.Add(torch.ones(2, D), 1, positions={"token_ids": [1]}), "positions"),
 ]
 
 
@@ -215,7 +217,6 @@ LATER = [
     (weir.Ablate(torch.zeros(D), 1), "directions"),
     (weir.Clamp(torch.zeros(D), 1, value=1.0), "direction"),
     (weir.LowRank(torch.ones(2, D), torch.ones(3, D), torch.ones(2), 1), "W"),
-    (weir.Add(torch.ones(2, D), 1, positions={"token_ids": [1]}), "positions"),
 ]
 
 

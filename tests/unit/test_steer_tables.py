@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vllm_weir as weir
-from tests.unit.test_steer_lowering import REPLY, Bench, D, move_of
+from tests.unit.test_steer_lowering import REPLY, Bench, D, admitted, move_of
 from tests.unit.wishes import selectors
 from vllm_weir.errors import WeirError
 from vllm_weir.scheduler import CacheKeys, WaitingRoom
@@ -116,7 +116,7 @@ def test_a_vector_that_cannot_be_fetched_leaves_no_trace():
 
 def keys(items, prompt_len=70, total=128, block=32):
     """The keys of each whole block."""
-    made = CacheKeys([m for i in items for m in [move_of(i)[0]] if m is not None], prompt_len)
+    made = CacheKeys(admitted(*items).effective, prompt_len)
     ids = [(3 * p) % 50 for p in range(total)]
     return [made.of_block(s, ids[s : s + block]) for s in range(0, total, block)]
 
@@ -154,6 +154,20 @@ def test_the_same_effect_written_differently_shares(one, other):
     assert keys([weir.Add(A, [1, 2, 1])]) == keys([weir.Add(A.double().numpy(), (2, 1))])
     assert keys([weir.Add(A, [0, 1, 2])]) == keys([weir.Add(A, "all")])
     assert keys([weir.Add(A, 1), weir.Add(torch.zeros(D), 1)]) == keys([weir.Add(A, 1)])
+
+
+def test_the_same_vectors_by_layer_written_differently_share():
+    both, swapped = torch.stack([A, B]), torch.stack([B, A])
+    assert keys([weir.Add(A[None], 1)]) == keys([weir.Add(A, 1)]) == keys([weir.Add({1: A})])
+    alike = keys([weir.Add(A, [0, 2], 2.0)])
+    for vector, more in (({2: A, 0: A[None]}, {}), (torch.stack([A, A]), {"layers": [2, 0], "per_layer": True})):
+        assert keys([weir.Add(vector, scale=2.0, **more)]) == alike
+    each = keys([weir.Add(A, 0), weir.Add(B, 2)])
+    assert keys([weir.Add({2: B, 0: A})]) == each == keys([weir.Add({"0": A, "2": B})])
+    assert keys([weir.Add(both, [0, 2], per_layer=True)]) == each == keys([weir.Add(swapped, [2, 0], per_layer=True)])
+    assert keys([weir.Add({0: A, 2: torch.zeros(D)})]) == keys([weir.Add(A, 0)])
+    matched = keys([weir.Add(A, [0, 1], norm_match=True)])
+    assert keys([weir.Add({0: A, 1: 3 * A}, norm_match=True)]) == matched
 
 
 @settings(max_examples=200, deadline=None)
@@ -200,9 +214,14 @@ def test_what_differs_does_not_share():
         [weir.Replace(A, 1, alpha=0.5)],
         [weir.LowRank(torch.stack([A]), torch.stack([B]), torch.ones(1), 1)],
         [weir.LowRank(torch.stack([A]), torch.stack([B]), torch.zeros(1), 1)],
-        [weir.Add(torch.stack([A, B]), 1)],
-        [weir.Add(torch.stack([B, A]), 1)],
-        [weir.Add(torch.stack([A, B]), 1, positions="2:")],
+        [weir.Add(A, 1, keep_norm=True)],
+        [weir.Add(A, 1, norm_match=True, keep_norm=True)],
+        [weir.Add({1: A, 2: B})],
+        [weir.Add({1: B, 2: A})],
+        [weir.Add(torch.stack([A, B]), 1, positions="0:2")],
+        [weir.Add(torch.stack([B, A]), 1, positions="0:2")],
+        [weir.Add(torch.stack([A, B]), 1, positions="2:4")],
+        [weir.Add({1: torch.stack([A, B])}, positions="0:2", keep_norm=True)],
     ]
     first = [keys(c)[0] for c in cases]
     assert None not in first
@@ -211,11 +230,11 @@ def test_what_differs_does_not_share():
 
 
 def test_rows_by_position_key_only_the_positions_that_have_one():
-    found = keys([weir.Add(torch.stack([A, B]), 1, positions="40:")])
+    found = keys([weir.Add(torch.stack([A, B]), 1, positions="40:42")])
     assert [k is None for k in found] == [True, False, True, True]
     same = keys([weir.Add(torch.stack([A, B]), 1, positions=[40, 41])])
     assert found == same
-    skip = keys([weir.Add(torch.stack([A, torch.zeros(D), B]), 1, positions="40:")])
+    skip = keys([weir.Add(torch.stack([A, torch.zeros(D), B]), 1, positions="40:43")])
     assert skip == keys([weir.Add(torch.stack([A, B]), 1, positions=[40, 42])])
 
 

@@ -15,7 +15,7 @@ from vllm_weir.client.wire import Call
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.request import parse_interventions
 from vllm_weir.spec.text import dumps
-from vllm_weir.spec.vectors import Vector
+from vllm_weir.spec.vectors import KEPT, Vector
 
 INFO = Call("GET", "/v1/weir/info")
 _TYPES = {".safetensors": "application/octet-stream", ".gguf": "application/octet-stream", ".json": "application/json"}
@@ -60,7 +60,8 @@ class Vectors:
             return self._tell(
                 Call("PUT", _vector(name), content=vector.read_bytes(), headers=headers, admin=True), same
             )
-        return self._tell(Call("PUT", _vector(name), json=Vector.parse(vector, "vector").to_json(), admin=True), same)
+        content = Vector.parse(vector, "vector", KEPT).to_json()
+        return self._tell(Call("PUT", _vector(name), json=content, admin=True), same)
 
     def get(self, name: str) -> Any:
         """What the server keeps under a name."""

@@ -13,10 +13,11 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.parts import Part, make_parts, treatments_of
+from vllm_weir.spec.by_position import ByPosition
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.hooks import Site
-from vllm_weir.spec.interventions import Intervention, Lowered, Move, reach
+from vllm_weir.spec.interventions import Instruction, Intervention, Lowered, Move, reach
 from vllm_weir.spec.lens import (
     LENS_CAPTURE_KEY,
     LENS_KEYS,
@@ -44,8 +45,11 @@ class Admitted:
         spec: its captures, resolved.
         parts: these by where their rows go; the first is what comes back on the output.
         dtype: the model's.
-        moves: its interventions, resolved; None stands for one that changes nothing (a zero vector, a scale of 0).
+        moves: its interventions, resolved; None stands for one that changes nothing (a zero vector, a scale of 0). One
+            with vectors by layer is several moves.
         rows: the vectors they use, and the directions that captures project on, by digest.
+        parted: of each intervention, how many of `moves` it is.
+        by_position: rows that must be as many as the positions that each request selects.
     """
 
     spec: ResolvedSpec
@@ -53,6 +57,8 @@ class Admitted:
     dtype: str
     moves: tuple[Move | None, ...] = ()
     rows: dict[str, np.ndarray] = field(default_factory=dict)
+    parted: tuple[int, ...] = ()
+    by_position: tuple[ByPosition, ...] = ()
 
     @functools.cached_property
     def columns(self) -> dict[Site, int]:
@@ -164,7 +170,8 @@ def _admit(extra_args, facts: EngineFacts, has_token_ids: bool, lookup, always, 
     interventions = (*always, *named, *spec.interventions)
     if extra_args.get(LENS_STEER_KEY) is not None:
         interventions += lens_interventions(extra_args[LENS_STEER_KEY])
-    moves, rows = _lower(interventions, facts, lookup, has_token_ids)
+    changes = _lower(interventions, facts, lookup, has_token_ids)
+    rows = changes.rows
     captures = (*captures, *everyone)
     for capture in captures:
         if not capture.sink.memory and capture.sink.own is None and capture.sink.name not in sinks:
@@ -182,42 +189,63 @@ def _admit(extra_args, facts: EngineFacts, has_token_ids: bool, lookup, always, 
         facts.dtype,
         treatments,
         has_token_ids,
-        lambda site, path: _check_tapped(site, facts, path),
+        lambda site, path: _check_tapped(site, facts, path, f"{path}.layers"),
         lens_layers,
     )
     wishes = tuple(wish for part in parts for wish in part.spec.wishes)
     resolved = ResolvedSpec(wishes, treatments.device)
-    return Admitted(resolved, treatments.assign(parts), facts.dtype, moves, rows)
+    return Admitted(
+        resolved,
+        treatments.assign(parts),
+        facts.dtype,
+        tuple(changes.moves),
+        rows,
+        tuple(changes.parted),
+        tuple(dict.fromkeys(changes.by_position)),
+    )
 
 
-def _lower(interventions, facts: EngineFacts, lookup, has_token_ids: bool):
-    moves: list[Move | None] = []
-    rows: dict[str, np.ndarray] = {}
+@dataclass
+class _Changes:
+    """What interventions do, as in `Admitted`."""
+
+    moves: list[Move | None] = field(default_factory=list)
+    rows: dict[str, np.ndarray] = field(default_factory=dict)
+    parted: list[int] = field(default_factory=list)
+    by_position: list[ByPosition] = field(default_factory=list)
+
+
+def _lower(interventions, facts: EngineFacts, lookup, has_token_ids: bool) -> _Changes:
+    out = _Changes()
     for intervention in interventions:
         if intervention.positions.needs_token_ids and not has_token_ids:
             raise WeirError(
                 "the prompt is given as embeddings, so it has no token ids", f"{intervention.path}.positions"
             )
-        layers = intervention.resolve_layers(facts.num_layers)
-        for layer in layers:
-            _check_tapped(Site(intervention.hook, layer), facts, intervention.path)
-        lowered = intervention.lower(facts.d_model, lookup)
-        _check_reach(intervention, lowered, facts)
-        if not lowered.instructions or not layers:
-            moves.append(None)
-            continue
-        rows.update(lowered.rows)
-        moves.append(
-            Move(
-                intervention.hook,
-                layers,
-                intervention.positions,
-                lowered.per_position,
-                lowered.instructions,
-                intervention.path,
-            )
-        )
-    return tuple(moves), rows
+        for layer in intervention.resolve_layers(facts.num_layers):
+            _check_tapped(Site(intervention.hook, layer), facts, intervention.path, intervention.layers_field)
+        moves = _moves(intervention, facts, lookup, out) or [None]
+        out.moves += moves
+        out.parted.append(len(moves))
+    return out
+
+
+def _moves(intervention: Intervention, facts: EngineFacts, lookup, out: _Changes) -> list[Move]:
+    """One for the layers at which an intervention does the same; none if it changes nothing. Rows go into `out`."""
+    alike: dict[tuple[tuple[Instruction, ...], bool], list[int]] = {}
+    for one in intervention.by_layer(facts.num_layers, lookup):
+        lowered = one.lower(facts.d_model, lookup)
+        _check_reach(one, lowered, facts)
+        if lowered.by_position is not None:
+            out.by_position.append(lowered.by_position)
+        layers = one.resolve_layers(facts.num_layers)
+        if lowered.instructions and layers:
+            alike.setdefault((lowered.instructions, lowered.per_position), []).extend(layers)
+            out.rows.update(lowered.rows)
+    return [
+        Move(intervention.hook, tuple(layers), intervention.positions, per_position, instructions)
+        for (instructions, per_position), layers in alike.items()
+    ]
 
 
 def _check_reach(intervention: Intervention, lowered: Lowered, facts: EngineFacts) -> None:
@@ -227,7 +255,8 @@ def _check_reach(intervention: Intervention, lowered: Lowered, facts: EngineFact
     if most > facts.largest:
         raise WeirError(
             f"changes a row by up to {most:.2g}, and {facts.dtype} holds {facts.largest:.3g} at most; make it smaller",
-            f"{intervention.path}.{intervention.factor}",
+            f"{intervention.path}.{intervention.factor}"
+            + (intervention.where if intervention.factor in intervention.vectors else ""),
         )
 
 
@@ -308,8 +337,8 @@ def _count_needs(moves: Sequence[Move], prompt_ids, prompt_len: int, max_tokens:
     return programs, nodes
 
 
-def _check_tapped(site: Site, facts: EngineFacts, path: str) -> None:
+def _check_tapped(site: Site, facts: EngineFacts, path: str, layers_field: str) -> None:
     why = facts.sites.get(site, "no worker has this block")
     if why:
         elsewhere = any(s.hook == site.hook and not w for s, w in facts.sites.items())
-        raise WeirError(f"{site} is refused: {why}", f"{path}.{'layers' if elsewhere else 'hook'}")
+        raise WeirError(f"{site} is refused: {why}", layers_field if elsewhere else f"{path}.hook")

@@ -233,8 +233,8 @@ class Desk:
         admitted = self._admitted(extra_args, prompt_ids is not None)
         if self._most_rows is not None:
             _check_rows(admitted, prompt_len, max_tokens, self._most_rows)
-        for move in admitted.effective:
-            move.check_rows(prompt_len, prompt_len + max_tokens - 1)
+        for rows in admitted.by_position:
+            rows.check(prompt_len)
         self.board.prepare(admitted.parts, request_id)
         if self._inbox is None:
             self._inbox = Inbox(self.store, self._host)
@@ -282,8 +282,8 @@ class Desk:
         """These, found to be possible in this engine (or WeirError), with names replaced by what they mean now."""
         facts, find = self.require_facts(), (shelf or self.shelf).find
         admitted = admit({}, facts, True, find, interventions)
-        for move in admitted.effective:
-            move.check_rows()
+        for rows in admitted.by_position:
+            rows.check()
         engine_form(admitted, "", None, 1, 1, facts, self._chunked, self.settings.table_sizes(facts.d_model))
         return tuple(i.with_arrays(find) for i in interventions)
 
@@ -384,8 +384,11 @@ def _shortened(part: Any, size: list[int]) -> Any:
     ]
 
 
-def _digest(value: dict, size: list[int]) -> Any:
+def _digest(value: dict, size: list[int], by_layer: bool = True) -> Any:
+    """A vector's wire form with the digest for its text; `by_layer`: of {layer: vector}, each with its own."""
     text = value.get("b64")
+    if text is None and by_layer:
+        return {key: _digest(v, size, False) if type(v) is dict else v for key, v in value.items()}
     if type(text) is not str or (vector := vector_of(text)) is None:
         return value
     size[0] += len(text)

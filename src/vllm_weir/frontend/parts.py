@@ -215,6 +215,9 @@ def _treatment_of(
         array = capture.project.array
         if array is None:
             array = lookup(capture.project.ref, f"{capture.path}.project")
+            if array.ndim > 2:
+                shape = list(array.shape)
+                raise WeirError(f"expected [d] or [m, d] directions, got shape {shape}", f"{capture.path}.project")
         for row in np.atleast_2d(array):
             if len(row) != d_model:
                 raise WeirError(

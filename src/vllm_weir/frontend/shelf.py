@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.spec.interventions import Add, Intervention
-from vllm_weir.spec.vectors import Vector
+from vllm_weir.spec.vectors import KEPT, Vector
 
 MAX_NAMES = 10_000
 _OF_LAYER = re.compile(r"^(.+)\[(\d{1,9})\]$", re.ASCII | re.DOTALL)
@@ -19,7 +19,7 @@ _OF_LAYER = re.compile(r"^(.+)\[(\d{1,9})\]$", re.ASCII | re.DOTALL)
 
 @dataclass(frozen=True)
 class Named:
-    """What stands under a name: one vector ([d] or [n, d], under None), or a direction [d] for each of some blocks."""
+    """What stands under a name: one array ([d], [n, d] or [layers, n, d], under None), or a direction [d] for each of some blocks."""
 
     directions: Mapping[int | None, Vector]
 
@@ -73,12 +73,12 @@ class Shelf:
         self.version += 1
 
     def put(self, name: str, vector: Any) -> str:
-        """Keep `vector` ([d] or [n, d]) under `name`, replacing what was there; returns its digest."""
+        """Keep `vector` ([d], [n, d] or [layers, n, d]) under `name`, replacing what was there; returns its digest."""
         if not isinstance(name, str) or not 0 < len(name) <= 256:
             raise WeirError("a name is a string of 1 to 256 characters", "name")
         if len(self._by_name) >= MAX_NAMES and name not in self._by_name:
             raise WeirError(f"{MAX_NAMES} vectors are registered already; unregister some", "name")
-        parsed = Vector.parse(vector, "vector")
+        parsed = Vector.parse(vector, "vector", KEPT)
         if parsed.array is None:
             parsed = Vector(array=self.find(parsed.ref, "vector"))
         self._by_name[name] = Named({None: parsed})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,8 +121,8 @@ class View:
         return self.touched(move) if span is None else span
 
     def verify(self) -> list[tuple[Move | None, int, int]]:
-        """Of every intervention the positions that were changed, and those that were shared, as in `Receipt`; raises
-        WeirError if that is not what was asked."""
+        """Of every move the positions that were changed, and those that were shared, as in `Receipt`; raises WeirError
+        if that is not what was asked."""
         if not self.pending.admitted.moves or self._checked is not None:
             self.pending.check()
         if self._checked is not None:
@@ -189,12 +190,12 @@ class View:
         """What was done for this sequence up to this output; waits for its sinks as `settle` does."""
         self.settle()
         acts = self.activations()
-        moves = self.verify()
+        done = self._by_intervention(self.verify())
         return Receipt(
             captured={site: acts.count(site) for site in acts.sites},
             dropped=self._dropped(acts),
-            steered=tuple({Site(m.hook, layer): n for layer in m.layers} if m else {} for m, n, _ in moves),
-            shared=tuple(shared for _, _, shared in moves),
+            steered=tuple(sites for sites, _ in done),
+            shared=tuple(shared for _, shared in done),
             prompt_tokens=self.tokens.prompt_len,
             generated_tokens=self.tokens.generated,
             cached_tokens=self.cached_tokens,
@@ -204,6 +205,19 @@ class View:
             files=tuple(file for ticket in self.tickets for file in ticket.files),
             sinks={ticket.sink: ticket.state for ticket in self.tickets},
         )
+
+    def _by_intervention(self, moves: Sequence[tuple[Move | None, int, int]]) -> list[tuple[dict[Site, int], int]]:
+        """As `verify`, of each intervention that was asked for: (site -> rows changed, positions that were shared)."""
+        out, each = [], iter(moves)
+        for count in self.pending.admitted.parted:
+            some = list(itertools.islice(each, count))
+            sites = {Site(move.hook, layer): n for move, n, _ in some if move for layer in move.layers}
+            shared = max(cached for _, _, cached in some)
+            if any(cached != shared for _, _, cached in some):  # rows by position, some of which change nothing
+                at = np.unique(np.concatenate([self.touched(move) for move, _, _ in some if move]))
+                shared = int(np.searchsorted(at, self.cached_tokens))
+            out.append((dict(sorted(sites.items())), shared))
+        return out
 
     def settle(self) -> None:
         """Wait until the sinks that get this sequence's rows now have taken them.

@@ -8,7 +8,6 @@ it is a new one. What a writer that died left behind is cleaned up by the next.
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
@@ -152,8 +151,7 @@ def _vectors(contents: Contents) -> Iterator[Vector]:
     for named in contents.vectors.values():
         yield from named.directions.values()
     for one in (*(i for module in contents.modules.values() for i in module), *contents.always):
-        for name in one.vectors:
-            yield getattr(one, name)
+        yield from one.given
 
 
 def _to_json(contents: Contents, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -166,13 +164,7 @@ def _to_json(contents: Contents, arrays: dict[str, np.ndarray]) -> dict[str, Any
         return vector.digest
 
     def wires(interventions: Sequence[Intervention]) -> list[dict[str, Any]]:
-        out = []
-        for one in interventions:
-            light = copy.copy(one)
-            for name in one.vectors:
-                object.__setattr__(light, name, Vector(ref=keep(getattr(one, name))))
-            out.append(light.to_json())
-        return out
+        return [one.with_vectors(lambda v, _at: Vector(ref=keep(v))).to_json() for one in interventions]
 
     return {
         "generation": contents.generation,
@@ -188,10 +180,7 @@ def _to_json(contents: Contents, arrays: dict[str, np.ndarray]) -> dict[str, Any
 
 def _from_json(data: Mapping[str, Any], vector: Callable[[str], Vector]) -> Contents:
     def whole(wire: dict[str, Any], path: str) -> Intervention:
-        one = parse_intervention(wire, path)
-        for name in one.vectors:
-            object.__setattr__(one, name, vector(getattr(one, name).ref))
-        return one
+        return parse_intervention(wire, path).with_vectors(lambda v, _at: vector(v.ref))
 
     return Contents(
         generation=data["generation"],

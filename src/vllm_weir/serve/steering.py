@@ -22,6 +22,7 @@ from vllm_weir.serve.vectors import check_room
 from vllm_weir.spec.interventions import Add, Clamp, Intervention
 from vllm_weir.spec.request import MAX_INTERVENTIONS, parse_interventions
 from vllm_weir.spec.tiers import TIERS, from_fields
+from vllm_weir.spec.vectors import Vector
 
 State = Annotated[ServerState, Depends(server_state)]
 Target = Annotated[Literal["main", "draft"] | None, Query(description="`draft` is refused: no draft model is steered.")]
@@ -222,7 +223,7 @@ def _active(always: Sequence[Intervention]) -> dict[str, dict[str, bodies.Active
 
 def _shown(one: Intervention) -> dict[str, Any]:
     """Its wire form, vectors by digest."""
-    return one.to_json() | {name: {"ref": vector.digest} for name, vector in one.given.items()}
+    return one.with_vectors(lambda vector, _at: Vector(ref=vector.digest)).to_json()
 
 
 def _layers(facts: EngineFacts) -> dict[str, bodies.LayerPoints]:

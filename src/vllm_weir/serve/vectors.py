@@ -43,7 +43,8 @@ class VectorInfo(BaseModel):
     """A vector under a name, or directions of blocks.
 
     `refs` are what stands for its parts in a request (``{"ref": ...}``); with `layers` the name itself stands in
-    ``modules`` for all of them, each added to the stream leaving its block. `shape` is [d_model] or [n, d_model].
+    ``modules`` for all of them, each added to the stream leaving its block. `shape` is [d_model], [n, d_model] or
+    [n_layers, n, d_model].
     """
 
     model_config = ConfigDict(
@@ -88,8 +89,8 @@ _UPLOAD = {
         "content": {
             "application/json": {
                 "schema": {
-                    "description": "A list of numbers [d] or lists of them [n, d], {b64, dtype, shape}, {vector: one "
-                    "of these}, or {directions: {block: vector}}.",
+                    "description": "A list of numbers [d] or lists of them [n, d] or [layers, n, d], {b64, dtype, "
+                    "shape}, {vector: one of these}, or {directions: {block: vector}}.",
                     "anyOf": [{"type": "array"}, {"type": "object"}],
                 },
                 "examples": {
@@ -178,7 +179,7 @@ def check_room(contents: Contents, limits: Limits) -> None:
         if v.array is not None
     }
     for one in (*(i for module in contents.modules.values() for i in module), *contents.always):
-        arrays |= {v.digest: v.array.nbytes for v in one.given.values() if v.array is not None}
+        arrays |= {v.digest: v.array.nbytes for v in one.given if v.array is not None}
     if sum(arrays.values()) > limits.vector_bytes:
         raise WeirError(
             f"{sum(arrays.values())} bytes of vectors are more than the server keeps ({limits.vector_bytes}, "

@@ -128,8 +128,8 @@ class Capture:
         return layers_of(self.hook, self.layers, num_layers, f"{self.path}.layers")
 
 
-def parse_layers(layers: object, field: str) -> Literal["all"] | tuple[int, ...]:
-    """``"all"`` or a sorted tuple of distinct block indices."""
+def parse_layers(layers: object, field: str, ordered: bool = False) -> Literal["all"] | tuple[int, ...]:
+    """``"all"`` or a sorted tuple of distinct block indices; `ordered`: in the order given, duplicates refused."""
     if isinstance(layers, str):
         if layers == "all":
             return "all"
@@ -145,12 +145,21 @@ def parse_layers(layers: object, field: str) -> Literal["all"] | tuple[int, ...]
     for value in values.numbers:
         if value < 0:
             raise WeirError(f"block {value} does not exist: blocks count from 0", field)
-    return tuple(sorted(set(values.numbers)))
+    if not ordered:
+        return tuple(sorted(set(values.numbers)))
+    if len(set(values.numbers)) < len(values.numbers):
+        raise WeirError("a block is named twice, and per_layer gives each its own vector", field)
+    return values.numbers
 
 
-def parse_place(hook: str, layers: object, path: str) -> tuple[str, Literal["all"] | tuple[int, ...]]:
-    """(hook point, layers); of a name like ``blocks.7.hook_resid_post``, which says its block, `layers` is no other."""
-    named, parsed = split_transformer_lens(hook), parse_layers(layers, f"{path}.layers")
+def parse_place(
+    hook: str, layers: object, path: str, ordered: bool = False
+) -> tuple[str, Literal["all"] | tuple[int, ...]]:
+    """(hook point, layers); of a name like ``blocks.7.hook_resid_post``, which says its block, `layers` is no other.
+
+    `ordered`: as for `parse_layers`.
+    """
+    named, parsed = split_transformer_lens(hook), parse_layers(layers, f"{path}.layers", ordered)
     if named is None:
         return normalise_hook(hook, f"{path}.hook"), parsed
     if parsed not in ("all", (named.layer,)):

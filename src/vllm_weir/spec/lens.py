@@ -55,12 +55,12 @@ class SteeringVector:
     """vllm-lens's steering vector.
 
     Args:
-        activations: [layers, d_model], added at every position (or at each of `position_indices`), or
-            [layers, positions, d_model].
+        activations: [layers, d_model] or [layers, 1, d_model], added at every position (or at each of
+            `position_indices`), or [layers, positions, d_model].
         layer_indices: the block after which each ``activations[i]`` is added.
         scale: factor.
         norm_match: scale each row of `activations` to the L2 norm of the stream it is added to.
-        position_indices: absolute positions; None means 0, 1, ... for 3-D activations and all for 2-D ones.
+        position_indices: absolute positions; None means 0, 1, ... for activations by position, else all.
     """
 
     activations: Any
@@ -130,6 +130,8 @@ def _lens_one(vector: Any, path: str) -> list[Intervention]:
     if len(layers) != len(array):
         raise WeirError(f"activations hold {len(array)} layers; name as many", f"{path}.layer_indices")
     same = {"scale": vector.get("scale", 1.0), "norm_match": vector.get("norm_match", False), "path": path}
+    if array.ndim == 3 and array.shape[1] == 1:
+        array = array[:, 0]  # one vector for all positions, as [1, d] is everywhere
     if array.ndim == 2 and positions is None:
         return [Add(Vector(row), layer, **same) for row, layer in zip(array, layers, strict=True)]
     most = array.shape[1] if array.ndim == 3 else MAX_LIST

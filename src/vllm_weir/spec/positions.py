@@ -251,6 +251,13 @@ class Positions:
         return tuple(v for v in self.values if v is not None)
 
     @property
+    def is_open(self) -> bool:
+        """Whether how many positions it selects depends on more than the prompt's length."""
+        if self.kind == "slice":
+            return self.values[1] is None
+        return self.kind not in ("prompt", "last_prompt", "list")
+
+    @property
     def needs_token_ids(self) -> bool:
         """Whether selecting needs to know which token stands at a position."""
         return self.kind == "token_ids"

@@ -119,7 +119,7 @@ def _additions(spec: Mapping | None, path: str, positions: str) -> Iterator[Add]
                 _only(entry, ("vector", "scale"), place)
                 factor = number(entry.get("scale", 1.0), f"{place}.scale")
                 entry = entry["vector"]
-            yield Add(Vector.parse(entry, f"{place}.vector", (1,)), layer, factor, hook, positions, path=place)
+            yield Add(Vector.parse_one(entry, f"{place}.vector"), layer, factor, hook, positions, path=place)
 
 
 def _clamps(spec: Mapping | None, path: str, positions: str) -> Iterator[Clamp]:
@@ -147,7 +147,7 @@ def _clamps(spec: Mapping | None, path: str, positions: str) -> Iterator[Clamp]:
                 how = {name: entry[name] for name in ("value", "min", "max", "strength") if entry.get(name) is not None}
                 if "value" in how and ("min" in how or "max" in how):
                     raise WeirError("give value, or min and / or max", f"{one}.value")
-                direction = Vector.parse(entry["vector"], f"{one}.vector", (1,))
+                direction = Vector.parse_one(entry["vector"], f"{one}.vector")
                 yield Clamp(direction, layer, **how, hook=hook, positions=positions, path=one)
 
 

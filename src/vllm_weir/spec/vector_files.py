@@ -1,6 +1,6 @@
 """Steering vectors from the bytes of a file: safetensors, GGUF control vectors (repeng, llama.cpp), JSON. No code runs.
 
-A file holds one vector ([d] or [n, d]), or a direction [d] for each of some blocks. Directions of blocks are added to
+A file holds one array ([d], [n, d] or [layers, n, d]), or a direction ([d] or [1, d]) for each of some blocks. Directions of blocks are added to
 the stream leaving the block they are numbered by, in llama.cpp and repeng as here.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.text import loads
-from vllm_weir.spec.vectors import Vector
+from vllm_weir.spec.vectors import KEPT, Vector
 
 Directions = dict[int | None, Vector]
 """A vector under None, or directions by block."""
@@ -73,7 +73,7 @@ def _named(arrays: Mapping[str, Any], field: str) -> Directions:
         ((name, array),) = arrays.items()
         block = re.match(r"^(?:direction|layer|block)s?[._]\d{1,9}$", name)
         if not block:
-            return {None: Vector.parse(array, f"{field}.{brief(name)}")}
+            return {None: Vector.parse(array, f"{field}.{brief(name)}", KEPT)}
     return _by_layer(arrays, field)
 
 
@@ -90,7 +90,7 @@ def _by_layer(arrays: Mapping[str, Any], field: str, names: re.Pattern[str] = _N
         layer = int(match[names.groups])
         if layer in out:
             raise WeirError(f"there are two directions of block {layer}", at)
-        out[layer] = Vector.parse(array, at, (1,))
+        out[layer] = Vector.parse_one(array, at)
     widths = {v.array.shape[0] for v in out.values() if v.array is not None}
     if len(widths) > 1:
         raise WeirError(f"the directions differ in width: {sorted(widths)[:5]}", field)
@@ -110,7 +110,7 @@ def _json(data: bytes, field: str) -> Directions:
             _content(one, f"{field}.{brief(name)}")
         return _by_layer(value["directions"], field, _BLOCK)
     _content(value, field)
-    return {None: Vector.parse(value, field)}
+    return {None: Vector.parse(value, field, KEPT)}
 
 
 def _content(value: Any, field: str) -> None:

@@ -15,6 +15,8 @@ import numpy as np
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.memo import Memo
 
+KEPT = (1, 2, 3)
+"""Dimensions of what is kept under a name: [d], [n, d], or [layers, n, d]."""
 MAX_ROWS = 8192
 MAX_ELEMENTS = 1 << 26
 _DTYPES = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
@@ -49,6 +51,16 @@ class Vector:
                 return known
             value = _decode(value, field)
         return cls(array=_checked(value, field, ndim))
+
+    @classmethod
+    def parse_one(cls, value: Any, field: str) -> Vector:
+        """As `parse`, of a single vector: [d], or [1, d], which becomes [d]."""
+        vector = cls.parse(value, field)
+        if vector.array is None or vector.array.ndim == 1:
+            return vector
+        if len(vector.array) > 1:
+            raise WeirError(f"expected one vector, got {len(vector.array)} rows", field)
+        return cls(vector.array[0])
 
     def to_json(self) -> dict[str, Any]:
         """The wire form."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_weir.spec.interventions import AFFINE, BLEND, CLAMP, CONST, NORM
+from vllm_weir.spec.interventions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
 from vllm_weir.worker.programs import AFTER_POST, LAST
 from vllm_weir.worker.select import STAGES
 
@@ -111,6 +111,11 @@ def _change(kind: int, rows, into, w, a, b, lo, hi):
         return a * into
     if kind == NORM:
         return a * rows.norm(dim=1, keepdim=True) * into
+    if kind == KEEP_NORM:
+        norm = rows.norm(dim=1, keepdim=True)
+        turned = rows + (a + b * norm) * into
+        length = turned.norm(dim=1, keepdim=True)
+        return torch.where(length > 0, turned * (norm / length) - rows, 0.0)
     along = (rows * w).sum(1, keepdim=True)
     if kind == AFFINE:
         return (a * along + b) * into

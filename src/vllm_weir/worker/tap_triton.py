@@ -17,6 +17,7 @@ _NORM = tl.constexpr(kinds.NORM)
 _AFFINE = tl.constexpr(kinds.AFFINE)
 _CLAMP = tl.constexpr(kinds.CLAMP)
 _BLEND = tl.constexpr(kinds.BLEND)
+_KEEP_NORM = tl.constexpr(kinds.KEEP_NORM)
 _LAST = tl.constexpr(programs.LAST)
 _AFTER_POST = tl.constexpr(programs.AFTER_POST)
 _INTS = tl.constexpr(len(programs.INT_FIELDS))
@@ -45,6 +46,11 @@ def _term(node, h, ints, floats, vectors, d_model, offsets, inside):
     out = factor * direction
     if kind == _BLEND:
         out = a * (direction - h)
+    if kind == _KEEP_NORM:
+        norm = tl.sqrt(tl.sum(h * h, axis=0))
+        turned = h + (a + tl.load(floats + node * _FLOATS + 1) * norm) * direction
+        length = tl.sqrt(tl.sum(turned * turned, axis=0))
+        out = tl.where(length > 0, turned * (norm / length) - h, 0.0)
     return out
 
 
