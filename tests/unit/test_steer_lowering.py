@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 import vllm_weir as weir
 from tests.support.steered import _apply, of_layer
 from tests.unit.wishes import served
-from vllm_weir.frontend.admit import admit, unknown_reference
+from vllm_weir.frontend.admit import admit
 from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
 from vllm_weir.spec.interventions import Move

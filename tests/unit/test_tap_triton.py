@@ -16,7 +16,7 @@ import sys
 import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
-from vllm_weir.spec.interventions import AFFINE, BLEND, CLAMP, CONST, NORM
+from vllm_weir.spec.interventions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
 from vllm_weir.worker.programs import AFTER_POST, LAST
 from vllm_weir.worker.select import STAGES
 from vllm_weir.worker import tap_cpu
@@ -33,6 +33,7 @@ def masked_store(self, pointers, value, mask, *more):
 
 InterpreterBuilder.create_masked_store = masked_store
 TAPS, PROFILES, PROGRAMS, VECTORS = 3, 3, 6, 5
+KINDS = (CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM)
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -44,7 +45,7 @@ def programs(draw, d):
             length = int(draw.integers(0, 5))
             post = int(draw.integers(0, length + 1))
             for k in range(length):
-                kind = [CONST, NORM, AFFINE, CLAMP, BLEND][draw.integers(5)]
+                kind = KINDS[draw.integers(len(KINDS))]
                 w = int(draw.integers(VECTORS)) if kind in (AFFINE, CLAMP) else -1
                 ends = k in (length - 1, post - 1) or draw.random() < 0.4
                 flags = (LAST if ends else 0) | (AFTER_POST if k >= post else 0)
@@ -58,7 +59,7 @@ def programs(draw, d):
     return of(heads, torch.int32), of(ints, torch.int32), of(floats, torch.float32), of(vectors, torch.float32)
 
 
-recorded = steered = 0
+recorded = steered = turned = 0
 for seed in range(60):
     draw = np.random.default_rng(seed)
     dtype = [*DTYPES][seed % 3]
@@ -102,11 +103,12 @@ for seed in range(60):
         assert torch.equal(ours[0][still], hidden[still]), "neighbours are bit-identical"
         recorded += int((ours[2] != 7).any(1).sum())
         steered += tokens - len(still)
-print("same", recorded > 300, steered > 300)
+        turned += int((tables[1][:, 0] == KEEP_NORM).sum())
+print("same", recorded > 300, steered > 300, turned > 300)
 """
 
 
 def test_the_kernel_does_what_the_cpu_s_tap_does():
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", CASES], capture_output=True, text=True, env=env, timeout=500)
-    assert done.stdout == "same True True\n", done.stdout + done.stderr[-3000:]
+    assert done.stdout == "same True True True\n", done.stdout + done.stderr[-3000:]

@@ -224,9 +224,9 @@ def _lower(interventions, facts: EngineFacts, lookup, has_token_ids: bool) -> _C
             )
         for layer in intervention.resolve_layers(facts.num_layers):
             _check_tapped(Site(intervention.hook, layer), facts, intervention.path, intervention.layers_field)
-        moves = _moves(intervention, facts, lookup, out) or [None]
-        out.moves += moves
-        out.parted.append(len(moves))
+        moves = _moves(intervention, facts, lookup, out)
+        out.moves += moves or [None]
+        out.parted.append(len(moves) or 1)
     return out
 
 

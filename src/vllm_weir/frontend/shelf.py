@@ -19,7 +19,8 @@ _OF_LAYER = re.compile(r"^(.+)\[(\d{1,9})\]$", re.ASCII | re.DOTALL)
 
 @dataclass(frozen=True)
 class Named:
-    """What stands under a name: one array ([d], [n, d] or [layers, n, d], under None), or a direction [d] for each of some blocks."""
+    """What stands under a name: an array ([d], [n, d] or [layers, n, d], under None), or a direction [d] for each of
+    some blocks."""
 
     directions: Mapping[int | None, Vector]
 

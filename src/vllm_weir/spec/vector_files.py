@@ -1,7 +1,7 @@
 """Steering vectors from the bytes of a file: safetensors, GGUF control vectors (repeng, llama.cpp), JSON. No code runs.
 
-A file holds one array ([d], [n, d] or [layers, n, d]), or a direction ([d] or [1, d]) for each of some blocks. Directions of blocks are added to
-the stream leaving the block they are numbered by, in llama.cpp and repeng as here.
+A file holds one array ([d], [n, d] or [layers, n, d]), or a direction ([d] or [1, d]) for each of some blocks.
+Directions of blocks are added to the stream leaving the block they are numbered by, in llama.cpp and repeng as here.
 """
 
 from __future__ import annotations
