@@ -187,7 +187,7 @@ def test_preemption_in_the_middle():
         [weir.Add(v(d), 1, 2.0)],
         [weir.Add(v(d), 1, 2.0, positions="generated")],
         [weir.Add(v(d), [0, 2], positions="prompt"), weir.Clamp(v(d), 1, value=2.0, positions="generated")],
-        [weir.Replace(v(20, d), 1, positions="40:")],
+        [weir.Replace(v(20, d), 1, positions="40:60")],
         [weir.Add(3 * v(d), 1, hook="resid_pre", positions={"token_ids": list(range(0, 500, 3))})],
         [weir.Ablate(v(3, d), "all", positions="sampled")],
     ]

@@ -16,6 +16,7 @@ from tests.support.steered import (
     check,
     chunks,
     directory,
+    of_layer,
     prompt,
     sampling,
     tokens,
@@ -34,7 +35,7 @@ SELECTORS = (
     "last_prompt",
     "sampled",
     4,
-    [0, -2, 9],
+    [0, -2, 3],
     "2:30:3",
     "-3:",
     {"token_ids": list(range(0, 500, 2))},
@@ -47,9 +48,17 @@ def close_engines():
     close_all()
 
 
+def by_layer(v, d, layers, **where):
+    """A vector of its own for each block."""
+    if layers == "all":
+        return weir.Add({2: v(d), 0: v(1, d)}, **where)
+    blocks = [layers] if isinstance(layers, int) else layers[::-1]
+    return weir.Add(v(len(blocks), d), blocks, per_layer=True, **where)
+
+
 def one_of_each(v, d, **where):
     """name -> interventions, each kind and each of its options, at `where`."""
-    n = min(3, Positions.parse(where["positions"]).count() or 3)
+    n = Positions.parse(where["positions"]).count()
     rows = {
         "add row per position": lambda: [weir.Add(v(n, d), **where)],
         "add row per position, normed": lambda: [weir.Add(v(n, d), norm_match=True, scale=0.5, **where)],
@@ -58,6 +67,9 @@ def one_of_each(v, d, **where):
     plain = {
         "add": lambda: [weir.Add(v(d), scale=1.5, **where)],
         "add normed": lambda: [weir.Add(v(d), scale=0.5, norm_match=True, **where)],
+        "add, norm kept": lambda: [weir.Add(v(1, d), scale=4.0, keep_norm=True, **where)],
+        "add normed, norm kept": lambda: [weir.Add(v(d), scale=0.5, norm_match=True, keep_norm=True, **where)],
+        "add by layer": lambda: [by_layer(v, d, **where)],
         "ablate": lambda: [weir.Ablate(v(d), **where)],
         "ablate subspace": lambda: [weir.Ablate(v(4, d), **where)],
         "clamp value": lambda: [weir.Clamp(v(d), value=2.0, **where)],
@@ -75,8 +87,7 @@ def one_of_each(v, d, **where):
             weir.Replace(v(d), alpha=0.3, **where),
         ],
     }
-    by_token = isinstance(where["positions"], dict)
-    return {name: make() for name, make in (plain if by_token else plain | rows).items()}
+    return {name: make() for name, make in (plain | rows if n else plain).items()}
 
 
 def every_case(d):
@@ -136,7 +147,7 @@ def test_before_and_after_differ_by_the_intervention(hook):
         at = expected_positions(positions, 20, 5)
         others = [p for p in range(24) if p not in at]
         assert torch.equal(h[others], changed[others]), name
-        assert rel_err(changed[at], _apply(case[0], h[at])) <= 1e-6, name
+        assert rel_err(changed[at], _apply(of_layer(case[0], 1, [1]), h[at])) <= 1e-6, name
         changing += not torch.equal(changed[at], h[at])
     assert changing >= len(cases) - 3  # a bound may hold already
 
@@ -237,7 +248,8 @@ def test_what_changes_nothing_is_bit_identical_to_none():
     d, v = oracle.hidden_size, vectors(8)
     nothings = [
         weir.Add(torch.zeros(d), "all"),
-        weir.Add(torch.zeros(3, d), "all"),
+        weir.Add(torch.zeros(3, d), "all", positions="0:3"),
+        weir.Add({0: torch.zeros(d), 2: torch.zeros(1, d)}, keep_norm=True),
         weir.Add(v(d), "all", scale=0.0),
         weir.Add(v(d), "all", positions=[]),
         weir.Add(v(d), "all", positions="5:5"),
@@ -246,7 +258,7 @@ def test_what_changes_nothing_is_bit_identical_to_none():
         weir.Add(v(d), [], norm_match=True),
         weir.Clamp(v(d), "all", value=3.0, strength=0.0),
         weir.Replace(v(d), "all", alpha=0.0),
-        weir.Replace(v(2, d), "all", alpha=0.0, hook="resid_pre"),
+        weir.Replace(v(2, d), "all", alpha=0.0, hook="resid_pre", positions=[3, 4]),
         weir.LowRank(torch.zeros(2, d), v(2, d), v(2), "all"),
     ]
     base = sampling(6, logprobs=5)
@@ -305,7 +317,7 @@ def test_token_selectors_and_rows_by_position_in_one_request():
     odd, low = {"token_ids": list(range(1, 500, 2))}, {"token_ids": list(range(250))}
     cases = [
         [weir.Add(2 * v(d), 1, positions=odd), weir.Clamp(v(d), 2, value=2.0, positions=low)],
-        [weir.Add(v(4, d), 1, positions="generated"), weir.Add(2 * v(d), 1, positions=odd)],
+        [weir.Add(v(4, d), 1, positions="15:19"), weir.Add(2 * v(d), 1, positions=odd)],
         [weir.Replace(v(2, d), 0, positions=[-1, 16]), weir.Ablate(v(d), "all", positions=low), weir.Add(v(d), 2)],
     ]
     for case in cases:
@@ -315,8 +327,4 @@ def test_token_selectors_and_rows_by_position_in_one_request():
             ids = out.prompt_token_ids + list(out.outputs[0].token_ids)
             for item, sites in zip(case, out.receipt.steered, strict=True):
                 at = expected_positions(item.positions.to_json(), 15, 10, ids)
-                if getattr(item, "op", "") == "replace":
-                    at = at[:2]
-                elif item.op == "add" and item.vector.array.ndim == 2:
-                    at = at[:4]
                 assert set(sites.values()) == {len(at)}, item

@@ -85,7 +85,12 @@ REFUSED = {
     "unknown vector key": (raw(vector={"b64": "", "size": 1}), "interventions[0].vector.size"),
     "two embeddings": (raw(hook="embed", layers=[1]), "interventions[0].layers"),
     "missing vector": ({"op": "add", "layers": [1]}, "interventions[0].vector"),
-    "too many vectors": (raw(vector=torch.randn(ROWS + 1, D).tolist()), "interventions"),
+    "too many vectors": (
+        raw(vector=torch.randn(ROWS + 1, D).tolist(), positions=list(range(ROWS + 1))),
+        "interventions",
+    ),
+    "fewer rows than positions": (raw(vector=[[1.0] * D] * 2, positions=[9, 4, 5]), "interventions[0].positions"),
+    "rows at positions without an end": (raw(vector=[[1.0] * D] * 3), "interventions[0].positions"),
     "more rows than positions": (raw(vector=[[1.0] * D] * 3, positions=[9, 4]), "interventions[0].positions"),
     "rows, a position named twice": (raw(vector=[[1.0] * D] * 2, positions=[5, 5]), "interventions[0].positions"),
     "rows, a position before the prompt": (
@@ -116,14 +121,15 @@ def test_more_rows_than_positions_are_refused_for_every_request(engine):
     assert caught.value.field.endswith(".positions")
 
 
-@pytest.mark.parametrize("positions", ["prompt", "2:-1", "1:", "all", "sampled"])
-def test_rows_that_no_position_of_a_request_can_take_are_refused(engine, positions):
+@pytest.mark.parametrize("positions, count", [("prompt", 9), ("2:-1", 6), ("-4:6", 1), (":-2:2", 4)])
+def test_rows_that_are_not_as_many_as_a_prompt_s_positions_are_refused(engine, positions, count):
     llm, oracle = engine
-    case = [weir.Replace(torch.ones(60, D), 1, positions=positions)]
-    with pytest.raises(weir.WeirError, match="60 rows for") as caught:
-        llm.generate(prompt(9), weir.params(sampling(3), interventions=case), use_tqdm=False)
-    assert caught.value.field == "interventions[0].positions"
-    fits = [weir.Replace(torch.ones(3, D), 1, positions=positions)]
+    for rows in {2, count - 1, count + 1, 60} - {0, 1, count}:
+        case = [weir.Replace(torch.ones(rows, D), 1, positions=positions)]
+        with pytest.raises(weir.WeirError, match=f"{rows} rows for {count} positions with a prompt of 9") as caught:
+            llm.generate(prompt(9), weir.params(sampling(3), interventions=case), use_tqdm=False)
+        assert caught.value.field == "interventions[0].positions"
+    fits = [weir.Replace(torch.ones(count, D), 1, positions=positions)]
     (out,) = llm.generate(
         prompt(9), weir.params(sampling(3), capture=weir.Capture("resid_post", 1), interventions=fits), use_tqdm=False
     )
@@ -404,7 +410,7 @@ def test_a_receipt_counts_what_was_done(engine):
         weir.Add(GOOD, 1, positions=[0, 40, 200]),
         weir.Ablate(GOOD, 2, positions="generated"),
         weir.Add(GOOD, 1, 0.0),
-        weir.Replace(torch.ones(3, D), 1, positions="38:"),
+        weir.Replace(torch.ones(3, D), 1, positions="38:41"),
     ]
     params = weir.params(sampling(5), capture=weir.Capture("resid_post", 1, "sampled"), interventions=items)
     for cached in (0, 64):
@@ -428,7 +434,7 @@ def test_a_global_that_can_never_fit_is_refused(engine):
     llm, _oracle = engine
     try:
         with pytest.raises(weir.WeirError) as caught:
-            weir.set_global(llm, [weir.Add(vectors(36)(ROWS + 1, D), 1)])
+            weir.set_global(llm, [weir.Add(vectors(36)(ROWS + 1, D), 1, positions=range(ROWS + 1))])
         assert caught.value.field == "interventions"
         (out,) = llm.generate(prompt(9, 3), sampling(3), use_tqdm=False)
         assert out.receipt is None
