@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import vllm_weir as weir
 from tests.support.steered import _apply, of_layer
 from tests.unit.wishes import served
-from vllm_weir.frontend.admit import admit
+from vllm_weir.frontend.admit import Admitted, admit
 from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
 from vllm_weir.spec.interventions import Move
@@ -33,7 +33,7 @@ REPLY = "rows#vectors#token"
 FACTS = EngineFacts(served(LAYERS), LAYERS, D, "float32", 1000)
 
 
-def admitted(*items):
+def admitted(*items) -> Admitted:
     """What a request with these interventions is to the engine."""
     return admit({"weir": RequestSpec((), items)}, FACTS)
 
@@ -53,7 +53,9 @@ class Bench:
         self.planner = Planner(frozenset(range(TAPS * STAGES)), TAPS * STAGES, 8, self.table)
 
     def join(self, name: str, items, prompt_len: int, prompt_ids=None) -> None:
-        found = admitted(*items)
+        self.enter(name, admitted(*items), prompt_len, prompt_ids)
+
+    def enter(self, name: str, found: Admitted, prompt_len: int, prompt_ids=None) -> None:
         for some in found.by_position:
             some.check(prompt_len)
         moves, rows = [Move.from_wire(m.to_wire()) for m in found.effective], found.rows

@@ -213,7 +213,8 @@ class View:
             some = list(itertools.islice(each, count))
             sites = {Site(move.hook, layer): n for move, n, _ in some if move for layer in move.layers}
             shared = max(cached for _, _, cached in some)
-            if any(cached != shared for _, _, cached in some):  # rows by position, some of which change nothing
+            if shared and count > 1 and any(move and move.per_position for move, _, _ in some):
+                # Where a row is zero, it changes nothing at its layer.
                 at = np.unique(np.concatenate([self.touched(move) for move, _, _ in some if move]))
                 shared = int(np.searchsorted(at, self.cached_tokens))
             out.append((dict(sorted(sites.items())), shared))

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, StrictBool
 
-Floats = list[float]
+Floats = list[float] | Annotated[list[list[float]], Field(min_length=1, max_length=1)]
+"""[d], or [1, d]."""
 
 
 class VectorBytes(BaseModel):

@@ -43,6 +43,8 @@ class VectorsByLayer:
         """
         if isinstance(value, VectorsByLayer):
             return value
+        if not value:
+            raise WeirError("names no layer; expected {layer: vector}, or the wire form of one vector", field)
         out: dict[int, Vector] = {}
         for key, vector in value.items():
             at = f"{field}.{brief(key)}"
@@ -65,7 +67,7 @@ def is_by_layer(value: object) -> bool:
     """Whether a value is ``{layer: vector}``, and not the wire form of one vector."""
     if isinstance(value, VectorsByLayer):
         return True
-    return isinstance(value, Mapping) and any(_is_number(key) for key in value)
+    return isinstance(value, Mapping) and (not value or any(map(_is_number, value)))
 
 
 def _is_number(key: object) -> bool:

@@ -32,9 +32,9 @@ from vllm_weir.spec.vectors import MAX_ROWS, Vector, digest_of, number
 
 CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM = range(6)
 INFINITE = float(np.float32(3.4e38))
-MOST_TURNED = 1e12
-"""Length of what KEEP_NORM adds before it restores the norm, or its ratio to the row's. A longer one makes no other row
-in float32, and the sum of its squares would overflow."""
+MOST_TURNED, MOST_RATIO = 1e16, 1e9
+"""Length of what KEEP_NORM adds before it restores the norm, and its ratio to the row's. With more of it the row would
+be the same in float32, and the sum of squares would overflow."""
 
 
 class Instruction(NamedTuple):
@@ -368,7 +368,7 @@ class Add(Intervention):
         if not self.keep_norm:
             return Instruction(NORM if self.norm_match else CONST, u, a=self.scale)
         if self.norm_match:
-            return Instruction(KEEP_NORM, u, b=max(-MOST_TURNED, min(self.scale, MOST_TURNED)))
+            return Instruction(KEEP_NORM, u, b=max(-MOST_RATIO, min(self.scale, MOST_RATIO)))
         most = MOST_TURNED / norm
         return Instruction(KEEP_NORM, u, a=max(-most, min(self.scale, most)))
 
