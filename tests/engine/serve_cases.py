@@ -41,6 +41,15 @@ def cases() -> dict[str, dict[str, Any]]:
                 weir.Add(vector(4), layers=2, positions=[3], norm_match=True),
             ],
         ),
+        "shapes": dict(
+            capture=everything,
+            interventions=[
+                weir.Add(vector(8, 2)[:1], layers=0, scale=2.0, keep_norm=True),
+                weir.Add({4: vector(10), 1: vector(11)[None]}, norm_match=True, positions="generated"),
+                weir.Ablate(vector(12, 2), layers=[3, 2], per_layer=True),
+                weir.Replace(vector(13, 3), layers=5, positions="2:5"),
+            ],
+        ),
         "scores": dict(capture=weir.Capture(layers=[2, 3], project=vector(5, 3))),
         "mean": dict(capture=weir.Capture(layers=[0, 5], reduce="mean", positions="prompt")),
         "packed": dict(capture=weir.Capture(layers=2, compress="full8")),

@@ -505,6 +505,74 @@ def test_modules(pair):
     refused(one.post("/v1/steering/modules/unregister", json={"name": "m"}), 404, "name")
 
 
+STACK = np.arange(1.0, LAYERS * D + 1).reshape(LAYERS, D)
+
+
+def test_vectors_by_layer_everywhere(pair):
+    """In names, modules, what every request undergoes, and requests; seen by every process."""
+    (one, two), servers = pair
+    each = [("resid_post", (n,), "all", [STACK[n].tolist()]) for n in range(LAYERS)]
+    assert one.put("/v1/vectors/stack", json=STACK.tolist()).json()["shape"] == [LAYERS, D]
+    file = save({"deep": STACK[:2, None].astype(np.float32)})
+    made = two.put("/v1/vectors/deep", content=file, headers={"Content-Type": "application/vnd.safetensors"})
+    assert made.json()["shape"] == [2, 1, D]
+    by_name = {"op": "add", "vector": {"ref": "stack"}, "per_layer": True}
+    deep = {"op": "add", "vector": "deep", "per_layer": True, "layers": [2, 1]}
+    swapped = [("resid_post", (1,), "all", [STACK[1].tolist()]), ("resid_post", (2,), "all", [STACK[0].tolist()])]
+    mapping = {"op": "add", "vector": {"1": {"ref": "stack"}, "2": V}}
+    for server in servers:
+        assert lowered(server, {"interventions": [by_name]}) == each
+        assert lowered(server, {"interventions": [deep]}) == swapped
+        with pytest.raises(WeirError, match=r"4 rows, but 'all' is open.*per_layer=True") as caught:
+            lowered(server, {"interventions": [mapping]})
+        assert caught.value.field == "interventions[0].positions"
+    own = [by_name, deep, {"op": "add", "vector": {"3": V, "0": [V]}, "keep_norm": True, "positions": "prompt"}]
+    assert one.post("/v1/steering/set", json={"interventions": own}).json()["layers_updated"] == [0, 1, 2, 3]
+    module = {"name": "m", "interventions": own[:2]}
+    assert two.post("/v1/steering/modules/register", json=module).status_code == 200
+    assert one.delete("/v1/vectors/stack").status_code == two.delete("/v1/vectors/deep").status_code == 204
+    for server in servers:
+        always = lowered(server, {})
+        assert always[:6] == each + swapped and [m[:3] for m in always[6:]] == [("resid_post", (0, 3), "prompt")]
+        assert lowered(server, {"modules": [{"name": "m", "scale": 2}]})[7:] == [
+            (*m[:3], [[2 * x for x in m[3][0]]]) for m in each + swapped
+        ]
+    shown = two.get("/v1/steering").json()["interventions"]
+    assert "b64" not in json.dumps(shown) and [i.get("per_layer") for i in shown] == [True, True, None]
+    assert [i["layers"] for i in shown] == ["all", [2, 1], [0, 3]] and set(shown[2]["vector"]) == {"0", "3"}
+    assert shown[2]["keep_norm"] is True
+
+
+def test_a_row_as_a_matrix_is_that_row_in_every_body(pair):
+    (one, two), servers = pair
+    one.put("/v1/vectors/flat", json=V)
+    two.put("/v1/vectors/row", json=[V])
+    two.put("/v1/vectors/blocks", json={"directions": {"1": [V], "2": OTHER}})
+    assert lowered(servers[0], {"modules": ["blocks"]}) == [
+        ("resid_post", (1,), "all", [V]), ("resid_post", (2,), "all", [OTHER])
+    ]  # fmt: skip
+    for vector in (V, [V], {"ref": "flat"}, {"ref": "row"}, {"ref": "blocks[1]"}):
+        entry = {"vector": vector, "scale": 2.0}
+        body = {
+            "vectors": {"resid_post": {"1": entry}},
+            "clamps": {"resid_post": {"1": [{"vector": vector, "max": 0}]}},
+        }
+        assert one.post("/v1/steering/set", json={**body, "replace": True}).status_code == 200, vector
+        add, clamp = lowered(servers[1], {})
+        assert add == ("resid_post", (1,), "all", [[2 * x for x in V]]) and clamp[:3] == add[:3]
+        norm = two.get("/v1/steering").json()["active_layers"]["1"]["resid_post"]["norm"]
+        assert norm == pytest.approx(2 * np.linalg.norm(V))
+    rows = {"vectors": {"resid_post": {"1": [V, OTHER]}}}
+    assert "2 rows" in refused(one.post("/v1/steering/set", json=rows), 400, "vectors.resid_post.1.vector")
+    own = {"interventions": [{"op": "replace", "values": [V, OTHER], "layers": 1}]}
+    message = refused(one.post("/v1/steering/set", json=own), 400, "interventions[0].positions")
+    assert "2 rows, but 'all' is open" in message
+    listed = {"interventions": [{**own["interventions"][0], "positions": [4, 1, 2]}]}
+    assert "2 rows for 3 positions" in refused(
+        two.post("/v1/steering/modules/register", json={"name": "m", **listed}), 400, "interventions[0].positions"
+    )
+
+
 def test_requests_of_the_fork(pair):
     """`steering_name` and the packed tiers of a request: module first, then tiers, then Weir's own."""
     (one, _), (server, _) = pair

@@ -22,6 +22,7 @@ from vllm_weir.client import flow
 from vllm_weir.client.answer import activations_of, receipt_of, scores_of
 from vllm_weir.client.flow import Retries
 from vllm_weir.client.wire import Call, Fetch, Lost, Reply, Sleep
+from vllm_weir.spec.request import RequestSpec
 
 CAPTURE = weir.Capture("resid_post", layers=3)
 
@@ -104,6 +105,28 @@ def test_a_request_carries_what_offline_params_would(server, driver) -> None:
     }  # fmt: skip
     assert server.headers[0]["authorization"] == "Bearer key"
     assert "x-weir-admin-key" not in server.headers[0]
+
+
+def test_vectors_by_layer_travel_as_json(server, driver) -> None:
+    stack = torch.randn(2, 8)
+    asked = [
+        weir.Add({3: stack[0], 1: stack[1:]}, keep_norm=True),
+        weir.Ablate("directions", layers=[3, 1], per_layer=True),
+    ]
+    driver.generate("hello", interventions=asked)
+    (body,) = generations(server)
+    assert body["weir"]["interventions"] == [item.to_json() for item in asked]
+    first, second = RequestSpec.parse(body["weir"]).interventions
+    assert {n: v.array.tolist() for n, v in first.vector.vectors.items()} == {
+        1: stack[1].tolist(),
+        3: stack[0].tolist(),
+    }
+    assert second.layers == (3, 1) and second.per_layer and second.directions.ref == "directions"
+    with pytest.raises(weir.WeirError, match="3 rows, but 'all' is open") as caught:
+        driver.generate("hello", interventions={"op": "add", "vector": [[1.0]] * 3})
+    assert caught.value.field == "interventions[0].positions" and len(generations(server)) == 1
+    driver.wait(driver.client.vectors.put("deep", stack[None]))
+    assert server.seen[-1][2]["shape"] == [1, 2, 8]
 
 
 def test_a_request_without_wishes_has_no_weir_key(server, driver) -> None:
