@@ -180,7 +180,7 @@ def test_the_servers_refusals_are_typed_and_name_the_field(client, weir_server):
         (dict(interventions=weir.Add("nobody", layers=1)), "interventions[0].vector"),
         (dict(interventions=weir.Add("deep", per_layer=True)), "interventions[0].vector"),
         (dict(interventions=weir.Add(vector(3, 7), layers=1, positions="prompt")), "interventions[0].positions"),
-        (dict(interventions=weir.Add(vector(3, 2), layers=1, positions="generated")), "interventions[0].positions"),
+        (dict(interventions={"op": "add", "vector": vector(3, 2).tolist()}), "interventions[0].positions"),
         (dict(capture=weir.Capture(sink={"filesystem": {"url": "/tmp/x"}})), "capture[0].sink"),
     ):
         for ask in (client.generate, lambda *a, **k: list(client.stream(*a, **k))):

@@ -34,6 +34,8 @@ def test_the_triton_tap_equals_the_cpu_op(d_model, dtype, beside):
     items = [
         Add(v(d_model), 1, 2.0),
         Add(v(d_model), 1, 0.5, hook="resid_pre", norm_match=True),
+        Add(v(d_model), 0, 2.0, keep_norm=True),
+        Add(v(d_model), 0, 0.5, norm_match=True, keep_norm=True),
         Ablate(v(3, d_model), 0),
         Clamp(v(d_model), 0, value=2.0),
         Clamp(v(d_model), 0, min=-0.1, max=0.1, strength=0.5),
@@ -94,6 +96,9 @@ def cases(d_model):
         [weir.Add(v(d_model), [1, 3], 2.0, positions="generated")],
         [weir.Add(v(d_model), 2, 0.1, norm_match=True)],
         [weir.Add(v(d_model), 3, 2.0, hook="resid_pre")],
+        [weir.Add(v(1, d_model), [1, 3], 2.0, keep_norm=True)],
+        [weir.Add({1: v(d_model), 3: v(1, d_model)}, scale=0.1, norm_match=True, keep_norm=True)],
+        [weir.Add(v(2, d_model), [3, 1], 2.0, per_layer=True)],
         [weir.Ablate(v(3, d_model), "all")],
         [weir.Clamp(v(d_model), 2, value=3.0)],
         [weir.Replace(v(d_model), 1, positions=[2, -1], alpha=0.2)],
@@ -148,6 +153,32 @@ def test_the_change_is_the_asked_one_to_bf16_rounding():
     before, after = out.activations["resid_post", 2], out.activations["resid_pre", 3]
     assert torch.equal(after, (before.float() + 3.0 * v).to(torch.bfloat16))
     assert out.receipt.steered == ({weir.Site("resid_pre", 3): len(before)},)
+
+
+def test_a_turned_row_keeps_its_norm_to_bf16_rounding():
+    from vllm import SamplingParams
+
+    import vllm_weir as weir
+
+    llm = shipped()
+    d = llm.collective_rpc("weir_report")[0]["d_model"]
+    v = torch.randn(d, generator=torch.Generator().manual_seed(3))
+    for norm_match, scale in ((False, 3.0), (True, 0.7)):
+        params = weir.params(
+            SamplingParams(max_tokens=20, temperature=0, ignore_eos=True),
+            capture=[weir.Capture("resid_post", 2), weir.Capture("resid_pre", 3)],
+            interventions=weir.Add(v, 3, scale, hook="resid_pre", norm_match=norm_match, keep_norm=True),
+        )
+        out = llm.generate(["Anna went to the harbor."], params, use_tqdm=False)[0]
+        before = out.activations["resid_post", 2].double()
+        after = out.activations["resid_pre", 3].double()
+        norm = before.norm(dim=1, keepdim=True)
+        summed = before + scale * (norm * v.double() / v.double().norm() if norm_match else v.double())
+        want = summed * norm / summed.norm(dim=1, keepdim=True)
+        # One bf16 step is 2^-8 of an element, rounding errs by half of it at most.
+        assert ((after - want).abs() <= want.abs() / 256 + 1e-6 * norm).all()
+        assert ((after.norm(dim=1) - norm[:, 0]).abs() <= norm[:, 0] / 256).all()
+        assert out.receipt.steered == ({weir.Site("resid_pre", 3): len(before)},)
 
 
 def test_neighbours_of_steered_requests_are_bit_identical(tmp_path_factory):

@@ -48,6 +48,13 @@ wire = st.fixed_dictionaries(
 )
 
 
+by_layer = st.dictionaries(
+    st.one_of(st.integers(), st.integers().map(str), scalars.filter(lambda x: x != 10**400)),
+    st.one_of(wire, junk, st.just([1.0, 2.0])),
+    max_size=3,
+)
+
+
 @settings(max_examples=500, deadline=None)
 @given(st.one_of(junk, wire))
 def test_a_vector_is_accepted_or_refused_by_name(value):
@@ -67,11 +74,26 @@ def test_a_vector_is_accepted_or_refused_by_name(value):
     st.dictionaries(
         st.one_of(
             st.sampled_from(
-                ["op", "vector", "layers", "scale", "hook", "positions", "direction", "value", "R", "path"]
+                [
+                    "op",
+                    "vector",
+                    "layers",
+                    "scale",
+                    "hook",
+                    "positions",
+                    "direction",
+                    "value",
+                    "R",
+                    "path",
+                    "values",
+                    "directions",
+                    "per_layer",
+                    "keep_norm",
+                ]
             ),
             st.integers(),
         ),
-        st.one_of(junk, st.sampled_from(list(KINDS))),
+        st.one_of(junk, by_layer, st.sampled_from(list(KINDS)), st.just([[1.0, 2.0]] * 3)),
     )
 )
 def test_an_intervention_is_accepted_or_refused_by_name(value):
