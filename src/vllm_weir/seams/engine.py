@@ -12,6 +12,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import KEYS, carries_keys
 from vllm_weir.frontend.desk import Desk
 from vllm_weir.frontend.holding import holding
+from vllm_weir.frontend.reach import Vocabulary
 from vllm_weir.frontend.sinks.board import check_sinks
 from vllm_weir.frontend.turns import entry_of
 from vllm_weir.seams.limits import refusal_of
@@ -180,7 +181,9 @@ def _make_desk(engine, status, hold: bool) -> Desk:
         host = get_ip()
     chunked = bool(config.scheduler_config.enable_chunked_prefill)
     refusal = status.refusal or refusal_of(config)
-    desk = Desk(settings, chunked, host, refusal, config.model_config.model, hold)
+    model = config.model_config
+    vocabulary = Vocabulary(model.get_vocab_size(), engine.output_processor.tokenizer)
+    desk = Desk(settings, chunked, host, refusal, model.model, hold, vocabulary, model.max_model_len)
     setattr(engine.output_processor, _DESK, desk)
     desk.turns.live = engine.output_processor.request_states
     return desk
