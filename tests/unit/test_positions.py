@@ -81,7 +81,11 @@ def test_a_selector_reaches_what_its_mask_selects(selector, P, G):
 def test_special_tokens_are_the_tokenizer_s(special):
     parsed = Positions.parse({"special": special})
     assert parsed.to_json() == {"special": special} and parsed.needs_token_ids
-    assert Positions.parse(json.loads(json.dumps(parsed.to_json()))) == parsed == Positions.parse({"special": np.bool_(special)})
+    assert (
+        Positions.parse(json.loads(json.dumps(parsed.to_json())))
+        == parsed
+        == Positions.parse({"special": np.bool_(special)})
+    )
     known = parsed.with_special([7, 2, 2])
     assert known.to_json() == {"token_ids" if special else "not_token_ids": [2, 7]}
     assert known.with_special([9]) is known
@@ -136,7 +140,9 @@ def test_an_int_without_dimensions(three):
     assert type(Positions.parse(three).values[0]) is type(Positions.parse([three]).values[0]) is int
     for layers in (three, [three], (three, three)):
         assert Capture(layers=layers).layers == (3,) and json.dumps(Capture(layers=layers).to_json())
-    assert parse_site(("resid_post", three)) == Site("resid_post", 3) and type(parse_site(("embed", three)).layer) is int
+    assert (
+        parse_site(("resid_post", three)) == Site("resid_post", 3) and type(parse_site(("embed", three)).layer) is int
+    )
     assert number(three, "scale") == 3.0 and Clamp([1.0, 2.0], three, max=three).max == 3.0
     given = Add([1.0, 2.0], layers=three, scale=three, positions=three)
     assert given.to_json() == Add([1.0, 2.0], layers=3, scale=3, positions=3).to_json()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vllm_weir as weir
+from tests.support.check import expected_positions
 from tests.support.steered import _apply
 from vllm_weir.frontend.admit import unknown_reference
 from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
@@ -20,6 +21,7 @@ from vllm_weir.worker import tap_cpu
 from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.select import STAGES, num_taps, tap_of
+from vllm_weir.worker.tables import PlanWriter
 from vllm_weir.worker.tap import numbered
 
 D, LAYERS = 8, 3
@@ -188,6 +190,8 @@ def test_rows_by_position_need_positions_known_beforehand():
     for item in (
         weir.Add(torch.ones(2, D), positions={"token_ids": [1]}),
         weir.Replace(torch.ones(2, D), positions={"token_ids": [1]}),
+        weir.Replace(torch.ones(2, D), positions={"not_token_ids": [1]}),
+        weir.Add(torch.ones(2, D), positions={"special": False}),
     ):
         with pytest.raises(weir.WeirError, match="positions"):
             item.lower(D, unknown_reference)
@@ -209,6 +213,45 @@ def test_a_token_selector_beside_rows_by_position_waits_for_the_token():
     assert len(plan.lookups) == 1 and plan.lookups[0].tokens.tolist() == [0]
     without, with_it = plan.lookups[0].programs.tolist()
     assert without != with_it and min(without, with_it) >= 0
+
+
+token_selectors = st.one_of(
+    st.fixed_dictionaries({"token_ids": st.lists(st.integers(0, 4), min_size=1, max_size=3)}),
+    st.fixed_dictionaries({"not_token_ids": st.lists(st.integers(0, 4), max_size=3)}),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    selectors=st.lists(
+        st.one_of(token_selectors, token_selectors, where.map(lambda w: w["positions"])), min_size=1, max_size=4
+    ),
+    ids=st.lists(st.integers(0, 5), min_size=9, max_size=9),
+    P=st.integers(1, 5),
+    cuts=st.lists(st.integers(1, 3), max_size=4),
+)
+def test_what_the_device_does_hangs_on_the_token(selectors, ids, P, cuts):
+    """Prompts in chunks, then generated tokens, which the plan does not know: each is steered by those interventions
+    whose selector takes its position or its token, and by no others."""
+    items = [weir.Add(torch.eye(D)[k], 1, positions=at) for k, at in enumerate(selectors)]
+    bench, tensor = Bench(), torch.full((8, 3), -1, dtype=torch.int32)
+    bench.join("r", items, P, ids[:P])
+    writer, at, done = PlanWriter(tensor), 0, []
+    while at < len(ids):
+        n = min(cuts.pop() if cuts else 2, P - at) if at < P else 1
+        plan = bench.planner.plan(["r"], [n], [at])
+        if plan is None:
+            writer.silence()
+        else:
+            writer.write(plan, 0, torch.tensor(ids[at : at + n], dtype=torch.int32))
+        tap = tap_of(Site("resid_post", 1))
+        done.append(bench.run(tap, tensor[:n, 2].numpy(), torch.zeros(n, D), None))
+        at += n
+    chosen = [expected_positions(s, P, len(ids) - P + 1, ids) for s in selectors]
+    wanted = torch.tensor(
+        [[float(p in chosen[k]) if k < len(items) else 0.0 for k in range(D)] for p in range(len(ids))]
+    )
+    assert torch.equal(torch.cat(done), wanted)
 
 
 def test_positions_of_a_planner_are_those_of_the_selector():

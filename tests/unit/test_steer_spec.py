@@ -349,6 +349,9 @@ def test_tiers_refuse_by_name():
     for kwargs, field in (
         ({"steering_vectors": {"nowhere": {1: a}}}, "steering_vectors.nowhere.1.hook"),
         ({"steering_vectors": {"nowhere": {}}}, "steering_vectors.nowhere"),
+        ({"steering_vectors": {"post_mlp": {}}}, "steering_vectors.post_mlp"),
+        ({"decode_steering_clamps": {"post_mlp": {}}}, "decode_steering_clamps.post_mlp"),
+        ({"steering_clamps": {"post_mlp": {1: []}}}, "steering_clamps.post_mlp.1"),
         ({"prefill_steering_vectors": {"post_mlp": a}}, "prefill_steering_vectors.post_mlp"),
         ({"decode_steering_vectors": {"post_mlp": {"x": a}}}, "decode_steering_vectors.post_mlp.x"),
         (

@@ -173,9 +173,9 @@ def _admit(
     if extra_args.get(LENS_STEER_KEY) is not None:
         own += lens_interventions(extra_args[LENS_STEER_KEY])
     asked = asked_of((*captures, *own))
-    interventions = [placed(one, vocabulary, has_token_ids) for one in (*always, *named, *own)]
-    moves, rows = _lower(interventions, facts, lookup)
-    captures = tuple(placed(one, vocabulary, has_token_ids) for one in (*captures, *everyone))
+    interventions = tuple(placed(one, vocabulary) for one in (*always, *named, *own))
+    moves, rows = _lower(interventions, facts, lookup, has_token_ids)
+    captures = tuple(placed(one, vocabulary) for one in (*captures, *everyone))
     for capture in captures:
         if not capture.sink.memory and capture.sink.own is None and capture.sink.name not in sinks:
             have = ", ".join(["memory", *sinks])
@@ -191,6 +191,7 @@ def _admit(
         facts.num_layers,
         facts.dtype,
         treatments,
+        has_token_ids,
         lambda site, path: _check_tapped(site, facts, path),
         lens_layers,
     )
@@ -199,10 +200,14 @@ def _admit(
     return Admitted(resolved, treatments.assign(parts), facts.dtype, moves, rows, asked)
 
 
-def _lower(interventions, facts: EngineFacts, lookup):
+def _lower(interventions, facts: EngineFacts, lookup, has_token_ids: bool):
     moves: list[Move | None] = []
     rows: dict[str, np.ndarray] = {}
     for intervention in interventions:
+        if intervention.positions.needs_token_ids and not has_token_ids:
+            raise WeirError(
+                "the prompt is given as embeddings, so it has no token ids", f"{intervention.path}.positions"
+            )
         layers = intervention.resolve_layers(facts.num_layers)
         for layer in layers:
             _check_tapped(Site(intervention.hook, layer), facts, intervention.path)

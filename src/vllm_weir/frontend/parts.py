@@ -87,6 +87,7 @@ def make_parts(
     num_layers: int,
     dtype: str,
     treatments: Treatments,
+    has_token_ids: bool,
     check: Callable[[Site, str], None],
     lens_layers: tuple[int, ...],
 ) -> tuple[Part, ...]:
@@ -101,6 +102,8 @@ def make_parts(
     before: dict[Site, bool] = {}
     mixed: dict[Site, Treatment | None] = {}
     for capture, asked in zip(captures, treatments.each, strict=True):
+        if capture.positions.needs_token_ids and not has_token_ids:
+            raise WeirError("the prompt is given as embeddings, so it has no token ids", f"{capture.path}.positions")
         way = way_of(capture)
         treatment = treatments.ways[way]
         own = "float32" if treatment is not None and treatment.compression is not None else dtype

@@ -81,17 +81,9 @@ class Vocabulary:
 UNKNOWN = Vocabulary()
 
 
-def placed(item: Item, vocabulary: Vocabulary, has_token_ids: bool) -> Item:
-    """A capture or an intervention whose selector names its tokens; raises WeirError if it can select nothing.
-
-    `has_token_ids`: False for prompts given as embeddings.
-    """
-    if not item.positions.needs_token_ids:
-        return item
-    field = f"{item.path}.positions"
-    if not has_token_ids:
-        raise WeirError("the prompt is given as embeddings, so it has no token ids", field)
-    positions = vocabulary.resolve(item.positions, field)
+def placed(item: Item, vocabulary: Vocabulary) -> Item:
+    """A capture or an intervention whose selector names its tokens; raises WeirError if it can select none."""
+    positions = vocabulary.resolve(item.positions, f"{item.path}.positions")
     if positions is item.positions:
         return item
     out = copy.copy(item)

@@ -237,7 +237,7 @@ class ActivationDataset(Mapping):
         if selector.needs_token_ids:
             self._check_tokens(which, tokens, selector)
             return selector.mask(positions, 0, tokens)
-        if (selector.kind == "list" and min(selector.numbers, default=0) >= 0):
+        if selector.kind == "list" and min(selector.numbers, default=0) >= 0:
             return selector.mask(positions, 0, tokens)
         out = np.zeros(len(at), bool)
         request = self.index.request[which]

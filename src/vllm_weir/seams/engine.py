@@ -80,6 +80,8 @@ def _admit(output_processor, request, status):
         raise WeirError("streamed input is not served; send the whole prompt", WIRE_KEY)
     ids = request.prompt_token_ids
     length = len(ids) if ids is not None else len(request.prompt_embeds)
+    if not all(getattr(request, "prompt_is_token_ids", None) or ()):
+        ids = None  # of a prompt that is embeddings in part: the ids there are placeholders
     params = request.sampling_params
     streams = params.output_kind.name != "FINAL_ONLY"
     tracker, wire = desk.admit(request.request_id, params.extra_args or {}, ids, length, params.max_tokens, streams)
