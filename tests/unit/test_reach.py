@@ -77,10 +77,10 @@ def test_refused_just_where_no_row_is_selected(selector, P, max_tokens):
 def test_refusals_say_what_to_write(desk):
     for selector, max_tokens, words in (
         ("generated", 1, "with max_tokens=1 the one generated token never enters the model; use 'sampled'"),
-        ([600, 700], 4, "[600, 700] selects no row: with 6 tokens in the prompt and max_tokens=4 the last position that "
-                        "has one is 8; name some from 0 to 8"),
-        ("63:", 1000, "and max_tokens=1000, of which max_model_len leaves room for 58, the last position that has one"),
-    ):  # fmt: skip
+        ([600, 700], 4, "[600, 700] selects no row: with 6 tokens in the prompt and max_tokens=4 the last position"),
+        ([600, 700], 4, "the last position that has one is 8; name some from 0 to 8"),
+        ("63:", 1000, "max_tokens=1000, of which max_model_len leaves room for 58, the last position that has one"),
+    ):
         with pytest.raises(WeirError) as e:
             ask(desk, Capture(positions=selector), max_tokens=max_tokens)
         assert words in e.value.message, e.value.message
@@ -101,8 +101,8 @@ def test_the_first_one_that_selects_nothing_is_named(desk):
 
 
 def test_vllm_lens_s_fields(desk):
-    for given in ([900], []):
-        vector = {"activations": [ROW.tolist()], "layer_indices": [1], "position_indices": given}
+    for indices in ([900], []):
+        vector = {"activations": [ROW.tolist()], "layer_indices": [1], "position_indices": indices}
         with pytest.raises(WeirError) as e:
             ask(desk, apply_steering_vectors=[vector])
         assert e.value.field == "apply_steering_vectors[0].position_indices"
@@ -200,7 +200,7 @@ def test_special_tokens_are_named_at_admission():
 def test_special_tokens_need_a_tokenizer_that_has_some(make):
     at = "capture[0].positions" if isinstance(make("all"), Capture) else "interventions[0].positions"
     for special in (True, False):
-        with pytest.raises(WeirError, match="skip_tokenizer_init.*name them: ") as e:
+        with pytest.raises(WeirError, match=r"skip_tokenizer_init.*name them: ") as e:
             admitted(make({"special": special}), words=Vocabulary(100))
         assert e.value.field == f"{at}.special"
         with pytest.raises(WeirError, match="given as embeddings") as e:
