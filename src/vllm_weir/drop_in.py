@@ -36,7 +36,7 @@ class Wanted:
     @classmethod
     def parse(cls, layers: Layers, include_prefill, include_decode, last_prefill_token, last_decode_token) -> Wanted:
         """From the constructor's arguments; ``["all"]`` means ``"all"``."""
-        if isinstance(layers, (list, tuple)) and list(layers) == ["all"]:
+        if isinstance(layers, (list, tuple)) and len(layers) == 1 and isinstance(layers[0], str) and layers[0] == "all":
             layers = "all"
         flags = {
             "include_prefill": include_prefill,

@@ -68,6 +68,11 @@ def asking(selector: Any, num_layers: int, max_tokens: int = 8, **more: Any) -> 
     return weir.params(sampling(max_tokens, **more), capture=capture), wanted
 
 
+def reached(selector: Any, P: int, G: int) -> bool:
+    """Whether a selector may select something in a request: else it is refused."""
+    return isinstance(selector, dict) or bool(expected_positions(selector, P, G))
+
+
 def ids_of(out: Any, completion: Any = None) -> list[int]:
     return list(out.prompt_token_ids) + list((completion or out.outputs[0]).token_ids)
 

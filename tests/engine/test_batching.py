@@ -57,10 +57,11 @@ CAPS = [
     ("40:", 40, 32),
     ([70, 90], 70, 64),
     (-1, 99, 96),
-    ([], None, 96),
-    (10_000, 10_000, 96),
+    ([10_000, 101], 101, 96),
     ({"token_ids": [PROMPT[66]]}, PROMPT.index(PROMPT[66]), PROMPT.index(PROMPT[66]) // 32 * 32),
     ({"token_ids": [513]}, 100, 96),
+    ({"not_token_ids": PROMPT[:66]}, 66, 64),
+    ({"not_token_ids": PROMPT}, 100, 96),
 ]
 
 

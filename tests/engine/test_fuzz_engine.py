@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import vllm_weir as weir
-from tests.engine.common import asking, desk, directory, oracle, prompts, sampling, scheduler, verify
+from tests.engine.common import asking, desk, directory, oracle, prompts, reached, sampling, scheduler, verify
 from tests.support.engines import get_llm
 from tests.unit.wishes import any_extra_args, sensible_captures
 
@@ -57,17 +57,24 @@ def check_honoured(llm, truth, seen, captures):
     for hook, layers, positions in captures:
         for layer in range(LAYERS) if layers == "all" else layers:
             wanted.setdefault((hook, layer), []).append(positions)
-    (out,) = llm.generate(prompts([6]), weir.params(sampling(3), capture=capture), use_tqdm=False)
+    params = weir.params(sampling(3), capture=capture)
+    if not all(reached(positions, 6, 3) for _, _, positions in captures):
+        with pytest.raises(weir.WeirError, match="selects no row"):
+            llm.generate(prompts([6]), params, use_tqdm=False)
+        seen["unreached"] += 1
+        return
+    (out,) = llm.generate(prompts([6]), params, use_tqdm=False)
     verify(out, wanted, truth)
     seen["honoured"] += 1
 
 
 def test_fuzzed_requests_on_a_live_engine(root):
     llm, truth = get_llm(directory(root)), oracle(directory(root))
-    seen = {"refused": 0, "honoured": 0}
+    seen = {"refused": 0, "honoured": 0, "unreached": 0}
     check_refused_or_honoured(llm, truth, seen)
-    assert min(seen.values()) >= 10, seen
+    assert min(seen["refused"], seen["honoured"]) >= 10, seen
     check_honoured(llm, truth, seen)
+    assert min(seen.values()) >= 10, seen
     params, wanted = asking("all", LAYERS)
     for out in llm.generate(prompts([5, 30]), params, use_tqdm=False):
         verify(out, wanted, truth)

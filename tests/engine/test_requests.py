@@ -17,8 +17,10 @@ from tests.engine.common import (
     ids_of,
     oracle,
     prompts,
+    reached,
     same_rows,
     sampling,
+    scheduler,
     tokens,
     verify,
 )
@@ -61,11 +63,14 @@ def test_each_of_n_sequences_has_its_own_rows(llm, truth):
 def test_one_generated_token(llm, truth, length):
     for selector in SELECTORS:
         params, wanted = asking(selector, LAYERS, max_tokens=1)
-        verify(one(llm, prompts([length]), params), wanted, truth)
+        if reached(selector, length, 1):
+            verify(one(llm, prompts([length]), params), wanted, truth)
+            continue
+        with pytest.raises(weir.WeirError, match="selects no row") as e:
+            one(llm, prompts([length]), params)
+        assert e.value.field == "capture[0].positions"
     params, _ = asking("sampled", LAYERS, max_tokens=1)
     assert one(llm, prompts([length]), params).activations.positions.tolist() == [length - 1]
-    params, _ = asking("generated", LAYERS, max_tokens=1)
-    assert one(llm, prompts([length]), params).activations["resid_post", 0].shape == (0, truth.hidden_size)
 
 
 def test_text_and_token_prompts(llm, truth):
@@ -87,8 +92,8 @@ def test_chat(llm, truth):
     verify(out, wanted, truth)
 
 
-@pytest.mark.parametrize("selector", [[], 500, "300:", -90, [600, 700], "generated", {"token_ids": [511]}])
-def test_positions_never_reached_give_no_rows(llm, truth, selector):
+@pytest.mark.parametrize("selector", [{"token_ids": [511]}, {"token_ids": [511, 9999]}, {"not_token_ids": range(513)}])
+def test_tokens_that_do_not_occur_give_no_rows(llm, truth, selector):
     params, wanted = asking(selector, LAYERS, max_tokens=1)
     out = one(llm, prompts([6]), params)
     verify(out, wanted, truth)
@@ -96,6 +101,56 @@ def test_positions_never_reached_give_no_rows(llm, truth, selector):
         assert out.activations[site].shape == (0, truth.hidden_size)
         assert out.activations[site].dtype == torch.float32
     assert out.activations.positions.tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("selector", "max_tokens", "field"),
+    [
+        *((s, 1, "") for s in (500, "300:", "6:", -90, [600, 700], "generated", {"token_ids": [514, 9999]})),
+        *((s, 4, "") for s in (9, "9:", "-90:-6", [-7, 9])),
+        ({"not_token_ids": list(range(514))}, 4, ".not_token_ids"),
+        (256, None, ""),  # max_model_len
+        ("255:", 10**6, ""),
+    ],
+)
+def test_selectors_that_select_nothing_are_refused(llm, truth, selector, max_tokens, field):
+    """Of captures and of interventions, whatever else is asked; the engine goes on."""
+    vector = torch.ones(truth.hidden_size)
+    for wish, name in (
+        ({"capture": [weir.Capture(), weir.Capture("resid_pre", 1, selector)]}, "capture[1]"),
+        ({"interventions": [weir.Add(vector, 1), weir.Ablate(vector, 1, positions=selector)]}, "interventions[1]"),
+        ({"interventions": weir.Add(0 * vector, 1, positions=selector)}, "interventions[0]"),
+    ):
+        for n in (1, 2):
+            params = weir.params(sampling(max_tokens, n=n, temperature=float(n > 1)), **wish)
+            with pytest.raises(weir.WeirError) as e:
+                llm.generate(prompts([6]), params, use_tqdm=False)
+            assert e.value.field.startswith(f"{name}.positions{field}"), e.value
+    assert not llm.llm_engine.has_unfinished_requests() and not scheduler(llm).requests
+    enough = weir.Capture(layers=1, positions=[500, 0, -9])
+    assert one(llm, prompts([6]), weir.params(sampling(1), capture=enough)).activations.positions.tolist() == [0]
+
+
+def test_the_last_position_that_has_a_row(llm, truth):
+    """max_model_len bounds what a request without max_tokens generates."""
+    for selector, max_tokens, P, at in ((254, None, 250, [254]), ("9:", 4, 7, [9]), ("generated", 2, 5, [5])):
+        params, wanted = asking(selector, LAYERS, max_tokens=max_tokens)
+        out = one(llm, prompts([P]), params)
+        verify(out, wanted, truth)
+        assert out.activations.positions.tolist() == at and at[-1] == P + len(out.outputs[0].token_ids) - 2
+    assert out.activations.positions.tolist() == [5]
+
+
+def test_what_every_request_undergoes_may_select_nothing_in_some(llm, truth):
+    vector = torch.ones(truth.hidden_size)
+    weir.set_global(llm, [weir.Add(vector, 1, positions="generated"), weir.Add(vector, 2, positions=[90, 1])])
+    try:
+        (short,) = llm.generate(prompts([1]), sampling(1), use_tqdm=False)
+        assert short.receipt.steered == ({("resid_post", 1): 0}, {("resid_post", 2): 0})
+        (longer,) = llm.generate(prompts([4]), sampling(3), use_tqdm=False)
+        assert longer.receipt.steered == ({("resid_post", 1): 2}, {("resid_post", 2): 1})
+    finally:
+        weir.clear_global(llm)
 
 
 def test_no_captures_at_all(llm):
@@ -212,6 +267,7 @@ def test_300_concurrent_requests_each_with_a_wish_of_its_own(llm, truth):
     asked, lengths = [], []
     for i in range(300):
         selector = [*SELECTORS, [i % 7, -2], f"{i % 5}::{1 + i % 3}"][i % 12]
+        selector = selector if reached(selector, 1 + i * 7 % 40, 1 + i % 6) else "all"
         sites = {("resid_post", i % LAYERS), ("resid_post", i // 4 % LAYERS), ("resid_pre", i // 16 % LAYERS)}
         capture = [weir.Capture(hook, layer, selector) for hook, layer in sites]
         asked.append((weir.params(sampling(1 + i % 6), capture=capture), {site: [selector] for site in sites}))

@@ -10,7 +10,8 @@ def expected_positions(selector: Any, P: int, G: int, token_ids: Sequence[int] =
     """The positions a selector picks, ascending, without duplicates.
 
     P prompt tokens and G generated ones give the rows 0 .. P + G - 2: the last generated token never enters the model.
-    `token_ids` are the prompt's and then the generated ones; only a `{"token_ids": [...]}` selector reads them.
+    `token_ids` are the prompt's and then the generated ones; only `{"token_ids": [...]}` and `{"not_token_ids": [...]}`
+    read them.
     """
     picked = []
     for position in range(P + G - 1):
@@ -42,12 +43,12 @@ def _picks(selector: Any, position: int, P: int, token_ids: Sequence[int]) -> bo
                 return True
         return False
     if isinstance(selector, dict):
-        if set(selector) != {"token_ids"}:
+        if set(selector) not in ({"token_ids"}, {"not_token_ids"}):
             raise ValueError(f"not a selector: {selector!r}")
-        for wanted in selector["token_ids"]:
-            if token_ids[position] == wanted:
-                return True
-        return False
+        for listed in selector.get("token_ids", selector.get("not_token_ids")):
+            if token_ids[position] == listed:
+                return "token_ids" in selector
+        return "not_token_ids" in selector
     if isinstance(selector, str) and ":" in selector:
         return _in_slice(selector, position, P)
     raise ValueError(f"not a selector: {selector!r}")

@@ -148,6 +148,18 @@ def test_bad_records_are_listed(tmp_path: Path) -> None:
         run_fake(source, str(tmp_path / "out"))
 
 
+def test_a_text_too_short_for_the_positions_is_no_record_without_rows(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "t.jsonl", ["a b c d e f", "a b c", "a b c d e"])
+    with pytest.raises(WeirError, match=r"^record 1: none of the positions .* text of 3 tokens; .*--on-error skip"):
+        run_fake(source, str(tmp_path / "out"), positions="4:")
+    summary = run_fake(source, str(tmp_path / "out"), positions="4:", on_error="skip")
+    assert (summary.requests + summary.held, list(summary.skipped)) == (2, [1])
+    cut = run_fake(source, str(tmp_path / "cut"), positions="4:", max_length=4, on_error="skip")
+    assert (cut.requests, len(cut.skipped)) == (0, 3)
+    longer = run_fake(source, str(tmp_path / "longer"), positions="4:", max_tokens=3)
+    assert (longer.requests, longer.skipped) == (3, {})
+
+
 def test_long_prompts_are_cut_if_asked(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "t.jsonl", ["a " * 65, "b b b"])
     summary = run_fake(source, str(tmp_path / "out"), max_length=10)
@@ -276,7 +288,9 @@ def test_arguments(source: Path, tmp_path: Path) -> None:
     for field, change in {
         "on_error": {"on_error": "ignore"}, "batch": {"batch": 0}, "limit": {"limit": 0}, "hook": {"hook": "nowhere"},
         "max_tokens": {"max_tokens": 0}, "engine": {"engine": {"model": "x"}}, "layout": {"layout": "heap"},
-        "reduce": {"reduce": "median"},
+        "reduce": {"reduce": "median"}, "layers": {"layers": []}, "positions": {"positions": []},
+        "positions: 'generated' selects no row": {"positions": "generated"},
+        "positions: '5:3' selects no position": {"positions": "5:3"},
     }.items():  # fmt: skip
         with pytest.raises(WeirError, match=f"^{field}"):
             run_fake(source, str(tmp_path / "out"), **change)
@@ -327,6 +341,20 @@ def test_command(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert result.exit_code == 1 and "layers: " in result.output
     assert command._positions("-4:") == "-4:" and command._positions('{"token_ids": [3]}') == {"token_ids": [3]}
     assert command._positions("[0, -1]") == [0, -1]
+    for option, value, told in (
+        ("--layers", "", "layers: 'all', or ints with commas, got ''"),
+        ("--positions", "[]", "positions: an empty list"),
+        ("--positions", '{"special": 1}', "positions.special: true"),
+    ):
+        place = ["-o", str(tmp_path / "new"), option, value]
+        result = CliRunner().invoke(app, [*line, *place])
+        assert result.exit_code == 1 and told in result.output and not (tmp_path / "new").exists()
+    special = ["-o", str(tmp_path / "new"), "--positions", '{"special": false}', "--on-error", "skip"]
+    assert CliRunner().invoke(app, [*line, *special]).exit_code == 0
+    assert json.loads((tmp_path / "new" / "extract.json").read_text())["positions"] == {"special": False}
+    assert load(tmp_path / "new").metadata(load(tmp_path / "new").requests[0])["capture"][0]["positions"] == {
+        "special": False
+    }
 
 
 def test_a_share_is_told_in_steps(source: Path, tmp_path: Path) -> None:

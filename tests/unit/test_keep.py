@@ -94,6 +94,38 @@ def test_rows_by_site_request_and_position(layout: str, tmp_path: Path) -> None:
         dataset["zz"]
 
 
+def test_rows_chosen_by_token_need_tokens(tmp_path: Path) -> None:
+    with open_writer(tmp_path) as writer:
+        for name, tokens in (("known", [7, 8, 7]), ("unknown", [-1] * 3)):
+            writer.write(Batch(name, "resid_post", 3, [0, 1, 2], torch.tensor(tokens), torch.ones(3, D)))
+            writer.finish_request(name)
+    dataset = load(tmp_path)
+    for selector, positions in (({"token_ids": [7]}, [0, 2]), ({"not_token_ids": [7]}, [1])):
+        assert dataset.rows(("resid_post", 3), "known", selector).positions.tolist() == positions
+        with pytest.raises(WeirError, match="request 'unknown' was stored without token ids") as e:
+            dataset.rows(("resid_post", 3), positions=selector)
+        assert e.value.field == f"positions.{next(iter(selector))}"
+    for special, key in ((True, "'token_ids'"), (False, "'not_token_ids'")):
+        with pytest.raises(WeirError, match=f"{key}: tokenizer.all_special_ids") as e:
+            dataset.rows(("resid_post", 3), positions={"special": special})
+        assert e.value.field == "positions.special"
+    with pytest.raises(WeirError, match="an empty list"):
+        dataset.rows(("resid_post", 3), positions=[])
+
+
+def test_sites_may_be_named_by_tensors(tmp_path: Path) -> None:
+    make(tmp_path, "sharded", ["a"])
+    dataset = load(tmp_path)
+    for three in (np.int64(3), np.array(3), torch.tensor(3)):
+        acts = dataset["a"]
+        assert torch.equal(acts["resid_post", three], acts["resid_post", 3]) and ("resid_post", three) in acts
+        assert torch.equal(acts.positions_of("resid_post", three), acts.positions)
+        assert torch.equal(acts.token_ids_of("post_block", three), acts.token_ids)
+        assert torch.equal(dataset.rows(("resid_post", three)).rows, acts["resid_post", 3])
+        with pytest.raises(KeyError, match=r"resid_post\[4\] was not captured"):
+            acts["resid_post", three + 1]
+
+
 def test_positions_that_count_from_the_prompts_end_need_its_length(tmp_path: Path) -> None:
     with open_writer(tmp_path) as writer:
         write(writer, "a", finish=False)

@@ -41,6 +41,11 @@ SITE = ("resid_post", 3)
          {"layers": [3], "project": 2, "positions": [-1]}),
         ({"layers": 3, "positions": range(5000)}, 0, {"layers": [3], "positions": "5000 listed ones"}),
         ({"layers": 3, "positions": {"token_ids": list(range(70))}}, 0, {"layers": [3], "positions": "70 token ids"}),
+        ({"layers": 3, "positions": {"not_token_ids": list(range(70))}}, 0,
+         {"layers": [3], "positions": "all but 70 token ids"}),
+        ({"layers": 3, "positions": {"not_token_ids": [4, 2]}}, 0,
+         {"layers": [3], "positions": {"not_token_ids": [2, 4]}}),
+        ({"layers": 3, "positions": {"special": False}}, 0, {"layers": [3], "positions": {"special": False}}),
     ],
 )  # fmt: skip
 def test_what_is_not_ordinary_is_told(capture: dict[str, Any], directions: int, entry: dict[str, Any] | None) -> None:

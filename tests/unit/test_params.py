@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,6 +41,23 @@ def test_the_drop_in_classes_keep_what_a_request_asks_for_itself():
         ("resid_post", [5], "sampled"),
     ]
     assert [i["op"] for i in wire["interventions"]] == ["add"]
+
+
+@pytest.mark.parametrize("layers", [[], (), range(0), torch.zeros(0, dtype=torch.int64)])
+def test_the_drop_in_classes_refuse_to_give_no_block(layers):
+    from vllm_weir.drop_in import Wanted
+
+    with pytest.raises(weir.WeirError, match="names no block; list some") as e:
+        Wanted.parse(layers, False, True, False, False)
+    assert e.value.field == "layers"
+
+
+@pytest.mark.parametrize("layers", [2, [2], torch.tensor(2), [torch.tensor(2)], np.array(2), (np.array(2),)])
+def test_the_drop_in_classes_take_any_int(layers):
+    from vllm_weir.drop_in import Wanted
+
+    assert Wanted.parse(layers, False, True, False, False).layers == (2,)
+    assert Wanted.parse(["all"], False, True, False, False).layers == "all"
 
 
 def test_arguments_come_in_the_order_that_the_design_prints():

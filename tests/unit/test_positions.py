@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.check import expected_positions
-from tests.unit.wishes import selectors
-from vllm_weir import Capture, WeirError
+from tests.unit.wishes import is_empty, selectors, slices
+from vllm_weir import Add, Capture, Clamp, Site, WeirError
+from vllm_weir.spec.hooks import parse_site
 from vllm_weir.spec.positions import MAX_LIST, Positions
+from vllm_weir.spec.vectors import number
 
 MANY = settings(max_examples=1000, deadline=None)
 lengths = st.integers(1, 60)
@@ -47,11 +49,50 @@ def test_first_never_passes_a_wanted_position(selector, P, G, data):
     assert not wanted or (first is not None and first <= wanted[0])
     assert first is None or first >= 0
     in_prompt = [p for p in wanted if p < P]
-    exact = not (isinstance(selector, dict) or (isinstance(selector, str) and ":" in selector))
-    if in_prompt and (exact or isinstance(selector, dict)):
+    if in_prompt and not (isinstance(selector, str) and ":" in selector):
         assert first == in_prompt[0], "a hit is capped earlier than need be"
-    if isinstance(selector, dict) and selector["token_ids"]:
+    if isinstance(selector, dict):
+        assert in_prompt or first == P
         assert Positions.parse(selector).first(P, None) == 0
+
+
+@MANY
+@given(text=slices())
+def test_a_slice_is_refused_just_where_it_never_selects_anything(text):
+    if not is_empty(text):
+        Positions.parse(text)
+        return
+    with pytest.raises(WeirError, match="selects no position") as e:
+        Positions.parse(text, "there")
+    assert e.value.field == "there" and "'start:'" in e.value.message
+
+
+@MANY
+@given(selector=selectors(), P=lengths, G=grown)
+def test_a_selector_reaches_what_its_mask_selects(selector, P, G):
+    """Tokens may be any."""
+    parsed, end = Positions.parse(selector), P + G - 1
+    assert parsed.reaches(P, end) == parsed.mask(np.arange(end), P).any()
+    ids = [4] * (P + G)
+    assert parsed.needs_token_ids or parsed.reaches(P, end) == bool(expected_positions(selector, P, G, ids))
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_special_tokens_are_the_tokenizer_s(special):
+    parsed = Positions.parse({"special": special})
+    assert parsed.to_json() == {"special": special} and parsed.needs_token_ids
+    assert (
+        Positions.parse(json.loads(json.dumps(parsed.to_json())))
+        == parsed
+        == Positions.parse({"special": np.bool_(special)})
+    )
+    known = parsed.with_special([7, 2, 2])
+    assert known.to_json() == {"token_ids" if special else "not_token_ids": [2, 7]}
+    assert known.with_special([9]) is known
+    assert known.mask(np.arange(4), 2, np.array([2, 5, 7, 9])).tolist() == [special, not special, special, not special]
+    for ask in (parsed.mask, parsed.first):
+        with pytest.raises(AssertionError):
+            ask(*((np.arange(3), 2) if ask == parsed.mask else (2, [1, 2])))
 
 
 @MANY
@@ -64,19 +105,69 @@ def test_json_round_trip(selector, P):
     assert Positions.parse(parsed) is parsed
 
 
-def test_unknown_tokens_select_a_superset():
-    parsed = Positions.parse({"token_ids": [3]})
+@pytest.mark.parametrize("kind", ["token_ids", "not_token_ids"])
+def test_unknown_tokens_select_a_superset(kind):
+    parsed = Positions.parse({kind: [3]})
     assert parsed.mask(np.arange(5), 3, None).all() and parsed.needs_token_ids
+    # One that is unknown among known ones is not selected: nobody can say that it is none of these.
+    known = parsed.mask(np.arange(3), 3, np.array([3, -1, 4])).tolist()
+    assert known == ([True, False, False] if kind == "token_ids" else [False, False, True])
 
 
 @pytest.mark.parametrize(
     "same",
-    [range(2, 9), (2, 3, 4, 5, 6, 7, 8), np.arange(2, 9), torch.arange(2, 9), [np.int64(i) for i in range(2, 9)]],
+    [
+        range(2, 9),
+        (2, 3, 4, 5, 6, 7, 8),
+        np.arange(2, 9),
+        torch.arange(2, 9),
+        [np.int64(i) for i in range(2, 9)],
+        [torch.tensor(i) for i in range(2, 9)],
+        [np.array(i) for i in range(2, 9)],
+    ],
 )
 def test_other_sequences_of_ints(same):
     assert Positions.parse(same) == Positions.parse(list(range(2, 9)))
     assert Capture(layers=same).layers == tuple(range(2, 9))
-    assert Positions.parse({"token_ids": same}) == Positions.parse({"token_ids": list(range(2, 9))})
+    for kind in ("token_ids", "not_token_ids"):
+        assert Positions.parse({kind: same}) == Positions.parse({kind: list(range(2, 9))})
+
+
+@pytest.mark.parametrize("three", [3, np.int64(3), np.array(3), torch.tensor(3), torch.tensor(3, dtype=torch.int8)])
+def test_an_int_without_dimensions(three):
+    assert Positions.parse(three) == Positions.parse(3) == Positions.parse([three])
+    assert Positions.parse({"token_ids": three}) == Positions.parse({"token_ids": [3]})
+    assert type(Positions.parse(three).values[0]) is type(Positions.parse([three]).values[0]) is int
+    for layers in (three, [three], (three, three)):
+        assert Capture(layers=layers).layers == (3,) and json.dumps(Capture(layers=layers).to_json())
+    assert (
+        parse_site(("resid_post", three)) == Site("resid_post", 3) and type(parse_site(("embed", three)).layer) is int
+    )
+    assert number(three, "scale") == 3.0 and Clamp([1.0, 2.0], three, max=three).max == 3.0
+    given = Add([1.0, 2.0], layers=three, scale=three, positions=three)
+    assert given.to_json() == Add([1.0, 2.0], layers=3, scale=3, positions=3).to_json()
+    assert json.loads(json.dumps(given.to_json())) == given.to_json()
+
+
+@pytest.mark.parametrize(
+    "bad", [torch.tensor(True), np.array(True), np.bool_(True), torch.tensor(1.5), np.array(1.5), np.array("all"),
+            torch.tensor(3, device="meta"), torch.tensor(1j), np.array(None)],
+)  # fmt: skip
+def test_what_is_no_int_in_a_tensor_either(bad):
+    for give in (
+        lambda: Positions.parse(bad, "at"),
+        lambda: Positions.parse([bad], "at"),
+        lambda: Positions.parse({"token_ids": [bad]}, "at"),
+        lambda: Capture(layers=bad),
+        lambda: parse_site(("resid_post", bad)),
+    ):
+        with pytest.raises(WeirError):
+            give()
+    if getattr(bad, "dtype", None) in (torch.float32, np.float64):
+        assert number(bad, "scale") == 1.5
+    else:
+        with pytest.raises(WeirError, match="expected a number"):
+            number(bad, "scale")
 
 
 @pytest.mark.parametrize(
@@ -89,6 +180,29 @@ def test_other_sequences_of_ints(same):
         {1},
         {},
         {"a": 1},
+        [],
+        (),
+        range(0),
+        np.zeros(0, int),
+        torch.zeros(0, dtype=torch.int64),
+        "5:3",
+        "3:3",
+        "0:0",
+        ":0",
+        "-1:-3",
+        "-2:-2",
+        "-3:0",
+        "5:3:2",
+        {"token_ids": []},
+        {"token_ids": [1], "not_token_ids": [2]},
+        {"special": None},
+        {"special": 0},
+        {"special": "no"},
+        {"special": [1]},
+        {"special": False, "within": "prompt"},
+        {"not_token_ids": [-1]},
+        {"not_token_ids": "7"},
+        {"not_token_ids": [True]},
         "1",
         "a:b",
         "1:2:3:4",
@@ -114,7 +228,8 @@ def test_long_lists_are_refused():
 @pytest.mark.parametrize(
     ("selector", "P", "count"),
     [
-        *[(s, None, None) for s in ("all", "prompt", "generated", "sampled", "4:", "-2:", ":-1", "2:-1", [], "5:2")],
+        *[(s, None, None) for s in ("all", "prompt", "generated", "sampled", "4:", "-2:", ":-1", "2:-1")],
+        *[({kind: [5, 6]}, P, None) for kind in ("token_ids", "not_token_ids") for P in (None, 9)],
         *[("last_prompt", None, 1), (-1, None, 1), ([5, 5, 3], None, 2), ("1:8:3", None, 3), ("-3:-1", None, 2)],
         *[([3, -1], None, 2), ([3, -1], 4, 1), ([3, -1], 9, 2), ([-9, 2], 8, 1), (-9, 8, None), ([99, 1], 8, 2)],
     ],

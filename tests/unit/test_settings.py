@@ -44,6 +44,8 @@ def test_an_unknown_setting_is_told_what_there_is():
         ({"hooks": 3}, {}, "settings.hooks"),
         ({"layers": [-1]}, {}, "settings.layers"),
         ({"layers": "some"}, {}, "settings.layers"),
+        ({"layers": []}, {}, "settings.layers"),
+        ({}, {"WEIR_LAYERS": ""}, "WEIR_LAYERS"),
         ({"layers": 1.5}, {}, "settings.layers"),
         ({"buffer_bytes": 10}, {}, "settings.buffer_bytes"),
         ({"buffer_bytes": "much"}, {}, "settings.buffer_bytes"),

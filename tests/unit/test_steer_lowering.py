@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import vllm_weir as weir
+from tests.support.check import expected_positions
 from tests.support.steered import _apply, of_layer
 from tests.unit.wishes import served
 from vllm_weir.frontend.admit import Admitted, admit
@@ -23,6 +24,7 @@ from vllm_weir.worker import tap_cpu
 from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
 from vllm_weir.worker.select import STAGES, num_taps, tap_of
+from vllm_weir.worker.tables import PlanWriter
 from vllm_weir.worker.tap import numbered
 
 D, LAYERS = 8, 3
@@ -234,6 +236,14 @@ def test_the_wire_is_json():
     assert RequestSpec.parse(text).interventions[0].to_json() == item.to_json()
 
 
+@pytest.mark.parametrize("where", [{"token_ids": [1]}, {"not_token_ids": [1]}, {"special": False}])
+@pytest.mark.parametrize("kind", [weir.Add, weir.Replace])
+def test_rows_by_position_need_positions_known_beforehand(kind, where):
+    with pytest.raises(weir.WeirError, match="is open") as e:
+        kind(torch.ones(2, D), positions=where)
+    assert e.value.field == "intervention.positions"
+
+
 def test_a_token_selector_beside_rows_by_position_waits_for_the_token():
     """Generated tokens are on the device only, so the plan must leave the choice to a lookup."""
     bench = Bench()
@@ -250,6 +260,45 @@ def test_a_token_selector_beside_rows_by_position_waits_for_the_token():
     assert len(plan.lookups) == 1 and plan.lookups[0].tokens.tolist() == [0]
     without, with_it = plan.lookups[0].programs.tolist()
     assert without != with_it and min(without, with_it) >= 0
+
+
+token_selectors = st.one_of(
+    st.fixed_dictionaries({"token_ids": st.lists(st.integers(0, 4), min_size=1, max_size=3)}),
+    st.fixed_dictionaries({"not_token_ids": st.lists(st.integers(0, 4), max_size=3)}),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    selectors=st.lists(
+        st.one_of(token_selectors, token_selectors, where.map(lambda w: w["positions"])), min_size=1, max_size=4
+    ),
+    ids=st.lists(st.integers(0, 5), min_size=9, max_size=9),
+    P=st.integers(1, 5),
+    cuts=st.lists(st.integers(1, 3), max_size=4),
+)
+def test_what_the_device_does_hangs_on_the_token(selectors, ids, P, cuts):
+    """Prompts in chunks, then generated tokens, which the plan does not know: each is steered by those interventions
+    whose selector takes its position or its token, and by no others."""
+    items = [weir.Add(torch.eye(D)[k], 1, positions=at) for k, at in enumerate(selectors)]
+    bench, tensor = Bench(), torch.full((8, 3), -1, dtype=torch.int32)
+    bench.join("r", items, P, ids[:P])
+    writer, at, done = PlanWriter(tensor), 0, []
+    while at < len(ids):
+        n = min(cuts.pop() if cuts else 2, P - at) if at < P else 1
+        plan = bench.planner.plan(["r"], [n], [at])
+        if plan is None:
+            writer.silence()
+        else:
+            writer.write(plan, 0, torch.tensor(ids[at : at + n], dtype=torch.int32))
+        tap = tap_of(Site("resid_post", 1))
+        done.append(bench.run(tap, tensor[:n, 2].numpy(), torch.zeros(n, D), None))
+        at += n
+    chosen = [expected_positions(s, P, len(ids) - P + 1, ids) for s in selectors]
+    wanted = torch.tensor(
+        [[float(p in chosen[k]) if k < len(items) else 0.0 for k in range(D)] for p in range(len(ids))]
+    )
+    assert torch.equal(torch.cat(done), wanted)
 
 
 def test_positions_of_a_planner_are_those_of_the_selector():

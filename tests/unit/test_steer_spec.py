@@ -161,7 +161,7 @@ def test_a_hook_that_names_its_block_may_repeat_it():
     for layers in (1, [1], np.array([1]), "all"):
         assert weir.Capture("blocks.1.hook_resid_post", layers).layers == (1,)
         assert weir.Add(GOOD, layers, hook="blocks.1.hook_resid_post").layers == (1,)
-    for layers in (2, [1, 2], np.array([1, 2]), []):
+    for layers in (2, [1, 2], np.array([1, 2])):
         for ask in (weir.Capture, lambda hook, layers: weir.Add(GOOD, layers, hook=hook)):
             with pytest.raises(WeirError, match="says block 1 already"):
                 ask("blocks.1.hook_resid_post", layers)
@@ -372,6 +372,9 @@ def test_tiers_refuse_by_name():
     for kwargs, field in (
         ({"steering_vectors": {"nowhere": {1: a}}}, "steering_vectors.nowhere.1.hook"),
         ({"steering_vectors": {"nowhere": {}}}, "steering_vectors.nowhere"),
+        ({"steering_vectors": {"post_mlp": {}}}, "steering_vectors.post_mlp"),
+        ({"decode_steering_clamps": {"post_mlp": {}}}, "decode_steering_clamps.post_mlp"),
+        ({"steering_clamps": {"post_mlp": {1: []}}}, "steering_clamps.post_mlp.1"),
         ({"prefill_steering_vectors": {"post_mlp": a}}, "prefill_steering_vectors.post_mlp"),
         ({"decode_steering_vectors": {"post_mlp": {"x": a}}}, "decode_steering_vectors.post_mlp.x"),
         (

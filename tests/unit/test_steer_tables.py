@@ -131,6 +131,9 @@ def test_blocks_before_the_first_touched_position_have_no_key():
             assert [k is None for k in found[: first // 32 + 1]] == [True] * (first // 32) + [False]
     assert keys([weir.Add(A, 1, positions="generated")])[:2] == [None, None]
     assert keys([weir.Add(A, 1, positions={"token_ids": [999]})]) == [None] * 4
+    assert keys([weir.Add(A, 1, positions={"not_token_ids": list(range(50))})]) == [None] * 4
+    found = keys([weir.Add(A, 1, positions={"not_token_ids": [3 * p % 50 for p in range(33)]})])
+    assert [k is None for k in found] == [True, False, False, False]
     assert keys([weir.Add(A, 1, positions=[70]), weir.Add(B, 1, positions=[33])])[0] is None
 
 
@@ -146,6 +149,9 @@ def test_blocks_before_the_first_touched_position_have_no_key():
         ("sampled", "69:"),
         ([1, 2, 2], "1:3"),
         ({"token_ids": [0]}, [p for p in range(128) if 3 * p % 50 == 0]),
+        ({"not_token_ids": [0]}, [p for p in range(128) if 3 * p % 50 != 0]),
+        ({"not_token_ids": [0]}, {"token_ids": list(range(1, 50))}),
+        ({"not_token_ids": [999]}, "all"),
     ],
 )
 def test_the_same_effect_written_differently_shares(one, other):
@@ -314,6 +320,18 @@ def test_what_a_failed_request_left_reaches_those_with_its_keys_only():
     for k in range(MOST):
         left.add(keyed([weir.Add(A, 1)], [50 + k]), 0)
     assert reaches([weir.Add(A, 1)]), "what is no longer known one by one is not forgotten"
+
+
+def test_what_is_left_is_found_whichever_way_its_tokens_were_chosen():
+    """Of a generated position nobody here knows the token: with some tokens the keys are equal."""
+    left = Leftovers()
+    left.add(keyed([weir.Add(A, 1, positions={"token_ids": [7]})], [1, 2]), 2)
+    taker = keyed([weir.Add(A, 1, positions={"not_token_ids": [1, 2]})], [1, 2])
+    assert left.reach(taker, 3), "both steer a 7 that the first one generated"
+    assert left.reach(keyed([weir.Add(A, 1, positions={"not_token_ids": [1, 2]})], [1, 2, 7]), 3)
+    assert not left.reach(keyed([weir.Add(A, 1, positions={"not_token_ids": [1, 2]})], [1, 2, 2]), 3)
+    assert not left.reach(keyed([weir.Add(A, 1, positions={"not_token_ids": [2]})], [1, 2, 7]), 3)
+    assert not left.reach(taker, 2), "up to there it was steered"
 
 
 def test_a_failure_in_a_step_is_known_to_those_that_take_from_it():

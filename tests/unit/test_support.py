@@ -60,6 +60,9 @@ CASES: list[tuple[Any, list[int]]] = [
     ({"token_ids": [8, 8, 9]}, [1, 2, 3, 5, 6]),
     ({"token_ids": [4]}, []),
     ({"token_ids": []}, []),
+    ({"not_token_ids": [8]}, [0, 2, 4, 7]),
+    ({"not_token_ids": [8, 1, 1]}, [0, 2, 4]),
+    ({"not_token_ids": []}, [0, 1, 2, 3, 4, 5, 6, 7]),
 ]
 
 

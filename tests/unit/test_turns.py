@@ -192,7 +192,7 @@ def test_which_requests_in_the_engine_are_plain():
 
     class Processor:
         def __init__(self):
-            self.request_states = {}
+            self.request_states, self.tokenizer = {}, None
 
         def add_request(self, request):
             self.request_states[request.request_id] = State(request_index=0)
@@ -201,7 +201,7 @@ def test_which_requests_in_the_engine_are_plain():
         additional_config={"weir": {}},
         parallel_config=SimpleNamespace(nnodes=1, data_parallel_size=1, data_parallel_size_local=1),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
-        model_config=SimpleNamespace(model="m"),
+        model_config=SimpleNamespace(model="m", get_vocab_size=lambda: 9, max_model_len=8),
     )
     vllm = SimpleNamespace(vllm_config=config, output_processor=Processor())
     desk = engine._make_desk(vllm, SimpleNamespace(refusal="none of it is served"), hold=False)

@@ -21,19 +21,32 @@ def served(num_layers: int, refused=()) -> dict[Site, str]:
 
 
 def slices():
+    """Valid ones and those that select nothing, however long the prompt is."""
     part = st.one_of(st.just(""), ints.map(str))
     step = st.one_of(st.just(""), st.integers(1, 9).map(lambda n: f":{n}"), st.just(":"))
     return st.builds(lambda a, b, c: f"{a}:{b}{c}", part, part, step)
 
 
+def is_empty(text: str) -> bool:
+    """Whether a slice selects nothing with a prompt of any length."""
+    start, stop = (int(part) if part else None for part in text.split(":")[:2])
+
+    def picks(P: int) -> bool:
+        first = 0 if start is None else max(0, P + start if start < 0 else start)
+        return stop is None or first < (P + stop if stop < 0 else stop)
+
+    return not any(map(picks, range(1, 200)))
+
+
 def selectors():
-    """Every valid form."""
+    """Every valid form but ``{"special": ...}``, which stands for one of the others."""
     return st.one_of(
         st.sampled_from(KEYWORDS),
         ints,
-        st.lists(ints, max_size=6),
-        slices(),
-        st.fixed_dictionaries({"token_ids": st.lists(st.integers(0, 20), max_size=5)}),
+        st.lists(ints, min_size=1, max_size=6),
+        slices().filter(lambda text: not is_empty(text)),
+        st.fixed_dictionaries({"token_ids": st.lists(st.integers(0, 20), min_size=1, max_size=5)}),
+        st.fixed_dictionaries({"not_token_ids": st.lists(st.integers(0, 20), max_size=5)}),
     )
 
 
@@ -92,7 +105,9 @@ def any_capture(num_layers: int, deepest: int):
     fields = {
         "hook": hook,
         "layers": layers,
-        "positions": st.one_of(selectors(), selectors(), junk(deepest)),
+        "positions": st.one_of(
+            selectors(), selectors(), slices(), st.sampled_from([{"special": True}, {"special": False}]), junk(deepest)
+        ),
         "before": st.one_of(st.booleans(), junk(deepest)),
         "dtype": st.one_of(st.sampled_from(["float32", "float16", "bfloat16", None, "int8"]), junk(deepest)),
         "compress": st.one_of(

@@ -98,7 +98,7 @@ class Plan:
         return Share(
             self.source, engine, writer, max_length=self.wanted.max_length, batch=self.batch, skip=self.skip,
             flush_seconds=self.flush_seconds, known=read_skipped(writer.store) if self.skip else {},
-            told=describe_rows(self.wanted.capture), **more,
+            told=describe_rows(self.wanted.capture), reaches=self.wanted.reaches, **more,
         )  # fmt: skip
 
 

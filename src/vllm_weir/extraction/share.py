@@ -68,6 +68,7 @@ class Share:
         flush_seconds: least time between two moments at which what is finished is published.
         known: records that an earlier run could not take.
         told: of `describe_rows`, for rows that are not simply those of all positions of the prompt.
+        reaches: whether a prompt of so many tokens can have a row that is wanted.
         report: is told after every step what it did.
         stop: asked between steps whether to end early.
     """
@@ -75,7 +76,7 @@ class Share:
     def __init__(
         self, source: Source, engine: Engine, writer: Writer, *, max_length: int | None = None, batch: int = 256,
         skip: bool = False, flush_seconds: float = 30.0, known: dict[int, str] | None = None,
-        told: dict[str, Any] | None = None,
+        told: dict[str, Any] | None = None, reaches: Callable[[int], bool] = lambda tokens: True,
         report: Callable[[Counts], Any] = lambda counts: None, stop: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         if max_length is not None and max_length > engine.limit:
@@ -83,6 +84,7 @@ class Share:
         self.source, self.engine, self.writer = source, engine, writer
         self.max_length, self.batch, self.skip = max_length, batch, skip
         self.flush_seconds, self.known, self.report, self.stop = flush_seconds, known or {}, report, stop
+        self.reaches = reaches
         self.more = {} if told is None else {rowkinds.KEY: [told]}
         self._flushed = time.monotonic()
         self._pending: Future[Counts] | None = None
@@ -138,6 +140,9 @@ class Share:
                 self._refuse(record.index, "it has no tokens", step)
             elif len(ids) > most and self.max_length is None:
                 why = f"{len(ids)} tokens, the engine takes {most}; cut it with max_length (--max-length)"
+                self._refuse(record.index, why, step)
+            elif not self.reaches(min(len(ids), most)):
+                why = f"none of the positions that are wanted has a row in a text of {min(len(ids), most)} tokens"
                 self._refuse(record.index, why, step)
             else:
                 yield _Prompt(record.index, ids[:most], len(ids) if len(ids) > most else 0)

@@ -60,7 +60,12 @@ class Wanted:
             json.dumps(self.engine)
         except (TypeError, ValueError):
             raise WeirError("plain JSON data", "engine") from None
-        _ = self.capture  # refuses what is wrong
+        if self.capture.positions.kind == "generated" and self.max_tokens == 1:
+            raise WeirError(
+                "'generated' selects no row: with max_tokens=1 the one generated token never enters the model; use "
+                "'sampled' or 'last_prompt', or raise max_tokens",
+                "positions",
+            )
 
     @property
     def capture(self) -> Capture:
@@ -71,6 +76,10 @@ class Wanted:
             )
         except WeirError as e:
             raise WeirError(e.message, e.field.removeprefix("capture.")) from None
+
+    def reaches(self, prompt_len: int) -> bool:
+        """Whether the request of a prompt of so many tokens can have a row that is wanted."""
+        return self.capture.positions.reaches(prompt_len, prompt_len + self.max_tokens - 1)
 
     def identity(self, source: Source) -> dict[str, Any]:
         """All that decides what the rows are, as plain JSON data."""

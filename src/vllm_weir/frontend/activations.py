@@ -158,9 +158,6 @@ class Activations(Mapping):
         packed = self._packed
         if packed is None:
             raise WeirError("these rows are not compressed; ask for Capture(..., compress=...)")
-        site = (hook, layer) if layer is not None else hook
-        if isinstance(packed.records, Block) and isinstance(site, tuple) and site in (every := packed.records.every):
-            return every[site], packed.header
         return packed.records[self._site(hook, layer)], packed.header
 
     def __getitem__(self, key: object) -> torch.Tensor:
@@ -300,7 +297,7 @@ class Activations(Mapping):
     def _site(self, key: object, layer: int | None = None) -> Site:
         if layer is not None:
             key = (key, layer)
-        if isinstance(key, tuple) and key in self._positions:
+        if isinstance(key, tuple) and len(key) == 2 and type(key[1]) is int and key in self._positions:
             return key  # type: ignore[return-value] # a Site is a pair, so a pair of the plain names finds it
         site = parse_site(key)
         if site not in self._positions:

@@ -13,6 +13,7 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.parts import Part, make_parts, treatments_of
+from vllm_weir.frontend.reach import UNKNOWN, Asked, Vocabulary, asked_of, placed
 from vllm_weir.spec.by_position import ByPosition
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.engine import EngineSpec
@@ -50,6 +51,8 @@ class Admitted:
         rows: the vectors they use, and the directions that captures project on, by digest.
         parted: of each intervention, how many of `moves` it is.
         by_position: rows that must be as many as the positions that each request selects.
+        asked: the request's own selectors, as far as it depends on the prompt and on `max_tokens` whether they select
+            anything.
     """
 
     spec: ResolvedSpec
@@ -59,6 +62,7 @@ class Admitted:
     rows: dict[str, np.ndarray] = field(default_factory=dict)
     parted: tuple[int, ...] = ()
     by_position: tuple[ByPosition, ...] = ()
+    asked: Asked = ()
 
     @functools.cached_property
     def columns(self) -> dict[Site, int]:
@@ -134,6 +138,7 @@ def admit(
     everyone: Sequence[Capture] = (),
     sinks: Collection[str] = (),
     module: Callable[[str, str], Sequence[Intervention]] = unknown_module,
+    vocabulary: Vocabulary = UNKNOWN,
 ) -> Admitted:
     """Check and resolve a request's keys.
 
@@ -146,17 +151,20 @@ def admit(
         everyone: what sinks get of every request.
         sinks: names of the engine's sinks.
         module: (name, field) -> the interventions kept under a name, or raises WeirError.
+        vocabulary: the engine's.
 
     Raises:
         WeirError: naming the field, for anything that cannot be done exactly as asked.
     """
     try:
-        return _admit(extra_args, facts, has_token_ids, lookup, always, everyone, sinks, module)
+        return _admit(extra_args, facts, has_token_ids, lookup, always, everyone, sinks, module, vocabulary)
     except WeirError as e:
         raise in_lens_words(e) from None
 
 
-def _admit(extra_args, facts: EngineFacts, has_token_ids: bool, lookup, always, everyone, sinks, module) -> Admitted:
+def _admit(
+    extra_args, facts: EngineFacts, has_token_ids: bool, lookup, always, everyone, sinks, module, vocabulary
+) -> Admitted:
     refuse_lens(extra_args)
     spec = RequestSpec.parse(extra_args[WIRE_KEY]) if extra_args.get(WIRE_KEY) is not None else RequestSpec()
     lens_layers: tuple[int, ...] = ()
@@ -167,12 +175,14 @@ def _admit(extra_args, facts: EngineFacts, has_token_ids: bool, lookup, always, 
             lens_layers = lens.resolve_layers(facts.num_layers)
             captures = (*captures, lens)
     named = [one for m in spec.modules for one in scaled(module(m.name, m.path), m.scale, f"{m.path}.scale")]
-    interventions = (*always, *named, *spec.interventions)
+    own = spec.interventions
     if extra_args.get(LENS_STEER_KEY) is not None:
-        interventions += lens_interventions(extra_args[LENS_STEER_KEY])
+        own += lens_interventions(extra_args[LENS_STEER_KEY])
+    asked = asked_of((*captures, *own))
+    interventions = tuple(placed(one, vocabulary) for one in (*always, *named, *own))
     changes = _lower(interventions, facts, lookup, has_token_ids)
     rows = changes.rows
-    captures = (*captures, *everyone)
+    captures = tuple(placed(one, vocabulary) for one in (*captures, *everyone))
     for capture in captures:
         if not capture.sink.memory and capture.sink.own is None and capture.sink.name not in sinks:
             have = ", ".join(["memory", *sinks])
@@ -202,6 +212,7 @@ def _admit(extra_args, facts: EngineFacts, has_token_ids: bool, lookup, always, 
         rows,
         tuple(changes.parted),
         tuple(dict.fromkeys(changes.by_position)),
+        asked,
     )
 
 
@@ -321,7 +332,7 @@ def _count_needs(moves: Sequence[Move], prompt_ids, prompt_len: int, max_tokens:
     """(programs, instructions), an upper bound: one program for each combination that a position can have."""
     selectors = Selectors(list(dict.fromkeys(m.positions for m in moves)), prompt_len, prompt_ids)
     if len(selectors.by_token) > MAX_TOKEN_SELECTORS:
-        raise WeirError(f"at most {MAX_TOKEN_SELECTORS} different token_ids selectors can steer", "interventions")
+        raise WeirError(f"at most {MAX_TOKEN_SELECTORS} different selectors by token can steer", "interventions")
     every = np.unique(selectors.codes(np.arange(prompt_len + max_tokens)), return_counts=True)
     programs = nodes = 0
     for code, count in zip(*(array.tolist() for array in every), strict=True):

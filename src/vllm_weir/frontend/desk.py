@@ -20,6 +20,7 @@ from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.inbox import Inbox
 from vllm_weir.frontend.parts import Part
 from vllm_weir.frontend.pending import Pending
+from vllm_weir.frontend.reach import UNKNOWN, Vocabulary, check_reached, tokens_of
 from vllm_weir.frontend.shelf import Contents, Shelf, Source
 from vllm_weir.frontend.sinks.board import Board
 from vllm_weir.frontend.sinks.ticket import Ticket
@@ -137,6 +138,8 @@ class Desk:
         refusal: why no request with Weir's keys can be served; None if they can.
         model: the engine's model, as sinks are told.
         hold: see `Tracker`.
+        vocabulary: the tokens that its requests can meet.
+        max_model_len: most tokens of a prompt and what is generated, together; None if that is not known.
     """
 
     def __init__(
@@ -147,6 +150,8 @@ class Desk:
         refusal: str | None = None,
         model: str = "",
         hold: bool = False,
+        vocabulary: Vocabulary = UNKNOWN,
+        max_model_len: int | None = None,
     ) -> None:
         self.settings = settings
         self.refusal = refusal
@@ -161,6 +166,7 @@ class Desk:
         self.board = Board(settings.sinks, settings.marked_bytes, settings.marked_seconds, settings.timeout)
         self.model, self._hold = model, hold
         self._most_rows: int | None = None
+        self._vocabulary, self._max_model_len = vocabulary, max_model_len
         self._chunked = chunked
         self._host = host
         self._inbox: Inbox | None = None
@@ -231,6 +237,9 @@ class Desk:
         facts = self.require_facts()
         self.refresh()
         admitted = self._admitted(extra_args, prompt_ids is not None)
+        generated = tokens_of(prompt_len, max_tokens, self._max_model_len)
+        check_reached(admitted.asked, prompt_len, generated, max_tokens)
+        max_tokens = generated
         if self._most_rows is not None:
             _check_rows(admitted, prompt_len, max_tokens, self._most_rows)
         for rows in admitted.by_position:
@@ -269,6 +278,7 @@ class Desk:
             self.board.everyone,
             self.board.definitions,
             self.shelf.module,
+            self._vocabulary,
         )
         if same is not None and same.plain:
             self._known.put(same.key, admitted, same.size)
@@ -276,14 +286,22 @@ class Desk:
 
     def set_always(self, interventions: Sequence[Intervention]) -> None:
         """Interventions for every request admitted from now on; checked against the engine, or WeirError."""
-        self._always(self.settled(interventions))
+        self._always(self.settled(interventions, everyone=True))
 
-    def settled(self, interventions: Sequence[Intervention], shelf: Shelf | None = None) -> tuple[Intervention, ...]:
-        """These, found to be possible in this engine (or WeirError), with names replaced by what they mean now."""
+    def settled(
+        self, interventions: Sequence[Intervention], shelf: Shelf | None = None, everyone: bool = False
+    ) -> tuple[Intervention, ...]:
+        """These, found to be possible in this engine (or WeirError), with names replaced by what they mean now.
+
+        `everyone`: whether every request undergoes them, whatever its prompt.
+        """
         facts, find = self.require_facts(), (shelf or self.shelf).find
-        admitted = admit({}, facts, True, find, interventions)
+        admitted = admit({}, facts, True, find, interventions, vocabulary=self._vocabulary)
         for rows in admitted.by_position:
-            rows.check()
+            if everyone:
+                rows.check_everyone()
+            else:
+                rows.check()
         engine_form(admitted, "", None, 1, 1, facts, self._chunked, self.settings.table_sizes(facts.d_model))
         return tuple(i.with_arrays(find) for i in interventions)
 

@@ -234,7 +234,10 @@ class ActivationDataset(Mapping):
         if selector.kind == "all":
             return np.ones(len(at), bool)
         positions, tokens = self.index.positions[at], self.index.token_ids[at]
-        if selector.kind == "token_ids" or (selector.kind == "list" and min(selector.numbers, default=0) >= 0):
+        if selector.needs_token_ids:
+            self._check_tokens(which, tokens, selector)
+            return selector.mask(positions, 0, tokens)
+        if selector.kind == "list" and min(selector.numbers, default=0) >= 0:
             return selector.mask(positions, 0, tokens)
         out = np.zeros(len(at), bool)
         request = self.index.request[which]
@@ -243,6 +246,21 @@ class ActivationDataset(Mapping):
             prompt = self._prompt_tokens(int(request[begin]), selector)
             out[begin:end] = selector.mask(positions[begin:end], prompt, tokens[begin:end])
         return out
+
+    def _check_tokens(self, which: np.ndarray, tokens: np.ndarray, selector: Positions) -> None:
+        """Raise WeirError if it is not known what a selector by token selects."""
+        if selector.kind == "special":
+            raise WeirError(
+                "a dataset has no tokenizer to say which tokens are special; name them, "
+                f"{{{'token_ids' if selector.values[0] else 'not_token_ids'!r}: tokenizer.all_special_ids}}",
+                "positions.special",
+            )
+        if len(unknown := np.flatnonzero(tokens < 0)):
+            raise WeirError(
+                f"request {self.requests[self.index.request[which[unknown[0]]]][:80]!r} was stored without token ids; "
+                "choose by position",
+                f"positions.{selector.kind}",
+            )
 
     def _prompt_tokens(self, request: int, selector: Positions) -> int:
         prompt = self.index.describe(request).get("prompt_tokens")

@@ -12,6 +12,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import KEYS, carries_keys
 from vllm_weir.frontend.desk import Desk
 from vllm_weir.frontend.holding import holding
+from vllm_weir.frontend.reach import Vocabulary
 from vllm_weir.frontend.sinks.board import check_sinks
 from vllm_weir.frontend.turns import entry_of
 from vllm_weir.seams.limits import refusal_of
@@ -79,6 +80,8 @@ def _admit(output_processor, request, status):
         raise WeirError("streamed input is not served; send the whole prompt", WIRE_KEY)
     ids = request.prompt_token_ids
     length = len(ids) if ids is not None else len(request.prompt_embeds)
+    if not all(getattr(request, "prompt_is_token_ids", None) or ()):
+        ids = None  # of a prompt that is embeddings in part: the ids there are placeholders
     params = request.sampling_params
     streams = params.output_kind.name != "FINAL_ONLY"
     tracker, wire = desk.admit(request.request_id, params.extra_args or {}, ids, length, params.max_tokens, streams)
@@ -180,7 +183,9 @@ def _make_desk(engine, status, hold: bool) -> Desk:
         host = get_ip()
     chunked = bool(config.scheduler_config.enable_chunked_prefill)
     refusal = status.refusal or refusal_of(config)
-    desk = Desk(settings, chunked, host, refusal, config.model_config.model, hold)
+    model = config.model_config
+    vocabulary = Vocabulary(model.get_vocab_size(), engine.output_processor.tokenizer)
+    desk = Desk(settings, chunked, host, refusal, model.model, hold, vocabulary, model.max_model_len)
     setattr(engine.output_processor, _DESK, desk)
     desk.turns.live = engine.output_processor.request_states
     return desk

@@ -82,6 +82,8 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_V1}.engine.output_processor", "OutputProcessor.add_request", FRONTEND,
          "a request is checked before it enters the engine, or refused while Weir is off",
          "engine:add_request", ("request",), guard=True),
+    Seam(f"{_V1}.engine.output_processor", "OutputProcessor.__init__", FRONTEND,
+         "the engine's tokenizer says which tokens are special", None, ("tokenizer",)),
     Seam(f"{_V1}.engine.output_processor", "RequestState.__init__", FRONTEND,
          "sinks learn which of a request's sequences they get", None, ("request_index",)),
     Seam(f"{_V1}.engine.output_processor", "RequestState._new_completion_output", FRONTEND,

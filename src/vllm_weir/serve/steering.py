@@ -147,7 +147,7 @@ def _set(state: ServerState, body: bodies.SetSteering) -> bodies.SteeringSet:
         if len(merged) + len(rest) > MAX_INTERVENTIONS:
             raise WeirError(f"more than {MAX_INTERVENTIONS} interventions of every request; clear some", "vectors")
         after = replace(contents, always=(*merged, *rest), tiers=len(merged))
-        state.desk.settled(after.always)  # all of it together has to fit, too
+        state.desk.settled(after.always, everyone=True)  # all of it together has to fit, too
         check_room(after, state.limits)
         return after
 

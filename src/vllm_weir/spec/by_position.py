@@ -45,3 +45,14 @@ class ByPosition(NamedTuple):
                 f"{PER_LAYER}",
                 field,
             )
+
+    def check_everyone(self) -> None:
+        """As `check`, for what every request undergoes: prompts of any length must select as many positions."""
+        self.check()
+        from_end = any(value < 0 for value in self.positions.values if value is not None)
+        if from_end or self.positions.count() is None:
+            raise WeirError(
+                f"{self.rows} rows, but how many positions {brief(self.positions.to_json())!r} selects depends on "
+                "the prompt, and every request undergoes this; count positions from 0, or give one row for all",
+                f"{self.path}.positions",
+            )

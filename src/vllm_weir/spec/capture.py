@@ -10,6 +10,7 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.hooks import layers_of, normalise_hook, split_transformer_lens
 from vllm_weir.spec.positions import MAX_LIST, Positions
+from vllm_weir.spec.scalars import plain
 from vllm_weir.spec.sinks import MEMORY, Sink, parse_keep
 from vllm_weir.spec.vectors import Vector
 
@@ -129,7 +130,11 @@ class Capture:
 
 
 def parse_layers(layers: object, field: str, ordered: bool = False) -> Literal["all"] | tuple[int, ...]:
-    """``"all"`` or a sorted tuple of distinct block indices; `ordered`: in the order given, duplicates refused."""
+    """``"all"`` or a sorted tuple of distinct block indices, at least one.
+
+    `ordered`: in the order given, duplicates refused.
+    """
+    layers = plain(layers)
     if isinstance(layers, str):
         if layers == "all":
             return "all"
@@ -139,6 +144,8 @@ def parse_layers(layers: object, field: str, ordered: bool = False) -> Literal["
     if layers is None or isinstance(layers, (dict, set, frozenset)):
         raise WeirError(f"layers is 'all', an int or a list of ints, got {type(layers).__name__}", field)
     several = isinstance(layers, Sequence) or getattr(layers, "ndim", 0) == 1
+    if several and not len(layers):  # type: ignore[arg-type]
+        raise WeirError('an empty list names no block; list some, or write "all"', field)
     values = Positions.parse(layers if several else [layers], field)
     if values.kind != "list":
         raise WeirError("layers is 'all', an int or a list of ints", field)

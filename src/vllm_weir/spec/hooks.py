@@ -7,6 +7,7 @@ import re
 from typing import Literal, NamedTuple
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.spec.scalars import is_int, plain
 
 BLOCK_HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 """Hook points of every block, in the order in which a token meets them."""
@@ -67,8 +68,8 @@ def parse_site(key: object) -> Site:
         if site is None:
             raise WeirError(f"{key[:80]!r} is no site; use (hook, layer) or 'blocks.<layer>.hook_<hook>'", "site")
         return site
-    if isinstance(key, tuple) and len(key) == 2 and isinstance(key[1], int) and not isinstance(key[1], bool):
-        return Site(normalise_hook(key[0]), key[1])
+    if isinstance(key, tuple) and len(key) == 2 and is_int(layer := plain(key[1])):
+        return Site(normalise_hook(key[0]), int(layer))
     raise WeirError(f"a site is a pair (hook, layer), got {brief(key, 80)}", "site")
 
 

@@ -45,7 +45,7 @@ def lens_capture(value: object) -> Capture | None:
         except (ValueError, RecursionError):
             raise WeirError("expected true, a list of ints, or that as JSON", LENS_CAPTURE_KEY) from None
     value = _listed(value)
-    if value is False or value == []:
+    if value is False or (isinstance(value, (list, tuple, range)) and not len(value)):
         return None
     return Capture("resid_post", layers="all" if value is True else value, path=LENS_CAPTURE_KEY)
 
@@ -97,14 +97,20 @@ def lens_interventions(value: object) -> tuple[Intervention, ...]:
     return tuple(i for k, v in enumerate(value) for i in _lens_one(v, f"{LENS_STEER_KEY}[{k}]"))
 
 
-_MEANT = re.compile(rf"({LENS_STEER_KEY}\[\d+\])\.(layers|vector)\b(.*)")
-_WRITTEN = {"layers": "layer_indices", "vector": "activations"}
+_MEANT = re.compile(rf"({LENS_STEER_KEY}\[\d+\])\.(layers|vector|positions)\b(.*)")
+_WRITTEN = {"layers": "layer_indices", "vector": "activations", "positions": "position_indices"}
 
 
 def in_lens_words(error: WeirError) -> WeirError:
     """The error, with the field named as vllm-lens's caller has written it."""
-    found = _MEANT.fullmatch(error.field)
-    return error if found is None else WeirError(error.message, f"{found[1]}.{_WRITTEN[found[2]]}{found[3]}")
+    field = lens_field(error.field)
+    return error if field == error.field else WeirError(error.message, field)
+
+
+def lens_field(field: str) -> str:
+    """A field, named as vllm-lens's caller has written it."""
+    found = _MEANT.fullmatch(field)
+    return field if found is None else f"{found[1]}.{_WRITTEN[found[2]]}{found[3]}"
 
 
 _FIELDS = ("activations", "layer_indices", "scale", "norm_match", "position_indices")

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.spec.scalars import is_int, plain
 
 KEYWORDS = ("all", "prompt", "generated", "last_prompt", "sampled")
+BY_TOKEN = ("token_ids", "not_token_ids", "special")
+"""Selectors that look at the token at a position."""
 MAX_LIST = 65_536
 ENDLESS = 2**63 - 1
 """A position that is never reached."""
@@ -25,30 +28,41 @@ _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+)?)?")
 
 @dataclass(frozen=True)
 class Positions:
-    """A parsed selector. `kind` is a keyword, ``"list"``, ``"slice"`` or ``"token_ids"``; `values` its numbers."""
+    """A parsed selector.
+
+    Attributes:
+        kind: a keyword, ``"list"``, ``"slice"`` or one of `BY_TOKEN`. A ``"special"`` one only says what is asked: it
+            selects nothing before `with_special` has put the tokenizer's ids in its place.
+        values: its numbers; of ``"special"`` 1 for the special tokens, 0 for the others.
+    """
 
     kind: str
     values: tuple[int | None, ...] = ()
 
     @classmethod
     def parse(cls, selector: object, field: str = "positions") -> Positions:
-        """A selector in any of its public forms; raises WeirError naming `field`."""
+        """A selector in any of its public forms; raises WeirError naming `field`, also for one that can never select a
+        position, whatever the request."""
         if isinstance(selector, Positions):
             return selector
         if isinstance(selector, str):
             return cls._parse_text(selector, field)
         if isinstance(selector, dict):
-            return cls._parse_token_ids(selector, field)
-        if _is_int(selector):
+            return cls._parse_tokens(selector, field)
+        selector = plain(selector)
+        if is_int(selector):
             return cls("list", (_in_range(selector, field),))
         if isinstance(selector, range):
             selector = list(selector[: MAX_LIST + 1])
         selector = _listed(selector)
         if isinstance(selector, Sequence):
-            return cls("list", _ints(selector, field))
+            values = _ints(selector, field)
+            if not values:
+                raise WeirError('an empty list selects no position; list some, or write "all"', field)
+            return cls("list", values)
         raise WeirError(
             f"cannot read positions from {type(selector).__name__}; use one of {', '.join(KEYWORDS)}, an int, a list "
-            "of ints, 'start:stop:step' or {'token_ids': [...]}",
+            "of ints, 'start:stop:step', {'token_ids': [...]}, {'not_token_ids': [...]} or {'special': false}",
             field,
         )
 
@@ -65,23 +79,44 @@ class Positions:
         if step is not None and step < 1:
             raise WeirError(f"the step of {text!r} must be at least 1", field)
         bounds = tuple(None if v is None else _in_range(v, field) for v in (start, stop, step))
+        if _is_empty(start or 0, stop):
+            raise WeirError(
+                f"{text!r} selects no position: its stop does not come after its start; 'start:' goes on to the end",
+                field,
+            )
         return cls("slice", bounds)
 
     @classmethod
-    def _parse_token_ids(cls, selector: dict, field: str) -> Positions:
-        if set(selector) != {"token_ids"}:
+    def _parse_tokens(cls, selector: dict, field: str) -> Positions:
+        kind = next(iter(selector), None)
+        if len(selector) != 1 or kind not in BY_TOKEN:
             raise WeirError(
-                f"a selector dict has the one key 'token_ids', got {sorted(map(brief, selector))[:5]}", field
+                f"a selector dict has one key, {', '.join(map(repr, BY_TOKEN[:-1]))} or {BY_TOKEN[-1]!r}; got "
+                f"{sorted(map(brief, selector))[:5]}",
+                field,
             )
-        ids = _listed(selector["token_ids"])
-        if _is_int(ids):
+        field = f"{field}.{kind}"
+        if kind == "special":
+            if not isinstance(selector[kind], (bool, np.bool_)):
+                raise WeirError("true for positions of special tokens, false for all others", field)
+            return cls(kind, (int(selector[kind]),))
+        ids = _listed(plain(selector[kind]))
+        if is_int(ids):
             ids = [ids]
         if isinstance(ids, str) or not isinstance(ids, Sequence):
-            raise WeirError("token_ids is a list of ints", f"{field}.token_ids")
-        values = _ints(ids, f"{field}.token_ids")
+            raise WeirError(f"{kind} is a list of ints", field)
+        values = _ints(ids, field)
         if any(v < 0 for v in values):
-            raise WeirError("a token id is never negative", f"{field}.token_ids")
-        return cls("token_ids", tuple(sorted(set(values))))
+            raise WeirError("a token id is never negative", field)
+        if kind == "token_ids" and not values:
+            raise WeirError("an empty list selects no position; list some token ids", field)
+        return cls(kind, tuple(sorted(set(values))))
+
+    def with_special(self, special_ids: Sequence[int]) -> Positions:
+        """This selector, with the ids of a tokenizer's special tokens in the place of ``"special"``."""
+        if self.kind != "special":
+            return self
+        return Positions("token_ids" if self.values[0] else "not_token_ids", tuple(sorted(set(special_ids))))
 
     def to_json(self) -> str | list | dict:
         """The wire form; ``Positions.parse`` reads it back."""
@@ -89,8 +124,10 @@ class Positions:
             return list(self.values)
         if self.kind == "slice":
             return ":".join("" if v is None else str(v) for v in self.values).removesuffix(":")
-        if self.kind == "token_ids":
-            return {"token_ids": list(self.values)}
+        if self.kind == "special":
+            return {"special": bool(self.values[0])}
+        if self.needs_token_ids:
+            return {self.kind: list(self.values)}
         return self.kind
 
     def mask(self, positions: np.ndarray, prompt_len: int, token_ids: np.ndarray | None = None) -> np.ndarray:
@@ -99,8 +136,9 @@ class Positions:
         Args:
             positions: int array [n] of absolute positions.
             prompt_len: P.
-            token_ids: int array [n], the token at each position, or None when unknown; then a ``token_ids`` selector
-                selects every position (a superset, to be filtered when the tokens are known).
+            token_ids: int array [n], the token at each position, -1 where there is none that is known: such a position
+                is not selected by its token. None when none is known: then a selector by token selects every position
+                (a superset, to be filtered when the tokens are known).
 
         Returns:
             bool array [n].
@@ -119,9 +157,19 @@ class Positions:
             return np.isin(positions, _resolve(self.values, prompt_len))
         if self.kind == "slice":
             return self._slice_mask(positions, prompt_len)
+        self._require_ids()
         if token_ids is None:
             return np.ones(len(positions), bool)
-        return np.isin(token_ids, self.numbers)
+        return self._token_mask(token_ids)
+
+    def _token_mask(self, token_ids: np.ndarray) -> np.ndarray:
+        """Which tokens are selected, whatever their positions."""
+        if self.kind == "token_ids":
+            return np.isin(token_ids, self.numbers)
+        return np.isin(token_ids, self.numbers, invert=True) & (token_ids >= 0)
+
+    def _require_ids(self) -> None:
+        assert self.kind != "special", "which tokens are special is put in before positions are chosen"
 
     def _slice_mask(self, positions: np.ndarray, prompt_len: int) -> np.ndarray:
         first, stop, step = self._start(prompt_len), self._stop(prompt_len), self.values[2]
@@ -146,23 +194,22 @@ class Positions:
         if self.kind == "slice":
             low, high = self._start(prompt_len), self._stop(prompt_len)
             return low if high is None or high > low else None
-        if not self.values:
-            return None
+        self._require_ids()
         if prompt_token_ids is None:
             return 0
-        hits = np.flatnonzero(np.isin(np.asarray(prompt_token_ids), self.numbers))
+        hits = np.flatnonzero(self._token_mask(np.asarray(prompt_token_ids)))
         return int(hits[0]) if len(hits) else prompt_len
 
     def steady(self, prompt_len: int) -> tuple[int, bool] | None:
         """(position, selected): from that position on the answer never changes; None if it keeps changing.
 
-        For ``token_ids`` the answer is the superset that `mask` gives while the tokens are unknown.
+        For a selector by token the answer is the superset that `mask` gives while the tokens are unknown.
         """
         if self.kind == "all":
             return 0, True
         if self.kind in ("prompt", "last_prompt"):
             return prompt_len, False
-        if self.kind in ("generated", "token_ids"):
+        if self.kind == "generated" or self.needs_token_ids:
             return prompt_len, True
         if self.kind == "sampled":
             return prompt_len - 1, True
@@ -189,7 +236,7 @@ class Positions:
             reached = {v for v in _resolve(self.values, prompt_len) if v >= 0}
             first, last = min(reached, default=0), max(reached, default=-1)
             return (first, last + 1) if last - first + 1 == len(reached) else None
-        if self.kind == "token_ids" or self.values[2] not in (None, 1):
+        if self.needs_token_ids or self.values[2] not in (None, 1):
             return None
         first, stop = self._start(prompt_len), self._stop(prompt_len)
         return first, ENDLESS if stop is None else max(first, stop)
@@ -207,7 +254,7 @@ class Positions:
             return len(set(at)) or None
         if prompt_len is None:
             return self._slice_count()
-        if self.kind == "token_ids":
+        if self.needs_token_ids:
             return None
         if self.kind == "slice":
             first, last, step = self._start(prompt_len), self._stop(prompt_len), self.values[2] or 1
@@ -224,7 +271,7 @@ class Positions:
         return None if (start < 0) != (stop < 0) else len(range(start, stop, step)) or None
 
     def rank(self, position: int, prompt_len: int) -> int:
-        """How many selected positions come before the selected `position`; not for ``token_ids``."""
+        """How many selected positions come before the selected `position`; not for a selector by token."""
         if self.kind in ("all", "prompt"):
             return position
         if self.kind == "generated":
@@ -245,9 +292,21 @@ class Positions:
         stop = self.values[1]
         return stop + prompt_len if stop is not None and stop < 0 else stop
 
+    def reaches(self, prompt_len: int, end: int) -> bool:
+        """Whether a request can have a row that is selected: one with a prompt of `prompt_len` tokens, whose rows end
+        before position `end`. Which tokens it meets is not asked."""
+        if self.kind == "generated":
+            return prompt_len < end
+        if self.kind == "list":
+            return any(0 <= (v + prompt_len if v < 0 else v) < end for v in self.numbers)
+        if self.kind == "slice":
+            stop = self._stop(prompt_len)
+            return self._start(prompt_len) < (end if stop is None else min(stop, end))
+        return True
+
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The values of a list or of ``token_ids``."""
+        """The values of a list, or the ids of a selector by token."""
         return tuple(v for v in self.values if v is not None)
 
     @property
@@ -260,11 +319,14 @@ class Positions:
     @property
     def needs_token_ids(self) -> bool:
         """Whether selecting needs to know which token stands at a position."""
-        return self.kind == "token_ids"
+        return self.kind in BY_TOKEN
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
+def _is_empty(start: int, stop: int | None) -> bool:
+    """Whether a slice selects nothing, however long the prompt is."""
+    if stop is None:
+        return False
+    return stop <= start if (start < 0) == (stop < 0) else stop == 0
 
 
 def _listed(values: object) -> object:
@@ -281,11 +343,13 @@ def _in_range(value, field: str) -> int:
 def _ints(values: Sequence | np.ndarray, field: str) -> tuple[int, ...]:
     if len(values) > MAX_LIST:
         raise WeirError(f"{len(values)} entries, more than the limit of {MAX_LIST}; use a slice or a keyword", field)
+    out = []
     for i, value in enumerate(values):
-        if not _is_int(value):
+        number = plain(value)
+        if not is_int(number):
             raise WeirError(f"expected an int, got {type(value).__name__}", f"{field}[{i}]")
-        _in_range(value, f"{field}[{i}]")
-    return tuple(int(v) for v in values)
+        out.append(_in_range(number, f"{field}[{i}]"))
+    return tuple(out)
 
 
 def _resolve(values: tuple[int | None, ...], prompt_len: int) -> list[int]:

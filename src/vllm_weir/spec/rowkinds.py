@@ -68,7 +68,9 @@ def in_words(entry: dict[str, Any]) -> str:
 def _short(positions: Positions) -> Any:
     if len(positions.values) <= MOST_NUMBERS:
         return positions.to_json()
-    return f"{len(positions.values)} {'token ids' if positions.needs_token_ids else 'listed ones'}"
+    if not positions.needs_token_ids:
+        return f"{len(positions.values)} listed ones"
+    return f"{'all but ' if positions.kind == 'not_token_ids' else ''}{len(positions.values)} token ids"
 
 
 def _layers(entry: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.hooks import normalise_hook
 from vllm_weir.spec.interventions import Add, Clamp, Intervention
+from vllm_weir.spec.scalars import plain
 from vllm_weir.spec.vectors import Vector, number
 
 TIERS = {"": "all", "prefill_": "prompt", "decode_": "generated"}
@@ -137,8 +138,8 @@ def _clamps(spec: Mapping | None, path: str, positions: str) -> Iterator[Clamp]:
                 yield Clamp(row, layer, min=low, max=high, strength=strength, hook=hook, positions=positions, path=at)
             continue
         for layer, entries, place in _layers(layers, at):
-            if not isinstance(entries, list):
-                raise WeirError("expected a list of clamps", place)
+            if not isinstance(entries, list) or not entries:
+                raise WeirError("expected a list of clamps, at least one", place)
             for k, entry in enumerate(entries):
                 one = f"{place}[{k}]"
                 if not isinstance(entry, Mapping) or "vector" not in entry:
@@ -161,12 +162,14 @@ def _hooks(spec: object, path: str) -> Iterator[tuple[str, Mapping, str]]:
         if not isinstance(layers, Mapping):
             raise WeirError("expected {layer: vector}", at)
         if not layers:
-            normalise_hook(_HOOKS.get(hook, hook), at)  # nothing else would look at it
+            normalise_hook(_HOOKS.get(hook, hook), at)
+            raise WeirError("it names no layer; give {layer: vector}, or leave the hook out", at)
         yield _HOOKS.get(hook, hook) if isinstance(hook, str) else hook, layers, at
 
 
 def _layers(layers: Mapping, path: str) -> Iterator[tuple[int, Any, str]]:
-    for layer, entry in layers.items():
+    for key, entry in layers.items():
+        layer = plain(key)
         at = f"{path}.{brief(layer)}"
         if isinstance(layer, bool) or not _LAYER.match(brief(layer)):
             raise WeirError("a layer is an int", at)

@@ -14,6 +14,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.memo import Memo
+from vllm_weir.spec.scalars import is_int, plain
 
 KEPT = (1, 2, 3)
 """Dimensions of what is kept under a name: [d], [n, d], or [layers, n, d]."""
@@ -181,7 +182,8 @@ def _of_tensor(tensor: Any, field: str) -> np.ndarray:
 
 def number(value: Any, field: str, minimum: float | None = None) -> float:
     """A finite float; raises WeirError naming `field`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
+    value = plain(value)
+    if not is_int(value) and not isinstance(value, (float, np.floating)):
         raise WeirError(f"expected a number, got {type(value).__name__}", field)
     try:
         out = float(value)

@@ -233,12 +233,14 @@ class Steerer:
         return tuple((digest, rank) for _, digest, rank in active), active
 
     def _lookup(self, steering: Steering, code: int, open_bits: list[int], tokens: np.ndarray, position: int) -> Lookup:
+        by_token = [steering.selectors.distinct[bit] for bit in open_bits]
         choices = []
         for combination in range(1 << len(open_bits)):
             chosen = code
-            for j, bit in enumerate(open_bits):
-                if not combination >> j & 1:
+            for j, (bit, selector) in enumerate(zip(open_bits, by_token, strict=True)):
+                inside = bool(combination >> j & 1)
+                if inside == (selector.kind == "not_token_ids"):
                     chosen &= ~(1 << bit)
             choices.append(self.program(steering, chosen, position) if chosen else -1)
-        sets = tuple(steering.selectors.distinct[bit].numbers for bit in open_bits)
+        sets = tuple(selector.numbers for selector in by_token)
         return Lookup(tokens, sets, np.asarray(choices, np.int32))
