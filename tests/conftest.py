@@ -1,16 +1,24 @@
-"""The order of the tests, and which of them stay together when several workers share them out (pytest-xdist, `-n 2`).
+"""The order of the tests, which of them stay together when several workers share them out (pytest-xdist, `-n 2`), and
+which are skipped for want of something that this machine lacks.
 
 A group goes to one worker as a whole, the next group to whoever is free. What takes longest starts first, so that no
 worker is left with a long one at the end.
+
+What will be skipped is said once the tests are collected. Under xdist only the workers collect them: each leaves its
+list in a file, and the process that reports shows the list of the first that is ready.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+
+from tests.support import machine
 
 # The models are tiny, and OpenMP's threads wait for each other by spinning: with as many threads in every process as
 # the machine has cores, most of the time goes into that. Set before torch is imported; engines in processes of their
@@ -51,8 +59,58 @@ def place(item: pytest.Item) -> tuple[int, str, int]:
     return rank, group, TOGETHER[group].index(file) if group in TOGETHER else 0
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+SKIPPED = pytest.StashKey[list[tuple[str, str]]]()
+"""(test or file, reason) of all that the machine cannot run."""
+LISTS = pytest.StashKey[TemporaryDirectory[str]]()
+"""Where the workers of this process leave their lists."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[SKIPPED] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Any:
+    report = yield
+    if report.skipped:  # `importorskip` at the top of a file
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        collector.config.stash[SKIPPED].append((report.nodeid, reason.removeprefix("Skipped: ")))
+    return report
+
+
+@pytest.hookimpl(trylast=True)  # what is deselected is gone by then
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=place)
+    skipped = config.stash[SKIPPED]
+    for item in items:
+        if (reason := machine.missing(item)) is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+            skipped.append((item.nodeid, reason))
+    worker = getattr(config, "workerinput", None)
+    if worker is not None and "skipped" in worker:
+        Path(worker["skipped"]).write_text(json.dumps(skipped))
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    return machine.announce(config.stash[SKIPPED])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    lists = node.config.stash.setdefault(LISTS, TemporaryDirectory())
+    node.workerinput["skipped"] = str(Path(lists.name, node.gateway.id))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any) -> None:
+    config, file = node.config, Path(node.workerinput["skipped"])
+    if config.stash[SKIPPED] or not file.exists():
+        return
+    config.stash[SKIPPED] = [(test, reason) for test, reason in json.loads(file.read_text())]
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    for line in machine.announce(config.stash[SKIPPED]):
+        reporter.ensure_newline()
+        reporter.write_line(line)
 
 
 @pytest.hookimpl(optionalhook=True)

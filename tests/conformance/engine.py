@@ -12,6 +12,7 @@ import torch
 
 from tests.conformance.zoo import Entry
 from tests.conformance.zoo.build import VOCAB
+from tests.support.machine import has_amx
 
 LENGTHS = (7, 40, 18, 5)
 """Prompts of one batch; the second is longer than the windows of the zoo's models."""
@@ -50,6 +51,13 @@ ARGUMENTS: dict[str, Any] = dict(
 
 ON_GPU: dict[str, Any] = dict(block_size=None, kv_cache_memory_bytes=256 << 20, gpu_memory_utilization=0.08)
 """In their place there: backends choose the size of cache blocks, and several engines share the device."""
+
+
+def on_cpu(entry: Entry) -> dict[str, Any]:
+    """What its engine needs more there: vLLM prefers AMX's kernels for latent attention, which take bfloat16 alone."""
+    if has_amx() and entry.dtype != "bfloat16" and "kv_lora_rank" in entry.config:
+        return {"attention_config": {"backend": "CPU_MLA"}}
+    return {}
 
 
 def set_environment() -> None:
@@ -103,8 +111,8 @@ class Engine:
     def __init__(self, entry: Entry, model_dir: Path) -> None:
         from vllm import LLM
 
-        arguments = ARGUMENTS | {"model": str(model_dir), "dtype": entry.dtype}
-        arguments |= entry.engine if device_name() == "cpu" else ON_GPU | entry.engine
+        on_device = on_cpu(entry) if device_name() == "cpu" else ON_GPU
+        arguments = ARGUMENTS | {"model": str(model_dir), "dtype": entry.dtype} | on_device | entry.engine
         if not entry.oracle:
             from tests.conformance.zoo.loader import LOAD_FORMAT
 

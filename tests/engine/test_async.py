@@ -11,9 +11,10 @@ import vllm_weir as weir
 from tests.engine.common import SELECTORS, asking, directory, ids_of, oracle, prompts, sampling, tokens, verify
 from tests.support.check import expected_positions
 from tests.support.engines import async_llm
+from tests.support.machine import engine_processes, needs
 from tests.support.measure import nothing_held, rel_err
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, needs(engine_processes)]
 CLOSE_OTHERS = True
 LAYERS = 4
 

@@ -10,9 +10,10 @@ import pytest
 from tests.engine.common import directory, oracle
 from tests.engine.test_compiled import check_all, check_steering
 from tests.support.engines import close_all, get_llm
+from tests.support.machine import inductor, needs
 from tests.support.steered import SteeredOracle
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(inductor)]
 CLOSE_OTHERS = True
 
 

@@ -8,11 +8,12 @@ import torch
 import vllm_weir as weir
 from tests.engine.common import SELECTORS, asking, directory, oracle, prompts, sampling, verify
 from tests.support.engines import get_llm
+from tests.support.machine import inductor, needs
 from tests.support.measure import rel_err
 from tests.support.models import FAMILIES
 from tests.support.steered import SteeredOracle
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(inductor)]
 CLOSE_OTHERS = True
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,11 @@ import vllm_weir as weir
 from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
 from tests.support.engines import get_llm
 from tests.support.extracting import differences, run_fake, texts, write_jsonl
+from tests.support.machine import mounted, needs, tmpfs
 from vllm_weir.keep import load
 
 SIZE = 2 << 20
+pytestmark = needs(tmpfs)
 
 
 @pytest.fixture
@@ -25,14 +26,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of SIZE bytes."""
     path = tmp_path / "disk"
     path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()[:120]}")
-    try:
+    with mounted(path, SIZE):
         yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def free(path: Path) -> int:

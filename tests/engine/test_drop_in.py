@@ -13,6 +13,7 @@ import vllm
 import vllm_weir as weir
 from tests.engine.common import BOUND, directory, oracle, prompts, sampling
 from tests.support.engines import DEFAULTS, quick_processes
+from tests.support.machine import engine_processes, needs
 from tests.support.measure import rel_err
 
 pytestmark = pytest.mark.engine
@@ -167,6 +168,7 @@ def test_flags_are_true_or_false():
             weir.LLM("no model is looked for", **{name: "no"})
 
 
+@needs(engine_processes)
 def test_async(root):
     model_dir = directory(root)
 

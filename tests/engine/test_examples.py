@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.machine import engine_processes, needs
 from tests.support.zygote import zygote
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,6 +75,12 @@ NO_ENGINE = {"keep.py", "analyse.py"}
 # These start a server as users do; the others are forks of one that has imported vLLM, and have their engine in them,
 # but for the asynchronous one.
 SERVERS = {"client_capture.py", "inspect_eval.py", "serve_rows.py", "steering_server.py"}
+PROCESSES = SERVERS | {"stream.py"}
+
+
+def example(path: Path) -> Any:
+    marks = [] if path.name in NO_ENGINE else [pytest.mark.engine]
+    return pytest.param(path, marks=[*marks, needs(engine_processes)] if path.name in PROCESSES else marks)
 
 
 # Compile caches live under the home directory as usual: the examples share what they can.
@@ -81,11 +88,7 @@ ENV = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1",
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(p, marks=() if p.name in NO_ENGINE else pytest.mark.engine) for p in EXAMPLES],
-    ids=lambda path: path.name,
-)
+@pytest.mark.parametrize("path", map(example, EXAMPLES), ids=lambda path: path.name)
 def test_example(path: Path, tmp_path: Path) -> None:
     if path.name in SERVERS:
         env = ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -94,7 +97,7 @@ def test_example(path: Path, tmp_path: Path) -> None:
         )
     else:
         (tmp_path / "in").mkdir()
-        env = ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if path.name == "stream.py" else "0"}
+        env = ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if path.name in PROCESSES else "0"}
         done = zygote().run([str(path)], env, tmp_path / "in", tmp_path, 800)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     for text in SAYS[path.name]:

@@ -18,12 +18,13 @@ import pytest
 import vllm_weir as weir
 from tests.engine.extract_kill import BOUND, ENGINE, trial
 from tests.support.extracting import differences, texts, write_jsonl
+from tests.support.machine import GIB, engine_processes, memory, module, needs
 from tests.support.measure import rel_err
 from tests.support.oracle import Oracle
 from tests.support.zygote import ROOT, zygote
 from vllm_weir.keep import load
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500), needs(engine_processes)]
 CLOSE_OTHERS = True
 RECORDS = 240
 RAY = {"num_cpus": 2, "object_store_memory": 100_000_000}
@@ -94,9 +95,9 @@ def test_rows_are_those_of_transformers(whole: tuple[Path, Path]) -> None:
             assert rel_err(acts[site], reference[site]) <= 1e-5
 
 
+@needs(module("ray"), memory(4 * GIB))
 def test_ctrl_c_then_ray_whose_workers_die(whole: tuple[Path, Path], tmp_path: Path) -> None:
     """The engine's processes get Ctrl-C too, as in a terminal, and still finish what is under way."""
-    pytest.importorskip("ray")
     source, out = whole[0], tmp_path / "out"
     process = begin(source, out)
     wait_for(out, 2, process)

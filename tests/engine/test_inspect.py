@@ -19,10 +19,11 @@ from inspect_ai.solver import solver
 import vllm_weir as weir
 from tests.engine.serve_cases import ADAPTER, MAX_TOKENS, MESSAGES, cases, lens_vector
 from tests.engine.test_client_server import bits
+from tests.support.machine import engine_processes, needs
 from vllm_weir import SteeringVector
 from vllm_weir.inspect_provider import server_body
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(engine_processes)]
 SHARES_SERVER = True
 INPUT = [ChatMessageUser(content=MESSAGES[0]["content"])]
 

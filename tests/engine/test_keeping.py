@@ -13,6 +13,7 @@ import torch
 import vllm_weir as weir
 from tests.engine.common import assert_nothing_is_held, desk, directory, prompts, sampling
 from tests.support.engines import async_llm, get_llm
+from tests.support.machine import engine_processes, needs
 from tests.support.measure import eventually
 from vllm_weir import codec, consumers
 from vllm_weir.consumers import Consumer
@@ -358,6 +359,7 @@ def test_a_sink_that_may_fail(root):
     assert "No space" in out.receipt.sinks["b"] and len(out.outputs[0].token_ids) == 2
 
 
+@needs(engine_processes)
 def test_an_async_engine(root):
     async def run():
         weird = {"weir": {"sinks": {"kept": {"notes": {"label": "kept"}}}}}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import os
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +12,11 @@ import pytest
 
 import vllm_weir as weir
 from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
+from tests.support import machine
 from vllm_weir.spec.vectors import Vector
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, machine.needs(machine.chromium, machine.engine_processes)]
 CLOSE_OTHERS = True
-BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chrome")
 LAYER = 2
 TEXT = "Tell me a story about a dog."
 SCREENSHOTS = os.environ.get("WEIR_SCREENSHOTS")
@@ -51,12 +50,10 @@ def rows(client, text: str, positions: str, tmp_path_factory) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api")
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip("no Chromium on this machine; `apt install chromium-headless-shell` brings one")
-    with playwright.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=found, args=["--no-sandbox"])
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=machine.browser(), args=["--no-sandbox"])
         yield browser
         browser.close()
 

@@ -8,8 +8,9 @@ import pytest
 
 from tests.engine.common import asking, directory, oracle, prompts, verify
 from tests.support.engines import async_llm
+from tests.support.machine import GIB, binding, engine_processes, memory, needs
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, needs(engine_processes, memory(3 * GIB))]
 CLOSE_OTHERS = True
 
 
@@ -17,7 +18,7 @@ def test_every_data_parallel_engine_delivers(root, monkeypatch):
     """Twelve requests over the two engines of one AsyncLLM: all rows arrive, and they come from both."""
     model_dir = directory(root)
     truth = oracle(model_dir)
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", binding(2))
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
 
     async def run():

@@ -12,6 +12,7 @@ from tests.conformance.oracle import Oracle as Points
 from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
 from tests.support.adapters import adapter
 from tests.support.engines import async_llm, get_llm
+from tests.support.machine import engine_processes, model_dtype, needs, op
 from tests.support.measure import rel_err
 from tests.support.quantised import gptq
 from vllm_weir.spec.hooks import BLOCK_HOOKS, HOOKS
@@ -83,6 +84,7 @@ def test_what_is_added_is_seen_downstream_only(root):
         assert off(one["resid_post", layer], other["resid_post", layer]) <= 1e-5
 
 
+@needs(engine_processes)
 def test_async_engine_lists_its_sites(root):
     async def run():
         engine = async_llm(directory(root), block_size=32)
@@ -110,6 +112,7 @@ def test_descriptions_and_refusals(root):
         get_llm(directory(root), block_size=32, additional_config={"weir": strict})
 
 
+@needs(op("cpu_gemm_wna16"), model_dtype("bfloat16"))
 def test_four_bit_weights(root, tmp_path):
     """GPTQ: rows against transformers with the same weights multiplied out."""
     from transformers import AutoModelForCausalLM

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -23,9 +22,10 @@ from tests.engine.serve_probe import FAIL, WHY
 from tests.engine.serve_probe import PATH as HELD
 from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
 from tests.support.engines import close_all, get_llm
+from tests.support.machine import engine_processes, lens_folder, lens_source, needs
 from tests.support.measure import eventually
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500), needs(engine_processes)]
 CLOSE_OTHERS = True
 
 PROMPTS = ["Anna walked to the harbor in the morning .", "Tom was sad", "The lesson"]
@@ -381,8 +381,6 @@ def test_interventions_alone(client, offline):
     ],
 )  # fmt: skip
 def test_what_is_refused_names_its_field(client, path, asked, field, stream):
-    if stream and "use_beam_search" in asked:
-        pytest.skip("vLLM's own refusal comes first")
     error = post(client, path, code=400, stream=stream, **asked)["error"]
     assert error["code"] == 400 and error["param"] == field, error
     assert error["message"].startswith(field)
@@ -499,10 +497,7 @@ def test_what_a_worker_fails_is_no_mistake_of_the_client(client, path, kind):
     assert_nothing_held(client)
 
 
-LENS = os.environ.get("VLLM_LENS_SOURCE", "")
-
-
-@pytest.mark.skipif(not LENS, reason="VLLM_LENS_SOURCE names no folder with vllm_lens")
+@needs(lens_source)
 def test_vllm_lens_s_own_client(client):
     code = textwrap.dedent(
         """
@@ -532,7 +527,7 @@ def test_vllm_lens_s_own_client(client):
         """
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, LENS, str(client.base_url).rstrip("/"), API_KEY],
+        [sys.executable, "-c", code, lens_folder(), str(client.base_url).rstrip("/"), API_KEY],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

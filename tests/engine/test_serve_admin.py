@@ -17,9 +17,10 @@ from prometheus_client import multiprocess
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
+from tests.support.machine import engine_processes, needs
 from vllm_weir.frontend.activations import Activations
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), needs(engine_processes)]
 CLOSE_OTHERS = True
 
 D, LAYER, G, BOUND = 256, 3, 4, 1e-5

@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 
 import vllm_weir as weir
 from tests.engine.serving import PLAIN, WEIR, running
+from tests.support.machine import engine_processes, needs
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500), needs(engine_processes)]
 CLOSE_OTHERS = True
 
 BODY = {"model": "demo", "prompt": "Anna walked to the harbor", "max_tokens": 4, "temperature": 0, "ignore_eos": True}

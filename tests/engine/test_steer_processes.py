@@ -9,10 +9,11 @@ import pytest
 
 import vllm_weir as weir
 from tests.support.engines import async_llm, close_all
+from tests.support.machine import engine_processes, needs
 from tests.support.measure import nothing_held
 from tests.support.steered import check, directory, prompt, sampling, tokens, truth, vectors
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), needs(engine_processes)]
 CLOSE_OTHERS = True
 EVERYTHING = [weir.Capture("resid_post"), weir.Capture("resid_pre")]
 D = 128

@@ -10,13 +10,17 @@ import random
 import pytest
 
 from tests.support.engines import get_llm
-from tests.support.models import MODELS, WORDS, make_model
+from tests.support.machine import attention_heads, needs
+from tests.support.models import MODELS, WORDS, head_size, make_model
 from tests.support.oracle import Oracle
 
 vllm = pytest.importorskip("vllm")
 
 
-@pytest.mark.parametrize(("family", "shape"), MODELS, ids=["-".join(model) for model in MODELS])
+CASES = [pytest.param(*m, marks=needs(attention_heads(head_size(*m))), id="-".join(m)) for m in MODELS]
+
+
+@pytest.mark.parametrize(("family", "shape"), CASES)
 def test_greedy_tokens_equal_huggingface(family: str, shape: str) -> None:
     model_dir = make_model(family, shape)
     draw = random.Random(1)

@@ -17,10 +17,11 @@ from tests.engine.test_compress import decoded
 from tests.engine.test_points import EVERY, check_identities, off
 from tests.engine.test_steer_processes import EVERYTHING, cases
 from tests.support.engines import close_all, get_llm
+from tests.support.machine import GIB, binding, engine_processes, memory, needs
 from tests.support.measure import rel_err
 from tests.support.steered import check, idle, prompt, truth
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), needs(engine_processes, memory(3 * GIB))]
 CLOSE_OTHERS = True
 
 
@@ -56,7 +57,7 @@ def one(root):
 @pytest.fixture(scope="module", params=["first", "split", "stages"])
 def two(root, one, request):
     close_all()
-    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    env = {"VLLM_CPU_OMP_THREADS_BIND": binding(2)}
     if request.param == "stages":
         ranks = {"pipeline_parallel_size": 2}
     else:

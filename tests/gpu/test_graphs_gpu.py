@@ -15,6 +15,7 @@ import torch
 
 from tests.engine.common import assert_nothing_is_held
 from tests.support.engines import get_llm
+from tests.support.machine import gpus, needs
 from tests.support.measure import rel_err
 from tests.support.oracle import Oracle
 from vllm_weir.seams import graph_sets
@@ -215,7 +216,7 @@ def test_eager_setting(directory, oracle):
     assert sets(llm) | {"steps": {}} == captured
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs(gpus(2))
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_ranks_capture_alike(directory, oracle, parallel, monkeypatch):
     # This process has used CUDA for the oracle, and forks of it could not.

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from tests.support.engines import close_all, get_llm
+from tests.support.machine import gpus, needs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, needs(gpus(2))]
 
 
 def rows_of(directory, **parallel):

@@ -15,9 +15,14 @@ SHARED = 8
 """How much longer things may take where other test processes, with engines of their own, share the machine's cores."""
 
 
+def patience(seconds: float) -> float:
+    """How long that may take here which takes at most so many seconds on a machine of its own."""
+    return seconds * (SHARED if "PYTEST_XDIST_WORKER" in os.environ else 1)
+
+
 def eventually(read: Callable[[], T], expected: T, seconds: float) -> None:
     """`read()` is `expected` within so many seconds of a machine of its own."""
-    deadline = time.monotonic() + seconds * (SHARED if "PYTEST_XDIST_WORKER" in os.environ else 1)
+    deadline = time.monotonic() + patience(seconds)
     while (now := read()) != expected:
         assert time.monotonic() < deadline, f"still {now} after {seconds} s, not {expected}"
         time.sleep(0.02)
@@ -25,7 +30,7 @@ def eventually(read: Callable[[], T], expected: T, seconds: float) -> None:
 
 async def nothing_held(engine: Any, seconds: float) -> None:
     """Workers of an `AsyncLLM` hold nothing of any request within so many seconds of a machine of their own."""
-    deadline = time.monotonic() + seconds * (SHARED if "PYTEST_XDIST_WORKER" in os.environ else 1)
+    deadline = time.monotonic() + patience(seconds)
     while held := [n for worker in await engine.collective_rpc("weir_usage") for n in worker.items() if n[1]]:
         assert time.monotonic() < deadline, f"still {held} after {seconds} s"
         await asyncio.sleep(0.02)

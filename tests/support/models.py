@@ -115,6 +115,16 @@ MODELS: tuple[tuple[str, str], ...] = tuple((family, shape) for family in RECIPE
 _session_root: Path | None = None
 
 
+def head_size(family: str, shape: str) -> int:
+    """The size of a model's attention heads."""
+    recipe = RECIPES[family][shape]
+    if "head_dim" in recipe:
+        return recipe["head_dim"]
+    names = ("n_embd", "n_head") if "n_embd" in recipe else ("hidden_size", "num_attention_heads")
+    width, heads = (recipe[name] for name in names)
+    return width // heads
+
+
 def make_model(family: str, shape: str = "a", root: str | Path | None = None) -> Path:
     """The directory of a tiny random model; made on first use, found again after.
 

@@ -22,6 +22,7 @@ from tests.engine.common import (
     verify,
 )
 from tests.support.engines import async_llm, get_llm
+from tests.support.machine import engine_processes, needs
 
 pytestmark = pytest.mark.engine
 LAYERS = 4
@@ -133,6 +134,7 @@ def test_trap_12_layers_out_of_range_are_refused(llm, layer):
     assert "output_residual_stream" in e.value.field
 
 
+@needs(engine_processes)
 def test_trap_13_concurrent_and_streamed_responses_are_whole(root, truth):
     async def main():
         engine = async_llm(directory(root))

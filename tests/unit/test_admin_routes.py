@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import struct
-import subprocess
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 from safetensors.torch import save as save_torch
 
+from tests.support.machine import mounted, needs, tmpfs
 from tests.unit.admin_app import KEY, LAYERS, D, app_of, serving
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import admit
@@ -111,33 +111,27 @@ CHANGES = [
 ]
 
 
+@needs(tmpfs)
 def test_a_full_disk_refuses_changes_and_nothing_else(tmp_path):
     """Each is answered with 507 and changes nothing; no file stays behind, and with room again all is taken."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()[:120]}")
-    try:
-        with serving(disk) as (server,):
-            client = TestClient(app_of(server), headers=ADMIN)
-            client.put("/v1/vectors/happy", json=V)
-            client.post("/v1/steering/modules/register", json={"name": "m", "vectors": {"resid_post": {"1": V}}})
-            before, ballast = server.names.read(), disk / "ballast"
-            ballast.write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize))
-            files = sorted(disk.rglob("*"))
-            for method, path, body in CHANGES:
-                message = refused(client.request(method, path, json=body), 507)
-                assert "No space left on device" in message and str(disk) not in message
-                assert server.names.read() is before and sorted(disk.rglob("*")) == files
-            assert [v["name"] for v in client.get("/v1/vectors").json()["vectors"]] == ["happy"]
-            ballast.unlink()
-            for method, path, body in CHANGES:
-                assert client.request(method, path, json=body).status_code in (200, 204)
-            assert client.get("/v1/steering/modules").json()["modules"] == ["n"]
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+    with mounted(disk, 64 << 10), serving(disk) as (server,):
+        client = TestClient(app_of(server), headers=ADMIN)
+        client.put("/v1/vectors/happy", json=V)
+        client.post("/v1/steering/modules/register", json={"name": "m", "vectors": {"resid_post": {"1": V}}})
+        before, ballast = server.names.read(), disk / "ballast"
+        ballast.write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize))
+        files = sorted(disk.rglob("*"))
+        for method, path, body in CHANGES:
+            message = refused(client.request(method, path, json=body), 507)
+            assert "No space left on device" in message and str(disk) not in message
+            assert server.names.read() is before and sorted(disk.rglob("*")) == files
+        assert [v["name"] for v in client.get("/v1/vectors").json()["vectors"]] == ["happy"]
+        ballast.unlink()
+        for method, path, body in CHANGES:
+            assert client.request(method, path, json=body).status_code in (200, 204)
+        assert client.get("/v1/steering/modules").json()["modules"] == ["n"]
 
 
 LAYERED = {

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.machine import module, needs
 from tests.unit.stored import D, length_of, make, rows_of
 from vllm_weir import analysis
 from vllm_weir.codec import decode, encode, project
@@ -384,8 +385,10 @@ def test_a_constant_row_correlates_with_nothing() -> None:
     ]  # fmt: skip
 
 
+@needs(module("matplotlib"))
 def test_a_picture_that_is_refused_is_closed(tmp_path: Path) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
+    from matplotlib import pyplot
+
     before = pyplot.get_fignums()
     with pytest.raises(WeirError, match=r"\.png, \.svg or \.html"):
         analysis.plot_norms({0: np.ones((2, 3))}, tmp_path / "norms.jpg")

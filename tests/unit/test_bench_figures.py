@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.support.machine import module, needs
 from vllm_weir.bench import command, measure, reference, tally
 from vllm_weir.bench.chart import draw_chart
 from vllm_weir.bench.client import GoneError, LateError
@@ -154,6 +155,7 @@ def test_a_failed_check_marks_its_case() -> None:
     assert "WRONG" in as_markdown(found)
 
 
+@needs(module("matplotlib"))
 def test_markdown_and_chart(tmp_path: Path) -> None:
     cases = [decode("stock", "idle", 4.0, 4.2), decode("weir", "idle", 4.1), startup("stock", [50.0])]
     cases += [decode("vllm-lens", "capture_all_all_layers", note="did not finish within 60 s")]
@@ -163,13 +165,14 @@ def test_markdown_and_chart(tmp_path: Path) -> None:
     assert "| nothing asked | weir | 4.1 (4.1-4.1) **x1.000** |" in text
     assert "| capture every token, all blocks | vllm-lens | did not finish |" in text
     assert "native was skipped: no CUDA device" in text and "did not finish within 60 s" in text
-    pytest.importorskip("matplotlib")
     files = draw_chart(found, tmp_path / "chart")
     assert [f.suffix for f in files] == [".svg", ".png"] and all(f.stat().st_size > 2000 for f in files)
 
 
+@needs(module("matplotlib"))
 def test_a_chart_has_room_for_what_is_faster_and_hollow_dots_for_what_was_not_compared(tmp_path: Path) -> None:
-    plt = pytest.importorskip("matplotlib.pyplot")
+    import matplotlib.pyplot as plt
+
     drawn: list[Any] = []
     cases = [decode("stock", "idle", 4.0), startup("stock", [60.0]), startup("weir", [30.0])]
     cases += [decode("weir", "steer_one", 8.0, note="stopped; rows not compared"), decode("weir", "idle", 4.0)]
@@ -435,8 +438,10 @@ class Fused(torch.nn.Module):
         return iter(self.table.items())
 
 
+@needs(module("transformers"))
 def test_engine_and_reference_draw_the_same_weights() -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     config = transformers.LlamaConfig(
         hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
         vocab_size=20, tie_word_embeddings=False,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.extracting import SlowEngine, differences, run_and_die, run_fake, texts, write_jsonl
+from tests.support.machine import needs, object_store
 from tests.unit.test_keep_remote import s3
 from vllm_weir.keep import load
 
@@ -79,6 +80,7 @@ def test_killed_on_a_local_disk(layout: str, kills: int, seed: int, tmp_path: Pa
     assert died >= 0.7 * kills, died
 
 
+@needs(object_store)
 def test_killed_on_an_object_store(tmp_path: Path, source: Path, forks: Any, s3: dict[str, Any]) -> None:
     options: dict[str, Any] = {"on_error": "skip", "storage_options": s3, "batch": 16}
     run_fake(source, str(tmp_path / "whole"), on_error="skip")

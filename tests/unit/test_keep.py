@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tests.support.measure import patience
 from tests.unit.stored import PROMPT, SITES, D, check, length_of, make, rows_of, tokens_of, write
 from vllm_weir import analysis
 from vllm_weir.codec import decode, encode
@@ -448,7 +449,7 @@ def test_a_million_rows_index_and_load_in_under_a_second(tmp_path: Path) -> None
     took = time.perf_counter() - begin
     assert len(first) == 64 and torch.equal(one, rows + 1234)
     assert dataset.count() == 1_000_000
-    assert took < 3, took  # under 1 s on an idle machine; bench/keep.py measures it
+    assert took < patience(3), took  # under 1 s on an idle machine; bench/keep.py measures it
 
 
 _READ = """

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.machine import module, needs
 from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.keep import load
 from vllm_weir.keep.blocks import ArrayBlock
@@ -132,8 +133,8 @@ def test_a_damaged_file_is_noted_and_found(mi_patch: tuple[Path, np.ndarray]) ->
             load(url)
 
 
+@needs(module("aiohttp"))
 def test_a_refused_connection_is_not_a_missing_file() -> None:
-    pytest.importorskip("aiohttp")
     with pytest.raises(StoreError, match=r"cannot read http://127\.0\.0\.1:1/x: ") as e:
         load("http://127.0.0.1:1/x")
     assert not isinstance(e.value, MissingFile)

@@ -19,6 +19,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.support.machine import needs, object_store
 from tests.unit.stored import check, length_of, make, write
 from vllm_weir.analysis import load_activation_manifest
 from vllm_weir.errors import WeirError
@@ -31,8 +32,6 @@ NAMES = ["a", "b/c", "d"]
 @pytest.fixture(scope="module")
 def s3() -> Iterator[dict[str, Any]]:
     """storage_options of a moto server with a bucket named ``acts``."""
-    pytest.importorskip("s3fs")
-    pytest.importorskip("boto3")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -74,6 +73,7 @@ def test_memory(layout: str) -> None:
     check(load(url), NAMES)
 
 
+@needs(object_store)
 @pytest.mark.parametrize("layout", ["sharded", "per_request"])
 def test_s3(layout: str, s3: dict[str, Any]) -> None:
     url = f"s3://acts/{layout}"
@@ -90,6 +90,7 @@ def test_s3(layout: str, s3: dict[str, Any]) -> None:
     assert sum(map(len, batches)) == sum(map(length_of, NAMES))
 
 
+@needs(object_store)
 def test_errors_of_a_store_name_the_file(s3: dict[str, Any]) -> None:
     with pytest.raises(WeirError, match="s3://nobucket"):
         make("s3://nobucket/ds", "sharded", ["a"], storage_options=s3)
@@ -128,6 +129,7 @@ def test_a_full_store_keeps_the_rows_for_another_try() -> None:
     check(load("full://ds"), ["a", "b/c"])
 
 
+@needs(object_store)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_another_process_has_written_is_seen(layout: str, s3: dict[str, Any]) -> None:
     """s3fs keeps listings for good: those of an earlier look are not asked."""

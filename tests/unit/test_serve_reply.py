@@ -14,6 +14,7 @@ import pytest
 import torch
 import zstandard
 
+from tests.support import machine
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
 from vllm_weir.frontend.turns import Turns
@@ -216,9 +217,10 @@ def test_trap_13_tensors_that_are_compressed_side_by_side_are_whole():
         assert raw == tensor.numpy().tobytes()
 
 
+@machine.needs(machine.module("vllm"))
 def test_a_choice_that_ends_before_the_next_begins_is_one_of_several(server):
     """Of several prompts, streamed, the first to end had its rows in vllm-lens's field alone."""
-    seams = pytest.importorskip("vllm_weir.seams.server")
+    from vllm_weir.seams import server as seams
 
     async def results():
         for prompt in range(2):
@@ -311,9 +313,11 @@ class Serving:
         return SimpleNamespace()
 
 
+@machine.needs(machine.module("vllm"))
 def test_plain_requests_that_come_at_the_same_time_go_first(server):
     """On their way in; each a task of its own, as in a server."""
-    seams = pytest.importorskip("vllm_weir.seams.server")
+    from vllm_weir.seams import server as seams
+
     create = seams.create(Serving.create_completion, SimpleNamespace(serving_refusal=None))
     serving = Serving(server)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.machine import module, needs
 from vllm_weir.demo import grammar, stories
 from vllm_weir.demo.stories import (
     REGISTERS,
@@ -203,8 +204,10 @@ def test_training_record_meets_its_goals():
     assert min(value for key, value in best.items() if "_to_" in key) >= 0.8
 
 
+@needs(module("tokenizers"))
 def test_tokenizer_round_trip(sample):
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     tokenizer = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     unknown, bos = tokenizer.token_to_id("<unk>"), tokenizer.token_to_id("<bos>")
     for story in sample:
@@ -216,9 +219,11 @@ def test_tokenizer_round_trip(sample):
         assert tokenizer.decode(ids[cut:]) == story.text[len(story.opening) :]
 
 
+@needs(module("jinja2"))
 def test_chat_template_marks_turns():
+    import jinja2
+
     config = json.loads((MODEL / "tokenizer_config.json").read_text())
-    jinja2 = pytest.importorskip("jinja2")
     text = jinja2.Template(config["chat_template"]).render(
         messages=[{"role": "user", "content": "Tell me a sad story about music."}],
         add_generation_prompt=True,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tests.support import machine
 from vllm_weir.frontend import turns as module
 from vllm_weir.frontend.turns import Turns, entry_of
 from vllm_weir.serve.limits import Limits
@@ -183,9 +184,10 @@ def test_a_server_takes_its_pace_from_its_environment():
     assert desk.turns.pace == 7.5 and Limits().pace == 64
 
 
+@machine.needs(machine.module("vllm"))
 def test_which_requests_in_the_engine_are_plain():
     """Those whose states are not of requests of Weir's, as long as vLLM has them."""
-    engine = pytest.importorskip("vllm_weir.seams.engine")
+    from vllm_weir.seams import engine
 
     class State(SimpleNamespace):
         __hash__ = object.__hash__
@@ -279,9 +281,11 @@ class Serving:
         return entry
 
 
+@machine.needs(machine.module("vllm"))
 @pytest.mark.parametrize("kind", ["plain", "fail", "slow", "cancelled"])
 def test_a_plain_request_is_waited_for_until_the_engine_has_it_or_never_will(kind):
-    seams = pytest.importorskip("vllm_weir.seams.server")
+    from vllm_weir.seams import server as seams
+
     create = seams.create(Serving.create_completion, SimpleNamespace(serving_refusal=None))
 
     async def go():
@@ -305,8 +309,9 @@ def test_a_plain_request_is_waited_for_until_the_engine_has_it_or_never_will(kin
     run(go())
 
 
+@machine.needs(machine.module("vllm"))
 def test_the_engine_says_when_it_has_a_request():
-    seams = pytest.importorskip("vllm_weir.seams.engine")
+    from vllm_weir.seams import engine as seams
 
     async def add_request(_engine, fails):
         if fails:
