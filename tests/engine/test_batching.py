@@ -60,7 +60,7 @@ CAPS = [
     ([10_000, 101], 101, 96),
     ({"token_ids": [PROMPT[66]]}, PROMPT.index(PROMPT[66]), PROMPT.index(PROMPT[66]) // 32 * 32),
     ({"token_ids": [513]}, 100, 96),
-    ({"not_token_ids": PROMPT[:66]}, 66, 64),
+    ({"not_token_ids": PROMPT[:66]}, next(p for p, t in enumerate(PROMPT) if t not in PROMPT[:66]), 64),
     ({"not_token_ids": PROMPT}, 100, 96),
 ]
 
