@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm_weir.consumers.base import EngineInfo, Finished
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admit import Admitted, admit, carries_keys, engine_form
+from vllm_weir.frontend.admit import Admitted, admit, engine_form
 from vllm_weir.frontend.ahead import kind_ahead
 from vllm_weir.frontend.along import Along
 from vllm_weir.frontend.early import ends_with_the_prompt
@@ -30,7 +30,7 @@ from vllm_weir.frontend.view import View
 from vllm_weir.memo import Memo
 from vllm_weir.settings import Settings
 from vllm_weir.spec.interventions import Intervention
-from vllm_weir.spec.lens import LENS_KEYS
+from vllm_weir.spec.keys import LENS_KEYS, carries_keys
 from vllm_weir.spec.request import ATOMS, WIRE_KEY, selected
 from vllm_weir.spec.sizes import Sizes
 from vllm_weir.spec.vectors import vector_of

@@ -11,6 +11,9 @@ from vllm_weir.settings import Settings
 from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.request import WIRE_KEY
 
+CORE = "core"
+"""Key of an engine wire form: why the engine core does not do its part for the request, empty if it does. Without it
+the core has no Weir."""
 WAITING = "weir_waiting"
 """Attribute of a SchedulerOutput: how many requests wait for table space."""
 
@@ -118,11 +121,12 @@ def block_hash_extra_keys(original, _status):
     return wrapper
 
 
-def scheduler_add_request(original, _status):
+def scheduler_add_request(original, status):
     def wrapper(self, request, *args, **kwargs):
         wire = wire_of(request)
         if wire is None:
             return original(self, request, *args, **kwargs)
+        wire[CORE] = status.refusal or ""
         if self not in _rooms:
             _rooms[self] = _Room(self.vllm_config, original)
         room = _rooms[self]
