@@ -229,7 +229,8 @@ def engine_form(
     ``width``: the most rows that one of its tokens can give, 0 if it captures nothing. ``whole``: whether something is
     made of the rows of all its sites together. ``most``: tokens that it can generate. ``needs``: what its interventions
     need of the tables, [vector digests, programs, instructions], None if there are none. The desk adds ``rows``, the
-    vectors that travel along, if there are any, and once a request has failed ``salt``, see `Store.salt`.
+    vectors that travel along, if there are any, and once a request has failed ``salt``, see `Store.salt`; and ``core``,
+    why the engine core does not do its part, which the core takes back if it does.
     """
     moves = admitted.effective
     if not admitted.spec.wishes and not moves:

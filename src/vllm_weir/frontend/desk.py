@@ -37,6 +37,7 @@ from vllm_weir.spec.vectors import vector_of
 
 MOST_KNOWN, LONGEST_KNOWN = 32 << 20, 1 << 20
 """Bytes of all the wishes whose admission is remembered, and of one."""
+NO_CORE = "it was not loaded there; the log says why"
 
 
 class Tracker:
@@ -241,6 +242,7 @@ class Desk:
         reply, sizes = self._inbox.reply, self._sizes or self.settings.table_sizes(facts.d_model)
         wire = engine_form(admitted, reply, prompt_ids, prompt_len, max_tokens, facts, self._chunked, sizes)
         if wire is not None:
+            wire["core"] = NO_CORE
             if wire["needs"] is not None and self.store.salt:
                 wire["salt"] = self.store.salt
             if admitted.rows and (along := self._along.of(admitted)):

@@ -11,9 +11,6 @@ from vllm_weir.settings import Settings
 from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.request import WIRE_KEY
 
-CORE = "core"
-"""Key of an engine wire form: why the engine core does not do its part for the request, empty if it does. Without it
-the core has no Weir."""
 WAITING = "weir_waiting"
 """Attribute of a SchedulerOutput: how many requests wait for table space."""
 
@@ -126,7 +123,7 @@ def scheduler_add_request(original, status):
         wire = wire_of(request)
         if wire is None:
             return original(self, request, *args, **kwargs)
-        wire[CORE] = status.refusal or ""
+        wire["core"] = status.refusal or ""
         if self not in _rooms:
             _rooms[self] = _Room(self.vllm_config, original)
         room = _rooms[self]

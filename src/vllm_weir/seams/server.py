@@ -78,7 +78,7 @@ def create(original, status):
         except WeirFailure as e:
             return _failed(self, e)
         except WeirError as e:
-            observer = server_of(self.engine_client).desk.observer
+            observer = server_of(self.engine_client).desk.observer if has_desk(self.engine_client) else None
             if observer is not None and not isinstance(e, WeirRequestError):  # those are counted where they are raised
                 observer.refused()
             sent = e if ask is None else ask.sent(e)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from vllm_weir.errors import WeirError
 from vllm_weir.seams import graphs
-from vllm_weir.seams.core import CORE, WAITING, wire_of
+from vllm_weir.seams.core import WAITING, wire_of
 from vllm_weir.seams.probe import find_sites
 from vllm_weir.settings import Settings
 from vllm_weir.worker.station import ModelFacts, Station
@@ -131,7 +131,7 @@ def _hold_execute_model(runner, station: Station) -> None:
 def _checked(wire):
     """The wire form, which says so if the process that schedules does not do its part: caches of other requests would
     get what is steered, and rows of cached positions would be missing."""
-    why = wire.get(CORE, "Weir was not loaded there; the log of the engine core says why")
+    why = wire.get("core")
     return {**wire, "refused": f"Weir does not work in the engine core: {why}"} if why else wire
 
 
