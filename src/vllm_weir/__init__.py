@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_weir.api import (
-    clear_global,
-    demo_model,
-    flush,
-    list_vectors,
-    mark,
-    params,
-    register,
-    set_global,
-    sinks,
-    sites,
-    sites_async,
-    unregister,
-)
-from vllm_weir.errors import WeirError
-from vllm_weir.spec import Ablate, Add, Capture, Clamp, LowRank, Replace, Site
-from vllm_weir.spec.lens import SteeringVector
-from vllm_weir.spec.tiers import from_tiers
-from vllm_weir.spec.verdict import SiteVerdict
+from vllm_weir.lazy import lazy_names
+from vllm_weir.seams import guard as _guard
+from vllm_weir.seams import outputs as _outputs
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
+    from vllm_weir.api import (
+        clear_global,
+        demo_model,
+        flush,
+        list_vectors,
+        mark,
+        params,
+        register,
+        set_global,
+        sinks,
+        sites,
+        sites_async,
+        unregister,
+    )
+    from vllm_weir.api import list_vectors as list
     from vllm_weir.client.aio import AsyncClient
     from vllm_weir.client.errors import AuthError, NotFound, ServerError, TooLarge
     from vllm_weir.client.sync import Client
     from vllm_weir.drop_in import LLM, AsyncLLM
+    from vllm_weir.errors import WeirError
     from vllm_weir.extraction.job import extract
     from vllm_weir.frontend.activations import Activations, Receipt
     from vllm_weir.keep.dataset import ActivationDataset
     from vllm_weir.keep.open import load, open_writer
+    from vllm_weir.spec.capture import Capture
+    from vllm_weir.spec.hooks import Site
+    from vllm_weir.spec.interventions import Ablate, Add, Clamp, LowRank, Replace
+    from vllm_weir.spec.lens import SteeringVector
+    from vllm_weir.spec.tiers import from_tiers
+    from vllm_weir.spec.verdict import SiteVerdict
 
 __version__ = "0.1.0"
 __all__ = [
@@ -81,32 +87,53 @@ __all__ = [
     "unregister",
 ]
 
-_LAZY = {
-    "RequestOutput": "vllm",  # with the drop-in classes, so that a script can import all that it needs from here
-    "SamplingParams": "vllm",
-    "AsyncClient": "vllm_weir.client.aio",
-    "AuthError": "vllm_weir.client.errors",
-    "Client": "vllm_weir.client.sync",
-    "NotFound": "vllm_weir.client.errors",
-    "ServerError": "vllm_weir.client.errors",
-    "TooLarge": "vllm_weir.client.errors",
-    "LLM": "vllm_weir.drop_in",
-    "AsyncLLM": "vllm_weir.drop_in",
-    "Activations": "vllm_weir.frontend.activations",
-    "Receipt": "vllm_weir.frontend.activations",
-    "ActivationDataset": "vllm_weir.keep.dataset",
-    "extract": "vllm_weir.extraction.job",
-    "load": "vllm_weir.keep.open",
-    "open_writer": "vllm_weir.keep.open",
-}
+_guard.hold()
+_outputs.give_outputs_properties()
 
-
-def __getattr__(name: str) -> Any:
-    # vLLM loads its plugins in every process; what needs torch or vLLM is imported only when it is used.
-    if name == "list":  # the public name; a plain global would shadow the built-in in this file
-        return list_vectors
-    if name in _LAZY:
-        import importlib
-
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# vLLM imports this package in every process, and ignores a plugin whose import fails: here and on the way to
+# `vllm_weir.plugin` nothing but the standard library is imported, and the rest when it is used.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Ablate": "vllm_weir.spec.interventions",
+        "ActivationDataset": "vllm_weir.keep.dataset",
+        "Activations": "vllm_weir.frontend.activations",
+        "Add": "vllm_weir.spec.interventions",
+        "AsyncClient": "vllm_weir.client.aio",
+        "AsyncLLM": "vllm_weir.drop_in",
+        "AuthError": "vllm_weir.client.errors",
+        "Capture": "vllm_weir.spec.capture",
+        "Clamp": "vllm_weir.spec.interventions",
+        "Client": "vllm_weir.client.sync",
+        "LLM": "vllm_weir.drop_in",
+        "LowRank": "vllm_weir.spec.interventions",
+        "NotFound": "vllm_weir.client.errors",
+        "Receipt": "vllm_weir.frontend.activations",
+        "Replace": "vllm_weir.spec.interventions",
+        "RequestOutput": "vllm",  # with the drop-in classes, so that a script can import all that it needs from here
+        "SamplingParams": "vllm",
+        "ServerError": "vllm_weir.client.errors",
+        "Site": "vllm_weir.spec.hooks",
+        "SiteVerdict": "vllm_weir.spec.verdict",
+        "SteeringVector": "vllm_weir.spec.lens",
+        "TooLarge": "vllm_weir.client.errors",
+        "WeirError": "vllm_weir.errors",
+        "clear_global": "vllm_weir.api",
+        "demo_model": "vllm_weir.api",
+        "extract": "vllm_weir.extraction.job",
+        "flush": "vllm_weir.api",
+        "from_tiers": "vllm_weir.spec.tiers",
+        "list": "vllm_weir.api:list_vectors",
+        "list_vectors": "vllm_weir.api",
+        "load": "vllm_weir.keep.open",
+        "mark": "vllm_weir.api",
+        "open_writer": "vllm_weir.keep.open",
+        "params": "vllm_weir.api",
+        "register": "vllm_weir.api",
+        "set_global": "vllm_weir.api",
+        "sinks": "vllm_weir.api",
+        "sites": "vllm_weir.api",
+        "sites_async": "vllm_weir.api",
+        "unregister": "vllm_weir.api",
+    },
+)

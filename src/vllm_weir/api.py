@@ -8,10 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_weir.environ import OFF, disabled
 from vllm_weir.errors import WeirError
+from vllm_weir.seams import guard
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.interventions import Intervention
-from vllm_weir.spec.request import WIRE_KEY, RequestSpec, parse_captures, parse_interventions
+from vllm_weir.spec.keys import WIRE_KEY, refuse_slips
+from vllm_weir.spec.request import RequestSpec, parse_captures, parse_interventions
 from vllm_weir.spec.text import dumps
 from vllm_weir.spec.verdict import SiteVerdict
 
@@ -50,6 +53,7 @@ def params(
         name = type(sampling_params).__name__
         raise WeirError(f"{name} has no extra_args to carry what is asked; give a SamplingParams", "sampling_params")
     carried = sampling_params.extra_args or {}
+    refuse_slips(carried)
     spec = RequestSpec() if carried.get(WIRE_KEY) is None else RequestSpec.parse(carried[WIRE_KEY])
     if capture is not None:
         spec = replace(spec, capture=parse_captures(capture, "capture"))
@@ -166,11 +170,12 @@ def sinks(llm: Any) -> dict[str, dict[str, Any]]:
 
 
 def _desk(llm: Any) -> Any:
-    from vllm_weir.seams.engine import desk_of
-    from vllm_weir.settings import OFF, disabled
-
     try:
+        from vllm_weir.seams.engine import desk_of
+
         return desk_of(llm)
+    except ImportError as e:
+        raise WeirError(OFF if disabled() else guard.cause_of(e), WIRE_KEY) from e
     except WeirError:
         if disabled():
             raise WeirError(OFF, WIRE_KEY) from None

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from typing import Annotated
 
-import typer
+try:
+    import typer
 
-from vllm_weir.bench.command import app as bench
-from vllm_weir.extraction.command import extract
-from vllm_weir.keep.command import convert, inspect
+    from vllm_weir.bench.command import app as bench
+    from vllm_weir.extraction.command import extract
+    from vllm_weir.keep.command import convert, inspect
+except Exception as e:  # noqa: BLE001 - whatever it is, the command says what, instead of a trace
+    from vllm_weir.doctor import cannot_run
+
+    sys.exit(cannot_run(sys.argv[1:], e))
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Read and steer models served by vLLM.")
 app.add_typer(bench, name="bench")
@@ -75,12 +81,14 @@ def sites(
 def serve(context: typer.Context) -> None:
     """vllm serve MODEL [options] with Weir's routes on; also takes --weir-admin-key KEY (or WEIR_ADMIN_KEY)."""
     from vllm_weir.errors import WeirError
-    from vllm_weir.serve.command import serve as run
+    from vllm_weir.seams.guard import cause_of
 
     try:
+        from vllm_weir.serve.command import serve as run
+
         run(context.args)
-    except WeirError as e:
-        typer.echo(str(e), err=True)
+    except (WeirError, ImportError) as e:
+        typer.echo(str(e) if isinstance(e, WeirError) else cause_of(e), err=True)
         raise typer.Exit(2) from None
 
 

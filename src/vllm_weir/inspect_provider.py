@@ -28,20 +28,12 @@ from vllm_weir.client.request import MODULES_KEY, RESPONSE_KEY
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.activations import LENS_KEY, Activations
 from vllm_weir.spec.capture import Capture
-from vllm_weir.spec.lens import (
-    LENS_CAPTURE_KEY,
-    LENS_KEYS,
-    LENS_STEER_KEY,
-    lens_capture,
-    lens_interventions,
-    refuse_lens,
-)
-from vllm_weir.spec.request import WIRE_KEY, WIRE_VERSION, RequestSpec, parse_captures, parse_interventions
+from vllm_weir.spec.keys import KEYS, LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
+from vllm_weir.spec.lens import lens_capture, lens_interventions, refuse_lens
+from vllm_weir.spec.request import WIRE_VERSION, RequestSpec, parse_captures, parse_interventions
 from vllm_weir.spec.text import loads
 
 ATTEMPT_TIMEOUT = 3600
-KEYS = (WIRE_KEY, *LENS_KEYS)
-"""Keys of ``extra_args``, or of ``vllm_xargs``, that are Weir's."""
 _responses: ContextVar[list[dict[str, Any]] | None] = ContextVar("weir_responses", default=None)
 
 

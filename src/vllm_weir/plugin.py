@@ -1,13 +1,35 @@
-"""The ``vllm.general_plugins`` entry point. vLLM calls `register` in every process it starts."""
+"""The ``vllm.general_plugins`` entry point. vLLM calls `register` in every process it starts.
+
+vLLM logs and ignores a plugin that cannot be imported, so this imports with the standard library alone.
+"""
 
 from __future__ import annotations
 
+from vllm_weir.seams import guard
+
 
 def register() -> None:
-    """Hold vLLM's seams. Raises if not even the guard can be held: loud beats silently off."""
-    from vllm_weir.orphans import end_with_parent
-    from vllm_weir.seams.table import install
-    from vllm_weir.settings import disabled
+    """Hold vLLM's seams; what keeps Weir from working becomes the refusal of every request with its keys.
 
-    end_with_parent()
-    install(active=not disabled())
+    Raises:
+        RuntimeError: if not even the guard that refuses can be held. The engine does not start then.
+    """
+    try:
+        _install()
+    except guard.Unguarded:
+        guard.retry_next_time()
+        raise
+
+
+def _install() -> None:
+    try:
+        from vllm_weir.environ import disabled
+        from vllm_weir.orphans import end_with_parent
+        from vllm_weir.seams.table import install
+
+        end_with_parent()
+        install(active=not disabled())
+    except guard.Unguarded:
+        raise
+    except Exception as e:  # noqa: BLE001 - whatever it is: the guard tells those whom it concerns
+        guard.refuse_because_of(e)

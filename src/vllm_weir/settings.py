@@ -17,6 +17,7 @@ from vllm_weir.spec.act_env import NAME as ACT
 from vllm_weir.spec.act_env import act_sink
 from vllm_weir.spec.capture import parse_layers
 from vllm_weir.spec.hooks import HOOKS, normalise_hook
+from vllm_weir.spec.keys import WIRE_KEY, meant
 from vllm_weir.spec.sinks import parse_sinks
 from vllm_weir.spec.sizes import Sizes
 
@@ -88,6 +89,9 @@ class Settings(BaseModel):
             text = environ.get(f"WEIR_{name.upper()}")
             if text is not None:
                 given[name] = _from_text(name, text)
+        for key in additional_config if isinstance(additional_config, Mapping) else ():
+            if isinstance(key, str) and meant(key) == WIRE_KEY:
+                raise WeirError(f"did you mean {WIRE_KEY!r}?", f"additional_config.{key}")
         if isinstance(additional_config, Mapping) and "weir" in additional_config:
             own = additional_config["weir"]
             if not isinstance(own, Mapping):
@@ -143,14 +147,6 @@ class Settings(BaseModel):
         """Digest of everything that changes the traced graph; part of vLLM's compile-cache key."""
         text = f"weir-tap {TAP_VERSION} {sorted(set(self.hooks or ['*']))} {self.layers} {self.describe}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-OFF = "Weir is switched off (WEIR_DISABLE is set)"
-
-
-def disabled(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``WEIR_DISABLE`` switches Weir off in this process."""
-    return environ.get("WEIR_DISABLE", "").strip().lower() not in ("", "0", "false", "no")
 
 
 def _from_text(name: str, text: str) -> Any:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.support.without import WITHOUT, block
+
 if TYPE_CHECKING:
     from vllm import LLM
 
@@ -139,6 +141,8 @@ def _with_environment(environment: Mapping[str, str], target: Any, *arguments: A
     os.environ.clear()
     os.environ.update(environment)
     fork_instead_of_spawn()
+    if WITHOUT in os.environ:
+        block(os.environ[WITHOUT])
     target(*arguments, **more)
 
 

@@ -20,7 +20,8 @@ from tests.support.machine import mounted, needs, tmpfs
 from tests.unit.admin_app import KEY, LAYERS, D, app_of, serving
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import admit
-from vllm_weir.serve.ask import Ask, asks
+from vllm_weir.serve.ask import Ask
+from vllm_weir.spec.keys import asks
 from vllm_weir.spec.vector_files import read_vectors
 
 ADMIN = {"X-Weir-Admin-Key": KEY}

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from tests.unit.wishes import any_extra_args, sensible_captures, served
 from vllm_weir import Add, Capture, Clamp, LowRank, Replace, Site, WeirError
-from vllm_weir.frontend.admit import admit, carries_keys, engine_form
+from vllm_weir.frontend.admit import admit, engine_form
 from vllm_weir.frontend.desk import _check_rows
 from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.hooks import HOOKS, place_of
+from vllm_weir.spec.keys import carries_keys
 from vllm_weir.spec.request import RequestSpec, selected
 from vllm_weir.spec.sizes import Sizes
 

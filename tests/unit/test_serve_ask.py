@@ -11,10 +11,11 @@ import torch
 import zstandard
 
 from vllm_weir.errors import WeirError
-from vllm_weir.serve.ask import Ask, asks
+from vllm_weir.serve.ask import Ask
 from vllm_weir.serve.command import all_plugins, prepare
 from vllm_weir.serve.lens import encode
 from vllm_weir.serve.limits import Limits
+from vllm_weir.spec.keys import asks
 from vllm_weir.spec.lens import lens_interventions
 
 LIMITS = Limits()

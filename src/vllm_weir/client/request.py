@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.spec.request import WIRE_KEY, RequestSpec, parse_captures, parse_interventions, parse_modules
+from vllm_weir.spec.keys import WIRE_KEY, misplaced
+from vllm_weir.spec.request import RequestSpec, parse_captures, parse_interventions, parse_modules
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSE_KEY, MODULES_KEY = "response", "modules"
@@ -64,6 +65,9 @@ def body_of(
         near = difflib.get_close_matches(name, _WISHES, n=1, cutoff=0.85)
         if near:  # a server passes over fields that it does not know
             raise WeirError(f"no field of a request; did you mean the argument {near[0]}?", name)
+    xargs = fields.get("vllm_xargs") or extra.get("vllm_xargs")
+    if (wrong := misplaced(xargs if isinstance(xargs, Mapping) else None, {**fields, **extra})) is not None:
+        raise wrong
     body = {"model": model, "return_token_ids": True, **fields, **extra}
     if body.get("echo") and "prompt" in about and "return_token_ids" not in (*fields, *extra):
         del body["return_token_ids"]  # with it, vLLM leaves the prompt's text out

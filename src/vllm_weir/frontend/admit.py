@@ -19,23 +19,14 @@ from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.hooks import Site
 from vllm_weir.spec.interventions import Instruction, Intervention, Lowered, Move, reach
-from vllm_weir.spec.lens import (
-    LENS_CAPTURE_KEY,
-    LENS_KEYS,
-    LENS_STEER_KEY,
-    in_lens_words,
-    lens_capture,
-    lens_interventions,
-    refuse_lens,
-)
-from vllm_weir.spec.request import WIRE_KEY, RequestSpec, ResolvedSpec
+from vllm_weir.spec.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
+from vllm_weir.spec.lens import in_lens_words, lens_capture, lens_interventions, refuse_lens
+from vllm_weir.spec.request import RequestSpec, ResolvedSpec
 from vllm_weir.spec.sizes import Sizes
 from vllm_weir.spec.tiers import scaled
 from vllm_weir.worker.select import Selectors, column_of
 
 MAX_TOKEN_SELECTORS = 4
-KEYS = (WIRE_KEY, *LENS_KEYS)
-"""Keys of ``SamplingParams.extra_args`` that are Weir's to honour or refuse."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +99,6 @@ class Admitted:
     def digests(self) -> list[str]:
         """Of the vectors that its interventions use, sorted; directions of captures have no place in the table."""
         return sorted(frozenset().union(*(move.vectors for move in self.effective)))
-
-
-def carries_keys(extra_args: Mapping[str, Any] | None) -> bool:
-    """Whether a request asks anything of Weir."""
-    if extra_args:
-        for key in KEYS:
-            if extra_args.get(key) is not None:
-                return True
-    return False
 
 
 def unknown_reference(ref: str, field: str) -> np.ndarray:
@@ -287,7 +269,8 @@ def engine_form(
     ``width``: the most rows that one of its tokens can give, 0 if it captures nothing. ``whole``: whether something is
     made of the rows of all its sites together. ``most``: tokens that it can generate. ``needs``: what its interventions
     need of the tables, [vector digests, programs, instructions], None if there are none. The desk adds ``rows``, the
-    vectors that travel along, if there are any, and once a request has failed ``salt``, see `Store.salt`.
+    vectors that travel along, if there are any, and once a request has failed ``salt``, see `Store.salt`; and ``core``,
+    why the engine core does not do its part, which the core takes back if it does.
     """
     moves = admitted.effective
     if not admitted.spec.wishes and not moves:

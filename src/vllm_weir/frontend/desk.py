@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm_weir.consumers.base import EngineInfo, Finished
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admit import Admitted, admit, carries_keys, engine_form
+from vllm_weir.frontend.admit import Admitted, admit, engine_form
 from vllm_weir.frontend.ahead import kind_ahead
 from vllm_weir.frontend.along import Along
 from vllm_weir.frontend.early import ends_with_the_prompt
@@ -31,13 +31,14 @@ from vllm_weir.frontend.view import View
 from vllm_weir.memo import Memo
 from vllm_weir.settings import Settings
 from vllm_weir.spec.interventions import Intervention
-from vllm_weir.spec.lens import LENS_KEYS
+from vllm_weir.spec.keys import LENS_KEYS, carries_keys
 from vllm_weir.spec.request import ATOMS, WIRE_KEY, selected
 from vllm_weir.spec.sizes import Sizes
 from vllm_weir.spec.vectors import vector_of
 
 MOST_KNOWN, LONGEST_KNOWN = 32 << 20, 1 << 20
 """Bytes of all the wishes whose admission is remembered, and of one."""
+NO_CORE = "it was not loaded there; the log says why"
 
 
 class Tracker:
@@ -250,6 +251,7 @@ class Desk:
         reply, sizes = self._inbox.reply, self._sizes or self.settings.table_sizes(facts.d_model)
         wire = engine_form(admitted, reply, prompt_ids, prompt_len, max_tokens, facts, self._chunked, sizes)
         if wire is not None:
+            wire["core"] = NO_CORE
             if wire["needs"] is not None and self.store.salt:
                 wire["salt"] = self.store.salt
             if admitted.rows and (along := self._along.of(admitted)):

@@ -118,11 +118,12 @@ def block_hash_extra_keys(original, _status):
     return wrapper
 
 
-def scheduler_add_request(original, _status):
+def scheduler_add_request(original, status):
     def wrapper(self, request, *args, **kwargs):
         wire = wire_of(request)
         if wire is None:
             return original(self, request, *args, **kwargs)
+        wire["core"] = status.refusal or ""
         if self not in _rooms:
             _rooms[self] = _Room(self.vllm_config, original)
         room = _rooms[self]

@@ -6,40 +6,22 @@ import asyncio
 import copy
 from contextlib import aclosing, suppress
 
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admit import KEYS, carries_keys
 from vllm_weir.frontend.desk import Desk
 from vllm_weir.frontend.holding import holding
 from vllm_weir.frontend.reach import Vocabulary
 from vllm_weir.frontend.sinks.board import check_sinks
 from vllm_weir.frontend.turns import entry_of
+from vllm_weir.seams.errors import WeirFailure, WeirRequestError
+from vllm_weir.seams.guard import refusal_here
 from vllm_weir.seams.limits import refusal_of
+from vllm_weir.seams.outputs import VIEW as _VIEW
 from vllm_weir.settings import Settings
-from vllm_weir.spec.request import WIRE_KEY
+from vllm_weir.spec.keys import KEYS, WIRE_KEY, carries_keys, refuse_slips
 
-try:
-    from vllm.exceptions import VLLMClientError as _ClientError
-    from vllm.exceptions import VLLMServerError as _ServerError
-except ImportError:  # up to 0.28 a ValueError is what servers answer with 400
-    _ClientError = _ServerError = Exception
-
-_DESK, _TRACKER, _VIEW = "_weir_desk", "_weir_tracker", "_weir_view"
-
-
-class WeirRequestError(WeirError, _ClientError):
-    """A WeirError that vLLM, too, knows for the client's mistake (HTTP 400)."""
-
-    def __init__(self, message: str, field: str = "") -> None:
-        WeirError.__init__(self, message, field)
-
-    def __str__(self) -> str:
-        return f"{self.field}: {self.message}" if self.field else self.message
-
-
-class WeirFailure(WeirError, _ServerError):
-    """A WeirError that vLLM, too, knows for none of the client's (HTTP 500): what was admitted was not done."""
+_DESK, _TRACKER = "_weir_desk", "_weir_tracker"
 
 
 def add_request(original, status):
@@ -47,10 +29,13 @@ def add_request(original, status):
         params = request.sampling_params
         tracker = observer = None
         desk = getattr(self, _DESK, None)
-        if params is not None and (carries_keys(params.extra_args) or (desk is not None and desk.universal)):
+        if params is not None and (params.extra_args or (desk is not None and desk.universal)):
             observer = None if desk is None else desk.observer
             try:
-                tracker = _admit(self, request, status)
+                if params.extra_args:
+                    refuse_slips(params.extra_args)
+                if carries_keys(params.extra_args) or (desk is not None and desk.universal):
+                    tracker = _admit(self, request, status)
             except WeirError as e:
                 if observer is not None:
                     observer.refused()
@@ -141,36 +126,6 @@ def merge_outputs(original, _status):
     return wrapper
 
 
-def _completion_part(part):
-    def get(self):
-        view = getattr(self, _VIEW, None)
-        if view is None or (part == "activations" and not view.asked):
-            return None
-        return getattr(view, part)()
-
-    return get
-
-
-def _request_part(part):
-    def get(self):
-        first = min(self.outputs, key=lambda o: o.index, default=None)
-        return None if first is None else getattr(first, part)
-
-    return get
-
-
-def _give_outputs_properties() -> None:
-    for part, text in (
-        ("activations", "Rows captured for this sequence (index 0's for a request), or None; see `weir.Activations`."),
-        ("receipt", "What Weir did for this sequence (index 0's for a request), or None; see `weir.Receipt`."),
-    ):
-        setattr(CompletionOutput, part, property(_completion_part(part), doc=text))
-        setattr(RequestOutput, part, property(_request_part(part), doc=text))
-
-
-_give_outputs_properties()
-
-
 def _make_desk(engine, status, hold: bool) -> Desk:
     config = engine.vllm_config
     settings = Settings.load(config.additional_config)
@@ -200,9 +155,16 @@ def llm_engine_init(original, status):
             try:
                 desk.learn(self.collective_rpc("weir_report"))
             except Exception as e:  # whatever a worker raises means that it cannot serve; requests are told
-                desk.refusal = f"the workers did not report: {type(e).__name__}: {e}"
+                desk.refusal = _unreported(e)
 
     return wrapper
+
+
+def _unreported(e: Exception) -> str:
+    return (
+        f"the workers did not report ({type(e).__name__}: {e}): is vllm-weir installed where they run, and with it "
+        "everything that it needs? Their log says what could not be loaded"
+    )
 
 
 def async_llm_init(original, status):
@@ -295,7 +257,10 @@ def desk_of(llm) -> Desk:
         engine = getattr(engine, attribute, engine)
     desk = getattr(getattr(engine, "output_processor", None), _DESK, None)
     if desk is None:
-        raise WeirError(f"{type(llm).__name__} is no engine that Weir serves; see `weir doctor`", "llm")
+        why = refusal_here()
+        raise WeirError(
+            f"{type(llm).__name__} is no engine that Weir serves{f': {why}' if why else '; see `weir doctor`'}", "llm"
+        )
     return desk
 
 
@@ -327,4 +292,4 @@ async def ask_workers(engine) -> None:
         try:
             desk.learn(await engine.collective_rpc("weir_report"))
         except Exception as e:  # as in llm_engine_init
-            desk.refusal = f"the workers did not report: {type(e).__name__}: {e}"
+            desk.refusal = _unreported(e)

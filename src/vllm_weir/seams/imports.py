@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from importlib.abc import MetaPathFinder
 from types import ModuleType
 
 
@@ -24,7 +23,7 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
         finder.hook(module.__spec__)
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     """Finds nothing itself: lets the other finders find the module and hooks into its execution."""
 
     def __init__(self) -> None:
@@ -49,7 +48,9 @@ class _Finder(MetaPathFinder):
         def exec_module(module):
             execute(module)
             del loader.exec_module
-            for callback in self.waiting.pop(spec.name, []):
+            # One that raises makes the import fail; whoever tries again must not get the module without it.
+            for callback in self.waiting.get(spec.name, ()):
                 callback(module)
+            self.waiting.pop(spec.name, None)
 
         loader.exec_module = exec_module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from vllm_weir.frontend.admit import carries_keys
+from vllm_weir.spec.keys import carries_keys
 from vllm_weir.spec.request import ATOMS, plain_copy
 
 

@@ -11,20 +11,21 @@ from http import HTTPStatus
 import vllm.outputs  # noqa: F401 - before seams.engine: its own seam is held by a function of that module
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admit import KEYS
 from vllm_weir.frontend.holding import holding
 from vllm_weir.frontend.turns import entry_of
-from vllm_weir.seams.engine import WeirFailure, WeirRequestError, desk_of, has_desk, view_of
-from vllm_weir.serve.ask import Ask, asks
+from vllm_weir.seams.engine import desk_of, has_desk, view_of
+from vllm_weir.seams.errors import WeirFailure, WeirRequestError
+from vllm_weir.seams.guard import ROUTES
+from vllm_weir.seams.guard import without_room as without_room  # held from here by the table
+from vllm_weir.serve.ask import Ask
 from vllm_weir.serve.reply import Reply
 from vllm_weir.serve.state import ServerState
-from vllm_weir.spec.lens import LENS_CAPTURE_KEY, lens_capture, refuse_lens
-from vllm_weir.spec.request import WIRE_KEY, RequestSpec
+from vllm_weir.spec.keys import KEYS, LENS_CAPTURE_KEY, LORA_KEY, WIRE_KEY, asks, slip
+from vllm_weir.spec.lens import lens_capture, refuse_lens
+from vllm_weir.spec.request import RequestSpec
 
 _reply: ContextVar[Reply | None] = ContextVar("weir_reply", default=None)
 _SERVER = "_weir_server"
-LORA_KEY = "lora_request"
-ROUTES = "/v1/completions and /v1/chat/completions"
 
 
 def server_of(engine_client) -> ServerState:
@@ -77,7 +78,7 @@ def create(original, status):
         except WeirFailure as e:
             return _failed(self, e)
         except WeirError as e:
-            observer = server_of(self.engine_client).desk.observer
+            observer = server_of(self.engine_client).desk.observer if has_desk(self.engine_client) else None
             if observer is not None and not isinstance(e, WeirRequestError):  # those are counted where they are raised
                 observer.refused()
             sent = e if ask is None else ask.sent(e)
@@ -159,6 +160,8 @@ def to_sampling_params(original, status):
         reply = _reply.get()
         if reply is None:
             if asks(None, self.model_extra):
+                if (wrong := slip(None, self.model_extra)) is not None and status.serving_refusal is None:
+                    raise WeirRequestError(wrong.message, wrong.field)
                 why = status.serving_refusal or f"this route has no room for Weir's answers; use {ROUTES}"
                 raise WeirRequestError(why, WIRE_KEY)
             return original(self, *args, **kwargs)
@@ -166,22 +169,6 @@ def to_sampling_params(original, status):
         others = {k: v for k, v in (params.extra_args or {}).items() if k not in KEYS}
         params.extra_args = others | dict(reply.ask.extra_args)
         return params
-
-    return wrapper
-
-
-def without_room(original, _status):
-    """Of routes that pass over fields that they do not know: these are read off the body itself."""
-
-    async def wrapper(self, request, raw_request=None, *args, **kwargs):
-        body = {} if raw_request is None else await raw_request.json()
-        xargs = None if "vllm_xargs" in type(request).model_fields else body.get("vllm_xargs")
-        try:
-            if asks(xargs if isinstance(xargs, Mapping) else None, body):
-                raise WeirRequestError(f"this route does not take it; use {ROUTES}", WIRE_KEY)
-            return await original(self, request, raw_request, *args, **kwargs)
-        except WeirError as e:
-            return self.create_error_response(str(e), param=e.field or None)
 
     return wrapper
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_weir.environ import OFF
+from vllm_weir.seams import guard
 from vllm_weir.seams.imports import when_imported
-from vllm_weir.settings import OFF
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +36,8 @@ class Seam:
         wrapper: ``module:function`` of the wrapper's maker, which takes the original; None for a seam that is held on
             an instance once it exists (see `vllm_weir.seams.worker`) and is only checked here.
         needs: parameters that the original must have.
-        guard: whether it refuses requests when Weir is off; without it Weir does not let the engine start.
-        serving: whether only a server needs it: without it requests over HTTP that carry Weir's keys are refused. Held
-            also when Weir is off, to refuse them.
+        guard: whether Weir does not let the engine start without it.
+        serving: whether only a server needs it: without it requests over HTTP that carry Weir's keys are refused.
         variant: the model runner it belongs to, of which an engine uses one; empty for seams that every engine needs.
         recent: whether it belongs to a route that older vLLMs lack together with its module.
     """
@@ -188,27 +188,42 @@ class Status:
         active: False when Weir is disabled: only the guard is held, and it refuses.
         problems: seam path -> what is wrong; any entry refuses every request with Weir's keys.
         serving_problems: likewise, for requests over HTTP.
+        failure: what kept Weir's own code from being loaded, or None; likewise refuses every request. What serves HTTP
+            alone counts for that alone.
+        serving_failure: likewise, for requests over HTTP.
     """
 
     active: bool
     problems: dict[str, str] = field(default_factory=dict)
     serving_problems: dict[str, str] = field(default_factory=dict)
+    failure: str | None = None
+    serving_failure: str | None = None
 
     def note(self, seam: Seam, why: str) -> None:
         """`seam` cannot be held."""
         (self.serving_problems if seam.serving else self.problems)[seam.path] = why
+
+    def fail(self, seam: Seam, e: Exception) -> None:
+        """Weir's own code for `seam` could not be loaded."""
+        why = guard.cause_of(e)
+        if why not in (self.failure, self.serving_failure):
+            logger.error("requests with Weir's keys are refused: %s", why, exc_info=e)
+        if seam.serving:
+            self.serving_failure = self.serving_failure or why
+        else:
+            self.failure = self.failure or why
 
     @property
     def refusal(self) -> str | None:
         """Why requests with Weir's keys are refused in this process; None if they are served."""
         if not self.active:
             return OFF
-        return _told(self.problems)
+        return self.failure or _told(self.problems)
 
     @property
     def serving_refusal(self) -> str | None:
         """Why requests over HTTP with Weir's keys are refused; None if they are served."""
-        return self.refusal or _told(self.serving_problems)
+        return self.refusal or self.serving_failure or _told(self.serving_problems)
 
 
 def _told(problems: dict[str, str]) -> str | None:
@@ -220,32 +235,33 @@ def _told(problems: dict[str, str]) -> str | None:
 
 
 def install(active: bool) -> Status:
-    """Hold every seam of this process, each as soon as its module is imported.
+    """Hold every seam of this process, each as soon as its module is imported; with `active` False only the guard.
 
     Raises:
-        RuntimeError: if the guard cannot be held, because then requests with Weir's keys would run unheeded.
+        Unguarded: if the guard cannot be held, because then requests with Weir's keys would run unheeded.
     """
     status = Status(active)
     for seam in SEAMS:
-        if seam.wrapper is None or not (active or seam.guard or seam.serving):
+        if seam.wrapper is None or not (active or seam.path in guard.GUARDS):
             continue
         if _module_exists(seam.module):
             when_imported(seam.module, functools.partial(_hold, seam, status))
         elif not seam.recent:
             status.note(seam, "the module does not exist")
         if seam.guard and seam.path in status.problems:
-            raise RuntimeError(f"Weir cannot guard this vLLM: {seam.path}: {status.problems[seam.path]}")
+            raise guard.Unguarded(f"Weir cannot guard this vLLM: {seam.path}: {status.problems[seam.path]}")
     return status
 
 
 def _hold(seam: Seam, status: Status, _module: object) -> None:
     try:
-        found = seam.find()
+        found = guard.unguarded(seam.find())
         original: Any = found.fget if isinstance(found, property) else found
         if getattr(original, "__weir__", None) == seam.path:
             return
-        wrapper: Any = functools.wraps(original)(_maker(seam)(original, status))
-        wrapper.__weir__ = seam.path
+        wrapper = _wrapped(seam, original, status)
+        if wrapper is None:
+            return
         owner_name, _, attribute = seam.name.rpartition(".")
         module = importlib.import_module(seam.module)
         held = property(wrapper) if isinstance(found, property) else wrapper
@@ -254,12 +270,36 @@ def _hold(seam: Seam, status: Status, _module: object) -> None:
         status.note(seam, str(e))
         logger.error("Weir could not hold %s: %s", seam.path, e)
         if seam.guard:
-            raise RuntimeError(f"Weir cannot guard this vLLM: {seam.path}: {e}") from e
+            raise guard.Unguarded(f"Weir cannot guard this vLLM: {seam.path}: {e}") from e
+
+
+def _wrapped(seam: Seam, original: Any, status: Status) -> Any:
+    """What takes the place of `original`; where Weir does not work the guard, or None if it does not stand there."""
+    if status.active and status.failure is None:
+        try:
+            wrapper: Any = functools.wraps(original)(_maker(seam)(original, status))
+            wrapper.__weir__, wrapper.__weir_status__ = seam.path, status
+            return wrapper
+        except Exception as e:  # noqa: BLE001 - a module of Weir's or one that it needs; whatever it is, requests are told
+            status.fail(seam, e)
+    return guard.guarded(seam.path, original, status) if seam.path in guard.GUARDS else None
 
 
 def _maker(seam: Seam) -> Callable[[Any, Status], Any]:
     module, _, function = (seam.wrapper or "").partition(":")
     return getattr(importlib.import_module(f"vllm_weir.seams.{module}"), function)
+
+
+def unloadable() -> list[str]:
+    """What keeps the wrappers' modules from being imported, each cause once."""
+    causes: dict[str, None] = {}
+    for seam in SEAMS:
+        if seam.wrapper is not None and _module_exists(seam.module):
+            try:
+                _maker(seam)
+            except Exception as e:  # noqa: BLE001 - as when they are held
+                causes[guard.cause_of(e)] = None
+    return list(causes)
 
 
 def _module_exists(name: str) -> bool:

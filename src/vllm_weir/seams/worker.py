@@ -113,7 +113,7 @@ def _hold_execute_model(runner, station: Station) -> None:
             station.silence()
             return execute_model(scheduler_output, *args, **kwargs)
         new = [
-            (r.req_id, wire, _prompt_len(r), r.prompt_token_ids, r.num_computed_tokens)
+            (r.req_id, _checked(wire), _prompt_len(r), r.prompt_token_ids, r.num_computed_tokens)
             for r in scheduler_output.scheduled_new_reqs
             if (wire := wire_of(r)) is not None
         ]
@@ -126,6 +126,13 @@ def _hold_execute_model(runner, station: Station) -> None:
         return output
 
     runner.execute_model = wrapper
+
+
+def _checked(wire):
+    """The wire form, which says so if the process that schedules does not do its part: caches of other requests would
+    get what is steered, and rows of cached positions would be missing."""
+    why = wire.get("core")
+    return {**wire, "refused": f"Weir does not work in the engine core: {why}"} if why else wire
 
 
 def _starts(scheduler_output) -> Iterator[tuple[list[str], list[int]]]:

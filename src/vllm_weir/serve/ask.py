@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.frontend.admit import KEYS
-from vllm_weir.serve.fork import FIELDS, fork_fields, with_fork
+from vllm_weir.serve.fork import with_fork
 from vllm_weir.serve.limits import Limits
-from vllm_weir.spec.lens import LENS_CAPTURE_KEY, LENS_KEYS, refuse_lens
-from vllm_weir.spec.request import WIRE_KEY
+from vllm_weir.spec.keys import KEYS, LENS_CAPTURE_KEY, WIRE_KEY, fork_fields, misplaced, places
+from vllm_weir.spec.lens import refuse_lens
 from vllm_weir.spec.text import loads
 
 RESPONSE = "response"
@@ -55,7 +54,7 @@ class Ask:
         Raises:
             WeirError: naming the field.
         """
-        if (wrong := _misplaced(xargs, body)) is not None:
+        if (wrong := misplaced(xargs, body)) is not None:
             raise wrong
         found, fork = _gather(xargs or {}, body or {}), fork_fields(body)
         if not found and not fork:
@@ -74,46 +73,10 @@ class Ask:
         return cls(found, inline, stream, found.get(LENS_CAPTURE_KEY) is not None, WIRE_KEY in found, first)
 
 
-def asks(xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None) -> bool:
-    """Whether a request says anything to Weir."""
-    if not xargs and not body:  # nearly every plain one
-        return False
-    if fork_fields(body) or _misplaced(xargs, body) is not None:
-        return True
-    return any(place.get(k) is not None for _, place in _places(xargs or {}, body or {}) for k in KEYS)
-
-
-def _misplaced(xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None) -> WeirError | None:
-    """What to say of a key that stands where nobody would read it."""
-    for key in LENS_KEYS if body else ():
-        if body is not None and body.get(key) is not None:
-            return WeirError('belongs into "vllm_xargs" or "extra_args"', key)
-    for key in fork_fields(xargs):
-        return WeirError("belongs into the body itself", f"vllm_xargs.{key}")
-    extra = body.get("extra_body") if body else None
-    if isinstance(extra, Mapping):
-        for key in (*KEYS, *FIELDS):
-            if extra.get(key) is not None:
-                return WeirError(
-                    "extra_body is an argument of OpenAI's client, which puts what is in it into the body itself",
-                    f"extra_body.{key}",
-                )
-    return None
-
-
-def _places(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    extra = body.get("extra_args")
-    return [
-        ("vllm_xargs.", xargs),
-        ("", {WIRE_KEY: body.get(WIRE_KEY)}),
-        ("extra_args.", extra if isinstance(extra, Mapping) else {}),
-    ]
-
-
 def _gather(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     origin: dict[str, str] = {}
-    for place, values in _places(xargs, body):
+    for place, values in places(xargs, body):
         for key in KEYS:
             if values.get(key) is None:
                 continue

@@ -7,10 +7,12 @@ import os
 from collections.abc import MutableMapping
 from importlib.metadata import entry_points
 
+from vllm_weir.environ import disabled
 from vllm_weir.errors import WeirError
+from vllm_weir.seams import guard
 from vllm_weir.serve.home import clear
 from vllm_weir.serve.limits import ADMIN_KEY, Limits
-from vllm_weir.settings import disabled
+from vllm_weir.serve.plugin import load_rooms
 from vllm_weir.spec.text import fits_header
 
 OPTION = "--weir-admin-key"
@@ -33,6 +35,7 @@ def serve(arguments: list[str]) -> None:
         WeirError: if Weir would not be on.
     """
     rest = prepare(arguments, os.environ)
+    _check_loading()
     from vllm_weir.seams.launch import vllm_serve
 
     # vLLM kills its API-server processes when there are several. Runs after what this process itself clears up.
@@ -61,6 +64,14 @@ def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str
     elif "weir" not in named.split(","):
         raise WeirError(f"is {named!r} and leaves Weir out; add weir, or unset it", "VLLM_PLUGINS")
     return rest
+
+
+def _check_loading() -> None:
+    """Raise WeirError where the server would start without Weir's routes."""
+    try:
+        load_rooms()
+    except Exception as e:
+        raise WeirError(guard.cause_of(e)) from e
 
 
 def asks_for_help(arguments: list[str]) -> bool:

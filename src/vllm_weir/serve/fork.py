@@ -6,17 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_weir.errors import WeirError
+from vllm_weir.spec.keys import FORK_NAME as NAME
+from vllm_weir.spec.keys import FORK_TIERS as TIERS
 from vllm_weir.spec.request import WIRE_VERSION
 from vllm_weir.spec.tiers import from_tiers
-
-NAME = "steering_name"
-TIERS = tuple(f"{tier}steering_{kind}" for kind in ("vectors", "clamps") for tier in ("", "prefill_", "decode_"))
-FIELDS = (NAME, *TIERS)
-
-
-def fork_fields(body: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Those of the fork's fields that a request has."""
-    return {key: body[key] for key in FIELDS if body.get(key) is not None} if body else {}
 
 
 def with_fork(

@@ -132,5 +132,6 @@ def server_state(request: Request) -> ServerState:
     """FastAPI dependency: the state of the process that serves `request`."""
     state = getattr(request.app.state, "weir", None)
     if state is None:
-        raise HTTPException(503, "Weir is not serving here; the server's log says why")
+        why = getattr(request.app.state, "weir_refusal", "the server's log says why")
+        raise HTTPException(503, f"Weir is not serving here: {why}")
     return state

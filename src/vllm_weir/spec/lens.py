@@ -15,18 +15,10 @@ import zstandard
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.interventions import Add, Intervention
+from vllm_weir.spec.keys import LENS_CAPTURE_KEY, LENS_REFUSED, LENS_STEER_KEY
 from vllm_weir.spec.positions import MAX_LIST, Positions
 from vllm_weir.spec.text import loads
 from vllm_weir.spec.vectors import MAX_ELEMENTS, Vector, number
-
-LENS_CAPTURE_KEY = "output_residual_stream"
-LENS_STEER_KEY = "apply_steering_vectors"
-LENS_REFUSED = {
-    "apply_hooks": "Weir runs no code from requests; use captures and interventions",
-    "output_qk": "nothing inside attention is served; capture attn_out instead",
-}
-"""vllm-lens's keys that no request may carry, and why."""
-LENS_KEYS = (LENS_CAPTURE_KEY, LENS_STEER_KEY, *LENS_REFUSED)
 
 
 def refuse_lens(extra_args: Mapping[str, Any]) -> None:

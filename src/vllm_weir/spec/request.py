@@ -15,11 +15,11 @@ from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.hooks import Site, place_of
 from vllm_weir.spec.interventions import Intervention, parse_intervention
+from vllm_weir.spec.keys import WIRE_KEY
 from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.text import loads
 from vllm_weir.spec.vectors import number
 
-WIRE_KEY = "weir"
 WIRE_VERSION = 1
 MAX_CAPTURES = 62  # with vllm-lens's key 63 selectors: the planner keeps one bit of an int64 for each
 MAX_INTERVENTIONS = 1024

@@ -139,7 +139,8 @@ class Station:
         resumed: Iterable[str] = (),
     ) -> None:
         """Requests that join (id, engine wire form, prompt length, prompt ids, positions that come from the prefix
-        cache), that leave, and that go on after a preemption without having left, before the next step."""
+        cache), that leave, and that go on after a preemption without having left, before the next step. A wire form
+        with ``refused`` is that of a request which fails for that reason."""
         for request_id in finished:
             self._live.leave(request_id)
             self.planner.remove(request_id)
@@ -156,6 +157,8 @@ class Station:
             self.planner.remove(request_id)  # a resumed request joins again
             self._live.join(request_id, spec, prompt_len)
             try:
+                if why := wire.get("refused"):
+                    raise WeirError(why)
                 if replaced:
                     raise WeirError(f"{replaced} of the model was replaced: put the tapped one back, or start again")
                 self._join(request_id, spec, wire, prompt_len, prompt_ids)

@@ -1,0 +1,30 @@
+"""Packages whose names are imported when they are first used. Standard library only."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a package.
+
+    Args:
+        package: its ``__name__``.
+        modules: public name -> where it is: a module, or ``module:name`` if it has another name there.
+    """
+
+    def getattribute(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, _, there = modules[name].partition(":")
+        value = getattr(importlib.import_module(module), there or name)
+        vars(sys.modules[package])[name] = value
+        return value
+
+    def directory() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *modules})
+
+    return getattribute, directory

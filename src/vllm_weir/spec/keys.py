@@ -1,0 +1,209 @@
+"""The keys of a request that are Weir's, where each may stand, and what looks like one of them.
+
+Standard library only: the guard, which refuses requests while Weir cannot be loaded, imports this.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vllm_weir.errors import WeirError
+
+WIRE_KEY = "weir"
+LENS_CAPTURE_KEY = "output_residual_stream"
+LENS_STEER_KEY = "apply_steering_vectors"
+LENS_REFUSED = {
+    "apply_hooks": "Weir runs no code from requests; use captures and interventions",
+    "output_qk": "nothing inside attention is served; capture attn_out instead",
+}
+"""vllm-lens's keys that no request may carry, and why."""
+LENS_KEYS = (LENS_CAPTURE_KEY, LENS_STEER_KEY, *LENS_REFUSED)
+KEYS = (WIRE_KEY, *LENS_KEYS)
+"""Keys of ``SamplingParams.extra_args`` that are Weir's to honour or refuse."""
+FORK_NAME = "steering_name"
+FORK_TIERS = tuple(f"{tier}steering_{kind}" for kind in ("vectors", "clamps") for tier in ("", "prefill_", "decode_"))
+FORK_FIELDS = (FORK_NAME, *FORK_TIERS)
+"""Fields of a request's body in the fork RhizoNymph/vllm."""
+LORA_KEY = "lora_request"
+"""Field of a request's body that Weir adds to vLLM's."""
+
+_LONGEST = 40
+"""Longer names are nobody's slip; this also bounds what `meant` remembers."""
+_WORDS = {
+    "weirs": WIRE_KEY,
+    "vllmweir": WIRE_KEY,
+    "residualstream": LENS_CAPTURE_KEY,
+    "residualstreams": LENS_CAPTURE_KEY,
+    "outputresidual": LENS_CAPTURE_KEY,
+    "steeringvector": LENS_STEER_KEY,
+    "applysteering": LENS_STEER_KEY,
+}
+"""What people write instead, in small letters without punctuation."""
+_INSIDE = {
+    "capture": "capture",
+    "captures": "capture",
+    "interventions": "interventions",
+    "intervention": "interventions",
+}
+"""What belongs inside the object under `WIRE_KEY` -> its name there."""
+
+
+def carries_keys(extra_args: Mapping[str, Any] | None) -> bool:
+    """Whether a request asks anything of Weir."""
+    if extra_args:
+        for key in KEYS:
+            if extra_args.get(key) is not None:
+                return True
+    return False
+
+
+@functools.lru_cache(maxsize=1024)
+def meant(key: str, in_body: bool = False) -> str | None:
+    """The key of Weir's that `key` is a slip of; None for Weir's own keys, and for everybody else's.
+
+    Args:
+        in_body: whether `key` is a field of a request's body, where the fork's fields stand and vllm-lens's do not.
+
+    A slip has other capitals or punctuation, or two neighbouring letters swapped or one letter doubled; in a long key
+    also any one letter missing, added or changed. Short keys are judged so strictly because other plugins have keys of
+    their own: ``wire``, ``weight``, ``heir`` and ``weird`` are none of Weir's.
+    """
+    if key in KEYS or key in FORK_FIELDS or len(key) > _LONGEST:
+        return None
+    plain = _plain(key)
+    own_keys = (WIRE_KEY, *FORK_FIELDS, *LENS_KEYS) if in_body else (WIRE_KEY, *LENS_KEYS)
+    if plain in _WORDS and not in_body:
+        return _WORDS[plain]
+    for own in own_keys:
+        right = _plain(own)
+        if plain == right or _swapped_or_doubled(plain, right):
+            return own
+        if own not in LENS_REFUSED and own != WIRE_KEY and _one_letter(plain, right):
+            return own
+    return _WORDS.get(plain)
+
+
+def refuse_slips(extra_args: Mapping[str, Any]) -> None:
+    """Raise WeirError for a key of ``SamplingParams.extra_args`` that looks like one of Weir's and would be ignored."""
+    for key, value in extra_args.items():
+        if key in KEYS or value is None:
+            continue
+        if key in FORK_FIELDS:
+            raise _misplaced_fork(key)
+        if (wrong := _slip(key, value)) is not None:
+            raise wrong
+
+
+def asks(xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None) -> bool:
+    """Whether an HTTP request says anything to Weir, or seems to: `misplaced` has the refusal of what only seems to.
+
+    Args:
+        xargs: its ``vllm_xargs``.
+        body: the fields that vLLM does not know.
+    """
+    if not xargs and not body:  # nearly every plain one
+        return False
+    if fork_fields(body) or misplaced(xargs, body) is not None:
+        return True
+    return any(place.get(k) is not None for _, place in places(xargs or {}, body or {}) for k in KEYS)
+
+
+def fork_fields(body: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Those of the fork's fields that a request has."""
+    return {key: body[key] for key in FORK_FIELDS if body.get(key) is not None} if body else {}
+
+
+def places(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Where an HTTP request may say something: (prefix in messages, what stands there)."""
+    extra = body.get("extra_args")
+    return [
+        ("vllm_xargs.", xargs),
+        ("", {WIRE_KEY: body.get(WIRE_KEY)}),
+        ("extra_args.", extra if isinstance(extra, Mapping) else {}),
+    ]
+
+
+def misplaced(xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None) -> WeirError | None:
+    """What to say of a key that stands where nobody would read it, or that looks like one of Weir's."""
+    return next(_misplaced(xargs or {}, body or {}), None)
+
+
+def slip(xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None) -> WeirError | None:
+    """What to say of a key that looks like one of Weir's; None if there is none."""
+    return next(_slips(xargs or {}, body or {}), None)
+
+
+def _misplaced(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[WeirError]:
+    for key in LENS_KEYS:
+        if body.get(key) is not None:
+            yield WeirError('belongs into "vllm_xargs" or "extra_args"', key)
+    extra_args, extra_body = body.get("extra_args"), body.get("extra_body")
+    for name, place in (("vllm_xargs", xargs), ("extra_args", extra_args)):
+        for key in fork_fields(place if isinstance(place, Mapping) else None):
+            yield WeirError("belongs into the body itself", f"{name}.{key}")
+    if isinstance(extra_body, Mapping):
+        for key in (*KEYS, *FORK_FIELDS):
+            if extra_body.get(key) is not None:
+                yield WeirError(
+                    "extra_body is an argument of OpenAI's client, which puts what is in it into the body itself",
+                    f"extra_body.{key}",
+                )
+    yield from _slips(xargs, body)
+
+
+def _slips(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[WeirError]:
+    places = ((xargs, False), (body, True), (body.get("extra_args"), False), (body.get("extra_body"), True))
+    for place, in_body in places:
+        for key, value in place.items() if isinstance(place, Mapping) else ():
+            if value is not None and (wrong := _slip(key, value, in_body)) is not None:
+                yield wrong
+
+
+def _slip(key: Any, value: Any, in_body: bool = False) -> WeirError | None:
+    """What to say of a key that is present; None if it is none of Weir's business, or right."""
+    if not isinstance(key, str):
+        return None
+    if key in _INSIDE and not isinstance(value, (bool, int, float)):  # which neither of Weir's can be
+        name = _INSIDE[key]
+        return WeirError(
+            f'belongs inside the key {WIRE_KEY!r}: {{"weir": {{"v": 1, "{name}": [...]}}}}, which offline '
+            f"weir.params({name}=...) writes",
+            key,
+        )
+    right = meant(key, in_body)
+    return None if right is None else WeirError(f"no key that Weir or vLLM knows; did you mean {right!r}?", key)
+
+
+def _misplaced_fork(key: str) -> WeirError:
+    instead = f"did you mean {LENS_STEER_KEY!r}? " if key == "steering_vectors" else ""
+    return WeirError(
+        f"{instead}{key} is a field of a server's request body; offline use weir.params(interventions=...), which "
+        "weir.from_tiers can make of such fields",
+        key,
+    )
+
+
+def _plain(key: str) -> str:
+    """Without what only looks different."""
+    return "".join(c for c in key.lower() if c not in "_-. \t")
+
+
+def _swapped_or_doubled(a: str, b: str) -> bool:
+    """Whether `a` is `b` with two neighbouring letters swapped, or one written twice."""
+    i = _differ_at(a, b)
+    if len(a) == len(b):
+        return a[i + 2 :] == b[i + 2 :] and a[i : i + 2] == b[i : i + 2][::-1]
+    return len(a) == len(b) + 1 and i > 0 and a[i] == a[i - 1] and a[i + 1 :] == b[i:]
+
+
+def _one_letter(a: str, b: str) -> bool:
+    """Whether one letter was left out, added or changed."""
+    i = _differ_at(a, b)
+    return a[i + 1 :] == b[i + 1 :] or a[i + 1 :] == b[i:] or a[i:] == b[i + 1 :]
+
+
+def _differ_at(a: str, b: str) -> int:
+    """How many first letters they share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
