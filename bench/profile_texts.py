@@ -155,7 +155,8 @@ def main() -> None:
     if cuda:
         llm.apply_model(fill_engine)
     params = asked(model["layers"])
-    found: dict[str, Any] = {"model": model["model_name"], "texts": given.texts, "most": given.most, "long": given.long, "kinds": {}}
+    sizes = {"texts": given.texts, "most": given.most, "long": given.long}
+    found: dict[str, Any] = {"model": model["model_name"], **sizes, "kinds": {}}
     kinds = {"texts": given.cases.split(","), "long": [c for c in given.long_cases.split(",") if c]}
     for kind, cases in kinds.items():
         seen: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}

@@ -84,14 +84,16 @@ class StepBudget:
     def __init__(self, ring_rows: int, host_rows: int, streams_above: int | None = None) -> None:
         self._ring_rows, self._host_rows, self._streams_above = ring_rows, host_rows, streams_above
         self._widths: dict[str, int] = {}
-        self._widest = 0
+        self._talls: dict[str, int] = {}
+        self._widest = self._tallest = 0
         self._whole: set[str] = set()
         """Requests of whose rows something is made once a step is done: all of its rows must fit the ring."""
 
     def join(self, request_id: str, wire: Mapping[str, Any]) -> None:
         """A capturing request has entered the scheduler."""
         self._widths[request_id] = width = max(1, int(wire.get("width", 1)))
-        self._widest = max(self._widest, width)
+        self._talls[request_id] = tall = min(width, int(wire.get("tall", STAGES)))
+        self._widest, self._tallest = max(self._widest, width), max(self._tallest, tall)
         if wire.get("whole"):
             self._whole.add(request_id)
 
@@ -101,7 +103,9 @@ class StepBudget:
             return limit
         if not self._widths.keys() <= live.keys():
             self._widths = {r: w for r, w in self._widths.items() if r in live}
+            self._talls = {r: n for r, n in self._talls.items() if r in live}
             self._widest = max(self._widths.values(), default=0)
+            self._tallest = max(self._talls.values(), default=0)
             self._whole &= self._widths.keys()
             if not self._widths:
                 return limit
@@ -117,7 +121,7 @@ class StepBudget:
             not self._whole
             and above is not None
             and above * width <= self._ring_rows
-            and tokens * STAGES <= self._ring_rows
+            and tokens * self._tallest <= self._ring_rows
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ from vllm_weir.spec.lens import (
 from vllm_weir.spec.request import WIRE_KEY, RequestSpec, ResolvedSpec
 from vllm_weir.spec.sizes import Sizes
 from vllm_weir.spec.tiers import scaled
-from vllm_weir.worker.select import Selectors, column_of
+from vllm_weir.worker.select import STAGES, Selectors, column_of
 
 MAX_TOKEN_SELECTORS = 4
 KEYS = (WIRE_KEY, *LENS_KEYS)
@@ -83,6 +84,11 @@ class Admitted:
     def wire(self) -> bytes:
         """What of it travels to the engine."""
         return EngineSpec(self.spec, tuple(self.effective)).wire
+
+    @functools.cached_property
+    def tall(self) -> int:
+        """The most rows that one token gives at one tap."""
+        return max(Counter(column // STAGES for column in self.columns.values()).values(), default=0)
 
     @functools.cached_property
     def simple_needs(self) -> tuple[int, int] | None:
@@ -244,8 +250,8 @@ def engine_form(
     """What travels with the request to scheduler and workers; None if it asks for nothing that needs them.
 
     ``spec``: an `EngineSpec`. ``reply``: where its reader listens. ``first``: its first wanted position, or None.
-    ``width``: the most rows that one of its tokens can give, 0 if it captures nothing. ``whole``: whether something is
-    made of the rows of all its sites together. ``most``: tokens that it can generate. ``needs``: what its interventions
+    ``width``: the most rows that one of its tokens can give, 0 if it captures nothing. ``tall``: the most that it can
+    give at one tap. ``whole``: whether something is made of the rows of all its sites together. ``most``: tokens that it can generate. ``needs``: what its interventions
     need of the tables, [vector digests, programs, instructions], None if there are none. The desk adds ``rows``, the
     vectors that travel along, if there are any, and once a request has failed ``salt``, see `Store.salt`.
     """
@@ -264,6 +270,7 @@ def engine_form(
         "reply": reply,
         "first": admitted.spec.first(prompt_len, prompt_ids),
         "width": width,
+        "tall": admitted.tall,
         "whole": admitted.spec.treatment is not None and admitted.spec.treatment.compression is None,
         "most": max_tokens,
         "needs": _needs(admitted, prompt_ids, prompt_len, max_tokens, sizes) if moves else None,
