@@ -30,6 +30,7 @@ from vllm_weir.spec.lens import (
 from vllm_weir.spec.request import WIRE_KEY, RequestSpec, ResolvedSpec
 from vllm_weir.spec.sizes import Sizes
 from vllm_weir.spec.tiers import scaled
+from vllm_weir.worker.folds import GROUP
 from vllm_weir.worker.select import STAGES, Selectors, column_of
 
 MAX_TOKEN_SELECTORS = 4
@@ -251,27 +252,41 @@ def engine_form(
 
     ``spec``: an `EngineSpec`. ``reply``: where its reader listens. ``first``: its first wanted position, or None.
     ``width``: the most rows that one of its tokens can give, 0 if it captures nothing. ``tall``: the most that it can
-    give at one tap. ``whole``: whether something is made of the rows of all its sites together. ``most``: tokens that it can generate. ``needs``: what its interventions
-    need of the tables, [vector digests, programs, instructions], None if there are none. The desk adds ``rows``, the
-    vectors that travel along, if there are any, and once a request has failed ``salt``, see `Store.salt`.
+    give at one tap. ``few``: how many tokens give rows that leave the device, None if that is not bounded. ``cell``:
+    ring rows of a group of tokens whose rows are reduced, 0 if none are. ``last``: the last of these tokens. ``whole``:
+    whether something is made of the rows of all its sites together. ``most``: tokens that it can generate. ``needs``:
+    what its interventions need of the tables, [vector digests, programs, instructions], None if there are none. The
+    desk adds ``rows``, the vectors that travel along, if there are any, and once a request has failed ``salt``, see
+    `Store.salt`.
     """
     moves = admitted.effective
     if not admitted.spec.wishes and not moves:
         return None
-    width = admitted.spec.width + admitted.spec.cell(facts.d_model, facts.itemsize)
-    if width > facts.ring_rows or (not chunked and width * prompt_len > facts.ring_rows):
+    spec = admitted.spec
+    cell = spec.cell(facts.d_model, facts.itemsize)
+    folds = spec.treatment is not None and spec.treatment.folds
+    width, last = spec.width + (0 if folds else cell), spec.last(prompt_len, prompt_ids) if folds else None
+    few = spec.tokens(prompt_len)
+    tokens = 1 if chunked else prompt_len
+    need = width * (tokens if few is None else min(few, tokens))
+    if last is not None:
+        need += cell * (1 if chunked else -(-prompt_len // GROUP))
+    if need > facts.ring_rows:
         raise WeirError(
-            f"this capture needs {width * (1 if chunked else prompt_len)} rows in one step, the buffer holds "
+            f"this capture needs {need} rows in one step, the buffer holds "
             f"{facts.ring_rows}; raise the setting buffer_bytes",
             "capture",
         )
     return {
         "spec": admitted.wire,
         "reply": reply,
-        "first": admitted.spec.first(prompt_len, prompt_ids),
+        "first": spec.first(prompt_len, prompt_ids),
         "width": width,
         "tall": admitted.tall,
-        "whole": admitted.spec.treatment is not None and admitted.spec.treatment.compression is None,
+        "few": few,
+        "cell": 0 if last is None else cell,
+        "last": last,
+        "whole": spec.treatment is not None and bool(spec.treatment.directions),
         "most": max_tokens,
         "needs": _needs(admitted, prompt_ids, prompt_len, max_tokens, sizes) if moves else None,
     }

@@ -18,9 +18,9 @@ FEW = 8
 
 
 def ends_with_the_prompt(part: Part, prompt_len: int) -> bool:
-    """Whether the rows of a part, as the model has them, are known to be of the prompt only."""
+    """Whether the rows of a part, as the model has them or reduced, are known to be of the prompt only."""
     spec = part.spec
-    if not spec.wishes or spec.treatment is not None or part.late or part.recast:
+    if not spec.wishes or (not part.folds and (spec.treatment is not None or part.late or part.recast)):
         return False
     bounds = [selector.bounds(prompt_len) for _, selectors in spec.by_positions for selector in selectors]
     return all(b is not None and b[1] <= prompt_len for b in bounds)
@@ -73,7 +73,7 @@ class Early:
             part=pending.memory,
             tokens=Tokens(pending.prompt, ()),
             start=0,
-            finished=False,
+            finished=True,  # there is nothing more to come of its prompt
             aborted=False,
             cached_tokens=0,
             hit_limit=None,
