@@ -31,7 +31,7 @@ CASES = ("silent", "elsewhere", "capture", "steer")
 def tensors(case: str, tokens: int) -> dict[str, torch.Tensor]:
     """What a launch is given."""
     ranks = torch.full((4, LAYERS * STAGES), -1, dtype=torch.int32)
-    plan = torch.full((tokens, 3), -1, dtype=torch.int32)
+    plan = torch.tensor([[-1, -1, -1, 0]] * tokens, dtype=torch.int32)
     heads = torch.full((tokens, LAYERS), -1, dtype=torch.int32)
     if case == "capture":
         ranks[0, STAGES - 1 :: STAGES] = torch.arange(LAYERS, dtype=torch.int32)

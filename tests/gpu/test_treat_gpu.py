@@ -77,6 +77,30 @@ def test_products_with_directions(directory, oracle, how):
             assert (got - scores).abs().max() <= bound, (selector, site)
 
 
+@pytest.mark.parametrize("width", [192, 2880, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_reduction_has_the_cpu_s_bits_however_the_prompt_was_cut(dtype, width):
+    from tests.unit.test_folds import Worker, content
+    from vllm_weir.worker.tap_triton import launch
+
+    asked = {"a": ("mean", "prompt", 700), "b": ("max", "1:300:3", 300), "c": ("mean", [0, 3, 130, -1], 200)}
+    cuts = ([700, 300, 200],), ([1, 300, 3], [127, 0, 130], [400, 0, 67], [172, 0, 0])
+    found = []
+    for device, steps in (("cpu", cuts[0]), ("cuda", cuts[0]), ("cuda", cuts[1])):
+        worker = Worker(dtype, device, width, *([launch] if device == "cuda" else []))
+        for name, what in asked.items():
+            worker.read(name, *what)
+        at, got = dict.fromkeys(asked, 0), {}
+        for counts in steps:
+            batch = [(name, n, at[name]) for name, n in zip(asked, counts, strict=True) if n]
+            got |= worker.step(batch, content)
+            at = {name: at[name] + n for name, n in zip(asked, counts, strict=True)}
+        found.append(got)
+    for name in asked:
+        first, *others = (got[name] for got in found)
+        assert not first.isnan().any() and all(torch.equal(first, other) for other in others), name
+
+
 def test_a_full_host_buffer_drops_rows_and_says_so(directory, oracle, monkeypatch):
     """Rows that are there are right and in their places; the others are in the receipt."""
     import vllm_weir as weir

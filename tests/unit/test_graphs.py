@@ -400,7 +400,7 @@ def test_a_request_that_wants_nothing_is_not_live():
 
 def tensors(d=4):
     return TapTensors(
-        plan=torch.zeros(2, 3, dtype=torch.int32),
+        plan=torch.zeros(2, 4, dtype=torch.int32),
         ranks=torch.zeros(1, 3, dtype=torch.int32),
         ring=torch.full((4, d), -1.0),
         heads=torch.full((1, 1), -1, dtype=torch.int32),

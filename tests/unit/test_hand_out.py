@@ -28,6 +28,8 @@ from vllm_weir.frontend.view import View
 from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.request import selected
+from vllm_weir.worker.arena import Arena
+from vllm_weir.worker.strands import Strands
 
 ON = {5: np.array((0, 1, 1, 0, 0)), 4: np.array((0, 1, 0, 0))}
 
@@ -228,6 +230,29 @@ def test_rows_of_the_prompt_are_cut_before_anybody_asks():
     post.step([("r0", 5, 0)], lambda *at: content(*at) + 1)
     again = requests["r0"].tracker.view([1, 1], False, None, 0).activations()
     assert again is not early["r0"] and again["resid_post", 0].equal(early["r0"]["resid_post", 0] + 1)
+
+
+def test_only_sequences_that_got_rows_are_looked_at():
+    """Of hundreds that wait, a step serves a few."""
+    post = Post(LAYERS)
+    requests = [Request(post, f"r{k}", [("resid_post", "all", "last_prompt")], 5, 1, [1] * 6) for k in range(40)]
+    looked = []
+    make = post.store.early._make
+    post.store.early._make = lambda pending: looked.append(pending.request_id) or make(pending)
+    for request in requests:
+        request.join()
+    for request in requests:
+        post.step([(request.name, 5, 0)], content)
+    assert all(request.pending.early is not None for request in requests)
+    assert looked == [request.name for request in requests]
+
+
+def test_a_long_prompt_lies_in_one_extent():
+    """Rows that lie in several are handed out as a copy."""
+    arena = Arena(1000)
+    strands = Strands(arena)
+    strand = strands.open("r", "a", (0, 1), 240, 241)
+    assert len(strands.place(strand, 60)) == len(strand.extents) == 1 and strand.extents[0][2] >= 240
 
 
 def test_early_hand_outs_do_not_hold_a_full_buffer():

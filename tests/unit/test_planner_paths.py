@@ -201,7 +201,7 @@ def test_a_batch_in_another_order_or_of_others_is_no_repetition():
 @given(data=st.data())
 def test_the_device_holds_every_step_s_plan(data):
     """Whatever was written before, and though a plan that is there already is not written again."""
-    planner, tensor = planner_of(COLUMNS, 64), torch.full((40, 3), 7, dtype=torch.int32)
+    planner, tensor = planner_of(COLUMNS, 64), torch.full((40, 4), 7, dtype=torch.int32)
     writer = PlanWriter(tensor)
     writer._dirty = 40
     names = [f"r{i}" for i in range(data.draw(st.integers(1, 5)))]
@@ -213,13 +213,13 @@ def test_the_device_holds_every_step_s_plan(data):
         plan = step(planner, batch)
         if plan is None or not data.draw(st.integers(0, 5)):
             writer.silence()
-            expected = torch.full((40, 3), -1)
+            expected = torch.full((40, 4), -1)
         else:
             start = data.draw(st.integers(0, 3))
             writer.write(plan, start, torch.zeros(40, dtype=torch.int32))
-            expected = torch.full((40, 3), -1)
+            expected = torch.full((40, 4), -1)
             slots = plan.slots + np.where(plan.slots >= 0, start, 0)
-            expected[: len(slots)] = torch.from_numpy(np.stack([slots, plan.profiles, plan.programs], 1))
+            expected[: len(slots)] = torch.from_numpy(np.stack([slots, plan.profiles, plan.programs, plan.spans], 1))
         assert tensor.tolist() == expected.tolist()
         if not data.draw(st.integers(0, 4)):
             data.draw(st.permutations(names))
@@ -239,8 +239,9 @@ def test_programs_are_chosen_by_the_tokens_that_only_the_device_knows(ids, sets)
     programs = np.arange(100, 100 + (1 << len(sets)), dtype=np.int32)
     lookup = Lookup(np.arange(n), tuple(map(tuple, sets)), programs)
     none = np.zeros(0, np.int64)
-    plan = StepPlan(nothing, nothing, nothing, 0, none, np.zeros((0, 5), np.int64), [], [], {}, {}, [lookup], [])
-    tensor = torch.full((n, 3), 7, dtype=torch.int32)
+    jobs = np.zeros((0, 5), np.int64)
+    plan = StepPlan(nothing, nothing, nothing, 0, none, jobs, [], {}, {}, [lookup], [], spans=nothing)
+    tensor = torch.full((n, 4), 7, dtype=torch.int32)
     PlanWriter(tensor).write(plan, 0, torch.tensor(ids, dtype=torch.int32))
     want = [100 + sum((token in some) << j for j, some in enumerate(sets)) for token in ids]
     assert tensor[:, 2].tolist() == want

@@ -101,14 +101,15 @@ def test_the_off_switch(text, off):
     host=st.integers(1, 500),
     above=st.one_of(st.none(), st.integers(0, 100)),
     widths=st.dictionaries(st.text(max_size=3), st.integers(1, 30), max_size=6),
+    tall=st.integers(1, STAGES),
     gone=st.sets(st.text(max_size=3)),
     limit=st.integers(1, 300),
 )
-def test_step_budget(ring, host, above, widths, gone, limit):
+def test_step_budget(ring, host, above, widths, tall, gone, limit):
     budget = StepBudget(ring, host, above)
     assert budget.tokens({}, limit) == limit
     for name, width in widths.items():
-        budget.join(name, {"width": width})
+        budget.join(name, {"width": width, "tall": tall})
     live = dict.fromkeys(set(widths) - gone)
     tokens = budget.tokens(live, limit)
     assert 1 <= tokens <= limit
@@ -116,11 +117,20 @@ def test_step_budget(ring, host, above, widths, gone, limit):
     if min(ring, host) >= widest > 0:
         assert tokens * widest <= host
         fits = tokens * widest <= ring
-        streams = above is not None and above * widest <= ring and tokens * STAGES <= ring
+        streams = above is not None and above * widest <= ring and tokens * min(tall, widest) <= ring
         assert fits or (streams and tokens > above)
         more = (tokens + 1) * widest
         assert tokens == limit or more > host or (more > ring and not streams) or tokens * widest > ring - widest
     assert budget.tokens({}, limit) == limit, "a finished request still counts"
+
+
+def test_a_large_step_is_bounded_by_the_rows_of_one_tap():
+    """All blocks of Llama-3.1-8B under the defaults on an H100: steps have the size that vLLM gives them."""
+    budget = StepBudget(32_768, 524_288, 512)
+    budget.join("r", {"width": 32, "tall": 1})
+    assert budget.tokens({"r": None}, 16_384) == 16_384
+    budget.join("both hooks, before and after", {"width": 96, "tall": 3})
+    assert budget.tokens({"r": None, "both hooks, before and after": None}, 16_384) == 32_768 // 96
 
 
 def test_hit_limit():

@@ -122,7 +122,7 @@ class Model:
         laid = plan.in_lanes(self.streamer.stride)
         for tap in order:
             self.streamer.tap(None, None, self.numbers[tap], laid, None, self.ring.buffer)
-        return self.streamer.end()
+        return self.streamer.end(plan)
 
     def _launch(self, hidden, other, number, laid, regions, ring):
         for token in np.flatnonzero(laid.slots >= 0).tolist():

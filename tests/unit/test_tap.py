@@ -43,7 +43,7 @@ def test_tap_equals_a_naive_loop(seed, tokens, d, beside, dtype, scale, ratio):
     for profile in range(profiles):
         columns = np.flatnonzero(draw.random(taps * STAGES) < 0.4)
         ranks[profile, columns] = np.arange(len(columns))
-    plan = np.full((tokens + 3, 3), -1, np.int32)
+    plan = np.full((tokens + 3, 4), [-1, -1, -1, 0], np.int32)
     row = 0
     for token in range(tokens):
         if draw.random() < 0.6:
@@ -109,7 +109,7 @@ class Block(torch.nn.Module):
 
 def captured(block, call):
     """What taps 0 (input) and 1 (output) record for every token."""
-    plan = torch.tensor([[0, 0, -1], [2, 0, -1]], dtype=torch.int32)
+    plan = torch.tensor([[0, 0, -1, 0], [2, 0, -1, 0]], dtype=torch.int32)
     ranks = torch.full((1, 2 * STAGES), -1, dtype=torch.int32)
     ranks[0, 2], ranks[0, STAGES + 1] = 0, 1
     ring = torch.zeros(4, 3)
@@ -166,7 +166,7 @@ class Branches(torch.nn.Module):
 def test_points_made_of_two_tensors(bias, compiled):
     """Recorded, and written so that the sum is what was written: token 1 gets the vector 9, token 0 stays."""
     model = torch.nn.ModuleDict({"block": Branches(bias)})
-    plan = torch.tensor([[0, 0, -1], [1, 0, 0]], dtype=torch.int32)
+    plan = torch.tensor([[0, 0, -1, 0], [1, 0, 0, 0]], dtype=torch.int32)
     ranks = torch.full((1, STAGES), -1, dtype=torch.int32)
     ranks[0, 0] = 0
     ring = torch.zeros(2, 3)
@@ -200,7 +200,7 @@ def test_a_silent_tap_is_not_asked_in_a_pass_that_is_not_compiled(beside, monkey
     calls = []
     monkeypatch.setattr(tap_module, "_act", lambda usual, hidden, *_: calls.append(hidden))
     model = torch.nn.ModuleDict({"block": torch.nn.Identity(), "before": torch.nn.Identity()})
-    switch = Switch(TapTensors(*(torch.full((4, 3), -1, dtype=torch.int32) for _ in range(7))))
+    switch = Switch(TapTensors(*(torch.full((4, 4), -1, dtype=torch.int32) for _ in range(7))))
     out = Key("out", -1)
     place(model, Anchor("block", "after", out, beside=Beside("before", out, 1.0) if beside else None), 5, switch)
     for mask, asked in ((0, 0), (1 << 4, 0), (1 << 5, 1), (tap_module.ALL, 2), (0, 2)):
@@ -244,7 +244,7 @@ def test_copies_and_pickles_of_a_tapped_module_have_no_taps(protocol):
     model, ring = torch.nn.ModuleDict({"block": Counting()}), torch.zeros(2, 3)
     ranks = torch.full((1, 2 * STAGES), -1, dtype=torch.int32)
     ranks[0, 0], ranks[0, STAGES] = 0, 1
-    switch = live(TapTensors(torch.tensor([[0, 0, -1]], dtype=torch.int32), ranks, ring, *no_programs(2, 3)))
+    switch = live(TapTensors(torch.tensor([[0, 0, -1, 0]], dtype=torch.int32), ranks, ring, *no_programs(2, 3)))
     for tap in (0, 1):
         place(model, Anchor("block", "after", Key("out", -1)), tap, switch)
     block = model["block"]
@@ -302,7 +302,7 @@ def test_a_forward_that_was_replaced_before_is_tapped_too(bound, compiled):
     ring = torch.zeros(2, 3)
     ranks = torch.full((1, 2 * STAGES), -1, dtype=torch.int32)
     ranks[0, 0], ranks[0, STAGES] = 0, 1
-    switch = live(TapTensors(torch.tensor([[0, 0, -1]], dtype=torch.int32), ranks, ring, *no_programs(2, 3)))
+    switch = live(TapTensors(torch.tensor([[0, 0, -1, 0]], dtype=torch.int32), ranks, ring, *no_programs(2, 3)))
     place(model, Anchor("block", "before", Key("arg", 0, "x")), 0, switch)
     place(model, Anchor("block", "after", Key("out", -1)), 1, switch)
     run = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
@@ -322,7 +322,7 @@ def test_taps_at_one_place_act_in_the_order_in_which_they_are_placed(when, compi
         torch.tensor([[0, -1]], dtype=torch.int32),
         torch.tensor([[BLEND, 0, -1, -1, LAST]], dtype=torch.int32),
     )
-    plan = torch.tensor([[0, 0, 0]], dtype=torch.int32)
+    plan = torch.tensor([[0, 0, 0, 0]], dtype=torch.int32)
     switch = live(TapTensors(plan, ranks, ring, heads, ints, torch.ones(1, 4), torch.full((1, 3), 9.0)))
     key = Key("arg", 0, "input") if when == "before" else Key("out", -1)
     for tap in (0, 1):

@@ -24,7 +24,7 @@ NONE = np.zeros(0, np.int64)
 
 
 def plan_of(packs):
-    return StepPlan(NONE, NONE, NONE, 0, NONE, np.zeros((0, 5), np.int64), [], [], {}, {}, [], [], packs)
+    return StepPlan(NONE, NONE, NONE, 0, NONE, np.zeros((0, 5), np.int64), [], {}, {}, [], [], packs)
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,8 @@ from vllm_weir.spec.lens import in_lens_words, lens_capture, lens_interventions,
 from vllm_weir.spec.request import RequestSpec, ResolvedSpec
 from vllm_weir.spec.sizes import Sizes
 from vllm_weir.spec.tiers import scaled
-from vllm_weir.worker.select import Selectors, column_of
+from vllm_weir.worker.folds import GROUP
+from vllm_weir.worker.select import STAGES, Selectors, column_of
 
 MAX_TOKEN_SELECTORS = 4
 
@@ -84,6 +86,11 @@ class Admitted:
     def wire(self) -> bytes:
         """What of it travels to the engine."""
         return EngineSpec(self.spec, tuple(self.effective)).wire
+
+    @functools.cached_property
+    def tall(self) -> int:
+        """The most rows that one token gives at one tap."""
+        return max(Counter(column // STAGES for column in self.columns.values()).values(), default=0)
 
     @functools.cached_property
     def simple_needs(self) -> tuple[int, int] | None:
@@ -266,28 +273,42 @@ def engine_form(
     """What travels with the request to scheduler and workers; None if it asks for nothing that needs them.
 
     ``spec``: an `EngineSpec`. ``reply``: where its reader listens. ``first``: its first wanted position, or None.
-    ``width``: the most rows that one of its tokens can give, 0 if it captures nothing. ``whole``: whether something is
-    made of the rows of all its sites together. ``most``: tokens that it can generate. ``needs``: what its interventions
-    need of the tables, [vector digests, programs, instructions], None if there are none. The desk adds ``rows``, the
-    vectors that travel along, if there are any, and once a request has failed ``salt``, see `Store.salt`; and ``core``,
-    why the engine core does not do its part, which the core takes back if it does.
+    ``width``: the most rows that one of its tokens can give, 0 if it captures nothing. ``tall``: the most that it can
+    give at one tap. ``few``: how many tokens give rows that leave the device, None if that is not bounded. ``cell``:
+    ring rows of a group of tokens whose rows are reduced, 0 if none are. ``last``: the last of these tokens. ``whole``:
+    whether something is made of the rows of all its sites together. ``most``: tokens that it can generate. ``needs``:
+    what its interventions need of the tables, [vector digests, programs, instructions], None if there are none. The
+    desk adds ``rows``, the vectors that travel along, if there are any, and once a request has failed ``salt``, see
+    `Store.salt`; and ``core``, why the engine core does not do its part, which the core takes back if it does.
     """
     moves = admitted.effective
     if not admitted.spec.wishes and not moves:
         return None
-    width = admitted.spec.width + admitted.spec.cell(facts.d_model, facts.itemsize)
-    if width > facts.ring_rows or (not chunked and width * prompt_len > facts.ring_rows):
+    spec = admitted.spec
+    cell = spec.cell(facts.d_model, facts.itemsize)
+    folds = spec.treatment is not None and spec.treatment.folds
+    width, last = spec.width + (0 if folds else cell), spec.last(prompt_len, prompt_ids) if folds else None
+    few = spec.tokens(prompt_len)
+    tokens = 1 if chunked else prompt_len
+    need = width * (tokens if few is None else min(few, tokens))
+    if last is not None:
+        need += cell * (1 if chunked else -(-prompt_len // GROUP))
+    if need > facts.ring_rows:
         raise WeirError(
-            f"this capture needs {width * (1 if chunked else prompt_len)} rows in one step, the buffer holds "
+            f"this capture needs {need} rows in one step, the buffer holds "
             f"{facts.ring_rows}; raise the setting buffer_bytes",
             "capture",
         )
     return {
         "spec": admitted.wire,
         "reply": reply,
-        "first": admitted.spec.first(prompt_len, prompt_ids),
+        "first": spec.first(prompt_len, prompt_ids),
         "width": width,
-        "whole": admitted.spec.treatment is not None and admitted.spec.treatment.compression is None,
+        "tall": admitted.tall,
+        "few": few,
+        "cell": 0 if last is None else cell,
+        "last": last,
+        "whole": spec.treatment is not None and bool(spec.treatment.directions),
         "most": max_tokens,
         "needs": _needs(admitted, prompt_ids, prompt_len, max_tokens, sizes) if moves else None,
     }

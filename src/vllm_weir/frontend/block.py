@@ -37,6 +37,10 @@ class Block(Mapping):
             self._every = dict(zip(self._sites, [rows[k] for k in self._places] if self._places else rows, strict=True))
         return self._every
 
+    def to(self, dtype: torch.dtype) -> Block:
+        """All sites' rows in another dtype, in memory of their own."""
+        return Block(self._sites, self._places, self.rows.to(dtype, copy=True))
+
     def together(self) -> np.ndarray:
         """A copy of all sites' rows, uint8 [sites, n, bytes of a row]; numpy makes it, in this thread alone."""
         rows = self.rows.view(torch.uint8).numpy()

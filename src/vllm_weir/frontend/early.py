@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Sequence
-from weakref import WeakValueDictionary, ref
+from collections.abc import Iterable
+from weakref import WeakValueDictionary
 
 from vllm_weir.frontend.parts import Part
 from vllm_weir.frontend.pending import Pending
@@ -17,9 +18,9 @@ FEW = 8
 
 
 def ends_with_the_prompt(part: Part, prompt_len: int) -> bool:
-    """Whether the rows of a part, as the model has them, are known to be of the prompt only."""
+    """Whether the rows of a part, as the model has them or reduced, are known to be of the prompt only."""
     spec = part.spec
-    if not spec.wishes or spec.treatment is not None or part.late or part.recast:
+    if not spec.wishes or (not part.folds and (spec.treatment is not None or part.late or part.recast)):
         return False
     bounds = [selector.bounds(prompt_len) for _, selectors in spec.by_positions for selector in selectors]
     return all(b is not None and b[1] <= prompt_len for b in bounds)
@@ -30,7 +31,8 @@ class Early:
 
     def __init__(self) -> None:
         self._waiting: WeakValueDictionary[str, Pending] = WeakValueDictionary()
-        self._scan: Sequence[ref[Pending]] = ()
+        self._due: dict[str, None] = {}
+        """Those of which rows have come since they were looked at, in that order."""
         self._d_model = 0
 
     def add(self, pending: Pending, d_model: int) -> None:
@@ -38,21 +40,22 @@ class Early:
         self._d_model = d_model
         self._waiting[pending.request_id] = pending
 
-    def look(self) -> None:
-        """Rows have arrived."""
-        self._scan = self._waiting.valuerefs()  # a list: requests may come meanwhile
+    def look(self, request_ids: Iterable[str]) -> None:
+        """Rows of these have arrived."""
+        if self._waiting:
+            self._due.update((name, None) for name in request_ids if name in self._waiting)
 
     @property
     def due(self) -> bool:
         """Whether there is something to look at."""
-        return bool(self._scan)
+        return bool(self._due)
 
     def make(self) -> None:
         """Look at a few sequences; of those whose rows are here, make the hand-out."""
-        some, self._scan = self._scan[:FEW], self._scan[FEW:]
-        for reference in some:
-            pending = reference()
-            if pending is None or (name := pending.request_id) not in self._waiting:
+        for name in list(itertools.islice(self._due, FEW)):
+            del self._due[name]
+            pending = self._waiting.get(name)
+            if pending is None:
                 continue
             try:
                 made = self._make(pending)
@@ -70,7 +73,7 @@ class Early:
             part=pending.memory,
             tokens=Tokens(pending.prompt, ()),
             start=0,
-            finished=False,
+            finished=True,  # there is nothing more to come of its prompt
             aborted=False,
             cached_tokens=0,
             hit_limit=None,

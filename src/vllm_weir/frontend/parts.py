@@ -70,6 +70,11 @@ class Part:
             out.extend((tuple(some), selectors, treatment) for treatment, some in by_treatment.items())
         return tuple(out)
 
+    @property
+    def folds(self) -> bool:
+        """Whether workers reduce the prompt's rows."""
+        return not self.late and self.spec.treatment is not None and self.spec.treatment.folds
+
     @functools.cached_property
     def recast(self) -> dict[Site, str]:
         """Sites whose rows are wanted in another dtype than the model's."""

@@ -190,9 +190,9 @@ class Pending:
         self._store.wait(look, 0.0)
         return found[0] if found else None
 
-    def has(self, sites: Sequence[Site], positions: np.ndarray) -> bool:
-        """Whether `take` would not have to wait for rows, by the marks that have been read."""
-        return all(where.all_there for _, where in self._found(sites, positions, "rows"))
+    def has(self, sites: Sequence[Site], positions: np.ndarray, kind: str = "rows") -> bool:
+        """Whether `take` would not have to wait, by the marks that have been read."""
+        return all(where.all_there for _, where in self._found(sites, positions, kind))
 
     def _found(self, sites: Sequence[Site], positions: np.ndarray, kind: str) -> list[tuple[Sequence[Site], Where]]:
         return [(some, self._locate(strips, positions)) for some, strips in self._groups(sites, kind)]

@@ -145,7 +145,8 @@ class Store:
             if len(marks) or len(steered):
                 self._unread.append((worker, marks, steered))
             if len(marks):
-                self.early.look()
+                strips = (self._strips.get((worker, strand)) for strand in np.unique(marks[:, 0]).tolist())
+                self.early.look(strip.request_id for strip in strips if strip is not None)
                 self.ahead.look()
             if len(self._unread) > FOLD or news.retired:
                 self.fold()

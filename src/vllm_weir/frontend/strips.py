@@ -54,10 +54,12 @@ class Strip:
         kind, values: see `vllm_weir.mail.Opened`.
         rows: arena rows of a rank.
         rank_bytes: its bytes.
+        request_id: the sequence that they belong to.
         ready: what has been cut ahead, see `cut`.
     """
 
     def __init__(self, opened: mail.Opened, mirror: Mirror, d_model: int, dtype: torch.dtype) -> None:
+        self.request_id = opened.request_id
         self.rank_bytes = opened.rank_bytes(d_model * dtype.itemsize)
         self._d_model, self._dtype = d_model, dtype
         self.kind, self.values, self.rows = opened.kind, opened.values, opened.rows

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from vllm_weir.frontend.activations import Activations, Packed, Receipt
+from vllm_weir.frontend.block import Block
 from vllm_weir.frontend.late import reduced, treated
 from vllm_weir.frontend.parts import Part
 from vllm_weir.frontend.pending import Pending, Taken
@@ -81,6 +82,7 @@ class View:
         if self._made is None:
             self.pending.check()
             whole = not (self.start or self.aborted or self.part is not self.pending.memory)
+            whole = whole and (self.finished or not self.part.folds)  # a reduction is there at the end
             self._made = (self.pending.early or self._cut_ahead() if whole else None) or self._assemble()
         return self._made
 
@@ -97,6 +99,8 @@ class View:
             header = part.spec.treatment.compression.header(self.d_model, part.dtype)
             return Activations({}, positions, ids, part.lens_layers, Packed(header, rows, part.dtypes))
         if recast := self.part.casts:
+            if isinstance(rows, Block) and len(recast) == len(rows) and len(kinds := set(recast.values())) == 1:
+                return Activations(rows.to(DTYPES[kinds.pop()]), positions, ids, part.lens_layers)
             rows = {**rows, **{site: rows[site].to(DTYPES[dtype]) for site, dtype in recast.items()}}
         return Activations(rows, positions, ids, part.lens_layers)
 
@@ -105,8 +109,10 @@ class View:
         self._made = None
 
     def arrived(self) -> bool:
-        """Whether every row of the part is here, by the marks that have been read; not for treated ones."""
-        return all(self.pending.has(sites, self._wanted(some, how)[0]) for sites, some, how in self.part.groups)
+        """Whether every row of the part, or what the prompt's are reduced to, is here, by the marks that have been
+        read; not for parts that are treated otherwise."""
+        kind = "fold" if self.part.folds else "rows"
+        return all(self.pending.has(sites, self._wanted(some, how)[0], kind) for sites, some, how in self.part.groups)
 
     def touched(self, move: Move) -> np.ndarray:
         """Positions that an intervention is for, ascending; those before `cached_tokens` are none of this pass."""
@@ -331,6 +337,8 @@ class View:
             return scores if treatment.reduce is None else reduced(treatment.reduce, at, scores, [], len(sources))
         in_prompt = sources[sources < self.tokens.prompt_len]
         folds = self._take(sites, in_prompt[-1:], "fold")
+        if len(in_prompt) == len(sources):
+            return folds
         later = self._take(sites, sources[len(in_prompt) :], "rows")
         return reduced(treatment.reduce or "", at, later, folds, len(sources) - len(in_prompt), len(in_prompt))
 

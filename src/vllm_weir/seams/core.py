@@ -77,14 +77,20 @@ class _Room:
         settings = Settings.load(config.additional_config)
         d_model = config.model_config.get_hidden_size()
         size = (d_model, config.model_config.dtype.itemsize)
-        self.budget = StepBudget(settings.ring_rows(*size), settings.step_rows(*size), _streams_above(config))
+        self.budget = StepBudget(
+            settings.ring_rows(*size),
+            settings.step_rows(*size),
+            _streams_above(config),
+            config.scheduler_config.max_num_seqs,
+            config.scheduler_config.long_prefill_token_threshold,
+        )
         self.waiting = WaitingRoom(settings.table_sizes(d_model))
         self._enqueue = enqueue
 
     def let_in(self, scheduler, request) -> None:
         """Hand a request that has its place in the tables, or needs none, to the scheduler."""
         wire = wire_of(request)
-        if wire["width"]:
+        if wire["width"]:  # it captures something
             self.budget.join(request.request_id, wire)
         self._enqueue(scheduler, request)
 

@@ -230,6 +230,17 @@ def cell_rows(columns: int, values: int, row_bytes: int) -> int:
     return -(-columns * values * 4 // row_bytes)
 
 
+def _last(selector: Positions, prompt_len: int, prompt_token_ids: Sequence[int] | None) -> int | None:
+    """The last position of the prompt that a selector chooses, or None."""
+    bounds = selector.bounds(prompt_len)
+    if bounds is not None:
+        end = min(bounds[1], prompt_len)
+        return end - 1 if bounds[0] < end else None
+    ids = np.asarray(prompt_token_ids) if selector.needs_token_ids and prompt_token_ids is not None else None
+    chosen = np.flatnonzero(selector.mask(np.arange(prompt_len), prompt_len, ids))
+    return int(chosen[-1]) if len(chosen) else None
+
+
 @dataclass(frozen=True)
 class ResolvedSpec:
     """A RequestSpec resolved against a model: every layer named, every site known to be tapped."""
@@ -274,6 +285,20 @@ class ResolvedSpec:
         """The first wanted position, or None: a prefix-cache hit must not pass it."""
         starts = [s.first(prompt_len, prompt_token_ids) for s in self.positions]
         return min([s for s in starts if s is not None], default=None)
+
+    def last(self, prompt_len: int, prompt_token_ids: Sequence[int] | None) -> int | None:
+        """The last wanted position of the prompt, or None."""
+        lasts = [_last(selector, prompt_len, prompt_token_ids) for selector in self.positions]
+        return max([last for last in lasts if last is not None], default=None)
+
+    def tokens(self, prompt_len: int) -> int | None:
+        """How many tokens give rows that leave the device, or None if that is not bounded."""
+        if self.treatment is not None and self.treatment.folds:
+            ends = (selector.steady(prompt_len) for selector in self.positions)
+            return 0 if all(end is not None and not end[1] and end[0] <= prompt_len for end in ends) else None
+        if any(selector.kind not in ("last_prompt", "list") for selector in self.positions):
+            return None
+        return sum(selector.count() or 0 for selector in self.positions)
 
     @functools.cached_property
     def wire(self) -> list[list[Any]]:

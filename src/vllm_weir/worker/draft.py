@@ -5,11 +5,37 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from vllm_weir.worker.step import PACKED, Fold, Lookup, StepPlan
+from vllm_weir.worker.folds import CELL, COLUMNS, CONTINUED, DONE, FIELDS, GROUP, MAXIMUM, SEEDED
+from vllm_weir.worker.step import PACKED, Lookup, StepPlan
 from vllm_weir.worker.strands import Strand, Strands
+
+
+class _Fold(NamedTuple):
+    """A request's part in the step's reductions.
+
+    Attributes:
+        tokens, spans: of the step, [n].
+        at: ring row of each token's group, from the request's first one on, [n].
+        numbers: see `vllm_weir.worker.folds.FIELDS`.
+        rows: of the ring.
+        row: of the arena, for the result; None if it is not complete.
+        width: ring rows of a group.
+    """
+
+    tokens: np.ndarray
+    spans: np.ndarray
+    at: np.ndarray
+    numbers: tuple[int, ...]
+    rows: int
+    row: int | None
+    width: int
+
+
+_NO_FOLDS, _NO_RESULTS = np.zeros((0, len(FIELDS)), np.int64), np.zeros((0, 3), np.int64)
 
 
 @dataclass
@@ -21,7 +47,7 @@ class Draft:
     failures: list[tuple[str, str, str]] = field(default_factory=list)
     _tokens: list[np.ndarray] = field(default_factory=list)
     _totals: list[np.ndarray] = field(default_factory=list)
-    _folds: list[tuple[int, str, np.ndarray, int, int]] = field(default_factory=list)
+    _folds: list[_Fold] = field(default_factory=list)
     _jobs: list[np.ndarray] = field(default_factory=list)
     _runs: list[tuple[int, int]] = field(default_factory=list)
     _marks: list[np.ndarray] = field(default_factory=list)
@@ -73,18 +99,26 @@ class Draft:
             np.array([(reply, strand.number, rank + a, positions[a], b - a, s) for a, b, s in _even(positions)])
         )
 
-    def fold(self, reply: int, strand: Strand, how: str, tokens, positions, row: int | None) -> None:
-        """Reduce the rows of `tokens`; the result goes to arena row `row` if there are no more to come."""
-        columns, last = len(strand.columns), tokens[-1:]
-        totals = np.full(len(tokens), columns)
-        jobs = np.zeros((0, 5), np.int64)
+    def fold(
+        self, reply: int, strand: Strand, profile: int, tokens, positions, resumed: int, count: int, maximum: bool,
+        row: int | None,
+    ) -> None:  # fmt: skip
+        """Reduce the rows of `tokens` at `positions` [n] (ascending), `count` with those before; the result goes to
+        arena row `row`, if there are no more to come. `resumed`: as in `vllm_weir.worker.folds`."""
+        groups = positions // GROUP
+        heads = np.concatenate([[0], np.flatnonzero(groups[1:] != groups[:-1]) + 1])
+        lasts = np.concatenate([heads[1:], [len(tokens)]]) - 1
+        spans = np.full(len(tokens), -1, np.int32)
+        spans[heads] = tokens[lasts] - tokens[heads] + 1 + (MAXIMUM if maximum else 0)
+        if resumed == CONTINUED:
+            spans[0] += SEEDED
+        of = np.arange(len(heads)).repeat(lasts - heads + 1)
+        self.profiles[tokens] = profile
+        columns, width = len(strand.columns), strand.shape[0]
+        numbers = (strand.number, 0, len(heads), columns, resumed, count, row is not None, maximum)
+        self._folds.append(_Fold(tokens, spans, of * width, numbers, len(heads) * width, row, width))
         if row is not None:
-            cell = strand.shape[0]
-            totals[-1] += cell
-            jobs = np.array([(last[0], row, cell, columns, -1)], np.int64)
             self._marks.append(np.array([(reply, strand.number, 0, positions[-1], 1, 1)]))
-        self._add(tokens, totals, jobs)
-        self._folds.append((strand.number, how, tokens, columns, -1 if row is None else int(last[0])))
 
     def drop(self, reply: int, number: int, positions) -> None:
         """Rows that found no room."""
@@ -116,7 +150,8 @@ class Draft:
             self._spread()
         if self._moves:
             self._steered.append(np.array(self._moves))
-        if not (self._tokens or self._steered or self._marks or self.failures or (self.programs >= 0).any()):
+        found = self._tokens or self._folds or self._steered or self._marks or self.failures
+        if not (found or (self.programs >= 0).any()):
             return None
         tokens = np.concatenate(self._tokens) if self._tokens else np.zeros(0, np.int64)
         totals = np.concatenate(self._totals) if self._tokens else np.zeros(0, np.int64)
@@ -124,27 +159,41 @@ class Draft:
         for first, end in self._forgotten:
             totals[(tokens >= first) & (tokens < end)] = 0
             jobs[(jobs[:, 0] >= first) & (jobs[:, 0] < end), 2] = 0
-            self._folds = [f for f in self._folds if not first <= f[2][0] < end]
-        ends = totals.cumsum()
-        slots = np.full(self.size, -1, np.int32)
+            self._folds = [f for f in self._folds if not first <= f.tokens[0] < end]
+        slots, spans = np.full(self.size, -1, np.int32), np.zeros(self.size, np.int32)
+        cells, folds, results = self._place_folds(slots, spans)
+        ends = cells + totals.cumsum()
         slots[tokens] = ends - totals
         jobs[:, 0] = slots[jobs[:, 0]] + jobs[:, 3]
-        folds = [
-            Fold(number, how, slots[of].astype(np.int64), columns, -1 if cell < 0 else int(slots[cell]) + columns)
-            for number, how, of, columns, cell in self._folds
-        ]
         if self._forgotten:
             slots[self.profiles < 0] = -1
-        rows = int(ends[-1]) if len(ends) else 0
+        rows = int(ends[-1]) if len(ends) else cells
         packs, runs = jobs[:0], self._runs
         if len(jobs) and jobs[:, 4].min() <= PACKED:
             packed = jobs[:, 4] <= PACKED
             packs, jobs, runs = jobs[packed & (jobs[:, 2] > 0)], jobs[~packed], []
         marks, steered = _by_reply(self._marks, replies), _by_reply(self._steered, replies)
         return StepPlan(
-            slots, self.profiles, self.programs, rows, tokens, jobs, folds, runs, marks, steered, self.lookups,
-            self.failures, packs,
+            slots, self.profiles, self.programs, rows, tokens, jobs, runs, marks, steered, self.lookups,
+            self.failures, packs, spans, cells, folds, results,
         )  # fmt: skip
+
+    def _place_folds(self, slots: np.ndarray, spans: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
+        """Ring rows that groups take, and `folds` and `results` of the plan."""
+        if not self._folds:
+            return 0, _NO_FOLDS, _NO_RESULTS
+        folds = np.array([f.numbers for f in self._folds], np.int64)
+        ends = np.array([f.rows for f in self._folds]).cumsum()
+        starts = np.concatenate([[0], ends[:-1]])
+        tokens = np.concatenate([f.tokens for f in self._folds])
+        spans[tokens] = np.concatenate([f.spans for f in self._folds])
+        lengths = [len(f.tokens) for f in self._folds]
+        slots[tokens] = np.concatenate([f.at for f in self._folds]) + starts.repeat(lengths)
+        widths = np.array([f.width for f in self._folds])
+        folds[:, CELL] = starts // (widths // folds[:, COLUMNS])
+        done = folds[:, DONE] != 0
+        rows = np.array([-1 if f.row is None else f.row for f in self._folds])
+        return int(ends[-1]), folds, np.stack([starts, rows, widths], 1)[done]
 
     def _spread(self) -> None:
         """Every token of `_rows`."""

@@ -20,7 +20,8 @@ class Profiles:
         self.ranks = np.full((most, num_columns), -1, np.int32)
         self.changed = False
         self.columns_of: dict[int, tuple[int, ...]] = {}
-        self._of: dict[tuple[int, ...], int] = {}
+        self._of: dict[tuple[tuple[int, ...], bool], int] = {}
+        self._keys: dict[int, tuple[tuple[int, ...], bool]] = {}
         self._users: dict[int, int] = {}
         self._free = list(range(most - 1, -1, -1))
 
@@ -32,13 +33,19 @@ class Profiles:
     def __len__(self) -> int:
         return len(self._users)
 
-    def take(self, columns: tuple[int, ...]) -> int:
-        """The profile of these columns (ascending), with one user more; raises WeirError if the table is full."""
-        profile = self._of.get(columns)
+    def take(self, columns: tuple[int, ...], folded: bool = False) -> int:
+        """The profile of these columns (ascending), with one user more; raises WeirError if the table is full.
+
+        Tokens whose rows are reduced (`folded`) have profiles of their own, as their ranks stand where those of others
+        are places of a streamed step.
+        """
+        key = columns, folded
+        profile = self._of.get(key)
         if profile is None:
             if not self._free:
                 raise WeirError(f"more than {len(self.ranks)} different site sets are wanted at once", "capture")
-            profile = self._of[columns] = self._free.pop()
+            profile = self._of[key] = self._free.pop()
+            self._keys[profile] = key
             self.columns_of[profile] = columns
             self.ranks[profile] = -1
             self.ranks[profile, list(columns)] = np.arange(len(columns))
@@ -50,5 +57,5 @@ class Profiles:
         """One user less; after the last one the profile's row is free."""
         self._users[profile] -= 1
         if not self._users[profile]:
-            del self._users[profile], self._of[self.columns_of.pop(profile)]
+            del self._users[profile], self.columns_of[profile], self._of[self._keys.pop(profile)]
             self._free.append(profile)

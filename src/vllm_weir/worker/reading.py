@@ -8,6 +8,7 @@ import numpy as np
 
 from vllm_weir.spec.request import Treatment, cell_rows
 from vllm_weir.worker.draft import Draft
+from vllm_weir.worker.folds import COMPLETE, CONTINUED, GROUP
 from vllm_weir.worker.profiles import Profiles
 from vllm_weir.worker.select import Selectors, distinct
 from vllm_weir.worker.strands import Cell, Strand, Strands
@@ -33,6 +34,9 @@ class Reading:
     """Profile -> strand."""
     fold: Strand | None = None
     """What the prompt's rows are reduced into."""
+    fold_profile: int = -1
+    folded: int = 0
+    """Rows that have been reduced."""
 
     @property
     def folds(self) -> bool:
@@ -57,7 +61,11 @@ class Reader:
 
     def plan(self, draft: Draft, reading: Reading, reply: int, first: int, start: int, count: int) -> None:
         """The request's `count` tokens from position `start` on, tokens `first`, ... of the step."""
-        runs = None if reading.folds else reading.selectors.runs(start, start + count)
+        if reading.folds and start < reading.selectors.prompt_len:
+            end = min(start + count, reading.selectors.prompt_len)
+            self._fold(draft, reading, reply, first - start, start, end)
+            first, start, count = first + end - start, end, start + count - end
+        runs = reading.selectors.runs(start, start + count) if count else ()
         if runs is None:
             self._plan_scattered(draft, reading, reply, first, np.arange(start, start + count))
             return
@@ -81,6 +89,8 @@ class Reader:
             self._strands.close(reading.fold)
         for profile in reading.profiles.values():
             self._profiles.give_back(profile)
+        if reading.fold_profile >= 0:
+            self._profiles.give_back(reading.fold_profile)
 
     def profile(self, reading: Reading, code: int) -> int:
         """The profile of tokens with `code`; raises WeirError if there are too many."""
@@ -95,19 +105,12 @@ class Reader:
         return profile
 
     def _plan_scattered(self, draft: Draft, reading: Reading, reply: int, first: int, positions: np.ndarray) -> None:
-        """As `plan`, of any positions and with reductions."""
+        """As `plan`, of any positions."""
         codes = reading.selectors.codes(positions)
         strands = self._strands
         for code in distinct(codes):
             profile = self.profile(reading, int(code))
             at = np.flatnonzero(codes == code)
-            if reading.folds:
-                in_prompt = at[positions[at] < reading.selectors.prompt_len]
-                if len(in_prompt):
-                    self._fold(draft, reading, reply, profile, first + in_prompt, positions[in_prompt])
-                    at = at[len(in_prompt) :]
-            if not len(at):
-                continue
             strand = self._strand(reading, int(code), profile, int(positions[at[0]]))
             done = 0
             for rank, row, count in strands.place(strand, len(at)):
@@ -118,30 +121,48 @@ class Reader:
             if done < len(at):
                 draft.drop(reply, strand.number, positions[at[done:]])
 
-    def _fold(
-        self, draft: Draft, reading: Reading, reply: int, profile: int, tokens: np.ndarray, positions: np.ndarray
-    ) -> None:
-        """Reduce rows of the prompt; all tokens of the request want the same columns."""
-        strands, columns = self._strands, self._profiles.columns_of[profile]
+    def _fold(self, draft: Draft, reading: Reading, reply: int, offset: int, start: int, end: int) -> None:
+        """Reduce rows of the prompt, at those of the positions from `start` to `end` (not included) that are wanted,
+        which are tokens ``offset + position``; all want the same columns."""
+        runs = reading.selectors.runs(start, end)
+        if runs is None:
+            positions = np.arange(start, end)
+            positions = positions[reading.selectors.codes(positions) > 0]
+        else:
+            positions = np.arange(runs[0][1], runs[0][2]) if runs else np.zeros(0, np.int64)
+        assert reading.treatment is not None
+        how, later = reading.treatment.reduce, reading.selectors.count(1, end, reading.selectors.prompt_len)[0]
+        if how == "last":
+            positions = positions[:0] if later else positions[-1:]
+        if not len(positions):
+            return
+        strands, columns = self._strands, reading.columns[0]
         if reading.fold is not None and strands.last[reading.fold.index] >= positions[0]:
             strands.close(reading.fold)  # computed again after a preemption: all of it
             reading.fold = None
+        resumed = 0
         if reading.fold is None:
             cell = Cell("fold", self._d_model, cell_rows(len(columns), self._d_model, self.row_bytes))
             reading.fold = strands.open(reading.request_id, reading.reply, columns, 1, 1, cell)
-        draft.profiles[tokens] = profile
+            reading.folded = 0
+        else:
+            same = strands.last[reading.fold.index] // GROUP == positions[0] // GROUP
+            resumed = CONTINUED if same else COMPLETE
+        if reading.fold_profile < 0:
+            reading.fold_profile = self._profiles.take(columns, folded=True)
         strands.last[reading.fold.index] = positions[-1]
-        prompt_len = reading.selectors.prompt_len
-        later, _ = reading.selectors.count(1, int(positions[-1]) + 1, prompt_len)
+        reading.folded += len(positions)
         row = None
         if not later:
             placed = strands.place(reading.fold, 1)
             if not placed:
                 draft.drop(reply, reading.fold.number, positions[-1:])
-            else:
-                row = placed[0][1]
-        assert reading.treatment is not None
-        draft.fold(reply, reading.fold, reading.treatment.reduce or "", tokens, positions, row)
+                return
+            row = placed[0][1]
+        draft.fold(
+            reply, reading.fold, reading.fold_profile, offset + positions, positions, resumed, reading.folded,
+            how == "max", row,
+        )  # fmt: skip
 
     def _strand(self, reading: Reading, code: int, profile: int, position: int) -> Strand:
         strand = reading.strands.get(profile)

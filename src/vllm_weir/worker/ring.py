@@ -25,22 +25,24 @@ class Ring:
     def __init__(self, capacity: int, d_model: int, dtype: torch.dtype, device: torch.device) -> None:
         self.buffer = torch.zeros(capacity, d_model, dtype=dtype, device=device)
         self.capacity = capacity
-        self._cursor = 0
+        self._cursor = self._base = 0
+        self._grain = max(1, 4 // self.buffer.element_size())
         self._leaving: deque[tuple[int, int, Event]] = deque()
 
     def take(self, rows: int) -> int:
         """Start of the next piece of `rows` contiguous rows."""
-        if rows > self.capacity:
-            raise ValueError(f"{rows} rows do not fit a ring of {self.capacity}")
-        if self._cursor + rows > self.capacity:
-            self._cursor = 0
-        start = self._cursor
-        self._cursor += rows
+        if rows > self.capacity - self._base:
+            raise ValueError(f"{rows} rows do not fit a ring of {self.capacity - self._base}")
+        start = -(-self._cursor // self._grain) * self._grain  # float32 values are left in it, too
+        if start + rows > self.capacity:
+            start = self._base
+        self._cursor = start + rows
         return start
 
-    def rewind(self) -> None:
-        """The next piece is the ring's first: of pieces of one size from here on, as many as fit do not overlap."""
-        self._cursor = 0
+    def rewind(self, start: int = 0) -> None:
+        """The next piece begins at row `start`, and so do all that would go beyond the ring: of pieces of one size from
+        here on, as many as fit do not overlap."""
+        self._cursor = self._base = start
 
     def claim(self, start: int, rows: int) -> None:
         """Let the current stream wait until nothing in the piece is still to be copied out."""

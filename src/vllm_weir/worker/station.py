@@ -22,6 +22,7 @@ from vllm_weir.worker.codecs import Codecs
 from vllm_weir.worker.directions import Directions
 from vllm_weir.worker.drain import Drain, Parcel
 from vllm_weir.worker.fetch import Fetcher
+from vllm_weir.worker.folds import Folder
 from vllm_weir.worker.hostmem import HostBuffer
 from vllm_weir.worker.leftovers import Keyed
 from vllm_weir.worker.link import Link
@@ -96,12 +97,12 @@ class Station:
         self.planner = Planner(columns, num_columns, MAX_PROFILES, self.table, self.strands)
         self.planner.steerer.vouches = facts.rank == 0
         self.planner.reader.row_bytes = self.host.row_bytes
-        self._treater = Treater(self.ring.buffer)
+        self._treater, self._folder = Treater(self.ring.buffer), Folder(self.ring.buffer)
         self._outlet = (CudaOutlet if cuda else CpuOutlet)(self.ring, self.host)
         self._step_rows = min(settings.ring_rows(*size), settings.step_rows(*size)) if ships else 0
         self._tables = TableWriter(self.table, facts.device)
         self.tensors = TapTensors(
-            plan=torch.full((facts.max_tokens, 3), -1, dtype=torch.int32, device=facts.device),
+            plan=torch.full((facts.max_tokens, 4), -1, dtype=torch.int32, device=facts.device),
             ranks=torch.full((MAX_PROFILES, num_columns), -1, dtype=torch.int32, device=facts.device),
             ring=self.ring.buffer,
             **self._tables.tensors,
@@ -228,7 +229,8 @@ class Station:
             if plan is not None and not self.switch.live and (plan.rows or (plan.programs >= 0).any()):
                 raise WeirError("a step that was planned without taps has something for them to do")
             if plan is not None and plan.rows:
-                if not graph and not plan.whole and plan.rows > self.ring.capacity // STREAM_SHARE:
+                most = min(self.ring.capacity // STREAM_SHARE, self.ring.capacity - plan.cells)
+                if plan.rows - plan.cells > most and not graph and not plan.whole:
                     streamer = self._streamer
                 if streamer is None:
                     start = self.ring.take(plan.rows)
@@ -244,7 +246,7 @@ class Station:
                 live = self.planner.reading.get(request_id) or steering
                 if live is not None:
                     self.drain.fail(live.reply, request_id, str(e))
-        self._step = None if plan is None else (start, plan)
+        self._step = None
         if plan is None:
             self._writer.silence()
             return
@@ -259,9 +261,13 @@ class Station:
             profiles.changed = False
         if streamer is not None:
             streamer.begin(plan, profiles.columns_of)
-            plan = plan.in_lanes(streamer.stride)
         self.switch.launch = None if streamer is None else streamer.tap
-        self._writer.write(plan, start, input_ids)
+        self._step = (start, plan) if streamer is None else (streamer.cells, plan)
+        if streamer is not None:
+            self._writer.write(plan.in_lanes(streamer.stride, streamer.cells), 0, input_ids)
+        else:
+            self._writer.write(plan, start, input_ids)
+        self._folder.seed(plan.folds, self._step[0])
 
     def end_step(self) -> None:
         """The forward pass has been issued: send its rows, and word of what was steered, on."""
@@ -273,9 +279,11 @@ class Station:
         self._failures = {}
         if step is not None:
             start, plan = step
+            if len(plan.folds):
+                self._folder.settle(plan.folds, start)
             if self._streamer is not None and self.switch.launch is not None:
                 self.switch.launch = None
-                parcel.arrived = self._streamer.end()
+                parcel.arrived = self._streamer.end(plan)
             elif plan.rows:
                 quick = functools.partial(self._treater.pack, plan, start, self._codecs, True)
                 parcel.arrived = self._outlet.ship(plan, start, quick, functools.partial(self._treat, plan, start))
@@ -285,7 +293,7 @@ class Station:
             self.strands.retire_all()
         parcel.news = self.strands.take_news()
         for news in parcel.news.values():
-            self._treater.forget(news.closed)
+            self._folder.forget(news.closed)
         self.drain.send(parcel)
 
     def _treat(self, plan: StepPlan, start: int) -> list[Packet]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from vllm_weir.spec.positions import ENDLESS
+from vllm_weir.worker.folds import FIELDS
 from vllm_weir.worker.strands import Strands
 
 PACKED = -2
@@ -26,33 +27,13 @@ class Lookup:
 
 
 @dataclass(frozen=True)
-class Fold:
-    """Rows to be reduced into one for each column.
-
-    Attributes:
-        strand: number of the strand that the result goes to.
-        how: ``"last"``, ``"mean"`` or ``"max"``.
-        slots: int64 [n], ring row of each token's first column.
-        columns: how many.
-        cell: ring row at which the result is to be left, or -1: more rows are still to come.
-    """
-
-    strand: int
-    how: str
-    slots: np.ndarray
-    columns: int
-    cell: int
-
-
-@dataclass(frozen=True)
 class StepPlan:
     """What one step does.
 
     Attributes:
         slots, profiles, programs: int32 [tokens], -1 for none; slots count from 0 within the step.
         rows: ring rows that the step writes.
-        tokens: int64 [m], the captured tokens; one for each job unless something is treated.
-        folds: reductions to go on with.
+        tokens: int64 [m], the captured tokens whose rows are recorded, one for each job.
         jobs: int64 [n, 5], what is sent: ring row, arena row, number of rows, ring rows of the same token that stand
             before it, and number of the directions with which those are multiplied to make it, or -1.
         runs: (start, end) in `jobs` of tokens that follow each other in the step and in the arena; the other jobs
@@ -63,6 +44,11 @@ class StepPlan:
         failures: (reply address, request, reason): requests that cannot be served any further.
         packs: int64 [n, 5], rows that are sent compressed: ring row after a token's last, byte of the arena, bytes,
             ring rows of the token, and ``-2 - number`` of the codec.
+        spans: int32 [tokens], of tokens whose rows are reduced: see `vllm_weir.worker.folds` for a group's first one,
+            -1 for the others; 0 for all other tokens.
+        cells: ring rows of groups, which come before all others.
+        folds: int64 [n, len(folds.FIELDS)], reductions to go on with; cells are counted in cells.
+        results: int64 [n, 3] of ring row, arena row and rows: reductions that the step completes.
     """
 
     slots: np.ndarray
@@ -71,18 +57,21 @@ class StepPlan:
     rows: int
     tokens: np.ndarray
     jobs: np.ndarray
-    folds: list[Fold]
     runs: list[tuple[int, int]]
     marks: dict[str, np.ndarray]
     steered: dict[str, np.ndarray]
     lookups: list[Lookup]
     failures: list[tuple[str, str, str]]
     packs: np.ndarray = field(default_factory=lambda: np.zeros((0, 5), np.int64))
+    spans: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    cells: int = 0
+    folds: np.ndarray = field(default_factory=lambda: np.zeros((0, len(FIELDS)), np.int64))
+    results: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
 
     @functools.cached_property
     def segments(self) -> np.ndarray:
         """int64 [m, 3]: the fewest pieces (slot, arena row, rows) that hold all that is sent."""
-        return segments_of(self.jobs)
+        return np.concatenate([segments_of(self.jobs), self.results])
 
     @functools.cached_property
     def even(self) -> int:
@@ -90,9 +79,10 @@ class StepPlan:
         width = int(self.jobs[0, 2]) if len(self.jobs) else 0
         return width if (self.jobs[:, 2] == width).all() else 0
 
-    def in_lanes(self, stride: int) -> StepPlan:
-        """The same with the n-th captured token in slot n times `stride`."""
+    def in_lanes(self, stride: int, cells: int = 0) -> StepPlan:
+        """The same with the n-th recorded token in slot n times `stride`, and groups from ring row `cells` on."""
         slots = self.slots.copy()
+        slots[self.spans != 0] += cells
         # A token of a request that failed while it was planned is still among `tokens`, without a profile.
         slots[self.tokens] = np.where(self.profiles[self.tokens] >= 0, np.arange(len(self.tokens)) * stride, -1)
         known = {entry.name: getattr(self, entry.name) for entry in fields(self)}
@@ -106,7 +96,7 @@ class StepPlan:
     @functools.cached_property
     def whole(self) -> bool:
         """Whether something is made of all columns' rows together, which must be in the ring then."""
-        return bool(self.folds) or bool((self.jobs[:, 4] >= 0).any())
+        return bool((self.jobs[:, 4] >= 0).any())
 
     @functools.cached_property
     def treated(self) -> bool:
@@ -157,7 +147,10 @@ class Later(StepPlan):
         return jobs + jobs[:, 2:3] * np.array((0, self._times, 0, 0, 0)) if len(jobs) else jobs
 
 
-_LASTING = ("slots", "profiles", "programs", "rows", "tokens", "folds", "runs", "lookups", "failures")
+_LASTING = (
+    "slots", "profiles", "programs", "rows", "tokens", "runs", "lookups", "failures", "spans", "cells", "folds",
+    "results",
+)  # fmt: skip
 _NEXT_MARK = np.array((0, 1, 1, 0, 0), np.int32)
 _NEXT_STEERED = np.array((0, 1, 0, 0), np.int32)
 

@@ -22,7 +22,9 @@ FIRST_GENERATED = 256
 CROWDED = 0.4
 """Share of the arena in use from which extents are made no larger than need be."""
 EXTENT_SHARE = 8
-"""No extent is larger than this part of the arena."""
+"""No extent is larger than this part of the arena, for rows that may never come."""
+PROMPT_SHARE = 2
+"""The same for rows of a prompt, which are sure to come: what lies in one extent is handed out without a copy."""
 
 
 @dataclass
@@ -211,16 +213,17 @@ class Strands:
         return news
 
     def _extend(self, strand: Strand, rows: int) -> bool:
-        i, width = strand.index, int(self.width[strand.index])
+        i, width, share = strand.index, int(self.width[strand.index]), EXTENT_SHARE
         rank = int(self.rank[i])
         if rank < strand.prompt_rows:
             generous = strand.prompt_rows - rank + min(FIRST_GENERATED, strand.most_rows - strand.prompt_rows)
+            share = PROMPT_SHARE
         else:
             generous = min(max(FIRST_GENERATED, rank), strand.most_rows - rank)
         if self.arena.pressure > CROWDED:
             generous = max(rows, 16)
         grain = int(self.grain[i])
-        most = max(1, self.arena.capacity * grain // (EXTENT_SHARE * width))
+        most = max(1, self.arena.capacity * grain // (share * width))
         size = min(most, max(rows, generous))
         least = min(size, rows, 16)
         while (start := self.arena.allocate(-(-size * width // grain))) is None and size > least:

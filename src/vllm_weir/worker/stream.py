@@ -66,6 +66,7 @@ class Streamer:
 
     Attributes:
         stride: ring rows from one lane of the step to the next.
+        cells: ring row at which the groups of rows that are reduced begin; they stay until the step is done.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Streamer:
         """Bands that have been begun and are not complete."""
         self._packs: list[Pack] = []
         self._lanes = 0
-        self.stride = 1
+        self.stride, self.cells = 1, 0
         self._orders: list[tuple[int, ...]] = []
         """Taps in the orders in which the model came to them in streamed steps, see `learned`."""
         self._met: list[int] = []
@@ -96,8 +97,11 @@ class Streamer:
         wanted = max(pieces.columns_worth_a_piece, PACKED_TOGETHER if self._packs else 1)
         taps = {column // STAGES for columns in members.values() for column in columns}
         order = next((order for order in self._orders if taps.issubset(order)), ())
-        self.stride, banded = layout(members, order, self._lanes, self._ring.capacity, wanted)
+        self.stride, banded = layout(members, order, self._lanes, self._ring.capacity - plan.cells, wanted)
         self._ring.rewind()
+        self.cells = self._ring.take(plan.cells)
+        self._ring.claim(self.cells, plan.cells)
+        self._ring.rewind(self.cells + plan.cells)
         regions = np.full((len(members), self._regions.shape[1]), -1, np.int32)
         of = dict(zip(members, regions, strict=True))
         self._bands = {}
@@ -111,7 +115,12 @@ class Streamer:
             band = Band(start, len(columns), waiting, *pieces.of(places, len(columns)), packs)
             for tap in waiting:
                 self._bands.setdefault(tap, []).append(band)
-        self._regions[upload(np.array(list(members), np.int64), device)] = upload(regions, device)
+        folded = np.unique(plan.profiles[plan.spans != 0]).tolist()
+        of |= {p: np.full(self._regions.shape[1], -1, np.int32) for p in folded}
+        for p in folded:
+            of[p][list(columns_of[p])] = np.arange(len(columns_of[p]))
+        regions = np.stack([*of.values()])
+        self._regions[upload(np.array(list(of), np.int64), device)] = upload(regions, device)
 
     def tap(self, hidden, other, tap, plan, _ranks, ring, *tables) -> None:
         """Stands in for the tap's launch during the step."""
@@ -157,8 +166,9 @@ class Streamer:
             self._ring.leaves(band.start, self._lanes * stride, copied)
             self._open.remove(band)
 
-    def end(self) -> Callable[[], None]:
-        """What to call to wait until all rows have arrived; it raises RuntimeError if they cannot be vouched for."""
+    def end(self, plan: StepPlan) -> Callable[[], None]:
+        """Send the reductions, which are done by now; returns what to call to wait until all rows have arrived, which
+        raises RuntimeError if they cannot be vouched for."""
         unmet = {tap for tap, bands in self._bands.items() if any(tap in band.waiting for band in bands)}
         fault = self._fault or (f"the model did not come to its taps {sorted(unmet)}" if unmet else "")
         self._orders, self._bands = learned(self._orders, tuple(self._met)), {}
@@ -166,7 +176,15 @@ class Streamer:
             self._outlet.send_packet(pack.packet())
         self._packs = []
         copied = torch.cuda.Event()
+        if len(plan.results):
+            joined = torch.cuda.Event()
+            joined.record()
+            self._outlet.stream.wait_event(joined)
+            self._outlet.send(plan.results + (self.cells, 0, 0))  # noqa: RUF005 - an array, not a tuple
         copied.record(self._outlet.stream)
+        if plan.cells:
+            self._ring.leaves(self.cells, plan.cells, copied)
+        self._ring.rewind()
 
         def arrived() -> None:
             copied.synchronize()

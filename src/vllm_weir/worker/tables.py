@@ -43,7 +43,7 @@ class PlanWriter:
         """Nothing is recorded or changed."""
         self._last = None
         if self._dirty:
-            self._put(0, np.zeros((0, 3), np.int32))
+            self._put(0, np.zeros((0, 4), np.int32))
 
     def _put(self, n: int, content: np.ndarray) -> None:
         """Write the first `n` tokens; none after them does anything."""
@@ -80,16 +80,18 @@ class _Written:
 
     def __init__(self, plan: StepPlan) -> None:
         self._slots, self._profiles, self._programs = plan.slots, plan.profiles, plan.programs
-        self._content = np.stack([plan.slots, plan.profiles, plan.programs], 1)
+        self._spans = plan.spans
+        self._content = np.stack([plan.slots, plan.profiles, plan.programs, plan.spans], 1)
         self._captured = (plan.slots >= 0).astype(np.int32)
         self.start = 0
 
     def same(self, plan: StepPlan) -> bool:
         """Whether the plan is this one but for the place in the ring; steps that repeat share their arrays."""
-        return plan.slots is self._slots and plan.profiles is self._profiles and plan.programs is self._programs
+        known = (self._slots, self._profiles, self._programs, self._spans)
+        return all(a is b for a, b in zip(known, (plan.slots, plan.profiles, plan.programs, plan.spans), strict=True))
 
     def shifted(self, start: int) -> np.ndarray:
-        """int32 [tokens, 3] with slots counted from the ring's row `start`."""
+        """int32 [tokens, 4] with slots counted from the ring's row `start`."""
         content = self._content.copy()
         content[:, 0] += self._captured * np.int32(start)
         return content

@@ -26,7 +26,8 @@ class TapTensors:
     """What the taps of one worker share.
 
     Attributes:
-        plan: int32 [max tokens, 3], slot, profile and program of every token of the step, -1 for none.
+        plan: int32 [max tokens, 4], slot, profile and program of every token of the step, -1 for none, and its span,
+            see `vllm_weir.worker.step.StepPlan`.
         ranks: int32 [max profiles, columns], place of a column in a profile, -1 if it is not wanted.
         ring: [rows, d_model] in the model's dtype.
         heads, ints, floats, vectors: the tables of `vllm_weir.worker.programs.ProgramTable`.

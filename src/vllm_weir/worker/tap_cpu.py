@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from vllm_weir.spec.interventions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
+from vllm_weir.worker.folds import MAXIMUM, SEEDED
 from vllm_weir.worker.programs import AFTER_POST, LAST
 from vllm_weir.worker.select import STAGES
 
@@ -18,7 +19,7 @@ def launch(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors) 
     number = tap.numpy()  # the tables are small: numpy looks things up in a fifth of torch's time
     tap, fixed = int(number[0]), bool(number[3])
     scale, other_scale = number[1:3].view(np.float32).tolist()
-    slots, profiles, programs = plan.numpy()[: hidden.shape[0]].T
+    slots, profiles, programs, spans = plan.numpy()[: hidden.shape[0]].T
     nodes = np.where(programs >= 0, heads.numpy()[programs, tap], -1)
     ranked = ranks.numpy()[:, tap * STAGES : (tap + 1) * STAGES][profiles]
     ranked = np.where((slots >= 0)[:, None], ranked, -1)
@@ -34,7 +35,7 @@ def launch(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors) 
         stream = stream * scale
     if other is not None and scale != other_scale:
         stream = stream + other[tokens] * other_scale
-    nodes, ranked, slots = nodes[wanted], ranked[wanted], slots[wanted]
+    nodes, ranked, slots, spans = nodes[wanted], ranked[wanted], slots[wanted], spans[wanted]
     steered = (nodes >= 0).nonzero()[0]
     h = stream.float()
     for stage in range(STAGES):
@@ -42,8 +43,10 @@ def launch(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors) 
             nodes, h = _run(nodes, h, stage == STAGES - 1, ints.numpy(), floats, vectors)
         at = (ranked[:, stage] >= 0).nonzero()[0]
         if len(at):
-            rows = h if len(at) == len(h) else h[torch.from_numpy(at)]
-            ring[_index(slots[at] + ranked[at, stage])] = rows.to(ring.dtype)
+            rows = (h if len(at) == len(h) else h[torch.from_numpy(at)]).to(ring.dtype)
+            if spans[at].any():
+                at, rows = _fold(ring, slots[at], ranked[at, stage], spans[at], rows, at)
+            ring[_index(slots[at] + ranked[at, stage])] = rows
     if len(steered):
         tokens, written = tokens[torch.from_numpy(steered)], h[torch.from_numpy(steered)] / scale
         if fixed:
@@ -51,6 +54,31 @@ def launch(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors) 
         hidden[tokens] = written.to(hidden.dtype)
         if other is not None and not fixed:
             other[tokens] = 0
+
+
+def _fold(ring: torch.Tensor, slots, ranks, spans, rows: torch.Tensor, at: np.ndarray):
+    """Join the rows of groups of tokens into their cells; returns what is left of `at` and `rows`."""
+    words = 4 // ring.element_size()
+    cells = ring[: len(ring) // words * words].view(-1).view(torch.float32).view(-1, ring.shape[1])
+    folded = (spans != 0).nonzero()[0]
+    head = (spans[folded] > 0).nonzero()[0]
+    counts = np.diff(head, append=len(folded))
+    first = folded[head]
+    to = slots[first] // words + ranks[first]
+    largest, seeded = spans[first] & MAXIMUM != 0, spans[first] & SEEDED != 0
+    joined = cells[_index(to)]
+    joined[torch.from_numpy(~seeded)] = 0.0
+    joined[torch.from_numpy(~seeded & largest)] = float("-inf")
+    for k in range(counts.max()):
+        groups = torch.from_numpy((counts > k).nonzero()[0])
+        some = rows[torch.from_numpy(folded[head[counts > k] + k])].float()
+        so_far = joined[groups]
+        joined[groups] = torch.where(
+            torch.from_numpy(largest[counts > k])[:, None], torch.maximum(so_far, some), so_far + some
+        )
+    cells[_index(to)] = joined
+    plain = (spans == 0).nonzero()[0]
+    return at[plain], rows[torch.from_numpy(plain)]
 
 
 def _index(numbers: np.ndarray) -> torch.Tensor:

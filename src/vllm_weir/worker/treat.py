@@ -1,4 +1,4 @@
-"""Treatments: what is made of rows on the device before anything is sent: reductions, products with directions, and
+"""Treatments: what is made of recorded rows on the device before anything is sent: products with directions, and
 compressed records."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_weir.worker.codecs import Codecs
-from vllm_weir.worker.step import PACKED, Fold, StepPlan
+from vllm_weir.worker.step import PACKED, StepPlan
 from vllm_weir.worker.upload import upload
 
 
@@ -37,13 +37,9 @@ class Treater:
         self._ring = ring
         words = ring.shape[1] * ring.element_size() // 4
         self._cells = ring.view(torch.float32).view(len(ring), words) if words else ring
-        self._partial: dict[int, tuple[torch.Tensor, int]] = {}
-        """Strand -> reduction so far, float32 [columns, d_model] (a sum for the mean), and of how many rows."""
 
     def run(self, plan: StepPlan, start: int, directions: dict[int, torch.Tensor]) -> None:
         """Make what the plan wants of the rows from ring row `start` on; `directions`: number -> float32 [m, d]."""
-        for fold in plan.folds:
-            self._fold(fold, start)
         jobs = plan.jobs[(plan.jobs[:, 4] >= 0) & (plan.jobs[:, 2] > 0)]
         kinds = {(int(d), int(lead), int(cell)) for _, _, cell, lead, d in jobs}
         for number, lead, cell in sorted(kinds):
@@ -69,31 +65,6 @@ class Treater:
             records = codecs[PACKED - number].encode(rows)
             packets.append(Packet(records, pieces_of(places, sizes)))
         return packets
-
-    def forget(self, strands: list[int]) -> None:
-        """These strands have ended."""
-        for number in strands:
-            self._partial.pop(number, None)
-
-    def _fold(self, fold: Fold, start: int) -> None:
-        rows = self._ring[self._index(fold.slots + start, fold.columns)].view(len(fold.slots), fold.columns, -1)
-        before, count = self._partial.pop(fold.strand, (None, 0))
-        if fold.how == "last":
-            result = rows[-1].float()
-        elif fold.how == "max":
-            result = rows.amax(0).float()
-            result = result if before is None else torch.maximum(before, result)
-        else:
-            result = rows.sum(0, dtype=torch.float32)
-            result = result if before is None else before + result
-        count += len(fold.slots)
-        if fold.cell < 0:
-            self._partial[fold.strand] = (result, count)
-            return
-        if fold.how == "mean":
-            result = result / count
-        words = self._cells.shape[1]
-        self._leave(np.array([fold.cell + start]), -(-result.numel() // words), result.view(1, -1))
 
     def _index(self, slots: np.ndarray, width: int) -> torch.Tensor:
         every = (slots[:, None] + np.arange(width)).ravel()

@@ -40,7 +40,7 @@ def stand_ins(d_model: int, dtype: torch.dtype, device: torch.device) -> list[tu
     Nothing is left to torch's default dtype, which vLLM changes for all threads while it loads the model.
     """
     hidden, residual, ring = torch.zeros(3, 1, d_model, dtype=dtype, device=device)
-    none = torch.full((1, 3), -1, dtype=torch.int32, device=device)
+    none = torch.full((1, 4), -1, dtype=torch.int32, device=device)
     floats = torch.zeros(1, d_model, dtype=torch.float32, device=device)
     number = numbered(0, device=device)
     return [(hidden, other, number, none, none, ring, none, none, floats, floats) for other in (None, residual)]

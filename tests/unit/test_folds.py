@@ -1,0 +1,187 @@
+"""Reductions by the taps: what they give depends on positions, not on steps or on who else is in the batch."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_weir.spec.hooks import Site
+from vllm_weir.spec.positions import Positions
+from vllm_weir.spec.request import ResolvedSpec, Treatment, Wish
+from vllm_weir.spec.sizes import Sizes
+from vllm_weir.worker import tap_cpu
+from vllm_weir.worker.arena import Arena
+from vllm_weir.worker.folds import GROUP, Folder
+from vllm_weir.worker.plan import Planner
+from vllm_weir.worker.programs import ProgramTable
+from vllm_weir.worker.select import STAGES, num_taps, tap_of
+from vllm_weir.worker.strands import Strands
+from vllm_weir.worker.tap import numbered
+
+LAYERS, D = 2, 6
+TAPS = num_taps(LAYERS)
+SITES = [Site("resid_post", 0), Site("mlp_out", 1), Site("resid_pre", 1)]
+HOW = {"mean": lambda x: x.mean(0), "max": lambda x: x.amax(0), "last": lambda x: x[-1]}
+
+
+class Worker:
+    """A planner, the taps of a device and what joins their groups; rows are `content` over and over."""
+
+    def __init__(self, dtype=torch.float32, device="cpu", width=D, launch=tap_cpu.launch):
+        self.dtype, self.words, self.device, self.width, self.launch = dtype, 4 // dtype.itemsize, device, width, launch
+        columns = frozenset(range(TAPS * STAGES))
+        table = ProgramTable(Sizes(4, 4, 4), TAPS, range(TAPS), width)
+        self.planner = Planner(columns, TAPS * STAGES, 64, table, Strands(Arena(4000)))
+        self.planner.reader.row_bytes = width * dtype.itemsize
+        self.ring = torch.full((3000, width), float("nan"), dtype=dtype, device=device)
+        self.folder = Folder(self.ring)
+        self.host = torch.zeros(4000, width, dtype=dtype)
+
+    def read(self, name, how, positions, length):
+        wishes = tuple(Wish(site, Positions.parse(positions), False) for site in SITES)
+        self.planner.read(name, "a", ResolvedSpec(wishes, Treatment(how)), length, None, 1)
+
+    def forget(self):
+        """What the station does after each step."""
+        for news in self.planner.strands.take_news().values():
+            self.folder.forget(news.closed)
+
+    def step(self, batch, content):
+        """`content(request, tap, position)` -> row; returns request -> float32 [columns, d] of what is complete."""
+        names, counts, computed = zip(*batch, strict=True)
+        plan = self.planner.plan(list(names), counts, computed)
+        if plan is None:
+            return {}
+        start, where = 4, [(name, p) for name, n, first in batch for p in range(first, first + n)]
+        assert plan.rows <= len(self.ring) - start
+        self.ring[:] = float("nan")  # nothing is left there from step to step
+        table = np.stack([plan.slots, plan.profiles, plan.programs, plan.spans], 1)
+        table[plan.slots >= 0, 0] += start
+        self.folder.seed(plan.folds, start)
+        none, times = torch.full((1, TAPS), -1, dtype=torch.int32), -(-self.width // D)
+        tables = [torch.from_numpy(table), torch.from_numpy(self.planner.profiles.ranks.copy()), none, none]
+        plan_, ranks, heads, ints = (x.to(self.device) for x in tables)
+        floats, vectors = torch.zeros(1, 4, device=self.device), torch.zeros(1, self.width, device=self.device)
+        for tap in range(TAPS):
+            rows = torch.stack([content(name, tap, p).repeat(times)[: self.width] for name, p in where])
+            hidden, number = rows.to(self.device, self.dtype), numbered(tap, device=self.device)
+            self.launch(hidden, None, number, plan_, ranks, self.ring, heads, ints, floats, vectors)
+        self.folder.settle(plan.folds, start)
+        for slot, row, rows in plan.segments.tolist():
+            self.host[row : row + rows] = self.ring[start + slot : start + slot + rows]
+        found = {}
+        self.forget()
+        strands = {s.number: s for s in self.planner.strands.live.values()}
+        for number, rank, *_ in plan.marks.get("a", np.zeros((0, 5), int)).tolist():
+            strand = strands[number]
+            if rank == 0 and strand.shape[0] == len(SITES) * self.words:
+                at = strand.extents[0][0]
+                cells = self.host[at : at + strand.shape[0]].view(-1).view(torch.float32)
+                found[strand.request_id] = cells.view(len(SITES), self.width).clone()
+        return found
+
+
+@functools.cache
+def content(name, tap, position):
+    seed = (int(name[-1], 36) * TAPS + tap) * 4096 + position
+    return torch.randn(D, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def expected(name, how, positions, length):
+    """float64 [columns, d]."""
+    chosen = np.flatnonzero(Positions.parse(positions).mask(np.arange(length), length))
+    taps = sorted(tap_of(site) for site in SITES)
+    return torch.stack([HOW[how](torch.stack([content(name, t, p) for p in chosen]).double()) for t in taps])
+
+
+LENGTHS = st.sampled_from([1, 5, GROUP - 1, GROUP, GROUP + 1, 2 * GROUP + 7])
+WANTED = st.sampled_from(["prompt", "all", "last_prompt", "2:", "1:200:3", [0, 3, 130, -1], ":-1"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_the_same_bits_however_a_prompt_is_cut_and_batched(data, dtype):
+    requests = {}
+    for k in range(data.draw(st.integers(1, 4))):
+        requests[f"r{k}"] = (data.draw(st.sampled_from([*HOW])), data.draw(WANTED), data.draw(LENGTHS))
+    alone, together = Worker(dtype), Worker(dtype)
+    for name, asked in requests.items():
+        alone.read(name, *asked)
+        together.read(name, *asked)
+    whole = {}
+    for name, (_, _, length) in requests.items():
+        whole |= alone.step([(name, length, 0)], content)
+    cut, at = {}, dict.fromkeys(requests, 0)
+    again = data.draw(st.sampled_from([None, *requests]))
+    while at:
+        batch = []
+        for name, first in at.items():
+            length = requests[name][2]
+            count = data.draw(st.one_of(st.integers(1, length - first), st.sampled_from([1, length - first])))
+            if len(at) == 1 or data.draw(st.integers(0, 3)):
+                batch.append((name, count, first))
+        if not batch:
+            continue
+        cut |= together.step(batch, content)
+        for name, count, first in batch:
+            at[name] = first + count
+            if at[name] == requests[name][2]:
+                del at[name]
+            elif name == again:
+                at[name], again = 0, None  # preempted: computed again from the start
+    assert whole.keys() == cut.keys()
+    for name, rows in whole.items():
+        assert torch.equal(rows, cut[name]), name
+        if dtype == torch.float32:
+            want = expected(name, *requests[name])
+            assert (rows.double() - want).abs().max() <= 1e-6 * want.abs().max()
+    for name, (_, wanted, length) in requests.items():
+        some = Positions.parse(wanted).mask(np.arange(length), length).any()
+        assert (name in whole) == bool(some)
+    for worker in (alone, together):
+        for name in requests:
+            worker.planner.remove(name)
+        worker.forget()
+        assert not worker.folder._places and not worker.folder._end and not len(worker.planner.profiles)
+
+
+def test_rows_of_a_prompt_that_is_reduced_take_no_room_of_their_own():
+    worker = Worker()
+    for name in "abc":
+        worker.read(name, "mean", "prompt", 1000)
+    plan = worker.planner.plan(["a", "b", "c"], [1000, 500, 30], [0, 0, 0])
+    groups = -(-1000 // GROUP) + -(-500 // GROUP) + 1
+    assert plan.rows == plan.cells == groups * len(SITES) and not len(plan.tokens)
+
+
+def test_not_a_number_stays_one():
+    worker = Worker()
+    for name, how in (("a", "mean"), ("b", "max")):
+        worker.read(name, how, "prompt", 4)
+    found = worker.step([("a", 4, 0), ("b", 4, 0)], lambda *at: content(*at) + (float("nan") if at[2] == 1 else 0))
+    assert all(rows.isnan().all() for rows in found.values()) and len(found) == 2
+
+
+@pytest.mark.parametrize("often", [1, 3])
+def test_what_is_kept_between_steps_is_freed_and_used_again(often):
+    worker, most = Worker(), 0
+    for _ in range(often):
+        for k in range(20):
+            worker.read(f"r{k}", "mean", "prompt", 10)
+        first = worker.step([(f"r{k}", 4, 0) for k in range(20)], content)
+        assert not first and len(worker.folder._places) == 20
+        held = len(worker.folder._kept)
+        assert 2 * 20 * len(SITES) <= held <= 4 * 20 * len(SITES)
+        most = most or held
+        for k in range(10):
+            worker.planner.remove(f"r{k}")
+        found = worker.step([(f"r{k}", 6, 4) for k in range(10, 20)], content)
+        assert sorted(found) == sorted(f"r{k}" for k in range(10, 20))
+        for k in range(10, 20):
+            worker.planner.remove(f"r{k}")
+    assert held == most
