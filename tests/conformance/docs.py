@@ -17,7 +17,7 @@ Every text-generation architecture of vLLM {version}'s registry, and some that r
 backend, as a tiny model with random weights in fp32 on {backend}. A cell is the largest max|d| / max|reference| over
 all blocks, prompt and generated positions: of captured rows / of all that follows from an addition at the point. The
 reference is the same model in transformers, its hook points read off the additions its blocks make; where transformers
-lacks the model (*identities*), the identities of [hook_points.md](hook_points.md) stand in, and what an addition may
+lacks the model (*identities*), the identities of [hook_points.md](reference/hook-points.md) stand in, and what an addition may
 move and what not. `(2 of 4)`: so many blocks have the point; *none*: the
 reference has none either. Bounds: 1e-5; routed experts and latent attention 1e-4.
 
