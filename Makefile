@@ -47,9 +47,8 @@ lint: $(STAMP)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-# Of docs alone: a warning about the future of MkDocs, which --strict does not count.
 docs: $(STAMP)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "out/site/index.html"
 
 docs-serve: $(STAMP)
