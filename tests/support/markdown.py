@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REASONS = {
     "GPU": "needs a CUDA device",
     "installs packages": "changes the environment",
-    "model of yours": "needs a model or data that are not shipped",
+    "not shipped": "needs a model, data or a sink that does not come with Weir",
     "object store": "needs a bucket",
     "package of yours": "is part of a package that a reader writes",
     "takes long": "takes minutes; another test runs the same code",
