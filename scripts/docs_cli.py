@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write docs/reference/command-line.md from the options of the command `weir`.
 
-    .venv/bin/python scripts/docs_cli.py
+.venv/bin/python scripts/docs_cli.py
 """
 
 from __future__ import annotations

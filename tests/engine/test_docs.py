@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import httpx
@@ -156,7 +157,7 @@ def run(block: Block, names: dict[str, Any], server: Any, loop: asyncio.Abstract
         if block.language == "python":
             place = "\n" * (block.line - 1) + text
             code = compile(place, str(block.page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-            waiting = eval(code, names)
+            waiting = FunctionType(code, names)()
             if inspect.iscoroutine(waiting):
                 loop.run_until_complete(waiting)
         else:
@@ -193,7 +194,9 @@ def curl(words: list[str], server: Any, may_fail: bool) -> str:
             url = word
     url = url.removeprefix(HERE).removeprefix("localhost:8000")
     url = url.removeprefix(server.url)
-    answer = httpx.request(method or ("POST" if data else "GET"), server.url + url, headers=headers, content=data, timeout=120)
+    answer = httpx.request(
+        method or ("POST" if data else "GET"), server.url + url, headers=headers, content=data, timeout=120
+    )
     assert may_fail or answer.status_code < 400, answer.text
     return answer.text
 
@@ -208,7 +211,7 @@ def alike(said: str, shown: str) -> bool:
     found = re.fullmatch(pattern, " ".join(said.split()))
     if found is None:
         return False
-    numbers = [part for part in re.findall(rf"(?<![\w.]){NUMBER}", " ".join(shown.replace("...", " ").split()))]
+    numbers = re.findall(rf"(?<![\w.]){NUMBER}", " ".join(shown.replace("...", " ").split()))
     return all(close(a, b) for a, b in zip(found.groups(), numbers, strict=True))
 
 
@@ -231,7 +234,7 @@ SERVE = [
 
 @pytest.mark.parametrize("words", SERVE)
 def test_a_server_takes_these_options(words: list[str]) -> None:
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import cmd_init
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from vllm_weir.serve.command import OPTION
@@ -240,7 +243,10 @@ def test_a_server_takes_these_options(words: list[str]) -> None:
     if words[0] == "weir" and OPTION in rest:
         at = rest.index(OPTION)
         del rest[at : at + 2]
-    make_arg_parser(FlexibleArgumentParser()).parse_args(rest)
+    parser = FlexibleArgumentParser(prog="vllm")
+    (command,) = cmd_init()
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    assert parser.parse_args(["serve", *rest]).subparser == "serve"
 
 
 def test_what_is_not_run() -> None:

@@ -26,7 +26,9 @@ REASONS = {
     "package of yours": "is part of a package that a reader writes",
     "takes long": "takes minutes; another test runs the same code",
 }
-_FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)(?P=ticks)[ ]*$", re.M | re.S)
+_FENCE = re.compile(
+    r"^(?P<indent> *)(?P<ticks>```+)(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)(?P=ticks)[ ]*$", re.M | re.S
+)
 _NOTE = re.compile(r"<!-- *([^\n]*?) *-->\s*\Z")
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*$", re.M)

@@ -94,7 +94,11 @@ def test_layout_that_every_reader_of_markdown_understands(page: Path) -> None:
         return
     printed = {b.line + k for b in blocks(page) if b.language == "text" for k in range(b.text.count("\n"))}
     for k, line in enumerate(page.read_text().splitlines(), 1):
-        free = k in printed or line.lstrip().startswith(("|", "!", "#", "[")) or re.search(r"https?://\S{40,}|\]\([^)]{40,}\)", line)
+        free = (
+            k in printed
+            or line.lstrip().startswith(("|", "!", "#", "["))
+            or re.search(r"https?://\S{40,}|\]\([^)]{40,}\)", line)
+        )
         assert free or len(line) <= 100, f"{page}:{k}: {len(line)} characters"
 
 
