@@ -12,13 +12,14 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo bench test unit conformance lint clean
+.PHONY: help venv demo bench test unit conformance lint docs docs-serve clean
 
 help:
 	@echo "make demo [MODEL=<directory or hub id>]   run the demo (under 5 minutes with the set-up)"
 	@echo "make bench [ARGS=--smoke]                 stock vLLM, Weir and others, timed and checked (docs/bench.md)"
 	@echo "make test [WORKERS=2]                     every test that needs no GPU, shared out to so many processes"
 	@echo "make conformance [ARGS=ARCH]              every architecture of vLLM's registry, and docs/models.md from it"
+	@echo "make docs | docs-serve                    the documentation as a site in out/site | on http://localhost:8001"
 	@echo "make unit | lint | venv | clean           fast tests | ruff and mypy | the environment | remove what was built"
 
 venv: $(STAMP)
@@ -45,6 +46,13 @@ lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "out/site/index.html"
+
+docs-serve: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dev-addr localhost:8001
 
 clean:
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -39,7 +39,7 @@ TOGETHER = {
         "test_batching",
         "test_neighbours",
     ),
-    "server": ("test_client_server", "test_inspect"),
+    "server": ("test_client_server", "test_inspect", "test_docs"),
 }
 GROUP_OF = {file: group for group, files in TOGETHER.items() for file in files}
 # A minute and more each, the longest first; the other files with engines follow, then the rest.

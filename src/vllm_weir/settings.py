@@ -54,7 +54,7 @@ class Settings(BaseModel):
             failed their proof: requests for them fail (``"request"``), or the engine does not start (``"start"``).
         describe: where hook points are in a model whose structure does not tell, see `vllm_weir.worker.families`.
         sinks: name -> ``{consumer: options}``: where captures may send their rows, and with ``"capture"`` what a sink
-            gets of every request; see docs/consumers.md.
+            gets of every request; see docs/guides/sinks.md.
         marked_bytes, marked_seconds: how much, and how long, rows wait for `weir.mark` (``keep="marked"``).
     """
 

@@ -20,13 +20,13 @@ class Filesystem(Consumer):
 
     Args:
         url: directory, or any fsspec URL.
-        layout: see docs/keep.md.
+        layout: see docs/guides/keep.md.
         flush_seconds: least time between two moments at which finished sequences are published; by default 0 for
             layouts with files for each sequence, and 10 for the others. `weir.flush` and the engine's end publish all.
         ids: what a sequence is called in the dataset: ``"unique"``, the engine's own id (the caller's and a random
             suffix), or ``"caller"``, the caller's (with ``.1`` and so on for further sequences of a request), which can
             be written only once.
-        options: of the layout, and ``fsync``, ``storage_options``, see docs/keep.md.
+        options: of the layout, and ``fsync``, ``storage_options``, see docs/guides/keep.md.
     """
 
     required = True

@@ -80,7 +80,7 @@ class Packed:
     """Compressed rows of one sequence.
 
     Attributes:
-        header: how the records are to be read, see docs/keep.md.
+        header: how the records are to be read, see docs/reference/file-formats.md.
         records: site -> uint8 [rows, record_bytes].
         dtypes: site -> dtype of the decoded rows, by name.
     """

@@ -27,13 +27,14 @@ class Capture:
         hook: hook point, e.g. ``"resid_post"``; aliases and ``"blocks.7.hook_resid_post"`` (which also sets `layers`)
             are accepted.
         layers: ``"all"``, a block index, or a list of them; blocks count from 0.
-        positions: selector, see docs/capture.md; ``"all"`` gives P+G-1 rows for P prompt and G generated tokens.
+        positions: selector, see docs/reference/selectors.md; ``"all"`` gives P+G-1 rows for P prompt and G generated
+            tokens.
         before: rows as they are before the request's own interventions at that site (default: after them).
         dtype: ``"float32"``, ``"float16"``, ``"bfloat16"`` (or the torch dtype) of the returned rows; None keeps the
             model's.
         compress: ``"rp8"``, ``"full8"``, ``"topk8"``, ``"fp16"``, ``"fp8"``, ``"none"`` or ``{"method", "k", "seed"}``:
-            rows leave the device compressed, see docs/keep.md; what is returned is decoded to float32, or `dtype`. All
-            captures for one sink compress alike, and none of them reduces or projects.
+            rows leave the device compressed, see docs/reference/file-formats.md; what is returned is decoded to
+            float32, or `dtype`. All captures for one sink compress alike, and none of them reduces or projects.
         sink: ``"memory"``: the rows come back on the output; otherwise the name of one of the engine's sinks, or
             ``{consumer: options}``, e.g. ``{"filesystem": {"url": "/data/rows", "layout": "sharded"}}``.
         keep: ``"always"``, or ``"marked"``: the sink gets the rows only if `weir.mark` asks for it in time.

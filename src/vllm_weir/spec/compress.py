@@ -1,7 +1,7 @@
 """`Compression`: how rows are packed, and the header that says how to unpack them. Pure data.
 
 A packed row is a *record*: little-endian fields without padding, all of one size, described by the header.
-docs/keep.md explains every field.
+docs/reference/file-formats.md explains every field.
 """
 
 from __future__ import annotations

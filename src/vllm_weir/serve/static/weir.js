@@ -1,4 +1,4 @@
-// Chat with the served model; see docs/page.md.
+// Chat with the served model; see docs/guides/page.md.
 
 import { colour, fill, format, magnitude } from "./heatmap.js";
 import { encode, events, fromBase64, safetensors } from "./rows.js";

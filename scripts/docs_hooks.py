@@ -1,0 +1,94 @@
+"""MkDocs hooks: let pages link to files of the repository, as they do on a code host, and keep the site self-contained.
+
+A page may link to any file of the repository by its relative path. Files outside ``docs/`` that pages link to become
+part of the site: Markdown of the repository's root as pages, source code as pages with highlighting, the rest as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+CODE = {".py": "python", ".toml": "toml", ".js": "javascript", ".cff": "yaml", "": "text"}
+"""Languages of files that are shown as pages, by suffix."""
+
+_FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.M | re.S)
+_LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
+_COMMENT = re.compile(r"^<!--.*?-->\n", re.M | re.S)
+_FOREIGN = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?(?:src|href)=["']?(?:https?:)?//[^>]*>""")
+
+_added: dict[str, str] = {}
+"""Path in the repository -> path in the site's sources, of files outside ``docs/``."""
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the repository's files that pages link to."""
+    _added.clear()
+    pages = {f"docs/{file.src_uri}": Path(file.abs_src_path).read_text() for file in files.documentation_pages()}
+    pages |= {name: (ROOT / name).read_text() for name in ROOT_PAGES}
+    waiting = sorted({*ROOT_PAGES, *(target for page in pages for target in _targets(pages[page], page))})
+    for target in waiting:
+        if target.startswith("docs/") or target in _added:
+            continue
+        path = ROOT / target
+        if not path.is_file():
+            continue  # left as it is: MkDocs warns of the link
+        if target in ROOT_PAGES or path.suffix not in (*CODE, ".md"):
+            _added[target] = ROOT_PAGES.get(target, f"source/{target}")
+            files.append(File.generated(config, _added[target], abs_src_path=str(path)))
+        else:
+            _added[target] = f"source/{target}.md"
+            text = path.read_text()
+            page = text if path.suffix == ".md" else f"# {target}\n\n~~~{CODE[path.suffix]}\n{text}~~~\n"
+            files.append(File.generated(config, _added[target], content=page))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Turn links between files of the repository into links between pages of the site; drop comments."""
+    here = next((path for path, uri in _added.items() if uri == page.file.src_uri), f"docs/{page.file.src_uri}")
+
+    def link(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(here), match[1]))
+        uri = target.removeprefix("docs/") if target.startswith("docs/") else _added.get(target)
+        if uri is None:
+            return match[0]
+        return posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".") + (match[2] or "")
+
+    return _outside_fences(markdown, lambda text: _LINK.sub(link, _COMMENT.sub("", text)))
+
+
+def on_post_build(config: Any) -> None:
+    """Fail if a page would load anything from another host."""
+    for path in sorted(Path(config["site_dir"]).rglob("*.html")):
+        found = [tag for tag in _FOREIGN.findall(path.read_text()) if 'rel="canonical"' not in tag]
+        if found:
+            raise PluginError(f"{os.path.relpath(path)} loads from another host: {found[0][:200]}")
+
+
+def _targets(text: str, page: str) -> set[str]:
+    found: set[str] = set()
+
+    def collect(part: str) -> str:
+        for match in _LINK.finditer(part):
+            found.add(posixpath.normpath(posixpath.join(posixpath.dirname(page), match[1])))
+        return part
+
+    _outside_fences(text, collect)
+    return found
+
+
+def _outside_fences(text: str, change: Any) -> str:
+    out, at = [], 0
+    for fence in _FENCE.finditer(text):
+        out += [change(text[at : fence.start()]), fence[0]]
+        at = fence.end()
+    return "".join([*out, change(text[at:])])
