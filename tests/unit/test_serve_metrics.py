@@ -73,7 +73,7 @@ def test_rows_and_bytes(desk, wish, rows, size, delta):
         ([ADD], 4, ROWS - 4),
         ([{**ADD, "positions": "prompt"}, {**ADD, "positions": "last_prompt"}], 0, len(PROMPT)),
         ([{**ADD, "positions": "prompt"}, {**ADD, "positions": "generated"}], 2, ROWS - 2),
-        ([{**ADD, "vector": [[1.0] * D, [0.0] * D, [1.0] * D], "positions": "2:"}], 0, 2),
+        ([{**ADD, "vector": [[1.0] * D, [0.0] * D, [1.0] * D], "positions": "2:5"}], 0, 2),
         ([{**ADD, "scale": 0.0}], 0, 0),
         ([{**ADD, "positions": [0, 50]}], 0, 1),
     ],

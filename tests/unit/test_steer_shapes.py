@@ -308,6 +308,16 @@ def test_what_is_wrong_about_vectors_by_layer_is_refused_at_once(number):
     refused(make, f"intervention.{field}")
 
 
+def test_a_stack_of_matrices_is_asked_whether_it_is_one_by_layer():
+    for make, field in (
+        (lambda: weir.Replace(torch.ones(2, 3, D)), "values"),
+        (lambda: weir.Clamp({1: torch.ones(2, 1, D)}, value=1.0), "direction.1"),
+        (lambda: weir.Ablate([[[1.0] * D]]), "directions"),
+    ):
+        message = refused(make, f"intervention.{field}")
+        assert "expected 1 or 2 dimensions" in message and "per_layer=True or {layer: vector}" in message
+
+
 def test_what_is_wrong_about_vectors_by_layer_for_a_model():
     names = {"four": np.ones((4, D)), "deep": np.ones((1, 3, 2, D)), "narrow": np.ones(D - 1)}
     lookup = lambda ref, _field: names[ref].astype(np.float32)

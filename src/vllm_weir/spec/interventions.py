@@ -141,14 +141,15 @@ class Intervention:
     def _parse(self, name: str, ndim: tuple[int, ...]) -> Vector | VectorsByLayer:
         """A field's vectors, their shapes checked as far as they are known."""
         value, at = getattr(self, name), f"{self.path}.{name}"
+        stacked = (*ndim, max(ndim) + 1)  # one dimension more is refused below, with a word about layers
         if is_by_layer(value):
-            return self._parse_by_layer(VectorsByLayer.parse(value, at, ndim), name)
+            return self._parse_by_layer(VectorsByLayer.parse(value, at, stacked), name)
         if self.per_layer:
             vector = Vector.parse(value, at, tuple(n + 1 for n in ndim))
             if vector.array is not None:
                 self._check_stack(name, vector.array, None if self.layers == "all" else len(self.layers))
             return vector
-        return self._checked(Vector.parse(value, at, ndim), name, at)
+        return self._checked(Vector.parse(value, at, stacked), name, at)
 
     def _parse_by_layer(self, value: VectorsByLayer, name: str) -> VectorsByLayer:
         at = f"{self.path}.{name}"
@@ -170,8 +171,10 @@ class Intervention:
 
     def _checked(self, vector: Vector, name: str, at: str) -> Vector:
         """A vector of which [1, d] has become [d], where that means the same."""
-        if vector.array is None or vector.array.ndim != 2:
+        if vector.array is None or vector.array.ndim == 1:
             return vector
+        if vector.array.ndim not in self.vectors[name]:
+            raise WeirError(_wrong_shape(vector.array, self.vectors[name]), at)
         self._check_rows(name, len(vector.array), at)
         row = self._row(name, vector.array)
         return vector if row is vector.array else Vector(row)
