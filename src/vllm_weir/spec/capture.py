@@ -150,7 +150,7 @@ def parse_layers(layers: object, field: str) -> Literal["all"] | tuple[int, ...]
 
 def parse_place(hook: str, layers: object, path: str) -> tuple[str, Literal["all"] | tuple[int, ...]]:
     """(hook point, layers); of a name like ``blocks.7.hook_resid_post``, which says its block, `layers` is no other."""
-    named, parsed = split_transformer_lens(hook), parse_layers(layers, f"{path}.layers")
+    named, parsed = split_transformer_lens(hook, f"{path}.hook"), parse_layers(layers, f"{path}.layers")
     if named is None:
         return normalise_hook(hook, f"{path}.hook"), parsed
     if parsed not in ("all", (named.layer,)):
