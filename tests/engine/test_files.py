@@ -163,7 +163,11 @@ def test_what_cannot_be_opened_is_refused(llm, tmp_path, options, field):
 
 
 def test_the_environment_of_vllm_mi_patch(root, tmp_path, monkeypatch):
-    """Every request, all blocks, in its directories and field names."""
+    """Every request, all blocks, in its directories and field names, beside whatever else is there."""
+    others = {"notes.txt": b"mine", ".DS_Store": b"", "other.npz": b"x", "req_x/manifest.json": b'{"mode": "rp8"}'}
+    for name, data in others.items():
+        (tmp_path / "acts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "acts" / name).write_bytes(data)
     for name, value in {"CAPTURE": "1", "MODE": "full8", "OUTDIR": str(tmp_path / "acts"), "RETURN": "sharded"}.items():
         monkeypatch.setenv(f"VLLM_ACT_{name}", value)
     llm = get_llm(directory(root), seed=1)  # settings are read when an engine starts
@@ -171,8 +175,9 @@ def test_the_environment_of_vllm_mi_patch(root, tmp_path, monkeypatch):
     for out in outs:
         assert out.activations is None and out.receipt.sinks == {"VLLM_ACT": "written"}
     weir.flush(llm)
-    folders = [p for p in (tmp_path / "acts").iterdir() if p.is_dir()]
-    assert len(folders) == 2
+    folders = [p for p in (tmp_path / "acts").iterdir() if p.is_dir() and p.name != "req_x"]
+    assert len(folders) == len(weir.load(tmp_path / "acts")) == 2
+    assert {name: (tmp_path / "acts" / name).read_bytes() for name in others} == others
     rows = []
     for folder in folders:
         files = {p.name for p in folder.glob("*.npz")}

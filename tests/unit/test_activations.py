@@ -24,6 +24,11 @@ def acts():
         (("resid_post", 3), 2),
         (("blocks.3.hook_resid_post",), 2),
         ((Site("resid_post", 3),), 2),
+        (("resid_post.3",), 2),
+        (("resid_post[3]",), 2),
+        (("post_block.3",), 2),
+        (("embed.0",), 0),
+        (("final_norm[0]",), 4),
         (("final_norm",), 4),
     ],
 )
@@ -32,6 +37,23 @@ def test_positions_and_tokens_are_asked_for_as_rows_are(acts, key, first):
     assert rows.shape == (2, 4)
     assert acts.positions_of(*key).tolist() == [first, first + 1]
     assert acts.token_ids_of(*key).tolist() == [10 + first, 11 + first]
+
+
+def test_numpy_arrays(acts):
+    """bfloat16, which numpy lacks, to the bit as float32; the others as they are, in the tensor's own memory."""
+    values = torch.tensor([[1.0, -0.0, 3.3895313892515355e38], [float("inf"), 1e-40, 1 / 3]])
+    site = Site("resid_post", 3)
+    for dtype, expected in ((torch.bfloat16, "float32"), (torch.float32, "float32"), (torch.float16, "float16")):
+        rows = values.to(dtype)
+        acts = Activations({site: rows}, {site: torch.arange(2)}, {site: torch.arange(2)}, lens_layers=(3,))
+        for key in (("resid_post", 3), (("resid_post", 3),), ("resid_post.3",), (site,), ("blocks.3.hook_resid_post",)):
+            array = acts.numpy(*key)
+            assert array.dtype == expected and array.shape == (2, 3)
+            assert torch.from_numpy(array).to(dtype).view(torch.uint8).equal(rows.view(torch.uint8))
+        assert (array.ctypes.data == rows.data_ptr()) == (dtype != torch.bfloat16)
+        assert acts.numpy("residual_stream").shape == (1, 2, 3)
+    with pytest.raises(KeyError, match=r"resid_post\[2\] was not captured"):
+        acts.numpy("resid_post", 2)
 
 
 def test_a_site_that_was_not_captured_is_a_key_error(acts):

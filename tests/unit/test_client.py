@@ -301,6 +301,20 @@ def test_scores(server, driver) -> None:
     assert out.activations is out.scores  # as offline, where a projection is what the request gets
 
 
+def test_sites_as_the_wire_has_them(server, driver) -> None:
+    """What the server calls a site opens its rows, as numpy arrays too."""
+    server.weir = lambda body: {"receipt": RECEIPT.to_dict(), "scores": SCORES}
+    out = driver.generate("a", capture=weir.Capture(layers=3, project=torch.ones(2, 8)))
+    for name in (*SCORES["sites"], "resid_post[3]"):
+        assert torch.equal(out.scores[name], out.scores["resid_post", 3])
+        assert out.scores.positions_of(name).tolist() == [0, 1, 2] and out.activations.token_ids_of(name).tolist() == [
+            5,
+            6,
+            7,
+        ]
+        assert out.scores.numpy(name).tolist() == out.scores["resid_post", 3].tolist()
+
+
 def test_scores_that_are_not_finite_are_nan() -> None:
     found = scores_of({"sites": {"embed.0": [[None, 1.0]]}, "positions": [0], "token_ids": [1]})
     assert found["embed", 0].isnan().tolist() == [[True, False]]

@@ -89,6 +89,11 @@ def test_rows_by_site_request_and_position(layout: str, tmp_path: Path) -> None:
         assert got.positions.tolist() == list(at), selector
         assert len(got) == len(list(at))
         assert torch.equal(got.rows, rows_of("c", "resid_post", 3, n)[list(at)])  # [0, d] if there are none
+    for site in ("resid_post.3", "resid_post[3]", Site("resid_post", 3)):  # as files and receipts have it, and `str`
+        assert torch.equal(dataset.rows(site).rows, expected) and dataset.count(site) == len(expected)
+        assert torch.equal(dataset["c"][site], rows_of("c", "resid_post", 3, length_of("c")))
+        assert len(dataset.torch(site)) == len(dataset.torch(("resid_post", 3)))
+        assert dataset["c"].numpy(site).dtype == np.float32  # what is kept is bfloat16
     with pytest.raises(KeyError, match="no resid_mid"):
         dataset.rows(("resid_mid", 3))
     with pytest.raises(KeyError, match="no request 'zz'"):

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.unit.stored import make
 from vllm_weir import analysis
 from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.keep import LAYOUTS, load
+from vllm_weir.keep.local import LocalFiles
 from vllm_weir.keep.verify import verify
 
 
@@ -64,7 +64,7 @@ def test_a_read_that_fails_is_called_that(
         kind, lambda path: make(path, kind, ["a", "b"], compress="full8")
     )
     write(path)
-    real, left = LocalFileSystem.cat_file, [10**6]
+    real, left = LocalFiles.cat_file, [10**6]
 
     def cat_file(self: Any, *args: Any, **kwargs: Any) -> bytes:
         left[0] -= 1
@@ -72,7 +72,7 @@ def test_a_read_that_fails_is_called_that(
             raise error
         return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(LocalFileSystem, "cat_file", cat_file)
+    monkeypatch.setattr(LocalFiles, "cat_file", cat_file)
     read_all(path)
     reads = 10**6 - left[0]
     assert reads >= 1
@@ -92,7 +92,7 @@ def test_a_manifest_that_cannot_be_read_is_not_called_no_json(tmp_path: Path, mo
     def refused(*_: object, **__: object) -> bytes:
         raise ERRORS[0]
 
-    monkeypatch.setattr(LocalFileSystem, "cat_file", refused)
+    monkeypatch.setattr(LocalFiles, "cat_file", refused)
     with pytest.raises(StoreError, match=rf"^cannot read {file}: Permission denied$"):
         analysis.load_activation_manifest(file)
 

@@ -179,6 +179,25 @@ def test_what_runs_again_elsewhere_is_no_point():
     assert "embed_tokens runs 2 times in one pass" in sites.refused[Site("embed", 0)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_of_the_embeddings_own_belongs_to_it(dtype):
+    """Bloom's: what it returns enters block 0, as TransformerLens's hook_embed has it."""
+
+    class Normed(Model):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.embed_norm = Norm()
+
+        def forward(self, ids):
+            hidden = self.embed_norm(self.embed_tokens(ids))
+            for layer in self.layers:
+                hidden = layer(None, hidden)
+            return self.norm(hidden)
+
+    sites = mapped(Normed([Sequential] * LAYERS), dtype)
+    assert sites.anchors[Site("embed", 0)] == Anchor("embed_norm", "after", Key("out", -1)) and not sites.refused
+
+
 def test_a_final_norm_outside_the_pass_is_refused():
     class Sums(Model):
         def forward(self, ids):

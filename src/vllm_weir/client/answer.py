@@ -21,7 +21,7 @@ from safetensors.torch import load as load_tensors
 from vllm_weir.client.errors import ServerError
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.frontend.activations import Activations, Receipt
-from vllm_weir.spec.hooks import HOOKS, Site
+from vllm_weir.spec.hooks import Site, parse_site
 
 ID = re.compile(r"[0-9a-f]{32}")
 
@@ -148,10 +148,10 @@ class Chunk:
 
 def site_of(name: str) -> Site:
     """The site that the wire calls ``"resid_post.10"``."""
-    hook, _, layer = name.rpartition(".")
-    if hook not in HOOKS or not layer.isdigit():
-        raise WeirError(f"the server speaks of a site {brief(name)!r}; is it of another version?")
-    return Site(hook, int(layer))
+    try:
+        return parse_site(name)
+    except WeirError:
+        raise WeirError(f"the server speaks of a site {brief(name)!r}; is it of another version?") from None
 
 
 def _counts(data: Mapping[str, int]) -> dict[Site, int]:

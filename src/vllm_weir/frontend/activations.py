@@ -103,8 +103,9 @@ class Packed:
 class Activations(Mapping):
     """Rows of one sequence by site: ``acts["resid_post", 10]`` is a tensor [rows, d_model] on the CPU.
 
-    Rows come in ascending position. Keys are (hook, layer) pairs (aliases are understood), and ``"residual_stream"``
-    (a tensor [layers, rows, d_model], blocks ascending) for requests that used vllm-lens's key.
+    Rows come in ascending position. Keys are (hook, layer) pairs and whatever else names a site, see `parse_site`
+    (``"resid_post.10"``, as receipts have it), and ``"residual_stream"`` (a tensor [layers, rows, d_model], blocks
+    ascending) for requests that used vllm-lens's key.
     """
 
     def __init__(
@@ -213,6 +214,14 @@ class Activations(Mapping):
     def token_ids_of(self, hook: object, layer: int | None = None) -> torch.Tensor:
         """Token at each of one site's rows, int64 [rows]; named as for `compressed`."""
         return self._token_ids[self._site(hook, layer)]
+
+    def numpy(self, hook: object, layer: int | None = None) -> np.ndarray:
+        """One site's rows as an array [rows, d_model]; named as for `compressed`.
+
+        bfloat16, which numpy lacks, becomes the equal float32; of every other dtype it is the tensor's own memory.
+        """
+        rows = self[hook] if layer is None else self[hook, layer]
+        return (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
 
     def to_dict(self) -> dict[tuple[str, int], torch.Tensor]:
         """Plain dict (hook, layer) -> tensor."""

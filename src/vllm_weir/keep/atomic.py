@@ -1,4 +1,4 @@
-"""A directory or an object store behind an fsspec URL, in which files appear whole or not at all.
+"""A directory, or an object store behind an fsspec URL, in which files appear whole or not at all.
 
 Locally a file is written under a hidden temporary name and renamed; on an object store it is collected in a local
 temporary file and sent with one put. Every error of the operating system or of a store becomes a StoreError that names
@@ -13,23 +13,26 @@ import fcntl
 import glob
 import os
 import posixpath
+import re
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-import fsspec
 import numpy as np
-from fsspec.implementations.local import LocalFileSystem
 
 from vllm_weir.errors import MissingFile, StoreError, WeirError
+from vllm_weir.keep.local import LocalFiles, local_path
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oci", "oss", "r2"}
 """Stores without folders; to make one there could make a bucket."""
 
 REMOTE = "weir-upload"
 """What a file on its way to a remote store is called, in the folder of temporary files."""
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp", re.DOTALL)
+"""What a `Spool` calls a local file in the making."""
 
 _NO_RESERVING = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
@@ -84,18 +87,15 @@ class Store:
         self._open()
 
     def _open(self) -> None:
-        try:
-            if "://" in self.url:
-                self.fs, root = fsspec.core.url_to_fs(self.url, **self.options)
-            else:  # fsspec would take "::" in a path for a chain of file systems
-                self.fs, root = LocalFileSystem(**self.options), LocalFileSystem._strip_protocol(self.url)
-        except (ValueError, TypeError, ImportError) as e:  # an unknown protocol or option, or a package is missing
-            raise WeirError(f"cannot open {self.url}: {e}") from e
+        self._pid = os.getpid()
+        self.fs: Any = LocalFiles()
+        root = local_path(self.url)
+        self.local = root is not None
+        if root is None:
+            self.fs, root = _remote(self.url, self.options)
         self.root = root.rstrip("/")
-        self.local = isinstance(self.fs, LocalFileSystem)
         protocols = (self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol
         self.bucket = not OBJECT_STORES.isdisjoint(protocols)
-        self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"url": self.url, "options": self.options, "fsync": self.fsync}
@@ -127,19 +127,31 @@ class Store:
             except Exception as e:
                 raise StoreError(f"cannot {action} {self.describe(name)}: {type(e).__name__}: {str(e)[:200]}") from e
 
-    def names(self, *, deep: bool = False) -> dict[str, int]:
-        """Published files and their bytes; hidden and temporary ones are left out."""
+    def names(self, *, deep: bool = False, folders: str = "") -> dict[str, int]:
+        """Published files and their bytes; hidden and temporary ones are left out.
+
+        Args:
+            deep: also what is in folders.
+            folders: of the folders, only those whose names begin so; the others are not looked into.
+        """
+        if self.local:
+            try:
+                return self.fs.find(self.root, deep=deep, folders=folders)
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+            except OSError as e:
+                raise StoreError(f"cannot list {e.filename or self.describe('')}: {e.strerror or e}") from e
         self._look()
         with self.asking("list", ""):
             try:
-                refuse = {"on_error": "raise"} if self.local else {}  # else a folder without permission is empty
-                found = self.fs.find(self.root, maxdepth=None if deep else 1, detail=True, **refuse)
+                found = self.fs.find(self.root, maxdepth=None if deep else 1, detail=True)
             except FileNotFoundError:
                 return {}
         out = {}
         for path, info in found.items():
             name = posixpath.relpath(path, self.root)
-            if name != "." and not any(part.startswith(".") for part in name.split("/")):
+            hidden = any(part.startswith(".") for part in name.split("/"))
+            if name != "." and not hidden and ("/" not in name or name.startswith(folders)):
                 out[name] = int(info["size"] or 0)
         return out
 
@@ -205,15 +217,20 @@ class Store:
         """A file in the making."""
         return Spool(self, name)
 
-    def sweep(self) -> None:
-        """Delete temporary files whose writers are gone: in the folder, or what was on its way to a remote one."""
+    def sweep(self, folders: str | None = None) -> None:
+        """Delete temporary files whose writers are gone: in the folder, or what was on its way to a remote one.
+
+        `folders`: also in those of its folders, and below, whose names begin so; None for none.
+        """
         if not self.local:
             for path in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f".{REMOTE}.*.tmp")):
                 _remove_if_stale(path)
             return
-        for folder, _, files in os.walk(self.root):
+        for folder, below, files in os.walk(self.root):
+            if folder == self.root:
+                below[:] = [name for name in below if folders is not None and name.startswith(folders)]
             for file in files:
-                if file.startswith(".") and file.endswith(".tmp"):
+                if _TEMPORARY.fullmatch(file):
                     _remove_if_stale(os.path.join(folder, file))
 
     def _look(self) -> None:
@@ -225,6 +242,18 @@ class Store:
         """A forked process gets its own file system: connections must not be shared."""
         if self._pid != os.getpid():
             self._open()
+
+
+def _remote(url: str, options: dict[str, Any]) -> tuple[Any, str]:
+    """(fsspec's file system, path in it) of a URL."""
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as e:
+        raise WeirError(f"cannot open {url}: it needs fsspec: pip install 'vllm-weir[keep]'") from e
+    try:
+        return url_to_fs(url, **options)
+    except (ValueError, TypeError, ImportError) as e:  # an unknown protocol or option, or a package is missing
+        raise WeirError(f"cannot open {url}: {e}") from e
 
 
 def _checked_url(url: object) -> str:

@@ -128,7 +128,7 @@ class ActivationDataset(Mapping):
         """Rows of one site.
 
         Args:
-            site: ``("resid_post", 10)`` or ``"blocks.10.hook_resid_post"``.
+            site: ``("resid_post", 10)``, ``"resid_post.10"`` or ``"blocks.10.hook_resid_post"``.
             requests: ids, or one; None for all; of an empty list [0, d], as wide and of the dtype as all would be.
             positions: a selector, as for `Capture`. Those that count from the prompt's end need requests whose
                 metadata hold ``prompt_tokens``. Of a request whose rows are means or maxima over positions none can

@@ -139,9 +139,8 @@ def _add_own(
     home, hook = home_of(name)
     for folder in (posixpath.dirname(name), home):
         manifest = posixpath.join(folder, MANIFEST)
-        if manifest in names:
+        if manifest in names and add_request(out, store, manifest, names, posixpath.dirname(called[folder])):
             whole.add(folder)
-            add_request(out, store, manifest, names, posixpath.dirname(called[folder]))
             return
     if "/" not in name:
         _, hook = home_of(store.describe(name))

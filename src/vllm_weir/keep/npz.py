@@ -5,6 +5,8 @@
 Vllm_mi_patch does not have: ``activations`` (none, fp16; bfloat16, which numpy lacks, as the equal float32), and
 ``codes`` with ``scale`` (fp8). Weir adds ``positions``, ``token_ids`` and ``weir`` (the header as JSON bytes). Sites
 other than resid_post, which the file names have no room for, lie in a folder of the hook's name.
+
+The directory may hold other files and folders: what is not Weir's is neither read nor touched.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from vllm_weir.spec.compress import Compression, header_bytes
 from vllm_weir.spec.hooks import HOOKS, Site, normalise_hook
 
 MANIFEST = "manifest.json"
+FOLDER = "req_"
+"""How the folders of requests begin."""
 FILE = re.compile(r"seq(\d{1,18})_layer(\d{1,9})_rank(\d{1,9})\.npz")
 _NUMPY = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4", "uint8": "u1", "float8_e4m3fn": "u1"}
 _NAMES = {
@@ -47,10 +51,11 @@ class NpzWriter(GatheringWriter):
     """Layout ``npz``."""
 
     layout = "npz"
+    folders = FOLDER
 
     def __init__(self, store: Store, compress: object = None, buffer_bytes: int = 4 << 30) -> None:
         super().__init__(store, compress, buffer_bytes)
-        self._files = set(store.names(deep=True))
+        self._files = set(store.names(deep=True, folders=FOLDER))
 
     def holds(self, request_id: str) -> bool:
         return f"{folder_of(request_id)}/{MANIFEST}" in self._files
@@ -61,14 +66,23 @@ class NpzWriter(GatheringWriter):
         super()._check_open(request_id)
 
     def _publish_request(self, request_id: str, sites: list[SiteRows], metadata: str) -> None:
+        folder = folder_of(request_id)
+        self._refuse_foreign(folder, sites)
+        put: list[str] = []
         try:
-            self._put_request(request_id, sites, metadata)
+            self._put_request(request_id, sites, metadata, put)
         except Exception:
-            self._clear(folder_of(request_id), sites)
+            self._clear(folder, sites, put)
             raise
 
-    def _clear(self, folder: str, sites: list[SiteRows]) -> None:
-        """Take away what there is of a request that could not be written: programs that know no manifests would take
+    def _refuse_foreign(self, folder: str, sites: list[SiteRows]) -> None:
+        """Raise WeirError rather than write over another program's files; Weir's own are of an attempt that failed."""
+        for name in (f"{folder}/{file_of(s.site)}" for s in sites):
+            if name in self._files and not _is_own(self.store, name):
+                raise self.store.fail(name, "is another program's, or damaged; choose another id, or another place")
+
+    def _clear(self, folder: str, sites: list[SiteRows], put: list[str]) -> None:
+        """Take away what was `put` of a request that could not be written: programs that know no manifests would take
         its folder for a request."""
         try:
             self.store.size(f"{folder}/{MANIFEST}")
@@ -78,15 +92,16 @@ class NpzWriter(GatheringWriter):
             return
         else:
             return  # another writer's request, which is whole
-        for s in sites:
+        for name in put:
             with contextlib.suppress(StoreError):
-                self.store.remove(f"{folder}/{file_of(s.site)}")
+                self.store.remove(name)
         if self.store.local:
             for path in (*sorted({f"{folder}/{s.site.hook}" for s in sites}), folder):
                 with contextlib.suppress(OSError):  # it is not there, or holds something else
                     os.rmdir(self.store.path(path))
 
-    def _put_request(self, request_id: str, sites: list[SiteRows], metadata: str) -> None:
+    def _put_request(self, request_id: str, sites: list[SiteRows], metadata: str, put: list[str]) -> None:
+        """Write a request's files and then its manifest; `put` grows by what is written."""
         folder = folder_of(request_id)
         layers: dict[str, Any] = {}
         files = []
@@ -96,6 +111,7 @@ class NpzWriter(GatheringWriter):
             arrays["positions"], arrays["token_ids"] = s.positions, s.token_ids
             arrays["weir"] = np.frombuffer(json.dumps(s.header).encode(), np.uint8)
             self.store.put(f"{folder}/{name}", write_npz(arrays))
+            put.append(f"{folder}/{name}")
             files.append([name, s.site.hook, s.site.layer])
             if s.site.hook == "resid_post":
                 width = s.header["k"] if s.header["method"] == "rp8" else s.header["d_model"]
@@ -106,6 +122,19 @@ class NpzWriter(GatheringWriter):
         self.store.put(f"{folder}/{MANIFEST}", _manifest(request_id, sites, files, layers, metadata, self, folder))
         self._files.add(f"{folder}/{MANIFEST}")
         self.held_bytes -= sum(s.records.nbytes for s in sites)
+
+
+def _is_own(store: Store, name: str) -> bool:
+    """Whether an npz file is one of Weir's."""
+    try:
+        _, shapes = read_some(store, name, ())
+    except MissingFile:
+        return True  # it is gone
+    except StoreError:
+        raise
+    except WeirError:
+        return False
+    return "weir" in shapes
 
 
 def _manifest(
@@ -147,7 +176,7 @@ def _crc(content: dict[str, Any]) -> str:
 
 def folder_of(request_id: str) -> str:
     """The folder of a request; Vllm_mi_patch's loader looks for folders that begin with ``req_``."""
-    return f"req_{safe_name(request_id)}"
+    return f"{FOLDER}{safe_name(request_id)}"
 
 
 def file_of(site: Site) -> str:
@@ -205,20 +234,29 @@ def _spans(header: dict[str, Any]) -> list[tuple[dict[str, Any], int]]:
 
 
 def read_npz_layout(store: Store, names: dict[str, int]) -> Index:
-    """The index of what NpzWriter wrote."""
+    """The index of what NpzWriter wrote. `names`: the files in folders of requests."""
     out = Builder("npz")
+    others = 0
     for name in sorted(names):
-        if name.count("/") == 1 and name.endswith("/" + MANIFEST):
-            add_request(out, store, name, names)
+        if name.count("/") == 1 and name.startswith(FOLDER) and name.endswith("/" + MANIFEST):
+            others += not add_request(out, store, name, names)
+    if others:
+        what = "a folder is" if others == 1 else f"{others} folders are"
+        out.notes.append(f"{what} left out whose manifests other programs wrote; load them by themselves")
     return out.build()
 
 
-def add_request(out: Builder, store: Store, manifest: str, names: dict[str, int], run: str = "") -> None:
-    """Add what a request's manifest names; `run` stands before an id that several runs have."""
+def add_request(out: Builder, store: Store, manifest: str, names: dict[str, int], run: str = "") -> bool:
+    """Add what a request's manifest names; False if it is another program's.
+
+    `run` stands before an id that several runs have.
+    """
     folder = posixpath.dirname(manifest)
     data = store.read(manifest)
     try:
         content = json.loads(data)
+        if isinstance(content, dict) and content and not {"weir", "weir_crc"} & content.keys():
+            return False
         crc = content.pop("weir_crc", None)  # which earlier versions did not write
         request, own = content["request_id"], content["weir"]
         files = [(name, Site(normalise_hook(hook), int(layer))) for name, hook, layer in own["files"]]
@@ -239,6 +277,7 @@ def add_request(out: Builder, store: Store, manifest: str, names: dict[str, int]
         if name not in names:
             raise store.fail(name, "is missing, and the manifest names it")
         add_own(out, store, name, code, site)
+    return True
 
 
 def add_own(out: Builder, store: Store, name: str, request: int, site: Site) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import posixpath
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
@@ -15,16 +16,19 @@ from vllm_weir.keep.foreign_fork import is_fork, read_fork
 from vllm_weir.keep.foreign_npz import read_foreign_npz
 from vllm_weir.keep.foreign_vllm import read_native
 from vllm_weir.keep.index import Index
-from vllm_weir.keep.manifest import is_shard, read_manifest
-from vllm_weir.keep.npz import FILE, NpzWriter, read_npz_layout
-from vllm_weir.keep.packed import PackedWriter, is_pack, read_packed
-from vllm_weir.keep.per_request import PerRequestWriter, read_per_request
-from vllm_weir.keep.sharded import ShardedWriter
-from vllm_weir.keep.sharded_read import index_of
+from vllm_weir.keep.npz import FILE, FOLDER, read_npz_layout
+from vllm_weir.keep.packed import is_pack, read_packed
+from vllm_weir.keep.per_request import read_per_request
 from vllm_weir.keep.tensorfile import read_container
 from vllm_weir.keep.writer import MARKER, Writer, read_marker
 
-_WRITERS: dict[str, type] = {w.layout: w for w in (ShardedWriter, PackedWriter, PerRequestWriter, NpzWriter)}
+_WRITERS = {
+    "sharded": ("sharded", "ShardedWriter"),
+    "packed": ("packed", "PackedWriter"),
+    "per_request": ("per_request", "PerRequestWriter"),
+    "npz": ("npz", "NpzWriter"),
+}
+"""Layout -> (module, class). That of `sharded` is imported when it is used: it alone needs pyarrow."""
 LAYOUTS = tuple(_WRITERS)
 _OPTIONS = {
     "sharded": {"shard_bytes"},
@@ -58,7 +62,21 @@ def open_writer(
             cannot be written or holds something else.
     """
     check_layout(layout, options)
-    return _WRITERS[layout](Store(url, storage_options, fsync=fsync), compress, **options)
+    module, name = _WRITERS[layout]
+    return getattr(_imported(module), name)(Store(url, storage_options, fsync=fsync), compress, **options)
+
+
+def _imported(module: str) -> Any:
+    """A module of this package, which may need pyarrow."""
+    try:
+        return importlib.import_module(f"vllm_weir.keep.{module}")
+    except ImportError as e:
+        raise WeirError(f"the layout 'sharded' needs pyarrow ({e}): pip install 'vllm-weir[keep]'", "layout") from e
+
+
+def _read_sharded(store: Store, names: dict[str, int], incomplete: bool = False) -> Index:
+    table = _imported("manifest").read_manifest(store, names)
+    return _imported("sharded_read").index_of(store, table, names, incomplete=incomplete)
 
 
 def check_layout(layout: str, options: Iterable[str] = ()) -> None:
@@ -102,20 +120,21 @@ def load(
             names = {n: size for n, size in store.names().items() if posixpath.splitext(n)[0] == stem}
         index = _recognise(store, names, layer_ids, hidden_size, str(url))
     else:
-        names = store.names(deep=True)
+        names = store.names()
         if MARKER in names:
             index = _read(store, read_marker(store), names, incomplete)
         else:
-            index = _recognise(store, names, layer_ids, hidden_size, str(url))
+            index = _recognise(store, store.names(deep=True), layer_ids, hidden_size, str(url))
     return ActivationDataset(index, str(url))
 
 
 def _read(store: Store, layout: str, names: dict[str, int], incomplete: bool) -> Index:
-    if layout in ("per_request", "sharded"):  # what lies in folders below is another dataset
-        names = {name: size for name, size in names.items() if "/" not in name}
+    """The index of what Weir's marker says is there; what lies in other folders is another dataset."""
     if layout == "sharded":
-        return index_of(store, read_manifest(store, names), names, incomplete=incomplete)
-    readers = {"packed": read_packed, "per_request": read_per_request, "npz": read_npz_layout}
+        return _read_sharded(store, names, incomplete)
+    if layout == "npz":
+        return read_npz_layout(store, store.names(deep=True, folders=FOLDER))
+    readers = {"packed": read_packed, "per_request": read_per_request}
     if layout not in readers:
         raise store.fail(MARKER, f"unknown layout {layout[:40]!r}")
     return readers[layout](store, names)
@@ -135,8 +154,8 @@ def _recognise(
             _refuse_renamed(store, tensors, is_pack)
             return read_packed(store, names)
         if kind == "shard":
-            _refuse_renamed(store, tensors, is_shard)
-            return index_of(store, read_manifest(store, names), names)
+            _refuse_renamed(store, tensors, _imported("manifest").is_shard)
+            return _read_sharded(store, names)
         if "hidden_states" in container.tensors:
             return read_native(store, names, layer_ids)
         raise store.fail(tensors[0], "holds no activations that Weir knows")

@@ -12,7 +12,6 @@ from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.keep.blocks import Block
 from vllm_weir.keep.dataset import ActivationDataset
 from vllm_weir.keep.index import Index
-from vllm_weir.keep.sharded_read import damaged_shards
 
 PIECE = 64 << 20
 """Records are read in pieces of about this many bytes."""
@@ -61,6 +60,8 @@ def verify(dataset: ActivationDataset, progress: Callable[[int], Any] | None = N
     found: dict[str, Damage] = {}
     done = 0
     if index.store is not None:
+        from vllm_weir.keep.sharded_read import damaged_shards  # which needs pyarrow
+
         for name, error in damaged_shards(index.store, index.files):
             file = index.store.describe(name)
             found[file] = Damage(file, 0, error.message)

@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from vllm_weir.spec.compress import FORMAT, VERSION, Compression
 from vllm_weir.spec.hooks import Site
 
 MARKER = "weir.json"
+SHARING = ("npz",)
+"""Layouts whose folder may hold other programs' files, too: Vllm_mi_patch asks for no empty one."""
 
 
 class _Seen:
@@ -49,6 +51,8 @@ class Writer(ABC):
     """
 
     layout: str
+    folders: ClassVar[str | None] = None
+    """How the folders begin that its requests have, if they have some."""
 
     def __init__(self, store: Store, compress: object = None) -> None:
         self.store = store
@@ -60,7 +64,7 @@ class Writer(ABC):
         self._closed = False
         store.make()
         _claim(store, self.layout)
-        store.sweep()
+        store.sweep(self.folders)
 
     def write(self, batch: Batch) -> None:
         """Add rows. Raises WeirError if they are wrong, repeated, of another kind than their site's before, belong to a
@@ -245,14 +249,14 @@ def _kind(header: str) -> str:
 
 
 def is_claimed(store: Store, layout: str) -> bool:
-    """Whether a dataset of this layout is there; raises WeirError if something else is."""
+    """Whether a dataset of this layout is there; raises WeirError if something else is that cannot stay beside it."""
     names = store.names()
     if MARKER in names:
         found = read_marker(store)
         if found != layout:
             raise WeirError(f"{store.url} is a dataset of layout {found!r}; it cannot be continued as {layout!r}")
         return True
-    if names or store.is_file():
+    if (names and layout not in SHARING) or store.is_file():
         raise WeirError(f"{store.url} is not empty and no dataset of Weir's; choose another place")
     return False
 

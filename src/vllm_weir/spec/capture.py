@@ -167,7 +167,7 @@ def parse_place(
 
     `ordered`: as for `parse_layers`.
     """
-    named, parsed = split_transformer_lens(hook), parse_layers(layers, f"{path}.layers", ordered)
+    named, parsed = split_transformer_lens(hook, f"{path}.hook"), parse_layers(layers, f"{path}.layers", ordered)
     if named is None:
         return normalise_hook(hook, f"{path}.hook"), parsed
     if parsed not in ("all", (named.layer,)):

@@ -48,11 +48,12 @@ class Ends:
         if found is None:
             self._refuse(EMBED, "no token embedding runs together with the blocks")
             return
+        found = self._normed(found, before) or found
         if self._again(EMBED, found):
             return
         key, value = next(iter(found.out.items()))
-        # Positions may be added to it, or a norm applied; a mere factor is part of the embedding. Some models keep a
-        # copy of it beside the stream, so it is tapped where it comes from.
+        # Positions may be added to it; a mere factor is part of the embedding. Some models keep a copy of it beside the
+        # stream, so it is tapped where it comes from.
         factor = self._m.factor(value, before) or 1.0
         self._sites.anchors[EMBED] = Anchor(found.path, "after", key, None, factor)
 
@@ -62,6 +63,20 @@ class Ends:
             (c for c in self._own.outside if c.start > embedding.end and c.out and self._gets(c, narrow)),
             None,
         )
+
+    def _normed(self, embedding: Call, before: torch.Tensor) -> Call | None:
+        """The norm of the embedding's own (Bloom's) whose result enters block 0, if there is one."""
+        value = next(iter(embedding.out.values()))
+        if self._m.factor(value, before) is not None:
+            return None
+        return next((c for c in self._own.outside if self._is_norm_of(c, embedding, value, before)), None)
+
+    def _is_norm_of(self, call: Call, embedding: Call, value: torch.Tensor, before: torch.Tensor) -> bool:
+        """Whether a call of a norm, the module's only one, makes of the embedding's `value` what enters block 0."""
+        plain = all(p.dim() < 2 for p in self._scene.modules[call.path].parameters())
+        if not (plain and call.start > embedding.end and call.out and self._times(call.path) == 1):
+            return False
+        return self._gets(call, [value]) and self._m.factor(next(iter(call.out.values())), before) is not None
 
     def check_embed(self, trace: Trace, what: torch.Tensor) -> None:
         """`trace`: the pass with the model's own weights, and `what` added at the embedding."""
@@ -130,10 +145,14 @@ class Ends:
 
     def _again(self, site: Site, call: Call) -> bool:
         """Whether the module of a call is called once more, where a tap on it would act as well; then it is refused."""
-        times = sum(c.path == call.path for calls in (self._own.outside, *self._own.blocks) for c in calls)
+        times = self._times(call.path)
         if times > 1:
             self._refuse(site, runs_again(call.path, times))
         return times > 1
+
+    def _times(self, path: str) -> int:
+        """How often a module is called in a pass."""
+        return sum(c.path == path for calls in (self._own.outside, *self._own.blocks) for c in calls)
 
     def _streams(self, call: Call, stream: torch.Tensor) -> Iterator[bool]:
         given = list(call.args.values())

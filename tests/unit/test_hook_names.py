@@ -1,0 +1,146 @@
+"""Names of hook points and sites: TransformerLens's, and those that receipts, files and `str` write."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import vllm_weir as weir
+from vllm_weir.settings import Settings
+from vllm_weir.spec.hooks import BLOCK_HOOKS, HOOKS, Site, normalise_hook, parse_site
+
+ACCEPTED = {f"blocks.7.hook_{hook}": (hook, 7) for hook in BLOCK_HOOKS}
+ACCEPTED |= {"blocks.7.hook_in": ("resid_pre", 7), "blocks.7.hook_out": ("resid_post", 7)}
+ACCEPTED |= {"hook_embed": ("embed", 0), "ln_final.hook_out": ("final_norm", 0)}
+
+REFUSED = {  # TransformerLens's name -> a word of what to use instead
+    "ln_final.hook_normalized": r"\(final_norm - bias\) / weight",
+    "ln_final.hook_scale": "compute it from resid_post",
+    "ln_final.hook_in": "use resid_post",
+    "embed.hook_out": "use embed",
+    "embed_ln.hook_out": "use resid_pre",
+    "hook_pos_embed": r"resid_pre\[0\] - embed",
+    "pos_embed.hook_out": r"resid_pre\[0\] - embed",
+    "unembed.hook_in": "final_norm",
+    "unembed.hook_out": "logits",
+    "hook_unembed": "logits",
+    "blocks.7.attn.hook_out": "attn_out",
+    "blocks.7.mlp.hook_out": "mlp_out",
+    "blocks.7.hook_mixer_out": "attn_out",
+    "blocks.7.hook_attn_in": "use resid_pre",
+    "blocks.7.hook_q_input": "use resid_pre",
+    "blocks.7.hook_mlp_in": "use resid_mid",
+    "blocks.7.attn.hook_in": "use resid_pre",
+    "blocks.7.mlp.hook_in": "use resid_mid",
+    "blocks.7.ln1.hook_normalized": "resid_pre",
+    "blocks.7.ln2.hook_scale": "resid_mid",
+    "blocks.7.ln1_post.hook_out": "attn_out",
+    "blocks.7.attn.hook_z": "attn_out",
+    "blocks.7.attn.hook_pattern": "attn_out",
+    "blocks.7.mlp.hook_post": "mlp_out",
+}
+
+
+@pytest.mark.parametrize(("name", "site"), ACCEPTED.items())
+def test_a_name_of_transformer_lens_is_a_site(name, site):
+    assert parse_site(name) == site
+    capture, add = weir.Capture(name), weir.Add(torch.ones(4), site[1], hook=name)
+    assert (capture.hook, add.hook) == (site[0], site[0])
+    if site[0] in BLOCK_HOOKS:
+        assert capture.layers == add.layers == (site[1],)
+    assert weir.Capture.from_json({"hook": name}).hook == site[0]
+
+
+@pytest.mark.parametrize(("name", "instead"), REFUSED.items())
+def test_a_name_whose_value_no_hook_point_has_is_refused_with_what_to_use(name, instead):
+    """One sentence, in every place that takes a name, with the field."""
+    asked = {
+        "capture.hook": lambda: weir.Capture(name),
+        "capture[0].hook": lambda: weir.Capture.from_json({"hook": name}, "capture[0]"),
+        "hook": lambda: weir.Add(torch.ones(4), 7, hook=name),
+        "site": lambda: parse_site(name),
+    }
+    for field, ask in asked.items():
+        with pytest.raises(weir.WeirError, match=instead) as e:
+            ask()
+        assert "is refused: " in e.value.message and name in e.value.message, field
+        assert e.value.field.endswith(field)
+    if not name.startswith("blocks."):
+        with pytest.raises(weir.WeirError, match=instead) as e:
+            Settings.load({"weir": {"hooks": [name]}}, {})
+        assert e.value.field == "settings.hooks"
+
+
+@pytest.mark.parametrize(
+    "name", ["hook_final_norm", "hook_post_block", "blocks.7.hook_embed", "blocks.7.hook_pre_attn"]
+)
+def test_what_only_looks_like_a_name_of_transformer_lens_is_unknown(name):
+    for ask in (lambda: weir.Capture(name), lambda: parse_site(name)):
+        with pytest.raises(weir.WeirError):
+            ask()
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ("resid_post", 3),
+        ["resid_post", 3],
+        ("post_block", 3),
+        ("resid_post", np.int64(3)),
+        ("resid_post", torch.tensor(3)),
+        Site("resid_post", 3),
+        "resid_post.3",
+        "resid_post[3]",
+        "post_block.3",
+        "blocks.3.hook_resid_post",
+        "blocks.3.hook_out",
+    ],
+)
+def test_every_form_that_names_a_site(key):
+    assert parse_site(key) == ("resid_post", 3)
+
+
+def test_what_is_written_is_read():
+    for site in [Site(hook, 0 if hook in ("embed", "final_norm") else 12) for hook in HOOKS]:
+        receipt = weir.Receipt(captured={site: 5}, steered=({site: 2},))
+        written = json.loads(json.dumps(receipt.to_dict()))
+        forms = [*written["captured"], *written["steered"][0], str(site), json.loads(json.dumps(site))]
+        assert [parse_site(form) for form in forms] == [site] * 4
+    assert parse_site("final_norm") == parse_site("final_norm.0") == parse_site("final_norm[0]") == ("final_norm", 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("resid_post", "says no layer; use .'resid_post', layer. or 'resid_post.<layer>'"),
+        ("resid_post.x", "is no site"),
+        ("resid_post.-1", "is no site"),
+        ("resid_post[3", "is no site"),
+        ("resid_post.٣", "is no site"),
+        ("nothing.3", "unknown hook point 'nothing'"),
+        ("", "is no site"),
+        (3, "a site is a pair"),
+        (("resid_post",), "a site is a pair"),
+        (("resid_post", True), "a site is a pair"),
+        (("resid_post", 3.0), "a site is a pair"),
+        (("resid_post", "3"), "a site is a pair"),
+        ("blocks." + "9" * 5000 + ".hook_out", "is no site"),
+        ("resid_post." + "9" * 5000, "is no site"),
+    ],
+)
+def test_what_names_no_site_is_an_error_with_the_way_out(key, why):
+    with pytest.raises(weir.WeirError, match=why) as e:
+        parse_site(key)
+    assert e.value.field == "site" and len(e.value.message) < 400
+
+
+def test_aliases_are_canonical_in_the_wire_form():
+    for alias, hook in {
+        "pre_attn": "resid_pre",
+        "hook_resid_mid": "resid_mid",
+        "ln_final.hook_out": "final_norm",
+    }.items():
+        assert weir.Capture(alias).to_json()["hook"] == hook == normalise_hook(alias)
