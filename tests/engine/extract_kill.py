@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.extracting import differences, texts, worst_difference, write_jsonl
+from tests.support.measure import eventually
 from tests.support.zygote import ROOT, zygote
 
 ENGINE = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 256}
@@ -58,11 +59,9 @@ def run(source: Path, out: Path, rng: random.Random | None) -> bool:
         if rng.random() < 0.15:
             time.sleep(rng.uniform(0, 3))
         else:
-            deadline = time.monotonic() + 300
-            while (ended := process.poll()) is None and "started" not in said.read_text().split("\n"):  # vLLM logs too
-                assert time.monotonic() < deadline, log.read_text()[-5000:]
-                time.sleep(0.02)
-            if ended is not None:  # the one before was killed when all was written: this one needs no engine
+            # vLLM logs there, too.
+            eventually(lambda: process.poll() is not None or "started" in said.read_text().split("\n"), True, 300)
+            if (ended := process.poll()) is not None:  # the one before was killed when all was written: needs no engine
                 assert ended == 0, log.read_text()[-5000:]
                 return True
             time.sleep(rng.uniform(0, 2))

@@ -8,13 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
 
 import vllm_weir as weir
+from tests.support.measure import eventually
 from tests.support.zygote import ROOT, Child, zygote
 
 API_KEY, ADMIN_KEY = "read-me", "change-me"
@@ -66,7 +66,7 @@ def running(
     headers = {"Authorization": f"Bearer {API_KEY}"}
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=120) as client:
-            _wait(client, process, log, time.monotonic() + timeout)
+            eventually(lambda: _answers(client, process, log), True, timeout)
             yield client
     finally:
         process.send_signal(signal.SIGTERM)
@@ -77,11 +77,8 @@ def running(
             process.wait()
 
 
-def _wait(client: httpx.Client, process: subprocess.Popen | Child, log: Path, deadline: float) -> None:
-    while True:
-        assert process.poll() is None, log.read_text()[-4000:]
-        assert time.monotonic() < deadline, log.read_text()[-4000:]
-        with contextlib.suppress(httpx.TransportError):
-            if client.get("/health").status_code == 200:
-                return
-        time.sleep(0.3)
+def _answers(client: httpx.Client, process: subprocess.Popen | Child, log: Path) -> bool:
+    assert process.poll() is None, log.read_text()[-4000:]
+    with contextlib.suppress(httpx.TransportError):
+        return client.get("/health").status_code == 200
+    return False

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import vllm_weir as weir
 from tests.engine.extract_kill import BOUND, ENGINE, trial
 from tests.support.extracting import differences, texts, write_jsonl
 from tests.support.machine import GIB, engine_processes, memory, module, needs
-from tests.support.measure import rel_err
+from tests.support.measure import eventually, rel_err
 from tests.support.oracle import Oracle
 from tests.support.zygote import ROOT, zygote
 from vllm_weir.keep import load
@@ -64,10 +63,13 @@ def end(process: subprocess.Popen[str], code: int) -> dict[str, Any]:
 
 
 def wait_for(path: Path, shards: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 400
-    while len(list(path.glob("shard-*"))) < shards:
-        assert process.poll() is None and time.monotonic() < deadline, "it published nothing"
-        time.sleep(0.02)
+    """Until so many are published."""
+
+    def there() -> bool:
+        assert process.poll() is None, "it published nothing"
+        return len(list(path.glob("shard-*"))) >= shards
+
+    eventually(there, True, 400)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import ClassVar
 
 import pytest
@@ -191,10 +190,9 @@ def test_marks(llm):
     assert ticket.wait(10) == outs[1].receipt.files and len(ticket.files) == 1
     assert [dict(r.metadata) for _, r in Notes.finished] == [{"why": "odd", "score": 0.5}]
     assert {rows[1].prompt_tokens for rows in Notes.rows} == {7}
-    time.sleep(4.2)
+    eventually(lambda last=outs[2]: last.receipt.sinks, {"kept": "evicted"}, 10)
     with pytest.raises(weir.WeirError, match="marked_seconds"):
         weir.mark(outs[0].request_id)
-    assert outs[2].receipt.sinks == {"kept": "evicted"}
     with pytest.raises(weir.WeirError, match="known here"):
         weir.mark("nobody")
     with pytest.raises(weir.WeirError, match="JSON"):

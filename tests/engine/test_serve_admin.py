@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
 from tests.support.machine import engine_processes, needs
+from tests.support.measure import eventually
 from vllm_weir.frontend.activations import Activations
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), needs(engine_processes)]
@@ -234,9 +234,7 @@ def test_metrics(server, tmp_path):
     # The same prompt again: keys and values of steered blocks may come from the cache, never more than whole blocks.
     assert 0 < change["weir_steered_tokens_total"] <= 3 * length
     assert change["weir_rows_dropped_total"] == change["weir_errors_total:refused"] == 0
-    deadline = time.monotonic() + 30  # gauges follow within a second or two
-    while after["weir_spool_bytes"] < big and time.monotonic() < deadline:
-        time.sleep(0.2)
-        after = server.metrics()
-    assert after["weir_spool_bytes"] >= big >= 6 * length * D * 4
+    eventually(lambda: server.metrics()["weir_spool_bytes"] >= big, True, 30)  # gauges follow within a second or two
+    assert big >= 6 * length * D * 4
+    after = server.metrics()
     assert 0 <= after["weir_buffer_fill"] <= 1 and after["weir_requests_waiting"] == 0

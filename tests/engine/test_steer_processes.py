@@ -10,7 +10,7 @@ import pytest
 import vllm_weir as weir
 from tests.support.engines import async_llm, close_all
 from tests.support.machine import engine_processes, needs
-from tests.support.measure import nothing_held
+from tests.support.measure import becomes, nothing_held
 from tests.support.steered import check, directory, prompt, sampling, tokens, truth, vectors
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), needs(engine_processes)]
@@ -82,11 +82,9 @@ def test_async_engine():
             assert seen is not None
             out = await one(engine, 1, sampling(3), "plain")
             assert list(out.outputs[0].token_ids) == oracle.greedy(tokens(21, 1), 3)
-            await asyncio.sleep(0.2)
-            await one(engine, 1, sampling(2), "plain again")
             del out, outs, seen
             gc.collect()
-            await nothing_held(engine, 2.0)
+            await nothing_held(engine, 2.0, lambda: one(engine, 1, sampling(2), "plain again"))
         finally:
             engine.shutdown(0)
 
@@ -110,8 +108,7 @@ def test_a_pause_ends_requests_that_wait_for_the_tables():
             jobs = [asyncio.create_task(one(engine, 0, begun[0]))]
             await begun[0].wait()
             jobs += [asyncio.create_task(one(engine, k, begun[k])) for k in (1, 2)]
-            while len(engine.output_processor.request_states) < 3:
-                await asyncio.sleep(0.001)
+            await becomes(lambda: len(engine.output_processor.request_states), 3, 30)
             await engine.pause_generation(mode="abort")
             for out in await asyncio.wait_for(asyncio.gather(*jobs), 20):
                 assert out.outputs[0].finish_reason == "abort" and not out.receipt.complete

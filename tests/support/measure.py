@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import torch
@@ -28,12 +28,23 @@ def eventually(read: Callable[[], T], expected: T, seconds: float) -> None:
         time.sleep(0.02)
 
 
-async def nothing_held(engine: Any, seconds: float) -> None:
-    """Workers of an `AsyncLLM` hold nothing of any request within so many seconds of a machine of their own."""
+async def becomes(read: Callable[[], T], expected: T, seconds: float) -> None:
+    """As `eventually`, where an event loop goes on meanwhile."""
+    deadline = time.monotonic() + patience(seconds)
+    while (now := read()) != expected:
+        assert time.monotonic() < deadline, f"still {now} after {seconds} s, not {expected}"
+        await asyncio.sleep(0.005)
+
+
+async def nothing_held(engine: Any, seconds: float, step: Callable[[], Awaitable[Any]] | None = None) -> None:
+    """Workers of an `AsyncLLM` hold nothing of any request within so many seconds of a machine of its own.
+
+    `step` has the engine do one between two looks: only then does a worker learn which requests have ended.
+    """
     deadline = time.monotonic() + patience(seconds)
     while held := [n for worker in await engine.collective_rpc("weir_usage") for n in worker.items() if n[1]]:
         assert time.monotonic() < deadline, f"still {held} after {seconds} s"
-        await asyncio.sleep(0.02)
+        await (asyncio.sleep(0.02) if step is None else step())
 
 
 def rel_err(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import zmq
 
+from tests.support.measure import eventually
 from tests.unit.post import Post
 from tests.unit.test_delivery import LAYERS, D, Request, content
 from vllm_weir import mail
@@ -134,10 +135,7 @@ def test_rows_of_a_worker_that_did_not_wait_for_its_answer_come_in_messages(tmp_
             worker.connect(reply.rows)
             header = mail.encode(mail.Header(reply.token, "w", D, "float32", own))
             worker.send_multipart([header, marks.tobytes(), steered.tobytes(), post._fetch(own, marks)])
-            deadline = time.monotonic() + 30
-            while one.pending.early is None and time.monotonic() < deadline:
-                time.sleep(0.01)
-        assert one.pending.early is not None, "its rows were not understood"
+            eventually(lambda: one.pending.early is not None, True, 30)  # or its rows were not understood
     finally:
         inbox.close()
         context.term()
@@ -184,11 +182,8 @@ def test_hand_outs_are_made_early_by_the_thread_that_receives_the_rows(tmp_path,
         with context.socket(zmq.PUSH) as worker:
             worker.connect(reply.rows)
             worker.send_multipart([header, marks.tobytes(), steered.tobytes(), post._fetch(own, marks)])
-            deadline = time.monotonic() + 30
-            while any(one.pending.early is None for one in requests) and time.monotonic() < deadline:
-                time.sleep(0.01)
+            eventually(lambda: [one.name for one in requests if one.pending.early is None], [], 30)
         made = [one.pending.early for one in requests]
-        assert None not in made
         assert all(early["resid_post", 0].equal(made[0]["resid_post", 0]) for early in made)
         for one, early in zip(requests, made, strict=True):
             assert one.tracker.view([1], False, "length", 0).activations() is early

@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.machine import needs, object_store
+from tests.support.measure import eventually
 from tests.unit.stored import check, length_of, make, write
 from vllm_weir.analysis import load_activation_manifest
 from vllm_weir.errors import WeirError
@@ -54,13 +54,13 @@ def s3() -> Iterator[dict[str, Any]]:
 
 
 def wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    def answers() -> bool:
         assert server.poll() is None, "the S3 server of the tests ended: is moto[server] installed?"
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
-        time.sleep(0.1)
-    raise AssertionError("the S3 server of the tests did not answer within 60 s")
+            return True
+        return False
+
+    eventually(answers, True, 60)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tests.support.measure import becomes
 from tests.unit.admin_app import FACTS, LAYERS, D
 from tests.unit.desks import desk_of
 from vllm_weir import mail
@@ -108,9 +109,7 @@ def test_gauges_follow_the_workers_while_requests_live(desk, monkeypatch, tmp_pa
         (tmp_path / f"{'0' * 32}.safetensors").write_bytes(bytes(100))
         spool.sweep()
         names = [(n, {"engine": e}) for n in FILL_AND_WAIT for e in "01"] + [("weir_spool_bytes", {})]
-        async with asyncio.timeout(5):
-            while [value(registry, n, **labels) for n, labels in names] != [0.5, 0.125, 3, 0, 100]:
-                await asyncio.sleep(0.01)
+        await becomes(lambda: [value(registry, n, **labels) for n, labels in names], [0.5, 0.125, 3, 0, 100], 5)
         assert not task.done()
         del tracker
         await asyncio.wait_for(task, 5)
@@ -129,16 +128,14 @@ def test_requests_that_are_held_back_are_told(desk, monkeypatch):
     registry = CollectorRegistry()
 
     async def held(number):
-        while value(registry, "weir_requests_held") != number:
-            await asyncio.sleep(0.005)
+        await becomes(lambda: value(registry, "weir_requests_held"), number, 5)
 
     async def live():
         meter, turns = Meter(desk, "m", registry=registry), desk.turns
         assert value(registry, "weir_requests_held") == 0
         turns.pace, turns.live = 1e-6, ("plain",)
         asked = [asyncio.create_task(turns.admission()) for _ in range(AT_ONCE + 3)]
-        while not all(one.done() for one in asked[:AT_ONCE]):
-            await asyncio.sleep(0)
+        await becomes(lambda: all(one.done() for one in asked[:AT_ONCE]), True, 5)
         meter.admitted()
         await held(3)
         asked[-1].cancel()
@@ -149,7 +146,7 @@ def test_requests_that_are_held_back_are_told(desk, monkeypatch):
         await asyncio.wait_for(meter._task, 5)
         assert value(registry, "weir_requests_held") == 0
 
-    asyncio.run(asyncio.wait_for(live(), 30))
+    asyncio.run(live())
 
 
 def test_errors(desk):

@@ -15,6 +15,7 @@ import torch
 import zstandard
 
 from tests.support import machine
+from tests.support.measure import becomes
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.activations import Activations
 from vllm_weir.frontend.turns import Turns
@@ -121,24 +122,23 @@ def test_an_id_that_nobody_gets_is_freed_and_one_that_went_out_stays(server):
 
 
 def test_rows_that_come_too_late_are_freed(server):
-    go_on = threading.Event()
+    waits, go_on = threading.Event(), threading.Event()
     view = View()
-    view.wait = lambda: go_on.wait(30)
+    view.wait = lambda: (waits.set(), go_on.wait(30))
     put, made = server.spool.put, []
     server.spool.put = lambda *what: made.append(put(*what)) or made[-1]
 
     async def go():
         task = asyncio.create_task(reply(server, view).answers())
-        await asyncio.sleep(0.1)
+        assert await asyncio.to_thread(waits.wait, 10)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert not made
         go_on.set()
-        while not made or len(server.spool):
-            await asyncio.sleep(0.01)
+        await becomes(lambda: (len(made), len(server.spool)), (1, 0), 20)
 
-    asyncio.run(asyncio.wait_for(go(), 20))
+    asyncio.run(go())
     assert len(made) == 1 and len(server.spool) == 0
 
 
@@ -289,10 +289,13 @@ def test_one_answer_at_a_time_is_made_and_none_waits_for_rows_of_another(server,
 
 
 def test_who_waits_for_another_processs_file_holds_no_other_answer_up(server):
+    put, tries = server.spool.put, threading.Event()
+    server.spool.put = lambda *what: (tries.set(), put(*what))[1]
+
     async def go():
         with locked(server.spool._lock):
             kept = asyncio.create_task(reply(server, View()).answers())
-            await asyncio.sleep(0.05)
+            assert await asyncio.to_thread(tries.wait, 10)
             inline = (await asyncio.wait_for(reply(server, View(), 1 << 20).answers(), 10))[0]["activations"]
             assert "b64" in inline and not kept.done()
         assert "id" in (await kept)[0]["activations"]

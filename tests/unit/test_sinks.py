@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import logging
 import os
 import threading
@@ -206,17 +207,20 @@ def test_queue_blocks_until_there_is_room():
 
 
 def test_what_comes_meanwhile_does_not_hold_a_flush_up():
-    slow, over = runner(wait=0.02), threading.Event()
+    slow, busy, over = runner(wait=0.02), threading.Event(), threading.Event()
 
     def traffic():
-        while not over.is_set():
+        for count in itertools.count():
             slow.offer(Box(size=0), 0)
-            time.sleep(0.005)
+            if count == 20:
+                busy.set()
+            if over.wait(0.005):
+                return
 
     sender = threading.Thread(target=traffic)
     sender.start()
     try:
-        time.sleep(0.1)
+        assert busy.wait(10)
         slow.flush(60)  # a hundred times what is there takes
     finally:
         over.set()
@@ -744,8 +748,8 @@ def test_a_consumer_that_raises_what_is_no_exception_ends_no_sink(trouble, monke
     one = runner(trouble="take" if trouble == "abort" else "")
     box = Box()
     one.offer(box, 0)
-    while trouble == "tick" and not one.failed:
-        time.sleep(0.01)
+    if trouble == "tick":
+        eventually(lambda: bool(one.failed), True, 10)
     if trouble in ("take", "finish", "abort"):
         with pytest.raises(WeirError, match="No space left" if trouble == "abort" else "SystemExit: 3"):
             box.ticket.settle(10)

@@ -266,10 +266,10 @@ class Serving:
 
     def __init__(self, server):
         self.engine_client = SimpleNamespace(_weir_server=server)
-        self.admitted, self.told = [], asyncio.Event()
+        self.admitted, self.begins, self.told = [], asyncio.Event(), asyncio.Event()
 
     async def create_completion(self, request):
-        await asyncio.sleep(0.01)
+        await self.begins.wait()
         if request.name == "fail":
             raise ValueError("no such model")
         entry = entry_of.get()
@@ -295,10 +295,11 @@ def test_a_plain_request_is_waited_for_until_the_engine_has_it_or_never_will(kin
         plain = asyncio.create_task(create(serving, request))
         await asyncio.sleep(0)
         asked = asyncio.create_task(turns.admission())
-        await turns_of_the_loop(3)
+        await turns_of_the_loop()
         assert not asked.done()
         if kind == "cancelled":
             plain.cancel()
+        serving.begins.set()
         await asyncio.wait_for(asked, 10)
         assert serving.admitted == ([kind] if kind in ("plain", "slow") else [])
         assert plain.done() == (kind != "slow") or kind == "plain"
