@@ -85,7 +85,7 @@ class Wanted:
         acts = completion.activations
         if acts is None:
             return decode, prefill
-        view = view_of(completion)
+        view: Any = view_of(completion)  # there, since `acts` is
         low = max(view.start, prompt_len - 1 if self.last_prefill else 0)
         sampled = range(max(view.start, prompt_len - 1), view.end)
         for site in acts.sites:

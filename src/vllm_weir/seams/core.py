@@ -5,24 +5,29 @@ from __future__ import annotations
 import functools
 import hashlib
 import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from vllm_weir.scheduler import CacheKeys, StepBudget, WaitingRoom, hit_limit
 from vllm_weir.settings import Settings
 from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.request import WIRE_KEY
 
+if TYPE_CHECKING:
+    from vllm_weir.seams.table import Status
+
 WAITING = "weir_waiting"
 """Attribute of a SchedulerOutput: how many requests wait for table space."""
 
 
-def wire_of(request):
+def wire_of(request: Any) -> Any:
     """The engine wire form that a request carries, or None."""
     params = request.sampling_params
     return (params.extra_args or {}).get(WIRE_KEY) if params is not None else None
 
 
-def compute_hash(original, _status):
-    def wrapper(self, *args, **kwargs):
+def compute_hash(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = original(self, *args, **kwargs)
         identity = Settings.load(self.additional_config).graph_identity()
         return hashlib.sha256(f"{plain} {identity}".encode()).hexdigest()[: len(plain)]
@@ -30,8 +35,8 @@ def compute_hash(original, _status):
     return wrapper
 
 
-def needs_kv_cache_zeroing(original, _status):
-    def wrapper(self):
+def needs_kv_cache_zeroing(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+    def wrapper(self: Any) -> Any:
         return original(self) or _zeroes_blocks_on_cpu()
 
     return wrapper
@@ -50,15 +55,15 @@ def _zeroes_blocks_on_cpu() -> bool:
     return "_zero_block_ids" in vars(CPUModelRunner)
 
 
-def get_computed_blocks(original, _status):
-    def wrapper(self, request, *args, **kwargs):
+def get_computed_blocks(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+    def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         limit = hit_limit(wire_of(request))
         if limit is None:
             return original(self, request, *args, **kwargs)
         coordinator = self.coordinator
         longest = coordinator.find_longest_cache_hit
 
-        def capped(block_hashes, max_cache_hit_length, *rest, **more):
+        def capped(block_hashes: Any, max_cache_hit_length: int, *rest: Any, **more: Any) -> Any:
             return longest(block_hashes, min(max_cache_hit_length, limit), *rest, **more)
 
         coordinator.find_longest_cache_hit = capped
@@ -73,7 +78,7 @@ def get_computed_blocks(original, _status):
 class _Room:
     """What Weir keeps beside one scheduler. `enqueue`: the scheduler's own add_request, unbound."""
 
-    def __init__(self, config, enqueue) -> None:
+    def __init__(self, config: Any, enqueue: Callable[[Any, Any], None]) -> None:
         settings = Settings.load(config.additional_config)
         d_model = config.model_config.get_hidden_size()
         size = (d_model, config.model_config.dtype.itemsize)
@@ -87,7 +92,7 @@ class _Room:
         self.waiting = WaitingRoom(settings.table_sizes(d_model))
         self._enqueue = enqueue
 
-    def let_in(self, scheduler, request) -> None:
+    def let_in(self, scheduler: Any, request: Any) -> None:
         """Hand a request that has its place in the tables, or needs none, to the scheduler."""
         wire = wire_of(request)
         if wire["width"]:  # it captures something
@@ -95,7 +100,7 @@ class _Room:
         self._enqueue(scheduler, request)
 
 
-def _streams_above(config) -> int | None:
+def _streams_above(config: Any) -> int | None:
     """Tokens of the largest step that can be replayed from a CUDA graph; None if no step's rows are streamed."""
     if config.device_config.device_type != "cuda" or not config.use_v2_model_runner:
         return None
@@ -107,8 +112,8 @@ _rooms: weakref.WeakKeyDictionary[object, _Room] = weakref.WeakKeyDictionary()
 _keys: weakref.WeakKeyDictionary[object, CacheKeys] = weakref.WeakKeyDictionary()
 
 
-def block_hash_extra_keys(original, _status):
-    def wrapper(request, start_token_idx, end_token_idx, *args, **kwargs):
+def block_hash_extra_keys(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+    def wrapper(request: Any, start_token_idx: int, end_token_idx: int, *args: Any, **kwargs: Any) -> Any:
         keys, *rest = original(request, start_token_idx, end_token_idx, *args, **kwargs)
         wire = wire_of(request)
         if wire is None or wire["needs"] is None:
@@ -140,8 +145,8 @@ def scheduler_add_request(original, status):
     return wrapper
 
 
-def schedule(original, _status):
-    def wrapper(self, *args, **kwargs):
+def schedule(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         room = _rooms.get(self)
         if room is None:
             return original(self, *args, **kwargs)
@@ -160,8 +165,8 @@ def schedule(original, _status):
     return wrapper
 
 
-def finish_requests(original, _status):
-    def wrapper(self, request_ids, finished_status, *args, **kwargs):
+def finish_requests(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+    def wrapper(self: Any, request_ids: Any, finished_status: Any, *args: Any, **kwargs: Any) -> Any:
         room, left = _rooms.get(self), []
         if room is not None and len(room.waiting):
             if request_ids is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any
 
 from vllm.outputs import RequestOutput
 
@@ -24,8 +26,8 @@ from vllm_weir.spec.keys import KEYS, WIRE_KEY, carries_keys, refuse_slips
 _DESK, _TRACKER = "_weir_desk", "_weir_tracker"
 
 
-def add_request(original, status):
-    def wrapper(self, request, *args, **kwargs):
+def add_request(original: Callable[..., Any], status: Status) -> Callable[..., Any]:
+    def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         params = request.sampling_params
         tracker = observer = None
         desk = getattr(self, _DESK, None)
@@ -55,7 +57,7 @@ def add_request(original, status):
     return wrapper
 
 
-def _admit(output_processor, request, status):
+def _admit(output_processor: Any, request: Any, status: Status) -> Tracker:
     if status.refusal is not None:
         raise WeirError(status.refusal, WIRE_KEY)
     desk: Desk | None = getattr(output_processor, _DESK, None)
@@ -79,8 +81,8 @@ def _admit(output_processor, request, status):
     return tracker
 
 
-def new_completion_output(original, _status):
-    def wrapper(self, token_ids, finish_reason, *args, **kwargs):
+def new_completion_output(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+    def wrapper(self: Any, token_ids: list[int], finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, token_ids, finish_reason, *args, **kwargs)
         tracker = getattr(self, _TRACKER, None)
         if tracker is not None:
@@ -96,8 +98,8 @@ def new_completion_output(original, _status):
     return wrapper
 
 
-def run_engine(original, _status):
-    def wrapper(self, *args, **kwargs):
+def run_engine(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(self, *args, **kwargs)
         # Not before: raising between two steps would leave the rest of the batch in the engine.
         try:
@@ -114,8 +116,8 @@ def run_engine(original, _status):
     return wrapper
 
 
-def merge_outputs(original, _status):
-    def wrapper(self, next_output, aggregate, *args, **kwargs):
+def merge_outputs(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+    def wrapper(self: Any, next_output: Any, aggregate: Any, *args: Any, **kwargs: Any) -> None:
         original(self, next_output, aggregate, *args, **kwargs)
         later = {c.index: getattr(c, _VIEW, None) for c in next_output.outputs}
         for completion in self.outputs:
@@ -146,8 +148,8 @@ def _make_desk(engine, status, hold: bool) -> Desk:
     return desk
 
 
-def llm_engine_init(original, status):
-    def wrapper(self, *args, **kwargs):
+def llm_engine_init(original: Callable[..., Any], status: Status) -> Callable[..., Any]:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         _check_settings(args, kwargs)
         original(self, *args, **kwargs)
         desk = _make_desk(self, status, hold=True)
@@ -176,14 +178,14 @@ def async_llm_init(original, status):
     return wrapper
 
 
-def _check_settings(args, kwargs) -> None:
+def _check_settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     config = kwargs.get("vllm_config", args[0] if args else None)
     if config is not None:
         check_sinks(Settings.load(config.additional_config).sinks)
 
 
-def async_llm_generate(original, _status):
-    async def stream(self, held, *args, **kwargs):
+def async_llm_generate(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+    async def stream(self: Any, held: Holding | None, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         desk: Desk | None = getattr(self.output_processor, _DESK, None)
         outputs = original(self, *args, **kwargs)
         async for output in outputs if held is None else _held(held, outputs):
@@ -200,7 +202,7 @@ def async_llm_generate(original, _status):
                         await asyncio.to_thread(_conclude, view, observer)
             yield output
 
-    def wrapper(self, *args, **kwargs):
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         desk: Desk | None = getattr(self.output_processor, _DESK, None)
         if desk is not None and desk.served:
             from vllm_weir.seams.server import check_answered
@@ -211,7 +213,7 @@ def async_llm_generate(original, _status):
     return wrapper
 
 
-async def _held(held, outputs):
+async def _held(held: Holding, outputs: AsyncGenerator[Any, Any]) -> AsyncIterator[Any]:
     """`outputs` of a request whose sequences `held` notes, in whatever context they are first asked for."""
     async with aclosing(outputs):
         token = holding.set(held)
@@ -226,12 +228,12 @@ async def _held(held, outputs):
             yield output
 
 
-def view_of(completion):
+def view_of(completion: Any) -> View | None:
     """The view of a ``CompletionOutput``, or None."""
     return getattr(completion, _VIEW, None)
 
 
-def _conclude(view, observer) -> None:
+def _conclude(view: View, observer: Observer | None) -> None:
     try:
         _verify(view)
         if observer is not None:
@@ -242,7 +244,7 @@ def _conclude(view, observer) -> None:
         raise
 
 
-def _verify(view) -> None:
+def _verify(view: View) -> None:
     try:
         view.verify()
         view.settle()
@@ -250,7 +252,7 @@ def _verify(view) -> None:
         raise WeirFailure(e.message, e.field) from None
 
 
-def desk_of(llm) -> Desk:
+def desk_of(llm: Any) -> Desk:
     """The desk of an ``LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in; raises WeirError if it has none."""
     engine = llm
     for attribute in ("llm_engine", "engine"):
@@ -264,13 +266,13 @@ def desk_of(llm) -> Desk:
     return desk
 
 
-def has_desk(engine) -> bool:
+def has_desk(engine: Any) -> bool:
     """Whether an engine client is one that Weir serves."""
     return getattr(getattr(engine, "output_processor", None), _DESK, None) is not None
 
 
-def async_llm_add_request(original, _status):
-    async def wrapper(self, *args, **kwargs):
+def async_llm_add_request(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+    async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         params = kwargs.get("params", args[2] if len(args) > 2 else None)
         desk: Desk | None = getattr(self.output_processor, _DESK, None)
         if carries_keys(getattr(params, "extra_args", None)) or (desk is not None and desk.universal):
@@ -284,7 +286,7 @@ def async_llm_add_request(original, _status):
     return wrapper
 
 
-async def ask_workers(engine) -> None:
+async def ask_workers(engine: Any) -> None:
     """Have an ``AsyncLLM``'s workers asked what they serve, once."""
     engine = getattr(engine, "engine", engine)
     desk: Desk | None = getattr(getattr(engine, "output_processor", None), _DESK, None)

@@ -78,7 +78,7 @@ class GraphSets:
         self._steps: Counter[str] = Counter()
         manager.capture, manager.dispatch = self._capture_at_start, self._dispatch_step
 
-    def _capture_at_start(self, *args, **kwargs) -> None:
+    def _capture_at_start(self, *args: Any, **kwargs: Any) -> None:
         self._station.silence()
         self._again = functools.partial(self._capture, *args, **kwargs)
         self._again()
@@ -96,7 +96,7 @@ class GraphSets:
             # All with one call: what an earlier graph leaves in the pool, only one on the same stream can use.
             self._capture_guarded(self._station.wide, {mode: _spaced(of_mode) for mode, of_mode in descs.items()})
 
-    def _dispatch_step(self, *args, **kwargs) -> Any:
+    def _dispatch_step(self, *args: Any, **kwargs: Any) -> Any:
         desc = self._dispatch(*args, **kwargs)
         mode = desc.cg_mode.name
         if not self._station.switch.live or mode == "NONE":
@@ -148,7 +148,7 @@ class GraphSets:
     def _taps(self, mask: int) -> int:
         return len(self._station.taps) if mask == ALL else mask.bit_count()
 
-    def _without_graph(self, desc: Any, *args, **kwargs) -> Any:
+    def _without_graph(self, desc: Any, *args: Any, **kwargs: Any) -> Any:
         """What vLLM dispatches to when it has no graph for a batch: its own sizes, unpadded."""
         batch = self._signature.bind(*args, **kwargs).arguments
         return type(desc)(

@@ -35,7 +35,7 @@ def hold(runner: Any, station: Station, config: Any, eager: bool) -> Callable[[]
         return held() if held is not None else None
 
     @functools.wraps(capture_model)
-    def capture(*args, **kwargs):
+    def capture(*args: Any, **kwargs: Any) -> Any:
         nonlocal held
         manager, known = runner.cudagraph_manager, sets()
         if manager.use_breakable_cg:
@@ -46,7 +46,7 @@ def hold(runner: Any, station: Station, config: Any, eager: bool) -> Callable[[]
         return capture_model(*args, **kwargs)
 
     @functools.wraps(execute_model)
-    def execute(*args, **kwargs):
+    def execute(*args: Any, **kwargs: Any) -> Any:
         try:
             return execute_model(*args, **kwargs)
         finally:
@@ -54,7 +54,7 @@ def hold(runner: Any, station: Station, config: Any, eager: bool) -> Callable[[]
                 known.settle()
 
     @functools.wraps(shutdown)
-    def shut_down(*args, **kwargs):
+    def shut_down(*args: Any, **kwargs: Any) -> Any:
         if (known := sets()) is not None:
             known.close()
         return shutdown(*args, **kwargs)

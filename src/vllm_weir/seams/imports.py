@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 
 def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
@@ -30,7 +31,7 @@ class _Finder:
         self.waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
         self._searching: set[str] = set()
 
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname not in self.waiting or fullname in self._searching:
             return None
         self._searching.add(fullname)
@@ -42,10 +43,10 @@ class _Finder:
             self.hook(spec)
         return spec
 
-    def hook(self, spec) -> None:
+    def hook(self, spec: Any) -> None:
         loader, execute = spec.loader, spec.loader.exec_module
 
-        def exec_module(module):
+        def exec_module(module: ModuleType) -> None:
             execute(module)
             del loader.exec_module
             # One that raises makes the import fail; whoever tries again must not get the module without it.

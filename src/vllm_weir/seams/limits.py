@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
 
-def refusal_of(config) -> str | None:
+
+def refusal_of(config: Any) -> str | None:
     """Why requests with Weir's keys are refused under this VllmConfig; None if they are served."""
     parallel, compilation = config.parallel_config, config.compilation_config
     checks = (

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from vllm_weir.spec.keys import carries_keys
 from vllm_weir.spec.request import ATOMS, plain_copy
 
+if TYPE_CHECKING:
+    from vllm_weir.seams.table import Status
 
-def clone(original, _status):
+
+def clone(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
     """vLLM's general deep copy takes longer than all of Weir's admission; for requests with Weir's keys a quick one."""
 
-    def wrapper(self):
+    def wrapper(self: Any) -> Any:
         if self.skip_clone or not carries_keys(self.extra_args):
             return original(self)
         out = copy.copy(self)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_weir.errors import WeirError
@@ -13,7 +15,7 @@ from vllm_weir.worker.station import ModelFacts
 TOKENS = 8
 
 
-def find_sites(runner, config, facts: ModelFacts, settings: Settings, v2: bool) -> SiteMap:
+def find_sites(runner: Any, config: Any, facts: ModelFacts, settings: Settings, v2: bool) -> SiteMap:
     """Every site of a loaded model, with its verdict.
 
     Raises:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
 from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
 
 import vllm.outputs  # noqa: F401 - before seams.engine: its own seam is held by a function of that module
 
@@ -24,11 +25,14 @@ from vllm_weir.spec.keys import KEYS, LENS_CAPTURE_KEY, LORA_KEY, WIRE_KEY, asks
 from vllm_weir.spec.lens import lens_capture, refuse_lens
 from vllm_weir.spec.request import RequestSpec
 
+if TYPE_CHECKING:
+    from vllm_weir.seams.table import Status
+
 _reply: ContextVar[Reply | None] = ContextVar("weir_reply", default=None)
 _SERVER = "_weir_server"
 
 
-def server_of(engine_client) -> ServerState:
+def server_of(engine_client: Any) -> ServerState:
     """The state of the server that this engine client belongs to, made when it is first asked for."""
     server = getattr(engine_client, _SERVER, None)
     if server is None:
@@ -37,13 +41,13 @@ def server_of(engine_client) -> ServerState:
     return server
 
 
-def served_name(engine_client) -> str:
+def served_name(engine_client: Any) -> str:
     """The model's name in vLLM's own metrics."""
     return engine_client.vllm_config.model_config.served_model_name
 
 
-def init(original, status):
-    def wrapper(self, *args, **kwargs):
+def init(original: Callable[..., Any], status: Status) -> Callable[..., Any]:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if status.refusal is None and has_desk(self.engine_client):
             server_of(self.engine_client)
@@ -51,12 +55,12 @@ def init(original, status):
     return wrapper
 
 
-def create(original, status):
+def create(original: Callable[..., Any], status: Status) -> Callable[..., Any]:
     """Of ``create_completion`` and ``create_chat_completion``. Classes that turn another API's requests into chats
     inherit it and have no room for what Weir adds: theirs are left as they are."""
     owner = original.__qualname__.partition(".")[0]
 
-    async def wrapper(self, request, *args, **kwargs):
+    async def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         body = request.model_extra or {}
         lora = body.get(LORA_KEY)
         if type(self).__name__ != owner or (lora is None and not asks(request.vllm_xargs, body)):
@@ -87,7 +91,7 @@ def create(original, status):
     return wrapper
 
 
-async def _plain(server: ServerState | None, handled):
+async def _plain(server: ServerState | None, handled: Awaitable[Any]) -> Any:
     """What a request gets that asks nothing of Weir; until it is with the engine, others let it go first."""
     if server is None:
         return await handled
@@ -100,7 +104,7 @@ async def _plain(server: ServerState | None, handled):
         entry.leave()
 
 
-async def _replied(serving, reply: Reply, handled):
+async def _replied(serving: Any, reply: Reply, handled: Awaitable[Any]) -> Any:
     """What `handled` comes to, with Weir's part in it."""
     token, held = _reply.set(reply), holding.set(reply.held)
     result = None
@@ -116,7 +120,7 @@ async def _replied(serving, reply: Reply, handled):
             reply.let_go()
 
 
-async def _finish(serving, reply: Reply, result):
+async def _finish(serving: Any, reply: Reply, result: Any) -> Any:
     if inspect.isasyncgen(result):
         # What the engine refuses is refused before the response has begun.
         first = await anext(result, None)
@@ -142,12 +146,12 @@ async def _finish(serving, reply: Reply, result):
     return result
 
 
-def _failed(serving, e: WeirError):
+def _failed(serving: Any, e: WeirError) -> Any:
     code = HTTPStatus.INTERNAL_SERVER_ERROR
     return serving.create_error_response(str(e), "InternalServerError", code, e.field or None)
 
 
-async def _from(first, rest):
+async def _from(first: Any, rest: AsyncGenerator[Any, Any]) -> AsyncIterator[Any]:
     async with aclosing(rest):
         if first is not None:
             yield first
@@ -155,8 +159,8 @@ async def _from(first, rest):
             yield chunk
 
 
-def to_sampling_params(original, status):
-    def wrapper(self, *args, **kwargs):
+def to_sampling_params(original: Callable[..., Any], status: Status) -> Callable[..., Any]:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         reply = _reply.get()
         if reply is None:
             if asks(None, self.model_extra):
@@ -189,11 +193,11 @@ def check_answered(params) -> None:
         raise WeirRequestError(f"this route's answers have no room for rows; use {ROUTES}, or name a sink", field)
 
 
-def completion_response(original, _status):
+def completion_response(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
     name = "final_res_batch"
     place = list(inspect.signature(original).parameters).index(name) - 1
 
-    def wrapper(self, *args, **kwargs):
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         reply = _reply.get()
         if reply is not None:
             results = kwargs[name] if name in kwargs else args[place]
@@ -205,10 +209,10 @@ def completion_response(original, _status):
     return wrapper
 
 
-def chat_response(original, _status):
+def chat_response(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
-    async def wrapper(self, *args, **kwargs):
+    async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         reply = _reply.get()
         if reply is None:
             return await original(self, *args, **kwargs)
@@ -219,11 +223,11 @@ def chat_response(original, _status):
     return wrapper
 
 
-def stream(original, _status):
+def stream(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
     """Of the generators of server-sent events."""
     signature = inspect.signature(original)
 
-    def wrapper(self, *args, **kwargs):
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         reply = _reply.get()
         if reply is None:
             return original(self, *args, **kwargs)
@@ -236,7 +240,7 @@ def stream(original, _status):
     return wrapper
 
 
-async def _noted(reply: Reply, results, n: int):
+async def _noted(reply: Reply, results: AsyncGenerator[Any, Any], n: int) -> AsyncIterator[Any]:
     """`results`, outputs or (prompt, output) pairs, whose views `reply` has seen before they are used."""
     begun = False
     try:
@@ -254,7 +258,7 @@ async def _noted(reply: Reply, results, n: int):
         # Otherwise a refusal, which `create` turns into its response; a stream would log it as an error of its own.
 
 
-async def _use_lora(models, request, lora):
+async def _use_lora(models: Any, request: Any, lora: object) -> Any:
     """Have the request use the LoRA that ``lora_request`` names; an error response if vLLM cannot load it.
 
     A path reaches the disk only where the operator lets clients load LoRAs, which is vLLM's own setting.
@@ -285,7 +289,7 @@ async def _use_lora(models, request, lora):
     return None
 
 
-def _lora_fields(lora) -> tuple[str, str | None]:
+def _lora_fields(lora: object) -> tuple[str, str | None]:
     if not isinstance(lora, Mapping):
         raise WeirError(f"expected an object, got {type(lora).__name__}", LORA_KEY)
     for key in lora:

@@ -6,7 +6,8 @@ import functools
 import gc
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from vllm_weir.errors import WeirError
 from vllm_weir.seams import graphs
@@ -16,11 +17,14 @@ from vllm_weir.settings import Settings
 from vllm_weir.worker.station import ModelFacts, Station
 from vllm_weir.worker.warming import Warming
 
+if TYPE_CHECKING:
+    from vllm_weir.seams.table import Status
+
 logger = logging.getLogger(__name__)
 
 
-def init_device(original, status):
-    def wrapper(self):
+def init_device(original: Callable[..., Any], status: Status) -> Callable[..., Any]:
+    def wrapper(self: Any) -> None:
         original(self)
         worker = self.worker
         worker.weir_report = functools.partial(_report, status, None)
@@ -28,7 +32,7 @@ def init_device(original, status):
             load_model = worker.load_model
 
             @functools.wraps(load_model)
-            def load_then_place(*args, **kwargs):
+            def load_then_place(*args: Any, **kwargs: Any) -> None:
                 warming = _warm(worker)
                 load_model(*args, **kwargs)
                 _place(worker, status, warming)
@@ -38,7 +42,7 @@ def init_device(original, status):
     return wrapper
 
 
-def _report(status, station, reason=None):
+def _report(status: Status, station: Station | None, reason: str | None = None) -> dict[str, Any]:
     if station is None:
         return {"ok": False, "reason": reason or status.refusal or "the model was not loaded through Weir"}
     if status.refusal is not None:
@@ -46,7 +50,7 @@ def _report(status, station, reason=None):
     return station.report()
 
 
-def _warm(worker) -> Warming | None:
+def _warm(worker: Any) -> Warming | None:
     """Begin to compile the taps' kernels, which need to know no more of the model than its width."""
     config = worker.vllm_config.model_config
     try:
@@ -56,7 +60,7 @@ def _warm(worker) -> Warming | None:
     return Warming(width, config.dtype, worker.model_runner.device)
 
 
-def _place(worker, status, warming: Warming | None) -> None:
+def _place(worker: Any, status: Status, warming: Warming | None) -> None:
     runner, config = worker.model_runner, worker.vllm_config
     settings = Settings.load(config.additional_config)
     try:
@@ -89,7 +93,7 @@ def _place(worker, status, warming: Warming | None) -> None:
     worker.weir_usage = station.usage
 
 
-def _facts(runner, config, v2: bool) -> ModelFacts:
+def _facts(runner: Any, config: Any, v2: bool) -> ModelFacts:
     from vllm.distributed.parallel_state import get_tp_group
 
     return ModelFacts(
@@ -104,11 +108,11 @@ def _facts(runner, config, v2: bool) -> ModelFacts:
     )
 
 
-def _hold_execute_model(runner, station: Station) -> None:
+def _hold_execute_model(runner: Any, station: Station) -> None:
     execute_model = runner.execute_model
 
     @functools.wraps(execute_model)
-    def wrapper(scheduler_output, *args, **kwargs):
+    def wrapper(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run"):
             station.silence()
             return execute_model(scheduler_output, *args, **kwargs)
@@ -142,28 +146,28 @@ def _starts(scheduler_output) -> Iterator[tuple[list[str], list[int]]]:
     yield [r.req_id for r in new], [r.num_computed_tokens for r in new]
 
 
-def _prompt_len(new_request) -> int:
+def _prompt_len(new_request: Any) -> int:
     ids = new_request.prompt_token_ids
     return len(ids) if ids is not None else new_request.prompt_embeds.shape[0]
 
 
-def _hold_dummy_run(runner, station: Station) -> None:
+def _hold_dummy_run(runner: Any, station: Station) -> None:
     dummy_run = runner._dummy_run
 
     @functools.wraps(dummy_run)
-    def wrapper(*args, **kwargs):
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         station.silence()
         return dummy_run(*args, **kwargs)
 
     runner._dummy_run = wrapper
 
 
-def _hold_warm_up(worker, warming: Warming) -> None:
+def _hold_warm_up(worker: Any, warming: Warming) -> None:
     """The model is traced and compiled by the profiling run, on a GPU; what comes next captures graphs."""
     profile, warm_up = worker.determine_available_memory, worker.compile_or_warm_up_model
 
     @functools.wraps(profile)
-    def frozen(*args, **kwargs):
+    def frozen(*args: Any, **kwargs: Any) -> Any:
         # Tracing makes millions of objects, and the collector would go through all that came before with them, time
         # and again. No longer than that: of an engine that fails to start nothing would be collected, ever.
         if gc.get_freeze_count():  # it is somebody else's, who could not tell that we had undone it
@@ -175,7 +179,7 @@ def _hold_warm_up(worker, warming: Warming) -> None:
             gc.unfreeze()
 
     @functools.wraps(warm_up)
-    def wrapper(*args, **kwargs):
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         warming.wait()
         return warm_up(*args, **kwargs)
 
@@ -183,11 +187,11 @@ def _hold_warm_up(worker, warming: Warming) -> None:
     worker.compile_or_warm_up_model = wrapper
 
 
-def _hold_shutdown(worker, station: Station) -> None:
+def _hold_shutdown(worker: Any, station: Station) -> None:
     shutdown = worker.shutdown
 
     @functools.wraps(shutdown)
-    def wrapper():
+    def wrapper() -> None:
         try:
             station.close()  # on a device that has failed it raises: vLLM lets go of its own all the same
         finally:
@@ -196,12 +200,12 @@ def _hold_shutdown(worker, station: Station) -> None:
     worker.shutdown = wrapper
 
 
-def _v1_spans(runner):
+def _v1_spans(runner: Any) -> Callable[[Station], None]:
     prepare = runner._prepare_inputs
 
     def hold(station: Station) -> None:
         @functools.wraps(prepare)
-        def wrapper(scheduler_output, num_scheduled_tokens, *args, **kwargs):
+        def wrapper(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
             result = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
             batch = runner.input_batch
             n = batch.num_reqs
@@ -214,14 +218,14 @@ def _v1_spans(runner):
     return hold
 
 
-def _v2_spans(runner):
+def _v2_spans(runner: Any) -> Callable[[Station], None]:
     prepare = runner.prepare_inputs
     # Its place among the arguments differs from version to version.
     at = list(inspect.signature(prepare).parameters).index("batch_desc")
 
     def hold(station: Station) -> None:
         @functools.wraps(prepare)
-        def wrapper(*args, **kwargs):
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             batch = prepare(*args, **kwargs)
             n = batch.num_reqs
             computed = batch.num_computed_tokens_np[:n]
