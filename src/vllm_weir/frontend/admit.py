@@ -314,7 +314,9 @@ def engine_form(
     }
 
 
-def _needs(admitted: Admitted, prompt_ids, prompt_len: int, max_tokens: int, sizes: Sizes) -> list[Any]:
+def _needs(
+    admitted: Admitted, prompt_ids: Sequence[int] | None, prompt_len: int, max_tokens: int, sizes: Sizes
+) -> list[Any]:
     """[vector digests, programs, instructions] that the request can come to hold; refused if it can never fit."""
     simple = admitted.simple_needs
     programs, nodes = _count_needs(admitted.effective, prompt_ids, prompt_len, max_tokens) if simple is None else simple
@@ -332,7 +334,9 @@ def _needs(admitted: Admitted, prompt_ids, prompt_len: int, max_tokens: int, siz
     return [admitted.digests, programs, nodes]
 
 
-def _count_needs(moves: Sequence[Move], prompt_ids, prompt_len: int, max_tokens: int) -> tuple[int, int]:
+def _count_needs(
+    moves: Sequence[Move], prompt_ids: Sequence[int] | None, prompt_len: int, max_tokens: int
+) -> tuple[int, int]:
     """(programs, instructions), an upper bound: one program for each combination that a position can have."""
     selectors = Selectors(list(dict.fromkeys(m.positions for m in moves)), prompt_len, prompt_ids)
     if len(selectors.by_token) > MAX_TOKEN_SELECTORS:

@@ -12,6 +12,8 @@ import struct
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -94,7 +96,7 @@ class _Desk:
         self.context.term()
         self.mirrors.clear()  # they refer to this
 
-    def _handle(self, source, poller: zmq.Poller) -> None:
+    def _handle(self, source: Any, poller: zmq.Poller) -> None:
         if source is self.rows:
             frames = self.rows.recv_multipart(copy=False)
             deliver(self.store, self.reply.token, [f.buffer for f in frames], self._mirror)
@@ -180,7 +182,7 @@ def lend(store: Store, token: str, request: bytes) -> list[bytes]:
     return [row_bytes(rows[d]) if d in rows else b"" for d in wanted.digests]
 
 
-def deliver(store: Store, token: str, frames, mirror_of) -> None:
+def deliver(store: Store, token: str, frames: Sequence[bytes | memoryview], mirror_of: Callable[[str], Mirror]) -> None:
     """One message into the store; rows nobody waits for are dropped. Raises ValueError for a malformed message."""
     if len(frames) < 3:
         raise ValueError("the message lacks parts")

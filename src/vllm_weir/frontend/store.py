@@ -6,7 +6,7 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -90,7 +90,7 @@ class Store:
         """The request, or None if nobody waits for it any more."""
         return self._pending.get(request_id)
 
-    def wait(self, done, timeout: float) -> bool:
+    def wait(self, done: Callable[[], bool], timeout: float) -> bool:
         """Wait until `done` says so, asking whenever something has arrived; False if `timeout` seconds went by."""
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -103,7 +103,14 @@ class Store:
                     return False
                 self._changed.wait(left)
 
-    def receive(self, header: mail.Header, mirror: Mirror, marks: np.ndarray, steered: np.ndarray, payload) -> None:
+    def receive(
+        self,
+        header: mail.Header,
+        mirror: Mirror,
+        marks: np.ndarray,
+        steered: np.ndarray,
+        payload: bytes | memoryview,
+    ) -> None:
         """One message: `marks` int32 [n, 5], `steered` int32 [n, 4], `payload` bytes of rows or empty."""
         worker, news = header.worker, header.news
         dtype = getattr(torch, header.dtype)

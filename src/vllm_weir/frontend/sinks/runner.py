@@ -126,7 +126,7 @@ class Runner:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=CLOSING)
 
-    def _start(self, run, kind: str) -> threading.Thread:
+    def _start(self, run: Callable[[], None], kind: str) -> threading.Thread:
         thread = threading.Thread(target=run, name=f"weir-{kind}-{self.name}", daemon=True)
         thread.start()
         return thread
