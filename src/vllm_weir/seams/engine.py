@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.outputs import RequestOutput
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.desk import Desk
-from vllm_weir.frontend.holding import holding
+from vllm_weir.frontend.desk import Desk, Observer, Tracker
+from vllm_weir.frontend.holding import Holding, holding
 from vllm_weir.frontend.reach import Vocabulary
 from vllm_weir.frontend.sinks.board import check_sinks
 from vllm_weir.frontend.turns import entry_of
@@ -22,6 +22,10 @@ from vllm_weir.seams.limits import refusal_of
 from vllm_weir.seams.outputs import VIEW as _VIEW
 from vllm_weir.settings import Settings
 from vllm_weir.spec.keys import KEYS, WIRE_KEY, carries_keys, refuse_slips
+
+if TYPE_CHECKING:
+    from vllm_weir.frontend.view import View
+    from vllm_weir.seams.table import Status
 
 _DESK, _TRACKER = "_weir_desk", "_weir_tracker"
 
@@ -44,6 +48,7 @@ def add_request(original: Callable[..., Any], status: Status) -> Callable[..., A
                 raise WeirRequestError(e.message, e.field) from None
         original(self, request, *args, **kwargs)
         if tracker is not None:
+            assert desk is not None, "only a desk admits"
             if (held := holding.get()) is not None:
                 held.add(desk.store, tracker.pending)
             state = self.request_states[request.request_id]
