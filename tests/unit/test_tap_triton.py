@@ -111,7 +111,7 @@ for seed in range(60):
             ours[1] = theirs[1] = other
         acts = (plan[:tokens, 2] >= 0) | ((plan[:tokens, 0] >= 0) & (plan[:tokens, 3] >= 0))
         listed = acts.nonzero()[:, 0].int().flip(0) if seed % 4 > 1 else None
-        launch(ours[0], ours[1], number, plan, ranks, ours[2], *tables, listed)
+        launch(ours[0], ours[1], number, plan, ranks, ours[2], *tables, listed=listed)
         tap_cpu.launch(theirs[0], theirs[1], number, plan, ranks, theirs[2], *tables)
         for got, want in zip(ours, theirs):
             if want is None:

@@ -258,7 +258,7 @@ def _tap(
             _write(hidden, other, token, hidden_stride, other_stride, tap, h, beside, offsets, inside, HAS_OTHER)
 
 
-def launch(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors, listed=None) -> None:
+def launch(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors, *, listed=None) -> None:
     """Record and steer rows of `hidden` and what stands beside it, both [tokens, d_model], as the plan says.
 
     `listed`: int32, the tokens that the plan has something for, those first that begin a group; None for all tokens, as
