@@ -17,11 +17,12 @@ from tests.unit.wishes import sensible_captures
 from vllm_weir.spec.compress import Compression
 from vllm_weir.spec.hooks import Site
 from vllm_weir.spec.positions import Positions
-from vllm_weir.spec.request import ResolvedSpec, Wish
+from vllm_weir.spec.request import ResolvedSpec, Treatment, Wish
 from vllm_weir.spec.sizes import Sizes
 from vllm_weir.worker import stream
 from vllm_weir.worker.arena import Arena
 from vllm_weir.worker.codecs import Codecs
+from vllm_weir.worker.folds import Folder
 from vllm_weir.worker.hostmem import HostBuffer
 from vllm_weir.worker.packs import packs_of
 from vllm_weir.worker.plan import Planner
@@ -50,6 +51,12 @@ def row_of(token, column):
     return torch.randn(D, generator=torch.Generator().manual_seed(1000 * token + column))
 
 
+def record(ring, plan, token, at, column):
+    """As a tap does; one group's tokens are added to what its first one left."""
+    row = row_of(token, column)
+    ring[at] = row if plan.spans[token] >= 0 else ring[at] + row
+
+
 def deliver(host, packet):
     flat = packet.records.view(-1)
     for source, target, size in packet.pieces.tolist():
@@ -61,7 +68,8 @@ def whole(plan, planner, codecs, host):
     ring = torch.zeros(plan.rows, D)
     for token in np.flatnonzero(plan.profiles >= 0).tolist():
         for rank, column in enumerate(planner.profiles.columns_of[int(plan.profiles[token])]):
-            ring[int(plan.slots[token]) + rank] = row_of(token, column)
+            record(ring, plan, token, int(plan.slots[token]) + rank, column)
+    Folder(ring).settle(plan.folds, 0)
     rows = host.view(torch.float32).view(-1, D)
     for slot, row, count in plan.segments.tolist():
         rows[row : row + count] = ring[slot : slot + count]
@@ -122,14 +130,15 @@ class Model:
         laid = plan.in_lanes(self.streamer.stride)
         for tap in order:
             self.streamer.tap(None, None, self.numbers[tap], laid, None, self.ring.buffer)
+        Folder(self.ring.buffer).settle(plan.folds, self.streamer.cells)
         return self.streamer.end(plan)
 
-    def _launch(self, hidden, other, number, laid, regions, ring):
+    def _launch(self, hidden, other, number, laid, regions, ring, listed):
         for token in np.flatnonzero(laid.slots >= 0).tolist():
             for column in range(int(number) * STAGES, (int(number) + 1) * STAGES):
                 region = int(regions[int(laid.profiles[token]), column])
                 if region >= 0:
-                    ring[int(laid.slots[token]) + region] = row_of(token, column)
+                    record(ring, laid, token, int(laid.slots[token]) + region, column)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -161,6 +170,23 @@ def test_the_same_bytes_come_to_the_same_places(data, monkeypatch):
         assert model.host.equal(expected)
         laid = plan.in_lanes(1)
         assert ((laid.slots >= 0) == (laid.profiles >= 0)).all(), "a slot without a profile is read out of bounds"
+
+
+def test_groups_of_reduced_rows_stay_while_bands_come_and_go(monkeypatch):
+    """A request whose prompt is reduced beside one whose rows stream through what is left of the ring."""
+    planner, codecs = planner_of(4000), Codecs(D, CPU)
+    sites = tuple(Wish(Site("resid_post", layer), Positions.parse("all"), False) for layer in range(LAYERS))
+    planner.read("mean", "a", ResolvedSpec(sites, Treatment("mean")), 200, None, 30, -1)
+    planner.read("rows", "a", ResolvedSpec(sites), 9, None, 30, -1)
+    model = Model(2 * LAYERS + 3 * 9, codecs, 4000, monkeypatch)
+    order = list(range(num_taps(LAYERS)))
+    for _ in range(2):  # the second time, the order of the taps is known
+        plan = step(planner, [("mean", 200, 0), ("rows", 9, 0)])
+        assert plan.cells == 2 * LAYERS and plan.rows == plan.cells + 9 * LAYERS > model.ring.capacity
+        expected = torch.full((4000 * ROW,), 7, dtype=torch.uint8)
+        whole(plan, planner, codecs, expected)
+        model.step(plan, planner, order)()
+        assert model.host.equal(expected) and len(plan.results) == 1
 
 
 def test_columns_leave_side_by_side_once_the_order_of_the_taps_is_known(monkeypatch):

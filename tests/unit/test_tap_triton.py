@@ -110,7 +110,9 @@ for seed in range(60):
         ours, theirs = ([None if x is None else x.clone() for x in given] for _ in range(2))
         if form == "offset":
             ours[1] = theirs[1] = other
-        launch(ours[0], ours[1], number, plan, ranks, ours[2], *tables)
+        acts = (plan[:tokens, 2] >= 0) | ((plan[:tokens, 0] >= 0) & (plan[:tokens, 3] >= 0))
+        listed = acts.nonzero()[:, 0].int().flip(0) if seed % 4 > 1 else None
+        launch(ours[0], ours[1], number, plan, ranks, ours[2], *tables, listed=listed)
         tap_cpu.launch(theirs[0], theirs[1], number, plan, ranks, theirs[2], *tables)
         for got, want in zip(ours, theirs):
             if want is None:

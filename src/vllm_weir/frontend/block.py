@@ -9,6 +9,9 @@ import torch
 
 from vllm_weir.spec.hooks import Site
 
+ALONE = 32_767
+"""Values that torch converts in the thread that asks for it."""
+
 
 def alone(rows: torch.Tensor) -> torch.Tensor:
     """The rows without the memory beside them: a tensor is pickled with all that it is a part of."""
@@ -39,7 +42,12 @@ class Block(Mapping):
 
     def to(self, dtype: torch.dtype) -> Block:
         """All sites' rows in another dtype, in memory of their own."""
-        return Block(self._sites, self._places, self.rows.to(dtype, copy=True))
+        rows = torch.empty_like(self.rows, dtype=dtype)
+        # Piece by piece, as torch would call its threads together for the whole, and wait for them.
+        step = max(1, ALONE // (rows[:, :1].numel() or 1))
+        for first in range(0, rows.shape[1], step):
+            rows[:, first : first + step] = self.rows[:, first : first + step]
+        return Block(self._sites, self._places, rows)
 
     def together(self) -> np.ndarray:
         """A copy of all sites' rows, uint8 [sites, n, bytes of a row]; numpy makes it, in this thread alone."""

@@ -58,6 +58,8 @@ class Folder:
 
     def settle(self, folds: np.ndarray, start: int) -> None:
         """After them: join the groups. The results are left in the first groups' cells."""
+        if not len(folds):
+            return
         numbers, done = folds[:, STRAND].tolist(), folds[:, DONE] != 0
         kept = np.array([self._places.get(number, (-1, 0))[0] for number in numbers])
         for k in np.flatnonzero(~done & (kept < 0)).tolist():

@@ -246,7 +246,7 @@ class Station:
                 live = self.planner.reading.get(request_id) or steering
                 if live is not None:
                     self.drain.fail(live.reply, request_id, str(e))
-        self._step = None
+        self._step = self.switch.launch = None
         if plan is None:
             self._writer.silence()
             return
@@ -259,14 +259,17 @@ class Station:
             used = profiles.used
             self.tensors.ranks[:used].copy_(upload(profiles.ranks[:used].copy(), self.tensors.ranks.device))
             profiles.changed = False
+        listed = None
+        if not graph and self.facts.device.type == "cuda":
+            listed = upload(plan.listed, self.facts.device)
+        self.switch.launch = None if listed is None else functools.partial(_launch_listed, listed)
+        laid = plan
         if streamer is not None:
-            streamer.begin(plan, profiles.columns_of)
-        self.switch.launch = None if streamer is None else streamer.tap
-        self._step = (start, plan) if streamer is None else (streamer.cells, plan)
-        if streamer is not None:
-            self._writer.write(plan.in_lanes(streamer.stride, streamer.cells), 0, input_ids)
-        else:
-            self._writer.write(plan, start, input_ids)
+            streamer.begin(plan, profiles.columns_of, listed)
+            self.switch.launch = streamer.tap
+            start, laid = streamer.cells, plan.in_lanes(streamer.stride, streamer.cells)
+        self._step = start, plan
+        self._writer.write(laid, start if streamer is None else 0, input_ids)
         self._folder.seed(plan.folds, self._step[0])
 
     def end_step(self) -> None:
@@ -279,10 +282,9 @@ class Station:
         self._failures = {}
         if step is not None:
             start, plan = step
-            if len(plan.folds):
-                self._folder.settle(plan.folds, start)
-            if self._streamer is not None and self.switch.launch is not None:
-                self.switch.launch = None
+            self._folder.settle(plan.folds, start)
+            launch, self.switch.launch = self.switch.launch, None
+            if self._streamer is not None and launch == self._streamer.tap:
                 parcel.arrived = self._streamer.end(plan)
             elif plan.rows:
                 quick = functools.partial(self._treater.pack, plan, start, self._codecs, True)
@@ -336,6 +338,12 @@ class Station:
         """What is held right now; all zero when no request is live."""
         live = self.planner.reading.keys() | self.planner.steering.keys()
         return {"requests": len(live), "host_rows": self.arena.used, **self.table.usage()}
+
+
+def _launch_listed(listed: torch.Tensor, *arguments) -> None:
+    from vllm_weir.worker.tap_triton import launch
+
+    launch(*arguments, listed=listed)
 
 
 def _salt(wire: dict) -> str:

@@ -68,6 +68,15 @@ class StepPlan:
     folds: np.ndarray = field(default_factory=lambda: np.zeros((0, len(FIELDS)), np.int64))
     results: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
 
+    @property
+    def listed(self) -> np.ndarray:
+        """int32: tokens that the step does something to, those that begin a group of reduced rows first."""
+        acts = (self.programs >= 0) | ((self.slots >= 0) & (self.spans >= 0))
+        for lookup in self.lookups:
+            acts[lookup.tokens] = True
+        tokens = np.flatnonzero(acts).astype(np.int32)
+        return tokens[np.argsort(self.spans[tokens] <= 0, kind="stable")]
+
     @functools.cached_property
     def segments(self) -> np.ndarray:
         """int64 [m, 3]: the fewest pieces (slot, arena row, rows) that hold all that is sent."""

@@ -79,14 +79,19 @@ class Streamer:
         """Bands that have been begun and are not complete."""
         self._packs: list[Pack] = []
         self._lanes = 0
+        self._listed: torch.Tensor | None = None
         self.stride, self.cells = 1, 0
         self._orders: list[tuple[int, ...]] = []
         """Taps in the orders in which the model came to them in streamed steps, see `learned`."""
         self._met: list[int] = []
         self._fault = ""
 
-    def begin(self, plan: StepPlan, columns_of: Mapping[int, tuple[int, ...]]) -> None:
-        """Lay the step out: every captured token has a lane, every band a region with `stride` rows of each."""
+    def begin(
+        self, plan: StepPlan, columns_of: Mapping[int, tuple[int, ...]], listed: torch.Tensor | None = None
+    ) -> None:
+        """Lay the step out: every captured token has a lane, every band a region with `stride` rows of each; `listed`:
+        as in `tap_triton.launch`."""
+        self._listed = listed
         self._lanes, self._open, self._met, self._fault = len(plan.tokens), [], [], ""
         captured = plan.profiles[plan.tokens]
         members = {p: columns_of[p] for p in np.unique(captured[captured >= 0]).tolist()}
@@ -129,7 +134,7 @@ class Streamer:
         bands = self._bands.get(number, [])
         for band in bands:
             self._claim(band)
-        launch(hidden, other, tap, plan, self._regions, ring, *tables)
+        launch(hidden, other, tap, plan, self._regions, ring, *tables, listed=self._listed)
         for band in bands:
             band.waiting.discard(number)
         self._send([band for band in bands if not band.waiting])

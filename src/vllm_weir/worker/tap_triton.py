@@ -207,6 +207,7 @@ def _tap(
     ints,
     floats,
     vectors,
+    listed,
     hidden_stride,
     other_stride,
     plan_size,
@@ -217,9 +218,12 @@ def _tap(
     STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    LISTED: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
+    if LISTED:
+        token = tl.load(listed + token).to(tl.int64)
     planned = token < plan_size
     slot = tl.load(plan + token * 4, mask=planned, other=-1).to(tl.int64)
     program = tl.load(plan + token * 4 + 2, mask=planned, other=-1).to(tl.int64)
@@ -260,9 +264,16 @@ def _tap(
             _write(hidden, other, token, hidden_stride, other_stride, tap, h, beside, offsets, inside, HAS_OTHER)
 
 
-def launch(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors) -> None:
-    """Record and steer rows of `hidden` and what stands beside it, both [tokens, d_model], as the plan says."""
+def launch(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors, *, listed=None) -> None:
+    """Record and steer rows of `hidden` and what stands beside it, both [tokens, d_model], as the plan says.
+
+    `listed`: int32, the tokens that the plan has something for, those first that begin a group; None for all tokens, as
+    in a CUDA graph, which is to serve any plan. Of thousands of programs that only find that they have nothing to do,
+    each holds up one that has.
+    """
     tokens, d_model = hidden.shape
+    if listed is not None:
+        tokens = len(listed)
     if not tokens:
         return
     if hidden.stride(1) != 1 or (other is not None and other.stride(1) != 1):
@@ -279,6 +290,7 @@ def launch(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors) 
         ints,
         floats,
         vectors,
+        plan if listed is None else listed,
         hidden.stride(0),
         0 if other is None else other.stride(0),
         plan.shape[0],
@@ -289,6 +301,7 @@ def launch(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors) 
         STAGES=STAGES,
         BLOCK=block,
         GROUP=GROUP,
+        LISTED=listed is not None,
         AHEAD=ahead,
         num_warps=4 if block <= 2048 else 16,
         # As many as plain tokens need: with more, only half as many programs have room on a processor.

@@ -6,11 +6,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from vllm_weir.worker.folds import FIELDS
 from vllm_weir.worker.tap import numbered
 
 
 class Warming:
-    """Compiles what nearly every live step launches: two kernels, a second each, most of it spent waiting for ptxas."""
+    """Compiles what live steps launch: a few kernels, seconds each, most of them spent waiting for ptxas."""
 
     def __init__(self, d_model: int, dtype: torch.dtype, device: torch.device) -> None:
         self._done: Future[None] | None = None
@@ -26,11 +27,16 @@ class Warming:
 
 
 def _launch(d_model: int, dtype: torch.dtype, device: torch.device) -> None:
+    from vllm_weir.worker.folds_triton import join
     from vllm_weir.worker.tap_triton import launch
 
     torch.cuda.set_device(device)
+    nobody = torch.zeros(1, dtype=torch.int32, device=device)
     for arguments in stand_ins(d_model, dtype, device):
         launch(*arguments)
+        launch(*arguments, listed=nobody)
+    work = torch.zeros(1, len(FIELDS) + 1, dtype=torch.int32, device=device)  # a fold without columns
+    join(work, 1, *torch.zeros(2, 1, d_model, dtype=torch.float32, device=device))
     torch.cuda.current_stream().synchronize()
 
 
