@@ -28,11 +28,13 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import vllm_weir as weir
-from vllm_weir.frontend.desk import Desk
-from vllm_weir.seams import core, engine, params
-from vllm_weir.seams.worker import _starts
-from vllm_weir.settings import Settings
-from vllm_weir.worker.station import Station
+from vllm_weir.config.settings import Settings
+from vllm_weir.frontend.engine_frontend import Desk
+from vllm_weir.patches import frontend
+from vllm_weir.patches import sampling_params as params
+from vllm_weir.patches import scheduler as core
+from vllm_weir.patches.worker import _starts
+from vllm_weir.worker.runtime import Station
 
 BLOCK = 16
 CASES = (
@@ -92,7 +94,7 @@ class Run:
         def original(self, request):
             states[request.request_id] = SimpleNamespace(external_req_id=request.external_req_id, request_index=0)
 
-        admit = engine.add_request(original, OK)
+        admit = frontend.add_request(original, OK)
         with self.clock.part("caller: admission, a request", self.count):
             for request in requests:
                 admit(self.output_processor, request)
@@ -165,7 +167,7 @@ class Run:
         """Outputs, and the caller's look at all tensors; then everything leaves."""
         clock, states = self.clock, self.output_processor.request_states
         original = lambda self, token_ids, reason: SimpleNamespace(token_ids=token_ids)  # noqa: E731
-        wrapper = engine.new_completion_output(original, OK)
+        wrapper = frontend.new_completion_output(original, OK)
         for state in states.values():
             state.output_kind = SimpleNamespace(name="FINAL_ONLY")
             state.detokenizer = SimpleNamespace(output_token_ids=self.generated)
@@ -176,10 +178,10 @@ class Run:
             self.station.follow((), self.ids)
         self.station.end_step()
         self.line.carry(Clock(), "last")
-        views = [view for o in outputs if (view := engine.view_of(o)) is not None]
+        views = [view for o in outputs if (view := frontend.view_of(o)) is not None]
         with clock.part("caller: check at the end, a request", self.count):
             for view in views:
-                engine._verify(view)
+                frontend._verify(view)
         if views and views[0].part.spec.wishes:
             with clock.part("caller: output.activations, a request", self.count):
                 found = [view.activations() for view in views]

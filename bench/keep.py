@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_weir.keep import Batch, load, open_writer
+from vllm_weir.storage import Batch, load, open_writer
 
 D, LAYERS = 4096, 32
 

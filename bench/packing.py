@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 import triton
 
-from vllm_weir.spec.compress import Compression
-from vllm_weir.worker import codec_triton
-from vllm_weir.worker.codecs import Codecs
+from vllm_weir.schema.compression import Compression
+from vllm_weir.worker.transfer import codec_kernels
+from vllm_weir.worker.transfer.codecs import Codecs
 
 LAYERS, WIDTH, HIDDEN, VOCABULARY, STEPS, REPEATS = 32, 4096, 14336, 128256, 15, 5
 SHAPES = ((16, 3, 4), (16, 4, 4), (32, 3, 4), (32, 4, 4), (64, 3, 4), (64, 4, 4), (128, 3, 8))
@@ -100,13 +100,13 @@ def ways(rows: torch.Tensor, every: bool) -> dict[str, Callable[[], object]]:
     halves = codec.halves
     assert halves is not None
     out: dict[str, Callable[[], object]] = {
-        "product and packing": lambda: codec_triton.pack(codec._project(rows), 64),
+        "product and packing": lambda: codec_kernels.pack(codec._project(rows), 64),
         "as it is": lambda: codec.encode(rows),
     }
     if every:
         for spread, shape in itertools.product((True, False), SHAPES):
             name = ("chunks spread" if spread else "one launch") + ", rows {}, stages {}, warps {}".format(*shape)
-            out[name] = functools.partial(codec_triton.project, rows, halves, spread, shape)
+            out[name] = functools.partial(codec_kernels.project, rows, halves, spread, shape)
     return out
 
 

@@ -70,12 +70,12 @@ def hold_parts() -> None:
     from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.worker.gpu_worker import Worker
 
-    from vllm_weir.frontend import inbox
-    from vllm_weir.frontend.desk import Desk
-    from vllm_weir.frontend.view import View
-    from vllm_weir.worker.drain import Drain
-    from vllm_weir.worker.outlet import CpuOutlet, CudaOutlet
-    from vllm_weir.worker.station import Station
+    from vllm_weir.frontend.engine_frontend import Desk
+    from vllm_weir.frontend.outputs.view import View
+    from vllm_weir.frontend.receive import receiver
+    from vllm_weir.worker.runtime import Station
+    from vllm_weir.worker.transfer.copy_out import CpuOutlet, CudaOutlet
+    from vllm_weir.worker.transfer.notifier import Drain
 
     timed(SamplingParams, "clone", "caller: clone of the params")
     timed(InputProcessor, "process_inputs", "caller: vLLM's reading of the request")
@@ -83,7 +83,7 @@ def hold_parts() -> None:
     timed(SyncMPClient, "add_request", "caller: send to the core")
     timed(OutputProcessor, "process_outputs", "caller: outputs of a step")
     timed(View, "activations", "caller: hand-out")
-    timed(inbox._Desk, "_handle", "caller: a message of rows")
+    timed(receiver._Desk, "_handle", "caller: a message of rows")
     timed(EngineCore, "preprocess_add_request", "core: take in a request")
     timed(EngineCore, "add_request", "core: queue a request")
     timed(Scheduler, "schedule", "core: schedule a step")
@@ -202,7 +202,7 @@ def main() -> None:
     hold_parts()
     from vllm import LLM
 
-    from vllm_weir.bench.command import model_fields
+    from vllm_weir.bench.cli import model_fields
     from vllm_weir.bench.plan import Plan
     from vllm_weir.bench.systems import Weir
     from vllm_weir.bench.weights import fill_engine

@@ -44,8 +44,8 @@ def start(config: dict[str, Any] | None, layers: int, width: int) -> dict[str, f
     from vllm import LLM
 
     from vllm_weir.bench.weights import make_model
-    from vllm_weir.seams import probe
-    from vllm_weir.worker.station import Station
+    from vllm_weir.patches import discovery
+    from vllm_weir.worker.runtime import Station
 
     cuda = torch.cuda.is_available()
     if cuda:
@@ -61,7 +61,7 @@ def start(config: dict[str, Any] | None, layers: int, width: int) -> dict[str, f
 
         hold(GPUModelRunner, "capture_model", "of it: CUDA graphs")
     if config is not None:
-        hold(probe, "map_sites", "of it: proof")
+        hold(discovery, "map_sites", "of it: proof")
         hold(Station, "__init__", "of it: taps and buffers")
     arguments: dict[str, Any] = {}
     if not cuda:

@@ -35,13 +35,13 @@ def timed(owner: Any, name: str, part: str) -> None:
 
 def hold_parts() -> None:
     """Before the engine starts: the seams keep references to bound methods."""
-    from vllm_weir.frontend.desk import Desk
-    from vllm_weir.frontend.view import View
-    from vllm_weir.worker.drain import Drain
-    from vllm_weir.worker.outlet import CudaOutlet
-    from vllm_weir.worker.plan import Planner
-    from vllm_weir.worker.station import Station
-    from vllm_weir.worker.tables import PlanWriter, TableWriter
+    from vllm_weir.frontend.engine_frontend import Desk
+    from vllm_weir.frontend.outputs.view import View
+    from vllm_weir.worker.planning.planner import Planner
+    from vllm_weir.worker.runtime import Station
+    from vllm_weir.worker.tap.device_tables import PlanWriter, TableWriter
+    from vllm_weir.worker.transfer.copy_out import CudaOutlet
+    from vllm_weir.worker.transfer.notifier import Drain
 
     timed(Desk, "admit", "admission, a request")
     timed(Station, "_join", "join, a request")

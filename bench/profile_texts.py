@@ -27,10 +27,10 @@ os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 import profile_call
 
 PARTS = (
-    ("vllm_weir.worker.plan", "Planner", "plan", "worker: of the plan, planning"),
-    ("vllm_weir.worker.treat", "Treater", "run", "worker: of the shipping, treating"),
-    ("vllm_weir.worker.hostmem", "HostBuffer", "prepare", "worker: of the plan, pinning host memory"),
-    ("vllm_weir.frontend.store", "Store", "prepare", "caller: hand-outs made early"),
+    ("vllm_weir.worker.planning.planner", "Planner", "plan", "worker: of the plan, planning"),
+    ("vllm_weir.worker.transfer.postprocess", "Treater", "run", "worker: of the shipping, treating"),
+    ("vllm_weir.worker.transfer.pinned_buffer", "HostBuffer", "prepare", "worker: of the plan, pinning host memory"),
+    ("vllm_weir.frontend.receive.row_store", "Store", "prepare", "caller: hand-outs made early"),
 )
 
 
@@ -144,7 +144,7 @@ def main() -> None:
     hold_parts()
     from vllm import LLM
 
-    from vllm_weir.bench.command import model_fields
+    from vllm_weir.bench.cli import model_fields
     from vllm_weir.bench.weights import fill_engine
 
     cuda = not given.cpu

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from vllm.v1.engine import EngineCoreRequest
 
-from vllm_weir.frontend import inbox
-from vllm_weir.frontend.desk import Desk
-from vllm_weir.settings import Settings
-from vllm_weir.spec.hooks import Site
-from vllm_weir.worker.anchors import Anchor, Key
-from vllm_weir.worker.outlet import at_once
-from vllm_weir.worker.sites import SiteMap
-from vllm_weir.worker.station import ModelFacts, Station
+from vllm_weir.config.settings import Settings
+from vllm_weir.frontend.engine_frontend import Desk
+from vllm_weir.frontend.receive import receiver as inbox
+from vllm_weir.schema.hooks import Site
+from vllm_weir.worker.discovery.anchors import Anchor, Key
+from vllm_weir.worker.discovery.sites import SiteMap
+from vllm_weir.worker.runtime import ModelFacts, Station
+from vllm_weir.worker.transfer.copy_out import at_once
 
 LAYERS, WIDTH, PROMPT = 32, 4096, 16
 SETTINGS = {"hooks": ["resid_pre", "resid_post"], "host_bytes": 64 << 30}

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from vllm_weir.spec.interventions import CONST
-from vllm_weir.worker import tap_triton
-from vllm_weir.worker.programs import LAST
-from vllm_weir.worker.select import STAGES
-from vllm_weir.worker.tap import numbered
+from vllm_weir.schema.interventions import CONST
+from vllm_weir.schema.selectors import STAGES
+from vllm_weir.worker.steering.programs import LAST
+from vllm_weir.worker.tap import triton_kernel
+from vllm_weir.worker.tap.op import numbered
 
 LAYERS, WIDTH, REPLAYS, REPEATS = 32, 4096, 200, 5
 CASES = ("silent", "elsewhere", "capture", "steer")
@@ -87,12 +87,14 @@ def replayed(step: Callable[[], None]) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--against", type=Path, nargs="*", default=[], help="other versions of worker/tap_triton.py")
+    parser.add_argument(
+        "--against", type=Path, nargs="*", default=[], help="other versions of worker/tap/triton_kernel.py"
+    )
     parser.add_argument("--tokens", default="1,32,256,1024")
     parser.add_argument("--behind", action="store_true", help="each launch behind another kernel, as in a model")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    launches = {"this": tap_triton.launch}
+    launches = {"this": triton_kernel.launch}
     for path in given.against:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None and spec.loader is not None

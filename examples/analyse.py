@@ -9,7 +9,7 @@ import torch
 
 import vllm_weir as weir
 from vllm_weir import analysis
-from vllm_weir.keep import Batch
+from vllm_weir.storage import Batch
 
 TEXT = "The gardener went to the market and bought a small red lamp for Anna , who was very happy about it ."
 WORDS = TEXT.split(" ")

@@ -27,7 +27,17 @@ def server() -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    command = [sys.executable, "-m", "vllm_weir.cli", "serve", weir.demo_model(), "--host", "127.0.0.1", "--port", port]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_weir.cli.main",
+        "serve",
+        weir.demo_model(),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+    ]
     command += ["--max-model-len", "256", "--kv-cache-memory-bytes", str(256 << 20)]
     if not torch.cuda.is_available():
         command.append("--enforce-eager")  # on CPU compiling takes longer than this example

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import vllm_weir as weir
-from vllm_weir.keep import Batch, convert
+from vllm_weir.storage import Batch, convert
 
 D, LAYERS = 256, (0, 4, 8)
 

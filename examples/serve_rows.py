@@ -24,7 +24,7 @@ PROMPT = "Anna walked to the harbor in the morning ."
 
 def start(model: str, port: int) -> subprocess.Popen:
     """`weir serve` takes what `vllm serve` takes."""
-    command = [sys.executable, "-m", "vllm_weir.cli", "serve", model, "--served-model-name", "demo"]
+    command = [sys.executable, "-m", "vllm_weir.cli.main", "serve", model, "--served-model-name", "demo"]
     command += ["--max-model-len", "256", "--host", "127.0.0.1", "--port", str(port)]
     if not torch.cuda.is_available():  # on CPU compiling takes longer than this example
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]

@@ -26,7 +26,7 @@ def own_server(key):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = [sys.executable, "-m", "vllm_weir.cli", "serve", weir.demo_model(), "--host", "127.0.0.1"]
+    command = [sys.executable, "-m", "vllm_weir.cli.main", "serve", weir.demo_model(), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "67108864"]
     process = subprocess.Popen(command, env=os.environ | {"WEIR_ADMIN_KEY": key}, stdout=subprocess.DEVNULL)
     try:

@@ -13,7 +13,7 @@ import ast
 import sys
 from pathlib import Path
 
-from vllm_weir.seams.table import SEAMS, Seam
+from vllm_weir.patches.registry import SEAMS, Seam
 
 
 def main(folders: list[str]) -> int:

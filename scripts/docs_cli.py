@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from vllm_weir.cli import app
+from vllm_weir.cli.main import app
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "command-line.md"
 HEAD = """# Command line

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_weir.lazy import lazy_names
-from vllm_weir.seams import guard as _guard
-from vllm_weir.seams import outputs as _outputs
+from vllm_weir.guard import outputs as _outputs
+from vllm_weir.guard import refuse as _guard
+from vllm_weir.util.lazy import lazy_names
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
         unregister,
     )
     from vllm_weir.api import list_vectors as list
-    from vllm_weir.client.aio import AsyncClient
+    from vllm_weir.client.async_client import AsyncClient
+    from vllm_weir.client.client import Client
     from vllm_weir.client.errors import AuthError, NotFound, ServerError, TooLarge
-    from vllm_weir.client.sync import Client
-    from vllm_weir.drop_in import LLM, AsyncLLM
     from vllm_weir.errors import WeirError
-    from vllm_weir.extraction.job import extract
-    from vllm_weir.frontend.activations import Activations, Receipt
-    from vllm_weir.keep.dataset import ActivationDataset
-    from vllm_weir.keep.open import load, open_writer
-    from vllm_weir.spec.capture import Capture
-    from vllm_weir.spec.hooks import Site
-    from vllm_weir.spec.interventions import Ablate, Add, Clamp, LowRank, Replace
-    from vllm_weir.spec.lens import SteeringVector
-    from vllm_weir.spec.tiers import from_tiers
-    from vllm_weir.spec.verdict import SiteVerdict
+    from vllm_weir.extraction.run import extract
+    from vllm_weir.integrations.probe_hook import LLM, AsyncLLM
+    from vllm_weir.results.activations import Activations, Receipt
+    from vllm_weir.schema.capture import Capture
+    from vllm_weir.schema.compat.three_tier import from_tiers
+    from vllm_weir.schema.compat.vllm_lens import SteeringVector
+    from vllm_weir.schema.hooks import Site
+    from vllm_weir.schema.interventions import Ablate, Add, Clamp, LowRank, Replace
+    from vllm_weir.schema.site_verdict import SiteVerdict
+    from vllm_weir.storage.dataset import ActivationDataset
+    from vllm_weir.storage.loading import load, open_writer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -95,39 +95,39 @@ _outputs.give_outputs_properties()
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "Ablate": "vllm_weir.spec.interventions",
-        "ActivationDataset": "vllm_weir.keep.dataset",
-        "Activations": "vllm_weir.frontend.activations",
-        "Add": "vllm_weir.spec.interventions",
-        "AsyncClient": "vllm_weir.client.aio",
-        "AsyncLLM": "vllm_weir.drop_in",
+        "Ablate": "vllm_weir.schema.interventions",
+        "ActivationDataset": "vllm_weir.storage.dataset",
+        "Activations": "vllm_weir.results.activations",
+        "Add": "vllm_weir.schema.interventions",
+        "AsyncClient": "vllm_weir.client.async_client",
+        "AsyncLLM": "vllm_weir.integrations.probe_hook",
         "AuthError": "vllm_weir.client.errors",
-        "Capture": "vllm_weir.spec.capture",
-        "Clamp": "vllm_weir.spec.interventions",
-        "Client": "vllm_weir.client.sync",
-        "LLM": "vllm_weir.drop_in",
-        "LowRank": "vllm_weir.spec.interventions",
+        "Capture": "vllm_weir.schema.capture",
+        "Clamp": "vllm_weir.schema.interventions",
+        "Client": "vllm_weir.client.client",
+        "LLM": "vllm_weir.integrations.probe_hook",
+        "LowRank": "vllm_weir.schema.interventions",
         "NotFound": "vllm_weir.client.errors",
-        "Receipt": "vllm_weir.frontend.activations",
-        "Replace": "vllm_weir.spec.interventions",
+        "Receipt": "vllm_weir.results.activations",
+        "Replace": "vllm_weir.schema.interventions",
         "RequestOutput": "vllm",  # with the drop-in classes, so that a script can import all that it needs from here
         "SamplingParams": "vllm",
         "ServerError": "vllm_weir.client.errors",
-        "Site": "vllm_weir.spec.hooks",
-        "SiteVerdict": "vllm_weir.spec.verdict",
-        "SteeringVector": "vllm_weir.spec.lens",
+        "Site": "vllm_weir.schema.hooks",
+        "SiteVerdict": "vllm_weir.schema.site_verdict",
+        "SteeringVector": "vllm_weir.schema.compat.vllm_lens",
         "TooLarge": "vllm_weir.client.errors",
         "WeirError": "vllm_weir.errors",
         "clear_global": "vllm_weir.api",
         "demo_model": "vllm_weir.api",
-        "extract": "vllm_weir.extraction.job",
+        "extract": "vllm_weir.extraction.run",
         "flush": "vllm_weir.api",
-        "from_tiers": "vllm_weir.spec.tiers",
+        "from_tiers": "vllm_weir.schema.compat.three_tier",
         "list": "vllm_weir.api:list_vectors",
         "list_vectors": "vllm_weir.api",
-        "load": "vllm_weir.keep.open",
+        "load": "vllm_weir.storage.loading",
         "mark": "vllm_weir.api",
-        "open_writer": "vllm_weir.keep.open",
+        "open_writer": "vllm_weir.storage.loading",
         "params": "vllm_weir.api",
         "register": "vllm_weir.api",
         "set_global": "vllm_weir.api",

@@ -8,20 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_weir.environ import OFF, disabled
+from vllm_weir.config.env import OFF, disabled
 from vllm_weir.errors import WeirError
-from vllm_weir.seams import guard
-from vllm_weir.spec.capture import Capture
-from vllm_weir.spec.interventions import Intervention
-from vllm_weir.spec.keys import WIRE_KEY, refuse_slips
-from vllm_weir.spec.request import RequestSpec, parse_captures, parse_interventions
-from vllm_weir.spec.text import dumps
-from vllm_weir.spec.verdict import SiteVerdict
+from vllm_weir.guard import refuse
+from vllm_weir.schema.capture import Capture
+from vllm_weir.schema.interventions import Intervention
+from vllm_weir.schema.json_text import dumps
+from vllm_weir.schema.keys import WIRE_KEY, refuse_slips
+from vllm_weir.schema.request import RequestSpec, parse_captures, parse_interventions
+from vllm_weir.schema.site_verdict import SiteVerdict
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-    from vllm_weir.frontend.sinks.ticket import Ticket
+    from vllm_weir.frontend.outputs.ticket import Ticket
 
 
 def params(
@@ -116,7 +116,7 @@ def sites(llm: Any) -> list[SiteVerdict]:
 
 async def sites_async(engine: Any) -> list[SiteVerdict]:
     """`sites` of an ``AsyncLLM``, whose workers can only be asked asynchronously."""
-    from vllm_weir.seams.engine import ask_workers
+    from vllm_weir.patches.frontend import ask_workers
 
     await ask_workers(engine)
     return _verdicts(_desk(engine).require_facts())
@@ -142,7 +142,7 @@ def mark(request_id: str, *, llm: Any = None, **metadata: Any) -> list[Ticket]:
     Raises:
         WeirError: if no such request is known, or its rows are gone.
     """
-    from vllm_weir.frontend.desk import desks
+    from vllm_weir.frontend.engine_frontend import desks
 
     dumps(metadata, "metadata")
     boards = [desk.board for desk in ([_desk(llm)] if llm is not None else desks())]
@@ -171,11 +171,11 @@ def sinks(llm: Any) -> dict[str, dict[str, Any]]:
 
 def _desk(llm: Any) -> Any:
     try:
-        from vllm_weir.seams.engine import desk_of
+        from vllm_weir.patches.frontend import desk_of
 
         return desk_of(llm)
     except ImportError as e:
-        raise WeirError(OFF if disabled() else guard.cause_of(e), WIRE_KEY) from e
+        raise WeirError(OFF if disabled() else refuse.cause_of(e), WIRE_KEY) from e
     except WeirError:
         if disabled():
             raise WeirError(OFF, WIRE_KEY) from None

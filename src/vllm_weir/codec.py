@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.spec.compress import Compression, header_bytes
+from vllm_weir.schema.compression import Compression, header_bytes
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0

@@ -5,7 +5,7 @@ vLLM logs and ignores a plugin that cannot be imported, so this imports with the
 
 from __future__ import annotations
 
-from vllm_weir.seams import guard
+from vllm_weir.guard import refuse
 
 
 def register() -> None:
@@ -16,20 +16,20 @@ def register() -> None:
     """
     try:
         _install()
-    except guard.Unguarded:
-        guard.retry_next_time()
+    except refuse.Unguarded:
+        refuse.retry_next_time()
         raise
 
 
 def _install() -> None:
     try:
-        from vllm_weir.environ import disabled
-        from vllm_weir.orphans import end_with_parent
-        from vllm_weir.seams.table import install
+        from vllm_weir.config.env import disabled
+        from vllm_weir.patches.registry import install
+        from vllm_weir.util.parent_death import end_with_parent
 
         end_with_parent()
         install(active=not disabled())
-    except guard.Unguarded:
+    except refuse.Unguarded:
         raise
     except Exception as e:  # noqa: BLE001 - whatever it is: the guard tells those whom it concerns
-        guard.refuse_because_of(e)
+        refuse.refuse_because_of(e)

@@ -74,7 +74,7 @@ def run(source: Path, out: Path, rng: random.Random | None) -> bool:
 
 def trial(folder: Path, kills: int, seed: int, records: int) -> dict[str, Any]:
     """All of it; raises AssertionError if a dataset is not the uninterrupted one."""
-    from vllm_weir.keep import load
+    from vllm_weir.storage import load
 
     source = write_jsonl(folder / "texts.jsonl", texts(records, seed))
     assert run(source, folder / "whole", None)

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.support.engines import DEFAULTS, close_all, get_llm
 from tests.support.without import WITHOUT, block
-from vllm_weir.seams.guard import cause_of
+from vllm_weir.guard.refuse import cause_of
 
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8, 9]}, {"prompt_token_ids": [11, 12, 13]}]
 CAPTURE = {"v": 1, "capture": [{"hook": "resid_post", "layers": [1]}]}
@@ -139,12 +139,12 @@ def main(model_dir: str, mode: str, module: str = "") -> None:
     elif mode == "core":
         os.environ[WITHOUT] = module
     elif mode == "broken":
-        from vllm_weir.seams import table
+        from vllm_weir.patches import registry
 
         def install(active: bool) -> None:
             raise ZeroDivisionError("of our own making")
 
-        table.install = install
+        registry.install = install
     found: Any
     if mode == "unguarded":
         found = twice(model_dir)

@@ -23,7 +23,7 @@ ARGS = [
     *("--block-size", "32", "--seed", "0", "--kv-cache-memory-bytes", "67108864"),
     *("--host", "127.0.0.1", "--disable-uvicorn-access-log"),
 ]
-WEIR = [sys.executable, "-m", "vllm_weir.cli", "serve"]
+WEIR = [sys.executable, "-m", "vllm_weir.cli.main", "serve"]
 PLAIN = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 
 

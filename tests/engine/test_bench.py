@@ -17,7 +17,7 @@ CLOSE_OTHERS = True
 @pytest.mark.timeout(600)
 def test_smoke(tmp_path: Path) -> None:
     out = tmp_path / "smoke.json"
-    command = [sys.executable, "-m", "vllm_weir.cli", "bench", "--smoke", "--model", "demo", "--repeats", "1"]
+    command = [sys.executable, "-m", "vllm_weir.cli.main", "bench", "--smoke", "--model", "demo", "--repeats", "1"]
     command += [
         "--systems",
         "stock,weir,native",

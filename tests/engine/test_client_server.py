@@ -16,8 +16,8 @@ import vllm_weir as weir
 from tests.engine.serve_cases import ADAPTER, MAX_TOKENS, MESSAGES, cases, vector
 from tests.support.machine import engine_processes, needs
 from tests.support.measure import rel_err
-from vllm_weir.client.answer import Choice, activations_of
-from vllm_weir.client.request import weir_object
+from vllm_weir.client.payload import weir_object
+from vllm_weir.client.results import Choice, activations_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(engine_processes)]
 SHARES_SERVER = True

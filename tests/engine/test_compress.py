@@ -10,7 +10,7 @@ from tests.engine.common import assert_nothing_is_held, directory, oracle, promp
 from tests.support.engines import get_llm
 from tests.support.steered import chunks
 from vllm_weir import codec
-from vllm_weir.spec.compress import Compression
+from vllm_weir.schema.compression import Compression
 
 pytestmark = pytest.mark.engine
 SELECTORS = ["all", "prompt", "generated", "last_prompt", "sampled", [0, 3, -1], "2:40:3", {"token_ids": [5, 6, 7, 8]}]

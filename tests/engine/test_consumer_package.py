@@ -21,7 +21,7 @@ if __name__ == "__main__":
               additional_config={"weir": {"sinks": sinks}})
     out = llm.generate("Tom went to the garden.", SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))[0]
     print("receipt", out.receipt.sinks, out.receipt.files)
-    from vllm_weir.doctor import examine
+    from vllm_weir.cli.doctor import examine
     print("doctor", [r for r in examine(live=False).consumers if r["consumer"] == "norm_watch"])
 """
 

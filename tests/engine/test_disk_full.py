@@ -15,7 +15,7 @@ from tests.engine.common import assert_nothing_is_held, directory, prompts, samp
 from tests.support.engines import get_llm
 from tests.support.extracting import differences, run_fake, texts, write_jsonl
 from tests.support.machine import mounted, needs, tmpfs
-from vllm_weir.keep import load
+from vllm_weir.storage import load
 
 SIZE = 2 << 20
 pytestmark = needs(tmpfs)

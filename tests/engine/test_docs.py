@@ -28,7 +28,7 @@ import vllm_weir as weir
 from tests.support.engines import DEFAULTS, EAGER, close_all, get_llm
 from tests.support.markdown import ROOT, Block, blocks, commands, pages, split_environment
 from tests.unit.test_admin_routes import gguf
-from vllm_weir.cli import app
+from vllm_weir.cli.main import app
 from vllm_weir.extraction.engine import VllmEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -237,7 +237,7 @@ def test_a_server_takes_these_options(words: list[str]) -> None:
     from vllm.entrypoints.cli.serve import cmd_init
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_weir.serve.command import OPTION
+    from vllm_weir.cli.serve import OPTION
 
     rest = words[2:]
     if words[0] == "weir" and OPTION in rest:

@@ -21,7 +21,7 @@ from tests.support.machine import GIB, engine_processes, memory, module, needs
 from tests.support.measure import eventually, rel_err
 from tests.support.oracle import Oracle
 from tests.support.zygote import ROOT, zygote
-from vllm_weir.keep import load
+from vllm_weir.storage import load
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500), needs(engine_processes)]
 CLOSE_OTHERS = True
@@ -32,7 +32,7 @@ RAY = {"num_cpus": 2, "object_store_memory": 100_000_000}
 def extract(source: Path, out: Path) -> list[str]:
     """The arguments of Python for `weir extract`."""
     return [
-        "-m", "vllm_weir.cli", "extract", str(source), "-m", weir.demo_model(), "-o", str(out),
+        "-m", "vllm_weir.cli.main", "extract", str(source), "-m", weir.demo_model(), "-o", str(out),
         "--layers", "1,4", "-e", json.dumps(ENGINE), "--batch", "8", "--flush-seconds", "0", "--json", "-q",
     ]  # fmt: skip
 

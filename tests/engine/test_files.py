@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import vllm_weir as weir
 from tests.engine.common import assert_nothing_is_held, directory, prompts, sampling
 from tests.support.engines import get_llm
-from vllm_weir.keep import load
+from vllm_weir.storage import load
 
 pytestmark = pytest.mark.engine
 LAYOUTS = ["per_request", "packed", "sharded"]

@@ -21,7 +21,7 @@ from tests.engine.serve_cases import ADAPTER, MAX_TOKENS, MESSAGES, cases, lens_
 from tests.engine.test_client_server import bits
 from tests.support.machine import engine_processes, needs
 from vllm_weir import SteeringVector
-from vllm_weir.inspect_provider import server_body
+from vllm_weir.integrations.inspect_ai import server_body
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs(engine_processes)]
 SHARES_SERVER = True

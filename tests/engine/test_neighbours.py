@@ -14,7 +14,7 @@ import vllm_weir as weir
 from tests.engine.common import asking, directory, oracle, prompts, same_rows, sampling, verify
 from tests.support.engines import get_llm
 from tests.support.zygote import ROOT, zygote
-from vllm_weir.worker import tap
+from vllm_weir.worker.tap import op
 
 pytestmark = pytest.mark.engine
 
@@ -56,8 +56,8 @@ def test_rows_do_not_depend_on_who_is_in_the_batch(root):
 def test_taps_are_not_asked_in_a_pass_without_wishes(root, monkeypatch):
     """Nor are those that no request of a step wants: an eager pass pays for the taps that act alone."""
     llm, asked = get_llm(directory(root), enable_prefix_caching=False), []
-    act = tap._act
-    monkeypatch.setattr(tap, "_act", lambda usual, *tensors: asked.append(1) or act(usual, *tensors))
+    act = op._act
+    monkeypatch.setattr(op, "_act", lambda usual, *tensors: asked.append(1) or act(usual, *tensors))
 
     def ops(params) -> int:
         asked.clear()

@@ -13,7 +13,7 @@ import pytest
 import vllm_weir as weir
 from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
 from tests.support import machine
-from vllm_weir.spec.vectors import Vector
+from vllm_weir.schema.vectors import Vector
 
 pytestmark = [pytest.mark.engine, machine.needs(machine.chromium, machine.engine_processes)]
 CLOSE_OTHERS = True

@@ -15,7 +15,7 @@ from tests.support.engines import async_llm, get_llm
 from tests.support.machine import engine_processes, model_dtype, needs, op
 from tests.support.measure import rel_err
 from tests.support.quantised import gptq
-from vllm_weir.spec.hooks import BLOCK_HOOKS, HOOKS
+from vllm_weir.schema.hooks import BLOCK_HOOKS, HOOKS
 
 pytestmark = pytest.mark.engine
 EVERY = [weir.Capture(hook) for hook in HOOKS]

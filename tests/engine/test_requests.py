@@ -26,7 +26,7 @@ from tests.engine.common import (
 )
 from tests.support.engines import get_llm
 from tests.support.measure import rel_err
-from vllm_weir.seams import params as seams
+from vllm_weir.patches import sampling_params as seams
 
 pytestmark = pytest.mark.engine
 LAYERS = 4
@@ -177,7 +177,7 @@ def test_two_captures_of_one_site_merge(llm, truth):
 
 def test_as_many_selectors_as_a_request_may_have(llm, truth):
     """Every capture has positions of its own, so that every combination gets rows of its own."""
-    from vllm_weir.spec.request import MAX_CAPTURES
+    from vllm_weir.schema.request import MAX_CAPTURES
 
     capture = [weir.Capture("resid_post", i % LAYERS, [i]) for i in range(MAX_CAPTURES)]
     params = weir.params(sampling(), capture=capture)

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.engine.serving import ADMIN_KEY, API_KEY, WEIR, running
 from tests.support.machine import engine_processes, needs
 from tests.support.measure import eventually
-from vllm_weir.frontend.activations import Activations
+from vllm_weir.results.activations import Activations
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200), needs(engine_processes)]
 CLOSE_OTHERS = True

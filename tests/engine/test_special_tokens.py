@@ -13,7 +13,7 @@ from tests.support.measure import rel_err
 from tests.support.models import BOS, EOS, PAD, UNK
 from tests.support.steered import directory, idle, sampling, tokens, truth, vectors
 from vllm_weir.codec import decode, encode
-from vllm_weir.spec.compress import Compression
+from vllm_weir.schema.compression import Compression
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 # Prompts of 100 tokens come in two chunks.

@@ -82,7 +82,7 @@ def test_a_missing_guard_stops_the_plugin(monkeypatch):
     """Without the guard requests with keys would run unheeded."""
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    from vllm_weir.seams.table import install
+    from vllm_weir.patches.registry import install
 
     monkeypatch.delattr(OutputProcessor, "add_request")
     with pytest.raises(RuntimeError, match=r"OutputProcessor\.add_request"):

@@ -23,7 +23,7 @@ from tests.support.steered import (
     truth,
     vectors,
 )
-from vllm_weir.spec.positions import Positions
+from vllm_weir.schema.positions import Positions
 
 pytestmark = pytest.mark.engine
 ENGINE = {"block_size": 32, "max_num_seqs": 128, "max_num_batched_tokens": 4096}

@@ -24,11 +24,11 @@ from tests.support.steered import (
     usage,
     vectors,
 )
-from vllm_weir.frontend import along
-from vllm_weir.worker import strands
-from vllm_weir.worker.drain import Drain
-from vllm_weir.worker.fetch import Fetcher
-from vllm_weir.worker.strands import Strands
+from vllm_weir.frontend.admission import inline_vectors
+from vllm_weir.worker.planning import row_sequences
+from vllm_weir.worker.planning.row_sequences import Strands
+from vllm_weir.worker.steering.vector_fetch import Fetcher
+from vllm_weir.worker.transfer.notifier import Drain
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 ROWS = 8
@@ -269,10 +269,10 @@ def test_vectors_come_along_and_are_asked_for_only_where_that_was_not_so(engine,
     rows, _ = oracle.steered(tokens(9), 9, [])
     assert rel_err(out.activations["resid_post", 1], rows["resid_post", 1] @ directions.T) <= 1e-5
     assert not asked
-    monkeypatch.setattr(along, "MOST", 4 * D)
+    monkeypatch.setattr(inline_vectors, "MOST", 4 * D)
     steered(61, 62)
     assert [len(digests) for digests in asked] == [2], "too many to come along"
-    monkeypatch.setattr(along.Along, "of", lambda *_: {})
+    monkeypatch.setattr(inline_vectors.Along, "of", lambda *_: {})
     for seed in range(63, 63 + ROWS):
         steered(seed)
     assert len(asked) == 1 + ROWS
@@ -379,7 +379,7 @@ def test_a_request_that_took_nothing_from_the_cache_outlives_an_equal_one_that_f
             raise weir.WeirError("the host buffer is full", "capture")
         return place(self, strand, rows)
 
-    monkeypatch.setattr(strands, "FIRST_GENERATED", 4)  # the rows need new room as they become more
+    monkeypatch.setattr(row_sequences, "FIRST_GENERATED", 4)  # the rows need new room as they become more
     monkeypatch.setattr(Strands, "place", full)
     for name in ("stays", "fails"):
         lowlevel.add_request(name, prompt(70, 6), params)

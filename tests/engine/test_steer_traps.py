@@ -11,7 +11,7 @@ import vllm_weir as weir
 from tests.support.engines import close_all, get_llm
 from tests.support.measure import rel_err
 from tests.support.steered import check, chunks, directory, prompt, sampling, scheduler, tokens, truth, vectors
-from vllm_weir.worker.plan import Planner
+from vllm_weir.worker.planning.planner import Planner
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 ENGINE = {"block_size": 32, "max_num_seqs": 128, "max_num_batched_tokens": 4096}

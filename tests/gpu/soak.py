@@ -61,7 +61,7 @@ def main() -> None:
 
     import vllm_weir as weir
     from vllm_weir.bench.weights import make_model
-    from vllm_weir.settings import Settings
+    from vllm_weir.config.settings import Settings
 
     llm = LLM(
         make_model(Path(tempfile.mkdtemp())), load_format="dummy", dtype="bfloat16", max_model_len=2048,

@@ -9,7 +9,7 @@ from tests.support.engines import get_llm
 from tests.support.measure import rel_err
 from tests.support.oracle import Oracle
 from vllm_weir import codec
-from vllm_weir.spec.compress import Compression
+from vllm_weir.schema.compression import Compression
 
 pytestmark = pytest.mark.gpu
 METHODS = ["full8", "topk8", "fp16", "fp8", {"method": "rp8", "k": 64}]
@@ -62,7 +62,7 @@ def test_prompts_that_leave_the_ring_band_by_band(directory, how, monkeypatch):
     from vllm import SamplingParams
 
     import vllm_weir as weir
-    from vllm_weir.worker.stream import Streamer
+    from vllm_weir.worker.transfer.streamed_copy import Streamer
 
     begin, streamed = Streamer.begin, []
 
@@ -109,8 +109,8 @@ def test_prompts_that_leave_the_ring_band_by_band(directory, how, monkeypatch):
 @pytest.mark.parametrize("k", [32, 64, 128, 100])
 def test_records_of_rp8_are_within_half_a_step(k, dtype):
     """Of the exact projection of the same rows; where one kernel does it, a record does not depend on its batch."""
-    from vllm_weir.worker.codec_triton import PROJECTED
-    from vllm_weir.worker.codecs import Codecs
+    from vllm_weir.worker.transfer.codec_kernels import PROJECTED
+    from vllm_weir.worker.transfer.codecs import Codecs
 
     compression = Compression.parse({"method": "rp8", "k": k, "seed": 5}, "compress")
     codecs = Codecs(4096, torch.device("cuda", 0), dtype)
@@ -132,16 +132,16 @@ def test_records_of_rp8_are_within_half_a_step(k, dtype):
 
 def test_only_records_cross_the_bus(directory, monkeypatch):
     """Counted where the copy engine is told what to copy."""
-    from vllm_weir.worker import outlet
+    from vllm_weir.worker.transfer import copy_out
 
     moved = []
-    copy = outlet.copy_pieces
+    copy = copy_out.copy_pieces
 
     def counting(targets, sources, sizes, stream):
         moved.append(int(sizes.sum()))
         copy(targets, sources, sizes, stream)
 
-    monkeypatch.setattr(outlet, "copy_pieces", counting)
+    monkeypatch.setattr(copy_out, "copy_pieces", counting)
     llm = get_llm(directory, enforce_eager=False, dtype="bfloat16", kv_cache_memory_bytes=1 << 30)
     from vllm import SamplingParams
 

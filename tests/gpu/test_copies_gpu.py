@@ -1,4 +1,4 @@
-"""The driver's batched copies, on real memory: what `vllm_weir.worker.dma` tells it is what it does."""
+"""The driver's batched copies, on real memory: what `vllm_weir.worker.transfer.cuda_memcpy` tells it is what it does."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ WIDTH = 192
 @pytest.mark.parametrize("batched", [True, False])
 def test_runs_and_pieces(batched, monkeypatch):
     """Rows go where they belong, and nothing else is written."""
-    from vllm_weir.worker import dma, outlet
-    from vllm_weir.worker.hostmem import HostBuffer
-    from vllm_weir.worker.ring import Ring
+    from vllm_weir.worker.transfer import copy_out, cuda_memcpy
+    from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
+    from vllm_weir.worker.transfer.ring import Ring
 
     if batched:
-        assert dma._batch() is not None and dma._batch_of_runs() is not None, "this driver has no batched copies"
+        assert cuda_memcpy._batch() is not None and cuda_memcpy._batch_of_runs() is not None, (
+            "this driver has no batched copies"
+        )
     else:
-        monkeypatch.setattr(dma, "_batch", lambda: None)
-        monkeypatch.setattr(dma, "_batch_of_runs", lambda: None)
+        monkeypatch.setattr(cuda_memcpy, "_batch", lambda: None)
+        monkeypatch.setattr(cuda_memcpy, "_batch_of_runs", lambda: None)
     torch.cuda.init()
     ring = Ring(1000, WIDTH, torch.bfloat16, torch.device("cuda", 0))
     ring.buffer.copy_(torch.randn(1000, WIDTH, generator=torch.Generator().manual_seed(1)))
@@ -30,7 +32,7 @@ def test_runs_and_pieces(batched, monkeypatch):
         host.prepare(0, host.rows)
         rows = host.view(WIDTH, torch.bfloat16)
         rows.fill_(7)
-        sender = outlet.CudaOutlet(ring, host)
+        sender = copy_out.CudaOutlet(ring, host)
         edge = host._block_rows
         runs = [(0, 10, 5, 7, 3), (7, 100, 32, 16, 1), (30, edge - 40, 38, 9, 4), (50, 300_000, 2, 5, 2)]
         rest = np.array([(500, 9, 1), (501, 2000, 40), (600, edge - 3, 6)], np.int64)

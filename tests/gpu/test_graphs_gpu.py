@@ -18,7 +18,7 @@ from tests.support.engines import get_llm
 from tests.support.machine import gpus, needs
 from tests.support.measure import rel_err
 from tests.support.oracle import Oracle
-from vllm_weir.seams import graph_sets
+from vllm_weir.patches import cuda_graph_sets
 
 pytestmark = pytest.mark.gpu
 MODES = {"full": {}, "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}}
@@ -122,8 +122,8 @@ def write_tokens(directory, target):
 
 
 def test_alternating_batches(directory, oracle, without_weir, mode, monkeypatch):
-    monkeypatch.setattr(graph_sets, "WORTH_MORE", {"FULL": 3, "PIECEWISE": 3})
-    monkeypatch.setattr(graph_sets, "PATIENCE", 1)
+    monkeypatch.setattr(cuda_graph_sets, "WORTH_MORE", {"FULL": 3, "PIECEWISE": 3})
+    monkeypatch.setattr(cuda_graph_sets, "PATIENCE", 1)
     llm = engine(directory, mode)
     silent = dict(runner(llm).cudagraph_manager.graphs)
     seen = [sets(llm)["live"]]
@@ -177,9 +177,9 @@ def test_idle_graphs_hold_no_tap(directory, oracle, mode):
 
 def test_a_failed_capture_serves_the_step_all_the_same(directory, oracle, mode, monkeypatch):
     """The memory runs out in the middle of a capture; the next bucket's capture works again."""
-    from vllm_weir.worker import tap_triton
+    from vllm_weir.worker.tap import triton_kernel
 
-    monkeypatch.setattr(graph_sets, "WORTH_IT", {"FULL": 1, "PIECEWISE": 1})
+    monkeypatch.setattr(cuda_graph_sets, "WORTH_IT", {"FULL": 1, "PIECEWISE": 1})
     llm = engine(directory, mode)
     prompts = [[5 + i + j for j in range(9)] for i in range(52)]
     held = runner(llm).cudagraph_manager.capture.__self__
@@ -187,14 +187,14 @@ def test_a_failed_capture_serves_the_step_all_the_same(directory, oracle, mode, 
     held._masks.clear()
     for swap in itertools.chain(*held._swaps.values()):
         swap.sets.clear()
-    launch, fail = tap_triton.launch, itertools.count()
+    launch, fail = triton_kernel.launch, itertools.count()
 
     def failing(*tables):
         if torch.cuda.is_current_stream_capturing() and next(fail) == 1:
             raise torch.OutOfMemoryError("no memory left")
         launch(*tables)
 
-    monkeypatch.setattr(tap_triton, "launch", failing)
+    monkeypatch.setattr(triton_kernel, "launch", failing)
     for n, failed in ((52, 1), (52, 1), (60, 1)):
         batch = (prompts * 2)[:n]
         for out in generate(llm, batch, ["read"] * n, oracle.hidden_size)[::7]:

@@ -24,10 +24,10 @@ def shipped(graphs=None, **more):
 @pytest.mark.parametrize("d_model", [96, 256, 4096])
 @pytest.mark.parametrize("beside", [("residual", 1.0, 1.0), ("residual", 1.3, 0.7), ("offset", 0.8, 0.8)], ids=str)
 def test_the_triton_tap_equals_the_cpu_op(d_model, dtype, beside):
-    from vllm_weir.spec.interventions import Ablate, Add, Clamp, LowRank, Move, Replace
-    from vllm_weir.spec.sizes import Sizes
-    from vllm_weir.worker.programs import ProgramTable
-    from vllm_weir.worker.tap import Switch, TapTensors, numbered
+    from vllm_weir.schema.interventions import Ablate, Add, Clamp, LowRank, Move, Replace
+    from vllm_weir.schema.table_sizes import Sizes
+    from vllm_weir.worker.steering.programs import ProgramTable
+    from vllm_weir.worker.tap.op import Switch, TapTensors, numbered
 
     rng = np.random.default_rng(0)
     v = lambda *s: rng.standard_normal(s).astype(np.float32)

@@ -81,7 +81,7 @@ def test_products_with_directions(directory, oracle, how):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_reduction_has_the_cpu_s_bits_however_the_prompt_was_cut(dtype, width):
     from tests.unit.test_folds import Worker, content
-    from vllm_weir.worker.tap_triton import launch
+    from vllm_weir.worker.tap.triton_kernel import launch
 
     asked = {"a": ("mean", "prompt", 700), "b": ("max", "1:300:3", 300), "c": ("mean", [0, 3, 130, -1], 200)}
     cuts = ([700, 300, 200],), ([1, 300, 3], [127, 0, 130], [400, 0, 67], [172, 0, 0])
@@ -104,7 +104,7 @@ def test_a_reduction_has_the_cpu_s_bits_however_the_prompt_was_cut(dtype, width)
 def test_a_full_host_buffer_drops_rows_and_says_so(directory, oracle, monkeypatch):
     """Rows that are there are right and in their places; the others are in the receipt."""
     import vllm_weir as weir
-    from vllm_weir.frontend.store import Store
+    from vllm_weir.frontend.receive.row_store import Store
 
     monkeypatch.setattr(Store, "_spill", lambda self, mirror: None)  # the reader would make room
 

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def strict(monkeypatch):
     """Names of what has run under torch's debug mode for synchronisations."""
-    from vllm_weir.worker.station import Station
-    from vllm_weir.worker.stream import Streamer
+    from vllm_weir.worker.runtime import Station
+    from vllm_weir.worker.transfer.streamed_copy import Streamer
 
     ran: set[str] = set()
 
@@ -41,7 +41,7 @@ def strict(monkeypatch):
 
 
 def test_the_debug_mode_notices_a_copy_from_memory_that_is_not_pinned():
-    from vllm_weir.worker.upload import upload
+    from vllm_weir.util.h2d import upload
 
     array = torch.arange(1000).numpy()
     torch.cuda.set_sync_debug_mode("error")

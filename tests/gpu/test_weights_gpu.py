@@ -14,7 +14,7 @@ from tests.conformance.oracle import Oracle as Points
 from tests.engine.test_points import check_identities
 from tests.support.engines import get_llm
 from tests.support.models import make_model
-from vllm_weir.spec.hooks import HOOKS
+from vllm_weir.schema.hooks import HOOKS
 
 pytestmark = pytest.mark.gpu
 LARGEST = torch.finfo(torch.float8_e4m3fn).max

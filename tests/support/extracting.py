@@ -16,9 +16,9 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.engine import Reading
-from vllm_weir.extraction.job import extract
-from vllm_weir.extraction.wanted import Wanted
-from vllm_weir.keep import ActivationDataset, Batch
+from vllm_weir.extraction.run import extract
+from vllm_weir.extraction.run_spec import Wanted
+from vllm_weir.storage import ActivationDataset, Batch
 
 D = 16
 WORDS = [

@@ -7,7 +7,7 @@ import importlib.metadata
 import re
 from typing import Any
 
-from vllm_weir.seams.guard import module_of
+from vllm_weir.guard.refuse import module_of
 
 WITHOUT = "WEIR_TEST_WITHOUT"
 """Environment variable: what the processes that an engine starts cannot import."""

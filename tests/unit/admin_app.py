@@ -16,13 +16,13 @@ from starlette.exceptions import HTTPException
 from tests.unit.desks import desk_of
 from tests.unit.wishes import served
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.facts import EngineFacts
-from vllm_weir.serve import activations, marks, steering, vectors
-from vllm_weir.serve.body import BodyLimit
-from vllm_weir.serve.errors import TYPES, error, weir_error
-from vllm_weir.serve.limits import Limits
-from vllm_weir.serve.state import ServerState
-from vllm_weir.spec.hooks import Site
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.schema.hooks import Site
+from vllm_weir.server.errors import TYPES, error, weir_error
+from vllm_weir.server.limits import Limits
+from vllm_weir.server.routes import activations, marks, steering, vectors
+from vllm_weir.server.routes.body_limit import BodyLimit
+from vllm_weir.server.state import ServerState
 
 D, LAYERS, KEY = 8, 4, "admin-key"
 FACTS = EngineFacts(served(LAYERS, {Site("resid_mid", 2)}), LAYERS, D, "float32", 1 << 20)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
-from vllm_weir.worker.families import Family
-from vllm_weir.worker.sites import SiteMap, find_scene, map_sites
+from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
+from vllm_weir.worker.discovery.overrides import Family
+from vllm_weir.worker.discovery.sites import SiteMap, find_scene, map_sites
 
 D, TOKENS, LAYERS = 16, 6, 3
 

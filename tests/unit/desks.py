@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_weir.frontend.desk import Desk
-from vllm_weir.frontend.facts import EngineFacts
-from vllm_weir.settings import Settings
+from vllm_weir.config.settings import Settings
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.engine_frontend import Desk
 
 
 def desk_of(facts: EngineFacts, **settings: Any) -> Desk:

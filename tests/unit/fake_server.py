@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import torch
 
-from vllm_weir.frontend.activations import Activations, Receipt
-from vllm_weir.spec.hooks import Site
+from vllm_weir.results.activations import Activations, Receipt
+from vllm_weir.schema.hooks import Site
 
 D = 8
 

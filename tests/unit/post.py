@@ -7,15 +7,15 @@ import weakref
 import numpy as np
 import torch
 
-from vllm_weir import codec, mail
-from vllm_weir.frontend.mirror import Mirror
-from vllm_weir.frontend.store import Store
-from vllm_weir.spec.sizes import Sizes
-from vllm_weir.worker.arena import Arena
-from vllm_weir.worker.plan import Planner
-from vllm_weir.worker.programs import ProgramTable
-from vllm_weir.worker.select import STAGES, num_taps
-from vllm_weir.worker.strands import Strands
+from vllm_weir import codec, messages
+from vllm_weir.frontend.receive.mapped_buffer import Mirror
+from vllm_weir.frontend.receive.row_store import Store
+from vllm_weir.schema.selectors import STAGES, num_taps
+from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.worker.planning.arena import Arena
+from vllm_weir.worker.planning.planner import Planner
+from vllm_weir.worker.planning.row_sequences import Strands
+from vllm_weir.worker.steering.programs import ProgramTable
 
 D = 4
 
@@ -93,13 +93,13 @@ class Post:
     def deliver(self, message, spill=False):
         """Hand a message to the store, as the drain and the inbox do."""
         payload = b""
-        for reply, news in message[0].items() or [("", mail.News())]:
+        for reply, news in message[0].items() or [("", messages.News())]:
             del reply
             marks = message[1]
             if not self.near:
                 payload = self._fetch(news, marks)
-            header = mail.Header("t", "w", D, "float32", news, pressure=self.arena.pressure, spill=spill)
-            header = mail.decode(mail.encode(header))
+            header = messages.Header("t", "w", D, "float32", news, pressure=self.arena.pressure, spill=spill)
+            header = messages.decode(messages.encode(header))
             self.store.receive(header, self.mirror, marks, message[2], payload)
             while self.store.prepare():
                 pass

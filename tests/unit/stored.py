@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_weir.keep import ActivationDataset, Batch, Writer, open_writer
+from vllm_weir.storage import ActivationDataset, Batch, Writer, open_writer
 
 SITES = (("resid_pre", 0), ("resid_post", 0), ("resid_post", 3))
 D = 48

@@ -7,19 +7,18 @@ import multiprocessing
 
 import pytest
 
-from vllm_weir import environ
-from vllm_weir.settings import Settings
-from vllm_weir.spec import act_env
+from vllm_weir.config import env, mi_patch_env
+from vllm_weir.config.settings import Settings
 
 ON = {"VLLM_ACT_CAPTURE": "1"}
 
 
 @pytest.fixture(autouse=True)
 def anew():
-    for told in (environ._warn, act_env._warn_of_per_dim):
+    for told in (env._warn, mi_patch_env._warn_of_per_dim):
         told.cache_clear()
     yield
-    for told in (environ._warn, act_env._warn_of_per_dim):
+    for told in (env._warn, mi_patch_env._warn_of_per_dim):
         told.cache_clear()
 
 

@@ -19,10 +19,10 @@ from safetensors.torch import save as save_torch
 from tests.support.machine import mounted, needs, tmpfs
 from tests.unit.admin_app import KEY, LAYERS, D, app_of, serving
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admit import admit
-from vllm_weir.serve.ask import Ask
-from vllm_weir.spec.keys import asks
-from vllm_weir.spec.vector_files import read_vectors
+from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.schema.keys import asks
+from vllm_weir.schema.vector_files import read_vectors
+from vllm_weir.server.request import Ask
 
 ADMIN = {"X-Weir-Admin-Key": KEY}
 V = [0.5, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0]

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from tests.unit.wishes import any_extra_args, sensible_captures, served
 from vllm_weir import Add, Capture, Clamp, LowRank, Replace, Site, WeirError
-from vllm_weir.frontend.admit import admit, engine_form
-from vllm_weir.frontend.desk import _check_rows
-from vllm_weir.frontend.facts import EngineFacts
-from vllm_weir.spec.engine import EngineSpec
-from vllm_weir.spec.hooks import HOOKS, place_of
-from vllm_weir.spec.keys import carries_keys
-from vllm_weir.spec.request import RequestSpec, selected
-from vllm_weir.spec.sizes import Sizes
+from vllm_weir.frontend.admission.admit import admit, engine_form
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.engine_frontend import _check_rows
+from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.hooks import HOOKS, place_of
+from vllm_weir.schema.keys import carries_keys
+from vllm_weir.schema.request import RequestSpec, selected
+from vllm_weir.schema.table_sizes import Sizes
 
 LAYERS = 4
 FACTS = EngineFacts(served(LAYERS), LAYERS, 128, "float32", 1024)
@@ -281,7 +281,7 @@ def wish(**more):
 
 def test_what_is_remembered_of_an_admission():
     """Equal wishes share it; what JSON tells apart, and what Python would take for equal, does not."""
-    from vllm_weir.frontend.desk import LONGEST_KNOWN, _same_wish
+    from vllm_weir.frontend.engine_frontend import LONGEST_KNOWN, _same_wish
 
     def key(extra, ids=True, names=0):
         found = _same_wish(extra, ids, names)

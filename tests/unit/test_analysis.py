@@ -17,8 +17,8 @@ from tests.unit.stored import D, length_of, make, rows_of
 from vllm_weir import analysis
 from vllm_weir.codec import decode, encode, project
 from vllm_weir.errors import MissingFile, WeirError
-from vllm_weir.keep import LAYOUTS, Batch, load, open_writer
-from vllm_weir.spec.compress import Compression
+from vllm_weir.schema.compression import Compression
+from vllm_weir.storage import LAYOUTS, Batch, load, open_writer
 
 RP8 = {"method": "rp8", "k": 32, "seed": 1}
 STORY = {0: np.arange(12.0).reshape(4, 3), 3: np.arange(12.0, 24).reshape(4, 3)}

@@ -8,7 +8,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_weir.worker.arena import Arena
+from vllm_weir.worker.planning.arena import Arena
 
 
 @settings(max_examples=150, deadline=None)

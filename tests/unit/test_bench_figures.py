@@ -11,14 +11,14 @@ import torch
 from typer.testing import CliRunner
 
 from tests.support.machine import module, needs
-from vllm_weir.bench import command, measure, reference, tally
+from vllm_weir.bench import cli, deadlines, reference, runner
 from vllm_weir.bench.chart import draw_chart
-from vllm_weir.bench.client import GoneError, LateError
 from vllm_weir.bench.plan import Plan, Size, Task
+from vllm_weir.bench.process import GoneError, LateError
 from vllm_weir.bench.report import as_markdown
 from vllm_weir.bench.result import CaseResult, Check, Result, mark_checks, merge, pool, set_ratios, startup, summarise
 from vllm_weir.bench.weights import draw, fill_engine, fill_reference
-from vllm_weir.cli import app
+from vllm_weir.cli.main import app
 
 DECODE = Size(kind="decode", count=32, prompt=16, generated=128)
 PREFILL = Size(kind="prefill", count=64, prompt=1024, generated=1)
@@ -229,7 +229,7 @@ def test_report_and_pool_commands(tmp_path: Path) -> None:
     ],
 )
 def test_bad_options_name_themselves(bad: list[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(command, "_has_gpu", lambda: False)
+    monkeypatch.setattr(cli, "_has_gpu", lambda: False)
     done = CliRunner().invoke(app, ["bench", *([] if "--model" in bad else ["--model", "demo"]), *bad])
     assert done.exit_code == 2 and bad[0] in done.stderr
 
@@ -274,10 +274,10 @@ class Fake:
 
 
 def run_fake(monkeypatch: Any, tmp_path: Path, script: dict, **more: Any) -> Result:
-    monkeypatch.setattr(measure, "Client", Fake)
+    monkeypatch.setattr(runner, "Client", Fake)
     monkeypatch.setattr(reference, "compare", lambda *_: [])
     Fake.calls, Fake.script = [], script
-    return measure.Bench(plan(**more), tmp_path / "out.json", tmp_path, lambda _: None).run()
+    return runner.Bench(plan(**more), tmp_path / "out.json", tmp_path, lambda _: None).run()
 
 
 def test_turns_are_taken_and_all_is_written(monkeypatch: Any, tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_a_slow_case_stops_at_the_limit(monkeypatch: Any, tmp_path: Path) -> Non
 def test_a_run_ends_at_its_limit_and_names_what_is_left(monkeypatch: Any, tmp_path: Path) -> None:
     """Rows that came in time are compared all the same."""
     now, compared = [0.0], []
-    monkeypatch.setattr(tally.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(deadlines.time, "monotonic", lambda: now[0])
 
     class Timed(Fake):
         def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:
@@ -322,11 +322,11 @@ def test_a_run_ends_at_its_limit_and_names_what_is_left(monkeypatch: Any, tmp_pa
                 raise LateError("late")
             return super().ask(seconds, do, **what) | ({"seconds": 10.0} if do == "run" else {})
 
-    monkeypatch.setattr(measure, "Client", Timed)
+    monkeypatch.setattr(runner, "Client", Timed)
     monkeypatch.setattr(reference, "compare", lambda plan, samples, workdir: compared.extend(samples) or [])
     systems = ("stock", "weir", "native")
     given = plan(run_seconds=285, prefill=None, batches=(1, 4, 8), systems=systems, interleave=False)
-    found = measure.Bench(given, tmp_path / "out.json", tmp_path, lambda _: None).run()
+    found = runner.Bench(given, tmp_path / "out.json", tmp_path, lambda _: None).run()
     by = {(c.system, c.case, c.batch): c for c in found.cases}
     # A start and 12 runs of stock's, another and 12 of weir's: 260 s.
     assert by["stock", "idle", 8].repeats == by["weir", "idle", 8].repeats == 3
@@ -382,7 +382,7 @@ def test_steering_that_was_not_compared_says_so_and_is_not_called_wrong(monkeypa
 def test_a_limit_that_ended_a_case_is_named_whatever_was_left_of_the_other(monkeypatch: Any, tmp_path: Path) -> None:
     """A case that took all of its time is late, though less is left of the run by then."""
     now = [0.0]
-    monkeypatch.setattr(tally.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(deadlines.time, "monotonic", lambda: now[0])
 
     class Slow(Fake):
         def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:
@@ -391,9 +391,9 @@ def test_a_limit_that_ended_a_case_is_named_whatever_was_left_of_the_other(monke
                 raise LateError("late")
             return super().ask(seconds, do, **what)
 
-    monkeypatch.setattr(measure, "Client", Slow)
+    monkeypatch.setattr(runner, "Client", Slow)
     given = plan(run_seconds=150, prefill=None, batches=(1, 4), systems=("stock",), cases=("idle",))
-    found = measure.Bench(given, tmp_path / "out.json", tmp_path, lambda _: None).run()
+    found = runner.Bench(given, tmp_path / "out.json", tmp_path, lambda _: None).run()
     first, second = found.cases
     assert (first.note or "").startswith("did not finish: the limit is 100 s a case")
     assert (second.note or "").startswith("not tried: batch 1 did not finish") and now == [110.0]
@@ -401,7 +401,7 @@ def test_a_limit_that_ended_a_case_is_named_whatever_was_left_of_the_other(monke
 
 def test_a_new_engines_start_is_taken_from_what_a_run_may_take(monkeypatch: Any, tmp_path: Path) -> None:
     now = [0.0]
-    monkeypatch.setattr(tally.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(deadlines.time, "monotonic", lambda: now[0])
 
     class Ending(Fake):
         def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:
@@ -410,20 +410,20 @@ def test_a_new_engines_start_is_taken_from_what_a_run_may_take(monkeypatch: Any,
                 raise GoneError("ended") if what["size"]["count"] == 1 else LateError("late")
             return super().ask(seconds, do, **what)
 
-    monkeypatch.setattr(measure, "Client", Ending)
+    monkeypatch.setattr(runner, "Client", Ending)
     given = plan(run_seconds=90, prefill=None, batches=(1, 4), systems=("stock",), cases=("idle",))
-    found = measure.Bench(given, tmp_path / "out.json", tmp_path, lambda _: None).run()
+    found = runner.Bench(given, tmp_path / "out.json", tmp_path, lambda _: None).run()
     assert now == [90.0] and (found.cases[1].note or "").startswith("not measured, did not finish")
 
 
 def test_steering_is_right_or_the_check_fails() -> None:
     task = Task(system="weir", case="steer_one", size=DECODE)
     good = {"worst": 4e-3, "cosine": 0.99, "rows": 8, "layers": 1, "one_pass": True}
-    assert measure.steering_check(task, good, "bfloat16").passed
-    assert not measure.steering_check(task, good, "float32").passed
+    assert runner.steering_check(task, good, "bfloat16").passed
+    assert not runner.steering_check(task, good, "float32").passed
     for bad in ({"worst": 0.01}, {"cosine": 0.5}, {"worst": float("nan")}):
-        assert not measure.steering_check(task, good | bad, "bfloat16").passed
-    gone = measure.steering_check(task, {"error": "its engine ended before"}, "bfloat16")
+        assert not runner.steering_check(task, good | bad, "bfloat16").passed
+    gone = runner.steering_check(task, {"error": "its engine ended before"}, "bfloat16")
     assert not gone.passed and gone.what == "its engine ended before" and gone.rows == 0
 
 
@@ -472,7 +472,7 @@ def test_wrong_rows_are_far() -> None:
 
 
 def test_a_chart_that_cannot_be_drawn_is_refused_before_anything_runs(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(command, "_can_draw", lambda: False)
+    monkeypatch.setattr(cli, "_can_draw", lambda: False)
     result([decode("stock", "idle", 4.0)]).save(tmp_path / "one.json")
     for asked in (["--model", "demo"], ["report", str(tmp_path / "one.json")]):
         done = CliRunner().invoke(app, ["bench", *asked, "--chart", str(tmp_path / "c")], env={"COLUMNS": "400"})

@@ -18,11 +18,11 @@ import torch
 
 import vllm_weir as weir
 from tests.unit.fake_server import RECEIPT, SCORES, Body, FakeServer, rows, same
-from vllm_weir.client import flow
-from vllm_weir.client.answer import activations_of, receipt_of, scores_of
-from vllm_weir.client.flow import Retries
-from vllm_weir.client.wire import Call, Fetch, Lost, Reply, Sleep
-from vllm_weir.spec.request import RequestSpec
+from vllm_weir.client import protocol
+from vllm_weir.client.effects import Call, Fetch, Lost, Reply, Sleep
+from vllm_weir.client.protocol import Retries
+from vllm_weir.client.results import activations_of, receipt_of, scores_of
+from vllm_weir.schema.request import RequestSpec
 
 CAPTURE = weir.Capture("resid_post", layers=3)
 
@@ -612,7 +612,7 @@ def test_damaged_activations_are_an_error(server, cut) -> None:
 def test_a_download_without_end_in_sight_stops_at_the_end() -> None:
     """Without Content-Length the end of the answer is the end."""
     sink = io.BytesIO()
-    doing = flow.fetch("0" * 32, sink, Retries(0))
+    doing = protocol.fetch("0" * 32, sink, Retries(0))
     effect = next(doing)
     assert isinstance(effect, Fetch)
     effect.sink.write(b"abc")

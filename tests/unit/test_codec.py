@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from vllm_weir.codec import decode, encode, project, projection
 from vllm_weir.errors import WeirError
-from vllm_weir.spec.compress import METHODS, Compression, header_bytes
+from vllm_weir.schema.compression import METHODS, Compression, header_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy at the ends of float32
 FINITE = st.floats(-3.4028234663852886e38, 3.4028234663852886e38, width=32)

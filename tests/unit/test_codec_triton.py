@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 CASES = """
 import torch
 from vllm_weir import codec
-from vllm_weir.spec.compress import Compression
-from vllm_weir.worker.codec_triton import pack
+from vllm_weir.schema.compression import Compression
+from vllm_weir.worker.transfer.codec_kernels import pack
 
 torch.manual_seed(0)
 inf, nan = float("inf"), float("nan")
@@ -53,8 +53,8 @@ PROJECTIONS = """
 import numpy
 import torch
 from vllm_weir import codec
-from vllm_weir.spec.compress import Compression
-from vllm_weir.worker.codec_triton import PROJECTED, project
+from vllm_weir.schema.compression import Compression
+from vllm_weir.worker.transfer.codec_kernels import PROJECTED, project
 
 # The interpreter's products are the BLAS's, which may sum in an order that depends on the shape (a GPU's do not); in
 # float64 sums of halves' products are exact.

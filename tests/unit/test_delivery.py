@@ -17,22 +17,22 @@ from hypothesis import strategies as st
 from tests.support.check import expected_positions
 from tests.unit.post import Post
 from tests.unit.wishes import sensible_captures, served
-from vllm_weir import Capture, Site, WeirError, codec, mail
-from vllm_weir.frontend import ahead
-from vllm_weir.frontend.admit import admit
-from vllm_weir.frontend.ahead import kind_ahead
-from vllm_weir.frontend.desk import Tracker
-from vllm_weir.frontend.early import ends_with_the_prompt
-from vllm_weir.frontend.facts import EngineFacts
-from vllm_weir.frontend.holding import Holding
-from vllm_weir.frontend.inbox import deliver
-from vllm_weir.frontend.mirror import Mirror
-from vllm_weir.frontend.pending import Pending
-from vllm_weir.frontend.store import Store
-from vllm_weir.spec.compress import Compression
-from vllm_weir.spec.request import RequestSpec
-from vllm_weir.worker.select import column_of
-from vllm_weir.worker.step import PACKED
+from vllm_weir import Capture, Site, WeirError, codec, messages
+from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.engine_frontend import Tracker
+from vllm_weir.frontend.outputs import preslicer
+from vllm_weir.frontend.outputs.preslicer import kind_ahead
+from vllm_weir.frontend.outputs.prompt_slicer import ends_with_the_prompt
+from vllm_weir.frontend.receive.mapped_buffer import Mirror
+from vllm_weir.frontend.receive.pending_sequence import Pending
+from vllm_weir.frontend.receive.receiver import deliver
+from vllm_weir.frontend.receive.release import Holding
+from vllm_weir.frontend.receive.row_store import Store
+from vllm_weir.schema.compression import Compression
+from vllm_weir.schema.request import RequestSpec
+from vllm_weir.schema.selectors import column_of
+from vllm_weir.worker.planning.step_plan import PACKED
 
 LAYERS, D = 3, 4
 FACTS = EngineFacts(served(LAYERS), LAYERS, D, "float32", 1000)
@@ -51,9 +51,9 @@ def opened(store, captures, prompt_ids, name="r", timeout=0.2, compress=None):
 @pytest.fixture(scope="module")
 def cut_at_once():
     """Rows are cut ahead as soon as they have a place."""
-    later, ahead.LATER = ahead.LATER, 0
+    later, preslicer.LATER = preslicer.LATER, 0
     yield
-    ahead.LATER = later
+    preslicer.LATER = later
 
 
 class Request:
@@ -332,13 +332,13 @@ def test_rows_are_waited_for():
 
 
 def frames(header, marks=b"", steered=b"", *rest):
-    return [mail.encode(header), marks, steered, *rest]
+    return [messages.encode(header), marks, steered, *rest]
 
 
 def test_a_failure_is_raised_not_waited_for():
     store = Store()
     pending, _ = opened(store, [("resid_post", [0], "all")], [1])
-    header = mail.Header("t", "w", D, "float32", failures={"r": "the disc is full", "x": "-"})
+    header = messages.Header("t", "w", D, "float32", failures={"r": "the disc is full", "x": "-"})
     deliver(store, "t", frames(header), lambda w: Mirror())
     with pytest.raises(WeirError, match="the disc is full"):
         pending.take([Site("resid_post", 0)], np.arange(1), 60)
@@ -349,7 +349,7 @@ def test_strangers_are_turned_away(token):
     store = Store()
     opened(store, [("resid_post", [0], "all")], [1])
     with pytest.raises(ValueError, match="token"):
-        deliver(store, "t", frames(mail.Header(token, "w", D, "float32")), lambda w: Mirror())
+        deliver(store, "t", frames(messages.Header(token, "w", D, "float32")), lambda w: Mirror())
 
 
 def test_the_store_holds_nothing_by_itself():
@@ -375,15 +375,17 @@ def test_the_store_holds_nothing_by_itself():
     failures=st.dictionaries(st.text(), st.text(), max_size=3),
 )
 def test_mail_round_trip(name, columns, numbers, failures):
-    news = mail.News([mail.Opened(1, name, columns)], [mail.Placed(*numbers)], [mail.Retired(*numbers)], [3])
-    header = mail.decode(mail.encode(mail.Header("token", "w", D, "bfloat16", news, failures, 0.5, True)))
+    news = messages.News(
+        [messages.Opened(1, name, columns)], [messages.Placed(*numbers)], [messages.Retired(*numbers)], [3]
+    )
+    header = messages.decode(messages.encode(messages.Header("token", "w", D, "bfloat16", news, failures, 0.5, True)))
     assert (header.token, header.worker, header.dtype, header.failures) == ("token", "w", "bfloat16", failures)
     assert header.news == news and header.pressure == 0.5 and header.spill
 
 
 def test_reply_addresses():
-    reply = mail.Reply("ipc:///a#b/rows", "ipc:///a#b/vectors", "/a#b/arenas", "secret")
-    assert mail.Reply.parse(str(reply)) == reply
+    reply = messages.Reply("ipc:///a#b/rows", "ipc:///a#b/vectors", "/a#b/arenas", "secret")
+    assert messages.Reply.parse(str(reply)) == reply
 
 
 @pytest.mark.parametrize("claims", [0, 2])

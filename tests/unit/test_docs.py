@@ -31,9 +31,9 @@ from tests.support.markdown import (
     relative,
     split_environment,
 )
-from vllm_weir.cli import app
-from vllm_weir.serve.limits import Limits
-from vllm_weir.settings import OTHER_VARIABLES, Settings
+from vllm_weir.cli.main import app
+from vllm_weir.config.settings import OTHER_VARIABLES, Settings
+from vllm_weir.server.limits import Limits
 
 PAGES = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages()]
 BLOCKS = [block for page in pages() for block in blocks(page)]

@@ -7,12 +7,12 @@ import pytest
 import torch
 import zmq
 
-from vllm_weir import mail
-from vllm_weir.frontend.inbox import deliver
-from vllm_weir.frontend.mirror import Mirror
-from vllm_weir.frontend.store import Store
-from vllm_weir.worker.arena import Arena
-from vllm_weir.worker.drain import Drain, Parcel
+from vllm_weir import messages
+from vllm_weir.frontend.receive.mapped_buffer import Mirror
+from vllm_weir.frontend.receive.receiver import deliver
+from vllm_weir.frontend.receive.row_store import Store
+from vllm_weir.worker.planning.arena import Arena
+from vllm_weir.worker.transfer.notifier import Drain, Parcel
 
 D = 4
 
@@ -37,18 +37,18 @@ class Reader:
         self.socket = self.context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVTIMEO, 5000)
         self.socket.bind(f"ipc://{folder}/rows")
-        self.reply = str(mail.Reply(f"ipc://{folder}/rows", "", "", "t"))
+        self.reply = str(messages.Reply(f"ipc://{folder}/rows", "", "", "t"))
         self.rows = torch.arange(80.0).view(20, D)
         self.arena, self.link = Arena(20), FakeLink(near)
         self.drain = Drain(self.rows, self.arena, self.link, "w")
 
     def hear(self):
         frames = self.socket.recv_multipart()
-        return mail.decode(frames[0]), [len(f) for f in frames[1:]], frames
+        return messages.decode(frames[0]), [len(f) for f in frames[1:]], frames
 
     def parcel(self, arrived=lambda: None, **news):
         mark = np.array([[1, 0, 0, 1, 1]], np.int32)
-        return Parcel(arrived, news={self.reply: mail.News(**news)}, marks={self.reply: mark})
+        return Parcel(arrived, news={self.reply: messages.News(**news)}, marks={self.reply: mark})
 
     def close(self):
         self.drain.close()
@@ -68,7 +68,7 @@ def fail():
 
 
 def opening(start):
-    return {"opened": [mail.Opened(1, "r", [3, 6])], "placed": [mail.Placed(1, 0, 2, start)]}
+    return {"opened": [messages.Opened(1, "r", [3, 6])], "placed": [messages.Placed(1, 0, 2, start)]}
 
 
 def test_a_copy_that_failed_is_told_and_the_next_step_is_served(reader):
@@ -87,7 +87,7 @@ def test_what_cannot_be_announced_is_excused_and_its_memory_let_go(reader):
     start = reader.arena.allocate(4)
     reader.arena.let_go(start)  # the reader's hold
     reader.link.error = ValueError("no such reader")
-    reader.drain.send(reader.parcel(retired=[mail.Retired(1, 0, 1, start)]))
+    reader.drain.send(reader.parcel(retired=[messages.Retired(1, 0, 1, start)]))
     header, _, _ = reader.hear()
     assert "no such reader" in header.broken and header.news.retired
     reader.link.error = None
@@ -109,6 +109,6 @@ def test_the_reader_fails_every_request_that_it_waits_for():
     store, one, other = Store(), Waiting(), Waiting()
     other.failure = "its own reason"
     store._pending["one"], store._pending["other"] = one, other
-    header = mail.Header("t", "w", D, "float32", broken="lost")
-    deliver(store, "t", [mail.encode(header), b"", b""], lambda worker: Mirror())
+    header = messages.Header("t", "w", D, "float32", broken="lost")
+    deliver(store, "t", [messages.encode(header), b"", b""], lambda worker: Mirror())
     assert (one.failure, other.failure) == ("lost", "its own reason")

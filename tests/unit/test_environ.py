@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from vllm_weir import environ as module
-from vllm_weir.serve.limits import Limits
-from vllm_weir.settings import Settings
+from vllm_weir.config import env as module
+from vllm_weir.config.settings import Settings
+from vllm_weir.server.limits import Limits
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,11 @@ import torch
 from typer.testing import CliRunner
 
 from tests.support.extracting import FakeEngine, differences, run_fake, texts, write_jsonl
-from vllm_weir.cli import app
+from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction import command
-from vllm_weir.extraction.job import extract
-from vllm_weir.keep import LAYOUTS, Batch, load, open_writer
+from vllm_weir.extraction import cli
+from vllm_weir.extraction.run import extract
+from vllm_weir.storage import LAYOUTS, Batch, load, open_writer
 
 VALUES = texts(50)
 
@@ -47,7 +47,7 @@ def test_rows_are_the_records(layout: str, source: Path, tmp_path: Path) -> None
 
 
 def _wanted() -> Any:
-    from vllm_weir.extraction.wanted import Wanted
+    from vllm_weir.extraction.run_spec import Wanted
 
     return Wanted("fake")
 
@@ -172,7 +172,7 @@ def test_long_prompts_are_cut_if_asked(tmp_path: Path) -> None:
 
 
 def test_rows_under_way_are_bounded(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_weir.extraction.share.PIECE_BYTES", 50 * FakeEngine.row_bytes)
+    monkeypatch.setattr("vllm_weir.extraction.record_loop.PIECE_BYTES", 50 * FakeEngine.row_bytes)
     seen: list[int] = []
 
     class Engine(FakeEngine):
@@ -319,7 +319,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_engine_starts(sour
 
 
 def test_command(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import vllm_weir.extraction.job as job
+    import vllm_weir.extraction.run as job
 
     asked = []
 
@@ -339,8 +339,8 @@ def test_command(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert text in result.output
     result = CliRunner().invoke(app, [*line, "-q", "--json", "--on-error", "skip", "--layers", "0"])
     assert result.exit_code == 1 and "layers: " in result.output
-    assert command._positions("-4:") == "-4:" and command._positions('{"token_ids": [3]}') == {"token_ids": [3]}
-    assert command._positions("[0, -1]") == [0, -1]
+    assert cli._positions("-4:") == "-4:" and cli._positions('{"token_ids": [3]}') == {"token_ids": [3]}
+    assert cli._positions("[0, -1]") == [0, -1]
     for option, value, told in (
         ("--layers", "", "layers: 'all', or ints with commas, got ''"),
         ("--positions", "[]", "positions: an empty list"),

@@ -15,7 +15,7 @@ import pytest
 from tests.support.extracting import SlowEngine, differences, run_and_die, run_fake, texts, write_jsonl
 from tests.support.machine import needs, object_store
 from tests.unit.test_keep_remote import s3
-from vllm_weir.keep import load
+from vllm_weir.storage import load
 
 __all__ = ["s3"]
 RECORDS = 120
@@ -25,7 +25,7 @@ RECORDS = 120
 def forks() -> Any:
     """Children that have imported everything when they begin."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.extracting", "s3fs", "vllm_weir.keep.open"])
+    context.set_forkserver_preload(["tests.support.extracting", "s3fs", "vllm_weir.storage.loading"])
     return context
 
 

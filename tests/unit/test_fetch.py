@@ -13,17 +13,17 @@ import zmq
 
 import vllm_weir as weir
 from tests.unit.wishes import served
-from vllm_weir import mail
-from vllm_weir.frontend import along
-from vllm_weir.frontend.admit import admit
-from vllm_weir.frontend.along import Along, row_bytes
-from vllm_weir.frontend.facts import EngineFacts
-from vllm_weir.frontend.inbox import lend
-from vllm_weir.frontend.pending import Pending
-from vllm_weir.frontend.store import Store
-from vllm_weir.spec.request import RequestSpec
-from vllm_weir.worker import fetch
-from vllm_weir.worker.fetch import Fetcher
+from vllm_weir import messages
+from vllm_weir.frontend.admission import inline_vectors
+from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.inline_vectors import Along, row_bytes
+from vllm_weir.frontend.receive.pending_sequence import Pending
+from vllm_weir.frontend.receive.receiver import lend
+from vllm_weir.frontend.receive.row_store import Store
+from vllm_weir.schema.request import RequestSpec
+from vllm_weir.worker.steering import vector_fetch
+from vllm_weir.worker.steering.vector_fetch import Fetcher
 
 D = 8
 FACTS = EngineFacts(served(2), 2, D, "float32", 100)
@@ -37,7 +37,7 @@ class Caller:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.bind(f"ipc://{folder}/vectors")
-        self.reply = str(mail.Reply("", f"ipc://{folder}/vectors", "", "t"))
+        self.reply = str(messages.Reply("", f"ipc://{folder}/vectors", "", "t"))
         self.thread = threading.Thread(target=self.serve, daemon=True)
         self.silent = False
         self.thread.start()
@@ -47,7 +47,7 @@ class Caller:
             name, *_, question = self.socket.recv_multipart()
             if question == b"end":
                 return
-            self.asked.append(mail.decode_wanted(question).digests)
+            self.asked.append(messages.decode_wanted(question).digests)
             if not self.silent:
                 self.socket.send_multipart([name, b"", *lend(self.store, "t", question)])
 
@@ -64,7 +64,7 @@ class Caller:
 
     def close(self):
         socket = self.context.socket(zmq.REQ)
-        socket.connect(mail.Reply.parse(self.reply).vectors)
+        socket.connect(messages.Reply.parse(self.reply).vectors)
         socket.send(b"end")
         self.thread.join(timeout=5)
         socket.close(0)
@@ -94,7 +94,7 @@ def test_many_requests_ask_once(caller, monkeypatch):
     fetcher.forget()
     assert not fetcher._ahead
     assert fetcher.fetch(caller.reply, digests[:1])[digests[0]].tolist() == vectors[0].tolist()
-    monkeypatch.setattr(fetch, "MOST_AT_ONCE", 20)
+    monkeypatch.setattr(vector_fetch, "MOST_AT_ONCE", 20)
     fetcher.fetch_ahead({caller.reply: digests})
     assert [len(asked) for asked in caller.asked] == [50, 1, 20, 20, 10]
 
@@ -130,7 +130,7 @@ def test_a_vector_travels_along_once_in_a_while():
 
 
 def test_more_than_so_much_does_not_travel_along(monkeypatch):
-    monkeypatch.setattr(along, "MOST", 4 * D * 4)
+    monkeypatch.setattr(inline_vectors, "MOST", 4 * D * 4)
     sender, many = Along(100 * D * 4), rows(5)
     assert not sender.of(wish(many)) and not sender.of(wish(many))
     assert len(sender.of(wish(many[:4]))) == 4, "what did not travel does not count as sent"
@@ -161,8 +161,8 @@ def test_an_unknown_vector_fails_its_own_request(caller):
 
 
 def test_a_caller_that_is_silent_is_waited_for_once_in_a_step(caller, monkeypatch):
-    monkeypatch.setattr(fetch, "TIMEOUT_MS", 200)
-    digests, other = caller.use(*rows(20)), str(mail.Reply("", "ipc:///nowhere/at/all", "", "t"))
+    monkeypatch.setattr(vector_fetch, "TIMEOUT_MS", 200)
+    digests, other = caller.use(*rows(20)), str(messages.Reply("", "ipc:///nowhere/at/all", "", "t"))
     fetcher, caller.silent = Fetcher(D), True
     before = time.monotonic()
     fetcher.fetch_ahead({caller.reply: digests, other: digests})
@@ -173,23 +173,23 @@ def test_a_caller_that_is_silent_is_waited_for_once_in_a_step(caller, monkeypatc
     assert time.monotonic() - before < 4, "each was waited for anew"
     fetcher.forget()
     caller.silent = False
-    monkeypatch.setattr(fetch, "TIMEOUT_MS", 5000)
+    monkeypatch.setattr(vector_fetch, "TIMEOUT_MS", 5000)
     assert len(fetcher.fetch(caller.reply, digests)) == 20, "asked anew, on a new line"
 
 
 def test_lines_are_kept_and_bounded(caller, monkeypatch):
-    monkeypatch.setattr(fetch, "TIMEOUT_MS", 10)
-    monkeypatch.setattr(fetch, "MOST_LINES", 3)
+    monkeypatch.setattr(vector_fetch, "TIMEOUT_MS", 10)
+    monkeypatch.setattr(vector_fetch, "MOST_LINES", 3)
     (digest,) = caller.use(*rows(1))
     fetcher = Fetcher(D)
     for k in range(6):
         fetcher._line(f"ipc:///nowhere/{k}")
     assert len(fetcher._lines) == 3
-    monkeypatch.setattr(fetch, "TIMEOUT_MS", 5000)
+    monkeypatch.setattr(vector_fetch, "TIMEOUT_MS", 5000)
     fetcher.fetch(caller.reply, [digest])
-    line = fetcher._lines[mail.Reply.parse(caller.reply).vectors]
+    line = fetcher._lines[messages.Reply.parse(caller.reply).vectors]
     fetcher.fetch(caller.reply, [digest])
-    assert fetcher._lines[mail.Reply.parse(caller.reply).vectors] is line and len(fetcher._lines) == 3
+    assert fetcher._lines[messages.Reply.parse(caller.reply).vectors] is line and len(fetcher._lines) == 3
 
 
 def test_vectors_are_found_while_requests_come_and_go(caller):

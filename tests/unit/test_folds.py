@@ -10,18 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_weir.spec.hooks import Site
-from vllm_weir.spec.positions import Positions
-from vllm_weir.spec.request import ResolvedSpec, Treatment, Wish
-from vllm_weir.spec.sizes import Sizes
-from vllm_weir.worker import tap_cpu
-from vllm_weir.worker.arena import Arena
-from vllm_weir.worker.folds import GROUP, Folder
-from vllm_weir.worker.plan import Planner
-from vllm_weir.worker.programs import ProgramTable
-from vllm_weir.worker.select import STAGES, num_taps, tap_of
-from vllm_weir.worker.strands import Strands
-from vllm_weir.worker.tap import numbered
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.request import ResolvedSpec, Treatment, Wish
+from vllm_weir.schema.selectors import STAGES, num_taps, tap_of
+from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.worker.planning.arena import Arena
+from vllm_weir.worker.planning.planner import Planner
+from vllm_weir.worker.planning.row_sequences import Strands
+from vllm_weir.worker.steering.programs import ProgramTable
+from vllm_weir.worker.tap import cpu_kernel
+from vllm_weir.worker.tap.op import numbered
+from vllm_weir.worker.tap.reductions import GROUP, Folder
 
 LAYERS, D = 2, 6
 TAPS = num_taps(LAYERS)
@@ -32,7 +32,7 @@ HOW = {"mean": lambda x: x.mean(0), "max": lambda x: x.amax(0), "last": lambda x
 class Worker:
     """A planner, the taps of a device and what joins their groups; rows are `content` over and over."""
 
-    def __init__(self, dtype=torch.float32, device="cpu", width=D, launch=tap_cpu.launch):
+    def __init__(self, dtype=torch.float32, device="cpu", width=D, launch=cpu_kernel.launch):
         self.dtype, self.words, self.device, self.width, self.launch = dtype, 4 // dtype.itemsize, device, width, launch
         columns = frozenset(range(TAPS * STAGES))
         table = ProgramTable(Sizes(4, 4, 4), TAPS, range(TAPS), width)

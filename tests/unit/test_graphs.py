@@ -12,31 +12,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_weir.seams import graph_sets
-from vllm_weir.seams.graph_sets import MOST_SETS, GraphSets
-from vllm_weir.settings import Settings
-from vllm_weir.spec.engine import EngineSpec
-from vllm_weir.spec.hooks import Site
-from vllm_weir.spec.interventions import Move
-from vllm_weir.spec.positions import Positions
-from vllm_weir.spec.request import ResolvedSpec, Wish
-from vllm_weir.worker.live import LiveRequests
-from vllm_weir.worker.select import tap_of
-from vllm_weir.worker.station import Station
-from vllm_weir.worker.tap import ALL, Switch, TapTensors, numbered
+from vllm_weir.config.settings import Settings
+from vllm_weir.patches import cuda_graph_sets
+from vllm_weir.patches.cuda_graph_sets import MOST_SETS, GraphSets
+from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.interventions import Move
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.request import ResolvedSpec, Wish
+from vllm_weir.schema.selectors import tap_of
+from vllm_weir.worker.planning.active_taps import LiveRequests
+from vllm_weir.worker.runtime import Station
+from vllm_weir.worker.tap.op import ALL, Switch, TapTensors, numbered
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """Live graphs are captured when they are first asked for, even if another would do."""
-    monkeypatch.setattr(graph_sets, "WORTH_IT", {"FULL": 1, "PIECEWISE": 1})
-    monkeypatch.setattr(graph_sets, "WORTH_MORE", {"FULL": 1, "PIECEWISE": 1})
+    monkeypatch.setattr(cuda_graph_sets, "WORTH_IT", {"FULL": 1, "PIECEWISE": 1})
+    monkeypatch.setattr(cuda_graph_sets, "WORTH_MORE", {"FULL": 1, "PIECEWISE": 1})
 
 
 @pytest.fixture
 def none_at_start(monkeypatch):
     """No live graph is captured at start-up."""
-    monkeypatch.setattr(graph_sets, "_spaced", lambda descs: [])
+    monkeypatch.setattr(cuda_graph_sets, "_spaced", lambda descs: [])
 
 
 class Mode(enum.Enum):
@@ -134,7 +134,7 @@ def test_start_up_captures_the_silent_set_and_a_few_live_graphs():
 
 
 def test_a_wider_graph_serves_until_a_capture_is_worth_it(monkeypatch):
-    monkeypatch.setattr(graph_sets, "WORTH_MORE", {"FULL": 3, "PIECEWISE": 9})
+    monkeypatch.setattr(cuda_graph_sets, "WORTH_MORE", {"FULL": 3, "PIECEWISE": 9})
     sets, manager, station = build()
     del manager.captured[:]
     sizes = [step(sets, manager, station, True, n) for n in (1, 2, 1, 4, 1, 1)]
@@ -148,8 +148,8 @@ def test_a_wider_graph_serves_until_a_capture_is_worth_it(monkeypatch):
 
 def test_where_plain_requests_share_the_step_a_capture_has_to_save_much_more(monkeypatch):
     """They would wait for it, and have asked for nothing."""
-    monkeypatch.setattr(graph_sets, "WORTH_MORE", {"FULL": 2, "PIECEWISE": 2})
-    monkeypatch.setattr(graph_sets, "PATIENCE", 30)
+    monkeypatch.setattr(cuda_graph_sets, "WORTH_MORE", {"FULL": 2, "PIECEWISE": 2})
+    monkeypatch.setattr(cuda_graph_sets, "PATIENCE", 30)
     sets, manager, station = build()
     del manager.captured[:]
     station.alone = False
@@ -160,7 +160,7 @@ def test_where_plain_requests_share_the_step_a_capture_has_to_save_much_more(mon
         assert not sets._add(0b1, Desc(Mode.FULL, 4), sets._share(0b1, Desc(Mode.FULL, 4), (ALL, Desc(Mode.FULL, 4))))
     station.alone = True
     assert sets._share(0b1, Desc(Mode.FULL, 4), (ALL, Desc(Mode.FULL, 4))) == 1 / 2
-    assert sets._share(0b1, Desc(Mode.FULL, 4), None) == 1 / graph_sets.WORTH_IT["FULL"]
+    assert sets._share(0b1, Desc(Mode.FULL, 4), None) == 1 / cuda_graph_sets.WORTH_IT["FULL"]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_where_plain_requests_share_the_step_a_capture_has_to_save_much_more(mon
 )
 def test_sizes_at_start_up(sizes, chosen):
     descs = [Desc(Mode.FULL, n) for n in sizes]
-    assert [d.num_tokens for d in graph_sets._spaced(descs)] == chosen
+    assert [d.num_tokens for d in cuda_graph_sets._spaced(descs)] == chosen
 
 
 def test_only_a_graph_of_the_same_kind_serves():
@@ -221,7 +221,7 @@ def test_outside_a_live_step_all_is_as_vllm_left_it():
 
 
 def test_what_may_never_come_again_is_not_captured(none_at_start, monkeypatch):
-    monkeypatch.setattr(graph_sets, "WORTH_IT", {"FULL": 2, "PIECEWISE": 3})
+    monkeypatch.setattr(cuda_graph_sets, "WORTH_IT", {"FULL": 2, "PIECEWISE": 3})
     sets, manager, station = build()
     del manager.captured[:]
     used = [step(sets, manager, station, True, n)[1] for n in (1, 8, 1, 8, 8, 8)]

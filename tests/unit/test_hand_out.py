@@ -16,20 +16,21 @@ from tests.unit.desks import desk_of
 from tests.unit.post import Post
 from tests.unit.test_delivery import LAYERS, Request, content
 from tests.unit.wishes import selectors, served
-from vllm_weir import Site, mail
-from vllm_weir.frontend import ahead
-from vllm_weir.frontend.block import Block
-from vllm_weir.frontend.facts import EngineFacts
-from vllm_weir.frontend.pending import Group, Pending, _covers
-from vllm_weir.frontend.store import merged
-from vllm_weir.frontend.strips import spread
-from vllm_weir.frontend.tokens import Prompt, TokenIds, Tokens
-from vllm_weir.frontend.view import View
-from vllm_weir.spec.compress import Compression
-from vllm_weir.spec.positions import Positions
-from vllm_weir.spec.request import selected
-from vllm_weir.worker.arena import Arena
-from vllm_weir.worker.strands import Strands
+from vllm_weir import Site
+from vllm_weir import messages as mail
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.outputs import preslicer
+from vllm_weir.frontend.outputs.view import View
+from vllm_weir.frontend.receive.pending_sequence import Group, Pending, _covers
+from vllm_weir.frontend.receive.row_sequence_view import spread
+from vllm_weir.frontend.receive.row_store import merged
+from vllm_weir.frontend.receive.tokens import Prompt, TokenIds, Tokens
+from vllm_weir.results.site_slices import Block
+from vllm_weir.schema.compression import Compression
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.request import selected
+from vllm_weir.worker.planning.arena import Arena
+from vllm_weir.worker.planning.row_sequences import Strands
 
 ON = {5: np.array((0, 1, 1, 0, 0)), 4: np.array((0, 1, 0, 0))}
 
@@ -294,7 +295,7 @@ def test_marks_have_the_fields_that_merging_assumes():
 @pytest.fixture
 def at_once(monkeypatch):
     """Rows are cut ahead as soon as they have a place."""
-    monkeypatch.setattr(ahead, "LATER", 0)
+    monkeypatch.setattr(preslicer, "LATER", 0)
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["mapped", "in messages"])
@@ -440,7 +441,9 @@ def test_what_was_cut_is_forgotten_when_the_rows_move(at_once):
 
 def test_sequences_are_cut_a_few_at_a_time_once_they_are_under_way():
     post = Post(LAYERS)
-    requests = [Request(post, f"r{i}", [("resid_post", [0], "all")], 2, 99, [1] * 101) for i in range(2 * ahead.FEW)]
+    requests = [
+        Request(post, f"r{i}", [("resid_post", [0], "all")], 2, 99, [1] * 101) for i in range(2 * preslicer.FEW)
+    ]
     for request in requests:
         request.join()
 
@@ -448,8 +451,8 @@ def test_sequences_are_cut_a_few_at_a_time_once_they_are_under_way():
         return sum(request.pending.strips[0].ready is not None for request in requests)
 
     post.step([(r.name, 2, 0) for r in requests], content)
-    for message in range(1, ahead.LATER + 3):
-        assert cut() == max(0, min(2, message + 1 - ahead.LATER)) * ahead.FEW
+    for message in range(1, preslicer.LATER + 3):
+        assert cut() == max(0, min(2, message + 1 - preslicer.LATER)) * preslicer.FEW
         post.step([(r.name, 1, 1 + message) for r in requests], content)
 
 
@@ -459,9 +462,9 @@ def test_a_sequence_s_strips_are_cut_in_one_go():
     request = Request(post, "r0", captures, 5, 99, [1] * 104)
     request.join()
     post.step([("r0", 5, 0)], content)
-    for message in range(1, ahead.LATER + 1):
+    for message in range(1, preslicer.LATER + 1):
         post.step([("r0", 1, 4 + message)], content)
-        assert len(post.store.ahead._queue) == (message + 1 < ahead.LATER)
+        assert len(post.store.ahead._queue) == (message + 1 < preslicer.LATER)
     assert [strip.ready is not None for strip in request.pending.strips] == [True, True]
 
 
@@ -469,7 +472,7 @@ def test_sequences_that_have_gone_leave_nothing_behind():
     """Hundreds of short requests a step: more than are cut."""
     post = Post(LAYERS, rows=20000)
     for turn in range(40):
-        names = [f"r{turn}_{i}" for i in range(3 * ahead.FEW)]
+        names = [f"r{turn}_{i}" for i in range(3 * preslicer.FEW)]
         requests = [Request(post, name, [("resid_post", [0], "all")], 2, 2, [1] * 4) for name in names]
         for request in requests:
             request.join()
@@ -477,7 +480,7 @@ def test_sequences_that_have_gone_leave_nothing_behind():
         for name in names:
             post.planner.remove(name)
         del requests, request
-        assert len(post.store.ahead._queue) <= 3 * ahead.FEW * ahead.LATER
+        assert len(post.store.ahead._queue) <= 3 * preslicer.FEW * preslicer.LATER
 
 
 def test_whose_rows_are_cut_ahead():

@@ -11,13 +11,13 @@ import torch
 
 from tests.unit.post import Post
 from tests.unit.test_delivery import FACTS, LAYERS, D, Request, content, opened
-from vllm_weir import Capture, Site, mail
-from vllm_weir.frontend.admit import admit
-from vllm_weir.frontend.desk import Tracker
-from vllm_weir.frontend.mirror import Mirror
-from vllm_weir.frontend.pending import Pending, Taken
-from vllm_weir.frontend.store import Store
-from vllm_weir.spec.request import RequestSpec
+from vllm_weir import Capture, Site, messages
+from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.engine_frontend import Tracker
+from vllm_weir.frontend.receive.mapped_buffer import Mirror
+from vllm_weir.frontend.receive.pending_sequence import Pending, Taken
+from vllm_weir.frontend.receive.row_store import Store
+from vllm_weir.schema.request import RequestSpec
 
 LAST = [("resid_post", "all", "last_prompt")]
 
@@ -36,7 +36,7 @@ def test_requests_may_be_opened_while_rows_arrive(header, switching):
     """A message that is half taken in would keep its rows from whoever waits for them."""
     store, kept = Store(), []
     first, _ = opened(store, LAST, [1] * 4, "first")
-    full = mail.Header("t", "w", D, "float32", mail.News(), **header)
+    full = messages.Header("t", "w", D, "float32", messages.News(), **header)
     marks = np.array([[0, -1, 0, 1, 1]], np.int32)
     stop = threading.Event()
 

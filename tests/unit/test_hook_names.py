@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import vllm_weir as weir
-from vllm_weir.settings import Settings
-from vllm_weir.spec.hooks import BLOCK_HOOKS, HOOKS, Site, normalise_hook, parse_site
+from vllm_weir.config.settings import Settings
+from vllm_weir.schema.hooks import BLOCK_HOOKS, HOOKS, Site, normalise_hook, parse_site
 
 ACCEPTED = {f"blocks.7.hook_{hook}": (hook, 7) for hook in BLOCK_HOOKS}
 ACCEPTED |= {"blocks.7.hook_in": ("resid_pre", 7), "blocks.7.hook_out": ("resid_post", 7)}

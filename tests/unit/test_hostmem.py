@@ -7,8 +7,8 @@ import mmap
 import pytest
 import torch
 
-from vllm_weir.worker import hostmem
-from vllm_weir.worker.hostmem import HostBuffer
+from vllm_weir.worker.transfer import pinned_buffer
+from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
 
 ROW = 2048
 
@@ -44,7 +44,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         if code:
             raise RuntimeError(f"CUDA error {code}")
 
-    monkeypatch.setattr(hostmem, "BLOCK", 16 * mmap.PAGESIZE)
+    monkeypatch.setattr(pinned_buffer, "BLOCK", 16 * mmap.PAGESIZE)
     for name, fake in {
         "cudart": lambda: driver,
         "check_error": check,

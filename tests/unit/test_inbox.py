@@ -20,17 +20,17 @@ import zmq
 from tests.support.measure import eventually
 from tests.unit.post import Post
 from tests.unit.test_delivery import LAYERS, D, Request, content
-from vllm_weir import mail
-from vllm_weir.frontend.early import FEW
-from vllm_weir.frontend.inbox import Inbox, deliver
-from vllm_weir.frontend.mirror import Mirror
-from vllm_weir.frontend.store import Store
+from vllm_weir import messages
+from vllm_weir.frontend.outputs.prompt_slicer import FEW
+from vllm_weir.frontend.receive.mapped_buffer import Mirror
+from vllm_weir.frontend.receive.receiver import Inbox, deliver
+from vllm_weir.frontend.receive.row_store import Store
 
 SCRIPT = """
 import os, sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from vllm_weir.frontend.inbox import Inbox
-from vllm_weir.frontend.store import Store
+from vllm_weir.frontend.receive.receiver import Inbox
+from vllm_weir.frontend.receive.row_store import Store
 inbox = Inbox(Store())
 before = [sorted(files) for _, _, files in os.walk(sys.argv[1])]
 child = os.fork()
@@ -112,19 +112,19 @@ def test_rows_of_a_worker_that_did_not_wait_for_its_answer_come_in_messages(tmp_
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     goes_on = threading.Event()
 
-    def late(said, decode=mail.decode_hello):
+    def late(said, decode=messages.decode_hello):
         goes_on.wait(10)
         return decode(said)
 
-    monkeypatch.setattr(mail, "decode_hello", late)
+    monkeypatch.setattr(messages, "decode_hello", late)
     post = Post(LAYERS, near=False)
     one = Request(post, "r", [("resid_post", "all", "prompt")], 4, 1, [1] * 5)
     one.join()
     _, (news, marks, steered) = post.step([("r", 4, 0)], content, deliver=False)
     (own,) = news.values()
     inbox, context = Inbox(post.store), zmq.Context()
-    reply = mail.Reply.parse(inbox.reply)
-    said = mail.encode(mail.Hello(reply.token, "w", 100, 4 * D))
+    reply = messages.Reply.parse(inbox.reply)
+    said = messages.encode(messages.Hello(reply.token, "w", 100, 4 * D))
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line, open(tmp_path / "rows", "w+b") as rows:
             rows.truncate(100 * 4 * D)
@@ -133,7 +133,7 @@ def test_rows_of_a_worker_that_did_not_wait_for_its_answer_come_in_messages(tmp_
         goes_on.set()
         with context.socket(zmq.PUSH) as worker:
             worker.connect(reply.rows)
-            header = mail.encode(mail.Header(reply.token, "w", D, "float32", own))
+            header = messages.encode(messages.Header(reply.token, "w", D, "float32", own))
             worker.send_multipart([header, marks.tobytes(), steered.tobytes(), post._fetch(own, marks)])
             eventually(lambda: one.pending.early is not None, True, 30)  # or its rows were not understood
     finally:
@@ -142,7 +142,7 @@ def test_rows_of_a_worker_that_did_not_wait_for_its_answer_come_in_messages(tmp_
 
 
 def test_a_message_with_parts_missing_is_malformed():
-    header = mail.encode(mail.Header("t", "w", D, "float32", mail.News()))
+    header = messages.encode(messages.Header("t", "w", D, "float32", messages.News()))
     for frames in ([header], [header, b""]):
         with pytest.raises(ValueError, match="parts"):
             deliver(Store(), "t", frames, lambda _: Mirror())
@@ -176,8 +176,8 @@ def test_hand_outs_are_made_early_by_the_thread_that_receives_the_rows(tmp_path,
     _, (news, marks, steered) = post.step([(one.name, 4, 0) for one in requests], content, deliver=False)
     (own,) = news.values()
     inbox, context = Inbox(post.store), zmq.Context()
-    reply = mail.Reply.parse(inbox.reply)
-    header = mail.encode(mail.Header(reply.token, "w", D, "float32", own))
+    reply = messages.Reply.parse(inbox.reply)
+    header = messages.encode(messages.Header(reply.token, "w", D, "float32", own))
     try:
         with context.socket(zmq.PUSH) as worker:
             worker.connect(reply.rows)

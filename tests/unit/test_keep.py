@@ -23,11 +23,11 @@ from tests.unit.stored import PROMPT, SITES, D, check, length_of, make, rows_of,
 from vllm_weir import analysis
 from vllm_weir.codec import decode, encode
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.activations import Activations
-from vllm_weir.keep import LAYOUTS, Batch, convert, inspect, load, open_writer
-from vllm_weir.keep.verify import verify
-from vllm_weir.spec.compress import METHODS, Compression
-from vllm_weir.spec.hooks import Site
+from vllm_weir.results.activations import Activations
+from vllm_weir.schema.compression import METHODS, Compression
+from vllm_weir.schema.hooks import Site
+from vllm_weir.storage import LAYOUTS, Batch, convert, inspect, load, open_writer
+from vllm_weir.storage.verify import verify
 
 NAMES = ["a", "b/../c", "ü" * 40, "req-3", "0"]
 
@@ -460,9 +460,9 @@ def test_a_million_rows_index_and_load_in_under_a_second(tmp_path: Path) -> None
 _READ = """
 import sys
 from pathlib import Path
-from vllm_weir.extraction.formats import Parquet
-from vllm_weir.keep import load
-from vllm_weir.keep.atomic import Store
+from vllm_weir.extraction.readers import Parquet
+from vllm_weir.storage import load
+from vllm_weir.storage.object_store import Store
 threads = lambda: len(list(Path("/proc/self/task").iterdir()))
 before = threads()
 assert len(load(sys.argv[1])) == 4

@@ -15,9 +15,10 @@ from tests.unit.stored import check, length_of, make, write
 from vllm_weir.consumers import EngineInfo, Finished, Rows
 from vllm_weir.consumers.filesystem import Filesystem
 from vllm_weir.errors import WeirError
-from vllm_weir.keep import LAYOUTS, load, manifest, open_writer, sharded
-from vllm_weir.keep import atomic as atomic_module
-from vllm_weir.spec.hooks import Site
+from vllm_weir.schema.hooks import Site
+from vllm_weir.storage import LAYOUTS, load, open_writer
+from vllm_weir.storage import object_store as atomic_module
+from vllm_weir.storage.layouts import manifest, sharded
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -16,9 +16,9 @@ from fsspec.implementations.local import LocalFileSystem
 from tests.unit.stored import SITES, check, length_of, make, write
 from vllm_weir import analysis
 from vllm_weir.errors import StoreError, WeirError
-from vllm_weir.keep import Batch, inspect, load, open_writer
-from vllm_weir.keep.atomic import Store
-from vllm_weir.keep.local import LocalFiles, local_path
+from vllm_weir.storage import Batch, inspect, load, open_writer
+from vllm_weir.storage.local_files import LocalFiles, local_path
+from vllm_weir.storage.object_store import Store
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,10 +35,10 @@ import numpy as np, torch
 import vllm_weir as weir
 from vllm_weir import analysis, consumers
 from vllm_weir.consumers.base import EngineInfo, Finished, Rows
-from vllm_weir.keep import Batch, convert, inspect
-from vllm_weir.keep.verify import verify
-from vllm_weir.settings import Settings
-from vllm_weir.spec.act_env import act_sink
+from vllm_weir.storage import Batch, convert, inspect
+from vllm_weir.storage.verify import verify
+from vllm_weir.config.settings import Settings
+from vllm_weir.config.mi_patch_env import act_sink
 
 out, rows, at = sys.argv[1], torch.randn(3, 8), np.arange(3)
 with weir.open_writer(out + "/a", "npz", compress="full8") as writer:

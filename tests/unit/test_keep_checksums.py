@@ -22,15 +22,16 @@ from typer.testing import CliRunner
 
 from tests.unit.stored import SITES, check, length_of, make, rows_of, write
 from vllm_weir import analysis
-from vllm_weir.cli import app
+from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.activations import Activations
-from vllm_weir.keep import ActivationDataset, Batch, convert, inspect, load, open_writer, sharded
-from vllm_weir.keep.atomic import Store
-from vllm_weir.keep.checksum import MULTIPLIER, checksums
-from vllm_weir.keep.manifest import SCHEMA, from_parquet, to_parquet
-from vllm_weir.keep.tensorfile import build_header, read_container
-from vllm_weir.keep.verify import verify
+from vllm_weir.results.activations import Activations
+from vllm_weir.results.checksum import MULTIPLIER, checksums
+from vllm_weir.storage import ActivationDataset, Batch, convert, inspect, load, open_writer
+from vllm_weir.storage.layouts import sharded
+from vllm_weir.storage.layouts.manifest import SCHEMA, from_parquet, to_parquet
+from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.safetensors_io import build_header, read_container
+from vllm_weir.storage.verify import verify
 
 SUMMED = ("sharded", "packed", "per_request")
 KINDS = (None, {"method": "rp8", "k": 32}, {"method": "topk8", "k": 16})

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from tests.unit.stored import SITES, D, check, length_of, make, rows_of, tokens_of
-from vllm_weir.cli import app
+from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
-from vllm_weir.keep import LAYOUTS, Batch, Writer, convert, inspect, load, open_writer
+from vllm_weir.storage import LAYOUTS, Batch, Writer, convert, inspect, load, open_writer
 
 NAMES = ["a", "b/c", "d"]
 

@@ -16,12 +16,12 @@ from tests.unit.stored import SITES, check, make
 from tests.unit.test_keep_checksums import without_checksums
 from tests.unit.test_keep_failures import read_all, same
 from vllm_weir.errors import WeirError
-from vllm_weir.keep import LAYOUTS, load, open_writer
-from vllm_weir.keep.atomic import Store
-from vllm_weir.keep.manifest import MANIFEST, SCHEMA, to_parquet
-from vllm_weir.keep.sharded import GAP
-from vllm_weir.keep.tensorfile import build_header, read_container
-from vllm_weir.keep.verify import verify
+from vllm_weir.storage import LAYOUTS, load, open_writer
+from vllm_weir.storage.layouts.manifest import MANIFEST, SCHEMA, to_parquet
+from vllm_weir.storage.layouts.sharded import GAP
+from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.safetensors_io import build_header, read_container
+from vllm_weir.storage.verify import verify
 
 NAMES = ["a", "b", "c"]
 

@@ -20,13 +20,13 @@ import torch
 
 from tests.unit.stored import SITES, check, length_of, make, rows_of, tokens_of, write
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction import source, wanted
-from vllm_weir.keep import LAYOUTS, ActivationDataset, Batch, load, open_writer
-from vllm_weir.keep.atomic import Store
-from vllm_weir.keep.gathered import safe_name
-from vllm_weir.keep.verify import verify
-from vllm_weir.keep.writer import read_marker
-from vllm_weir.spec.compress import Compression
+from vllm_weir.extraction import run_spec, source
+from vllm_weir.schema.compression import Compression
+from vllm_weir.storage import LAYOUTS, ActivationDataset, Batch, load, open_writer
+from vllm_weir.storage.layouts.base import read_marker
+from vllm_weir.storage.layouts.buffered import safe_name
+from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.verify import verify
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [f"r{i}" for i in range(8)]
@@ -34,7 +34,7 @@ NAMES = [f"r{i}" for i in range(8)]
 CHILD = """
 import sys
 from tests.unit.stored import write
-from vllm_weir.keep import open_writer
+from vllm_weir.storage import open_writer
 url, layout = sys.argv[1:3]
 options = {"sharded": {"shard_bytes": 3000}, "packed": {"pack_bytes": 3000}}.get(layout, {})
 with open_writer(url, layout, **options) as writer:
@@ -143,7 +143,7 @@ def test_what_could_not_be_published_after_an_error_is_said_beside_it(
 REMOTE = """
 import os, signal, sys
 from tests.unit.stored import write
-from vllm_weir.keep import open_writer
+from vllm_weir.storage import open_writer
 writer = open_writer("memory://killed/ds", "sharded")
 write(writer, "a")
 if len(sys.argv) > 1:
@@ -412,8 +412,8 @@ def test_a_store_that_cannot_be_read_is_not_called_damaged(tmp_path: Path, monke
 
     monkeypatch.setattr(Store, "read", read)
     for look in (
-        lambda: wanted.check_run(store, {}),
-        lambda: wanted.read_skipped(store),
+        lambda: run_spec.check_run(store, {}),
+        lambda: run_spec.read_skipped(store),
         lambda: read_marker(store),
         lambda: source._json(store, "state.json"),
     ):
@@ -624,7 +624,7 @@ def test_requests_that_are_dropped_anywhere_on_a_disk_full_at_times(
         for name, value in zip(
             ("GATHER", "SMALL"), rng.choice([(700, 500), (5000, 600), (1500, 1400), (4 << 20, 1 << 20)])
         ):
-            monkeypatch.setattr(f"vllm_weir.keep.sharded.{name}", value)
+            monkeypatch.setattr(f"vllm_weir.storage.layouts.sharded.{name}", value)
         writer = open_writer(path, layout, **{"sharded": {"shard_bytes": 30_000}, "packed": {}}[layout])
         for k in range(40):
             odds["full"] = rng.choice([0, 0, 0.3])

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from tests.support.machine import module, needs
 from vllm_weir.errors import MissingFile, StoreError, WeirError
-from vllm_weir.keep import load
-from vllm_weir.keep.blocks import ArrayBlock
-from vllm_weir.keep.figures import inspect
-from vllm_weir.keep.verify import verify
+from vllm_weir.storage import load
+from vllm_weir.storage.record_blocks import ArrayBlock
+from vllm_weir.storage.stats import inspect
+from vllm_weir.storage.verify import verify
 
 D, N = 32, 6
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.keep import Batch, convert, load, open_writer
+from vllm_weir.storage import Batch, convert, load, open_writer
 
 SITE = ("resid_post", 0)
 
@@ -60,7 +60,7 @@ def test_metadata_that_fit_no_header_fail_their_request_alone(layout: str, tmp_p
 
 
 def test_many_sites_of_small_requests_roll_packs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_weir.keep.packed.HEADER_BYTES", 40_000)
+    monkeypatch.setattr("vllm_weir.storage.layouts.packed.HEADER_BYTES", 40_000)
     with open_writer(tmp_path, "packed", compress="rp8") as writer:
         for i in range(100):
             for layer in range(8):

@@ -24,7 +24,7 @@ from tests.unit.stored import check, length_of, make, write
 from vllm_weir.analysis import load_activation_manifest
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.source import open_source
-from vllm_weir.keep import LAYOUTS, load, open_writer
+from vllm_weir.storage import LAYOUTS, load, open_writer
 
 NAMES = ["a", "b/c", "d"]
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from vllm_weir.errors import WeirError
-from vllm_weir.keep import ActivationDataset, Batch, load, open_writer
+from vllm_weir.storage import ActivationDataset, Batch, load, open_writer
 
 SITE = ("resid_post", 1)
 LENGTHS = [700, 1, 0, 300, 40, 959]

@@ -13,17 +13,17 @@ from typer.testing import CliRunner
 
 from tests.support.extracting import run_fake, write_jsonl
 from vllm_weir import Capture
-from vllm_weir.cli import app
+from vllm_weir.cli.main import app
 from vllm_weir.consumers import EngineInfo, Finished
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.activations import Activations
-from vllm_weir.frontend.parts import make_parts, treatments_of
-from vllm_weir.frontend.sinks.board import Board
-from vllm_weir.keep import LAYOUTS, Batch, load, open_writer
-from vllm_weir.keep.copying import convert
-from vllm_weir.spec.hooks import Site
-from vllm_weir.spec.rowkinds import describe_rows, entries_of, in_words, is_about
-from vllm_weir.spec.sinks import parse_sinks
+from vllm_weir.frontend.admission.capture_groups import make_parts, treatments_of
+from vllm_weir.frontend.sinks.manager import Board
+from vllm_weir.results.activations import Activations
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.row_notes import describe_rows, entries_of, in_words, is_about
+from vllm_weir.schema.sinks import parse_sinks
+from vllm_weir.storage import LAYOUTS, Batch, load, open_writer
+from vllm_weir.storage.conversion import convert
 
 SITE = ("resid_post", 3)
 

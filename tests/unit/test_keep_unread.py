@@ -18,9 +18,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.unit.stored import make
 from vllm_weir import analysis
 from vllm_weir.errors import MissingFile, StoreError, WeirError
-from vllm_weir.keep import LAYOUTS, load
-from vllm_weir.keep.local import LocalFiles
-from vllm_weir.keep.verify import verify
+from vllm_weir.storage import LAYOUTS, load
+from vllm_weir.storage.local_files import LocalFiles
+from vllm_weir.storage.verify import verify
 
 
 class Refused(Exception):

@@ -11,18 +11,19 @@ from hypothesis import strategies as st
 
 from tests.unit.wishes import selectors
 from vllm_weir import Site
-from vllm_weir.spec.engine import EngineSpec
-from vllm_weir.spec.interventions import CONST, Instruction, Move
-from vllm_weir.spec.positions import ENDLESS, Positions
-from vllm_weir.spec.request import ResolvedSpec, Wish
-from vllm_weir.spec.sizes import Sizes
-from vllm_weir.worker import known, select
-from vllm_weir.worker.arena import Arena
-from vllm_weir.worker.known import Known
-from vllm_weir.worker.programs import ProgramTable
-from vllm_weir.worker.select import Selectors, num_taps
-from vllm_weir.worker.steering import FEW, Steerer
-from vllm_weir.worker.strands import Strands
+from vllm_weir.schema import selectors as select
+from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.interventions import CONST, Instruction, Move
+from vllm_weir.schema.positions import ENDLESS, Positions
+from vllm_weir.schema.request import ResolvedSpec, Wish
+from vllm_weir.schema.selectors import Selectors, num_taps
+from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.util import identity_cache
+from vllm_weir.util.identity_cache import Known
+from vllm_weir.worker.planning.arena import Arena
+from vllm_weir.worker.planning.row_sequences import Strands
+from vllm_weir.worker.planning.steering_planner import FEW, Steerer
+from vllm_weir.worker.steering.programs import ProgramTable
 
 
 def test_it_is_made_once_for_each_thing():
@@ -35,7 +36,7 @@ def test_it_is_made_once_for_each_thing():
 
 def test_a_thing_that_has_gone_leaves_its_place_to_nobody(monkeypatch):
     """Ids are used again; with few places, everything is forgotten now and then."""
-    monkeypatch.setattr(known, "MOST", 8)
+    monkeypatch.setattr(identity_cache, "MOST", 8)
     firsts = Known(lambda thing: thing[0])
     for k in range(1000):
         assert firsts[[k]] == k

@@ -16,13 +16,13 @@ import vllm_weir as weir
 from tests.unit.desks import desk_of
 from tests.unit.wishes import served
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.desk import _same_wish
-from vllm_weir.frontend.facts import EngineFacts
-from vllm_weir.memo import Memo
-from vllm_weir.seams.params import clone
-from vllm_weir.spec import vectors
-from vllm_weir.spec.request import RequestSpec, WireForm
-from vllm_weir.spec.vectors import Vector, vector_of
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.engine_frontend import _same_wish
+from vllm_weir.patches.sampling_params import clone
+from vllm_weir.schema import vectors
+from vllm_weir.schema.request import RequestSpec, WireForm
+from vllm_weir.schema.vectors import Vector, vector_of
+from vllm_weir.util.lru import Memo
 
 
 @settings(max_examples=200, deadline=None)

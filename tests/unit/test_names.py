@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vllm_weir import WeirError
-from vllm_weir.serve.vectors import check_name
-from vllm_weir.spec.sinks import parse_name
+from vllm_weir.schema.sinks import parse_name
+from vllm_weir.server.routes.vectors import check_name
 
 
 @pytest.mark.parametrize("name", ["happy\n", "happy\nsad", "\n", "a" * 129, "", "-a", "a b"])

@@ -32,7 +32,7 @@ def test_what_cannot_carry_a_request_is_refused():
 def test_the_drop_in_classes_keep_what_a_request_asks_for_itself():
     from vllm import SamplingParams
 
-    from vllm_weir.drop_in import Wanted
+    from vllm_weir.integrations.probe_hook import Wanted
 
     own = weir.params(SamplingParams(), capture=weir.Capture("mlp_out", 2), interventions=weir.Add(torch.ones(4), 1))
     wire = Wanted.parse([5], False, True, False, False).ask(own).extra_args["weir"]
@@ -45,7 +45,7 @@ def test_the_drop_in_classes_keep_what_a_request_asks_for_itself():
 
 @pytest.mark.parametrize("layers", [[], (), range(0), torch.zeros(0, dtype=torch.int64)])
 def test_the_drop_in_classes_refuse_to_give_no_block(layers):
-    from vllm_weir.drop_in import Wanted
+    from vllm_weir.integrations.probe_hook import Wanted
 
     with pytest.raises(weir.WeirError, match="names no block; list some") as e:
         Wanted.parse(layers, False, True, False, False)
@@ -54,7 +54,7 @@ def test_the_drop_in_classes_refuse_to_give_no_block(layers):
 
 @pytest.mark.parametrize("layers", [2, [2], torch.tensor(2), [torch.tensor(2)], np.array(2), (np.array(2),)])
 def test_the_drop_in_classes_take_any_int(layers):
-    from vllm_weir.drop_in import Wanted
+    from vllm_weir.integrations.probe_hook import Wanted
 
     assert Wanted.parse(layers, False, True, False, False).layers == (2,)
     assert Wanted.parse(["all"], False, True, False, False).layers == "all"
@@ -84,7 +84,7 @@ def test_what_vllm_probe_hook_exports_comes_from_here_too():
 
 
 def test_an_engine_without_weir_is_told_as_requests_are(monkeypatch):
-    from vllm_weir.seams.table import Status
+    from vllm_weir.patches.registry import Status
 
     monkeypatch.delenv("WEIR_DISABLE", raising=False)
     calls = (weir.sites, weir.sinks, weir.list, weir.clear_global)

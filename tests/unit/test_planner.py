@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from tests.unit.wishes import sensible_captures
 from vllm_weir import Site
-from vllm_weir.spec.compress import Compression
-from vllm_weir.spec.positions import Positions
-from vllm_weir.spec.request import ResolvedSpec, Treatment, Wish
-from vllm_weir.spec.sizes import Sizes
-from vllm_weir.worker.plan import Planner
-from vllm_weir.worker.programs import ProgramTable
-from vllm_weir.worker.select import NEVER, STAGES, column_of, num_taps, tap_of
-from vllm_weir.worker.step import PACKED
+from vllm_weir.schema.compression import Compression
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.request import ResolvedSpec, Treatment, Wish
+from vllm_weir.schema.selectors import NEVER, STAGES, column_of, num_taps, tap_of
+from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.worker.planning.planner import Planner
+from vllm_weir.worker.planning.step_plan import PACKED
+from vllm_weir.worker.steering.programs import ProgramTable
 
 LAYERS = 4
 

@@ -11,11 +11,11 @@ import vllm_weir as weir
 from tests.unit.test_planner import COLUMNS, LAYERS, flat, places_of, planner_of, spec_of, step
 from tests.unit.test_steer_lowering import REPLY, Bench, D
 from tests.unit.wishes import selectors, sensible_captures
-from vllm_weir.spec.positions import Positions
-from vllm_weir.worker.arena import Arena
-from vllm_weir.worker.select import MOST_STEPS, NEVER, Choice, Selectors
-from vllm_weir.worker.step import Later, Lookup, StepPlan
-from vllm_weir.worker.tables import PlanWriter
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.selectors import MOST_STEPS, NEVER, Choice, Selectors
+from vllm_weir.worker.planning.arena import Arena
+from vllm_weir.worker.planning.step_plan import Later, Lookup, StepPlan
+from vllm_weir.worker.tap.device_tables import PlanWriter
 
 
 class Scattered(Selectors):

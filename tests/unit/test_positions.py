@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.support.check import expected_positions
 from tests.unit.wishes import is_empty, selectors, slices
 from vllm_weir import Add, Capture, Clamp, Site, WeirError
-from vllm_weir.spec.hooks import parse_site
-from vllm_weir.spec.positions import MAX_LIST, Positions
-from vllm_weir.spec.vectors import number
+from vllm_weir.schema.hooks import parse_site
+from vllm_weir.schema.positions import MAX_LIST, Positions
+from vllm_weir.schema.vectors import number
 
 MANY = settings(max_examples=1000, deadline=None)
 lengths = st.integers(1, 60)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.unit.blocks import LAYERS, TOKENS, D, Model, Sequential
-from vllm_weir.settings import Settings
-from vllm_weir.worker.station import ModelFacts
+from vllm_weir.config.settings import Settings
+from vllm_weir.worker.runtime import ModelFacts
 
 pytest.importorskip("vllm")
 
@@ -19,7 +19,7 @@ def test_parts_that_are_compiled_by_themselves_are_not_in_the_probe(v2):
     """A norm or a rotary embedding may be: to compile it for these passes alone would hold every start up."""
     from torch._dynamo import config
 
-    from vllm_weir.seams.probe import find_sites
+    from vllm_weir.patches.discovery import find_sites
 
     compiled, passes = [], []
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from tests.support.check import expected_positions
 from tests.unit.wishes import selectors, served
 from vllm_weir import Ablate, Add, Capture, SteeringVector, WeirError
-from vllm_weir.frontend.admit import MAX_TOKEN_SELECTORS, admit
-from vllm_weir.frontend.desk import Desk
-from vllm_weir.frontend.facts import EngineFacts
-from vllm_weir.frontend.reach import Vocabulary, tokens_of
-from vllm_weir.frontend.shelf import Contents
-from vllm_weir.settings import Settings
-from vllm_weir.spec.positions import Positions
-from vllm_weir.spec.request import RequestSpec
+from vllm_weir.config.settings import Settings
+from vllm_weir.frontend.admission.admit import MAX_TOKEN_SELECTORS, admit
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.reach import Vocabulary, tokens_of
+from vllm_weir.frontend.admission.vector_registry import Contents
+from vllm_weir.frontend.engine_frontend import Desk
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.request import RequestSpec
 
 FACTS = EngineFacts(served(4), 4, 8, "float32", 1024)
 ROW = np.arange(1.0, 9.0)

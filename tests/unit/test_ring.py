@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_weir.worker.ring import Ring
+from vllm_weir.worker.transfer.ring import Ring
 
 
 class Copy:

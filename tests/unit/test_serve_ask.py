@@ -10,13 +10,13 @@ import pytest
 import torch
 import zstandard
 
+from vllm_weir.cli.serve import all_plugins, prepare
 from vllm_weir.errors import WeirError
-from vllm_weir.serve.ask import Ask
-from vllm_weir.serve.command import all_plugins, prepare
-from vllm_weir.serve.lens import encode
-from vllm_weir.serve.limits import Limits
-from vllm_weir.spec.keys import asks
-from vllm_weir.spec.lens import lens_interventions
+from vllm_weir.schema.compat.vllm_lens import lens_interventions
+from vllm_weir.schema.keys import asks
+from vllm_weir.server.lens_response import encode
+from vllm_weir.server.limits import Limits
+from vllm_weir.server.request import Ask
 
 LIMITS = Limits()
 WISH = {"v": 1, "capture": [{"hook": "resid_post", "layers": [1]}]}
@@ -191,15 +191,15 @@ def test_the_command_does_not_start_without_weir(arguments, environ, field):
 
 @pytest.mark.parametrize("asked", ["-h", "--help", "--help=all", None])
 def test_help_names_weir_s_own_option(monkeypatch, capsys, asked):
-    from vllm_weir.seams import launch
-    from vllm_weir.serve import command
+    from vllm_weir.cli import serve
+    from vllm_weir.patches import serve_command
 
     given = []
-    monkeypatch.setattr(launch, "vllm_serve", given.append)
-    monkeypatch.setattr(command, "prepare", lambda arguments, environ: arguments)
-    monkeypatch.setattr(command.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(serve_command, "vllm_serve", given.append)
+    monkeypatch.setattr(serve, "prepare", lambda arguments, environ: arguments)
+    monkeypatch.setattr(serve.atexit, "register", lambda *_: None)
     arguments = ["m", *([asked] if asked else [])]
-    command.serve(arguments)
+    serve.serve(arguments)
     assert given == [arguments]
     printed = capsys.readouterr().out
     assert ("--weir-admin-key KEY" in printed and "WEIR_ADMIN_KEY" in printed) == bool(asked)

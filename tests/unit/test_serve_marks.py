@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.unit.admin_app import app_of, serving
-from vllm_weir.serve.errors import Unanswered
+from vllm_weir.server.errors import Unanswered
 
 NOBODY = {"known": False, "sinks": [], "gone": []}
 GONE = {"known": False, "sinks": [], "gone": ["request 'cmpl-1-0' was marked already"]}

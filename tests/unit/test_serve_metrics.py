@@ -11,13 +11,13 @@ from prometheus_client import CollectorRegistry
 from tests.support.measure import becomes
 from tests.unit.admin_app import FACTS, LAYERS, D
 from tests.unit.desks import desk_of
-from vllm_weir import mail
-from vllm_weir.frontend import turns as turns_module
-from vllm_weir.frontend.mirror import Mirror
-from vllm_weir.frontend.turns import AT_ONCE
-from vllm_weir.serve import metrics
-from vllm_weir.serve.metrics import Meter
-from vllm_weir.serve.spool import Spool
+from vllm_weir import messages
+from vllm_weir.frontend import pacing as turns_module
+from vllm_weir.frontend.pacing import AT_ONCE
+from vllm_weir.frontend.receive.mapped_buffer import Mirror
+from vllm_weir.server import metrics
+from vllm_weir.server.metrics import Meter
+from vllm_weir.server.shared.result_files import Spool
 
 PROMPT = [5, 6, 7, 8, 9]
 NOTHING = np.zeros((0, 5), np.int32), np.zeros((0, 4), np.int32), b""
@@ -93,8 +93,8 @@ def test_gauges_follow_the_workers_while_requests_live(desk, monkeypatch, tmp_pa
     spool = Spool(tmp_path, 1 << 20, 600.0)
 
     def tell(worker, engine, pressure, waiting):
-        header = mail.Header("t", worker, D, "float32", pressure=pressure, engine=engine, waiting=waiting)
-        desk.store.receive(mail.decode(mail.encode(header)), Mirror(), *NOTHING)
+        header = messages.Header("t", worker, D, "float32", pressure=pressure, engine=engine, waiting=waiting)
+        desk.store.receive(messages.decode(messages.encode(header)), Mirror(), *NOTHING)
 
     async def live():
         meter = Meter(desk, "m", spool, registry)
@@ -163,7 +163,7 @@ def test_a_step_says_how_many_requests_wait():
     """The scheduler's wrapper tells the workers along with the step, and says nothing otherwise."""
     from types import SimpleNamespace
 
-    from vllm_weir.seams import core
+    from vllm_weir.patches import scheduler as core
 
     class Waiting(list):
         def release(self, _live):

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from vllm_weir import WeirError
 
-server = pytest.importorskip("vllm_weir.seams.server")
+server = pytest.importorskip("vllm_weir.patches.server")
 
 WISH = {"v": 1, "capture": [{"hook": "resid_post"}]}
 

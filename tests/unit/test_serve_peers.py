@@ -8,8 +8,8 @@ import socket
 import pytest
 
 from vllm_weir.errors import WeirError
-from vllm_weir.serve.errors import Unanswered
-from vllm_weir.serve.peers import Peers
+from vllm_weir.server.errors import Unanswered
+from vllm_weir.server.shared.peers import Peers
 
 
 def test_a_directory_that_takes_no_sockets_is_told_of(tmp_path):

@@ -17,18 +17,18 @@ import zstandard
 from tests.support import machine
 from tests.support.measure import becomes
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.activations import Activations
-from vllm_weir.frontend.turns import Turns
-from vllm_weir.serve import reply as module
-from vllm_weir.serve.answer import scores
-from vllm_weir.serve.ask import Ask
-from vllm_weir.serve.home import locked
-from vllm_weir.serve.lens import encode
-from vllm_weir.serve.limits import Limits
-from vllm_weir.serve.reply import Reply
-from vllm_weir.serve.spool import Spool
-from vllm_weir.serve.state import ServerState
-from vllm_weir.spec.hooks import Site
+from vllm_weir.frontend.pacing import Turns
+from vllm_weir.results.activations import Activations
+from vllm_weir.schema.hooks import Site
+from vllm_weir.server import response as module
+from vllm_weir.server.lens_response import encode
+from vllm_weir.server.limits import Limits
+from vllm_weir.server.request import Ask
+from vllm_weir.server.response import Reply
+from vllm_weir.server.response_body import scores
+from vllm_weir.server.shared.directory import locked
+from vllm_weir.server.shared.result_files import Spool
+from vllm_weir.server.state import ServerState
 
 
 def acts(rows=3):
@@ -220,7 +220,7 @@ def test_trap_13_tensors_that_are_compressed_side_by_side_are_whole():
 @machine.needs(machine.module("vllm"))
 def test_a_choice_that_ends_before_the_next_begins_is_one_of_several(server):
     """Of several prompts, streamed, the first to end had its rows in vllm-lens's field alone."""
-    from vllm_weir.seams import server as seams
+    from vllm_weir.patches import server as seams
 
     async def results():
         for prompt in range(2):
@@ -310,7 +310,7 @@ class Serving:
         self.engine_client, self.begun = SimpleNamespace(_weir_server=server), []
 
     async def create_completion(self, request):
-        from vllm_weir.seams.server import _reply
+        from vllm_weir.patches.server import _reply
 
         self.begun.append((request.name, _reply.get() is not None))
         return SimpleNamespace()
@@ -319,7 +319,7 @@ class Serving:
 @machine.needs(machine.module("vllm"))
 def test_plain_requests_that_come_at_the_same_time_go_first(server):
     """On their way in; each a task of its own, as in a server."""
-    from vllm_weir.seams import server as seams
+    from vllm_weir.patches import server as seams
 
     create = seams.create(Serving.create_completion, SimpleNamespace(serving_refusal=None))
     serving = Serving(server)

@@ -13,15 +13,15 @@ import torch
 from fastapi import Body, Depends, FastAPI
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.activations import Activations
-from vllm_weir.seams import table
-from vllm_weir.seams.table import SEAMS, Status
-from vllm_weir.serve import activations
-from vllm_weir.serve.auth import require_admin
-from vllm_weir.serve.body import BodyLimit
-from vllm_weir.serve.errors import weir_error
-from vllm_weir.serve.spool import Spool
-from vllm_weir.spec.hooks import Site
+from vllm_weir.patches import registry
+from vllm_weir.patches.registry import SEAMS, Status
+from vllm_weir.results.activations import Activations
+from vllm_weir.schema.hooks import Site
+from vllm_weir.server.errors import weir_error
+from vllm_weir.server.routes import activations
+from vllm_weir.server.routes.auth import require_admin
+from vllm_weir.server.routes.body_limit import BodyLimit
+from vllm_weir.server.shared.result_files import Spool
 
 SITE = Site("resid_post", 1)
 
@@ -175,11 +175,11 @@ def test_the_schema_declares_the_errors(app):
 
 def test_a_route_that_this_vllm_does_not_have_is_no_missing_seam(monkeypatch):
     modules = {s.module for s in SEAMS if s.recent}
-    exists = table._module_exists
-    monkeypatch.setattr(table, "_module_exists", lambda name: name not in modules and exists(name))
-    monkeypatch.setattr(table, "when_imported", lambda name, hold: None)
-    assert table.install(active=True).serving_refusal is None and len(modules) == 2
-    assert {why for seam, why in table.verify() if seam.recent} == {""}
+    exists = registry._module_exists
+    monkeypatch.setattr(registry, "_module_exists", lambda name: name not in modules and exists(name))
+    monkeypatch.setattr(registry, "when_imported", lambda name, hold: None)
+    assert registry.install(active=True).serving_refusal is None and len(modules) == 2
+    assert {why for seam, why in registry.verify() if seam.recent} == {""}
 
 
 def test_a_missing_serving_seam_refuses_over_http_only():

@@ -16,12 +16,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from vllm_weir.frontend.shelf import Contents, Named
-from vllm_weir.serve import shared
-from vllm_weir.serve.errors import NotKept
-from vllm_weir.serve.shared import Shared
-from vllm_weir.spec.interventions import Add, Clamp
-from vllm_weir.spec.vectors import Vector
+from vllm_weir.frontend.admission.vector_registry import Contents, Named
+from vllm_weir.schema.interventions import Add, Clamp
+from vllm_weir.schema.vectors import Vector
+from vllm_weir.server.errors import NotKept
+from vllm_weir.server.shared import state_files as shared
+from vllm_weir.server.shared.state_files import Shared
 
 NAMES = st.sampled_from(["a", "b", "c"])
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.activations import Activations, Receipt
-from vllm_weir.frontend.block import Block
-from vllm_weir.serve.home import Home, clear
-from vllm_weir.serve.spool import Spool
-from vllm_weir.spec.hooks import Site
+from vllm_weir.results.activations import Activations, Receipt
+from vllm_weir.results.site_slices import Block
+from vllm_weir.schema.hooks import Site
+from vllm_weir.server.shared.directory import Home, clear
+from vllm_weir.server.shared.result_files import Spool
 
 
 def acts(rows=4, width=64, value=0.0):
@@ -227,7 +227,7 @@ def test_processes_share_a_directory_and_the_last_removes_it(tmp_path):
 
 def test_what_a_killed_server_left_is_removed(tmp_path):
     code = (
-        "import os, signal; from vllm_weir.serve.home import Home; "
+        "import os, signal; from vllm_weir.server.shared.directory import Home; "
         f"h = Home(KEY, {str(tmp_path)!r}); (h.room('spool') / 'old').write_text('x'); "
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -241,7 +241,7 @@ def test_what_a_killed_server_left_is_removed(tmp_path):
 
 
 def test_the_parent_clears_up_after_children_that_were_killed(tmp_path):
-    code = f"from vllm_weir.serve.home import Home; h = Home(13, {str(tmp_path)!r}); print('up', flush=True); input()"
+    code = f"from vllm_weir.server.shared.directory import Home; h = Home(13, {str(tmp_path)!r}); print('up', flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout.readline() == b"up\n"
     clear(13, str(tmp_path), patience=0.1)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tests.unit.wishes import sensible_captures
 from vllm_weir import Capture, WeirError
-from vllm_weir.environ import disabled
-from vllm_weir.scheduler import StepBudget, hit_limit
-from vllm_weir.settings import Settings
-from vllm_weir.spec.request import RequestSpec
-from vllm_weir.worker.select import STAGES
+from vllm_weir.config.env import disabled
+from vllm_weir.config.settings import Settings
+from vllm_weir.core.step_budget import StepBudget, hit_limit
+from vllm_weir.schema.request import RequestSpec
+from vllm_weir.schema.selectors import STAGES
 
 
 def load(own=None, **environ):

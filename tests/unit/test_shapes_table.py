@@ -20,10 +20,10 @@ import torch
 import vllm_weir as weir
 from tests.unit.test_steer_lowering import FACTS, LAYERS, Bench, D
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admit import admit
-from vllm_weir.spec.hooks import Site
-from vllm_weir.spec.positions import Positions
-from vllm_weir.worker.select import tap_of
+from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.selectors import tap_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "steering.md"
 BEGIN, END = "<!-- begin: tests/unit/test_shapes_table.py -->\n", "<!-- end -->\n"

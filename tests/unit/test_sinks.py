@@ -24,19 +24,19 @@ from safetensors.torch import save_file
 
 from tests.support.measure import eventually
 from vllm_weir import Capture, Site, WeirError, codec, consumers
+from vllm_weir.config.mi_patch_env import act_sink
+from vllm_weir.config.settings import Settings
 from vllm_weir.consumers import Consumer, EngineInfo, Finished, Rows
-from vllm_weir.frontend.activations import Activations, Packed
-from vllm_weir.frontend.sinks.board import Board, check_sinks
-from vllm_weir.frontend.sinks.job import Job
-from vllm_weir.frontend.sinks.marks import MarkBuffer
+from vllm_weir.frontend.outputs.ticket import Ticket, labels_of
+from vllm_weir.frontend.sinks.delivery import Job
+from vllm_weir.frontend.sinks.manager import Board, check_sinks
+from vllm_weir.frontend.sinks.mark_buffer import MarkBuffer
 from vllm_weir.frontend.sinks.queue import BoundedQueue
 from vllm_weir.frontend.sinks.runner import Runner
-from vllm_weir.frontend.sinks.ticket import Ticket, labels_of
-from vllm_weir.keep import LAYOUTS, load
-from vllm_weir.settings import Settings
-from vllm_weir.spec.act_env import act_sink
-from vllm_weir.spec.compress import Compression
-from vllm_weir.spec.sinks import Sink, SinkDefinition, parse_sinks
+from vllm_weir.results.activations import Activations, Packed
+from vllm_weir.schema.compression import Compression
+from vllm_weir.schema.sinks import Sink, SinkDefinition, parse_sinks
+from vllm_weir.storage import LAYOUTS, load
 
 ENGINE = EngineInfo("m", 3, 4, "float32")
 
@@ -558,7 +558,7 @@ def test_rows_kept_always_and_rows_that_are_marked_go_to_one_sink(tmp_path, layo
 def test_a_sink_that_is_slow_to_end_holds_nobody_up(monkeypatch):
     """Until it is asked for again: two consumers at once would write the same files."""
     may_end, asked = threading.Event(), [SimpleNamespace(sink=sink_of(x)) for x in "abc"]
-    monkeypatch.setattr("vllm_weir.frontend.sinks.board.MOST_OWN", 1)
+    monkeypatch.setattr("vllm_weir.frontend.sinks.manager.MOST_OWN", 1)
     monkeypatch.setattr(Recorder, "close", lambda self: (may_end.wait(20), self._note("close")))
     one = Board({}, 1, 1.0, 1.0)
     one.open(ENGINE)
@@ -681,7 +681,7 @@ def test_a_disk_that_is_full_for_a_while_does_not_end_spilling(monkeypatch, capl
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
         return save_file(*args, **kwargs)
 
-    monkeypatch.setattr("vllm_weir.frontend.sinks.job.save_file", save)
+    monkeypatch.setattr("vllm_weir.frontend.sinks.delivery.save_file", save)
     slow = runner(policy="spill", wait=0.1)
     jobs = [
         Job(Looked(acts_of()), Finished(f"r{k}", 0, f"r{k}", 1, 1, "stop"), Ticket("s", True), lambda: None)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.unit.blocks import LAYERS, Block, Fused, Model, Sequential, mapped, supported
-from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
+from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -30,10 +30,10 @@ from tests.unit.blocks_two import (
     TwoAttentions,
     WrittenInto,
 )
-from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
-from vllm_weir.worker.families import Family
-from vllm_weir.worker.sites import find_scene, map_sites
-from vllm_weir.worker.trace import Recorder, value_at
+from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
+from vllm_weir.worker.discovery.overrides import Family
+from vllm_weir.worker.discovery.recorder import Recorder, value_at
+from vllm_weir.worker.discovery.sites import find_scene, map_sites
 
 DTYPES = (torch.float32, torch.bfloat16)
 MEMORY = {

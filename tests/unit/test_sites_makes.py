@@ -7,8 +7,8 @@ import torch
 
 from tests.unit import blocks as toys
 from tests.unit.blocks import Model, Scaled, Sequential, mapped
-from vllm_weir.spec.hooks import Site
-from vllm_weir.worker import makes
+from vllm_weir.schema.hooks import Site
+from vllm_weir.worker.discovery import block_types
 
 KINDS = [
     toys.Sequential, toys.Fused, toys.Sandwich, toys.PostNorm, toys.Scaled, toys.Parallel, toys.OutputArgument,
@@ -37,13 +37,13 @@ class Minus(Sequential):
 @pytest.fixture
 def searched(monkeypatch):
     """Paths of the blocks that were searched."""
-    paths, search = [], makes.resolve_block
+    paths, search = [], block_types.resolve_block
 
     def counted(calls, *more):
         paths.append(calls[0].path)
         return search(calls, *more)
 
-    monkeypatch.setattr(makes, "resolve_block", counted)
+    monkeypatch.setattr(block_types, "resolve_block", counted)
     return paths
 
 
@@ -55,7 +55,7 @@ def of_many(kinds, fused=False):
 
 def searching_each(monkeypatch):
     """From here on every block is searched."""
-    monkeypatch.setattr(makes.Makes, "_make", lambda self, calls: calls[0].path)
+    monkeypatch.setattr(block_types.Makes, "_make", lambda self, calls: calls[0].path)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

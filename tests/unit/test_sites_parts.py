@@ -25,8 +25,8 @@ from tests.unit.blocks import (
     mapped,
     supported,
 )
-from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
-from vllm_weir.worker.anchors import Anchor, Key
+from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
+from vllm_weir.worker.discovery.anchors import Anchor, Key
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

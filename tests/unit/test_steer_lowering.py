@@ -14,19 +14,19 @@ import vllm_weir as weir
 from tests.support.check import expected_positions
 from tests.support.steered import _apply, of_layer
 from tests.unit.wishes import served
-from vllm_weir.frontend.admit import Admitted, admit
-from vllm_weir.frontend.facts import EngineFacts
-from vllm_weir.spec.hooks import BLOCK_HOOKS, Site
-from vllm_weir.spec.interventions import Move
-from vllm_weir.spec.positions import Positions
-from vllm_weir.spec.request import RequestSpec
-from vllm_weir.spec.sizes import Sizes
-from vllm_weir.worker import tap_cpu
-from vllm_weir.worker.plan import Planner
-from vllm_weir.worker.programs import ProgramTable
-from vllm_weir.worker.select import STAGES, num_taps, tap_of
-from vllm_weir.worker.tables import PlanWriter
-from vllm_weir.worker.tap import numbered
+from vllm_weir.frontend.admission.admit import Admitted, admit
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
+from vllm_weir.schema.interventions import Move
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.request import RequestSpec
+from vllm_weir.schema.selectors import STAGES, num_taps, tap_of
+from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.worker.planning.planner import Planner
+from vllm_weir.worker.steering.programs import ProgramTable
+from vllm_weir.worker.tap import cpu_kernel
+from vllm_weir.worker.tap.device_tables import PlanWriter
+from vllm_weir.worker.tap.op import numbered
 
 D, LAYERS = 8, 3
 TAPS = num_taps(LAYERS)
@@ -75,7 +75,7 @@ class Bench:
         ranks, ring = torch.full((8, TAPS * STAGES), -1, dtype=torch.int32), torch.zeros(1, D)
         tables = [torch.from_numpy(getattr(self.table, t)) for t in ("heads", "ints", "floats", "vectors")]
         h, residual = h.clone(), None if residual is None else residual.clone()
-        tap_cpu.launch(h, residual, numbered(tap), plan, ranks, ring, *tables)
+        cpu_kernel.launch(h, residual, numbered(tap), plan, ranks, ring, *tables)
         return h if residual is None else h + residual
 
 

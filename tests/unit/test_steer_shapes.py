@@ -13,18 +13,18 @@ import vllm_weir as weir
 from tests.unit.desks import desk_of
 from tests.unit.test_steer_lowering import FACTS, LAYERS, Bench, D, admitted
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.activations import Activations
-from vllm_weir.frontend.admit import admit
-from vllm_weir.frontend.desk import LONGEST_KNOWN, _same_wish
-from vllm_weir.frontend.facts import EngineFacts
-from vllm_weir.frontend.shelf import Shelf
-from vllm_weir.frontend.tokens import Prompt, Tokens
-from vllm_weir.frontend.view import View
-from vllm_weir.spec.hooks import Site
-from vllm_weir.spec.interventions import KEEP_NORM, parse_intervention
-from vllm_weir.spec.lens import lens_interventions
-from vllm_weir.spec.request import RequestSpec
-from vllm_weir.worker.select import tap_of
+from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.vector_registry import Shelf
+from vllm_weir.frontend.engine_frontend import LONGEST_KNOWN, _same_wish
+from vllm_weir.frontend.outputs.view import View
+from vllm_weir.frontend.receive.tokens import Prompt, Tokens
+from vllm_weir.results.activations import Activations
+from vllm_weir.schema.compat.vllm_lens import lens_interventions
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.interventions import KEEP_NORM, parse_intervention
+from vllm_weir.schema.request import RequestSpec
+from vllm_weir.schema.selectors import tap_of
 
 DRAW = torch.Generator().manual_seed(3)
 A, B, C = (torch.randn(D, generator=DRAW) for _ in range(3))

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 import vllm_weir as weir
 from tests.unit.wishes import served
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admit import admit
-from vllm_weir.frontend.facts import EngineFacts
-from vllm_weir.frontend.shelf import Shelf
-from vllm_weir.spec.interventions import KINDS, parse_intervention
-from vllm_weir.spec.lens import lens_capture, lens_interventions
-from vllm_weir.spec.vectors import Vector, digest_of
+from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.vector_registry import Shelf
+from vllm_weir.schema.compat.vllm_lens import lens_capture, lens_interventions
+from vllm_weir.schema.interventions import KINDS, parse_intervention
+from vllm_weir.schema.vectors import Vector, digest_of
 
 D = 8
 FACTS = EngineFacts(served(3, [("resid_mid", n) for n in range(3)]), 3, D, "float32", 1000)
@@ -252,8 +252,8 @@ def test_refused_on_admission(number):
 
 
 def test_too_many_selectors_are_refused_by_name():
-    from vllm_weir.frontend.admit import engine_form
-    from vllm_weir.spec.sizes import Sizes
+    from vllm_weir.frontend.admission.admit import engine_form
+    from vllm_weir.schema.table_sizes import Sizes
 
     admitted = admit(
         {"weir": {"v": 1, "interventions": [weir.Add(GOOD, 1, positions=k).to_json() for k in range(64)]}}, FACTS
@@ -416,7 +416,7 @@ def test_the_shelf_keeps_content():
 
 
 def test_a_global_intervention_keeps_what_its_name_meant():
-    from vllm_weir.frontend.shelf import Shelf
+    from vllm_weir.frontend.admission.vector_registry import Shelf
 
     shelf = Shelf()
     shelf.put("mood", np.ones(8))

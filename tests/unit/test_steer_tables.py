@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import vllm_weir as weir
 from tests.unit.test_steer_lowering import REPLY, Bench, D, admitted, move_of
 from tests.unit.wishes import selectors
+from vllm_weir.core.step_budget import CacheKeys, WaitingRoom
 from vllm_weir.errors import WeirError
-from vllm_weir.scheduler import CacheKeys, WaitingRoom
-from vllm_weir.spec.sizes import Sizes
-from vllm_weir.worker.leftovers import MOST, Keyed, Leftovers
+from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.worker.steering.unsteered_kv import MOST, Keyed, Leftovers
 
 ROWS = torch.eye(D)
 ITEMS = [weir.Add(ROWS[k % D] * (1 + k // D), k % 3, 1.0 + k % 2) for k in range(16)] + [

@@ -14,25 +14,25 @@ from hypothesis import strategies as st
 
 from tests.unit.test_planner import COLUMNS, LAYERS, spec_of, step
 from tests.unit.wishes import sensible_captures
-from vllm_weir.spec.compress import Compression
-from vllm_weir.spec.hooks import Site
-from vllm_weir.spec.positions import Positions
-from vllm_weir.spec.request import ResolvedSpec, Treatment, Wish
-from vllm_weir.spec.sizes import Sizes
-from vllm_weir.worker import stream
-from vllm_weir.worker.arena import Arena
-from vllm_weir.worker.codecs import Codecs
-from vllm_weir.worker.folds import Folder
-from vllm_weir.worker.hostmem import HostBuffer
-from vllm_weir.worker.packs import packs_of
-from vllm_weir.worker.plan import Planner
-from vllm_weir.worker.programs import ProgramTable
-from vllm_weir.worker.ring import Ring
-from vllm_weir.worker.select import STAGES, is_boundary, num_taps, tap_of
-from vllm_weir.worker.step import PACKED
-from vllm_weir.worker.strands import Strands
-from vllm_weir.worker.stream import Streamer, layout, learned
-from vllm_weir.worker.treat import Treater
+from vllm_weir.schema.compression import Compression
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.request import ResolvedSpec, Treatment, Wish
+from vllm_weir.schema.selectors import STAGES, is_boundary, num_taps, tap_of
+from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.worker.planning.arena import Arena
+from vllm_weir.worker.planning.planner import Planner
+from vllm_weir.worker.planning.row_sequences import Strands
+from vllm_weir.worker.planning.step_plan import PACKED
+from vllm_weir.worker.steering.programs import ProgramTable
+from vllm_weir.worker.tap.reductions import Folder
+from vllm_weir.worker.transfer import streamed_copy as stream
+from vllm_weir.worker.transfer.codecs import Codecs
+from vllm_weir.worker.transfer.packed_bands import packs_of
+from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
+from vllm_weir.worker.transfer.postprocess import Treater
+from vllm_weir.worker.transfer.ring import Ring
+from vllm_weir.worker.transfer.streamed_copy import Streamer, layout, learned
 
 D, ROW = 8, 32
 CPU = torch.device("cpu")

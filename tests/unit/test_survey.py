@@ -9,10 +9,11 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from vllm_weir import WeirError, survey
-from vllm_weir.cli import app
-from vllm_weir.spec.verdict import SiteVerdict
-from vllm_weir.worker.families import described
+from vllm_weir import WeirError
+from vllm_weir.cli import sites
+from vllm_weir.cli.main import app
+from vllm_weir.schema.site_verdict import SiteVerdict
+from vllm_weir.worker.discovery.overrides import described
 
 VERDICTS = [SiteVerdict("resid_post", layer, True, "") for layer in (0, 1, 2, 5)]
 VERDICTS += [SiteVerdict("resid_mid", layer, False, "attention and MLP run in parallel") for layer in range(6)]
@@ -23,7 +24,7 @@ VERDICTS += [SiteVerdict("embed", 0, True, "")]
     ("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([0, 2, 4], "0, 2, 4"), ([1, 2], "1-2")]
 )
 def test_spans(numbers, text):
-    assert survey.spans(numbers) == text
+    assert sites.spans(numbers) == text
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def surveyed(monkeypatch):
             raise OSError("nowhere is not a folder and no model of the hub")
         return VERDICTS
 
-    monkeypatch.setattr(survey, "survey", stand_in)
+    monkeypatch.setattr(sites, "survey", stand_in)
     return asked
 
 

@@ -14,16 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_weir.spec.interventions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
-from vllm_weir.worker import place as place_module
-from vllm_weir.worker import tap as tap_module
-from vllm_weir.worker import tap_cpu
-from vllm_weir.worker.anchors import Anchor, Beside, Key
-from vllm_weir.worker.place import place
-from vllm_weir.worker.profiles import Profiles
-from vllm_weir.worker.programs import AFTER_POST, LAST
-from vllm_weir.worker.select import STAGES
-from vllm_weir.worker.tap import Switch, TapTensors, numbered
+from vllm_weir.schema.interventions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
+from vllm_weir.schema.selectors import STAGES
+from vllm_weir.worker.discovery.anchors import Anchor, Beside, Key
+from vllm_weir.worker.planning.site_sets import Profiles
+from vllm_weir.worker.steering.programs import AFTER_POST, LAST
+from vllm_weir.worker.tap import cpu_kernel
+from vllm_weir.worker.tap import install as place_module
+from vllm_weir.worker.tap import op as tap_module
+from vllm_weir.worker.tap.install import place
+from vllm_weir.worker.tap.op import Switch, TapTensors, numbered
 
 
 @settings(max_examples=300, deadline=None)
@@ -419,7 +419,7 @@ def test_chains_that_are_followed_together_and_one_by_one_give_the_same_bits(see
     found = []
     with pytest.MonkeyPatch.context() as patch:
         for few in (0, programs):
-            patch.setattr(tap_cpu, "FEW", few)
-            found.append(tap_cpu._run(nodes.numpy(), h, past_post, ints.numpy(), floats, vectors))
+            patch.setattr(cpu_kernel, "FEW", few)
+            found.append(cpu_kernel._run(nodes.numpy(), h, past_post, ints.numpy(), floats, vectors))
     (stopped, rows), (same_stop, same_rows) = found
     assert (stopped == same_stop).all() and torch.equal(rows, same_rows)

@@ -16,14 +16,14 @@ import sys
 import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
-from vllm_weir.spec.interventions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
+from vllm_weir.schema.interventions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
 from vllm_weir.worker import folds, folds_triton
-from vllm_weir.worker.folds import MAXIMUM, SEEDED
-from vllm_weir.worker.programs import AFTER_POST, LAST
-from vllm_weir.worker.select import STAGES
-from vllm_weir.worker import tap_cpu
-from vllm_weir.worker.tap import numbered
-from vllm_weir.worker.tap_triton import launch
+from vllm_weir.worker.tap.reductions import MAXIMUM, SEEDED
+from vllm_weir.worker.steering.programs import AFTER_POST, LAST
+from vllm_weir.schema.selectors import STAGES
+from vllm_weir.worker.tap import cpu_kernel as tap_cpu
+from vllm_weir.worker.tap.op import numbered
+from vllm_weir.worker.tap.triton_kernel import launch
 
 store, load = InterpreterBuilder.create_masked_store, InterpreterBuilder.create_masked_load
 

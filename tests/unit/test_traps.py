@@ -21,19 +21,19 @@ from tests.unit.test_steer_lowering import REPLY, Bench, D
 from tests.unit.test_tap import live, no_programs
 from tests.unit.wishes import served
 from vllm_weir import Site, WeirError, codec
-from vllm_weir.frontend.admit import admit
-from vllm_weir.frontend.facts import EngineFacts
-from vllm_weir.frontend.pending import Group
-from vllm_weir.spec.compress import Compression
-from vllm_weir.spec.hooks import ALIASES, BLOCK_HOOKS, HOOKS, place_of
-from vllm_weir.spec.interventions import BLEND
-from vllm_weir.spec.positions import Positions
-from vllm_weir.spec.request import ResolvedSpec, Treatment
-from vllm_weir.worker.anchors import Anchor, Key
-from vllm_weir.worker.place import place
-from vllm_weir.worker.programs import LAST
-from vllm_weir.worker.select import STAGES, Selectors, column_of, tap_of
-from vllm_weir.worker.tap import TapTensors
+from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.receive.pending_sequence import Group
+from vllm_weir.schema.compression import Compression
+from vllm_weir.schema.hooks import ALIASES, BLOCK_HOOKS, HOOKS, place_of
+from vllm_weir.schema.interventions import BLEND
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.request import ResolvedSpec, Treatment
+from vllm_weir.schema.selectors import STAGES, Selectors, column_of, tap_of
+from vllm_weir.worker.discovery.anchors import Anchor, Key
+from vllm_weir.worker.steering.programs import LAST
+from vllm_weir.worker.tap.install import place
+from vllm_weir.worker.tap.op import TapTensors
 
 FACTS = EngineFacts(served(4), 4, D, "float32", 1024)
 
@@ -219,7 +219,7 @@ def test_trap_10_generated_tokens_that_come_in_a_prefill_stay_generated(cuts, kn
 
 def test_trap_10_a_request_that_joins_again_keeps_its_prompt():
     """Runner V2 has a preempted request join again: with what it had generated, which is no part of its prompt."""
-    from vllm_weir.seams.worker import _hold_execute_model
+    from vllm_weir.patches.worker import _hold_execute_model
 
     joined = []
     station = SimpleNamespace(
@@ -246,8 +246,8 @@ def test_trap_10_a_request_that_joins_again_keeps_its_prompt():
 
 def test_trap_05_sequences_of_one_request_are_each_followed():
     """vLLM hands the same params to all of a request's sequences: every one is admitted from what the caller wrote."""
-    from vllm_weir.frontend.turns import Turns
-    from vllm_weir.seams.engine import add_request
+    from vllm_weir.frontend.pacing import Turns
+    from vllm_weir.patches.frontend import add_request
 
     seen = []
 
@@ -408,7 +408,7 @@ def test_trap_16_a_prompt_in_chunks_is_steered_where_the_whole_one_is(cuts):
 def test_trap_16_equal_requests_have_equal_forms(desk):
     """Nothing in what travels to the scheduler tells two equal requests apart, so they share the prefix cache; but that
     the vector comes along with the first, which is in no key."""
-    from vllm_weir.seams.core import block_hash_extra_keys
+    from vllm_weir.patches.scheduler import block_hash_extra_keys
 
     wish = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": ROW, "layers": [1]}]}}
     wires = [desk.admit(f"r{k}", copy.deepcopy(wish), [1, 2, 3], 3, 4)[1] for k in range(2)]
@@ -430,7 +430,7 @@ class Keyed(SimpleNamespace):
 
 def test_trap_17_who_waits_for_a_worker_s_word_holds_up_nobody_in_the_event_loop():
     """It is still on its way when a sequence finishes: the other requests' outputs go on being handed out."""
-    from vllm_weir.seams.engine import _VIEW, async_llm_generate
+    from vllm_weir.patches.frontend import _VIEW, async_llm_generate
 
     desk, order = desk_of(FACTS, timeout=5), []
     wish = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": ROW, "layers": [1]}]}}
@@ -464,7 +464,7 @@ def test_trap_17_who_waits_for_a_worker_s_word_holds_up_nobody_in_the_event_loop
 
 def test_trap_17_plain_requests_that_end_at_the_same_time_go_out_first():
     """Though nothing is left to wait for."""
-    from vllm_weir.seams.engine import _VIEW, async_llm_generate
+    from vllm_weir.patches.frontend import _VIEW, async_llm_generate
 
     order = []
     view = SimpleNamespace(concluded=lambda: True, verify=list, settle=lambda: None)

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_weir import WeirError, codec
-from vllm_weir.spec.compress import Compression
-from vllm_weir.worker import codecs as codecs_module
-from vllm_weir.worker.codecs import IDLE, Codec, Codecs
-from vllm_weir.worker.hostmem import _split
-from vllm_weir.worker.step import PACKED, StepPlan
-from vllm_weir.worker.treat import Treater
+from vllm_weir.schema.compression import Compression
+from vllm_weir.worker.planning.step_plan import PACKED, StepPlan
+from vllm_weir.worker.transfer import codecs as codecs_module
+from vllm_weir.worker.transfer.codecs import IDLE, Codec, Codecs
+from vllm_weir.worker.transfer.pinned_buffer import _split
+from vllm_weir.worker.transfer.postprocess import Treater
 
 D, RING = 16, 400
 HOW = Compression.parse("full8", "compress")

@@ -10,10 +10,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.support import machine
-from vllm_weir.frontend import turns as module
-from vllm_weir.frontend.turns import Turns, entry_of
-from vllm_weir.serve.limits import Limits
-from vllm_weir.serve.state import ServerState
+from vllm_weir.frontend import pacing as module
+from vllm_weir.frontend.pacing import Turns, entry_of
+from vllm_weir.server.limits import Limits
+from vllm_weir.server.state import ServerState
 
 
 async def turns_of_the_loop(n: int = 20) -> None:
@@ -187,7 +187,7 @@ def test_a_server_takes_its_pace_from_its_environment():
 @machine.needs(machine.module("vllm"))
 def test_which_requests_in_the_engine_are_plain():
     """Those whose states are not of requests of Weir's, as long as vLLM has them."""
-    from vllm_weir.seams import engine
+    from vllm_weir.patches import frontend as engine
 
     class State(SimpleNamespace):
         __hash__ = object.__hash__
@@ -284,7 +284,7 @@ class Serving:
 @machine.needs(machine.module("vllm"))
 @pytest.mark.parametrize("kind", ["plain", "fail", "slow", "cancelled"])
 def test_a_plain_request_is_waited_for_until_the_engine_has_it_or_never_will(kind):
-    from vllm_weir.seams import server as seams
+    from vllm_weir.patches import server as seams
 
     create = seams.create(Serving.create_completion, SimpleNamespace(serving_refusal=None))
 
@@ -312,7 +312,7 @@ def test_a_plain_request_is_waited_for_until_the_engine_has_it_or_never_will(kin
 
 @machine.needs(machine.module("vllm"))
 def test_the_engine_says_when_it_has_a_request():
-    from vllm_weir.seams import engine as seams
+    from vllm_weir.patches import frontend as seams
 
     async def add_request(_engine, fails):
         if fails:

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_weir.seams.worker import _hold_warm_up
-from vllm_weir.settings import Settings
-from vllm_weir.spec.hooks import Site
-from vllm_weir.worker.anchors import Anchor, Key
-from vllm_weir.worker.sites import SiteMap
-from vllm_weir.worker.station import ModelFacts, Station
-from vllm_weir.worker.tap import TapTensors
-from vllm_weir.worker.warming import Warming, stand_ins
+from vllm_weir.config.settings import Settings
+from vllm_weir.patches.worker import _hold_warm_up
+from vllm_weir.schema.hooks import Site
+from vllm_weir.worker.discovery.anchors import Anchor, Key
+from vllm_weir.worker.discovery.sites import SiteMap
+from vllm_weir.worker.runtime import ModelFacts, Station
+from vllm_weir.worker.tap.op import TapTensors
+from vllm_weir.worker.tap.warmup import Warming, stand_ins
 
 
 @pytest.fixture(autouse=True)
@@ -85,12 +85,12 @@ def test_nothing_is_compiled_for_a_cpu():
 
 
 def test_a_kernel_that_cannot_be_compiled_is_heard_of_in_time(monkeypatch):
-    from vllm_weir.worker import warming
+    from vllm_weir.worker.tap import warmup
 
     def fails(*_):
         raise RuntimeError("no ptxas")
 
-    monkeypatch.setattr(warming, "_launch", fails)
+    monkeypatch.setattr(warmup, "_launch", fails)
     made = Warming(128, torch.float32, torch.device("cuda"))
     with pytest.raises(RuntimeError, match="no ptxas"):
         made.wait()

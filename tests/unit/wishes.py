@@ -7,7 +7,7 @@ import json
 
 from hypothesis import strategies as st
 
-from vllm_weir.spec.hooks import BLOCK_HOOKS, MODEL_HOOKS, Site
+from vllm_weir.schema.hooks import BLOCK_HOOKS, MODEL_HOOKS, Site
 
 HOOKS = ["resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"]
 KEYWORDS = ["all", "prompt", "generated", "last_prompt", "sampled"]

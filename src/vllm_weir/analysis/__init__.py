@@ -7,7 +7,7 @@ from vllm_weir.analysis.files import (
     reconstruct_activations,
 )
 from vllm_weir.analysis.loader import ActivationLoader, quick_load
-from vllm_weir.analysis.measure import (
+from vllm_weir.analysis.metrics import (
     compare_tokens,
     compute_layer_statistics,
     compute_similarity,

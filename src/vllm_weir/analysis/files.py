@@ -12,11 +12,11 @@ import torch
 
 from vllm_weir.codec import decode, project
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.keep.atomic import Store, split_url
-from vllm_weir.keep.foreign_npz import rebuild
-from vllm_weir.keep.npz import to_records
-from vllm_weir.keep.npzfile import read_npz
-from vllm_weir.spec.compress import METHODS, Compression
+from vllm_weir.schema.compression import METHODS, Compression
+from vllm_weir.storage.foreign.mi_patch_npz import rebuild
+from vllm_weir.storage.layouts.npz import to_records
+from vllm_weir.storage.layouts.npz_file import read_npz
+from vllm_weir.storage.object_store import Store, split_url
 
 DENSE, SPARSE = ("rp8", "full8"), "topk8"
 """Vllm_mi_patch's modes whose values are in ``q``, and the one whose values are in ``values``."""

@@ -13,23 +13,23 @@ import numpy as np
 import torch
 
 from vllm_weir.analysis.files import check_mode, native, reconstruct_activations
-from vllm_weir.analysis.measure import (
+from vllm_weir.analysis.metrics import (
     Matrix,
     compute_layer_statistics,
     compute_similarity,
     create_token_timeline,
 )
 from vllm_weir.errors import MissingFile, WeirError, brief
-from vllm_weir.frontend.activations import Activations
-from vllm_weir.keep.atomic import Store
-from vllm_weir.keep.blocks import ArrayBlock, Block
-from vllm_weir.keep.dataset import ActivationDataset
-from vllm_weir.keep.foreign_npz import is_foreign
-from vllm_weir.keep.index import Index, short_names
-from vllm_weir.keep.npz import CODES, folder_of, home_of, to_arrays, unpack_own
-from vllm_weir.keep.npzfile import read_npz
-from vllm_weir.keep.open import load
-from vllm_weir.spec.hooks import Site, normalise_hook
+from vllm_weir.results.activations import Activations
+from vllm_weir.schema.hooks import Site, normalise_hook
+from vllm_weir.storage.dataset import ActivationDataset
+from vllm_weir.storage.foreign.mi_patch_npz import is_foreign
+from vllm_weir.storage.index import Index, short_names
+from vllm_weir.storage.layouts.npz import CODES, folder_of, home_of, to_arrays, unpack_own
+from vllm_weir.storage.layouts.npz_file import read_npz
+from vllm_weir.storage.loading import load
+from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.record_blocks import ArrayBlock, Block
 
 _SEQUENCE = re.compile(r"(.+)/seq(\d+)")
 

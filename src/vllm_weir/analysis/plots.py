@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_weir.analysis.drawing import (
+from vllm_weir.analysis.metrics import METRICS, as_array, rows_of, similarity_matrix
+from vllm_weir.analysis.plot_style import (
     BLUE,
     FAINT,
     INK,
@@ -22,9 +23,8 @@ from vllm_weir.analysis.drawing import (
     pyplot,
     save,
 )
-from vllm_weir.analysis.measure import METRICS, as_array, rows_of, similarity_matrix
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.spec.hooks import normalise_hook
+from vllm_weir.schema.hooks import normalise_hook
 
 
 def plot_heat_map(

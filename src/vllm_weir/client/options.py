@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from vllm_weir.client.flow import Asked, Retries
-from vllm_weir.client.wire import Call
+from vllm_weir.client.effects import Call
+from vllm_weir.client.protocol import Asked, Retries
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.spec.text import fits_header
+from vllm_weir.schema.json_text import fits_header
 
 Progress = bool | Callable[[int, int], None] | None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_weir.spec.hooks import Site
+from vllm_weir.schema.hooks import Site
 
 
 @dataclass(frozen=True)

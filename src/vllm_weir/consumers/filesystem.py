@@ -1,4 +1,4 @@
-"""The consumers ``filesystem``, rows into files in one of the layouts of `vllm_weir.keep`, and ``npz``, in that one."""
+"""The consumers ``filesystem``, rows into files in one of the layouts of `vllm_weir.storage`, and ``npz``, in that one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_weir.consumers.base import Consumer, EngineInfo, Finished, Rows
 from vllm_weir.errors import WeirError
-from vllm_weir.spec import rowkinds
+from vllm_weir.schema import row_notes
 
 AT_ONCE = ("per_request", "npz")
 """Layouts in which each sequence has files of its own, published when it is finished."""
@@ -56,7 +56,7 @@ class Filesystem(Consumer):
         """The sequence that is being written: what `abort` may undo."""
 
     def open(self, engine: EngineInfo) -> None:
-        from vllm_weir.keep import open_writer
+        from vllm_weir.storage import open_writer
 
         try:
             self._writer = open_writer(self._url, self._layout, **self._options)
@@ -64,7 +64,7 @@ class Filesystem(Consumer):
             raise WeirError(f"an option is wrong: {e}") from None
 
     def take(self, rows: Rows) -> None:
-        from vllm_weir.keep import Batch
+        from vllm_weir.storage import Batch
 
         site, name = rows.site, self._begin(rows.request)
         self._writer.write(
@@ -81,7 +81,7 @@ class Filesystem(Consumer):
             "finish_reason": request.finish_reason,
         }
         if request.capture:
-            metadata[rowkinds.KEY] = [dict(entry) for entry in request.capture]
+            metadata[row_notes.KEY] = [dict(entry) for entry in request.capture]
         if request.metadata:
             metadata["mark"] = dict(request.metadata)
         self._writer.finish_request(name, metadata)
@@ -131,7 +131,7 @@ class Filesystem(Consumer):
         return f"{name}.{request.part}" if request.part else name
 
     def _files(self, name: str) -> list[str]:
-        from vllm_weir.keep.gathered import safe_name
+        from vllm_weir.storage.layouts.buffered import safe_name
 
         store = self._writer.store
         return [store.describe(f"{safe_name(name)}.safetensors") if self._layout == "per_request" else self._url]

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_weir.consumers.base import Consumer, Finished, Rows
 from vllm_weir.errors import WeirError
-from vllm_weir.spec.hooks import HOOKS, Site
+from vllm_weir.schema.hooks import HOOKS, Site
 
 logger = logging.getLogger("vllm_weir.norms")
 

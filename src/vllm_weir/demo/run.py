@@ -18,7 +18,7 @@ from rich.table import Table
 from vllm_weir.api import demo_model
 from vllm_weir.demo import probe as pr
 from vllm_weir.demo import steering
-from vllm_weir.demo.picture import Strip, curves, doses, heat_map
+from vllm_weir.demo.pictures import Strip, curves, doses, heat_map
 from vllm_weir.demo.reading import SAMPLED, Reading, compiler, is_local, read, start_engine
 from vllm_weir.demo.reference import parameter_count, reference_rows, worst_error
 from vllm_weir.demo.stories import Story, make_stories

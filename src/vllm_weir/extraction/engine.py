@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction.wanted import Wanted
-from vllm_weir.keep.batch import Batch
-from vllm_weir.orphans import children_that_end_with_us
-from vllm_weir.spec.compress import ITEMSIZE, header_bytes
-from vllm_weir.spec.hooks import Site
+from vllm_weir.extraction.run_spec import Wanted
+from vllm_weir.schema.compression import ITEMSIZE, header_bytes
+from vllm_weir.schema.hooks import Site
+from vllm_weir.storage.batch import Batch
+from vllm_weir.util.parent_death import children_that_end_with_us
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class VllmEngine:
         from vllm import LLM, SamplingParams
 
         from vllm_weir.api import params
-        from vllm_weir.seams.engine import desk_of
+        from vllm_weir.patches.frontend import desk_of
 
         # Nothing is read from the prefix cache (a captured prompt is computed whole), so nothing is kept in it.
         options = {"enable_prefix_caching": False, "disable_log_stats": True} | wanted.engine

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from vllm_weir.extraction.job import Summary
-from vllm_weir.extraction.share import Counts
-from vllm_weir.keep.figures import _size
+from vllm_weir.extraction.record_loop import Counts
+from vllm_weir.extraction.run import Summary
+from vllm_weir.storage.stats import _size
 
 SHOWN = 5
 """Reasons that are shown; the file has all."""

@@ -17,8 +17,8 @@ from typing import Any
 import pyarrow as pa
 
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction.formats import READERS, Part, kind_of
-from vllm_weir.keep.atomic import Store, naming, split_url
+from vllm_weir.extraction.readers import READERS, Part, kind_of
+from vllm_weir.storage.object_store import Store, naming, split_url
 
 BLOCK = 4 << 20
 """Files are read and digested in blocks of so many bytes."""

@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from vllm_weir import consumers
 from vllm_weir.consumers.base import EngineInfo, Finished
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.sinks.job import Job
+from vllm_weir.frontend.outputs.ticket import Ticket
+from vllm_weir.frontend.sinks.delivery import Job
 from vllm_weir.frontend.sinks.queue import BoundedQueue
-from vllm_weir.frontend.sinks.ticket import Ticket
-from vllm_weir.spec.sinks import SinkDefinition
+from vllm_weir.schema.sinks import SinkDefinition
 
 logger = logging.getLogger(__name__)
 TICK = 1.0

@@ -1,0 +1,271 @@
+"""``weir bench``, ``weir bench pool`` and ``weir bench report``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from vllm_weir.bench.plan import CASES, OPTIONAL, SYSTEMS, Plan
+
+if TYPE_CHECKING:
+    from vllm_weir.bench.result import Result
+
+app = typer.Typer(add_completion=False, invoke_without_command=True, help="Time and check Weir beside others.")
+console = Console(highlight=False, soft_wrap=True)
+NO_PLOTS = "matplotlib is not installed; it comes with vllm-weir's extra named plot"
+
+
+@app.callback()
+def bench(
+    context: typer.Context,
+    systems: Annotated[str, typer.Option(help="Of stock, weir, vllm-lens, native; with commas.")] = ",".join(SYSTEMS),
+    cases: Annotated[str, typer.Option(help=f"Of {', '.join(CASES)}.")] = ",".join(
+        c for c in CASES if c not in OPTIONAL
+    ),
+    batches: Annotated[
+        str | None, typer.Option(help="Requests at once, with commas, or 'none'. [1,32,256; CPU: 1,4]")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens each generates. [128; CPU: 16]", min=2)] = None,
+    prefill: Annotated[str | None, typer.Option(help="Prompts x tokens, or 'none'. [64x1024; CPU: 4x64]")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each case.", min=1)] = 5,
+    warmups: Annotated[int, typer.Option(help="Runs before those.", min=0)] = 2,
+    model: Annotated[str | None, typer.Option(help="llama-8b, demo, or a directory. [llama-8b; CPU: demo]")] = None,
+    out: Annotated[Path, typer.Option(help="The result, JSON.")] = Path("bench/results/latest.json"),
+    markdown: Annotated[Path | None, typer.Option(help="A Markdown table of it. [beside it]")] = None,
+    chart: Annotated[Path | None, typer.Option(help="A chart: NAME.svg and NAME.png. [beside it]")] = None,
+    weir_config: Annotated[str, typer.Option(help='additional_config["weir"], JSON.')] = "{}",
+    case_seconds: Annotated[float, typer.Option(help="No case takes longer.", min=1)] = 120.0,
+    run_seconds: Annotated[float | None, typer.Option(help="What is not done by then is named.", min=1)] = None,
+    startups: Annotated[int, typer.Option(help="Fresh processes in which the start is timed.", min=1)] = 1,
+    cold: Annotated[bool | None, typer.Option("--cold/--cached", help="Compile at every start. [CPU: cached]")] = None,
+    interleave: Annotated[bool, typer.Option(help="Stock and Weir take turns, run by run.")] = True,
+    memory_share: Annotated[float, typer.Option(help="gpu_memory_utilization of each engine.")] = 0.42,
+    eager: Annotated[bool | None, typer.Option("--eager/--compile", help="enforce_eager. [CPU: eager]")] = None,
+    lens_path: Annotated[str | None, typer.Option(help="PYTHONPATH with vllm-lens, if it is not installed.")] = None,
+    smoke: Annotated[bool, typer.Option(help="The smallest run that uses everything; proves no speed.")] = False,
+) -> None:
+    """Stock vLLM, Weir, vllm-lens and vLLM's extract_hidden_states: same prompts, checked rows; JSON, table and chart.
+
+    Exit code 1 if a check failed or a system could not start; what is not installed is skipped: the file says why.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    _check_chart(chart)
+    cuda = _has_gpu()
+    small = smoke or not cuda
+    with tempfile.TemporaryDirectory(prefix="weir-bench-") as work:
+        settings = model_fields(model or ("demo" if small else "llama-8b"), Path(work), cuda) | {
+            "systems": _names(systems, SYSTEMS, "--systems"),
+            "cases": _names(cases, CASES, "--cases"),
+            "batches": _ints(batches or ("1,4" if small else "1,32,256"), "--batches"),
+            "tokens": tokens or (16 if small else 128),
+            "prefill": _product(prefill or ("4x64" if small else "64x1024")),
+            "repeats": min(repeats, 2) if smoke else repeats,
+            "warmups": min(warmups, 1) if smoke else warmups,
+            "cuda": cuda,
+            "eager": (not cuda) if eager is None else eager,
+            "cold": (cuda and not smoke) if cold is None else cold,
+            "weir_config": _object(weir_config),
+            "lens_path": lens_path,
+            "case_seconds": case_seconds,
+            "run_seconds": run_seconds,
+        }
+        settings |= {"startups": startups, "interleave": interleave, "memory_share": memory_share}
+        beside = out.with_suffix("") if _can_draw() else None
+        _run(Plan(**settings), out, Path(work), markdown or out.with_suffix(".md"), chart or beside)
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(help="Result files of one device; ratios stay within each run.")],
+    out: Annotated[Path | None, typer.Option(help="All of them as one result file.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="A Markdown table; default: printed.")] = None,
+    chart: Annotated[Path | None, typer.Option(help="A chart: NAME.svg and NAME.png (needs matplotlib).")] = None,
+) -> None:
+    """Merge result files, and draw a Markdown table and a chart."""
+    from vllm_weir.bench.report import as_markdown
+    from vllm_weir.bench.result import mark_checks, merge
+
+    _check_chart(chart)
+    try:
+        result = merge(_results(files))
+    except ValueError as e:
+        raise typer.BadParameter(str(e)) from None
+    mark_checks(result)
+    if out is not None:
+        result.save(out)
+    if markdown is None:
+        typer.echo(as_markdown(result))
+    _show(result, markdown, chart)
+
+
+@app.command()
+def pool(
+    files: Annotated[list[Path], typer.Argument(help="Result files of one device, one run each.")],
+    out: Annotated[Path, typer.Option(help="All of them as one run.")],
+    cases: Annotated[str | None, typer.Option(help="Which cases to take. [all]")] = None,
+) -> None:
+    """Make one of several runs of the same cases: each ratio is the median of the runs' own."""
+    from vllm_weir.bench.result import pool as pooled
+
+    try:
+        result = pooled(_results(files), None if cases is None else _names(cases, CASES, "--cases"))
+    except ValueError as e:
+        raise typer.BadParameter(str(e)) from None
+    result.save(out)
+    console.print(f"{out}: {len(result.cases)} figures of {len(files)} runs")
+
+
+def _show(result: Result, markdown: Path | None, chart: Path | None) -> None:
+    """Write the table and the chart."""
+    from vllm_weir.bench.report import as_markdown
+
+    if markdown is not None:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
+        markdown.write_text(as_markdown(result))
+        console.print(f"[dim]{markdown}[/]")
+    if chart is not None:
+        from vllm_weir.bench.chart import draw_chart
+
+        for path in draw_chart(result, chart):
+            console.print(f"[dim]{path}[/]")
+
+
+def _results(files: list[Path]) -> list[Result]:
+    from vllm_weir.bench.result import Result
+
+    results = []
+    for path in files:
+        try:
+            results.append(Result.load(path))
+        except (OSError, ValueError) as e:
+            raise typer.BadParameter(f"{path} is no result file of `weir bench`: {e}") from None
+    return results
+
+
+def _run(plan: Plan, out: Path, work: Path, markdown: Path, chart: Path | None) -> None:
+    import time
+
+    _check_lengths(plan)
+    from vllm_weir.bench.report import as_table
+    from vllm_weir.bench.runner import in_directory
+
+    started = time.monotonic()
+    with console.status("starting") as status:
+
+        def say(text: str) -> None:
+            status.update(text)
+            console.print(f"[dim]{time.monotonic() - started:5.0f} s[/]  {text}", markup=True)
+
+        result = in_directory(plan, out, work, say)
+    console.print(as_table(result))
+    for check in result.checks:
+        mark = "[green]ok[/]" if check.passed else "[bold red]FAILED[/]"
+        place = f"{check.system} {check.case} {check.size}"
+        console.print(f"{mark} {place}: {check.what}: {check.value:.1e} (bound {check.bound:.0e})")
+    console.print(f"{out}")
+    _show(result, markdown, chart)
+    if chart is None:
+        console.print(f"[dim]no chart: {NO_PLOTS}[/]", markup=True)
+    failed = any(s["status"] == "failed" for s in result.systems.values())
+    raise typer.Exit(0 if result.passed and not failed else 1)
+
+
+def model_fields(name: str, work: Path, cuda: bool) -> dict[str, Any]:
+    """The plan's fields about the model."""
+    from transformers import AutoConfig
+
+    from vllm_weir.api import demo_model
+    from vllm_weir.bench.weights import make_model
+
+    dummy = name == "llama-8b"
+    if dummy and not cuda:
+        raise typer.BadParameter("--model: llama-8b needs a GPU; engines on a CPU repack their weights at the start")
+    path = make_model(work / "llama-8b") if dummy else demo_model() if name == "demo" else name
+    try:
+        text = AutoConfig.from_pretrained(path).get_text_config()
+    except (OSError, ValueError) as e:
+        raise typer.BadParameter(f"--model: {name!r} cannot be read: {str(e).splitlines()[0]}") from None
+    return {
+        "model": path,
+        "model_name": "Llama-3.1-8B shapes, random weights" if dummy else Path(name).name,
+        "dummy": dummy,
+        "layers": text.num_hidden_layers,
+        "width": text.hidden_size,
+        "vocab": text.vocab_size,
+        "dtype": "bfloat16" if cuda else "float32",
+        "max_model_len": min(2048, text.max_position_embeddings),
+    }
+
+
+def _can_draw() -> bool:
+    """Whether charts can be drawn; a run of an hour does not fail for want of that."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def _check_chart(chart: Path | None) -> None:
+    if chart is not None and not _can_draw():
+        raise typer.BadParameter(f"--chart: {NO_PLOTS}")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _check_lengths(plan: Plan) -> None:
+    for size in plan.sizes():
+        if size.prompt + size.generated > plan.max_model_len:
+            option = "--prefill" if size.kind == "prefill" else "--tokens"
+            raise typer.BadParameter(f"{option}: {size.label}: the model takes at most {plan.max_model_len} tokens")
+
+
+def _names(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{option}: {name!r} is none of {', '.join(known)}")
+    if not names:
+        raise typer.BadParameter(f"{option}: name at least one of {', '.join(known)}")
+    return tuple(n for n in known if n in names)
+
+
+def _ints(text: str, option: str) -> tuple[int, ...]:
+    if text == "none":
+        return ()
+    try:
+        found = tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
+    except ValueError:
+        found = ()
+    if not found or found[0] < 1:
+        raise typer.BadParameter(f"{option}: expected ints from 1 on with commas, or none, got {text!r}")
+    return found
+
+
+def _product(text: str) -> tuple[int, int] | None:
+    if text == "none":
+        return None
+    try:
+        count, length = map(int, text.lower().split("x"))
+    except ValueError:
+        count = length = 0
+    if count < 1 or length < 1:
+        raise typer.BadParameter(f"--prefill: expected 64x1024 or none, got {text!r}")
+    return count, length
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise typer.BadParameter(f"--weir-config: {e}") from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter("--weir-config: expected a JSON object")
+    return value

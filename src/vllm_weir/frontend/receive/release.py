@@ -1,0 +1,36 @@
+"""Letting go of a request's rows when its answer is out, whoever still refers to its outputs.
+
+An output that is dropped takes its rows along. But frames of a cancelled task, and of generators that have ended, can
+refer to outputs until Python's garbage collector comes by, which may be minutes later.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextvars import ContextVar
+
+from vllm_weir.frontend.receive.pending_sequence import Pending
+from vllm_weir.frontend.receive.row_store import Store
+
+
+class Holding:
+    """The sequences of one request of a server."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[weakref.ref[Store], weakref.ref[Pending]]] = []
+
+    def add(self, store: Store, pending: Pending) -> None:
+        """One was admitted."""
+        self._held.append((weakref.ref(store), weakref.ref(pending)))
+
+    def let_go(self) -> None:
+        """Nobody will look at what came back on their outputs."""
+        for store_of, pending_of in self._held:
+            store, pending = store_of(), pending_of()
+            if store is not None and pending is not None:
+                store.forget(pending)
+        self._held.clear()
+
+
+holding: ContextVar[Holding | None] = ContextVar("weir_holding", default=None)
+"""Where sequences that are admitted in this context are noted."""

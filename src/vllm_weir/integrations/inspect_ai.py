@@ -1,0 +1,291 @@
+"""Inspect AI provider ``weir/<model>``: Inspect's own vLLM provider, with steering and capture through ``extra_body``.
+
+Its entry point makes ``get_model("weir/meta-llama/Llama-3.1-8B")`` and ``inspect eval --model weir/...`` find it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from inspect_ai._util.local_server import configure_devices, start_local_server
+from inspect_ai.model import ChatMessage, GenerateConfig, ModelCall, ModelOutput, modelapi
+from inspect_ai.model._providers._vllm_lora import VLLMServer, _vllm_servers
+from inspect_ai.model._providers.vllm import VLLMAPI
+from inspect_ai.tool import ToolChoice, ToolInfo
+
+from vllm_weir.client import AsyncClient
+from vllm_weir.client.payload import MODULES_KEY, RESPONSE_KEY
+from vllm_weir.client.results import Completion, completion_of
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.results.activations import LENS_KEY, Activations
+from vllm_weir.schema.capture import Capture
+from vllm_weir.schema.compat.vllm_lens import lens_capture, lens_interventions, refuse_lens
+from vllm_weir.schema.json_text import loads
+from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
+from vllm_weir.schema.request import WIRE_VERSION, RequestSpec, parse_captures, parse_interventions
+
+ATTEMPT_TIMEOUT = 3600
+_responses: ContextVar[list[dict[str, Any]] | None] = ContextVar("weir_responses", default=None)
+
+
+@modelapi(name="weir")
+def weir() -> type[VLLMAPI]:
+    """Inspect's registry asks this for the provider."""
+    return WeirAPI
+
+
+class WeirAPI(VLLMAPI):
+    """Inspect's vLLM provider, talking to ``weir serve``.
+
+    Of ``GenerateConfig.extra_body`` it understands
+
+    * ``"weir"``: ``{"capture": [...], "interventions": [...]}`` with Weir's objects or their wire form;
+    * ``"extra_args"``: vllm-lens's keys ``output_residual_stream`` and ``apply_steering_vectors``, as offline;
+    * ``"lora_request"``: ``{"lora_name", "lora_path"}``: the adapter is loaded if the server does not have it.
+
+    ``ModelOutput.metadata`` gets ``"activations"`` (`vllm_weir.Activations`; for vllm-lens's key a dict with
+    ``"residual_stream"`` [layers, rows, d_model]), ``"scores"`` (of captures that project), ``"receipt"``,
+    ``"prompt_token_ids"`` and ``"token_ids"``, of the first choice, and with ``num_choices`` a list of the same as
+    ``"choices"``. What was captured is not written to Inspect's logs.
+
+    Args:
+        model_name, base_url, port, api_key, config, server_args: as of Inspect's vLLM provider; without an address
+            (also in ``WEIR_BASE_URL`` or ``VLLM_BASE_URL``) it starts ``weir serve`` with `server_args`.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        port: int | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig = GenerateConfig(),  # noqa: B008 - Inspect's own signature
+        **server_args: Any,
+    ) -> None:
+        if config.attempt_timeout is None:
+            config = config.merge(GenerateConfig(attempt_timeout=ATTEMPT_TIMEOUT))
+        if base_url is None and port is None:
+            base_url = os.environ.get("WEIR_BASE_URL")
+        if base_url is not None and urlsplit(base_url).path in ("", "/"):
+            base_url = f"{base_url.rstrip('/')}/v1"  # as of the client: what OpenAI's takes, and what a person writes
+        api_key = api_key or os.environ.get("WEIR_API_KEY")
+        enable_lora = bool(server_args.get("enable_lora"))
+        # A flag is given by its name alone; one that is off is not given.
+        server_args = {k: None if v is True else v for k, v in server_args.items() if v is not False and v is not None}
+        super().__init__(model_name, base_url, port, api_key, config, **server_args)
+        self._server = _own_server(self._server, self.base_model, base_url or (f"port {port}" if port else ""))
+        self._server.enable_lora |= enable_lora
+        self._adapters: set[str] = set()
+
+    async def generate(
+        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
+    ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
+        """Generate, with what ``config.extra_body`` asks of Weir."""
+        body, lens, lens_only = server_body(config.extra_body or {})
+        adapter = (config.extra_body or {}).get("lora_request")
+        await self._ensure_server_started()
+        if adapter is not None and adapter["lora_name"] not in self._adapters:
+            async with self._client() as client:
+                await client.load_adapter(adapter["lora_name"], adapter.get("lora_path"))
+            self._adapters.add(adapter["lora_name"])
+        responses: list[dict[str, Any]] = []
+        token = _responses.set(responses)
+        try:
+            result = await super().generate(input, tools, tool_choice, _with_body(config, body))
+        finally:
+            _responses.reset(token)
+        output, call = result if isinstance(result, tuple) else (result, None)
+        if responses and isinstance(output, ModelOutput):
+            completion = completion_of(responses[-1], chat=True, asked=WIRE_KEY in body)
+            if any(choice.reference for choice in completion.choices):
+                async with self._client() as client:
+                    await client.collect(completion)
+            output.metadata = (output.metadata or {}) | metadata_of(completion, lens, lens_only)
+        if call is not None:
+            call.request, call.response = shortened(call.request), shortened(call.response)
+        return result
+
+    def on_response(self, response: dict[str, Any]) -> None:
+        """Inspect hands over the whole answer here, before it becomes a ModelOutput."""
+        found = _responses.get()
+        if found is not None:
+            found.append(response)
+
+    def auto_streamable(self, config: GenerateConfig) -> bool:
+        """Inspect puts streams together without what they carry besides text."""
+        return WIRE_KEY not in (config.extra_body or {}) and super().auto_streamable(config)
+
+    def _client(self) -> AsyncClient:
+        return AsyncClient(self._server_root(), self.api_key, model=self.base_model)
+
+    def _start_server(self, model_path: str, port: int | None = None) -> tuple[str, Popen[str], int]:
+        """As Inspect's own, with ``weir serve`` in place of ``vllm serve``."""
+        arguments = dict(self.server_args)
+        if self._server.enable_lora:
+            arguments.setdefault("enable_lora", None)
+            if self._server.max_lora_rank is not None:
+                arguments.setdefault("max_lora_rank", self._server.max_lora_rank)
+        logging = "1" if arguments.pop("configure_logging", False) else "0"
+        arguments, env = configure_devices(arguments, parallel_size_param="tensor_parallel_size")
+        env = dict(env or {}) | {"VLLM_CONFIGURE_LOGGING": logging}
+        if self._server.enable_lora:
+            env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+        timeout, host = arguments.pop("timeout", None), arguments.pop("host", "127.0.0.1")
+        return start_local_server(
+            [_weir(), "serve", model_path, "--host", host, "--api-key", self.api_key or ""],
+            host=host,
+            port=port,
+            api_key=self.api_key,
+            server_type="Weir",
+            timeout=timeout,
+            server_args=arguments,
+            env=env,
+        )
+
+
+def server_body(extra_body: Mapping[str, Any]) -> tuple[dict[str, Any], Capture | None, bool]:
+    """(the ``extra_body`` that the server understands, what vllm-lens's key captures, whether nothing else does).
+
+    vllm-lens's keys become Weir's own here, so that all rows come back in one way.
+
+    Raises:
+        WeirError: naming the field that is wrong.
+    """
+    body = {name: value for name, value in extra_body.items() if name not in ("extra_args", "lora_request", WIRE_KEY)}
+    arguments = _arguments(extra_body, body)
+    try:
+        refuse_lens(arguments)
+    except WeirError as e:
+        raise WeirError(e.message, f"extra_args.{e.field}") from None
+    wish = extra_body.get(WIRE_KEY)
+    if arguments.get(WIRE_KEY) is not None:
+        if wish is not None:
+            raise WeirError("given twice, here and in extra_args", f"extra_body.{WIRE_KEY}")
+        wish = arguments.pop(WIRE_KEY)
+    spec, rest = _parsed(wish)
+    asks = lens_capture(arguments.pop(LENS_CAPTURE_KEY, False))
+    steers = arguments.pop(LENS_STEER_KEY, None)
+    spec = RequestSpec(
+        spec.capture + (() if asks is None else (asks,)),
+        spec.interventions + (() if steers is None else lens_interventions(steers)),
+    )
+    if arguments:
+        body["vllm_xargs"] = dict(body.get("vllm_xargs") or {}) | arguments
+    if spec.capture or spec.interventions or rest:
+        body[WIRE_KEY] = spec.to_json() | rest
+    if extra_body.get("lora_request") is not None:
+        adapter = extra_body["lora_request"]
+        if not isinstance(adapter, Mapping) or not isinstance(adapter.get("lora_name"), str):
+            raise WeirError("expected {'lora_name', 'lora_path'}", "lora_request")
+        body["model"] = adapter["lora_name"]
+    body.setdefault("return_token_ids", True)
+    return body, asks, spec.capture == (asks,)
+
+
+def _arguments(extra_body: Mapping[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+    """``extra_args``, and Weir's and vllm-lens's keys that stand in ``vllm_xargs`` instead, taken off `body`'s."""
+    given, xargs = extra_body.get("extra_args") or {}, body.get("vllm_xargs") or {}
+    for name, value in (("extra_args", given), ("vllm_xargs", xargs)):
+        if not isinstance(value, Mapping):
+            raise WeirError(f"expected an object, got {type(value).__name__}", name)
+    for key in KEYS:
+        if given.get(key) is not None and xargs.get(key) is not None:
+            raise WeirError("given twice, here and in extra_args", f"vllm_xargs.{key}")
+    own = {key: value for key, value in xargs.items() if key in KEYS}
+    if own:
+        body["vllm_xargs"] = {key: value for key, value in xargs.items() if key not in KEYS}
+    return {**own, **given}
+
+
+def _parsed(wish: Any) -> tuple[RequestSpec, dict[str, Any]]:
+    """(captures and interventions, the rest) of the ``weir`` object as users write it."""
+    if wish is None:
+        return RequestSpec(), {}
+    if isinstance(wish, str):
+        wish = loads(wish, WIRE_KEY)
+    if isinstance(wish, RequestSpec):
+        return wish, {}
+    if not isinstance(wish, Mapping):
+        raise WeirError(f"expected an object, got {type(wish).__name__}", WIRE_KEY)
+    for key in wish:
+        if key not in ("v", "capture", "interventions", MODULES_KEY, RESPONSE_KEY):
+            known = f"capture, interventions, {MODULES_KEY}, {RESPONSE_KEY}, v"
+            raise WeirError(f"unknown key; known are {known}", f"{WIRE_KEY}.{brief(key)}")
+    if wish.get("v", WIRE_VERSION) != WIRE_VERSION:
+        raise WeirError(f"this Weir speaks version {WIRE_VERSION}", f"{WIRE_KEY}.v")
+    captures = parse_captures(wish.get("capture", ()), "capture")
+    interventions = parse_interventions(wish.get("interventions", ()), "interventions")
+    return RequestSpec(captures, interventions), {k: wish[k] for k in (MODULES_KEY, RESPONSE_KEY) if k in wish}
+
+
+def metadata_of(completion: Completion, lens: Capture | None, lens_only: bool) -> dict[str, Any]:
+    """What ``ModelOutput.metadata`` gets; `lens` and `lens_only` as of `server_body`."""
+    each = []
+    for choice in completion.choices:
+        found: dict[str, Any] = {}
+        if choice.receipt is not None:
+            found["receipt"] = choice.receipt
+        if choice.scores is not None:
+            found["scores"] = choice.scores
+        rows = choice.activations if choice.scores is None else None
+        if rows is not None:
+            found["activations"] = rows if lens is None else _as_lens(rows, lens, lens_only)
+        if choice.token_ids is not None:
+            found["token_ids"] = choice.token_ids
+        each.append(found)
+    out = dict(each[0])
+    if completion.prompt_token_ids is not None:
+        out["prompt_token_ids"] = completion.prompt_token_ids
+    return out | ({"choices": each} if len(each) > 1 else {})
+
+
+def _as_lens(rows: Activations, lens: Capture, alone: bool) -> Activations | dict[str, torch.Tensor]:
+    """vllm-lens's dict, or, if other rows came too, Weir's object that has its key besides."""
+    every = tuple(site.layer for site in rows.sites if site.hook == "resid_post")
+    layers = every if lens.layers == "all" else lens.layers
+    positions = {site: rows.positions_of(*site) for site in rows}
+    token_ids = {site: rows.token_ids_of(*site) for site in rows}
+    both = Activations({site: rows[site] for site in rows}, positions, token_ids, layers)
+    return {LENS_KEY: both[LENS_KEY]} if alone else both
+
+
+def shortened(value: Any) -> Any:
+    """JSON data for a log: vectors and activations are replaced by their length, token ids stay out."""
+    if isinstance(value, dict):
+        kept = {k: shortened(v) for k, v in value.items() if k not in ("prompt_token_ids", "token_ids")}
+        if isinstance(kept.get("b64"), str):
+            kept["b64"] = f"({len(kept['b64'])} characters)"
+        return kept
+    return [shortened(v) for v in value] if isinstance(value, list) else value
+
+
+def _with_body(config: GenerateConfig, body: dict[str, Any]) -> GenerateConfig:
+    return config.model_copy(update={"extra_body": body})
+
+
+def _own_server(theirs: VLLMServer, base_model: str, place: str) -> VLLMServer:
+    """Inspect shares one server a base model. Weir's are other ones than vLLM's, and one address is not another."""
+    if _vllm_servers.get(base_model) is theirs and theirs.base_url is None:
+        del _vllm_servers[base_model]
+    ours = _vllm_servers.setdefault(f"weir {place} {base_model}", VLLMServer())
+    ours.enable_lora |= theirs.enable_lora
+    ours.max_lora_rank = max(filter(None, (ours.max_lora_rank, theirs.max_lora_rank)), default=None)
+    return ours
+
+
+def _weir() -> str:
+    """The command of this environment."""
+    beside = Path(sys.executable).with_name("weir")
+    found = str(beside) if beside.exists() else shutil.which("weir")
+    if found is None:
+        raise WeirError("the command `weir` is not installed; give base_url", "base_url")
+    return found

@@ -1,0 +1,120 @@
+"""Two sets of CUDA graphs on runner V2: vLLM's own, captured with silent taps, and one with live taps.
+
+A few live graphs are captured at start-up, others once steps have asked for them often, by vLLM's own capture code;
+every step replays from the set it needs. Both sets share vLLM's memory pool, its static buffers and one stream, as
+graphs of different sizes do; outside a live step's forward pass everything is as vLLM left it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from vllm_weir.patches.cuda_graph_sets import GraphSets
+from vllm_weir.worker.runtime import Station
+
+
+def hold(runner: Any, station: Station, config: Any, eager: bool) -> Callable[[], dict[str, Any]]:
+    """Hold the capture and the replay of a V2 runner's graphs; returns what reports on the sets.
+
+    `eager` captures the live set at start-up too. So do engines in which one rank must not stop alone (data parallel),
+    in which a late capture would unload adapters (LoRA) or write into state that requests own (Mamba).
+    """
+    capture_model, execute_model, shutdown = runner.capture_model, runner.execute_model, runner.shutdown
+    eager = eager or config.parallel_config.data_parallel_size > 1 or config.lora_config is not None
+    held: weakref.ref[GraphSets] | None = None  # a manager that vLLM drops takes its sets along
+
+    def sets() -> GraphSets | None:
+        return held() if held is not None else None
+
+    @functools.wraps(capture_model)
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        nonlocal held
+        manager, known = runner.cudagraph_manager, sets()
+        if manager.use_breakable_cg:
+            station.switch.pin()  # their graphs are kept elsewhere: one set, always live
+        elif known is None or known.manager is not manager:
+            lazy = not eager and not runner.kv_cache_config.has_mamba_layers
+            held = weakref.ref(_sets(runner, station, config, lazy))
+        return capture_model(*args, **kwargs)
+
+    @functools.wraps(execute_model)
+    def execute(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return execute_model(*args, **kwargs)
+        finally:
+            if (known := sets()) is not None:
+                known.settle()
+
+    @functools.wraps(shutdown)
+    def shut_down(*args: Any, **kwargs: Any) -> Any:
+        if (known := sets()) is not None:
+            known.close()
+        return shutdown(*args, **kwargs)
+
+    def report() -> dict[str, Any]:
+        known = sets()
+        return known.report() if known is not None else {"graphs": "always live" if station.switch.pinned else "none"}
+
+    runner.capture_model, runner.execute_model, runner.shutdown = capture, execute, shut_down
+    return report
+
+
+def _sets(runner: Any, station: Station, config: Any, lazy: bool) -> GraphSets:
+    pieces = functools.partial(_pieces, config.compilation_config)
+    late_capture = functools.partial(_late_capture, torch.cuda.Stream(runner.device))
+    return GraphSets(runner.cudagraph_manager, station, lazy, pieces, late_capture, _agreed)
+
+
+def _pieces(compilation_config: Any) -> list[Any]:
+    """The piecewise wrappers of one engine that hold graphs: its layers are registered in the same config object."""
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+    found = (w for w in list(CUDAGraphWrapper._all_instances) if w.compilation_config is compilation_config)
+    return [w for w in found if w.runtime_mode.name == "PIECEWISE" and w.concrete_cudagraph_entries]
+
+
+@contextlib.contextmanager
+def _late_capture(stream: torch.cuda.Stream) -> Iterator[None]:
+    """What vLLM's capture needs once the engine serves; `stream` is the one for all such captures."""
+    from vllm.compilation import monitor
+    from vllm.distributed import parallel_state
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    # Other threads fetch outputs meanwhile; in the default mode a CUDA call of theirs would break the capture.
+    graph = functools.partial(torch.cuda.graph, capture_error_mode="thread_local")
+    # The pool's memory belongs to streams: on a new one, no capture could use what an earlier one has left.
+    context = parallel_state.GraphCaptureContext(stream)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with (
+            patch.object(torch.cuda, "graph", graph),
+            patch.object(parallel_state, "GraphCaptureContext", lambda _stream: context),
+            patch.object(monitor, "cudagraph_capturing_enabled", True),
+            patch.object(cudagraph_utils, "tqdm", lambda descs, **_: descs),
+        ):
+            yield
+    finally:
+        if collecting:
+            gc.enable()
+        torch.cuda.synchronize(stream.device)  # the step's own stream does not wait for this one
+
+
+def _agreed(done: bool) -> bool:
+    """Whether all tensor-parallel ranks have done it: their graphs' collectives work only together."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return done
+    votes = torch.tensor([done], dtype=torch.int32)
+    torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(votes.item())

@@ -1,0 +1,239 @@
+"""Seams in the worker: the runner's calls, held on the instance that is really used."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_weir.config.settings import Settings
+from vllm_weir.errors import WeirError
+from vllm_weir.patches import cuda_graphs
+from vllm_weir.patches.discovery import find_sites
+from vllm_weir.patches.scheduler import WAITING, wire_of
+from vllm_weir.worker.runtime import ModelFacts, Station
+from vllm_weir.worker.tap.warmup import Warming
+
+if TYPE_CHECKING:
+    from vllm_weir.patches.registry import Status
+
+logger = logging.getLogger(__name__)
+
+
+def init_device(original: Callable[..., Any], status: Status) -> Callable[..., Any]:
+    def wrapper(self: Any) -> None:
+        original(self)
+        worker = self.worker
+        worker.weir_report = functools.partial(_report, status, None)
+        if status.active:
+            load_model = worker.load_model
+
+            @functools.wraps(load_model)
+            def load_then_place(*args: Any, **kwargs: Any) -> None:
+                warming = _warm(worker)
+                load_model(*args, **kwargs)
+                _place(worker, status, warming)
+
+            worker.load_model = load_then_place
+
+    return wrapper
+
+
+def _report(status: Status, station: Station | None, reason: str | None = None) -> dict[str, Any]:
+    if station is None:
+        return {"ok": False, "reason": reason or status.refusal or "the model was not loaded through Weir"}
+    if status.refusal is not None:
+        return {"ok": False, "reason": status.refusal}
+    return station.report()
+
+
+def _warm(worker: Any) -> Warming | None:
+    """Begin to compile the taps' kernels, which need to know no more of the model than its width."""
+    config = worker.vllm_config.model_config
+    try:
+        width = config.get_hidden_size()
+    except AttributeError:
+        return None  # `_place` says what that means
+    return Warming(width, config.dtype, worker.model_runner.device)
+
+
+def _place(worker: Any, status: Status, warming: Warming | None) -> None:
+    runner, config = worker.model_runner, worker.vllm_config
+    settings = Settings.load(config.additional_config)
+    try:
+        one_set = not worker.use_v2_model_runner and config.compilation_config.cudagraph_mode.name != "NONE"
+        if one_set and settings.hooks is None:
+            settings = settings.model_copy(update={"hooks": ("resid_pre", "resid_post")})
+        facts = _facts(runner, config, worker.use_v2_model_runner)
+        assert warming is not None, "the model's width is known"
+        sites = find_sites(runner, config, facts, settings, worker.use_v2_model_runner)
+        station = Station(runner.get_model(), facts, settings, sites)
+        spans = _v2_spans(runner) if worker.use_v2_model_runner else _v1_spans(runner)
+    except (WeirError, AttributeError, TypeError) as e:
+        if settings.refused == "start":
+            raise
+        # The engine serves plain requests; those with Weir's keys are told this reason.
+        logger.error("Weir does not serve this model: %s", e)
+        worker.weir_report = functools.partial(_report, status, None, str(e))
+        return
+    if worker.use_v2_model_runner:
+        worker.weir_graphs = cuda_graphs.hold(runner, station, config, settings.graphs == "eager")
+    elif one_set:
+        warming.wait()
+        station.switch.pin()  # runner V1 has one set of graphs, with live taps
+    _hold_execute_model(runner, station)
+    _hold_dummy_run(runner, station)
+    _hold_shutdown(worker, station)
+    _hold_warm_up(worker, warming)
+    spans(station)
+    worker.weir_report = functools.partial(_report, status, station)
+    worker.weir_usage = station.usage
+
+
+def _facts(runner: Any, config: Any, v2: bool) -> ModelFacts:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return ModelFacts(
+        d_model=config.model_config.get_hidden_size(),
+        dtype=config.model_config.dtype,
+        device=runner.device,
+        max_tokens=config.scheduler_config.max_num_batched_tokens + config.scheduler_config.max_num_seqs,
+        rank=get_tp_group().rank_in_group,
+        ranks=get_tp_group().world_size,
+        runner="V2" if v2 else "V1",
+        engine=config.parallel_config.data_parallel_index,
+    )
+
+
+def _hold_execute_model(runner: Any, station: Station) -> None:
+    execute_model = runner.execute_model
+
+    @functools.wraps(execute_model)
+    def wrapper(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dummy_run"):
+            station.silence()
+            return execute_model(scheduler_output, *args, **kwargs)
+        new = [
+            (r.req_id, _checked(wire), _prompt_len(r), r.prompt_token_ids, r.num_computed_tokens)
+            for r in scheduler_output.scheduled_new_reqs
+            if (wire := wire_of(r)) is not None
+        ]
+        station.drain.waiting = vars(scheduler_output).get(WAITING, 0)
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids  # by V1; V2 has them join again
+        station.follow(new, scheduler_output.finished_req_ids, resumed)
+        station.begin_step(*_starts(scheduler_output))
+        output = execute_model(scheduler_output, *args, **kwargs)
+        station.end_step()
+        return output
+
+    runner.execute_model = wrapper
+
+
+def _checked(wire):
+    """The wire form, which says so if the process that schedules does not do its part: caches of other requests would
+    get what is steered, and rows of cached positions would be missing."""
+    why = wire.get("core")
+    return {**wire, "refused": f"Weir does not work in the engine core: {why}"} if why else wire
+
+
+def _starts(scheduler_output) -> Iterator[tuple[list[str], list[int]]]:
+    """The scheduled requests, and the positions of their first tokens in the step: all ranks are told the same."""
+    cached, new = scheduler_output.scheduled_cached_reqs, scheduler_output.scheduled_new_reqs
+    yield cached.req_ids, cached.num_computed_tokens
+    yield [r.req_id for r in new], [r.num_computed_tokens for r in new]
+
+
+def _prompt_len(new_request: Any) -> int:
+    ids = new_request.prompt_token_ids
+    return len(ids) if ids is not None else new_request.prompt_embeds.shape[0]
+
+
+def _hold_dummy_run(runner: Any, station: Station) -> None:
+    dummy_run = runner._dummy_run
+
+    @functools.wraps(dummy_run)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        station.silence()
+        return dummy_run(*args, **kwargs)
+
+    runner._dummy_run = wrapper
+
+
+def _hold_warm_up(worker: Any, warming: Warming) -> None:
+    """The model is traced and compiled by the profiling run, on a GPU; what comes next captures graphs."""
+    profile, warm_up = worker.determine_available_memory, worker.compile_or_warm_up_model
+
+    @functools.wraps(profile)
+    def frozen(*args: Any, **kwargs: Any) -> Any:
+        # Tracing makes millions of objects, and the collector would go through all that came before with them, time
+        # and again. No longer than that: of an engine that fails to start nothing would be collected, ever.
+        if gc.get_freeze_count():  # it is somebody else's, who could not tell that we had undone it
+            return profile(*args, **kwargs)
+        gc.freeze()
+        try:
+            return profile(*args, **kwargs)
+        finally:
+            gc.unfreeze()
+
+    @functools.wraps(warm_up)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        warming.wait()
+        return warm_up(*args, **kwargs)
+
+    worker.determine_available_memory = frozen
+    worker.compile_or_warm_up_model = wrapper
+
+
+def _hold_shutdown(worker: Any, station: Station) -> None:
+    shutdown = worker.shutdown
+
+    @functools.wraps(shutdown)
+    def wrapper() -> None:
+        try:
+            station.close()  # on a device that has failed it raises: vLLM lets go of its own all the same
+        finally:
+            shutdown()
+
+    worker.shutdown = wrapper
+
+
+def _v1_spans(runner: Any) -> Callable[[Station], None]:
+    prepare = runner._prepare_inputs
+
+    def hold(station: Station) -> None:
+        @functools.wraps(prepare)
+        def wrapper(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+            result = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
+            batch = runner.input_batch
+            n = batch.num_reqs
+            computed = batch.num_computed_tokens_cpu[:n]
+            station.plan_step(batch.req_ids[:n], num_scheduled_tokens[:n], computed, runner.input_ids.gpu)
+            return result
+
+        runner._prepare_inputs = wrapper
+
+    return hold
+
+
+def _v2_spans(runner: Any) -> Callable[[Station], None]:
+    prepare = runner.prepare_inputs
+    # Its place among the arguments differs from version to version.
+    at = list(inspect.signature(prepare).parameters).index("batch_desc")
+
+    def hold(station: Station) -> None:
+        @functools.wraps(prepare)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            batch = prepare(*args, **kwargs)
+            n = batch.num_reqs
+            computed = batch.num_computed_tokens_np[:n]
+            desc = kwargs["batch_desc"] if "batch_desc" in kwargs else args[at]
+            graph = desc.cg_mode.name != "NONE"
+            station.plan_step(batch.req_ids, batch.num_scheduled_tokens[:n], computed, batch.input_ids, graph)
+            return batch
+
+        runner.prepare_inputs = wrapper
+
+    return hold

@@ -1,0 +1,52 @@
+"""What is asked: pure data, parsed and validated, with no torch.cuda and no vLLM in it."""
+
+from typing import TYPE_CHECKING
+
+from vllm_weir.util.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from vllm_weir.schema.capture import Capture
+    from vllm_weir.schema.hooks import HOOKS, Site, normalise_hook, parse_site
+    from vllm_weir.schema.interventions import Ablate, Add, Clamp, Intervention, LowRank, Replace
+    from vllm_weir.schema.positions import Positions
+    from vllm_weir.schema.request import WIRE_KEY, WIRE_VERSION, RequestSpec
+
+__all__ = [
+    "HOOKS",
+    "WIRE_KEY",
+    "WIRE_VERSION",
+    "Ablate",
+    "Add",
+    "Capture",
+    "Clamp",
+    "Intervention",
+    "LowRank",
+    "Positions",
+    "Replace",
+    "RequestSpec",
+    "Site",
+    "normalise_hook",
+    "parse_site",
+]
+
+# `vllm_weir.schema.keys` is on the way to the plugin: see `vllm_weir`.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "HOOKS": "vllm_weir.schema.hooks",
+        "WIRE_KEY": "vllm_weir.schema.request",
+        "WIRE_VERSION": "vllm_weir.schema.request",
+        "Ablate": "vllm_weir.schema.interventions",
+        "Add": "vllm_weir.schema.interventions",
+        "Capture": "vllm_weir.schema.capture",
+        "Clamp": "vllm_weir.schema.interventions",
+        "Intervention": "vllm_weir.schema.interventions",
+        "LowRank": "vllm_weir.schema.interventions",
+        "Positions": "vllm_weir.schema.positions",
+        "Replace": "vllm_weir.schema.interventions",
+        "RequestSpec": "vllm_weir.schema.request",
+        "Site": "vllm_weir.schema.hooks",
+        "normalise_hook": "vllm_weir.schema.hooks",
+        "parse_site": "vllm_weir.schema.hooks",
+    },
+)

@@ -1,0 +1,185 @@
+"""Hook points: the named places in a decoder block (TransformerLens's names) and their aliases."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Literal, NamedTuple
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.scalars import is_int, plain
+
+BLOCK_HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+"""Hook points of every block, in the order in which a token meets them."""
+INNER_HOOKS = BLOCK_HOOKS[1:4]
+"""Those inside a block: what its parts add, and the stream between them."""
+MODEL_HOOKS = ("embed", "final_norm")
+"""Hook points that a model has once; their layer is 0."""
+HOOKS = ("embed", *BLOCK_HOOKS, "final_norm")
+
+ALIASES = {
+    "post_block": "resid_post",
+    "pre_attn": "resid_pre",
+    "post_attn": "resid_mid",
+    "hook_embed": "embed",
+    "ln_final.hook_out": "final_norm",
+    **{f"hook_{hook}": hook for hook in BLOCK_HOOKS},
+}
+_IN_BLOCK = {"hook_in": "resid_pre", "hook_out": "resid_post", **{f"hook_{hook}": hook for hook in BLOCK_HOOKS}}
+"""What TransformerLens calls the hook points of a block, after ``blocks.<layer>.``."""
+
+_ANY_BLOCK = r"(?:blocks\.[0-9]+\.)?"
+_BLOCK = re.compile(r"blocks\.([0-9]{1,9})\.(.+)")
+_WRITTEN = re.compile(r"(\w+)(?:\.([0-9]{1,9})|\[([0-9]{1,9})\])")
+
+_NOT_THE_SAME = (
+    (
+        r"ln_final\.hook_normalized",
+        "TransformerLens's value is the final norm before its weight and bias, final_norm is after "
+        "them: take (final_norm - bias) / weight, with 1 + weight in Gemma 1 to 3, or normalise "
+        "resid_post of the last block",
+    ),
+    (
+        r"ln_final\.hook_scale",
+        "it is one number a row, what the final norm divides by; compute it from resid_post of the last block",
+    ),
+    (r"ln_final\.hook_in", "it is what leaves the last block; use resid_post there"),
+    (
+        r"embed\.hook_out",
+        "it is what the embedding layer returns, which some models still normalise before the first block; use embed",
+    ),
+    (r"embed_ln\.hook_out", "it is what enters the first block; use resid_pre at layer 0"),
+    (
+        r"(hook_pos_embed|pos_embed\.hook_out)",
+        "position embeddings are no hook point; where a model adds them to the stream they are resid_pre[0] - embed",
+    ),
+    (
+        r"unembed\.hook_in",
+        "it is what the unembedding is given, which some models multiply or project once more; "
+        "final_norm is what the final norm returns",
+    ),
+    (r"(hook_unembed|unembed\.hook_out)", "it is the logits, which vLLM gives as logprobs"),
+    (
+        _ANY_BLOCK + r"attn\.hook_out",
+        "it is what the attention module returns, before a post-norm or a multiplier; attn_out is "
+        "what reaches the stream",
+    ),
+    (
+        _ANY_BLOCK + r"mlp\.hook_out",
+        "it is what the MLP module returns, before a post-norm or a multiplier; mlp_out is what reaches the stream",
+    ),
+    (
+        _ANY_BLOCK + r"(hook_mixer_out|mixer\.hook_out)",
+        "attn_out is what a state-space layer, too, adds to the stream",
+    ),
+    (
+        _ANY_BLOCK + r"(hook_(attn|[qkv])_in(put)?|attn\.hook_in)",
+        "it is what attention reads, before the norm or after it; use resid_pre, the stream before the norm",
+    ),
+    (
+        _ANY_BLOCK + r"(hook_mlp_in|mlp\.hook_in)",
+        "it is what the MLP reads, before the norm or after it; use resid_mid, the stream before the norm",
+    ),
+    (
+        _ANY_BLOCK + r"ln[12](_post)?\.hook_\w+",
+        "norms inside a block are no hook points; compute the value from resid_pre (ln1) or resid_mid "
+        "(ln2), and take attn_out or mlp_out for what a post-norm returns",
+    ),
+    (
+        _ANY_BLOCK + r"(attn|mlp|mixer|linear_attn|self_attn)\..+",
+        "what lies inside attention or the MLP is no hook point; attn_out and mlp_out are what they add to the stream",
+    ),
+)
+"""Names of TransformerLens whose values no hook point has: pattern, what the value is and what to use instead."""
+
+
+class Site(NamedTuple):
+    """One hook point of one block; `embed` and `final_norm` stand at layer 0."""
+
+    hook: str
+    layer: int
+
+    def __str__(self) -> str:
+        return self.hook if self.hook in MODEL_HOOKS else f"{self.hook}[{self.layer}]"
+
+
+def place_of(site: Site) -> tuple[bool, int, int]:
+    """Sorts sites in the order in which a token meets them."""
+    return site.hook == "final_norm", site.layer, HOOKS.index(site.hook)
+
+
+def normalise_hook(name: object, field: str = "hook") -> str:
+    """The canonical hook point for `name`; raises WeirError for anything that is none."""
+    if not isinstance(name, str):
+        raise WeirError(f"a hook point is a string, got {type(name).__name__}; choose from {', '.join(HOOKS)}", field)
+    hook = ALIASES.get(name, name)
+    if hook not in HOOKS:
+        raise _unknown(name, field)
+    return hook
+
+
+def _unknown(name: str, field: str) -> WeirError:
+    """Why `name` is no hook point."""
+    short = brief(name, 80)
+    for pattern, why in _NOT_THE_SAME:
+        if re.fullmatch(pattern, name):
+            return WeirError(f"{short!r} is refused: {why}", field)
+    near = difflib.get_close_matches(name, [*HOOKS, *ALIASES], n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return WeirError(f"unknown hook point {short!r}; {hint}choose from {', '.join(HOOKS)}", field)
+
+
+def split_transformer_lens(name: object, field: str = "hook") -> Site | None:
+    """``blocks.7.hook_resid_post`` as a Site; None for what does not begin like it.
+
+    Raises:
+        WeirError: for a name of that form whose value no hook point has, saying what to use instead.
+    """
+    match = _BLOCK.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        return None
+    if match[2] not in _IN_BLOCK:
+        raise _unknown(match[0], field)
+    return Site(_IN_BLOCK[match[2]], int(match[1]))
+
+
+def parse_site(key: object) -> Site:
+    """A Site from whatever names one.
+
+    Args:
+        key: ``("resid_post", 10)``, as a list too; a Site; ``"resid_post.10"``, as receipts and files have it;
+            ``"resid_post[10]"``, as ``str(site)``; ``"blocks.10.hook_resid_post"``; of a hook point that a model has
+            once also its name alone. Aliases are understood.
+
+    Raises:
+        WeirError: for anything else.
+    """
+    if isinstance(key, str):
+        once = ALIASES.get(key, key)
+        if once in MODEL_HOOKS:
+            return Site(once, 0)
+        if (site := split_transformer_lens(key, "site")) is not None:
+            return site
+        if (match := _WRITTEN.fullmatch(key)) is not None:
+            return Site(normalise_hook(match[1], "site"), int(match[2] or match[3]))
+        if once in HOOKS:
+            raise WeirError(f"{key!r} says no layer; use ({key!r}, layer) or '{key}.<layer>'", "site")
+        if any(re.fullmatch(pattern, key) for pattern, _ in _NOT_THE_SAME):
+            raise _unknown(key, "site")
+        raise WeirError(f"{key[:80]!r} is no site; use (hook, layer), say ('resid_post', 3) or 'resid_post.3'", "site")
+    if isinstance(key, (tuple, list)) and len(key) == 2 and is_int(layer := plain(key[1])):
+        return Site(normalise_hook(key[0], "site"), int(layer))
+    raise WeirError(f"a site is a pair (hook, layer), got {brief(key, 80)}", "site")
+
+
+def layers_of(hook: str, layers: Literal["all"] | tuple[int, ...], num_layers: int, field: str) -> tuple[int, ...]:
+    """Layers of `hook` that are meant, for a model of `num_layers` blocks; raises WeirError if one does not exist."""
+    last = 0 if hook in MODEL_HOOKS else num_layers - 1
+    if layers == "all":
+        return tuple(range(last + 1))
+    for layer in layers:
+        if layer > last:
+            if hook in MODEL_HOOKS:
+                raise WeirError(f"a model has one {hook}; leave layers out", field)
+            raise WeirError(f"block {layer} does not exist: the model has blocks 0..{last}", field)
+    return layers

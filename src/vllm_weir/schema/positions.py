@@ -1,0 +1,357 @@
+"""Position selectors: which positions of a request a capture or an intervention is about.
+
+Position p counts from 0 over the prompt and then the generated tokens. With P prompt tokens the sampled tokens are
+drawn from rows P-1, P, ...; the number of generated tokens is unknown until the request ends, so a selector answers
+for any position as if generation never stopped, and whoever holds the rows cuts at the last one reached.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.scalars import is_int, plain
+
+KEYWORDS = ("all", "prompt", "generated", "last_prompt", "sampled")
+BY_TOKEN = ("token_ids", "not_token_ids", "special")
+"""Selectors that look at the token at a position."""
+MAX_LIST = 65_536
+ENDLESS = 2**63 - 1
+"""A position that is never reached."""
+_LIMIT = 2**31 - 1
+_SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+)?)?")
+
+
+@dataclass(frozen=True)
+class Positions:
+    """A parsed selector.
+
+    Attributes:
+        kind: a keyword, ``"list"``, ``"slice"`` or one of `BY_TOKEN`. A ``"special"`` one only says what is asked: it
+            selects nothing before `with_special` has put the tokenizer's ids in its place.
+        values: its numbers; of ``"special"`` 1 for the special tokens, 0 for the others.
+    """
+
+    kind: str
+    values: tuple[int | None, ...] = ()
+
+    @classmethod
+    def parse(cls, selector: object, field: str = "positions") -> Positions:
+        """A selector in any of its public forms; raises WeirError naming `field`, also for one that can never select a
+        position, whatever the request."""
+        if isinstance(selector, Positions):
+            return selector
+        if isinstance(selector, str):
+            return cls._parse_text(selector, field)
+        if isinstance(selector, dict):
+            return cls._parse_tokens(selector, field)
+        selector = plain(selector)
+        if is_int(selector):
+            return cls("list", (_in_range(selector, field),))
+        if isinstance(selector, range):
+            selector = list(selector[: MAX_LIST + 1])
+        selector = _listed(selector)
+        if isinstance(selector, Sequence):
+            values = _ints(selector, field)
+            if not values:
+                raise WeirError('an empty list selects no position; list some, or write "all"', field)
+            return cls("list", values)
+        raise WeirError(
+            f"cannot read positions from {type(selector).__name__}; use one of {', '.join(KEYWORDS)}, an int, a list "
+            "of ints, 'start:stop:step', {'token_ids': [...]}, {'not_token_ids': [...]} or {'special': false}",
+            field,
+        )
+
+    @classmethod
+    def _parse_text(cls, text: str, field: str) -> Positions:
+        if text in KEYWORDS:
+            return cls(text)
+        match = _SLICE.fullmatch(text)
+        if match is None or len(text) > 64:
+            raise WeirError(
+                f"unknown selector {text[:80]!r}; use one of {', '.join(KEYWORDS)} or 'start:stop:step'", field
+            )
+        start, stop, step = (None if part is None else int(part) for part in match.groups())
+        if step is not None and step < 1:
+            raise WeirError(f"the step of {text!r} must be at least 1", field)
+        bounds = tuple(None if v is None else _in_range(v, field) for v in (start, stop, step))
+        if _is_empty(start or 0, stop):
+            raise WeirError(
+                f"{text!r} selects no position: its stop does not come after its start; 'start:' goes on to the end",
+                field,
+            )
+        return cls("slice", bounds)
+
+    @classmethod
+    def _parse_tokens(cls, selector: dict, field: str) -> Positions:
+        kind = next(iter(selector), None)
+        if len(selector) != 1 or kind not in BY_TOKEN:
+            raise WeirError(
+                f"a selector dict has one key, {', '.join(map(repr, BY_TOKEN[:-1]))} or {BY_TOKEN[-1]!r}; got "
+                f"{sorted(map(brief, selector))[:5]}",
+                field,
+            )
+        field = f"{field}.{kind}"
+        if kind == "special":
+            if not isinstance(selector[kind], (bool, np.bool_)):
+                raise WeirError("true for positions of special tokens, false for all others", field)
+            return cls(kind, (int(selector[kind]),))
+        ids = _listed(plain(selector[kind]))
+        if is_int(ids):
+            ids = [ids]
+        if isinstance(ids, str) or not isinstance(ids, Sequence):
+            raise WeirError(f"{kind} is a list of ints", field)
+        values = _ints(ids, field)
+        if any(v < 0 for v in values):
+            raise WeirError("a token id is never negative", field)
+        if kind == "token_ids" and not values:
+            raise WeirError("an empty list selects no position; list some token ids", field)
+        return cls(kind, tuple(sorted(set(values))))
+
+    def with_special(self, special_ids: Sequence[int]) -> Positions:
+        """This selector, with the ids of a tokenizer's special tokens in the place of ``"special"``."""
+        if self.kind != "special":
+            return self
+        return Positions("token_ids" if self.values[0] else "not_token_ids", tuple(sorted(set(special_ids))))
+
+    def to_json(self) -> str | list | dict:
+        """The wire form; ``Positions.parse`` reads it back."""
+        if self.kind == "list":
+            return list(self.values)
+        if self.kind == "slice":
+            return ":".join("" if v is None else str(v) for v in self.values).removesuffix(":")
+        if self.kind == "special":
+            return {"special": bool(self.values[0])}
+        if self.needs_token_ids:
+            return {self.kind: list(self.values)}
+        return self.kind
+
+    def mask(self, positions: np.ndarray, prompt_len: int, token_ids: np.ndarray | None = None) -> np.ndarray:
+        """Which of `positions` are selected.
+
+        Args:
+            positions: int array [n] of absolute positions.
+            prompt_len: P.
+            token_ids: int array [n], the token at each position, -1 where there is none that is known: such a position
+                is not selected by its token. None when none is known: then a selector by token selects every position
+                (a superset, to be filtered when the tokens are known).
+
+        Returns:
+            bool array [n].
+        """
+        if self.kind == "all":
+            return np.ones(len(positions), bool)
+        if self.kind == "prompt":
+            return positions < prompt_len
+        if self.kind == "generated":
+            return positions >= prompt_len
+        if self.kind == "last_prompt":
+            return positions == prompt_len - 1
+        if self.kind == "sampled":
+            return positions >= prompt_len - 1
+        if self.kind == "list":
+            return np.isin(positions, _resolve(self.values, prompt_len))
+        if self.kind == "slice":
+            return self._slice_mask(positions, prompt_len)
+        self._require_ids()
+        if token_ids is None:
+            return np.ones(len(positions), bool)
+        return self._token_mask(token_ids)
+
+    def _token_mask(self, token_ids: np.ndarray) -> np.ndarray:
+        """Which tokens are selected, whatever their positions."""
+        if self.kind == "token_ids":
+            return np.isin(token_ids, self.numbers)
+        return np.isin(token_ids, self.numbers, invert=True) & (token_ids >= 0)
+
+    def _require_ids(self) -> None:
+        assert self.kind != "special", "which tokens are special is put in before positions are chosen"
+
+    def _slice_mask(self, positions: np.ndarray, prompt_len: int) -> np.ndarray:
+        first, stop, step = self._start(prompt_len), self._stop(prompt_len), self.values[2]
+        chosen = positions >= first
+        if stop is not None:
+            chosen &= positions < stop
+        if step not in (None, 1):
+            chosen &= (positions - first) % step == 0
+        return chosen
+
+    def first(self, prompt_len: int, prompt_token_ids: Sequence[int] | None = None) -> int | None:
+        """The first position that can be selected, or None if there is none: what a prefix-cache hit must not pass."""
+        if self.kind in ("all", "prompt"):
+            return 0
+        if self.kind == "generated":
+            return prompt_len
+        if self.kind in ("last_prompt", "sampled"):
+            return prompt_len - 1
+        if self.kind == "list":
+            reached = [v for v in _resolve(self.values, prompt_len) if v >= 0]
+            return min(reached, default=None)
+        if self.kind == "slice":
+            low, high = self._start(prompt_len), self._stop(prompt_len)
+            return low if high is None or high > low else None
+        self._require_ids()
+        if prompt_token_ids is None:
+            return 0
+        hits = np.flatnonzero(self._token_mask(np.asarray(prompt_token_ids)))
+        return int(hits[0]) if len(hits) else prompt_len
+
+    def steady(self, prompt_len: int) -> tuple[int, bool] | None:
+        """(position, selected): from that position on the answer never changes; None if it keeps changing.
+
+        For a selector by token the answer is the superset that `mask` gives while the tokens are unknown.
+        """
+        if self.kind == "all":
+            return 0, True
+        if self.kind in ("prompt", "last_prompt"):
+            return prompt_len, False
+        if self.kind == "generated" or self.needs_token_ids:
+            return prompt_len, True
+        if self.kind == "sampled":
+            return prompt_len - 1, True
+        if self.kind == "list":
+            return max(_resolve(self.values, prompt_len), default=-1) + 1, False
+        stop = self._stop(prompt_len)
+        if stop is not None:
+            return max(0, stop), False
+        return (self._start(prompt_len), True) if self.values[2] in (None, 1) else None
+
+    def bounds(self, prompt_len: int) -> tuple[int, int] | None:
+        """(first, end): every position between them is selected and no other; None if that is not known to be so."""
+        if self.kind == "all":
+            return 0, ENDLESS
+        if self.kind == "prompt":
+            return 0, prompt_len
+        if self.kind == "generated":
+            return prompt_len, ENDLESS
+        if self.kind == "last_prompt":
+            return prompt_len - 1, prompt_len
+        if self.kind == "sampled":
+            return prompt_len - 1, ENDLESS
+        if self.kind == "list":
+            reached = {v for v in _resolve(self.values, prompt_len) if v >= 0}
+            first, last = min(reached, default=0), max(reached, default=-1)
+            return (first, last + 1) if last - first + 1 == len(reached) else None
+        if self.needs_token_ids or self.values[2] not in (None, 1):
+            return None
+        first, stop = self._start(prompt_len), self._stop(prompt_len)
+        return first, ENDLESS if stop is None else max(first, stop)
+
+    def count(self, prompt_len: int | None = None, end: int | None = None) -> int | None:
+        """How many positions are named, where the selector says so by itself; None where it does not, or names none.
+
+        Of a list: those that differ and, with a prompt of `prompt_len` tokens, do not fall before position 0. What is
+        only bounded by the request needs that length, too, and `end`, the first position that it cannot reach.
+        """
+        if self.kind == "last_prompt":
+            return 1
+        if self.kind == "list":
+            at = self.numbers if prompt_len is None else [v for v in _resolve(self.values, prompt_len) if v >= 0]
+            return len(set(at)) or None
+        if prompt_len is None:
+            return self._slice_count()
+        if self.needs_token_ids:
+            return None
+        if self.kind == "slice":
+            first, last, step = self._start(prompt_len), self._stop(prompt_len), self.values[2] or 1
+        else:
+            (first, last), step = self.bounds(prompt_len) or (0, 0), 1
+        if last in (None, ENDLESS):
+            last = end
+        return None if last is None else len(range(first, last, step)) or None
+
+    def _slice_count(self) -> int | None:
+        if self.kind != "slice" or self.values[1] is None:
+            return None
+        start, stop, step = self.values[0] or 0, self.values[1], self.values[2] or 1
+        return None if (start < 0) != (stop < 0) else len(range(start, stop, step)) or None
+
+    def rank(self, position: int, prompt_len: int) -> int:
+        """How many selected positions come before the selected `position`; not for a selector by token."""
+        if self.kind in ("all", "prompt"):
+            return position
+        if self.kind == "generated":
+            return position - prompt_len
+        if self.kind in ("last_prompt", "sampled"):
+            return position - prompt_len + 1
+        if self.kind == "list":
+            return sum(0 <= v < position for v in set(_resolve(self.values, prompt_len)))
+        if self.kind == "slice":
+            return (position - self._start(prompt_len)) // (self.values[2] or 1)
+        raise AssertionError("the rank among positions chosen by token is unknown")
+
+    def _start(self, prompt_len: int) -> int:
+        start = self.values[0]
+        return 0 if start is None else max(0, start + prompt_len if start < 0 else start)
+
+    def _stop(self, prompt_len: int) -> int | None:
+        stop = self.values[1]
+        return stop + prompt_len if stop is not None and stop < 0 else stop
+
+    def reaches(self, prompt_len: int, end: int) -> bool:
+        """Whether a request can have a row that is selected: one with a prompt of `prompt_len` tokens, whose rows end
+        before position `end`. Which tokens it meets is not asked."""
+        if self.kind == "generated":
+            return prompt_len < end
+        if self.kind == "list":
+            return any(0 <= (v + prompt_len if v < 0 else v) < end for v in self.numbers)
+        if self.kind == "slice":
+            stop = self._stop(prompt_len)
+            return self._start(prompt_len) < (end if stop is None else min(stop, end))
+        return True
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The values of a list, or the ids of a selector by token."""
+        return tuple(v for v in self.values if v is not None)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether how many positions it selects depends on more than the prompt's length."""
+        if self.kind == "slice":
+            return self.values[1] is None
+        return self.kind not in ("prompt", "last_prompt", "list")
+
+    @property
+    def needs_token_ids(self) -> bool:
+        """Whether selecting needs to know which token stands at a position."""
+        return self.kind in BY_TOKEN
+
+
+def _is_empty(start: int, stop: int | None) -> bool:
+    """Whether a slice selects nothing, however long the prompt is."""
+    if stop is None:
+        return False
+    return stop <= start if (start < 0) == (stop < 0) else stop == 0
+
+
+def _listed(values: object) -> object:
+    """An array or a tensor of one dimension as a list; anything else as it is."""
+    return values.tolist() if getattr(values, "ndim", None) == 1 and hasattr(values, "tolist") else values
+
+
+def _in_range(value, field: str) -> int:
+    if not -_LIMIT <= value <= _LIMIT:
+        raise WeirError(f"position {brief(value)} is out of range", field)
+    return int(value)
+
+
+def _ints(values: Sequence | np.ndarray, field: str) -> tuple[int, ...]:
+    if len(values) > MAX_LIST:
+        raise WeirError(f"{len(values)} entries, more than the limit of {MAX_LIST}; use a slice or a keyword", field)
+    out = []
+    for i, value in enumerate(values):
+        number = plain(value)
+        if not is_int(number):
+            raise WeirError(f"expected an int, got {type(value).__name__}", f"{field}[{i}]")
+        out.append(_in_range(number, f"{field}[{i}]"))
+    return tuple(out)
+
+
+def _resolve(values: tuple[int | None, ...], prompt_len: int) -> list[int]:
+    """Absolute positions; a negative one counts back from the prompt's end and may fall before position 0."""
+    return [v + prompt_len if v < 0 else v for v in values if v is not None]

@@ -1,0 +1,105 @@
+"""The ``vllm.endpoint_plugins`` entry point: Weir's routes on vLLM's server.
+
+vLLM logs and ignores a plugin that cannot be imported, so this imports with the standard library alone; what is missing
+is said where the routes would be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import logging
+import os
+from argparse import Namespace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from vllm_weir.config.env import disabled
+from vllm_weir.guard import refuse as guard
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+logger = logging.getLogger(__name__)
+
+ROUTERS = ("activations", "info", "marks", "steering", "vectors", "page")
+"""Modules of this package, each of which has a router."""
+PREFIXES = ("/v1/weir", "/v1/activations", "/v1/marks", "/v1/steering", "/v1/vectors", "/weir")
+"""How the paths of all routes begin."""
+
+
+class Endpoints:
+    """vLLM's EndpointPlugin; vLLM takes it only if ``VLLM_PLUGINS`` names ``weir``, as `weir serve` sees to."""
+
+    name = "weir"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes, the limit on bodies, and the form of Weir's errors."""
+        if disabled():
+            return
+        try:
+            rooms = load_rooms()
+        except Exception as e:
+            why = guard.cause_of(e)
+            logger.error("Weir's routes are off: %s", why, exc_info=e)
+            _attach_refusals(app, why)
+            return
+        from vllm_weir.errors import WeirError
+        from vllm_weir.server.errors import weir_error
+        from vllm_weir.server.limits import Limits
+        from vllm_weir.server.routes.body_limit import BodyLimit
+
+        for room in rooms:
+            app.include_router(room.router())
+        # The innermost of vLLM's middlewares: who has no API key is told that, not the limit.
+        app.add_middleware(BodyLimit, most=Limits.load().body_bytes)
+        app.add_exception_handler(WeirError, weir_error)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Open what the routes share. Several API-server processes are children of one, which names their directory."""
+        if disabled() or engine_client is None:
+            return
+        try:
+            load_rooms()
+            from vllm_weir.patches.server import has_desk, served_name, server_of
+            from vllm_weir.server.routes import marks
+            from vllm_weir.server.shared.peers import Peers
+        except Exception as e:  # noqa: BLE001 - as above
+            state.weir_refusal = guard.cause_of(e)
+            return
+        if not has_desk(engine_client):
+            state.weir_refusal = guard.refusal_here() or "this engine was built without Weir's knowledge"
+            logger.error("Weir's routes are off: %s", state.weir_refusal)
+            return
+        server = server_of(engine_client)
+        several = (getattr(args, "api_server_count", None) or 1) > 1
+        server.open(os.getppid() if several else os.getpid(), served_name(engine_client))
+        if several and server.home is not None:
+            answer = functools.partial(marks.answer_here, server.desk.board)
+            server.peers = Peers(server.home.room("peers"), answer, str(os.getpid()))
+            await server.peers.open()
+        state.weir = server
+        state.weir_sweeper = asyncio.create_task(server.sweep())
+        logger.info("Weir's routes are on; results by reference lie in %s", server.home and server.home.path)
+
+
+def load_rooms() -> list[ModuleType]:
+    """The modules with the routes; raises whatever keeps them from being imported."""
+    return [importlib.import_module(f"vllm_weir.server.{name}") for name in ROUTERS]
+
+
+def _attach_refusals(app: FastAPI, why: str) -> None:
+    """Where Weir's routes would be, say why they are not."""
+    from fastapi.responses import JSONResponse
+
+    error = {"message": why, "type": "ServiceUnavailable", "param": None, "code": 503}
+    methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+
+    async def refuse() -> JSONResponse:
+        return JSONResponse({"error": error}, 503)
+
+    for prefix in PREFIXES:
+        for path in (prefix, f"{prefix}/{{rest:path}}"):
+            app.add_api_route(path, refuse, methods=methods, include_in_schema=False)

@@ -1,0 +1,104 @@
+"""Prometheus metrics of Weir, beside vLLM's on ``/metrics``. Plain requests cost nothing here.
+
+Counters grow when a sequence finishes or is refused. What workers say of their buffers and of requests that wait rides
+along with the rows; a task looks at it once a second, while a request that captures or is steered is live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+
+from vllm_weir.frontend.engine_frontend import Desk
+from vllm_weir.frontend.outputs.view import View
+from vllm_weir.server.shared.result_files import Spool
+
+PERIOD = 1.0
+"""Seconds between two looks at the gauges."""
+REFUSED, FAILED = "refused", "failed"
+
+
+class Meter:
+    """One API-server process's; with several, prometheus_client adds them up in files that vLLM sets up.
+
+    Args:
+        desk: whose requests are counted.
+        model: vLLM's label ``model_name``.
+        spool: results by reference, or None.
+    """
+
+    def __init__(
+        self, desk: Desk, model: str, spool: Spool | None = None, registry: CollectorRegistry = REGISTRY
+    ) -> None:
+        self._desk, self._model, self._spool = desk, model, spool
+        self._task: asyncio.Task[None] | None = None
+        self._engines: set[str] = set()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, ["model_name", *labels], registry=registry)
+
+        def gauge(name: str, text: str, mode: str, *labels: str) -> Gauge:
+            return Gauge(name, text, ["model_name", *labels], multiprocess_mode=mode, registry=registry)  # type: ignore[arg-type]
+
+        self._rows = counter("weir_rows_captured", "Rows captured by sequences that finished").labels(model)
+        self._bytes = counter("weir_bytes_out", "Bytes of these rows as they were handed out").labels(model)
+        self._dropped = counter("weir_rows_dropped", "Rows for which workers had no room").labels(model)
+        self._steered = counter("weir_steered_tokens", "Positions changed by interventions").labels(model)
+        self._errors = counter("weir_errors", "Requests refused before, or failed after, they entered", "reason")
+        self._fill = gauge("weir_buffer_fill", "Share of the host buffer for rows in use (0-1)", "livemax", "engine")
+        self._waiting = gauge("weir_requests_waiting", "Requests waiting for table space", "livemax", "engine")
+        self._held = gauge("weir_requests_held", "Requests held back for plain ones", "livesum").labels(model)
+        self._spooled = gauge("weir_spool_bytes", "Bytes kept to be fetched", "mostrecent").labels(model)
+        for reason in (REFUSED, FAILED):
+            self._errors.labels(model, reason)
+        self.look()
+
+    def admitted(self) -> None:
+        """A request that captures or is steered has entered."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._watch())
+
+    def refused(self) -> None:
+        """A request was refused."""
+        self._errors.labels(self._model, REFUSED).inc()
+
+    def failed(self) -> None:
+        """A request's rows were lost, or it was not steered as asked."""
+        self._errors.labels(self._model, FAILED).inc()
+
+    def finished(self, view: View) -> None:
+        """A sequence has finished, all that it was promised being true. Where rows may be dropped it waits for them."""
+        rows = size = dropped = 0
+        for part in view.pending.admitted.parts if view.pending.admitted.spec.wishes else ():
+            own = view if part is view.part and not view.start else replace(view, part=part, start=0, _made=None)
+            count = own.rows
+            rows, size = rows + count, size + count * own.row_bytes
+        if self._desk.settings.overflow == "drop" and view.part.spec.wishes:
+            dropped = sum(view.missing(view.activations()).values())
+        steered = view.steered
+        counted = (self._rows, rows - dropped), (self._bytes, size), (self._dropped, dropped), (self._steered, steered)
+        for counter, more in counted:
+            if more:
+                counter.inc(more)
+
+    def look(self) -> None:
+        """Bring the gauges up to date."""
+        store = self._desk.store
+        loads = list(store.loads.values()) if len(store) else []
+        self._engines |= {str(load.engine) for load in loads} or {"0"}
+        for engine in self._engines:
+            own = [load for load in loads if str(load.engine) == engine]
+            self._fill.labels(self._model, engine).set(max((load.pressure for load in own), default=0.0))
+            self._waiting.labels(self._model, engine).set(max((load.waiting for load in own), default=0))
+        self._held.set(self._desk.turns.held)
+        if self._spool is not None:
+            self._spooled.set(self._spool.used)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD)
+            self.look()
+            if not len(self._desk.store) and not self._desk.turns.held:
+                return

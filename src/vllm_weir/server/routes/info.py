@@ -1,0 +1,64 @@
+"""What this server serves."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel
+
+from vllm_weir.server.errors import declared
+from vllm_weir.server.limits import Limits
+from vllm_weir.server.routes.router import weir_router
+from vllm_weir.server.state import ServerState, server_state
+
+
+class SiteInfo(BaseModel):
+    """A hook point of a block: whether it is served, and if not, why."""
+
+    hook: str
+    layer: int
+    served: bool
+    why: str
+
+
+class ServerInfo(BaseModel):
+    """`limits` has no paths; `admin` says whether the server has an admin key."""
+
+    version: str
+    model: str
+    num_layers: int
+    d_model: int
+    dtype: str
+    sites: list[SiteInfo]
+    limits: dict[str, int | float]
+    admin: bool
+
+
+def router() -> APIRouter:
+    """GET /v1/weir/info."""
+    routes = weir_router()
+
+    @routes.get("/v1/weir/info", responses=declared(400, 401), summary="The model, its hook points, and the limits")
+    async def info(state: Annotated[ServerState, Depends(server_state)]) -> ServerInfo:
+        from vllm_weir import __version__, sites_async
+
+        verdicts = await sites_async(state.engine_client)
+        facts = state.desk.require_facts()
+        return ServerInfo(
+            version=__version__,
+            model=state.desk.model,
+            num_layers=facts.num_layers,
+            d_model=facts.d_model,
+            dtype=facts.dtype,
+            sites=[SiteInfo(hook=v.hook, layer=v.layer, served=v.supported, why=v.reason) for v in verdicts],
+            limits=shown(state.limits),
+            admin=state.admin_key is not None,
+        )
+
+    return routes
+
+
+def shown(limits: Limits) -> dict[str, int | float]:
+    """The limits without what is the operator's alone."""
+    return limits.model_dump(exclude={"directory"})

@@ -1,0 +1,106 @@
+"""Marks: rows that were captured with ``keep="marked"`` go to their sink."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.outputs.ticket import Ticket
+from vllm_weir.frontend.sinks.manager import Board
+from vllm_weir.schema.json_text import dumps
+from vllm_weir.server.errors import declared, error
+from vllm_weir.server.routes.router import weir_router
+from vllm_weir.server.state import ServerState, server_state
+
+PATIENCE = 10.0
+"""Seconds for which an answer waits for the sinks, which go on after it."""
+METADATA = 64 << 10
+"""Most bytes of a mark's metadata, as JSON."""
+
+State = Annotated[ServerState, Depends(server_state)]
+
+
+class Mark(BaseModel):
+    """A finished or running request."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"id": "cmpl-8d2f", "metadata": {"reason": "odd"}}]}
+    )
+
+    id: str = Field(min_length=1, max_length=512, description="The answer's `id`; all its sequences are meant.")
+    metadata: dict[str, Any] = Field({}, description="Kept with the rows; up to 64 KiB as JSON.")
+
+
+class Written(BaseModel):
+    """One sequence's rows at one sink, `state` as in a receipt."""
+
+    sink: str
+    state: str
+
+
+class Marked(BaseModel):
+    """What was marked.
+
+    `sinks` has the sequences that have finished; those of the others are written when they do. `gone` says what was
+    not marked, because its rows are gone.
+    """
+
+    id: str
+    sinks: list[Written]
+    gone: list[str] = []
+
+
+def router() -> APIRouter:
+    """POST /v1/marks."""
+    routes = weir_router()
+
+    @routes.post(
+        "/v1/marks",
+        response_model=Marked,
+        responses=declared(400, 401, 404, 413, 500),
+        summary='Have the rows of a request written that were captured with `"keep": "marked"`',
+    )
+    async def mark(body: Mark, state: State) -> Marked | Response:
+        size = len(dumps(body.metadata, "metadata"))
+        if size > METADATA:
+            raise WeirError(f"is {size} bytes of JSON; at most {METADATA} are kept", "metadata")
+        question = body.model_dump()
+        found = await answer_here(state.desk.board, question)
+        if not found["known"] and state.peers is not None:
+            others = await state.peers.ask(question, 2 * PATIENCE)
+            found = max([found, *others], key=lambda one: (one["known"], bool(one["gone"])))
+        if not found["known"]:
+            what = "; ".join(found["gone"]) or f"no request {body.id[:40]!r} with rows to mark is known here"
+            return error(404, what, "id")
+        return Marked(id=body.id, sinks=found["sinks"], gone=found["gone"])
+
+    return routes
+
+
+async def answer_here(board: Board, question: dict[str, Any]) -> dict[str, Any]:
+    """Mark what this process has of a request: ``{"known", "sinks", "gone"}``."""
+    return await run_in_threadpool(_mark, board, question["id"], question["metadata"])
+
+
+def _mark(board: Board, answer: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    tickets: list[Ticket] = []
+    gone: list[str] = []
+    known = False
+    for name in board.marks.answered_as(answer):
+        try:
+            tickets += board.mark(name, metadata, hold=False)
+            known = True
+        except WeirError as e:
+            gone.append(e.message)
+    late = time.monotonic() + PATIENCE
+    for ticket in tickets:
+        with suppress(WeirError):  # its state says it
+            ticket.settle(max(0.0, late - time.monotonic()))
+    return {"known": known, "sinks": [{"sink": t.sink, "state": t.state} for t in tickets], "gone": gone}

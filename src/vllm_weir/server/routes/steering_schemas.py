@@ -1,0 +1,195 @@
+"""Bodies of the steering routes. What is in the vectors is checked by `vllm_weir.schema`, which names the field."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, StrictBool
+
+Floats = list[float] | Annotated[list[list[float]], Field(min_length=1, max_length=1)]
+"""[d], or [1, d]."""
+
+
+class VectorBytes(BaseModel):
+    """Little-endian numbers; dtype float32, float16, bfloat16 or float64."""
+
+    model_config = ConfigDict(extra="forbid")
+    b64: str
+    dtype: str
+    shape: list[int]
+
+
+class VectorRef(BaseModel):
+    """A vector kept under a name, or its digest."""
+
+    model_config = ConfigDict(extra="forbid")
+    ref: str
+
+
+class Scaled(BaseModel):
+    """A vector times a number."""
+
+    model_config = ConfigDict(extra="forbid")
+    vector: Floats | VectorBytes | VectorRef
+    scale: float = 1.0
+
+
+class Bound(BaseModel):
+    """A clamp along a direction: to `value`, or into [`min`, `max`]."""
+
+    model_config = ConfigDict(extra="forbid")
+    vector: Floats | VectorBytes | VectorRef
+    value: float | None = None
+    min: float | None = None
+    max: float | None = None
+    strength: float = 1.0
+
+
+class Packed(BaseModel):
+    """Rows of several blocks in one base64 string."""
+
+    model_config = ConfigDict(extra="forbid")
+    dtype: Literal["float32", "float16", "bfloat16", "float64"]
+    shape: Annotated[list[int], Field(description="[rows, d_model]")]
+    layer_indices: list[int]
+    data: str
+    scales: list[float] | None = None
+
+
+class PackedBounds(BaseModel):
+    """Clamps of several blocks in one base64 string; null for no bound."""
+
+    model_config = ConfigDict(extra="forbid")
+    dtype: Literal["float32", "float16", "bfloat16", "float64"]
+    shape: list[int]
+    layer_indices: list[int]
+    data: str
+    bounds: list[list[float | None]]
+    strengths: list[float] | None = None
+
+
+Vectors = Annotated[dict[str, dict[str, Floats | Scaled | VectorBytes | VectorRef] | Packed] | None, SkipValidation]
+Clamps = Annotated[dict[str, dict[str, list[Bound]] | PackedBounds] | None, SkipValidation]
+Wires = Annotated[list[dict[str, Any]] | None, SkipValidation]
+
+
+class Fields(BaseModel):
+    """Interventions by tier, hook point and block, and in Weir's own form."""
+
+    vectors: Annotated[Vectors, Field(description="Added at every position: {hook: {block: vector}}.")] = None
+    prefill_vectors: Annotated[Vectors, Field(description="Added at the prompt's positions.")] = None
+    decode_vectors: Annotated[Vectors, Field(description="Added at the generated positions.")] = None
+    clamps: Annotated[Clamps, Field(description="Clamps at every position: {hook: {block: [clamp]}}.")] = None
+    prefill_clamps: Annotated[Clamps, Field(description="Clamps at the prompt's positions.")] = None
+    decode_clamps: Annotated[Clamps, Field(description="Clamps at the generated positions.")] = None
+    interventions: Annotated[Wires, Field(description="Weir's wire form, applied after the others.")] = None
+
+
+class SetSteering(Fields):
+    """For every request. Without `replace` only the given tiers' hook points and blocks get a new meaning, and
+    `interventions`, if given, take the place of earlier ones."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {
+                    "vectors": {"resid_post": {"3": [0.5, -1.0]}},
+                    "decode_vectors": {"resid_post": {"3": {"vector": {"ref": "happy"}, "scale": 2.0}}},
+                    "replace": True,
+                }
+            ]
+        },
+    )
+    replace: Annotated[StrictBool, Field(description="Whether all earlier steering goes.")] = False
+    target: Literal["main", "draft"] | None = None
+
+
+class ClearSteering(BaseModel):
+    """Which model; there is only the main one."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{}]})
+    target: Literal["main", "draft"] | None = None
+
+
+class RegisterModule(Fields):
+    """Interventions under a name."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [{"name": "cheerful", "vectors": {"resid_post": {"3": {"vector": [0.5, -1.0], "scale": 2.0}}}}]
+        },
+    )
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    kind: Literal["additive", "sae_delta"] = "additive"
+    sae_manifest: Annotated[dict[str, Any] | None, Field(description="Refused, as is kind `sae_delta`.")] = None
+
+
+class UnregisterModule(BaseModel):
+    """Which."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"name": "cheerful"}]})
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Done(BaseModel):
+    """It is done."""
+
+    status: Literal["ok"] = "ok"
+
+
+class SteeringSet(Done):
+    """What the request spoke of."""
+
+    hook_points: list[str]
+    layers_updated: list[int]
+
+
+class ActiveHook(BaseModel):
+    """L2 norms of what is added, by the tier: at every position, in the prompt, and while generating; `clamps`: how
+    many there are."""
+
+    norm: float | None = None
+    prefill_norm: float | None = None
+    decode_norm: float | None = None
+    clamps: int
+
+
+class Steering(BaseModel):
+    """`active_layers`: block -> hook point, of what was set by tier; `interventions`: all, in order, in wire form."""
+
+    active_layers: dict[str, dict[str, ActiveHook]]
+    interventions: list[dict[str, Any]]
+
+
+class LayerPoints(BaseModel):
+    """The hook points of a block; `embed` and `final_norm` are told with block 0."""
+
+    hook_points: list[str]
+
+
+class Layers(BaseModel):
+    """By block."""
+
+    layers: dict[str, LayerPoints]
+
+
+class LayersOfModels(BaseModel):
+    """By model and block."""
+
+    layers: dict[str, dict[str, LayerPoints]]
+
+
+class ModuleChanged(Done):
+    """`modules` are the names that there are now."""
+
+    name: str
+    modules: list[str]
+
+
+class Modules(BaseModel):
+    """The names."""
+
+    modules: list[str]
+    count: int

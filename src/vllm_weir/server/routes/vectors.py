@@ -1,0 +1,260 @@
+"""Steering vectors by name: upload, look, delete."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict
+
+from vllm_weir.errors import WeirError, brief
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.vector_registry import Contents, Named
+from vllm_weir.schema.vector_files import Directions, kind_of, read_vectors, to_json
+from vllm_weir.server.errors import declared, error
+from vllm_weir.server.limits import Limits
+from vllm_weir.server.routes.auth import require_admin
+from vllm_weir.server.routes.router import weir_router
+from vllm_weir.server.state import ServerState, server_state
+
+MEDIA = {
+    "application/json": "json",
+    "application/safetensors": "safetensors",
+    "application/x-safetensors": "safetensors",
+    "application/vnd.safetensors": "safetensors",
+    "application/gguf": "gguf",
+    "application/x-gguf": "gguf",
+    "application/octet-stream": "",
+}
+"""Content types of uploads -> format; empty: what its first bytes say."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+Name = Annotated[str, Path(description="1 to 128 letters, digits and . _ : @ + -", examples=["happy"])]
+State = Annotated[ServerState, Depends(server_state)]
+
+
+class VectorInfo(BaseModel):
+    """A vector under a name, or directions of blocks.
+
+    `refs` are what stands for its parts in a request (``{"ref": ...}``); with `layers` the name itself stands in
+    ``modules`` for all of them, each added to the stream leaving its block. `shape` is [d_model], [n, d_model] or
+    [n_layers, n, d_model].
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "name": "happy",
+                    "digest": "c1172a3e" * 4,
+                    "shape": [256],
+                    "layers": [],
+                    "refs": ["happy"],
+                    "bytes": 1024,
+                }
+            ]
+        }
+    )
+
+    name: str
+    digest: str
+    shape: list[int]
+    layers: list[int]
+    refs: list[str]
+    bytes: int
+
+
+class VectorContent(VectorInfo):
+    """With its content in the form in which JSON uploads are taken: `vector`, or `directions` by block."""
+
+    vector: dict[str, Any] | None = None
+    directions: dict[str, dict[str, Any]] | None = None
+
+
+class VectorList(BaseModel):
+    """All that are kept under names."""
+
+    vectors: list[VectorInfo]
+
+
+_UPLOAD = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "description": "A list of numbers [d] or lists of them [n, d] or [layers, n, d], {b64, dtype, "
+                    "shape}, {vector: one of these}, or {directions: {block: vector}}.",
+                    "anyOf": [{"type": "array"}, {"type": "object"}],
+                },
+                "examples": {
+                    "plain": {"value": {"vector": [0.5, -1.0]}},
+                    "blocks": {"value": {"directions": {"3": [0.5, -1.0], "4": [0.25, 0.0]}}},
+                },
+            },
+            "application/vnd.safetensors": {"schema": {"type": "string", "format": "binary"}},
+            "application/gguf": {"schema": {"type": "string", "format": "binary"}},
+            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+        },
+    }
+}
+
+
+def router() -> APIRouter:
+    """PUT, GET, DELETE /v1/vectors/{name}, and GET /v1/vectors."""
+    routes = weir_router()
+
+    @routes.get("/v1/vectors", responses=declared(401), summary="The vectors kept under names")
+    def every(state: State) -> VectorList:
+        kept = state.names.read().vectors
+        return VectorList(vectors=[describe(name, named) for name, named in sorted(kept.items())])
+
+    @routes.put(
+        "/v1/vectors/{name}",
+        dependencies=[Depends(require_admin)],
+        responses=declared(400, 401, 403, 413, 507),
+        openapi_extra=_UPLOAD,
+        summary="Keep a vector, or directions of several blocks, under a name; replaces what was there",
+    )
+    async def put(name: Name, request: Request, state: State) -> VectorInfo:
+        check_name(name)
+        data, media = await request.body(), request.headers.get("content-type", "application/octet-stream")
+        facts = await state.facts()
+        return await state.run(lambda: _put(state, name, data, media, facts))
+
+    @routes.get(
+        "/v1/vectors/{name}",
+        response_model=VectorContent,
+        response_model_exclude_none=True,
+        responses=declared(400, 401, 404) | {200: {"content": {"application/vnd.safetensors": {}}}},
+        summary="A vector: JSON with its content, or a safetensors file",
+    )
+    def get(name: Name, state: State, format: Annotated[Literal["json", "safetensors"], Query()] = "json") -> Any:
+        named = state.names.read().vectors.get(name)
+        if named is None:
+            return _unknown(name)
+        if format == "safetensors":
+            return Response(_file(named), media_type="application/vnd.safetensors")
+        return VectorContent(**describe(name, named).model_dump(), **to_json(dict(named.directions)))
+
+    @routes.delete(
+        "/v1/vectors/{name}",
+        dependencies=[Depends(require_admin)],
+        status_code=204,
+        response_class=Response,
+        responses=declared(401, 403, 404, 507),
+        summary="Forget a name; requests that were admitted with it go on",
+    )
+    async def delete(name: Name, state: State) -> Response:
+        found = await state.run(lambda: _delete(state, name))
+        return Response(status_code=204) if found else _unknown(name)
+
+    return routes
+
+
+def check_name(name: str) -> None:
+    """Raise WeirError for what cannot be a vector's name."""
+    if not NAME.fullmatch(name) or _DIGEST.fullmatch(name):
+        raise WeirError(
+            "a name has 1 to 128 letters, digits and . _ : @ + -, begins with a letter or digit, and is no digest",
+            "name",
+        )
+
+
+def check_room(contents: Contents, limits: Limits) -> None:
+    """Raise WeirError if this is more than the server keeps."""
+    names = len(contents.vectors) + len(contents.modules)
+    if names > limits.vectors:
+        raise WeirError(f"{limits.vectors} names are kept already (WEIR_SERVE_VECTORS); delete some", "name")
+    arrays = {
+        v.digest: v.array.nbytes
+        for n in contents.vectors.values()
+        for v in n.directions.values()
+        if v.array is not None
+    }
+    for one in (*(i for module in contents.modules.values() for i in module), *contents.always):
+        arrays |= {v.digest: v.array.nbytes for v in one.given if v.array is not None}
+    if sum(arrays.values()) > limits.vector_bytes:
+        raise WeirError(
+            f"{sum(arrays.values())} bytes of vectors are more than the server keeps ({limits.vector_bytes}, "
+            "WEIR_SERVE_VECTOR_BYTES); delete some",
+            "name",
+        )
+
+
+def describe(name: str, named: Named) -> VectorInfo:
+    """What a name stands for."""
+    arrays = {layer: v.array for layer, v in named.directions.items() if v.array is not None}
+    first = next(iter(arrays.values()))
+    digests = "".join(f"{layer}:{v.digest}" for layer, v in named.directions.items())
+    return VectorInfo(
+        name=name,
+        digest=hashlib.sha256(digests.encode()).hexdigest()[:32] if named.layers else named.directions[None].digest,
+        shape=[len(arrays), *first.shape] if named.layers else list(first.shape),
+        layers=named.layers,
+        refs=[f"{name}[{layer}]" for layer in named.layers] or [name],
+        bytes=sum(a.nbytes for a in arrays.values()),
+    )
+
+
+def _put(state: ServerState, name: str, data: bytes, media: str, facts: EngineFacts) -> VectorInfo:
+    directions = read_vectors(data, _format(media, data), "vector")
+    _check(directions, facts)
+
+    def edit(contents: Contents) -> Contents:
+        if name in contents.modules:
+            raise WeirError(f"a module is registered as {name!r}; unregister it or take another name", "name")
+        after = replace(contents, vectors={**contents.vectors, name: Named(directions)})
+        check_room(after, state.limits)
+        return after
+
+    return describe(name, state.names.change(edit).vectors.get(name, Named(directions)))
+
+
+def _format(media: str, data: bytes) -> str:
+    kind = MEDIA.get(media.partition(";")[0].strip().lower())
+    if kind is None:
+        raise WeirError(f"{brief(media)!r} is not read; send {', '.join(MEDIA)}", "Content-Type")
+    return kind or kind_of(data)
+
+
+def _check(directions: Directions, facts: EngineFacts) -> None:
+    for layer, vector in directions.items():
+        place = "vector" if layer is None else f"vector.{layer}"
+        width = vector.array.shape[-1] if vector.array is not None else 0
+        if width != facts.d_model:
+            raise WeirError(f"width {width} does not match the model's {facts.d_model}", place)
+        if layer is not None and layer >= facts.num_layers:
+            raise WeirError(f"block {layer} does not exist: the model has blocks 0..{facts.num_layers - 1}", place)
+
+
+def _delete(state: ServerState, name: str) -> bool:
+    found = False
+
+    def edit(contents: Contents) -> Contents:
+        nonlocal found
+        found = name in contents.vectors
+        return replace(contents, vectors={n: v for n, v in contents.vectors.items() if n != name})
+
+    if name in state.names.read().vectors:
+        state.names.change(edit)
+    return found
+
+
+def _file(named: Named) -> bytes:
+    from safetensors.numpy import save
+
+    arrays: Mapping[str, Any] = {
+        "vector" if layer is None else f"direction.{layer}": v.array for layer, v in named.directions.items()
+    }
+    return save(dict(arrays))
+
+
+def _unknown(name: str) -> Response:
+    return error(404, f"no vector is kept under {brief(name)!r}", "name")

@@ -1,0 +1,159 @@
+"""`Batch`: some rows of one site of one request, on their way into a file."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_weir.codec import as_bytes, encode
+from vllm_weir.errors import WeirError
+from vllm_weir.schema.compression import ROW_DTYPES, Compression, header_bytes
+from vllm_weir.schema.hooks import Site, normalise_hook
+
+
+@dataclass(eq=False)
+class Batch:
+    """Rows of one site of one request.
+
+    Attributes:
+        request_id: any string.
+        hook, layer: the site.
+        positions: int64 [n] (tensor, array or list); no position of a site may come twice.
+        token_ids: int64 [n], the token at each position; -1 where unknown.
+        rows: tensor [n, d], float32, float16 or bfloat16; or, with a header, records: uint8 [n, record_bytes].
+        header: of `Compression.header`, for records.
+    """
+
+    request_id: str
+    hook: str
+    layer: int
+    positions: Any
+    token_ids: Any
+    rows: torch.Tensor
+    header: Mapping[str, Any] | None = None
+
+    @property
+    def site(self) -> Site:
+        return Site(self.hook, self.layer)
+
+
+@dataclass(eq=False)
+class Packed:
+    """A checked batch.
+
+    Attributes:
+        records: uint8 [n, record_bytes], C-contiguous, on the CPU.
+        header: as JSON text.
+        ascending: whether the positions are.
+    """
+
+    request_id: str
+    site: Site
+    positions: np.ndarray
+    token_ids: np.ndarray
+    records: np.ndarray
+    header: str
+    ascending: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.records.nbytes
+
+
+def pack(batch: Batch, compression: Compression) -> Packed:
+    """Check a batch, compress it unless it is, and bring it to the host; raises WeirError naming the field."""
+    check_id(batch.request_id, "batch.request_id")
+    if isinstance(batch.layer, bool) or not isinstance(batch.layer, int) or not 0 <= batch.layer < 2**31:
+        raise WeirError("a layer is an int, counted from 0", "batch.layer")
+    site = Site(normalise_hook(batch.hook, "batch.hook"), batch.layer)
+    rows = batch.rows
+    if not isinstance(rows, torch.Tensor) or rows.ndim != 2:
+        raise WeirError("rows is a tensor [n, d]", "batch.rows")
+    n = rows.shape[0]
+    positions, token_ids = _ints(batch.positions, n, "batch.positions"), _ints(batch.token_ids, n, "batch.token_ids")
+    ascending = bool((positions[1:] > positions[:-1]).all())
+    if n and (positions[0] if ascending else positions.min()) < 0:
+        raise WeirError("a position is never negative", "batch.positions")
+    if batch.header is None:
+        dtype = _name(rows.dtype)
+        if dtype not in ROW_DTYPES:
+            raise WeirError(f"rows are {', '.join(ROW_DTYPES)}, got {dtype}; records need their header", "batch.rows")
+        header = _made(compression, rows.shape[1], dtype)
+        if compression.method != "none":
+            rows = encode(rows, compression)
+        elif rows.is_contiguous() and rows.numel():
+            rows = rows.view(torch.uint8)
+        else:
+            rows = as_bytes(rows)
+    else:
+        header = header_text(batch.header)
+        width = _checked(header)
+        if rows.dtype != torch.uint8 or rows.shape[1] != width:
+            raise WeirError(
+                f"records are uint8 [n, {width}] by their header, got {rows.dtype} {list(rows.shape)}", "batch.rows"
+            )
+    records = rows.detach().cpu().contiguous().numpy()
+    return Packed(batch.request_id, site, positions, token_ids, records, header, ascending)
+
+
+def check_id(request_id: object, field: str) -> None:
+    """Raises WeirError if something is no request id: a string of 1 to 4096 characters that UTF-8 can encode."""
+    if not isinstance(request_id, str) or not 0 < len(request_id) <= 4096:
+        raise WeirError("a request id is a string of 1 to 4096 characters", field)
+    if not request_id.isascii():
+        try:
+            request_id.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair; one such id would spoil a file of many requests
+            raise WeirError(f"a request id is text, got {request_id[:80]!a}", field) from None
+
+
+def header_text(header: Mapping[str, Any]) -> str:
+    """A header as JSON text, always the same for the same header."""
+    try:
+        return json.dumps(header, sort_keys=True, separators=(",", ":"))
+    except (TypeError, ValueError):
+        raise WeirError("a header is plain JSON data", "batch.header") from None
+
+
+@functools.lru_cache(maxsize=64)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.lru_cache(maxsize=64)
+def _made(compression: Compression, d_model: int, dtype: str) -> str:
+    return header_text(compression.header(d_model, dtype))
+
+
+@functools.lru_cache(maxsize=64)
+def _checked(text: str) -> int:
+    """Bytes of a record, of a header that is right."""
+    header = json.loads(text)
+    Compression.from_header(header, "batch.header")
+    return header_bytes(header)
+
+
+def metadata_text(metadata: Mapping[str, Any] | None) -> str:
+    """A request's metadata as JSON text; raises WeirError if it is not plain data."""
+    try:
+        return json.dumps(dict(metadata or {}), sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as e:
+        raise WeirError(f"metadata is plain JSON data: {e}", "metadata") from None
+
+
+def _ints(values: Any, n: int, field: str) -> np.ndarray:
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise WeirError("a flat list of ints", field) from None
+    if array.shape != (n,) or (n and array.dtype.kind not in "iu"):
+        raise WeirError(f"{n} rows want {n} ints, got {array.dtype} {list(array.shape)}", field)
+    return array.astype(np.int64)

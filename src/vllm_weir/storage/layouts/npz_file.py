@@ -1,0 +1,78 @@
+"""npz files: arrays by name, never pickled objects; anything damaged is a WeirError that names the file."""
+
+from __future__ import annotations
+
+import io
+import struct
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+try:
+    from lzma import LZMAError
+except ImportError:  # a Python without it reads no such member
+
+    class LZMAError(Exception):  # type: ignore[no-redef]
+        """Never raised."""
+
+
+from vllm_weir.storage.object_store import Store
+
+_T = TypeVar("_T")
+_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, LZMAError, ValueError, LookupError, EOFError, OSError, struct.error,
+    NotImplementedError, RuntimeError, SyntaxError, tokenize.TokenError, TypeError, MemoryError, OverflowError,
+)  # fmt: skip
+"""What zipfile and numpy raise for damaged files."""
+
+
+def read_npz(store: Store, name: str) -> dict[str, np.ndarray]:
+    """All arrays of a file."""
+
+    def arrays(file: io.BytesIO) -> dict[str, np.ndarray]:
+        with np.load(file, allow_pickle=False) as data:
+            return {key: data[key] for key in data.files}
+
+    return _guarded(store, name, arrays)
+
+
+def read_some(store: Store, name: str, wanted: tuple[str, ...]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Some arrays of a file, and the (shape, dtype) of every array, without unpacking the rest."""
+
+    def look(file: io.BytesIO) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        with zipfile.ZipFile(file) as archive:
+            shapes = {n.removesuffix(".npy"): _shape(archive, n) for n in archive.namelist() if n.endswith(".npy")}
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as data:
+            return {key: data[key] for key in wanted if key in data.files}, shapes
+
+    return _guarded(store, name, look)
+
+
+def _guarded(store: Store, name: str, read: Callable[[io.BytesIO], _T]) -> _T:
+    raw = io.BytesIO(store.read(name))
+    try:
+        return read(raw)
+    except _DAMAGE as e:
+        raise store.fail(name, f"is no npz file, or a damaged one: {type(e).__name__}: {str(e)[:120]}") from None
+
+
+def write_npz(arrays: dict[str, np.ndarray]) -> bytes:
+    """A compressed npz file."""
+    out = io.BytesIO()
+    np.savez_compressed(out, **arrays)  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def _shape(archive: zipfile.ZipFile, member: str) -> tuple[tuple[int, ...], np.dtype]:
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        if version not in header:
+            raise ValueError(f"npy version {version}")
+        shape, _, dtype = header[version](file)
+        return shape, dtype

@@ -1,0 +1,178 @@
+"""`open_writer` and `load`: from a URL to a writer or a dataset, by layout or by what is found there."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import posixpath
+from collections.abc import Callable, Iterable, Sequence
+from os import PathLike
+from typing import Any
+
+from vllm_weir.errors import MissingFile, WeirError, brief
+from vllm_weir.storage.dataset import ActivationDataset
+from vllm_weir.storage.foreign.mi_patch_npz import read_foreign_npz
+from vllm_weir.storage.foreign.rhizonymph import is_fork, read_fork
+from vllm_weir.storage.foreign.vllm_hidden_states import read_native
+from vllm_weir.storage.index import Index
+from vllm_weir.storage.layouts.base import MARKER, Writer, read_marker
+from vllm_weir.storage.layouts.npz import FILE, FOLDER, read_npz_layout
+from vllm_weir.storage.layouts.packed import is_pack, read_packed
+from vllm_weir.storage.layouts.per_request import read_per_request
+from vllm_weir.storage.object_store import Store, split_url
+from vllm_weir.storage.safetensors_io import read_container
+
+_WRITERS = {
+    "sharded": ("sharded", "ShardedWriter"),
+    "packed": ("packed", "PackedWriter"),
+    "per_request": ("per_request", "PerRequestWriter"),
+    "npz": ("npz", "NpzWriter"),
+}
+"""Layout -> (module, class). That of `sharded` is imported when it is used: it alone needs pyarrow."""
+LAYOUTS = tuple(_WRITERS)
+_OPTIONS = {
+    "sharded": {"shard_bytes"},
+    "packed": {"pack_bytes", "buffer_bytes"},
+    "per_request": {"buffer_bytes"},
+    "npz": {"buffer_bytes"},
+}
+
+
+def open_writer(
+    url: str | PathLike,
+    layout: str = "sharded",
+    *,
+    compress: object = None,
+    fsync: bool = False,
+    storage_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Writer:
+    """A writer into a new or an existing dataset.
+
+    Args:
+        url: folder: a local path, or any fsspec URL (``s3://bucket/run``).
+        layout: ``"sharded"``, ``"packed"``, ``"per_request"`` or ``"npz"``; of an existing dataset the one it has.
+        compress: for rows that come without a header; see `Compression.parse`.
+        fsync: wait until published files are on the disk (local only).
+        storage_options: for fsspec.
+        options: ``shard_bytes`` (sharded), ``pack_bytes`` (packed), ``buffer_bytes`` (all but sharded).
+
+    Raises:
+        WeirError: for unknown layouts and options, an empty URL (the current directory is ``"."``), and if the place
+            cannot be written or holds something else.
+    """
+    check_layout(layout, options)
+    module, name = _WRITERS[layout]
+    return getattr(_imported(module), name)(Store(url, storage_options, fsync=fsync), compress, **options)
+
+
+def _imported(module: str) -> Any:
+    """A module of this package, which may need pyarrow."""
+    try:
+        return importlib.import_module(f"vllm_weir.storage.{module}")
+    except ImportError as e:
+        raise WeirError(f"the layout 'sharded' needs pyarrow ({e}): pip install 'vllm-weir[keep]'", "layout") from e
+
+
+def _read_sharded(store: Store, names: dict[str, int], incomplete: bool = False) -> Index:
+    table = _imported("manifest").read_manifest(store, names)
+    return _imported("sharded_read").index_of(store, table, names, incomplete=incomplete)
+
+
+def check_layout(layout: str, options: Iterable[str] = ()) -> None:
+    """Raise WeirError for an unknown layout, or options that it does not have."""
+    if layout not in LAYOUTS:
+        raise WeirError(f"unknown layout {brief(layout)!r}; choose from {', '.join(LAYOUTS)}", "layout")
+    for name in options:
+        if name not in _OPTIONS[layout]:
+            raise WeirError(f"unknown option of layout {layout!r}; it has {', '.join(sorted(_OPTIONS[layout]))}", name)
+
+
+def load(
+    url: str | PathLike,
+    *,
+    storage_options: dict[str, Any] | None = None,
+    incomplete: bool = False,
+    layer_ids: Sequence[int] | None = None,
+    hidden_size: int | None = None,
+) -> ActivationDataset:
+    """Open activations for reading: Weir's own layouts, files of `Activations.save`, and foreign formats.
+
+    Args:
+        url: folder or file: a local path, or any fsspec URL.
+        storage_options: for fsspec.
+        incomplete: with the requests that were begun and never finished (layout ``sharded``).
+        layer_ids: for vLLM's own hidden states, which do not say their layers.
+        hidden_size: for Vllm_mi_patch's topk8, which does not say its width.
+
+    Raises:
+        MissingFile: if there is nothing at the URL.
+        StoreError: if it cannot be read; it names the file.
+        WeirError: if no activations are found there, or a file is damaged; it names the file.
+    """
+    store = Store(url, storage_options)
+    if store.is_file():
+        parent, name = split_url(store.url)
+        store = Store(parent, storage_options)
+        names = {name: store.size(name)}
+        if name.endswith((".bin", ".json")):  # the fork's come in pairs
+            stem = posixpath.splitext(name)[0]
+            names = {n: size for n, size in store.names().items() if posixpath.splitext(n)[0] == stem}
+        index = _recognise(store, names, layer_ids, hidden_size, str(url))
+    else:
+        names = store.names()
+        if MARKER in names:
+            index = _read(store, read_marker(store), names, incomplete)
+        else:
+            index = _recognise(store, store.names(deep=True), layer_ids, hidden_size, str(url))
+    return ActivationDataset(index, str(url))
+
+
+def _read(store: Store, layout: str, names: dict[str, int], incomplete: bool) -> Index:
+    """The index of what Weir's marker says is there; what lies in other folders is another dataset."""
+    if layout == "sharded":
+        return _read_sharded(store, names, incomplete)
+    if layout == "npz":
+        return read_npz_layout(store, store.names(deep=True, folders=FOLDER))
+    readers = {"packed": read_packed, "per_request": read_per_request}
+    if layout not in readers:
+        raise store.fail(MARKER, f"unknown layout {layout[:40]!r}")
+    return readers[layout](store, names)
+
+
+def _recognise(
+    store: Store, names: dict[str, int], layer_ids: Sequence[int] | None, hidden_size: int | None, url: str
+) -> Index:
+    """The index of a file, or of a folder without Weir's marker, by what is in it."""
+    tensors = sorted(n for n in names if n.endswith(".safetensors"))
+    if tensors:
+        container = read_container(store, tensors[0], names[tensors[0]])
+        kind = container.metadata.get("weir")
+        if kind in ("1", "records"):
+            return read_per_request(store, names)
+        if kind == "pack":
+            _refuse_renamed(store, tensors, is_pack)
+            return read_packed(store, names)
+        if kind == "shard":
+            _refuse_renamed(store, tensors, _imported("manifest").is_shard)
+            return _read_sharded(store, names)
+        if "hidden_states" in container.tensors:
+            return read_native(store, names, layer_ids)
+        raise store.fail(tensors[0], "holds no activations that Weir knows")
+    if any(FILE.fullmatch(n.rpartition("/")[2]) for n in names):
+        return read_foreign_npz(store, names, hidden_size)
+    if is_fork(store, names):
+        return read_fork(store, names)
+    if not store.exists():
+        if not store.local:
+            with contextlib.suppress(MissingFile):
+                store.read("", 0, 1)  # says why, where `exists` takes a refused connection for an answer
+        raise MissingFile(f"{url} does not exist")
+    raise WeirError(f"{url} holds no activations that Weir knows")
+
+
+def _refuse_renamed(store: Store, files: list[str], known: Callable[[str], bool]) -> None:
+    """Files of which nothing would be read, because of their names, are an error."""
+    for name in files:
+        if not known(name):
+            raise store.fail(name, "was renamed, or is in a folder that has to be opened by itself")

@@ -1,0 +1,118 @@
+"""The safetensors container, by hand where the library has no way: writing piece by piece, and finding bytes by range.
+
+A file is 8 bytes (length of the header, little-endian), the header (JSON: name -> dtype, shape, data_offsets, and
+``__metadata__``), the data. Weir's metadata carries a CRC-32 of the header, so that a damaged one is noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import Any, NamedTuple
+
+from vllm_weir.errors import WeirError
+from vllm_weir.storage.object_store import Store
+
+SIZES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1,
+    "F8_E5M2": 1, "U16": 2, "U32": 4, "U64": 8,
+}  # fmt: skip
+CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8", "int64": "I64"}
+NAMES = {code: name for name, code in CODES.items()}
+MAX_HEADER = 100_000_000  # safetensors' own limit
+
+
+class Tensor(NamedTuple):
+    """Where a tensor lies: `start` and `end` count from the file's beginning."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class Container(NamedTuple):
+    """A parsed header."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+def build_header(
+    tensors: dict[str, tuple[str, list[int], int]], metadata: dict[str, str], room: int = 0, checked: bool = True
+) -> bytes:
+    """The file's start, for tensors in the order of their data.
+
+    Args:
+        tensors: name -> (dtype code, shape, bytes).
+        metadata: strings; ``crc`` is added if `checked`.
+        room: bytes to fill exactly (with spaces); 0 for as few as needed, a multiple of 8.
+    """
+    entries: dict[str, Any] = {}
+    offset = 0
+    for name, (dtype, shape, size) in tensors.items():
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    entries["__metadata__"] = dict(metadata)
+    if checked:
+        entries["__metadata__"]["crc"] = _crc(entries)
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    size = room or -(-(8 + len(text)) // 8) * 8
+    if 8 + len(text) > size:
+        raise WeirError(f"a header of {len(text)} bytes does not fit its {room}")
+    if len(text) > MAX_HEADER:  # nobody could read it
+        raise WeirError(f"a header of {len(text):,} bytes is too long; metadata have to be smaller", "metadata")
+    return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+
+
+def read_container(store: Store, name: str, size: int | None = None) -> Container:
+    """Parse and check a file's header; raises WeirError naming the file and what is wrong with it."""
+    size = store.size(name) if size is None else size
+    start = store.read(name, 0, 65_536 if size > 65_536 else size)
+    if len(start) < 8:
+        raise store.fail(name, f"{len(start)} bytes are too few for a safetensors file; it is truncated or foreign")
+    length = int.from_bytes(start[:8], "little")
+    if length > MAX_HEADER or 8 + length > size:
+        raise store.fail(name, f"says its header has {length} bytes; it is truncated or no safetensors file")
+    if 8 + length > len(start):
+        start += store.read(name, len(start), 8 + length)
+    try:
+        entries = json.loads(start[8 : 8 + length])
+    except (ValueError, RecursionError) as e:
+        raise store.fail(name, f"its header is no JSON: {str(e)[:80]}") from None
+    if not isinstance(entries, dict):
+        raise store.fail(name, "its header is no JSON object")
+    metadata = entries.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise store.fail(name, "its metadata are not strings")
+    own = metadata.get("weir") not in (None, "1") or "request" in metadata  # Activations.save writes no checksum
+    if (own or "crc" in metadata) and metadata.pop("crc", None) != _crc(entries):
+        raise store.fail(name, "its header is damaged: the checksum does not fit")
+    tensors = {}
+    for key, entry in entries.items():
+        if key != "__metadata__":
+            tensors[key] = _tensor(store, name, key, entry, 8 + length, size)
+    return Container(tensors, metadata)
+
+
+def _tensor(store: Store, name: str, key: str, entry: Any, base: int, size: int) -> Tensor:
+    try:
+        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        count = SIZES[dtype]
+        for n in shape:
+            if type(n) is not int or n < 0:
+                raise ValueError
+            count *= n
+        if type(start) is not int or type(end) is not int or not 0 <= start <= end or end - start != count:
+            raise ValueError
+    except (KeyError, TypeError, ValueError):
+        raise store.fail(name, f"its entry for tensor {key[:60]!r} makes no sense") from None
+    if base + end > size:
+        raise store.fail(
+            name, f"truncated: tensor {key[:60]!r} ends at byte {base + end}, the file has {size}"
+        ) from None
+    return Tensor(dtype, tuple(shape), base + start, base + end)
+
+
+def _crc(entries: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(entries, sort_keys=True).encode()):08x}"

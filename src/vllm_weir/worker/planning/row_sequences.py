@@ -1,0 +1,255 @@
+"""Strands: where the rows of a request go in host memory. Pure numpy.
+
+A strand is the sequence of one request's rows that share a set of columns; its row number `rank` is a token position,
+times one row for each column. It lives in extents of the arena, ``[capacity, columns, d_model]`` each: what a step adds
+is one piece for the device's copy engine, and any site of it a tensor that needs no copying.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_weir import messages
+from vllm_weir.errors import WeirError
+from vllm_weir.worker.planning.arena import Arena
+
+FIRST_GENERATED = 256
+"""Generated tokens that a strand's first extent has room for, if so many can come; later ones double."""
+CROWDED = 0.4
+"""Share of the arena in use from which extents are made no larger than need be."""
+EXTENT_SHARE = 8
+"""No extent is larger than this part of the arena, for rows that may never come."""
+PROMPT_SHARE = 2
+"""The same for rows of a prompt, which are sure to come: what lies in one extent is handed out without a copy."""
+
+
+@dataclass
+class Strand:
+    """One strand; its counters stand in the arrays of `Strands` at `index`."""
+
+    number: int
+    index: int
+    request_id: str
+    reply: str
+    columns: tuple[int, ...]
+    prompt_rows: int
+    most_rows: int
+    shape: tuple[int, int, int, int]
+    """Its `width`, `lead`, `directions` and `taken`, as in the arrays."""
+    extents: list[tuple[int, int, int]] = field(default_factory=list)
+    """(start in the arena, first rank, capacity); the last one is being filled."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a strand holds of a token (or of all of them) instead of rows: [columns, values] float32.
+
+    Attributes:
+        kind: ``"scores"``, ``"fold"`` or ``"packed"``; the last holds [columns, values] bytes instead.
+        values: per column.
+        rows: arena rows that it takes; bytes if packed.
+        directions: number of the directions, -1 for none; ``-2 - number`` of the codec if packed.
+        grain: bytes of an arena row if packed: then places are counted in bytes, and cells follow without gaps.
+    """
+
+    kind: str
+    values: int
+    rows: int
+    directions: int = -1
+    grain: int = 1
+
+
+class Strands:
+    """The live strands of one worker.
+
+    Attributes:
+        news: reply address -> what its reader must be told with the next step's rows.
+        patience: seconds to wait for room; None: rows that find none are dropped.
+        grant: called with the reply address, start and rows of every new piece of the arena.
+        epoch: grows whenever a method changes the arrays; see `lag_by`.
+    """
+
+    def __init__(self, arena: Arena, patience: float | None = 0.0) -> None:
+        self.arena = arena
+        self.patience = patience
+        self.live: dict[int, Strand] = {}
+        self.news: dict[str, messages.News] = {}
+        self.grant: Callable[[str, int, int], None] = lambda reply, start, rows: None
+        self.epoch = 0
+        self._lag: tuple[np.ndarray, int] | None = None
+        self._numbers = itertools.count()
+        self._free: list[int] = []
+        self._grow_arrays(64)
+
+    def _grow_arrays(self, size: int) -> None:
+        old = len(self.rank) if self.live else 0
+        for name in ("number", "rank", "limit", "origin", "width", "lead", "taken", "grain", "directions", "last"):
+            array = np.zeros(size, np.int64)
+            if old:
+                array[:old] = getattr(self, name)
+            setattr(self, name, array)
+        self._free.extend(range(size - 1, old - 1, -1))
+
+    number: np.ndarray
+    rank: np.ndarray
+    """Rank of the next row."""
+    limit: np.ndarray
+    """First rank that the last extent has no room for."""
+    origin: np.ndarray
+    """Row of the arena where rank 0 would be, going by the last extent; of a packed strand the byte."""
+    width: np.ndarray
+    """Arena rows of a rank: the number of columns, or the size of a cell; of a packed strand bytes."""
+    lead: np.ndarray
+    """Ring rows of a token that stand before those that are sent: what a cell is made from."""
+    taken: np.ndarray
+    """Ring rows of a token."""
+    grain: np.ndarray
+    """Units of `width` in an arena row: 1, or the bytes of a row for a packed strand."""
+    directions: np.ndarray
+    """Number of the directions that a cell's products are with, -1 for none; see `Cell`."""
+    last: np.ndarray
+    """Position of the latest row."""
+
+    def open(
+        self,
+        request_id: str,
+        reply: str,
+        columns: tuple[int, ...],
+        prompt_rows: int,
+        most_rows: int,
+        cell: Cell | None = None,
+    ) -> Strand:
+        """A new strand, still without room; with a `cell` it holds that instead of rows."""
+        self.catch_up()
+        if not self._free:
+            self._grow_arrays(2 * len(self.rank))
+        index = self._free.pop()
+        if cell is None:
+            shape = (len(columns), 0, -1, len(columns))
+        else:
+            taken = len(columns) + (0 if cell.kind == "packed" else cell.rows)
+            shape = (cell.rows, len(columns), cell.directions, taken)
+        strand = Strand(next(self._numbers), index, request_id, reply, columns, prompt_rows, most_rows, shape)
+        self.live[index] = strand
+        self.number[index] = strand.number
+        self.rank[index] = self.limit[index] = self.origin[index] = 0
+        self.width[index], self.lead[index], self.directions[index], self.taken[index] = shape
+        self.grain[index] = cell.grain if cell else 1
+        self.last[index] = -1
+        self.news_for(reply).opened.append(
+            messages.Opened(
+                strand.number,
+                request_id,
+                list(columns),
+                *((cell.kind, cell.values, cell.rows) if cell else ()),
+            )
+        )
+        return strand
+
+    def close(self, strand: Strand) -> None:
+        """No more rows will come."""
+        self.catch_up()
+        self._retire(strand)
+        self.news_for(strand.reply).closed.append(strand.number)
+        del self.live[strand.index]
+        self._free.append(strand.index)
+
+    def place(self, strand: Strand, rows: int) -> list[tuple[int, int, int]]:
+        """Room for the next `rows` ranks: (first rank, its arena row (byte if packed), count) per extent.
+
+        Fewer ranks than asked for are placed if there is no room for the rest and rows may be dropped.
+
+        Raises:
+            WeirError: if there is no room and rows may not be dropped.
+        """
+        self.catch_up()
+        placed = []
+        i = strand.index
+        while rows:
+            if self.rank[i] == self.limit[i] and not self._extend(strand, rows):
+                if self.patience is None:
+                    break
+                raise WeirError(
+                    "the host buffer is full and nothing in it was freed in time; drop results that are no longer "
+                    "needed, or raise the setting host_bytes",
+                    "capture",
+                )
+            count = int(min(rows, self.limit[i] - self.rank[i]))
+            rank = int(self.rank[i])
+            placed.append((rank, int(self.origin[i]) + rank * int(self.width[i]), count))
+            self.rank[i] += count
+            rows -= count
+        return placed
+
+    def retire_all(self) -> None:
+        """Close every extent, so that readers can take their rows out; strands go on in new ones."""
+        self.catch_up()
+        for strand in self.live.values():
+            self._retire(strand)
+
+    def lag_by(self, x: np.ndarray, rows: int) -> None:
+        """The strands `x` (by index) have so many rows more than `rank` and `last` say, until `catch_up`.
+
+        So a step that repeats the last one touches no array; whoever reads these two must catch up first.
+        """
+        self._lag = (x, rows)
+
+    def catch_up(self) -> None:
+        """Make `rank` and `last` say what is so."""
+        self.epoch += 1
+        if self._lag is not None:
+            x, rows = self._lag
+            self._lag = None
+            self.rank[x] += rows
+            self.last[x] += rows
+
+    def take_news(self) -> dict[str, messages.News]:
+        """What readers must be told; it is told once."""
+        news, self.news = self.news, {}
+        return news
+
+    def _extend(self, strand: Strand, rows: int) -> bool:
+        i, width, share = strand.index, int(self.width[strand.index]), EXTENT_SHARE
+        rank = int(self.rank[i])
+        if rank < strand.prompt_rows:
+            generous = strand.prompt_rows - rank + min(FIRST_GENERATED, strand.most_rows - strand.prompt_rows)
+            share = PROMPT_SHARE
+        else:
+            generous = min(max(FIRST_GENERATED, rank), strand.most_rows - rank)
+        if self.arena.pressure > CROWDED:
+            generous = max(rows, 16)
+        grain = int(self.grain[i])
+        most = max(1, self.arena.capacity * grain // (share * width))
+        size = min(most, max(rows, generous))
+        least = min(size, rows, 16)
+        while (start := self.arena.allocate(-(-size * width // grain))) is None and size > least:
+            size = max(least, size // 2)
+        if start is None and self.patience:
+            start = self.arena.allocate(-(-size * width // grain), self.patience)
+        if start is None:
+            return False
+        self.grant(strand.reply, start, -(-size * width // grain))
+        self._retire(strand)
+        strand.extents.append((start, rank, size))
+        self.limit[i], self.origin[i] = rank + size, start * grain - rank * width
+        self.news_for(strand.reply).placed.append(messages.Placed(strand.number, rank, size, start))
+        return True
+
+    def _retire(self, strand: Strand) -> None:
+        if strand.extents:
+            rank, news = int(self.rank[strand.index]), self.news_for(strand.reply)
+            for start, first, _ in strand.extents:
+                news.retired.append(messages.Retired(strand.number, first, rank - first, start))
+            strand.extents.clear()
+            self.limit[strand.index] = rank
+
+    def news_for(self, reply: str) -> messages.News:
+        """What this reader will be told."""
+        news = self.news.get(reply)
+        if news is None:
+            news = self.news[reply] = messages.News()
+        return news

@@ -1,0 +1,110 @@
+"""The outlet: rows on their way from the ring to their places in the host buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from vllm_weir.worker.planning.step_plan import StepPlan
+from vllm_weir.worker.transfer.cuda_memcpy import copy_pieces, copy_runs
+from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
+from vllm_weir.worker.transfer.postprocess import Packet
+from vllm_weir.worker.transfer.ring import Ring
+
+Treat = Callable[[], list[Packet]]
+
+
+def at_once() -> None:
+    """What to call for rows that are there already."""
+
+
+class CpuOutlet:
+    """Copies at once."""
+
+    def __init__(self, ring: Ring, host: HostBuffer) -> None:
+        self._bytes = host.bytes.numpy()
+        self._rows = self._bytes.reshape(host.rows, host.row_bytes)
+        self._ring = ring.buffer.view(torch.uint8).numpy()
+
+    def ship(self, plan: StepPlan, start: int, quick: Treat, treat: Treat) -> Callable[[], None]:
+        """Move what the step has written from ring row `start` on; returns what to call to wait for its arrival.
+
+        `quick` and `treat` are called first, where what they do comes after the rows were written; what they return is
+        moved too. `quick` takes microseconds on the device, `treat` whatever it takes.
+        """
+        for packet in (*quick(), *treat()):
+            records = packet.records.view(-1).numpy()
+            for source, target, size in packet.pieces.tolist():
+                self._bytes[target : target + size] = records[source : source + size]
+        for slot, row, rows in plan.segments.tolist():
+            self._rows[row : row + rows] = self._ring[start + slot : start + slot + rows]
+        return at_once
+
+
+class CudaOutlet:
+    """Copies on a side stream; the main stream does not wait.
+
+    What is quick is done on the main stream: beside the model's kernels it has cost a step several times what it needs
+    by itself (docs/bench.md).
+    """
+
+    def __init__(self, ring: Ring, host: HostBuffer) -> None:
+        self._ring, self._host = ring, host
+        self.stream = torch.cuda.Stream(ring.buffer.device)
+        self._row_bytes = host.row_bytes
+        self._source, self._target = ring.buffer.data_ptr(), host.bytes.data_ptr()
+
+    def ship(self, plan: StepPlan, start: int, quick: Treat, treat: Treat) -> Callable[[], None]:
+        """As `CpuOutlet.ship`."""
+        written, copied = torch.cuda.Event(), torch.cuda.Event()
+        packed = quick() if plan.treated else ()
+        written.record()
+        self.stream.wait_event(written)
+        for packet in packed:
+            packet.records.record_stream(self.stream)
+            self.send_packet(packet)
+        if plan.treated:
+            with torch.cuda.stream(self.stream):
+                # Records are allocated for this stream: their memory is not reused before they have been copied.
+                for packet in treat():
+                    self.send_packet(packet)
+        self.send(plan.segments + (start, 0, 0))  # noqa: RUF005 - an array, not a tuple
+        copied.record(self.stream)
+        self._ring.leaves(start, plan.rows, copied)
+        return copied.synchronize
+
+    def send(self, segments: np.ndarray) -> None:
+        """Copy pieces, int64 [m, 3] of ring row, arena row, rows."""
+        if not len(segments):
+            return
+        parts = self._host.split(segments)
+        size = self._row_bytes
+        copy_pieces(
+            self._target + parts[:, 1] * size,
+            self._source + parts[:, 0] * size,
+            parts[:, 2] * size,
+            self.stream.cuda_stream,
+        )
+
+    def send_packet(self, packet: Packet) -> None:
+        """Copy compressed records."""
+        parts = self._host.split_bytes(packet.pieces)
+        source = packet.records.data_ptr()
+        copy_pieces(self._target + parts[:, 1], source + parts[:, 0], parts[:, 2], self.stream.cuda_stream)
+
+    def send_runs(self, start: int, stride: int, runs: np.ndarray) -> None:
+        """Copy runs, int64 [m, 5] of lane, arena row, arena rows from one lane to the next, lanes, rows of each; lane 0
+        starts at ring row `start`, and each is `stride` rows."""
+        lanes, firsts, places, steps, counts, widths = self._host.split_runs(runs).T
+        size = self._row_bytes
+        copy_runs(
+            self._target + places * size,
+            steps * size,
+            self._source + (start + lanes * stride + firsts) * size,
+            stride * size,
+            widths * size,
+            counts,
+            self.stream.cuda_stream,
+        )
