@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 import vllm_weir as weir
 from tests.support.engines import DEFAULTS, EAGER, close_all, get_llm
 from tests.support.markdown import ROOT, Block, blocks, commands, pages, split_environment
-from tests.unit.test_admin_routes import gguf
+from tests.unit.server.routes.test_admin import gguf
 from vllm_weir.cli.main import app
 from vllm_weir.extraction.engine import VllmEngine
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 import vllm_weir as weir
 from tests.engine.common import asking, desk, directory, oracle, prompts, reached, sampling, scheduler, verify
 from tests.support.engines import get_llm
-from tests.unit.wishes import any_extra_args, sensible_captures
+from tests.unit.request_strategies import any_extra_args, sensible_captures
 
 pytestmark = pytest.mark.engine
 FUZZ = settings(

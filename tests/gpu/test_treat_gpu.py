@@ -80,7 +80,7 @@ def test_products_with_directions(directory, oracle, how):
 @pytest.mark.parametrize("width", [192, 2880, 4096])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_reduction_has_the_cpu_s_bits_however_the_prompt_was_cut(dtype, width):
-    from tests.unit.test_folds import Worker, content
+    from tests.unit.worker.tap.test_reductions import Worker, content
     from vllm_weir.worker.tap.triton_kernel import launch
 
     asked = {"a": ("mean", "prompt", 700), "b": ("max", "1:300:3", 300), "c": ("mean", [0, 3, 130, -1], 200)}

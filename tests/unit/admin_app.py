@@ -13,8 +13,8 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
-from tests.unit.desks import desk_of
-from tests.unit.wishes import served
+from tests.unit.frontends import desk_of
+from tests.unit.request_strategies import served
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineFacts
 from vllm_weir.schema.hooks import Site

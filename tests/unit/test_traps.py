@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import vllm_weir as weir
-from tests.unit.desks import desk_of
-from tests.unit.post import Post
-from tests.unit.test_delivery import LAYERS, Request
-from tests.unit.test_planner import COLUMNS, planner_of, spec_of, step
-from tests.unit.test_steer_lowering import REPLY, Bench, D
-from tests.unit.test_tap import live, no_programs
-from tests.unit.wishes import served
+from tests.unit.delivery_harness import Post
+from tests.unit.frontend.receive.test_delivery import LAYERS, Request
+from tests.unit.frontends import desk_of
+from tests.unit.request_strategies import served
+from tests.unit.schema.test_lowering import REPLY, Bench, D
+from tests.unit.worker.planning.test_planner import COLUMNS, planner_of, spec_of, step
+from tests.unit.worker.tap.test_op import live, no_programs
 from vllm_weir import Site, WeirError, codec
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineFacts

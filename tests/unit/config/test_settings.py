@@ -1,0 +1,153 @@
+"""Engine settings, the step budget and the wire forms."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.request_strategies import sensible_captures
+from vllm_weir import Capture, WeirError
+from vllm_weir.config.env import disabled
+from vllm_weir.config.settings import Settings
+from vllm_weir.core.step_budget import StepBudget, hit_limit
+from vllm_weir.schema.request import RequestSpec
+from vllm_weir.schema.selectors import STAGES
+
+
+def load(own=None, **environ):
+    return Settings.load({} if own is None else {"weir": own}, environ)
+
+
+def test_defaults_and_precedence():
+    assert load() == Settings()
+    assert load({"layers": [2, 0]}, WEIR_LAYERS="1", WEIR_TIMEOUT="9") == Settings(layers=[0, 2], timeout=9)
+    assert load(WEIR_HOOKS="resid_pre, post_block", WEIR_LAYERS="3,1").hooks == ("resid_pre", "resid_post")
+    assert load(WEIR_LAYERS="all").layers == "all"
+    assert Settings.load(None, {}) == Settings.load({"other": 1}, {}) == Settings()
+    assert load({"hooks": "post_block"}).hooks == ("resid_post",)
+
+
+def test_an_unknown_setting_is_told_what_there_is():
+    with pytest.raises(WeirError, match=r"settings.hook: unknown setting; did you mean 'hooks'\?"):
+        load({"hook": ["resid_post"]})
+
+
+@pytest.mark.parametrize(
+    ("own", "environ", "field"),
+    [
+        ({"hooks": ["nonsense"]}, {}, "settings.hooks"),
+        ({"hooks": []}, {}, "settings.hooks"),
+        ({"hooks": [3]}, {}, "settings.hooks"),
+        ({"hooks": 3}, {}, "settings.hooks"),
+        ({"layers": [-1]}, {}, "settings.layers"),
+        ({"layers": "some"}, {}, "settings.layers"),
+        ({"layers": []}, {}, "settings.layers"),
+        ({}, {"WEIR_LAYERS": ""}, "WEIR_LAYERS"),
+        ({"layers": 1.5}, {}, "settings.layers"),
+        ({"buffer_bytes": 10}, {}, "settings.buffer_bytes"),
+        ({"buffer_bytes": "much"}, {}, "settings.buffer_bytes"),
+        ({"buffer_bytes": True}, {}, "settings.buffer_bytes"),
+        ({"max_programs": True}, {}, "settings.max_programs"),
+        ({"timeout": True}, {}, "settings.timeout"),
+        ({"layers": True}, {}, "settings.layers"),
+        ({"overflow": "grow"}, {}, "settings.overflow"),
+        ({"host_bytes": -1}, {}, "settings.host_bytes"),
+        ({"timeout": float("nan")}, {}, "settings.timeout"),
+        ({"timeout": 0}, {}, "settings.timeout"),
+        ({"timeout": float("inf")}, {}, "settings.timeout"),
+        ({"refused": "yes"}, {}, "settings.refused"),
+        ({"describe": "x"}, {}, "settings.describe"),
+        (None, {"WEIR_DESCRIBE": "{"}, "WEIR_DESCRIBE"),
+        ({"hoooks": ["resid_post"]}, {}, "settings.hoooks"),
+        ([], {}, "additional_config.weir"),
+        ("hooks", {}, "additional_config.weir"),
+        (None, {"WEIR_LAYERS": "1,x"}, "WEIR_LAYERS"),
+        (None, {"WEIR_HOOKS": "nonsense"}, "settings.hooks"),
+        (None, {"WEIR_BUFFER_BYTES": "-1"}, "settings.buffer_bytes"),
+    ],
+)
+def test_bad_settings_name_the_field(own, environ, field):
+    with pytest.raises(WeirError) as e:
+        Settings.load({} if own is None else {"weir": own}, environ)
+    assert e.value.field == field or e.value.field.startswith(field + ".")
+    assert "Value error" not in str(e.value)  # pydantic's words around an error of ours
+
+
+def test_what_changes_the_graph_changes_its_identity():
+    same = [load(), load({"layers": "all"}), load({"buffer_bytes": 1 << 20, "timeout": 3})]
+    assert len({s.graph_identity() for s in same}) == 1
+    assert load({"layers": [1, 0]}).graph_identity() == load({"layers": [0, 1, 1]}).graph_identity()
+    # Which models are tapped at all is part of the graph, and the environment is not in vLLM's own key.
+    others = [{"layers": [0]}, {"layers": [0, 1]}, {"hooks": ["resid_pre"]}, {"hooks": ["resid_pre", "resid_post"]}]
+    others.append({"describe": {"stack": "model.layers"}})
+    identities = {load(o).graph_identity() for o in others} | {load().graph_identity()}
+    assert len(identities) == len(others) + 1
+    both = [load({"hooks": h}).graph_identity() for h in (["resid_pre", "resid_post"], ["resid_post", "resid_pre"])]
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize(("text", "off"), [("", 0), ("0", 0), ("false", 0), ("No", 0), ("1", 1), ("true", 1), ("x", 1)])
+def test_the_off_switch(text, off):
+    assert disabled({"WEIR_DISABLE": text}) == bool(off) and not disabled({})
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    ring=st.integers(1, 500),
+    host=st.integers(1, 500),
+    above=st.one_of(st.none(), st.integers(0, 100)),
+    widths=st.dictionaries(st.text(max_size=3), st.integers(1, 30), max_size=6),
+    tall=st.integers(1, STAGES),
+    gone=st.sets(st.text(max_size=3)),
+    limit=st.integers(1, 300),
+)
+def test_step_budget(ring, host, above, widths, tall, gone, limit):
+    budget = StepBudget(ring, host, above)
+    assert budget.tokens({}, limit) == limit
+    for name, width in widths.items():
+        budget.join(name, {"width": width, "tall": tall})
+    live = dict.fromkeys(set(widths) - gone)
+    tokens = budget.tokens(live, limit)
+    assert 1 <= tokens <= limit
+    widest = max((widths[r] for r in live), default=0)
+    if min(ring, host) >= widest > 0:
+        assert tokens * widest <= host
+        fits = tokens * widest <= ring
+        streams = above is not None and above * widest <= ring and tokens * min(tall, widest) <= ring
+        assert fits or (streams and tokens > above)
+        more = (tokens + 1) * widest
+        assert tokens == limit or more > host or (more > ring and not streams) or tokens * widest > ring - widest
+    assert budget.tokens({}, limit) == limit, "a finished request still counts"
+
+
+def test_a_large_step_is_bounded_by_the_rows_of_one_tap():
+    """All blocks of Llama-3.1-8B under the defaults on an H100: steps have the size that vLLM gives them."""
+    budget = StepBudget(32_768, 524_288, 512)
+    budget.join("r", {"width": 32, "tall": 1})
+    assert budget.tokens({"r": None}, 16_384) == 16_384
+    budget.join("both hooks, before and after", {"width": 96, "tall": 3})
+    assert budget.tokens({"r": None, "both hooks, before and after": None}, 16_384) == 32_768 // 96
+
+
+def test_hit_limit():
+    assert hit_limit(None) is None and hit_limit({}) is None
+    assert hit_limit({"first": 0}) == 0 and hit_limit({"first": None}) is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(captures=sensible_captures(9), before=st.booleans(), dtype=st.sampled_from([None, "float16", "float32"]))
+def test_wire_round_trip(captures, before, dtype):
+    spec = RequestSpec(tuple(Capture(h, layers, p, before, dtype) for h, layers, p in captures))
+    wire = spec.to_json()
+    text = json.dumps(wire)
+    assert RequestSpec.parse(wire) == RequestSpec.parse(text) == RequestSpec.parse(text.encode()) == spec
+    assert json.loads(text) == wire and RequestSpec.parse(spec) is spec and bool(spec)
+
+
+def test_errors_survive_pickling_between_processes():
+    again = pickle.loads(pickle.dumps(WeirError("why", "where")))  # noqa: S301
+    assert (again.field, again.message, str(again)) == ("where", "why", "where: why")

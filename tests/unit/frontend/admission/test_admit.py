@@ -1,0 +1,319 @@
+"""Admission: whatever comes is refused with the name of the field, or resolved exactly as asked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.request_strategies import any_extra_args, sensible_captures, served
+from vllm_weir import Add, Capture, Clamp, LowRank, Replace, Site, WeirError
+from vllm_weir.frontend.admission.admit import admit, engine_form
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.engine_frontend import _check_rows
+from vllm_weir.schema.engine_spec import EngineSpec
+from vllm_weir.schema.hooks import HOOKS, place_of
+from vllm_weir.schema.keys import carries_keys
+from vllm_weir.schema.request import RequestSpec, selected
+from vllm_weir.schema.table_sizes import Sizes
+
+LAYERS = 4
+FACTS = EngineFacts(served(LAYERS), LAYERS, 128, "float32", 1024)
+SIZES = Sizes(64, 64, 1024)
+FUZZ = settings(max_examples=800, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+def attempt(extra_args, facts=FACTS):
+    """What the engine would receive, or the refusal."""
+    try:
+        admitted = admit(extra_args, facts)
+        return admitted, engine_form(admitted, "reply", [1, 2, 3, 4, 5, 6], 6, 8, facts, True, SIZES)
+    except WeirError as e:
+        assert e.field, e
+        assert e.message
+        return None, e
+
+
+@FUZZ
+@given(extra_args=any_extra_args(LAYERS))
+def test_fuzzed_wishes_are_refused_by_field_or_resolved(extra_args):
+    admitted, wire = attempt(extra_args)
+    if admitted is None:
+        return
+    for wish in admitted.spec.wishes:
+        assert wish.site.hook in HOOKS and 0 <= wish.site.layer < LAYERS
+        given = [part.dtypes[wish.site] for part in admitted.parts if wish.site in part.dtypes]
+        assert given and set(given) <= {"float32", "float16", "bfloat16"}
+    if wire is None:
+        assert not admitted.spec.wishes and not admitted.effective
+        return
+    again = EngineSpec.from_wire(wire["spec"])
+    assert set(again.captures.wishes) == set(admitted.spec.wishes) and list(again.moves) == admitted.effective
+    assert again.captures.treatment == admitted.spec.treatment and EngineSpec.from_wire(wire["spec"]) is again
+    assert wire["first"] is None or wire["first"] >= 0
+    assert wire["width"] == len({(w.site, w.before) for w in admitted.spec.wishes})
+
+
+@settings(max_examples=300, deadline=None)
+@given(captures=sensible_captures(LAYERS), P=st.integers(1, 30), G=st.integers(1, 30), short=st.integers(-1, 3))
+def test_a_server_returns_no_more_rows_than_it_is_to(captures, P, G, short):
+    """At most as many as there are may come back; where tokens choose, as many as there could be."""
+    spec = RequestSpec(tuple(Capture(h, layers, p) for h, layers, p in captures))
+    admitted = admit({"weir": spec.to_json()}, FACTS)
+    rows = 0
+    for sites, selectors in admitted.parts[0].spec.by_positions:
+        if any(s.needs_token_ids for s in selectors):
+            rows += len(sites) * (P + G - 1)
+        else:
+            rows += len(sites) * len(selected(selectors, P, np.full(P + G - 1, -1)))
+    if 0 <= rows - short < rows:
+        with pytest.raises(WeirError, match=f"up to {rows} rows would come back"):
+            _check_rows(admitted, P, G, rows - short)
+    else:
+        _check_rows(admitted, P, G, max(rows - short, rows))
+
+
+@settings(max_examples=300, deadline=None)
+@given(captures=sensible_captures(LAYERS))
+def test_sensible_wishes_are_never_refused(captures):
+    spec = RequestSpec(tuple(Capture(h, layers, p) for h, layers, p in captures))
+    admitted, _ = attempt({"weir": spec.to_json()})
+    assert admitted is not None
+    wanted = {Site(h, i) for h, layers, _ in captures for i in (range(LAYERS) if layers == "all" else layers)}
+    assert set(admitted.spec.sites) == wanted
+    assert list(admitted.spec.sites) == sorted(wanted, key=place_of)
+
+
+def weir(**capture):
+    return {"weir": {"v": 1, "capture": [capture]}}
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "field"),
+    [
+        ({"weir": "{"}, "weir"),
+        ({"weir": "[" * 100_000}, "weir"),
+        ({"weir": []}, "weir"),
+        ({"weir": False}, "weir"),
+        ({"weir": {"capture": []}}, "weir.v"),
+        ({"weir": {"v": 2}}, "weir.v"),
+        ({"weir": {"v": True}}, "weir.v"),
+        ({"weir": {"v": 10**5000}}, "weir.v"),
+        ({"weir": {"v": 1, "captures": []}}, "weir.captures"),
+        ({"weir": {"v": 1, "capture": "all"}}, "capture"),
+        ({"weir": {"v": 1, "capture": [{}] * 63}}, "capture"),
+        ({"weir": {"v": 1, "interventions": [{"op": "add"}]}}, "interventions[0].vector"),
+        ({"weir": {"v": 1, "interventions": [{"b64": "%%", "dtype": "float32", "shape": [2]}]}}, "interventions[0].op"),
+        ({"weir": {"v": 1, "capture": [{}, 7]}}, "capture[1]"),
+        (weir(hook="nonsense"), "capture[0].hook"),
+        (weir(hook="embed", layers=1), "capture[0].layers"),
+        (weir(hook="final_norm", layers=[0, 2]), "capture[0].layers"),
+        (weir(hook=7), "capture[0].hook"),
+        (weir(hook="blocks." + "9" * 5000 + ".hook_resid_post"), "capture[0].hook"),
+        (weir(hook="blocks.9.hook_resid_post"), "capture[0].layers"),
+        (weir(hook="blocks.1.hook_resid_post", layers=[2]), "capture[0].layers"),
+        (weir(layers=[0, 4]), "capture[0].layers"),
+        (weir(layers=-1), "capture[0].layers"),
+        (weir(layers=1.0), "capture[0].layers[0]"),
+        (weir(layers=float("nan")), "capture[0].layers[0]"),
+        (weir(layers=[float("inf")]), "capture[0].layers[0]"),
+        (weir(layers=[True]), "capture[0].layers[0]"),
+        (weir(layers=[10**30]), "capture[0].layers[0]"),
+        (weir(layers=[10**5000]), "capture[0].layers[0]"),
+        (weir(layers=list(range(70_000))), "capture[0].layers"),
+        (weir(layers={"token_ids": [1]}), "capture[0].layers"),
+        (weir(positions="1:2:0"), "capture[0].positions"),
+        (weir(positions="everything"), "capture[0].positions"),
+        (weir(positions=[0] * 70_000), "capture[0].positions"),
+        (weir(positions=[[0]]), "capture[0].positions[0]"),
+        (weir(positions=True), "capture[0].positions"),
+        (weir(positions={"token_ids": [-1]}), "capture[0].positions.token_ids"),
+        (weir(positions={"token_ids": "7"}), "capture[0].positions.token_ids"),
+        (weir(positions={"tokens": [1]}), "capture[0].positions"),
+        (weir(before=1), "capture[0].before"),
+        (weir(dtype="int8"), "capture[0].dtype"),
+        (weir(compress="zstd"), "capture[0].compress.method"),
+        (weir(sink="/etc/passwd"), "capture[0].sink"),
+        (weir(layer=1), "capture[0].layer"),
+        ({"weir": {"v": 1, "capture": [{"compress": "rp8"}, {"layers": 1}]}}, "capture[1].compress"),
+        ({"apply_hooks": ["code"]}, "apply_hooks"),
+        ({"weir": {"v": 1}, "output_qk": True}, "output_qk"),
+        ({"weir": {"v": 1, "capture": [{"dtype": "float16"}, {"layers": 1}]}}, "capture[1].dtype"),
+        ({"weir": {"v": 1, "capture": [{"before": True}, {"layers": 1}]}}, "capture[1].before"),
+        ({"output_residual_stream": [4]}, "output_residual_stream.layers"),
+        ({"output_residual_stream": "["}, "output_residual_stream"),
+        ({"output_residual_stream": "[" * 100_000}, "output_residual_stream"),
+        ({"apply_steering_vectors": [{"activations": [float("nan")]}]}, "apply_steering_vectors[0].layer_indices"),
+    ],
+)
+def test_refusals_name_the_field(extra_args, field):
+    assert carries_keys(extra_args)
+    admitted, refusal = attempt(extra_args)
+    assert admitted is None
+    assert refusal.field == field
+    assert str(refusal).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    "text", ['{"v": 1, "capture": [{}], "capture": []}', '{"v": 1, "capture": [{"layers": [0], "layers": [1]}]}']
+)
+def test_a_key_that_comes_twice_in_text_is_refused(text):
+    with pytest.raises(WeirError, match="comes twice"):
+        admit({"weir": text}, FACTS)
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        ({"activations": [[1.0] * 128], "layer_indices": [9]}, "layer_indices"),
+        ({"activations": [[1.0] * 128], "layer_indices": [-1]}, "layer_indices"),
+        ({"activations": [[1.0]], "layer_indices": [1]}, "activations"),
+    ],
+)
+def test_vllm_lens_s_fields_are_named_as_they_were_written(value, field):
+    with pytest.raises(WeirError) as e:
+        admit({"apply_steering_vectors": value}, FACTS)
+    assert e.value.field == f"apply_steering_vectors[0].{field}"
+
+
+def test_an_untapped_site_is_refused():
+    gone = {Site("resid_post", 1), *(Site("attn_out", layer) for layer in range(LAYERS))}
+    facts = EngineFacts(served(LAYERS, gone), LAYERS, 128, "float32", 1024)
+    for hook, layer in (("resid_post", 0), ("resid_pre", 1), ("mlp_out", 1), ("embed", "all"), ("final_norm", 0)):
+        assert attempt(weir(hook=hook, layers=layer), facts)[0] is not None
+    for hook, layers, field in (("resid_post", [0, 1], "layers"), ("attn_out", 0, "hook"), ("embed", 1, "layers")):
+        admitted, refusal = attempt(weir(hook=hook, layers=layers), facts)
+        assert admitted is None and refusal.field == f"capture[0].{field}"
+        assert "it is not there" in refusal.message or "has one embed" in refusal.message
+
+
+ROW = np.linspace(-1, 1, 128, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("intervention", "field"),
+    [
+        (Add(ROW, 1, scale=7e4), "scale"),
+        (Add(np.stack([ROW, 1e5 * ROW]), 1, positions=[0, 1]), "scale"),
+        (Clamp(ROW, 1, value=9e5), "value"),
+        (Clamp(ROW, 1, max=1.0, strength=3e38), "value"),
+        (Replace(1e5 * ROW, 1), "values"),
+        (LowRank(ROW[None], 0 * ROW[None], [1e5], 1), "b"),
+    ],
+)
+def test_what_no_row_can_hold_is_refused(intervention, field):
+    def asked(dtype):
+        given = {"weir": {"v": 1, "interventions": [intervention.to_json()]}}
+        return attempt(given, EngineFacts(served(LAYERS), LAYERS, 128, dtype, 1024))
+
+    admitted, refusal = asked("float16")
+    assert (
+        admitted is None
+        and refusal.field == f"interventions[0].{field}"
+        and "float16 holds 6.55e+04" in refusal.message
+    )
+    assert asked("bfloat16")[0] is not None
+
+
+def test_what_is_made_of_rows_may_differ_by_where_they_go():
+    plain, packed = {"layers": [1]}, {"layers": [1, 2], "compress": "rp8", "sink": "kept"}
+    mean = Capture(layers=2, positions="prompt", reduce="mean", sink="norms")
+    for own, everyone, device, late in (
+        ([packed], (), True, [False, False]),
+        ([plain, packed], (), False, [False, True]),
+        ([packed], (mean,), False, [False, True, True]),
+        ([plain | {"reduce": "mean"}], (mean,), False, [True, True]),  # over other positions
+        ([plain | {"reduce": "mean", "positions": "prompt"}], (mean,), True, [False, False]),
+        ([plain], (Capture(layers=2, sink="kept"),), False, [False, False]),
+    ):
+        admitted = admit({"weir": {"v": 1, "capture": own}}, FACTS, everyone=everyone, sinks=("kept", "norms"))
+        assert (admitted.spec.treatment is not None) == device
+        assert [part.late for part in admitted.parts] == late
+        assert all(part.spec.treatment == admitted.spec.treatment for part in admitted.parts if device and part.dtypes)
+
+
+def test_token_ids_need_tokens():
+    with pytest.raises(WeirError) as e:
+        admit(weir(positions={"token_ids": [1]}), FACTS, has_token_ids=False)
+    assert e.value.field == "capture[0].positions"
+
+
+@pytest.mark.parametrize(("chunked", "length", "fits"), [(True, 10_000, True), (False, 128, True), (False, 129, False)])
+def test_a_step_must_fit_the_ring(chunked, length, fits):
+    admitted = admit({"weir": {"v": 1, "capture": [{}, {"hook": "resid_pre"}]}}, FACTS)
+    if fits:
+        assert engine_form(admitted, "", None, length, 8, FACTS, chunked, SIZES)["width"] == 8
+    else:
+        with pytest.raises(WeirError, match="buffer_bytes"):
+            engine_form(admitted, "", None, length, 8, FACTS, chunked, SIZES)
+
+
+def test_facts_from_reports():
+    good = {
+        "ok": True,
+        "sites": [("resid_pre", 0, ""), ("resid_post", 0, "")],
+        "num_layers": 2,
+        "d_model": 8,
+        "dtype": "float32",
+        "ring_rows": 10,
+    }
+    later = [("resid_post", 1, ""), ("resid_post", 0, "not on this rank")]
+    merged = EngineFacts.merge([good, good | {"sites": later, "ring_rows": 0}, good | {"ring_rows": 7}])
+    verdicts = {Site("resid_pre", 0): "", Site("resid_post", 0): "not on this rank", Site("resid_post", 1): ""}
+    assert merged == EngineFacts(verdicts, 2, 8, "float32", 7)
+    with pytest.raises(WeirError, match="because"):
+        EngineFacts.merge([good, {"ok": False, "reason": "because"}])
+    with pytest.raises(WeirError):
+        EngineFacts.merge([])
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(st.text(max_size=8).filter(lambda k: k != "weir"), st.integers(), max_size=3))
+def test_other_keys_are_not_ours(extra_args):
+    assert not carries_keys(extra_args)
+    assert not carries_keys(None) and not carries_keys({"weir": None})
+
+
+def wish(**more):
+    return {"weir": {"v": 1, "capture": [{"hook": "resid_post", "layers": [1], **more}]}}
+
+
+def test_what_is_remembered_of_an_admission():
+    """Equal wishes share it; what JSON tells apart, and what Python would take for equal, does not."""
+    from vllm_weir.frontend.engine_frontend import LONGEST_KNOWN, _same_wish
+
+    def key(extra, ids=True, names=0):
+        found = _same_wish(extra, ids, names)
+        return found and found.key
+
+    assert key(wish()) == key(wish()) is not None
+    apart = [wish(), wish(before=True), wish(before=1), wish(before=1.0), wish(before="1"), wish(before=None)]
+    apart += [wish(before=[]), wish(before={}), wish(before=["a", "b"]), wish(before={"a": "b"}), wish(layers="all")]
+    keys = [key(w) for w in apart] + [key(wish(), False)]
+    assert len(set(keys)) == len(keys) and None not in keys
+    for named in (wish(project={"ref": "name"}), wish(project="name")):  # what a name means can change
+        assert key(named) == key(named) != key(named, names=1)
+    assert key(wish(before=object())) is None
+    assert key(wish() | {"apply_steering_vectors": []}) is None and key({"weir": "x"}) is None
+    assert key(wish(before="x" * LONGEST_KNOWN)) is None
+    endless = []
+    endless.append(endless)
+    assert key(wish(before=endless)) is None
+
+
+def test_refusals_say_what_to_write():
+    for extra_args, words in (
+        ({"weir": {"capture": [{}]}}, 'missing; this Weir speaks version 1: "v": 1'),
+        (weir(sink="nowhere"), "offline {consumer: options} makes one"),
+    ):
+        assert words in attempt(extra_args)[1].message
+
+
+def test_directions_of_captures_take_no_room_among_steering_vectors():
+    directions = [[float(k == i) for i in range(128)] for k in range(9)]
+    spec = RequestSpec((Capture("resid_post", 1, project=directions),), (Add(directions[0], 1), Add([2.0] * 128, 2)))
+    admitted = admit({"weir": spec.to_json()}, FACTS)
+    wire = engine_form(admitted, "reply", [1, 2, 3], 3, 8, FACTS, True, Sizes(2, 64, 1024))
+    assert wire["needs"][0] == sorted({d for move in admitted.effective for d in move.vectors})
+    assert len(wire["needs"][0]) == 2 and len(admitted.rows) == 10

@@ -1,0 +1,252 @@
+"""Selectors that select nothing in a request are refused when it is admitted, and special tokens are named then."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.check import expected_positions
+from tests.unit.request_strategies import selectors, served
+from vllm_weir import Ablate, Add, Capture, SteeringVector, WeirError
+from vllm_weir.config.settings import Settings
+from vllm_weir.frontend.admission.admit import MAX_TOKEN_SELECTORS, admit
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.reach import Vocabulary, tokens_of
+from vllm_weir.frontend.admission.vector_registry import Contents
+from vllm_weir.frontend.engine_frontend import Desk
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.request import RequestSpec
+
+FACTS = EngineFacts(served(4), 4, 8, "float32", 1024)
+ROW = np.arange(1.0, 9.0)
+TOKENIZER = SimpleNamespace(all_special_ids=[2, 0, None, 1], max_token_id=98)
+WORDS = Vocabulary(100, TOKENIZER)
+
+
+@pytest.fixture
+def desk():
+    made = Desk(Settings(), chunked=True, vocabulary=WORDS, max_model_len=64)
+    made.facts = FACTS
+    yield made
+    made.close()
+
+
+def ask(desk: Desk, *items: Any, P: int = 6, max_tokens: int = 4, **more: Any) -> Any:
+    """Admit a request with these captures and interventions."""
+    captures = tuple(item for item in items if isinstance(item, Capture))
+    spec = RequestSpec(captures, tuple(item for item in items if not isinstance(item, Capture)))
+    extra = {"weir": spec.to_json()} if items else {}
+    return desk.admit(f"r{next(_numbers)}", extra | more, [5] * P, P, max_tokens)
+
+
+_numbers = iter(range(10**9))
+
+
+@settings(max_examples=300, deadline=None)
+@given(selector=selectors(), P=st.integers(1, 40), max_tokens=st.integers(1, 40))
+def test_refused_just_where_no_row_is_selected(selector, P, max_tokens):
+    """Tokens may be any; what could be selected by another token is there."""
+    desk = Desk(Settings(), chunked=True, vocabulary=WORDS, max_model_len=64)
+    desk.facts = FACTS
+    try:
+        G = min(max_tokens, 64 - P)
+        reached = isinstance(selector, dict) or bool(expected_positions(selector, P, G))
+        for item, field in (
+            (Capture(positions=selector), "capture[0]"),
+            (Add(ROW, 1, positions=selector), "interventions[0]"),
+        ):
+            if reached:
+                ask(desk, item, P=P, max_tokens=max_tokens)
+                continue
+            with pytest.raises(WeirError) as e:
+                ask(desk, item, P=P, max_tokens=max_tokens)
+            assert e.value.field == f"{field}.positions"
+            assert f"max_tokens={max_tokens}" in e.value.message and "raise max_tokens" in e.value.message
+            assert selector == "generated" or f"the last position that has one is {P + G - 2};" in e.value.message
+        assert not len(desk.store) or reached
+    finally:
+        desk.close()
+
+
+def test_refusals_say_what_to_write(desk):
+    for selector, max_tokens, words in (
+        ("generated", 1, "with max_tokens=1 the one generated token never enters the model; use 'sampled'"),
+        ([600, 700], 4, "[600, 700] selects no row: with 6 tokens in the prompt and max_tokens=4 the last position"),
+        ([600, 700], 4, "the last position that has one is 8; name some from 0 to 8"),
+        ("63:", 1000, "max_tokens=1000, of which max_model_len leaves room for 58, the last position that has one"),
+    ):
+        with pytest.raises(WeirError) as e:
+            ask(desk, Capture(positions=selector), max_tokens=max_tokens)
+        assert words in e.value.message, e.value.message
+
+
+def test_the_first_one_that_selects_nothing_is_named(desk):
+    good, bad = Capture(positions=[0, 900]), Capture("resid_pre", positions=900)
+    for items, field in (
+        ([good, bad], "capture[1]"),
+        ([good, Add(ROW, 1), Ablate(ROW, 1, positions=900)], "interventions[1]"),
+        ([Add(0 * ROW, 1, positions=900)], "interventions[0]"),  # one that changes nothing is no exception
+        ([Add(ROW, 1, 0.0, positions="generated")], "interventions[0]"),
+    ):
+        with pytest.raises(WeirError) as e:
+            ask(desk, *items, max_tokens=1)
+        assert e.value.field == f"{field}.positions"
+    ask(desk, good, Add(ROW, 1, positions=[-1, 900]), max_tokens=1)
+
+
+def test_vllm_lens_s_fields(desk):
+    for indices in ([900], []):
+        vector = {"activations": [ROW.tolist()], "layer_indices": [1], "position_indices": indices}
+        with pytest.raises(WeirError) as e:
+            ask(desk, apply_steering_vectors=[vector])
+        assert e.value.field == "apply_steering_vectors[0].position_indices"
+    ask(desk, apply_steering_vectors=[SteeringVector(np.ones((1, 40, 8)), [1])])  # 0 .. 39, of which some are reached
+    for nothing in ([], (), False, "[]", "false", np.zeros(0, int), range(0)):
+        tracker, wire = ask(desk, output_residual_stream=nothing)
+        assert wire is None and not tracker.pending.memory.spec.wishes
+    with pytest.raises(WeirError, match="expected true, a list"):
+        ask(desk, output_residual_stream="x")
+
+
+def test_max_model_len_bounds_what_is_generated():
+    assert [tokens_of(6, n, 64) for n in (1, 58, 59, 10**9)] == [1, 58, 58, 58]
+    assert tokens_of(6, 10**9, None) == 10**9 and tokens_of(63, 4, 64) == tokens_of(64, 4, 64) == 1
+
+
+def test_rows_by_position_count_positions_that_are_never_reached(desk):
+    """As a list's do: which of them generation reaches is not known, and receipts tell."""
+    ask(desk, Add(np.tile(ROW, (58, 1)), 1, positions="6:64"), max_tokens=1000)
+    with pytest.raises(WeirError, match="57 rows for 58 positions"):
+        ask(desk, Add(np.tile(ROW, (57, 1)), 1, positions="6:64"), max_tokens=1000)
+
+
+def test_what_the_engine_adds_to_every_request_may_select_nothing():
+    sinks = {
+        "norms": {"logging": {}, "capture": [{"positions": "generated"}, {"hook": "resid_pre", "positions": [900]}]}
+    }
+    desk = Desk(Settings(sinks=sinks), chunked=True, vocabulary=WORDS, max_model_len=64)
+    try:
+        desk.learn([{"ok": True, "sites": [(*s, why) for s, why in FACTS.sites.items()], "num_layers": 4, "d_model": 8,
+                     "dtype": "float32", "ring_rows": 1024}])  # fmt: skip
+        always = [Add(ROW, 1, positions=p) for p in ("generated", [900], "50:", {"token_ids": [7]})]
+        desk.set_always(always)
+        contents = Contents(modules={"mood": tuple(always)})
+        desk.shelf.load(contents)
+        _, wire = ask(desk, max_tokens=1)
+        assert wire is not None and wire["needs"] is not None
+        named = {"weir": {"v": 1, "modules": ["mood"], "capture": [{"positions": "sampled"}]}}
+        desk.admit("with a module", named, [5] * 6, 6, 1)
+        with pytest.raises(WeirError) as e:
+            ask(desk, Capture(positions="generated"), max_tokens=1)
+        assert e.value.field == "capture[0].positions"
+    finally:
+        desk.close()
+
+
+# ---- vocabulary and special tokens ---------------------------------------------------------------------------------
+
+
+def admitted(*items: Any, words: Vocabulary = WORDS, tokens: bool = True, **more: Any) -> Any:
+    spec = RequestSpec(
+        tuple(i for i in items if isinstance(i, Capture)), tuple(i for i in items if not isinstance(i, Capture))
+    )
+    return admit({"weir": spec.to_json()}, FACTS, tokens, vocabulary=words, **more)
+
+
+@pytest.mark.parametrize("make", [lambda p: Capture(positions=p), lambda p: Add(ROW, 1, positions=p)])
+def test_tokens_that_the_model_does_not_have(make):
+    at = "capture[0].positions" if isinstance(make("all"), Capture) else "interventions[0].positions"
+    for fine in ([99], [0, 400], [98, 99, 100]):
+        admitted(make({"token_ids": fine}))
+        admitted(make({"not_token_ids": fine}))
+    for selector, words in (
+        ({"token_ids": [100, 400]}, "ids are 0..99"),
+        ({"not_token_ids": list(range(100))}, "leave some out"),
+        ({"not_token_ids": list(range(300))}, "leave some out"),
+    ):
+        with pytest.raises(WeirError, match=words) as e:
+            admitted(make(selector))
+        assert e.value.field == f"{at}.{next(iter(selector))}"
+        admitted(make(selector), words=Vocabulary())  # nobody knows
+    admitted(make({"not_token_ids": list(range(99))}))
+    # The tokenizer may know more than the model embeds: placeholders of images.
+    wide = Vocabulary(100, SimpleNamespace(all_special_ids=[], max_token_id=120))
+    admitted(make({"token_ids": [120]}), words=wide)
+    with pytest.raises(WeirError):
+        admitted(make({"token_ids": [121]}), words=wide)
+
+
+def test_special_tokens_are_named_at_admission():
+    steer = Add(ROW, 1, positions={"special": False})
+    made = admitted(Capture(positions={"special": True}), Capture("embed", positions={"special": False}), steer)
+    assert {w.site.hook: w.positions.to_json() for w in made.spec.wishes} == {
+        "resid_post": {"token_ids": [0, 1, 2]},
+        "embed": {"not_token_ids": [0, 1, 2]},
+    }
+    assert made.effective[0].positions == Positions("not_token_ids", (0, 1, 2))
+    assert steer.positions.kind == "special", "what was given stays as it was"
+    told = [entry["positions"] for entry in made.parts[0].told]
+    assert told == [{"token_ids": [0, 1, 2]}, {"not_token_ids": [0, 1, 2]}] and json.dumps(told)
+    always = admit({}, FACTS, vocabulary=WORDS, always=[steer], everyone=[Capture(positions={"special": False})])
+    assert always.effective[0].positions == always.spec.wishes[0].positions == Positions("not_token_ids", (0, 1, 2))
+
+
+@pytest.mark.parametrize("make", [lambda p: Capture(positions=p), lambda p: Add(ROW, 1, positions=p)])
+def test_special_tokens_need_a_tokenizer_that_has_some(make):
+    at = "capture[0].positions" if isinstance(make("all"), Capture) else "interventions[0].positions"
+    for special in (True, False):
+        with pytest.raises(WeirError, match=r"skip_tokenizer_init.*name them: ") as e:
+            admitted(make({"special": special}), words=Vocabulary(100))
+        assert e.value.field == f"{at}.special"
+        with pytest.raises(WeirError, match="given as embeddings") as e:
+            admitted(make({"special": special}), tokens=False)
+        assert e.value.field == at
+    for selector in ({"token_ids": [1]}, {"not_token_ids": [1]}):
+        with pytest.raises(WeirError, match="given as embeddings"):
+            admitted(make(selector), tokens=False)
+    none = Vocabulary(100, SimpleNamespace(all_special_ids=[], max_token_id=99))
+    with pytest.raises(WeirError, match="has no special tokens"):
+        admitted(make({"special": True}), words=none)
+    made = admitted(make({"special": False}), words=none)
+    (positions,) = {*(w.positions for w in made.spec.wishes), *(m.positions for m in made.effective)}
+    assert positions.mask(np.arange(3), 3, np.arange(3)).all()
+
+
+def test_global_interventions_are_checked_against_the_tokenizer_when_they_are_set(desk):
+    desk.set_always([Add(ROW, 1, positions={"special": False})])
+    desk._vocabulary = Vocabulary(100)
+    for selector in ({"special": False}, {"token_ids": [100]}):
+        with pytest.raises(WeirError) as e:
+            desk.set_always([Add(ROW, 1, positions=selector)])
+        assert e.value.field.startswith("intervention.positions.")
+
+
+def test_so_many_selectors_by_token_can_steer(desk):
+    kinds = [{"token_ids": [5]}, {"not_token_ids": [5]}, {"special": False}, {"special": True}, {"token_ids": [6]}]
+    items = [Add(ROW, 1, positions=kind) for kind in kinds]
+    ask(desk, *items[:MAX_TOKEN_SELECTORS])
+    ask(desk, *items[:3], Add(ROW, 2, positions={"not_token_ids": [0, 1, 2]}), items[3])  # two of them are the same
+    with pytest.raises(WeirError, match="at most 4 different selectors by token"):
+        ask(desk, *items)
+
+
+@pytest.mark.parametrize("selector", ["prompt", [0, -1], "-2:", "-2:-1", ":-1", "last_prompt", "all"])
+def test_rows_by_position_for_everyone_do_not_depend_on_a_prompt(desk, selector):
+    """Else a plain request whose prompt selects more or fewer positions would be refused for what it did not ask."""
+    with pytest.raises(WeirError) as e:
+        desk.set_always([Add(np.ones((2, 8)), 1, positions=selector)])
+    assert e.value.field.endswith("positions")
+
+
+@pytest.mark.parametrize("selector", [[0, 3], "1:3"])
+@pytest.mark.parametrize("P", [1, 2, 9])
+def test_rows_by_position_for_everyone_refuse_nobody(desk, selector, P):
+    desk.set_always([Add(np.ones((2, 8)), 1, positions=selector)])
+    _, wire = ask(desk, P=P, max_tokens=1)
+    assert wire is not None and wire["needs"] is not None

@@ -1,0 +1,512 @@
+"""What is handed out when it is looked at is what would have been made at once."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.delivery_harness import Post
+from tests.unit.frontend.receive.test_delivery import LAYERS, Request, content
+from tests.unit.frontends import desk_of
+from tests.unit.request_strategies import selectors, served
+from vllm_weir import Site
+from vllm_weir import messages as mail
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.outputs import preslicer
+from vllm_weir.frontend.outputs.view import View
+from vllm_weir.frontend.receive.pending_sequence import Group, Pending, _covers
+from vllm_weir.frontend.receive.row_sequence_view import spread
+from vllm_weir.frontend.receive.row_store import merged
+from vllm_weir.frontend.receive.tokens import Prompt, TokenIds, Tokens
+from vllm_weir.results.site_slices import Block
+from vllm_weir.schema.compression import Compression
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.request import selected
+from vllm_weir.worker.planning.arena import Arena
+from vllm_weir.worker.planning.row_sequences import Strands
+
+ON = {5: np.array((0, 1, 1, 0, 0)), 4: np.array((0, 1, 0, 0))}
+
+
+@settings(max_examples=300, deadline=None)
+@given(width=st.sampled_from([4, 5]), data=st.data())
+def test_marks_of_repeated_messages_are_one(width, data):
+    """Messages that go on by one, that do not, that are empty, that drop rows: the same ranks at the same positions."""
+    messages = []
+    for _ in range(data.draw(st.integers(1, 8))):
+        if messages and data.draw(st.booleans()):
+            messages.append(messages[-1] + ON[width].astype(np.int32))
+            continue
+        rows = []
+        for number in range(data.draw(st.integers(0, 3))):
+            rank = [data.draw(st.integers(-1, 3))] if width == 5 else []
+            rows.append([number, *rank, data.draw(st.integers(0, 5)), *data.draw(st.sampled_from([(1, 1), (3, 2)]))])
+        messages.append(np.array(rows, np.int32).reshape(-1, width))
+    expected = np.concatenate(messages)
+    assert each(merged(messages)) == each(expected) and len(merged(messages)) <= len(expected)
+
+
+def each(marks):
+    """Every marked position, with its number and rank."""
+    out = []
+    for number, *rank, position, count, stride in marks.tolist():
+        lost = bool(rank) and rank[0] < 0
+        out += [(number, *(r + (0 if lost else k) for r in rank), position + k * stride) for k in range(count)]
+    return sorted(out)
+
+
+def test_a_hundred_steady_steps_are_one_mark():
+    first = np.array([[3, 0, 7, 1, 1], [5, 9, 2, 1, 1]], np.int32)
+    assert merged([first + ON[5] * k for k in range(100)]).tolist() == [[3, 0, 7, 100, 1], [5, 9, 2, 100, 1]]
+    assert merged([first[:0]] * 3).shape == (0, 5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=6))
+def test_runs_of_positions_are_spread(runs):
+    positions = [p + k * s for p, n, s in runs for k in range(n)]
+    marks = np.array(runs, np.int32)
+    assert spread(*marks.T).tolist() == positions
+    steered = [np.zeros(0, bool)]
+    Group(steered, [0]).mark(marks)
+    assert np.flatnonzero(steered[0]).tolist() == sorted(set(positions))
+
+
+@settings(max_examples=300, deadline=None)
+@given(selector=selectors(), P=st.integers(1, 20), G=st.integers(0, 12), seen=st.integers(0, 12), data=st.data())
+def test_positions_of_a_view(selector, P, G, seen, data):
+    ids = data.draw(st.lists(st.integers(0, 20), min_size=P + G, max_size=P + G))
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", [1], selector)], P, max(G, 1), [*ids, 1])
+    growing = ids[P : P + min(seen, G)]
+    request.tracker.view(growing, True, None, 0)
+    start = request.tracker._seen
+    growing += ids[P + len(growing) :]
+    view = request.tracker.view(growing, True, None, 0)
+    tokens = np.array(ids[: P + max(G - 1, 0)])
+    expected = selected([Positions.parse(selector)], P, tokens)
+    growing.append(9)
+    assert view.end == len(tokens) and view.tokens.array.tolist() == tokens.tolist()
+    assert view._wanted([Positions.parse(selector)], None)[0].tolist() == expected[expected >= start].tolist()
+    assert view.rows == (expected >= start).sum()
+
+
+def test_token_ids_are_made_when_asked_for():
+    class Watched(list):
+        reads = 0
+
+        def __getitem__(self, at):
+            Watched.reads += 1
+            return super().__getitem__(at)
+
+    one, other = torch.tensor([0, 3]), torch.tensor([4])
+    sites = [Site("resid_post", k) for k in range(3)]
+    tokens = Tokens(Prompt([5, 6, 7]), Watched([8, 9, 10]))
+    ids = TokenIds(tokens, {sites[0]: one, sites[1]: one, sites[2]: other})
+    assert list(ids) == sites and len(ids) == 3 and not Watched.reads
+    assert ids[sites[0]].tolist() == [5, 8] and ids[sites[0]] is ids[sites[1]] and ids[sites[2]].tolist() == [9]
+    assert Watched.reads == 1 and len(Tokens(Prompt([1]), [])) == 1 == len(Tokens(Prompt([1]), [2]))
+
+
+def test_a_block_is_cut_when_it_is_looked_at():
+    sites = [Site("resid_post", k) for k in range(3)]
+    rows = torch.arange(24.0).view(2, 3, 4)
+    block = Block(sites, None, rows)
+    assert len(block) == 3 and sites[2] in block and Site("resid_pre", 0) not in block and list(block) == sites
+    assert "every" not in vars(block)
+    assert all(
+        block[site].equal(rows[:, k]) and block[site].data_ptr() == rows[0, k].data_ptr()
+        for k, site in enumerate(sites)
+    )
+    swapped = Block(sites[:2], [2, 0], rows)
+    assert swapped[sites[0]].equal(rows[:, 2]) and swapped[sites[1]].equal(rows[:, 0])
+
+
+def test_memory_is_free_as_soon_as_nobody_holds_the_rows():
+    """Without the help of the garbage collector: what is handed out must not refer to itself."""
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 5, 1, [1] * 6)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    post.planner.remove("r0")
+    post.step([], content)
+    gc.collect()
+    gc.disable()
+    try:
+        view = request.tracker.view([1], False, "length", 0)
+        acts = view.activations()
+        pending = weakref.ref(request.pending)
+        row = acts["resid_post", 1]
+        request.tracker = request.pending = view = None
+        assert pending() is None and post.arena.used > 0 and acts.token_ids.tolist() == [1] * 5
+        del acts
+        assert post.arena.used > 0, "one tensor is enough"
+        del row
+        assert post.arena.used == 0
+    finally:
+        gc.enable()
+
+
+@settings(max_examples=200, deadline=None)
+@given(selector=selectors(), P=st.integers(1, 9), G=st.integers(1, 6), cached=st.integers(0, 12))
+def test_every_position_that_is_meant_must_have_been_steered(selector, P, G, cached):
+    """Positions that are known to be a stretch are not listed; what is awaited and counted is the same."""
+    told = []
+    move = SimpleNamespace(per_position=False, positions=Positions.parse(selector))
+    pending = SimpleNamespace(
+        admitted=SimpleNamespace(moves=[move]), await_steered=lambda number, own, timeout: told.append(own)
+    )
+    ids = list(range(P + G))
+    tokens = Tokens(Prompt(ids[:P]), ids[P:])
+    view = View(pending, None, tokens, 0, True, False, cached, None, 4, 1.0)
+    ((_, changed, shared),) = view.verify()
+    (own,) = told
+    own = np.arange(*own) if isinstance(own, tuple) else own
+    wanted = selected((Positions.parse(selector),), P, np.array(ids[: P + G - 1]))
+    assert own.tolist() == wanted.tolist()
+    assert (changed, shared) == ((wanted >= cached).sum(), (wanted < cached).sum())
+    steered = np.zeros(P + G, bool)
+    assert _covers(steered, told[0]) == (not len(own))
+    steered[own] = True
+    assert _covers(steered, told[0]) and (not len(own) or not _covers(steered[: own[-1]], told[0]))
+
+
+def test_whoever_has_nothing_to_wait_for_is_not_made_to():
+    """An event loop concludes such a sequence itself; the store is asked, since marks may not have been read yet."""
+    asked = []
+
+    def wait(done, timeout):
+        asked.append(timeout)
+        pending.steered[0] = steered  # the store reads what has come
+        return done()
+
+    moves = [SimpleNamespace(per_position=False, positions=Positions.parse(p)) for p in ("prompt", "generated")]
+    admitted = SimpleNamespace(effective=moves, moves=[moves[0], None, moves[1]])
+    pending = Pending("r", admitted, [1, 2, 3], SimpleNamespace(wait=wait))
+    view = View(pending, None, Tokens(Prompt([1, 2, 3]), [4, 5]), 0, True, False, 0, None, 4, 9.0)
+    steered = np.array([True, True, False])
+    assert not view.concluded() and asked == [0.0], "position 2 has not been steered"
+    steered = np.ones(3, bool)
+    assert not view.concluded(), "nor has the generated one"
+    pending.steered[1] = np.ones(4, bool)
+    assert view.concluded()
+    view.tickets = [object()]
+    assert not view.concluded(), "a sink has rows to take"
+    view.tickets, pending.steered[1], pending.failure = (), np.zeros(4, bool), "lost"
+    assert view.concluded(), "it is known to have failed"
+    pending.failure, view.aborted = None, True
+    assert view.concluded()
+
+
+def test_rows_of_the_prompt_are_cut_before_anybody_asks():
+    post = Post(LAYERS)
+    asked = {"r0": "last_prompt", "r1": "all", "r2": "0:2", "r3": "prompt"}
+    requests = {name: Request(post, name, [("resid_post", "all", p)], 5, 9, [1] * 14) for name, p in asked.items()}
+    for request in requests.values():
+        request.join()
+    post.step([(name, 3, 0) for name in asked], content)
+    early = {name: request.pending.early for name, request in requests.items()}
+    assert [name for name, acts in early.items() if acts is not None] == ["r2"]
+    post.step([(name, 2, 3) for name in asked], content)
+    early = {name: request.pending.early for name, request in requests.items()}
+    assert [name for name, acts in early.items() if acts is not None] == ["r0", "r2", "r3"]
+    for name, acts in early.items():
+        view = requests[name].tracker.view([1], True, None, 0)
+        assert (view.activations() is acts) == (acts is not None)
+        if acts is not None:
+            fresh = view._assemble()
+            assert acts.sites == fresh.sites and acts.positions.equal(fresh.positions)
+            assert acts.token_ids.equal(fresh.token_ids) and all(acts[s].equal(fresh[s]) for s in acts.sites)
+            later = requests[name].tracker.view([1, 1], True, None, 0).activations()
+            assert later is not acts and not len(later["resid_post", 0]), "later outputs have none of them"
+    post.planner.remove("r0")
+    requests["r0"].join()  # preempted: all is computed again
+    post.step([("r0", 5, 0)], lambda *at: content(*at) + 1)
+    again = requests["r0"].tracker.view([1, 1], False, None, 0).activations()
+    assert again is not early["r0"] and again["resid_post", 0].equal(early["r0"]["resid_post", 0] + 1)
+
+
+def test_only_sequences_that_got_rows_are_looked_at():
+    """Of hundreds that wait, a step serves a few."""
+    post = Post(LAYERS)
+    requests = [Request(post, f"r{k}", [("resid_post", "all", "last_prompt")], 5, 1, [1] * 6) for k in range(40)]
+    looked = []
+    make = post.store.early._make
+    post.store.early._make = lambda pending: looked.append(pending.request_id) or make(pending)
+    for request in requests:
+        request.join()
+    for request in requests:
+        post.step([(request.name, 5, 0)], content)
+    assert all(request.pending.early is not None for request in requests)
+    assert looked == [request.name for request in requests]
+
+
+def test_a_long_prompt_lies_in_one_extent():
+    """Rows that lie in several are handed out as a copy."""
+    arena = Arena(1000)
+    strands = Strands(arena)
+    strand = strands.open("r", "a", (0, 1), 240, 241)
+    assert len(strands.place(strand, 60)) == len(strand.extents) == 1 and strand.extents[0][2] >= 240
+
+
+def test_early_hand_outs_do_not_hold_a_full_buffer():
+    """What has been cut early, and nobody has looked at, is taken out of the worker's memory as the rest is."""
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "prompt")], 5, 1, [1] * 6)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    assert request.pending.early is not None and post.arena.used > 0
+    post.strands.retire_all()
+    post.deliver(post.step([], content, deliver=False)[1], spill=True)
+    gc.collect()
+    assert request.pending.early is None and post.arena.used == 0
+    acts = request.tracker.view([1], False, "length", 0).activations()
+    assert acts["resid_post", 1][:, 1].tolist() == list(range(5))
+
+
+def test_rows_from_the_middle_of_a_strip_are_a_run():
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 5, 20, [1] * 25)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    for p in range(5, 24):
+        post.step([("r0", 1, p)], content)
+    request.tracker.view([1] * 7, True, None, 0)
+    view = request.tracker.view([1] * 20, True, "length", 0)
+    acts = view.activations()
+    low, high = post.rows.data_ptr(), post.rows.data_ptr() + post.rows.numel() * 4
+    assert acts.positions.tolist() == list(range(11, 24))
+    for site in acts.sites:
+        assert low <= acts[site].data_ptr() < high and acts[site][:, 1].tolist() == list(range(11, 24))
+
+
+def test_marks_have_the_fields_that_merging_assumes():
+    assert mail.MARK_FIELDS[1:] == ("rank", "position", "count", "stride")
+    assert mail.STEER_FIELDS[1:] == ("position", "count", "stride")
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Rows are cut ahead as soon as they have a place."""
+    monkeypatch.setattr(preslicer, "LATER", 0)
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["mapped", "in messages"])
+@pytest.mark.parametrize("compress", [None, "full8"])
+@pytest.mark.parametrize("positions", ["all", "2:", "generated", "sampled", "3:9"])
+def test_rows_are_cut_before_they_come(at_once, positions, compress, near, monkeypatch):
+    """The tensors are there before the rows are; they hold what would have been cut at the end, and are handed out."""
+    post = Post(LAYERS, near=near)
+    post.compression = compress and Compression.parse(compress, "compress")
+    request = Request(post, "r0", [("resid_post", [0, 2], positions)], 5, 9, [1] * 14)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    for p in range(5, 13):
+        post.step([("r0", 1, p)], content)
+        if p == 6:
+            (strip,) = request.pending.strips
+            tensors = dict(strip.ready.block.every)
+    request.version = dict.fromkeys(range(13), 0)
+    view = request.tracker.view([1] * 9, False, "length", 0)
+    monkeypatch.setattr(View, "_assemble", lambda self: pytest.fail("all that is handed out was made before"))
+    acts = view.activations()
+    monkeypatch.undo()
+    got = {site: acts.compressed(site)[0] if compress else acts[site] for site in acts.sites}
+    assert {site: id(rows) for site, rows in got.items()} == {site: id(rows) for site, rows in tensors.items()}
+    strip.ready = None
+    fresh = request.tracker.view([1] * 9, False, "length", 0).activations()
+    assert acts.sites == fresh.sites and acts.positions.equal(fresh.positions) and acts.token_ids.equal(fresh.token_ids)
+    for site, rows in got.items():
+        other = fresh.compressed(site)[0] if compress else fresh[site]
+        assert rows is not other and rows.equal(other) and len(rows) == len(fresh.positions) > 0
+        assert compress or rows[:, 1].tolist() == fresh.positions.tolist()
+
+
+@pytest.fixture
+def foreseen(at_once):
+    """A sequence that has ended as foreseen, its last message withheld: (its request, what delivers the message)."""
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", [0, 2], "all")], 5, 4, [1] * 9)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    for p in range(5, 7):
+        post.step([("r0", 1, p)], content)
+    withheld = post.step([("r0", 1, 7)], content, deliver=False)[1]
+    request.version = dict.fromkeys(range(8), 0)
+    return post, request, lambda: post.deliver(withheld)
+
+
+def hand_out(request):
+    return request.tracker.view([1] * 4, False, "length", 0).activations()
+
+
+def inside(post, rows):
+    """Whether they lie in the worker's memory."""
+    low = post.rows.data_ptr()
+    return low <= rows.data_ptr() < low + post.rows.numel() * post.rows.element_size()
+
+
+def test_what_was_cut_is_handed_out_when_all_of_it_is_there(foreseen):
+    post, request, deliver = foreseen
+    sites = request.pending.memory.spec.sites
+    assert request.pending.strips[0].ready is not None and request.pending.whole(sites) is None
+    deliver()
+    cut = request.pending.whole(sites)
+    assert cut is request.pending.strips[0].ready and request.pending.whole(sites[:1]) is None
+    acts = hand_out(request)
+    assert all(acts[site] is cut.block[site] and inside(post, acts[site]) for site in sites)
+    assert acts.positions.tolist() == list(range(8)) == acts["resid_post", 2][:, 1].tolist()
+
+
+@pytest.mark.parametrize("why", ["others get them too", "the buffer is nearly full", "they lie elsewhere by now"])
+def test_what_was_cut_is_not_handed_out_as_it_is(foreseen, why):
+    post, request, deliver = foreseen
+    deliver()
+    (strip,) = request.pending.strips
+    cut = strip.ready
+    if why.startswith("others"):
+        request.pending.admitted.__dict__["shared"] = frozenset(request.pending.memory.spec.sites)
+    elif why.startswith("the buffer"):
+        strip.mirror.pressure = 0.9
+    else:
+        strip.extents[0].rows = strip.extents[0].rows.clone()
+    acts = hand_out(request)
+    for site in acts.sites:
+        assert not inside(post, acts[site]) and acts[site].equal(cut.block[site])
+    assert acts.positions.tolist() == list(range(8))
+
+
+def test_a_site_without_rows_is_handed_out_beside_those_that_were_cut(at_once):
+    post = Post(LAYERS)
+    captures = [("resid_post", [0], "all"), ("resid_post", [2], "50:")]
+    request = Request(post, "r0", captures, 5, 4, [1] * 9)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    for p in range(5, 8):
+        post.step([("r0", 1, p)], content)
+    request.version = dict.fromkeys(range(8), 0)
+    acts = hand_out(request)
+    assert request.pending.strips[0].ready is not None and len(request.pending.strips) == 1
+    assert [tuple(acts[s].shape) for s in acts.sites] == [(8, 4), (0, 4)]
+
+
+@pytest.mark.parametrize("generated", [1, 2, 5, 8])
+def test_a_sequence_that_ends_before_its_time_has_only_its_rows(at_once, generated):
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 5, 9, [1] * 14)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    for p in range(5, 4 + generated):
+        post.step([("r0", 1, p)], content)
+    assert request.pending.strips[0].ready is not None
+    for view in (request.tracker.view([1] * generated, False, reason, 0) for reason in ("stop", "abort")):
+        acts = view.activations()
+        assert all(acts[site][:, 1].tolist() == list(range(4 + generated)) for site in acts.sites)
+
+
+def test_what_was_cut_is_forgotten_when_the_rows_move(at_once):
+    """Rows that are computed again, and rows that are taken out of the worker's memory."""
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 5, 3, [1] * 8)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    assert request.pending.strips[0].ready is not None
+    post.planner.remove("r0")
+    request.join()
+    post.step([("r0", 6, 0)], lambda *at: content(*at) + 1)
+    post.step([("r0", 1, 6)], lambda *at: content(*at) + 1)
+    acts = request.tracker.view([1] * 3, False, "length", 0).activations()
+    assert acts["resid_post", 0][:, 1].tolist() == list(range(1, 8))
+    other = Request(post, "r1", [("resid_post", "all", "all")], 5, 3, [1] * 8)
+    other.join()
+    post.step([("r1", 5, 0)], content)
+    post.step([("r1", 1, 5)], content)
+    post.step([("r1", 1, 6)], content)
+    assert other.pending.strips[0].ready is not None
+    post.strands.retire_all()
+    post.deliver(post.step([], content, deliver=False)[1], spill=True)
+    del acts, request
+    gc.collect()
+    assert other.pending.strips[0].ready is None and post.arena.used == 0
+    acts = other.tracker.view([1] * 3, False, "length", 0).activations()
+    assert acts["resid_post", 2][:, 1].tolist() == list(range(7))
+
+
+def test_sequences_are_cut_a_few_at_a_time_once_they_are_under_way():
+    post = Post(LAYERS)
+    requests = [
+        Request(post, f"r{i}", [("resid_post", [0], "all")], 2, 99, [1] * 101) for i in range(2 * preslicer.FEW)
+    ]
+    for request in requests:
+        request.join()
+
+    def cut():
+        return sum(request.pending.strips[0].ready is not None for request in requests)
+
+    post.step([(r.name, 2, 0) for r in requests], content)
+    for message in range(1, preslicer.LATER + 3):
+        assert cut() == max(0, min(2, message + 1 - preslicer.LATER)) * preslicer.FEW
+        post.step([(r.name, 1, 1 + message) for r in requests], content)
+
+
+def test_a_sequence_s_strips_are_cut_in_one_go():
+    post = Post(LAYERS)
+    captures = [("resid_post", [0], "prompt"), ("resid_post", [2], "generated")]
+    request = Request(post, "r0", captures, 5, 99, [1] * 104)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    for message in range(1, preslicer.LATER + 1):
+        post.step([("r0", 1, 4 + message)], content)
+        assert len(post.store.ahead._queue) == (message + 1 < preslicer.LATER)
+    assert [strip.ready is not None for strip in request.pending.strips] == [True, True]
+
+
+def test_sequences_that_have_gone_leave_nothing_behind():
+    """Hundreds of short requests a step: more than are cut."""
+    post = Post(LAYERS, rows=20000)
+    for turn in range(40):
+        names = [f"r{turn}_{i}" for i in range(3 * preslicer.FEW)]
+        requests = [Request(post, name, [("resid_post", [0], "all")], 2, 2, [1] * 4) for name in names]
+        for request in requests:
+            request.join()
+        post.step([(name, 2, 0) for name in names], lambda *at: torch.zeros(4))
+        for name in names:
+            post.planner.remove(name)
+        del requests, request
+        assert len(post.store.ahead._queue) <= 3 * preslicer.FEW * preslicer.LATER
+
+
+def test_whose_rows_are_cut_ahead():
+    """Requests without outputs before the last whose rows are handed out as the worker sends them."""
+    facts = EngineFacts(served(LAYERS), LAYERS, 4, "float32", 1000)
+    capture, found = {"hook": "resid_post"}, {}
+    wishes = {
+        "plain": capture,
+        "packed": capture | {"compress": "full8"},
+        "cast": capture | {"dtype": "bfloat16"},
+        "packed and cast": capture | {"compress": "full8", "dtype": "bfloat16"},
+        "reduced": capture | {"reduce": "mean"},
+        "of the prompt": capture | {"positions": "prompt"},
+    }
+    desk = desk_of(facts)
+    try:
+        for name, wish in wishes.items():
+            for streams in (False, True):
+                extra = {"weir": {"v": 1, "capture": [wish]}}
+                tracker, _ = desk.admit(f"{name} {streams}", extra, [1, 2, 3], 3, 8, streams)
+                found[name, streams] = tracker.pending.foreseen
+    finally:
+        desk.close()
+    assert {key for key, end in found.items() if end} == {
+        ("plain", False),
+        ("packed", False),
+        ("packed and cast", False),
+    }
+    assert set(found.values()) == {0, 10}

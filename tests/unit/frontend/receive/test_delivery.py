@@ -1,0 +1,435 @@
+"""From plan to tensor: every wanted row arrives once, whatever the batches, the memory and the order of things."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.check import expected_positions
+from tests.unit.delivery_harness import Post
+from tests.unit.request_strategies import sensible_captures, served
+from vllm_weir import Capture, Site, WeirError, codec, messages
+from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.engine_frontend import Tracker
+from vllm_weir.frontend.outputs import preslicer
+from vllm_weir.frontend.outputs.preslicer import kind_ahead
+from vllm_weir.frontend.outputs.prompt_slicer import ends_with_the_prompt
+from vllm_weir.frontend.receive.mapped_buffer import Mirror
+from vllm_weir.frontend.receive.pending_sequence import Pending
+from vllm_weir.frontend.receive.receiver import deliver
+from vllm_weir.frontend.receive.release import Holding
+from vllm_weir.frontend.receive.row_store import Store
+from vllm_weir.schema.compression import Compression
+from vllm_weir.schema.request import RequestSpec
+from vllm_weir.schema.selectors import column_of
+from vllm_weir.worker.planning.step_plan import PACKED
+
+LAYERS, D = 3, 4
+FACTS = EngineFacts(served(LAYERS), LAYERS, D, "float32", 1000)
+
+
+def opened(store, captures, prompt_ids, name="r", timeout=0.2, compress=None):
+    spec = RequestSpec(tuple(Capture(h, layers, p, compress=compress) for h, layers, p in captures))
+    admitted = admit({"weir": spec.to_json()}, FACTS)
+    pending = Pending(name, admitted, np.asarray(prompt_ids), store)
+    store.open(pending)
+    if ends_with_the_prompt(pending.memory, len(prompt_ids)):
+        store.early.add(pending, D)
+    return pending, Tracker(pending, 0, D, timeout)
+
+
+@pytest.fixture(scope="module")
+def cut_at_once():
+    """Rows are cut ahead as soon as they have a place."""
+    later, preslicer.LATER = preslicer.LATER, 0
+    yield
+    preslicer.LATER = later
+
+
+class Request:
+    """A sequence on its way through a `Post`."""
+
+    def __init__(self, post, name, captures, P, G, ids):
+        self.post, self.name, self.captures, self.P, self.G, self.ids = post, name, captures, P, G, ids
+        self.at, self.version = 0, {}
+        self.pending = self.tracker = None
+        if captures is not None:
+            self.pending, self.tracker = opened(post.store, captures, ids[:P], name, compress=post.compression)
+            self.pending.foreseen = self.end if kind_ahead(self.pending.memory) else 0
+
+    def join(self):
+        if self.captures is not None:
+            number = -1 if self.post.compression is None else PACKED
+            spec = self.pending.admitted.spec
+            self.post.planner.read(self.name, "here", spec, self.P, self.ids[: self.P], self.G, number)
+
+    @property
+    def end(self):
+        return self.P + self.G - 1
+
+    def verify(self, aborted=False):
+        acts = self.tracker.view(self.ids[self.P :], False, "length", 0).activations()
+        wanted = {}
+        for hook, layers, selector in self.captures:
+            for layer in range(LAYERS) if layers == "all" else layers:
+                wanted.setdefault(Site(hook, layer), set()).update(
+                    expected_positions(selector, self.P, self.G, self.ids)
+                )
+        assert set(acts.sites) == set(wanted)
+        for site, at in wanted.items():
+            assert acts.positions_of(*site).tolist() == sorted(at)
+            assert acts.token_ids_of(*site).tolist() == [self.ids[p] for p in sorted(at)]
+            column = column_of(site, False)
+            expected = [[column, p, self.version[p], float(self.name[1:])] for p in sorted(at)]
+            if self.post.compression is None:
+                assert acts[site].tolist() == expected, "a wrong row, or an older one"
+                continue
+            records = torch.zeros(0, self.post.compression.record_bytes(D), dtype=torch.uint8)
+            if expected:
+                rows = torch.tensor(expected, dtype=torch.float32)
+                records = codec.encode(rows, self.post.compression)
+            assert acts.compressed(site)[0].equal(records), "a wrong row, or an older one"
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    near=st.booleans(), rows=st.sampled_from([700, 4000]), how=st.sampled_from([None, None, "full8"]), data=st.data()
+)
+def test_every_wanted_row_exactly_once(cut_at_once, near, rows, how, data):
+    """Random wishes, chunkings, batch orders, joins, leaves, preemptions, neighbours, late messages, small memory."""
+    post = Post(LAYERS, rows, near)
+    post.compression = how and Compression.parse(how, "compress")
+    count = data.draw(st.integers(1, 5))
+    requests = {}
+    for i in range(count):
+        P, G = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 12))
+        ids = data.draw(st.lists(st.integers(0, 20), min_size=P + G, max_size=P + G))
+        captures = data.draw(sensible_captures(LAYERS)) if data.draw(st.integers(0, 3)) else None
+        requests[f"r{i}"] = Request(post, f"r{i}", captures, P, G, ids)
+    joined, late = set(), []
+
+    def content(name, column, position):
+        return torch.tensor([column, position, requests[name].version[position], float(name[1:])])
+
+    def flush():
+        while late:
+            post.deliver(late.pop(0), spill=post.arena.pressure > 0.4 or data.draw(st.booleans()))
+
+    for clock in range(300):
+        live = [r for r in requests.values() if r.at < r.end]
+        if not live:
+            break
+        batch = []
+        for r in data.draw(st.permutations(live)):
+            if r.name not in joined:
+                if data.draw(st.booleans()):
+                    continue
+                joined.add(r.name)
+                r.join()
+            if r.at > 1 and not data.draw(st.integers(0, 9)):
+                r.at = data.draw(st.integers(0, r.at - 1))  # preempted: computed again from there
+            n = data.draw(st.integers(1, r.P - r.at)) if r.at < r.P else 1
+            batch.append((r.name, n, r.at))
+            for p in range(r.at, r.at + n):
+                r.version[p] = clock
+        plan, message = post.step(batch, content, deliver=False)
+        assert plan is None or not plan.failures
+        late.append(message)
+        for name, n, at in batch:
+            requests[name].at = at + n
+            if at + n >= requests[name].end:
+                post.planner.remove(name)
+        late.append(post.step([], content, deliver=False)[1])
+        if post.arena.pressure > 0.4:
+            post.strands.retire_all()
+            late.append(post.step([], content, deliver=False)[1])
+        if data.draw(st.booleans()) or post.arena.pressure > 0.4:
+            flush()
+    flush()
+    for r in requests.values():
+        if r.captures is not None:
+            r.verify()
+    assert not post.planner.reading and not len(post.planner.profiles) and not post.strands.live
+    requests.clear()
+    del r
+    gc.collect()
+    assert post.arena.used == 0, "memory that nobody refers to is still held"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    captures=sensible_captures(LAYERS), P=st.integers(1, 12), cuts=st.lists(st.integers(1, 4), min_size=1, max_size=6)
+)
+def test_deltas_partition_the_rows(captures, P, cuts):
+    post = Post(LAYERS)
+    request = Request(post, "r0", captures, P, sum(cuts), [5] * (P + sum(cuts)))
+    request.join()
+    post.step([("r0", P + sum(cuts) - 1, 0)], lambda n, c, p: torch.tensor([c, p, 0.0, 0.0]))
+    generated, parts = [], []
+    for k in cuts:
+        generated += [5] * k
+        parts.append(request.tracker.view(generated, True, None, 0))
+    whole = request.tracker.view(generated, False, "length", 0).activations()
+    for site in whole.sites:
+        assert torch.cat([v.activations().positions_of(*site) for v in parts]).equal(whole.positions_of(*site))
+        assert torch.cat([v.activations()[site] for v in parts]).equal(whole[site])
+    for later in parts[1:]:
+        parts[0].extend(later)
+    for site in whole.sites:
+        assert parts[0].activations()[site].equal(whole[site])
+
+
+def content(name, column, position):
+    return torch.tensor([column, position, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda view: pickle.loads(pickle.dumps(view))])  # noqa: S301
+@pytest.mark.parametrize("how", [None, "full8"])
+def test_an_output_that_was_pickled_or_copied_has_its_rows_and_its_receipt(copied, how):
+    post = Post(LAYERS)
+    post.compression = how and Compression.parse(how, "compress")
+    request = Request(post, "r0", [("resid_post", "all", "prompt"), ("final_norm", "all", "all")], 5, 3, [1] * 8)
+    request.join()
+    post.step([("r0", 7, 0)], content)
+    view = request.tracker.view([1] * 3, False, "length", 0)
+    twin = copied(view)
+    assert twin.asked and twin.receipt() == view.receipt()
+    acts, again = view.activations(), twin.activations()
+    assert again.sites == acts.sites and len(again) == LAYERS + 1
+    for site in acts.sites:
+        assert again.positions_of(site).equal(acts.positions_of(site)) and again[site].equal(acts[site])
+        assert again.token_ids_of(site).equal(acts.token_ids_of(site))
+
+
+@pytest.mark.parametrize("how", [None, "full8"])
+@pytest.mark.parametrize("looked", [False, True])
+@pytest.mark.parametrize("wishes", ["all", "some", "several"])
+def test_a_pickle_is_about_as_large_as_its_rows(how, looked, wishes):
+    """A tensor is pickled with all the memory that it is a part of: the extent of its strand, once for each block."""
+    post = Post(LAYERS)
+    post.compression = how and Compression.parse(how, "compress")
+    asked = {
+        "all": [("resid_post", "all", "all")],
+        "some": [("resid_post", [0, 2], "prompt")],
+        "several": [("resid_post", [0, 1], "all"), ("resid_post", [2], "prompt")],
+    }[wishes]
+    request = Request(post, "r0", asked, 40, 300, [1] * 40)
+    request.join()
+    post.step([("r0", 40, 0)], content)
+    acts = request.tracker.view([1], False, "length", 0).activations()
+    if looked:
+        assert all(len(acts[site]) == 40 for site in acts.sites)
+    size = sum(acts[site].nbytes for site in acts.sites) + 2 * 8 * 40 * len(acts.sites)
+    for twin in (acts, copy.deepcopy(acts)):
+        written = pickle.dumps(twin)
+        assert len(written) < 1.2 * size + 3000 * len(acts.sites), (len(written), size)
+        again = pickle.loads(written)  # noqa: S301
+        assert all(again[site].equal(acts[site]) for site in acts.sites)
+
+
+def test_what_was_changed_in_rows_is_in_their_copies():
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 4, 1, [1] * 4)
+    request.join()
+    post.step([("r0", 4, 0)], content)
+    acts = request.tracker.view([1], False, "length", 0).activations()
+    acts["resid_post", 1][2] = 7.0
+    for twin in (copy.deepcopy(acts), pickle.loads(pickle.dumps(acts))):  # noqa: S301
+        assert twin["resid_post", 1].equal(acts["resid_post", 1]) and (twin["resid_post", 1][2] == 7).all()
+
+
+def test_rows_of_one_site_are_not_copied():
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 5, 20, [1] * 25)
+    request.join()
+    post.step([("r0", 5, 0)], content)
+    for p in range(5, 24):
+        post.step([("r0", 1, p)], content)
+    acts = request.tracker.view([1] * 20, False, "length", 0).activations()
+    low, high = post.rows.data_ptr(), post.rows.data_ptr() + post.rows.numel() * 4
+    for site in acts.sites:
+        assert low <= acts[site].data_ptr() < high and acts[site].stride(1) == 1 and len(acts[site]) == 24
+
+
+def test_a_crowded_buffer_is_copied_out_of_and_freed():
+    post = Post(LAYERS, rows=60)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 15, 1, [1] * 16)
+    request.join()
+    post.step([("r0", 15, 0)], content)
+    assert post.arena.pressure > 0.5
+    acts = request.tracker.view([1], False, "length", 0).activations()
+    post.rows.zero_()
+    assert acts["resid_post", 1][:, 1].tolist() == list(range(15)), "handed out while crowded, so a copy"
+
+
+def test_rows_nobody_looked_at_are_taken_out_when_the_worker_asks():
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 6, 1, [1] * 7)
+    request.join()
+    (_, message) = post.step([("r0", 6, 0)], content, deliver=False)
+    post.strands.retire_all()
+    post.deliver(message)
+    post.deliver(post.step([], content, deliver=False)[1], spill=True)
+    post.rows.zero_()
+    acts = request.tracker.view([1], False, "length", 0).activations()
+    assert acts["resid_post", 2][:, 1].tolist() == list(range(6)), "taken out before it was overwritten"
+
+
+@pytest.mark.parametrize("patience", [0.0, None])
+def test_no_room(patience):
+    """Rows that find no room fail their request, or are dropped and said to be; the neighbour has its rows."""
+    post = Post(LAYERS, rows=40, patience=patience)
+    small = Request(post, "r1", [("resid_post", [0], "all")], 2, 2, [1] * 4)
+    large = Request(post, "r0", [("resid_post", "all", "all")], 30, 1, [1] * 31)
+    small.join()
+    large.join()
+    small.version = dict.fromkeys(range(3), 0)
+    plan, _ = post.step([("r1", 2, 0), ("r0", 30, 0)], lambda n, c, p: torch.tensor([c, p, 0.0, float(n[1:])]))
+    post.step([("r1", 1, 2)], lambda n, c, p: torch.tensor([c, p, 0.0, float(n[1:])]))
+    small.verify()
+    if patience is None:
+        assert not plan.failures
+        view = large.tracker.view([1], False, "length", 0)
+        receipt, rows = view.receipt(), view.activations()
+        site = Site("resid_post", 0)
+        assert 0 < receipt.captured[site] < 30 and receipt.captured[site] + receipt.dropped[site] == 30
+        assert rows[site][:, 1].tolist() == rows.positions.tolist()
+    else:
+        ((reply, name, reason),) = plan.failures
+        assert (reply, name) == ("here", "r0") and "host buffer is full" in reason and "host_bytes" in reason
+        assert (plan.profiles[2:] == -1).all() and "r0" not in post.planner.reading
+
+
+def test_missing_rows_are_an_error_that_names_them():
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", [0], "all")], 4, 1, [1] * 5)
+    request.join()
+    post.step([("r0", 2, 0)], content)
+    with pytest.raises(WeirError, match=r"2 of 4 rows of resid_post\[0\] .* position 2"):
+        request.tracker.view([7], False, "length", 0).activations()
+    aborted = request.tracker.view([7], False, "abort", 0)
+    assert aborted.activations().positions.tolist() == [0, 1] and not aborted.receipt().complete
+
+
+def test_rows_are_waited_for():
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", [0], "all")], 1, 1, [1] * 2)
+    request.join()
+    late = threading.Timer(0.1, post.step, ([("r0", 1, 0)], content))
+    late.start()
+    taken = request.pending.take([Site("resid_post", 0)], np.arange(1), 5)
+    assert taken[0].rows[Site("resid_post", 0)].shape == (1, D)
+
+
+def frames(header, marks=b"", steered=b"", *rest):
+    return [messages.encode(header), marks, steered, *rest]
+
+
+def test_a_failure_is_raised_not_waited_for():
+    store = Store()
+    pending, _ = opened(store, [("resid_post", [0], "all")], [1])
+    header = messages.Header("t", "w", D, "float32", failures={"r": "the disc is full", "x": "-"})
+    deliver(store, "t", frames(header), lambda w: Mirror())
+    with pytest.raises(WeirError, match="the disc is full"):
+        pending.take([Site("resid_post", 0)], np.arange(1), 60)
+
+
+@pytest.mark.parametrize("token", ["", "T", "tt", "é", "\ud7ff"])
+def test_strangers_are_turned_away(token):
+    store = Store()
+    opened(store, [("resid_post", [0], "all")], [1])
+    with pytest.raises(ValueError, match="token"):
+        deliver(store, "t", frames(messages.Header(token, "w", D, "float32")), lambda w: Mirror())
+
+
+def test_the_store_holds_nothing_by_itself():
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", [0], "all")], 1, 1, [1] * 2)
+    request.join()
+    post.step([("r0", 1, 0)], content)
+    post.store.fold()
+    view = request.tracker.view([1], False, "stop", 0)
+    request.tracker = request.pending = None
+    gc.collect()
+    assert len(post.store) == 1 and len(post.store._strips) == 1
+    del view
+    gc.collect()
+    assert len(post.store) == 0 and not post.store._strips and not post.store._groups
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    name=st.text(),
+    columns=st.lists(st.integers(0, 2**31), max_size=5),
+    numbers=st.lists(st.integers(0, 2**40), min_size=4, max_size=4),
+    failures=st.dictionaries(st.text(), st.text(), max_size=3),
+)
+def test_mail_round_trip(name, columns, numbers, failures):
+    news = messages.News(
+        [messages.Opened(1, name, columns)], [messages.Placed(*numbers)], [messages.Retired(*numbers)], [3]
+    )
+    header = messages.decode(messages.encode(messages.Header("token", "w", D, "bfloat16", news, failures, 0.5, True)))
+    assert (header.token, header.worker, header.dtype, header.failures) == ("token", "w", "bfloat16", failures)
+    assert header.news == news and header.pressure == 0.5 and header.spill
+
+
+def test_reply_addresses():
+    reply = messages.Reply("ipc:///a#b/rows", "ipc:///a#b/vectors", "/a#b/arenas", "secret")
+    assert messages.Reply.parse(str(reply)) == reply
+
+
+@pytest.mark.parametrize("claims", [0, 2])
+def test_rows_are_let_go_when_nobody_needs_them_whoever_holds_the_output(claims):
+    """As of a server's answer that is out; sinks that have not taken them yet keep them."""
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 4, 1, [1] * 4)
+    request.join()
+    post.step([("r0", 4, 0)], content)
+    view, pending = request.tracker.view([1], False, "length", 0), post.store.get("r0")
+    pending.claim(claims)
+    held = Holding()
+    held.add(post.store, pending)
+    held.let_go()
+    held.let_go()
+    if claims:
+        assert len(post.store) == 1 and len(view.activations()["resid_post", 0]) == 4
+        pending.unclaim()
+    assert not pending.strips
+    with pytest.raises(WeirError):
+        replace(view, timeout=0.01, _made=None).activations()
+    assert len(post.store) == 0
+
+
+def test_who_waits_for_rows_that_are_let_go_waits_no_longer():
+    post = Post(LAYERS)
+    request = Request(post, "r0", [("resid_post", "all", "all")], 4, 1, [1] * 4)
+    request.join()
+    view = request.tracker.view([1], False, "length", 0)
+    view.timeout = 60.0
+    held = Holding()
+    held.add(post.store, post.store.get("r0"))
+    timer = threading.Timer(0.2, held.let_go)
+    timer.start()
+    with pytest.raises(WeirError, match="nobody waited for its answer"):
+        view.activations()
+    timer.join()
+
+
+def test_one_that_nobody_holds_any_more_is_let_go_of_by_itself():
+    post, held = Post(LAYERS), Holding()
+    request = Request(post, "r0", [("resid_post", "all", "all")], 4, 1, [1] * 4)
+    held.add(post.store, post.store.get("r0"))
+    del request
+    gc.collect()
+    assert len(post.store) == 0
+    held.let_go()

@@ -1,0 +1,192 @@
+"""The inbox goes on receiving, whoever comes and goes, whatever was lost on the way."""
+
+from __future__ import annotations
+
+import gc
+import glob
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from tests.support.measure import eventually
+from tests.unit.delivery_harness import Post
+from tests.unit.frontend.receive.test_delivery import LAYERS, D, Request, content
+from vllm_weir import messages
+from vllm_weir.frontend.outputs.prompt_slicer import FEW
+from vllm_weir.frontend.receive.mapped_buffer import Mirror
+from vllm_weir.frontend.receive.receiver import Inbox, deliver
+from vllm_weir.frontend.receive.row_store import Store
+
+SCRIPT = """
+import os, sys, tempfile
+tempfile.tempdir = sys.argv[1]
+from vllm_weir.frontend.receive.receiver import Inbox
+from vllm_weir.frontend.receive.row_store import Store
+inbox = Inbox(Store())
+before = [sorted(files) for _, _, files in os.walk(sys.argv[1])]
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+assert [sorted(files) for _, _, files in os.walk(sys.argv[1])] == before, "its child took the sockets along"
+inbox.close()
+assert not os.listdir(sys.argv[1])
+"""
+
+
+def test_a_child_that_ends_leaves_the_sockets_of_its_parent(tmp_path):
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("said", [b"", b"\x01", b"\xff\xff\xff\xff", b"\x01\x00\x00\x00{"])
+def test_a_worker_that_ends_while_it_introduces_itself_stops_nobody(said, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = set(threading.enumerate())
+    inbox = Inbox(Store())
+    (thread,) = set(threading.enumerate()) - before
+    (arenas,) = glob.glob(f"{tmp_path}/*/arenas")
+    for _ in range(2):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+            line.connect(arenas)
+            line.sendall(said)
+            line.shutdown(socket.SHUT_WR)
+            line.settimeout(10)
+            assert line.recv(1) == b"", "turned away"
+    thread.join(0.2)
+    assert thread.is_alive()
+    inbox.close()
+    assert not os.listdir(tmp_path)
+
+
+def test_what_rings_while_the_thread_ends_rings_nothing_else(tmp_path, monkeypatch):
+    """A busy thread sees that it is to stop before it is woken for that: the bell was closed then, its number free."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before, make, write, bells = set(threading.enumerate()), os.eventfd, os.eventfd_write, []
+    store = Store()
+    monkeypatch.setattr(store, "prepare", lambda: time.sleep(0.001) or True)
+    monkeypatch.setattr(os, "eventfd", lambda *args: bells.append(make(*args)) or bells[-1])
+    inbox = Inbox(store)
+    (thread,) = set(threading.enumerate()) - before
+
+    def late(fd, value):
+        thread.join(10)
+        assert not thread.is_alive()
+        write(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", late)
+    inbox.close()
+    assert not os.listdir(tmp_path)
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(bells[0])
+
+
+def test_files_of_strangers_are_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    inbox = Inbox(Store())
+    (arenas,) = glob.glob(f"{tmp_path}/*/arenas")
+    (tmp_path / "theirs").write_bytes(b"x" * 64)
+    said = msgspec.msgpack.encode({"token": "no", "worker": "w", "rows": 1, "row_bytes": 64})
+    with open(tmp_path / "theirs") as theirs, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.connect(arenas)
+        socket.send_fds(line, [struct.pack("<I", len(said)) + said], [theirs.fileno()] * 2)
+        line.settimeout(10)
+        assert line.recv(1) == b""
+        inbox.close()  # and with it the thread
+        held = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+        assert list(held).count(os.path.realpath(tmp_path / "theirs")) == 1
+
+
+def test_rows_of_a_worker_that_did_not_wait_for_its_answer_come_in_messages(tmp_path, monkeypatch):
+    """This process was held up (stopped, say) for longer than a worker waits."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    goes_on = threading.Event()
+
+    def late(said, decode=messages.decode_hello):
+        goes_on.wait(10)
+        return decode(said)
+
+    monkeypatch.setattr(messages, "decode_hello", late)
+    post = Post(LAYERS, near=False)
+    one = Request(post, "r", [("resid_post", "all", "prompt")], 4, 1, [1] * 5)
+    one.join()
+    _, (news, marks, steered) = post.step([("r", 4, 0)], content, deliver=False)
+    (own,) = news.values()
+    inbox, context = Inbox(post.store), zmq.Context()
+    reply = messages.Reply.parse(inbox.reply)
+    said = messages.encode(messages.Hello(reply.token, "w", 100, 4 * D))
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line, open(tmp_path / "rows", "w+b") as rows:
+            rows.truncate(100 * 4 * D)
+            line.connect(reply.arenas)
+            socket.send_fds(line, [struct.pack("<I", len(said)) + said], [rows.fileno()])
+        goes_on.set()
+        with context.socket(zmq.PUSH) as worker:
+            worker.connect(reply.rows)
+            header = messages.encode(messages.Header(reply.token, "w", D, "float32", own))
+            worker.send_multipart([header, marks.tobytes(), steered.tobytes(), post._fetch(own, marks)])
+            eventually(lambda: one.pending.early is not None, True, 30)  # or its rows were not understood
+    finally:
+        inbox.close()
+        context.term()
+
+
+def test_a_message_with_parts_missing_is_malformed():
+    header = messages.encode(messages.Header("t", "w", D, "float32", messages.News()))
+    for frames in ([header], [header, b""]):
+        with pytest.raises(ValueError, match="parts"):
+            deliver(Store(), "t", frames, lambda _: Mirror())
+
+
+def test_rows_whose_place_was_lost_on_the_way_are_the_asker_s_error_alone():
+    """Early hand-outs are made in the thread that receives everybody's rows."""
+    post = Post(LAYERS)
+    lost, whole = (Request(post, name, [("resid_post", "all", "prompt")], 4, 1, [1] * 5) for name in ("r0", "r1"))
+    lost.join()
+    _, (news, marks, steered) = post.step([("r0", 4, 0)], content, deliver=False)
+    for one in news.values():
+        one.placed.clear()
+    post.deliver((news, marks, steered))
+    whole.join()
+    post.step([("r1", 4, 0)], content)
+    assert whole.pending.early is not None and lost.pending.early is None
+    with pytest.raises(Exception):  # noqa: B017 - any but silence
+        lost.tracker.view([1], False, "length", 0).activations()
+    assert np.array_equal(whole.tracker.view([1], False, "length", 0).activations().positions, np.arange(4))
+
+
+def test_hand_outs_are_made_early_by_the_thread_that_receives_the_rows(tmp_path, monkeypatch):
+    """Nobody looks; the rows come as messages of a worker, and of more sequences than are looked at in one go."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    post = Post(LAYERS, near=False)
+    count = 2 * FEW + 1
+    requests = [Request(post, f"r{i}", [("resid_post", "all", "prompt")], 4, 1, [1] * 5) for i in range(count)]
+    for one in requests:
+        one.join()
+    _, (news, marks, steered) = post.step([(one.name, 4, 0) for one in requests], content, deliver=False)
+    (own,) = news.values()
+    inbox, context = Inbox(post.store), zmq.Context()
+    reply = messages.Reply.parse(inbox.reply)
+    header = messages.encode(messages.Header(reply.token, "w", D, "float32", own))
+    try:
+        with context.socket(zmq.PUSH) as worker:
+            worker.connect(reply.rows)
+            worker.send_multipart([header, marks.tobytes(), steered.tobytes(), post._fetch(own, marks)])
+            eventually(lambda: [one.name for one in requests if one.pending.early is None], [], 30)
+        made = [one.pending.early for one in requests]
+        assert all(early["resid_post", 0].equal(made[0]["resid_post", 0]) for early in made)
+        for one, early in zip(requests, made, strict=True):
+            assert one.tracker.view([1], False, "length", 0).activations() is early
+    finally:
+        inbox.close()
+        context.destroy(linger=0)

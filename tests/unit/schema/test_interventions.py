@@ -1,0 +1,431 @@
+"""What callers write: vectors, interventions, vllm-lens's form, tiers, the shelf."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vllm_weir as weir
+from tests.unit.request_strategies import served
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.vector_registry import Shelf
+from vllm_weir.schema.compat.vllm_lens import lens_capture, lens_interventions
+from vllm_weir.schema.interventions import KINDS, parse_intervention
+from vllm_weir.schema.vectors import Vector, digest_of
+
+D = 8
+FACTS = EngineFacts(served(3, [("resid_mid", n) for n in range(3)]), 3, D, "float32", 1000)
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12), st.binary(max_size=12), st.just(10**400)
+)
+junk = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(st.sampled_from(["b64", "dtype", "shape", "ref", "x"]), inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+wire = st.fixed_dictionaries(
+    {},
+    optional={
+        "b64": st.one_of(junk, st.binary(max_size=40).map(lambda b: base64.b64encode(b).decode())),
+        "dtype": st.one_of(junk, st.sampled_from(["float32", "float16", "bfloat16", "float64", "int8"])),
+        "shape": st.one_of(junk, st.lists(st.integers(-1, 10), max_size=3), st.just([2**40, 2**40])),
+        "ref": junk,
+    },
+)
+
+
+by_layer = st.dictionaries(
+    st.one_of(st.integers(), st.integers().map(str), scalars.filter(lambda x: x != 10**400)),
+    st.one_of(wire, junk, st.just([1.0, 2.0])),
+    max_size=3,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.one_of(junk, wire))
+def test_a_vector_is_accepted_or_refused_by_name(value):
+    try:
+        got = Vector.parse(value, "here.vector")
+    except WeirError as e:
+        assert e.field.startswith("here.vector")
+        return
+    if got.array is None:
+        assert got.ref
+    else:
+        assert got.array.dtype == np.float32 and np.isfinite(got.array).all() and got.array.ndim in (1, 2)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(
+        st.one_of(
+            st.sampled_from(
+                [
+                    "op",
+                    "vector",
+                    "layers",
+                    "scale",
+                    "hook",
+                    "positions",
+                    "direction",
+                    "value",
+                    "R",
+                    "path",
+                    "values",
+                    "directions",
+                    "per_layer",
+                    "keep_norm",
+                ]
+            ),
+            st.integers(),
+        ),
+        st.one_of(junk, by_layer, st.sampled_from(list(KINDS)), st.just([[1.0, 2.0]] * 3)),
+    )
+)
+def test_an_intervention_is_accepted_or_refused_by_name(value):
+    try:
+        parse_intervention(value, "interventions[0]")
+    except WeirError as e:
+        assert e.field.startswith("interventions[0]")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.one_of(
+        junk,
+        st.fixed_dictionaries(
+            {"activations": junk, "layer_indices": junk},
+            optional={"scale": junk, "norm_match": junk, "position_indices": junk},
+        ),
+    )
+)
+def test_a_lens_value_is_accepted_or_refused_by_name(value):
+    try:
+        lens_interventions(value)
+    except WeirError as e:
+        assert e.field.startswith("apply_steering_vectors")
+
+
+def test_every_way_to_write_a_vector_is_the_same():
+    row = torch.arange(D) / 4
+    forms = [row, row.double(), row.numpy(), row.tolist(), tuple(row.tolist()), torch.nn.Parameter(row)]
+    for dtype, kind in (("float32", "<f4"), ("float64", "<f8"), ("float16", "<f2")):
+        data = base64.b64encode(row.numpy().astype(kind).tobytes()).decode()
+        forms.append({"b64": data, "dtype": dtype, "shape": [D]})
+    half = row.bfloat16().view(torch.uint16).numpy().tobytes()
+    forms += [{"b64": base64.b64encode(half).decode(), "dtype": "bfloat16", "shape": [D]}, row.bfloat16()]
+    assert len({Vector.parse(f, "v").digest for f in forms}) == 1
+    assert all(np.array_equal(Vector.parse(f, "v").array, row.numpy()) for f in forms)
+
+
+def test_a_list_of_rows_may_hold_tensors():
+    rows = torch.randn(3, D)
+    for kind in (rows.bfloat16(), rows.requires_grad_(), rows.half()):
+        want = kind.detach().float().tolist()
+        assert weir.Replace(list(kind), 0, positions=[3, 1, 2]).values.array.tolist() == want
+        mixed = [kind[0], want[1], kind[2].detach().float().numpy()]
+        assert weir.Add(mixed, 0, positions="0:3").vector.array.tolist() == want
+
+
+@pytest.mark.parametrize(
+    "odd", [torch.eye(D).to_sparse(), torch.ones(D, device="meta"), torch.ones(D, dtype=torch.bool), [torch.ones(1), 1]]
+)
+def test_odd_tensors_are_refused_by_name(odd):
+    with pytest.raises(WeirError) as caught:
+        weir.Add(odd, 0)
+    assert caught.value.field.startswith("intervention.vector")
+
+
+@pytest.mark.parametrize("b64, why", [(None, "missing"), (bytes(4 * D), "base64 text")])
+def test_base64_is_text(b64, why):
+    with pytest.raises(WeirError, match=why) as caught:
+        Vector.parse({"dtype": "float32", "shape": [D]} | ({} if b64 is None else {"b64": b64}), "v")
+    assert caught.value.field == "v.b64"
+
+
+def test_a_hook_that_names_its_block_may_repeat_it():
+    for layers in (1, [1], np.array([1]), "all"):
+        assert weir.Capture("blocks.1.hook_resid_post", layers).layers == (1,)
+        assert weir.Add(GOOD, layers, hook="blocks.1.hook_resid_post").layers == (1,)
+    for layers in (2, [1, 2], np.array([1, 2])):
+        for ask in (weir.Capture, lambda hook, layers: weir.Add(GOOD, layers, hook=hook)):
+            with pytest.raises(WeirError, match="says block 1 already"):
+                ask("blocks.1.hook_resid_post", layers)
+
+
+@pytest.mark.parametrize("layers", [None, {1}, {"a": 1}, {"token_ids": [1]}])
+def test_what_are_no_layers_is_refused_in_words_about_layers(layers):
+    for ask in (weir.Capture, lambda layers: weir.Add(GOOD, layers)):
+        with pytest.raises(WeirError, match="layers is 'all', an int or a list of ints, got") as caught:
+            ask(layers=layers)
+        assert caught.value.field.endswith(".layers")
+
+
+def test_a_vector_is_taken_as_it_was():
+    mine = np.ones(D, np.float32)
+    item = weir.Add(mine, 1)
+    mine[:] = 5
+    assert item.vector.array.tolist() == [1.0] * D
+    with pytest.raises(ValueError):
+        item.vector.array[0] = 3
+
+
+GOOD = torch.ones(D)
+REFUSED = [
+    (lambda: weir.Add(torch.full((D,), float("nan")), 1), "vector"),
+    (lambda: weir.Add([float("inf")] * D, 1), "vector"),
+    (lambda: weir.Add([1e39] * D, 1), "vector"),
+    (lambda: weir.Add(torch.ones(2, 2, D), 1), "vector"),
+    (lambda: weir.Add([], 1), "vector"),
+    (lambda: weir.Add(["a"], 1), "vector"),
+    (lambda: weir.Add([[1.0], [1.0, 2.0]], 1), "vector"),
+    (lambda: weir.Add(np.zeros((10_001, 1)), 1), "vector"),
+    (lambda: weir.Add({"b64": "!!", "dtype": "float32", "shape": [1]}, 1), "vector.b64"),
+    (lambda: weir.Add({"b64": "AAA", "dtype": "float32", "shape": [1]}, 1), "vector.b64"),
+    (lambda: weir.Add({"b64": "AAAA", "dtype": "float32", "shape": [1]}, 1), "vector.b64"),
+    (lambda: weir.Add({"b64": "AAAAAA==", "dtype": "int8", "shape": [1]}, 1), "vector.dtype"),
+    (lambda: weir.Add({"b64": "AAAAAA==", "dtype": ["x"], "shape": [1]}, 1), "vector.dtype"),
+    (lambda: weir.Add({"b64": "AAAAAA==", "dtype": "float32", "shape": [0]}, 1), "vector.shape"),
+    (lambda: weir.Add({"b64": "AAAAAA==", "dtype": "float32", "shape": [2**40, 2**40]}, 1), "vector.shape"),
+    (lambda: weir.Add({"nonsense": 1}, 1), "vector.nonsense"),
+    (lambda: weir.Add("", 1), "vector.ref"),
+    (lambda: weir.Add(GOOD, -1), "layers"),
+    (lambda: weir.Add(GOOD, "some"), "layers"),
+    (lambda: weir.Add(GOOD, 1, scale=float("nan")), "scale"),
+    (lambda: weir.Add(GOOD, 1, scale="2"), "scale"),
+    (lambda: weir.Add(GOOD, 1, scale=True), "scale"),
+    (lambda: weir.Add(GOOD, 1, norm_match=1), "norm_match"),
+    (lambda: weir.Add(GOOD, 1, hook="nowhere"), "hook"),
+    (lambda: weir.Add(GOOD, 1, positions="some"), "positions"),
+    (lambda: weir.Add(GOOD, 2, hook="blocks.1.hook_resid_post"), "layers"),
+    (lambda: weir.Clamp(GOOD, 1), "value"),
+    (lambda: weir.Clamp(GOOD, 1, value=1.0, min=0.0), "value"),
+    (lambda: weir.Clamp(GOOD, 1, min=1.0, max=0.0), "min"),
+    (lambda: weir.Clamp(torch.ones(2, D), 1, value=1.0), "direction"),
+    (lambda: weir.Replace(GOOD, 1, alpha=float("inf")), "alpha"),
+    (lambda: weir.LowRank(GOOD, GOOD, torch.ones(2, 1), 1), "b"),
+    (lambda: weir.Add(torch.ones(2, D), 1, positions={"token_ids": [1]}), "positions"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_refused_where_it_is_written(number):
+    make, field = REFUSED[number]
+    with pytest.raises(WeirError) as caught:
+        make()
+    assert caught.value.field == f"intervention.{field}"
+
+
+LATER = [
+    (weir.Add(torch.ones(D + 1), 1), "vector"),
+    (weir.Add(GOOD, 3), "layers"),
+    (weir.Add("unknown", 1), "vector"),
+    (weir.Add(GOOD, 1, hook="embed"), "layers"),
+    (weir.Add(GOOD, 1, hook="resid_mid"), "hook"),
+    (weir.Ablate(torch.zeros(D), 1), "directions"),
+    (weir.Clamp(torch.zeros(D), 1, value=1.0), "direction"),
+    (weir.LowRank(torch.ones(2, D), torch.ones(3, D), torch.ones(2), 1), "W"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(LATER)))
+def test_refused_on_admission(number):
+    item, field = LATER[number]
+    spec = {"v": 1, "interventions": [weir.Add(GOOD, 0).to_json(), item.to_json()]}
+    with pytest.raises(WeirError) as caught:
+        admit({"weir": spec}, FACTS)
+    assert caught.value.field == f"interventions[1].{field}"
+
+
+def test_too_many_selectors_are_refused_by_name():
+    from vllm_weir.frontend.admission.admit import engine_form
+    from vllm_weir.schema.table_sizes import Sizes
+
+    admitted = admit(
+        {"weir": {"v": 1, "interventions": [weir.Add(GOOD, 1, positions=k).to_json() for k in range(64)]}}, FACTS
+    )
+    with pytest.raises(WeirError) as caught:
+        engine_form(admitted, "reply", None, 100, 5, FACTS, True, Sizes(100, 1000, 1000))
+    assert caught.value.field == "interventions"
+
+
+def test_lens_forms_mean_the_same():
+    rows = torch.randn(2, 3, D, generator=torch.Generator().manual_seed(1))
+    more = {"layer_indices": [0, 2], "scale": 1.5, "norm_match": True, "position_indices": [4, 0, 2]}
+    live = weir.SteeringVector(rows, **more)
+    plain = live.to_json()
+    data = base64.b64encode(rows.numpy().tobytes()).decode()
+    theirs = plain | {"activations": {"data": data, "dtype": "torch.float32", "shape": [2, 3, D]}}
+    forms = [
+        [live],
+        live,
+        json.dumps([live.model_dump(mode="json")]),
+        [plain],
+        plain,
+        json.dumps([plain]),
+        json.dumps(plain),
+        SimpleNamespace(activations=rows, **more),
+        [theirs],
+    ]
+    read = [[i.to_json() for i in lens_interventions(f)] for f in forms]
+    assert all(r == read[0] for r in read)
+    first, second = lens_interventions(live)
+    assert first.layers == (0,) and second.layers == (2,) and first.hook == "resid_post"
+    assert first.positions.to_json() == [0, 2, 4] and first.scale == 1.5 and first.norm_match
+    assert np.array_equal(first.vector.array, rows[0][[1, 2, 0]].numpy())
+
+
+def test_lens_positions_of_broadcast_vectors_are_not_lost():
+    rows = torch.randn(2, D, generator=torch.Generator().manual_seed(1))
+    everywhere = lens_interventions(weir.SteeringVector(rows, [0, 2]))
+    there = lens_interventions(weir.SteeringVector(rows, [0, 2], position_indices=[7, 3]))
+    assert [i.positions.to_json() for i in (*everywhere, *there)] == ["all", "all", [3, 7], [3, 7]]
+    assert [i.vector.array.tolist() for i in there] == rows.tolist()
+
+
+def test_lens_lists_may_be_arrays():
+    rows = torch.ones(2, 2, D)
+    listed = weir.SteeringVector(rows, [0, 2], position_indices=[7, 3])
+    for kind in (np.array, torch.tensor):
+        vector = weir.SteeringVector(rows, kind([0, 2]), position_indices=kind([7, 3]))
+        assert json.dumps(vector.to_json()) == json.dumps(listed.to_json())
+        made, want = lens_interventions(vector), lens_interventions(listed)
+        assert [i.to_json() for i in made] == [i.to_json() for i in want]
+
+
+def test_lens_numbers_may_be_numpys():
+    """Blocks picked with numpy, for the capture key and in the JSON of a steering vector."""
+    for blocks in (np.array([2, 0]), np.array([2]), torch.tensor([2, 0]), [np.int64(2)], np.int64(2)):
+        assert lens_capture(blocks).layers == tuple(sorted(np.atleast_1d(np.asarray(blocks)).tolist()))
+    assert lens_capture(np.array([], int)) is lens_capture(torch.tensor([])) is None
+    plain = weir.SteeringVector(torch.ones(2, D), [2, 0], 0.5, position_indices=[3])
+    odd = weir.SteeringVector(torch.ones(2, D), [np.int64(2), 0], np.float32(0.5), position_indices=[np.int64(3)])
+    assert json.dumps(odd.model_dump(mode="json")) == json.dumps(plain.to_json())
+    for field, value in (("layer_indices", None), ("scale", "2"), ("position_indices", 1.5)):
+        with pytest.raises(WeirError) as caught:
+            replace(plain, **{field: value}).to_json()
+        assert caught.value.field == field
+
+
+def test_lens_refuses_by_name():
+    rows = torch.ones(2, 3, D)
+    for value, field in (
+        ({"activations": rows, "layer_indices": [0]}, "layer_indices"),
+        ({"activations": rows[0, 0], "layer_indices": [0]}, "activations"),
+        ({"activations": rows, "layer_indices": [0, 1], "position_indices": [1, 1, 2]}, "position_indices"),
+        ({"activations": rows, "layer_indices": [0, 1], "position_indices": [-1, 1, 2]}, "position_indices"),
+        ({"activations": rows, "layer_indices": [0, 1], "position_indices": [0, 1, 2, 3]}, "position_indices"),
+        ({"activations": rows, "layer_indices": [0, 1], "position_indices": [0, 1]}, "position_indices"),
+        ({"activations": rows, "layer_indices": [0, 1], "position_indices": "all"}, "position_indices"),
+        ({"activations": rows[:1], "layer_indices": 0}, "layer_indices"),
+        ({"activations": rows[:, 0], "layer_indices": [0, 1], "position_indices": [-1]}, "position_indices"),
+        ({"activations": rows, "layer_indices": [0, 1], "more": 1}, "more"),
+        ({"layer_indices": [0, 1]}, "activations"),
+    ):
+        with pytest.raises(WeirError) as caught:
+            lens_interventions([value])
+        assert caught.value.field == f"apply_steering_vectors[0].{field}"
+
+
+def test_tiers_become_positions():
+    a, b, c, m = ([float(k)] * D for k in range(1, 5))
+    made = weir.from_tiers(
+        {"post_mlp": {1: a}},
+        {"pre_attn": {"2": {"vector": b, "scale": 0.5}}},
+        {"resid_post": {0: c}},
+        ("mod", 2.0),
+        {"mod": {"vectors": {"post_mlp": {1: {"vector": m, "scale": 3.0}}}, "decode_vectors": {"post_mlp": {0: m}}}},
+    )
+    got = [(i.hook, i.layers, i.positions.to_json(), i.scale, float(i.vector.array[0])) for i in made]
+    assert got == [
+        ("resid_post", (1,), "all", 6.0, 4.0),
+        ("resid_post", (0,), "generated", 2.0, 4.0),
+        ("resid_post", (1,), "all", 1.0, 1.0),
+        ("resid_pre", (2,), "prompt", 0.5, 2.0),
+        ("resid_post", (0,), "generated", 1.0, 3.0),
+    ]
+    assert weir.from_tiers() == []
+    assert (
+        weir.from_tiers(steering_module_ref="mod", modules={"mod": {"prefill_vectors": {"post_mlp": {0: m}}}})[
+            0
+        ].positions.to_json()
+        == "prompt"
+    )
+
+
+def test_tiers_refuse_by_name():
+    a = [1.0] * D
+    for kwargs, field in (
+        ({"steering_vectors": {"nowhere": {1: a}}}, "steering_vectors.nowhere.1.hook"),
+        ({"steering_vectors": {"nowhere": {}}}, "steering_vectors.nowhere"),
+        ({"steering_vectors": {"post_mlp": {}}}, "steering_vectors.post_mlp"),
+        ({"decode_steering_clamps": {"post_mlp": {}}}, "decode_steering_clamps.post_mlp"),
+        ({"steering_clamps": {"post_mlp": {1: []}}}, "steering_clamps.post_mlp.1"),
+        ({"prefill_steering_vectors": {"post_mlp": a}}, "prefill_steering_vectors.post_mlp"),
+        ({"decode_steering_vectors": {"post_mlp": {"x": a}}}, "decode_steering_vectors.post_mlp.x"),
+        (
+            {"steering_vectors": {"post_mlp": {1: {"vector": a, "scale": float("nan")}}}},
+            "steering_vectors.post_mlp.1.scale",
+        ),
+        ({"steering_vectors": {"post_mlp": {1: [float("nan")] * D}}}, "steering_vectors.post_mlp.1.vector"),
+        ({"steering_module_ref": "gone"}, "steering_module_ref"),
+        ({"steering_module_ref": ("gone", 1.0), "modules": {}}, "steering_module_ref"),
+        ({"steering_module_ref": ("m", "x"), "modules": {"m": {}}}, "steering_module_ref[1]"),
+        ({"steering_module_ref": ("m",), "modules": {"m": {}}}, "steering_module_ref"),
+        ({"steering_module_ref": 5, "modules": {"m": {}}}, "steering_module_ref"),
+        ({"steering_module_ref": "m", "modules": {"m": [a]}}, "modules.m"),
+        ({"steering_module_ref": "m", "modules": {"m": {"vector": {"post_mlp": {1: a}}}}}, "modules.m.vector"),
+        ({"steering_module_ref": "m", "modules": {"m": {"interventions": []}}}, "modules.m.interventions"),
+    ):
+        with pytest.raises(WeirError) as caught:
+            weir.from_tiers(**kwargs)
+        assert caught.value.field == field
+
+
+def test_the_shelf_keeps_content():
+    shelf = Shelf()
+    digest = shelf.put("a", GOOD)
+    assert digest == digest_of(GOOD.numpy()) and shelf.names() == {"a": {"digest": digest, "shape": [D]}}
+    assert np.array_equal(shelf.find("a", "x"), GOOD.numpy()) and np.array_equal(shelf.find(digest, "x"), GOOD.numpy())
+    assert shelf.put("b", "a") == digest
+    assert shelf.put("a", 2 * GOOD) != digest and shelf.find("b", "x")[0] == 1.0
+    shelf.remove("a")
+    for call, field in (
+        (lambda: shelf.remove("a"), "name"),
+        (lambda: shelf.find("a", "x"), "x"),
+        (lambda: shelf.put("", GOOD), "name"),
+        (lambda: shelf.put("n", [float("nan")]), "vector"),
+    ):
+        with pytest.raises(WeirError) as caught:
+            call()
+        assert caught.value.field == field
+
+
+def test_a_global_intervention_keeps_what_its_name_meant():
+    from vllm_weir.frontend.admission.vector_registry import Shelf
+
+    shelf = Shelf()
+    shelf.put("mood", np.ones(8))
+    kept = weir.Add("mood", 1).with_arrays(shelf.find)
+    shelf.remove("mood")
+    assert kept.lower(8, shelf.find).rows and kept.vector.array.tolist() == [1.0] * 8
+
+
+def test_complex_numbers_are_no_vector():
+    with pytest.raises(WeirError, match="expected numbers, got complex64") as e:
+        weir.Add(torch.ones(4, dtype=torch.complex64), 0)
+    assert e.value.field == "intervention.vector"

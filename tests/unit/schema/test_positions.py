@@ -1,0 +1,263 @@
+"""Selectors against the naive reading in tests.support.check."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.check import expected_positions
+from tests.unit.request_strategies import is_empty, selectors, slices
+from vllm_weir import Add, Capture, Clamp, Site, WeirError
+from vllm_weir.schema.hooks import parse_site
+from vllm_weir.schema.positions import MAX_LIST, Positions
+from vllm_weir.schema.vectors import number
+
+MANY = settings(max_examples=1000, deadline=None)
+lengths = st.integers(1, 60)
+grown = st.integers(1, 30)
+
+
+@MANY
+@given(selector=selectors(), P=lengths, G=grown, data=st.data())
+def test_mask_equals_the_naive_reading(selector, P, G, data):
+    ids = data.draw(st.lists(st.integers(0, 20), min_size=P + G, max_size=P + G))
+    rows = P + G - 1
+    mask = Positions.parse(selector).mask(np.arange(rows), P, np.asarray(ids[:rows]))
+    assert mask.dtype == bool and np.flatnonzero(mask).tolist() == expected_positions(selector, P, G, ids)
+
+
+@MANY
+@given(selector=selectors(), P=lengths, low=st.integers(0, 80), n=st.integers(0, 40))
+def test_mask_of_a_window_is_the_window_of_the_mask(selector, P, low, n):
+    parsed = Positions.parse(selector)
+    whole = parsed.mask(np.arange(low + n), P, np.arange(low + n) % 21)
+    part = parsed.mask(np.arange(low, low + n), P, np.arange(low, low + n) % 21)
+    assert part.tolist() == whole[low:].tolist()
+
+
+@MANY
+@given(selector=selectors(), P=lengths, G=grown, data=st.data())
+def test_first_never_passes_a_wanted_position(selector, P, G, data):
+    ids = data.draw(st.lists(st.integers(0, 20), min_size=P + G, max_size=P + G))
+    first = Positions.parse(selector).first(P, ids[:P])
+    wanted = expected_positions(selector, P, G, ids)
+    assert not wanted or (first is not None and first <= wanted[0])
+    assert first is None or first >= 0
+    in_prompt = [p for p in wanted if p < P]
+    if in_prompt and not (isinstance(selector, str) and ":" in selector):
+        assert first == in_prompt[0], "a hit is capped earlier than need be"
+    if isinstance(selector, dict):
+        assert in_prompt or first == P
+        assert Positions.parse(selector).first(P, None) == 0
+
+
+@MANY
+@given(text=slices())
+def test_a_slice_is_refused_just_where_it_never_selects_anything(text):
+    if not is_empty(text):
+        Positions.parse(text)
+        return
+    with pytest.raises(WeirError, match="selects no position") as e:
+        Positions.parse(text, "there")
+    assert e.value.field == "there" and "'start:'" in e.value.message
+
+
+@MANY
+@given(selector=selectors(), P=lengths, G=grown)
+def test_a_selector_reaches_what_its_mask_selects(selector, P, G):
+    """Tokens may be any."""
+    parsed, end = Positions.parse(selector), P + G - 1
+    assert parsed.reaches(P, end) == parsed.mask(np.arange(end), P).any()
+    ids = [4] * (P + G)
+    assert parsed.needs_token_ids or parsed.reaches(P, end) == bool(expected_positions(selector, P, G, ids))
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_special_tokens_are_the_tokenizer_s(special):
+    parsed = Positions.parse({"special": special})
+    assert parsed.to_json() == {"special": special} and parsed.needs_token_ids
+    assert (
+        Positions.parse(json.loads(json.dumps(parsed.to_json())))
+        == parsed
+        == Positions.parse({"special": np.bool_(special)})
+    )
+    known = parsed.with_special([7, 2, 2])
+    assert known.to_json() == {"token_ids" if special else "not_token_ids": [2, 7]}
+    assert known.with_special([9]) is known
+    assert known.mask(np.arange(4), 2, np.array([2, 5, 7, 9])).tolist() == [special, not special, special, not special]
+    for ask in (parsed.mask, parsed.first):
+        with pytest.raises(AssertionError):
+            ask(*((np.arange(3), 2) if ask == parsed.mask else (2, [1, 2])))
+
+
+@MANY
+@given(selector=selectors(), P=lengths)
+def test_json_round_trip(selector, P):
+    parsed = Positions.parse(selector)
+    again = Positions.parse(json.loads(json.dumps(parsed.to_json())))
+    at, ids = np.arange(90), np.arange(90) % 21
+    assert again.mask(at, P, ids).tolist() == parsed.mask(at, P, ids).tolist()
+    assert Positions.parse(parsed) is parsed
+
+
+@pytest.mark.parametrize("kind", ["token_ids", "not_token_ids"])
+def test_unknown_tokens_select_a_superset(kind):
+    parsed = Positions.parse({kind: [3]})
+    assert parsed.mask(np.arange(5), 3, None).all() and parsed.needs_token_ids
+    # One that is unknown among known ones is not selected: nobody can say that it is none of these.
+    known = parsed.mask(np.arange(3), 3, np.array([3, -1, 4])).tolist()
+    assert known == ([True, False, False] if kind == "token_ids" else [False, False, True])
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        range(2, 9),
+        (2, 3, 4, 5, 6, 7, 8),
+        np.arange(2, 9),
+        torch.arange(2, 9),
+        [np.int64(i) for i in range(2, 9)],
+        [torch.tensor(i) for i in range(2, 9)],
+        [np.array(i) for i in range(2, 9)],
+    ],
+)
+def test_other_sequences_of_ints(same):
+    assert Positions.parse(same) == Positions.parse(list(range(2, 9)))
+    assert Capture(layers=same).layers == tuple(range(2, 9))
+    for kind in ("token_ids", "not_token_ids"):
+        assert Positions.parse({kind: same}) == Positions.parse({kind: list(range(2, 9))})
+
+
+@pytest.mark.parametrize("three", [3, np.int64(3), np.array(3), torch.tensor(3), torch.tensor(3, dtype=torch.int8)])
+def test_an_int_without_dimensions(three):
+    assert Positions.parse(three) == Positions.parse(3) == Positions.parse([three])
+    assert Positions.parse({"token_ids": three}) == Positions.parse({"token_ids": [3]})
+    assert type(Positions.parse(three).values[0]) is type(Positions.parse([three]).values[0]) is int
+    for layers in (three, [three], (three, three)):
+        assert Capture(layers=layers).layers == (3,) and json.dumps(Capture(layers=layers).to_json())
+    assert (
+        parse_site(("resid_post", three)) == Site("resid_post", 3) and type(parse_site(("embed", three)).layer) is int
+    )
+    assert number(three, "scale") == 3.0 and Clamp([1.0, 2.0], three, max=three).max == 3.0
+    given = Add([1.0, 2.0], layers=three, scale=three, positions=three)
+    assert given.to_json() == Add([1.0, 2.0], layers=3, scale=3, positions=3).to_json()
+    assert json.loads(json.dumps(given.to_json())) == given.to_json()
+
+
+@pytest.mark.parametrize(
+    "bad", [torch.tensor(True), np.array(True), np.bool_(True), torch.tensor(1.5), np.array(1.5), np.array("all"),
+            torch.tensor(3, device="meta"), torch.tensor(1j), np.array(None)],
+)  # fmt: skip
+def test_what_is_no_int_in_a_tensor_either(bad):
+    for give in (
+        lambda: Positions.parse(bad, "at"),
+        lambda: Positions.parse([bad], "at"),
+        lambda: Positions.parse({"token_ids": [bad]}, "at"),
+        lambda: Capture(layers=bad),
+        lambda: parse_site(("resid_post", bad)),
+    ):
+        with pytest.raises(WeirError):
+            give()
+    if getattr(bad, "dtype", None) in (torch.float32, np.float64):
+        assert number(bad, "scale") == 1.5
+    else:
+        with pytest.raises(WeirError, match="expected a number"):
+            number(bad, "scale")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        None,
+        True,
+        1.0,
+        float("nan"),
+        {1},
+        {},
+        {"a": 1},
+        [],
+        (),
+        range(0),
+        np.zeros(0, int),
+        torch.zeros(0, dtype=torch.int64),
+        "5:3",
+        "3:3",
+        "0:0",
+        ":0",
+        "-1:-3",
+        "-2:-2",
+        "-3:0",
+        "5:3:2",
+        {"token_ids": []},
+        {"token_ids": [1], "not_token_ids": [2]},
+        {"special": None},
+        {"special": 0},
+        {"special": "no"},
+        {"special": [1]},
+        {"special": False, "within": "prompt"},
+        {"not_token_ids": [-1]},
+        {"not_token_ids": "7"},
+        {"not_token_ids": [True]},
+        "1",
+        "a:b",
+        "1:2:3:4",
+        "1:2\n",
+        [None],
+        [2**31],
+        np.zeros((2, 2)),
+        torch.zeros(2),
+    ],
+)
+def test_refusals(bad):
+    with pytest.raises(WeirError) as e:
+        Positions.parse(bad, "there")
+    assert e.value.field.startswith("there")
+
+
+def test_long_lists_are_refused():
+    Positions.parse(range(MAX_LIST))
+    with pytest.raises(WeirError, match="slice"):
+        Positions.parse(range(10**9))
+
+
+@pytest.mark.parametrize(
+    ("selector", "P", "count"),
+    [
+        *[(s, None, None) for s in ("all", "prompt", "generated", "sampled", "4:", "-2:", ":-1", "2:-1")],
+        *[({kind: [5, 6]}, P, None) for kind in ("token_ids", "not_token_ids") for P in (None, 9)],
+        *[("last_prompt", None, 1), (-1, None, 1), ([5, 5, 3], None, 2), ("1:8:3", None, 3), ("-3:-1", None, 2)],
+        *[([3, -1], None, 2), ([3, -1], 4, 1), ([3, -1], 9, 2), ([-9, 2], 8, 1), (-9, 8, None), ([99, 1], 8, 2)],
+    ],
+)
+def test_how_many_positions_a_selector_names(selector, P, count):
+    assert Positions.parse(selector).count(P) == count
+
+
+@pytest.mark.parametrize(("P", "G"), [(1, 1), (5, 3), (16, 1)])
+@pytest.mark.parametrize("selector", ["all", "prompt", "generated", "sampled", "4:", "-2:", ":-1", "2:-1", "::2", "1:"])
+def test_how_many_positions_a_request_can_reach(selector, P, G):
+    """What is bounded by the request alone: as many as its mask has of all positions with rows."""
+    positions, end = Positions.parse(selector), P + G - 1
+    assert (positions.count(P, end) or 0) == int(positions.mask(np.arange(end), P).sum())
+
+
+@settings(max_examples=500, deadline=None)
+@given(selector=selectors(), P=st.integers(1, 40))
+def test_rank_and_steady_are_what_the_mask_says(selector, P):
+    chosen = Positions.parse(selector)
+    every = np.arange(200)
+    mask = chosen.mask(every, P)
+    if not chosen.needs_token_ids:
+        for rank, position in enumerate(np.flatnonzero(mask)):
+            assert chosen.rank(int(position), P) == rank
+    steady = chosen.steady(P)
+    if steady is None:
+        assert chosen.kind == "slice" and chosen.values[2] not in (None, 1)
+    else:
+        start, selected = steady
+        assert (mask[max(0, start) :] == selected).all() or chosen.needs_token_ids

@@ -1,0 +1,218 @@
+"""The planner's promises under random batches: every wanted (site, position) gets one row, and nothing else does."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.request_strategies import sensible_captures
+from vllm_weir import Site
+from vllm_weir.schema.compression import Compression
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.request import ResolvedSpec, Treatment, Wish
+from vllm_weir.schema.selectors import NEVER, STAGES, column_of, num_taps, tap_of
+from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.worker.planning.planner import Planner
+from vllm_weir.worker.planning.step_plan import PACKED
+from vllm_weir.worker.steering.programs import ProgramTable
+
+LAYERS = 4
+
+COLUMNS = frozenset(range(num_taps(LAYERS) * STAGES))
+
+
+def spec_of(captures, compress=None) -> ResolvedSpec:
+    wishes = []
+    for hook, layers, positions in captures:
+        for layer in range(LAYERS) if layers == "all" else layers:
+            wishes.append(Wish(Site(hook, layer), Positions.parse(positions), False))
+    return ResolvedSpec(tuple(wishes), compress and Treatment(None, (), Compression.parse(compress)))
+
+
+def places_of(plan):
+    """Token -> where its rows or records go; rows in arena rows, records in bytes that follow each other."""
+    token_at = {int(plan.slots[t]): t for t in plan.tokens.tolist()}
+    assert not (plan.jobs[:, 4] <= PACKED).any() and (plan.packs[:, 4] <= PACKED).all()
+    out = {token_at[slot - lead]: tuple(rest) for slot, *rest, lead, _ in plan.jobs.tolist()}
+    for after, place, size, columns, codec in plan.packs.tolist():
+        assert size == columns * 16, "eight values: two floats and eight codes, or eight halves"
+        out[token_at[after - columns]] = (place, size, codec)
+    assert len(out) == len(plan.tokens)
+    return out
+
+
+def rows_of(plan, planner, batch):
+    """{(request, column, position)} of what is recorded; every ring row of the step is used once."""
+    found, used = [], np.zeros(plan.rows, int)
+    token = 0
+    for request_id, n, computed in batch:
+        for position in range(computed, computed + n):
+            slot, profile = plan.slots[token], plan.profiles[token]
+            assert (slot < 0) == (profile < 0)
+            if slot >= 0:
+                for column in np.flatnonzero(planner.profiles.ranks[profile] >= 0):
+                    found.append((request_id, int(column), position))
+                    used[slot + planner.profiles.ranks[profile, column]] += 1
+            token += 1
+    assert len(plan.slots) == len(plan.profiles) == token
+    assert (used == 1).all(), "rows overlap or leave gaps"
+    assert len(set(found)) == len(found)
+    return set(found)
+
+
+def planner_of(columns, profiles):
+    taps = num_taps(LAYERS)
+    return Planner(columns, taps * STAGES, profiles, ProgramTable(Sizes(4, 4, 4), taps, range(taps), 8))
+
+
+def step(planner, batch):
+    names, counts, computed = zip(*batch, strict=True)
+    return planner.plan(list(names), counts, computed)  # as vLLM gives them: a repeated step is known by its list
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_planning_everybody_at_once_changes_nothing(data):
+    """The same batches through a planner that plans every request by itself: same plans, same marks, same places."""
+    quick, slow = planner_of(COLUMNS, 512), planner_of(COLUMNS, 512)
+    state = {}
+    for i in range(data.draw(st.integers(1, 4))):
+        P, G = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 16))
+        ids = data.draw(st.lists(st.integers(0, 20), min_size=P, max_size=P))
+        how = data.draw(st.sampled_from([None, "full8", "fp16"]))
+        spec = spec_of(data.draw(sensible_captures(LAYERS)), how)
+        codec = -1 if how is None else PACKED - (how == "fp16")
+        for planner in (quick, slow):
+            planner.read(f"r{i}", data.draw(st.just("ab"[i % 2])), spec, P, ids, G, codec)
+        state[f"r{i}"] = [P, G, 0]
+    while state:
+        batch = []
+        for name, (P, _, at) in state.items():
+            if len(state) > 1 and not data.draw(st.integers(0, 5)):
+                continue  # it sits this step out
+            if at > 1 and not data.draw(st.integers(0, 15)):
+                at = data.draw(st.integers(0, at - 1))
+            batch.append((name, data.draw(st.integers(1, P - at)) if at < P else 1, at))
+        if not batch:
+            continue
+        slow.seats.ready[:] = NEVER
+        slow._repeat = None
+        plans = [step(planner, batch) for planner in (quick, slow)]
+        assert (plans[0] is None) == (plans[1] is None)
+        if plans[0] is not None:
+            a, b = plans
+            assert (a.slots >= 0).tolist() == (b.slots >= 0).tolist() and a.profiles.tolist() == b.profiles.tolist()
+            for plan in plans:
+                rows_of(plan, quick, batch)
+            assert places_of(a) == places_of(b)
+            marks = [{r: sorted(flat(m)) for r, m in p.marks.items()} for p in plans]
+            assert {r: m for r, m in marks[0].items() if m} == {r: m for r, m in marks[1].items() if m}
+        for name, n, at in batch:
+            state[name][2] = at + n
+            if at + n >= state[name][0] + state[name][1] - 1:
+                del state[name]
+                for planner in (quick, slow):
+                    planner.remove(name)
+    assert_free(quick, 512)
+
+
+def flat(marks):
+    """(strand, rank, position) of every row."""
+    return [
+        (strand, rank + k, position + k * stride)
+        for strand, rank, position, count, stride in marks.tolist()
+        for k in range(count)
+    ]
+
+
+def test_a_step_that_repeats_the_last_one_is_recognised():
+    planner = planner_of(COLUMNS, 8)
+    names = [f"r{i}" for i in range(20)]
+    for name in names:
+        planner.read(name, "a", spec_of([("resid_post", "all", "all")]), 3, None, 400)
+    batch = [(name, 3, 0) for name in names]
+    for position in range(3, 300):
+        plan = step(planner, batch)
+        assert plan.rows == sum(n for _, n, _ in batch) * LAYERS
+        batch = [(name, 1, position) for name in names]
+        if position == 6:
+            assert planner._repeat is not None
+    planner.strands.catch_up()
+    assert planner.strands.last[[s.index for s in planner.strands.live.values()]].tolist() == [298] * 20
+
+
+def assert_free(planner, size):
+    profiles = planner.profiles
+    assert not planner.reading and not len(profiles) and not profiles._of and not profiles.columns_of
+    assert sorted(profiles._free) == list(range(size))
+
+
+def test_columns_are_distinct_and_of_their_tap():
+    sites = [Site(h, i) for h in ("resid_pre", "resid_post") for i in range(LAYERS)]
+    for before in (True, False):
+        columns = [column_of(s, before) for s in sites]
+        assert len(set(columns)) == len(columns) and set(columns) <= COLUMNS
+    for layer in range(1, LAYERS):
+        # After the one block's interventions is before the next one's.
+        assert column_of(Site("resid_post", layer - 1), False) == column_of(Site("resid_pre", layer), True)
+
+
+def test_profiles_are_shared_and_freed():
+    planner = planner_of(COLUMNS, 2)
+    wish = spec_of([("resid_post", [1], "all")])
+    for i in range(50):
+        planner.read(f"r{i}", "a", wish, 5, None)
+    batch = [(f"r{i}", 1, 0) for i in range(50)]
+    assert len({int(p) for p in step(planner, batch).profiles}) == 1
+    planner.remove("r0")
+    planner.read("r0", "a", spec_of([("resid_post", [2], "all")]), 5, None)  # joins again under its id
+    assert len({int(p) for p in step(planner, batch).profiles}) == 2
+    planner.read("x", "a", spec_of([("resid_post", [3], "all")]), 5, None)
+    ((reply, name, reason),) = step(planner, [("x", 1, 0), ("r1", 1, 3)]).failures
+    assert (reply, name) == ("a", "x") and "more than 2" in reason
+    planner.remove("r0")
+    planner.read("x", "a", spec_of([("resid_post", [3], "all")]), 5, None)
+    assert step(planner, [("x", 1, 0)]).rows == 1
+    for name in ["x", "nobody", *(f"r{i}" for i in range(50))]:
+        planner.remove(name)
+    assert_free(planner, 2)
+
+
+def test_63_selectors_in_one_request():
+    planner = planner_of(COLUMNS, 512)
+    planner.read("r", "a", spec_of([("resid_post", [i % LAYERS], [i]) for i in range(63)]), 70, None)
+    found = rows_of(step(planner, [("r", 70, 0)]), planner, [("r", 70, 0)])
+    assert {(c, p) for _, c, p in found} == {(column_of(Site("resid_post", i % LAYERS), False), i) for i in range(63)}
+
+
+def test_a_stage_of_a_pipeline_fills_its_own_columns_only():
+    mine = frozenset(c for c in COLUMNS if c // STAGES > tap_of(Site("resid_post", 1)))
+    planner = planner_of(mine, 16)
+    planner.read("none", "a", spec_of([("resid_post", [0, 1], "all")]), 3, None)
+    assert not planner.reading and step(planner, [("none", 3, 0)]) is None
+    planner.read("some", "a", spec_of([("resid_post", "all", "all")]), 3, None)
+    plan = step(planner, [("none", 3, 0), ("some", 3, 0)])
+    assert plan.rows == 6 and {c for _, c, _ in rows_of(plan, planner, [("none", 3, 0), ("some", 3, 0)])} <= mine
+
+
+def test_request_ids_match_whole():
+    planner = planner_of(COLUMNS, 16)
+    planner.read("a", "x", spec_of([("resid_post", [0], "all")]), 3, None)
+    assert step(planner, [("a-b", 3, 0), ("ab", 3, 0)]) is None
+    planner.remove("a-b")
+    assert step(planner, [("a-b", 3, 0), ("a", 3, 0)]).slots.tolist() == [-1, -1, -1, 0, 1, 2]
+
+
+def test_a_repeated_step_does_not_write_where_an_extent_was_retired():
+    """Readers may have emptied a retired extent, and others been given its memory."""
+    planner = planner_of(COLUMNS, 8)
+    planner.read("r", "a", spec_of([("resid_post", [1], "all")]), 3, None, 400)
+    for batch in ([("r", 3, 0)], [("r", 1, 3)], [("r", 1, 4)]):
+        step(planner, batch)
+    assert planner._repeat is not None
+    planner.strands.retire_all()
+    (retired,) = planner.strands.take_news()["a"].retired
+    plan = step(planner, [("r", 1, 5)])
+    (placed,) = planner.strands.take_news()["a"].placed
+    assert (retired.rank, retired.filled) == (0, 5) and (placed.rank, plan.jobs[0, 1]) == (5, placed.start)

@@ -1,0 +1,319 @@
+"""A step that leaves the ring band by band brings the same bytes to the same places as one that leaves it whole."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.request_strategies import sensible_captures
+from tests.unit.worker.planning.test_planner import COLUMNS, LAYERS, spec_of, step
+from vllm_weir.schema.compression import Compression
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.request import ResolvedSpec, Treatment, Wish
+from vllm_weir.schema.selectors import STAGES, is_boundary, num_taps, tap_of
+from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.worker.planning.arena import Arena
+from vllm_weir.worker.planning.planner import Planner
+from vllm_weir.worker.planning.row_sequences import Strands
+from vllm_weir.worker.planning.step_plan import PACKED
+from vllm_weir.worker.steering.programs import ProgramTable
+from vllm_weir.worker.tap.reductions import Folder
+from vllm_weir.worker.transfer import streamed_copy as stream
+from vllm_weir.worker.transfer.codecs import Codecs
+from vllm_weir.worker.transfer.packed_bands import packs_of
+from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
+from vllm_weir.worker.transfer.postprocess import Treater
+from vllm_weir.worker.transfer.ring import Ring
+from vllm_weir.worker.transfer.streamed_copy import Streamer, layout, learned
+
+D, ROW = 8, 32
+CPU = torch.device("cpu")
+
+
+def planner_of(arena_rows):
+    taps = num_taps(LAYERS)
+    table = ProgramTable(Sizes(4, 4, 4), taps, range(taps), D)
+    planner = Planner(COLUMNS, taps * STAGES, 64, table, Strands(Arena(arena_rows)))
+    planner.reader.row_bytes = ROW
+    return planner
+
+
+def row_of(token, column):
+    """What the model has there."""
+    return torch.randn(D, generator=torch.Generator().manual_seed(1000 * token + column))
+
+
+def record(ring, plan, token, at, column):
+    """As a tap does; one group's tokens are added to what its first one left."""
+    row = row_of(token, column)
+    ring[at] = row if plan.spans[token] >= 0 else ring[at] + row
+
+
+def deliver(host, packet):
+    flat = packet.records.view(-1)
+    for source, target, size in packet.pieces.tolist():
+        host[target : target + size] = flat[source : source + size]
+
+
+def whole(plan, planner, codecs, host):
+    """The step through a ring that holds all of it."""
+    ring = torch.zeros(plan.rows, D)
+    for token in np.flatnonzero(plan.profiles >= 0).tolist():
+        for rank, column in enumerate(planner.profiles.columns_of[int(plan.profiles[token])]):
+            record(ring, plan, token, int(plan.slots[token]) + rank, column)
+    Folder(ring).settle(plan.folds, 0)
+    rows = host.view(torch.float32).view(-1, D)
+    for slot, row, count in plan.segments.tolist():
+        rows[row : row + count] = ring[slot : slot + count]
+    for quick in (True, False):
+        for packet in Treater(ring).pack(plan, 0, codecs, quick):
+            deliver(host, packet)
+
+
+class Outlet:
+    """Where rows leave at once, and what is not theirs any more is overwritten."""
+
+    stream = SimpleNamespace(wait_event=lambda event: None)
+
+    def __init__(self, ring, host):
+        self.ring, self.host = ring.buffer, host
+        self.rows = host.view(torch.float32).view(-1, D)
+
+    def send_runs(self, start, stride, runs):
+        for lane, row, pitch, count, width in runs.tolist():
+            for k in range(count):
+                at = start + (lane + k) * stride
+                self.rows[row + k * pitch : row + k * pitch + width] = self.ring[at : at + width]
+
+    def send(self, segments):
+        for at, row, width in segments.tolist():
+            self.rows[row : row + width] = self.ring[at : at + width]
+
+    def send_packet(self, packet):
+        deliver(self.host, packet)
+
+
+class Model:
+    """A streamed step's passes through the taps, in an order of its own; rows that have left are overwritten."""
+
+    def __init__(self, capacity, codecs, arena_rows, monkeypatch):
+        self.ring = Ring(capacity, D, torch.float32, CPU)
+        self.host = torch.full((arena_rows * ROW,), 7, dtype=torch.uint8)
+        self.numbers = [torch.tensor([tap]) for tap in range(num_taps(LAYERS))]
+        taps = {number.data_ptr(): tap for tap, number in enumerate(self.numbers)}
+        ranks = torch.zeros(64, num_taps(LAYERS) * STAGES, dtype=torch.int32)
+        self.streamer = Streamer(self.ring, Outlet(self.ring, self.host), ranks, taps, codecs)
+        leaves = self.ring.leaves
+
+        def overwritten(start, rows, copied):
+            self.ring.buffer[start : start + rows] = float("nan")
+            leaves(start, rows, copied)
+
+        self.ring.leaves = overwritten
+        event = SimpleNamespace(record=lambda *_: None, synchronize=lambda: None, query=lambda: True, wait=lambda: None)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        monkeypatch.setattr(stream, "launch", self._launch)
+
+    def step(self, plan, planner, order):
+        """The host's memory after the step, and what to call to wait for it."""
+        self.host.fill_(7)
+        self.streamer.begin(plan, planner.profiles.columns_of)
+        laid = plan.in_lanes(self.streamer.stride)
+        for tap in order:
+            self.streamer.tap(None, None, self.numbers[tap], laid, None, self.ring.buffer)
+        Folder(self.ring.buffer).settle(plan.folds, self.streamer.cells)
+        return self.streamer.end(plan)
+
+    def _launch(self, hidden, other, number, laid, regions, ring, listed):
+        for token in np.flatnonzero(laid.slots >= 0).tolist():
+            for column in range(int(number) * STAGES, (int(number) + 1) * STAGES):
+                region = int(regions[int(laid.profiles[token]), column])
+                if region >= 0:
+                    record(ring, laid, token, int(laid.slots[token]) + region, column)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_the_same_bytes_come_to_the_same_places(data, monkeypatch):
+    arena_rows = data.draw(st.sampled_from([40, 4000]))  # in the small one some find no room, and their requests fail
+    planner, codecs, state = planner_of(arena_rows), Codecs(D, CPU), {}
+    for i in range(data.draw(st.integers(1, 5))):
+        how = data.draw(st.sampled_from([None, "full8", "fp16", {"method": "topk8", "k": 3}]))
+        number = -1 if how is None else PACKED - codecs.hold(f"r{i}", Compression.parse(how, "c"))
+        length = data.draw(st.integers(1, 12))
+        spec = spec_of(data.draw(sensible_captures(LAYERS)), how)
+        planner.read(f"r{i}", "a", spec, length, list(range(length)), 30, number)
+        state[f"r{i}"] = 0
+    # As the scheduler sees to: all that one tap writes fits the ring.
+    model = Model(data.draw(st.integers(5 * 9 * STAGES, 1000)), codecs, arena_rows, monkeypatch)
+    order = data.draw(st.permutations(range(num_taps(LAYERS))))
+    for _ in range(data.draw(st.integers(1, 4))):
+        batch = [(name, data.draw(st.integers(1, 9)), at) for name, at in state.items()]
+        plan = step(planner, batch)
+        state.update({name: at + n for name, n, at in batch})
+        if plan is None or not plan.rows:
+            continue
+        expected = torch.full((arena_rows * ROW,), 7, dtype=torch.uint8)
+        whole(plan, planner, codecs, expected)
+        needed = {c // STAGES for p in plan.profiles.tolist() if p >= 0 for c in planner.profiles.columns_of[p]}
+        others = data.draw(st.sets(st.sampled_from(order)))
+        model.step(plan, planner, [tap for tap in order if tap in needed | others])()
+        assert model.host.equal(expected)
+        laid = plan.in_lanes(1)
+        assert ((laid.slots >= 0) == (laid.profiles >= 0)).all(), "a slot without a profile is read out of bounds"
+
+
+def test_groups_of_reduced_rows_stay_while_bands_come_and_go(monkeypatch):
+    """A request whose prompt is reduced beside one whose rows stream through what is left of the ring."""
+    planner, codecs = planner_of(4000), Codecs(D, CPU)
+    sites = tuple(Wish(Site("resid_post", layer), Positions.parse("all"), False) for layer in range(LAYERS))
+    planner.read("mean", "a", ResolvedSpec(sites, Treatment("mean")), 200, None, 30, -1)
+    planner.read("rows", "a", ResolvedSpec(sites), 9, None, 30, -1)
+    model = Model(2 * LAYERS + 3 * 9, codecs, 4000, monkeypatch)
+    order = list(range(num_taps(LAYERS)))
+    for _ in range(2):  # the second time, the order of the taps is known
+        plan = step(planner, [("mean", 200, 0), ("rows", 9, 0)])
+        assert plan.cells == 2 * LAYERS and plan.rows == plan.cells + 9 * LAYERS > model.ring.capacity
+        expected = torch.full((4000 * ROW,), 7, dtype=torch.uint8)
+        whole(plan, planner, codecs, expected)
+        model.step(plan, planner, order)()
+        assert model.host.equal(expected) and len(plan.results) == 1
+
+
+def test_columns_leave_side_by_side_once_the_order_of_the_taps_is_known(monkeypatch):
+    """And rows that an unexpected order may have overwritten are lost with a word, as are those of a tap not met."""
+    planner, codecs = planner_of(4000), Codecs(D, CPU)
+    planner.read("r", "a", spec_of([("resid_post", "all", "all"), ("mlp_out", "all", "all")]), 6, None, 30, -1)
+    model = Model(6 * 4 * LAYERS, codecs, 4000, monkeypatch)
+    order = list(range(num_taps(LAYERS)))
+    strides = []
+    for _ in range(2):
+        model.step(step(planner, [("r", 6, 0)]), planner, order)()
+        strides.append(model.streamer.stride)
+    assert strides[0] == 1 < strides[1], strides
+    narrow = Model(6 * 4, codecs, 4000, monkeypatch)
+    narrow.step(step(planner, [("r", 6, 6)]), planner, order)()
+    with pytest.raises(RuntimeError, match="another order"):
+        narrow.step(step(planner, [("r", 6, 12)]), planner, order[::2] + order[1::2])()
+    narrow.step(step(planner, [("r", 3, 18)]), planner, order[::2] + order[1::2])()
+    with pytest.raises(RuntimeError, match="did not come to its taps"):
+        model.step(step(planner, [("r", 3, 21)]), planner, order[:-1])()
+
+
+def test_taps_that_no_step_before_has_met_take_no_room_of_a_band(monkeypatch):
+    """One request's taps are known, another's lie between them."""
+    planner, codecs = planner_of(4000), Codecs(D, CPU)
+    planner.read("r", "a", spec_of([("resid_post", "all", "all")]), 6, None, 30, -1)
+    planner.read("s", "a", spec_of([("attn_out", "all", "all"), ("mlp_out", "all", "all")]), 3, None, 30, -1)
+    model = Model(36, codecs, 4000, monkeypatch)
+    order = sorted(tap_of(Site(h, k)) for h in ("resid_post", "attn_out", "mlp_out") for k in range(LAYERS))
+    plan = step(planner, [("r", 6, 0)])
+    model.step(plan, planner, [tap for tap in order if is_boundary(tap)])()
+    for turn in range(2):
+        plan = step(planner, [("r", 3, 6 + 3 * turn), ("s", 3, 3 * turn)])
+        expected = torch.full_like(model.host, 7)
+        whole(plan, planner, codecs, expected)
+        model.step(plan, planner, order)()
+        assert model.host.equal(expected)
+
+
+def test_the_stages_of_one_tap_share_no_rows_of_the_ring(monkeypatch):
+    """A ring of a little more than three regions, wherever the steps before have left off."""
+    places = ((Site("resid_post", 0), True), (Site("resid_post", 0), False), (Site("resid_pre", 1), False))
+    spec = ResolvedSpec(tuple(Wish(site, Positions.parse("all"), before) for site, before in places), None)
+    for used in range(22):
+        planner, codecs = planner_of(4000), Codecs(D, CPU)
+        planner.read("r", "a", spec, 6, None, 30, -1)
+        model = Model(22, codecs, 4000, monkeypatch)
+        model.ring.take(used)
+        plan = step(planner, [("r", 6, 0)])
+        expected = torch.full_like(model.host, 7)
+        whole(plan, planner, codecs, expected)
+        model.step(plan, planner, range(num_taps(LAYERS)))()
+        assert model.host.equal(expected)
+
+
+@given(
+    st.dictionaries(st.integers(0, 9), st.sets(st.integers(0, 40), min_size=1, max_size=12), min_size=1, max_size=4),
+    st.permutations(range(14)),
+    st.booleans(),
+    st.integers(1, 50),
+    st.integers(1, 8),
+    st.integers(0, 600),
+)
+def test_bands_that_are_written_at_once_share_no_rows(members, order, known, lanes, wanted, spare):
+    columns_of = {profile: tuple(sorted(columns)) for profile, columns in members.items()}
+    capacity = lanes * STAGES + spare
+    width, bands = layout(columns_of, order if known else (), lanes, capacity, wanted)
+    assert sorted(c for band in bands for c in band) == sorted({c for some in members.values() for c in some})
+    for band in bands:
+        for columns in columns_of.values():
+            places = [columns.index(c) for c in band if c in columns]
+            assert not places or places == list(range(places[0], places[0] + len(band)))
+    ring = Ring(capacity, D, torch.float32, CPU)
+    ring.take(spare)
+    ring.rewind()
+    starts = [ring.take(lanes * width) for _ in bands]
+    # Of the model's way: what has begun to be written and is not complete, and what the next tap writes.
+    turn = {tap: k for k, tap in enumerate(order)}
+    spans = [(min(turn[c // STAGES] for c in band), max(turn[c // STAGES] for c in band)) for band in bands]
+    for at in range(14):
+        open_ = sorted(s for s, (first, last) in zip(starts, spans, strict=True) if first <= at <= last)
+        assert all(b - a >= lanes * width for a, b in itertools.pairwise(open_))
+
+
+def test_compressed_rows_are_streamed_and_sums_are_not():
+    planner, codecs = planner_of(4000), Codecs(D, CPU)
+    number = codecs.hold("r", Compression.parse("full8", "c"))
+    planner.read("r", "a", spec_of([("resid_post", "all", "all")], "full8"), 6, None, 30, PACKED - number)
+    plan = step(planner, [("r", 6, 0)])
+    assert plan.treated and not plan.whole
+    (pack,) = packs_of(plan, codecs, CPU)
+    assert pack.packet().pieces.tolist() == [[0, 0, 6 * LAYERS * codecs[number].record_bytes]]
+
+
+def test_orders_are_learned_from_steps_that_come_to_some_of_the_taps():
+    """Two kinds of requests in turn keep theirs; a step with both replaces them; a contradiction is forgotten."""
+    orders = []
+    for met in ((6, 10, 14), (3, 7), (6, 10), (3, 7)):
+        orders = learned(orders, met)
+    assert orders == [(3, 7), (6, 10, 14)]
+    orders = learned(orders, (3, 6, 7, 10))
+    assert orders == [(3, 6, 7, 10), (6, 10, 14)]
+    assert learned(orders, (7, 3)) == [(7, 3), (6, 10, 14)]
+    assert learned(orders, (14,)) == orders
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 400), st.integers(0, 9), st.integers(1, 40), st.integers(1, 8)), min_size=1, max_size=5
+    )
+)
+def test_runs_are_cut_at_block_edges(runs):
+    buffer = HostBuffer(1000, 4096, pin=False)
+    buffer._block_rows = 32
+    given_ = np.array([(1000 * k, at, width + gap, n, width) for k, (at, gap, n, width) in enumerate(runs)], np.int64)
+    parts = buffer.split_runs(given_)
+    ends = parts[:, 2] + (parts[:, 4] - 1) * parts[:, 3] + parts[:, 5] - 1
+    assert (parts[:, 2] // 32 == ends // 32).all() and (parts[:, 4:] > 0).all()
+
+    def rows(of):
+        return [
+            (lane + k, first + j, place + k * step + j)
+            for lane, first, place, step, n, width in of
+            for k in range(n)
+            for j in range(width)
+        ]
+
+    whole = [(lane, 0, place, step, n, width) for lane, place, step, n, width in given_.tolist()]
+    assert sorted(rows(parts.tolist())) == sorted(rows(whole))
