@@ -17,7 +17,7 @@ from vllm_weir.frontend.engine_frontend import Desk
 from vllm_weir.frontend.receive import receiver as inbox
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.discovery.anchors import Anchor, Key
-from vllm_weir.worker.discovery.sites import SiteMap
+from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.runtime import ModelFacts, Station
 from vllm_weir.worker.transfer.copy_out import at_once
 

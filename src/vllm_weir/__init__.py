@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from vllm_weir.errors import WeirError
     from vllm_weir.extraction.run import extract
     from vllm_weir.integrations.probe_hook import LLM, AsyncLLM
-    from vllm_weir.results.activations import Activations, Receipt
+    from vllm_weir.results.activations import Activations
+    from vllm_weir.results.receipt import Receipt
     from vllm_weir.schema.capture import Capture
     from vllm_weir.schema.compat.three_tier import from_tiers
     from vllm_weir.schema.compat.vllm_lens import SteeringVector

@@ -116,7 +116,7 @@ def sites(llm: Any) -> list[SiteVerdict]:
 
 async def sites_async(engine: Any) -> list[SiteVerdict]:
     """`sites` of an ``AsyncLLM``, whose workers can only be asked asynchronously."""
-    from vllm_weir.patches.frontend import ask_workers
+    from vllm_weir.frontend.lookup import ask_workers
 
     await ask_workers(engine)
     return _verdicts(_desk(engine).require_facts())
@@ -171,7 +171,7 @@ def sinks(llm: Any) -> dict[str, dict[str, Any]]:
 
 def _desk(llm: Any) -> Any:
     try:
-        from vllm_weir.patches.frontend import desk_of
+        from vllm_weir.frontend.lookup import desk_of
 
         return desk_of(llm)
     except ImportError as e:

@@ -7,7 +7,8 @@ from torch import nn
 
 from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
 from vllm_weir.worker.discovery.overrides import Family
-from vllm_weir.worker.discovery.sites import SiteMap, find_scene, map_sites
+from vllm_weir.worker.discovery.site_map import SiteMap
+from vllm_weir.worker.discovery.sites import find_scene, map_sites
 
 D, TOKENS, LAYERS = 16, 6, 3
 

@@ -10,8 +10,8 @@ import torch
 from vllm_weir import codec, messages
 from vllm_weir.frontend.receive.mapped_buffer import Mirror
 from vllm_weir.frontend.receive.row_store import Store
-from vllm_weir.schema.selectors import STAGES, num_taps
 from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.schema.taps import STAGES, num_taps
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.row_sequences import Strands

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import torch
 
-from vllm_weir.results.activations import Activations, Receipt
+from vllm_weir.results.activations import Activations
+from vllm_weir.results.receipt import Receipt
 from vllm_weir.schema.hooks import Site
 
 D = 8

@@ -29,7 +29,8 @@ from vllm_weir.schema.hooks import ALIASES, BLOCK_HOOKS, HOOKS, place_of
 from vllm_weir.schema.interventions import BLEND
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec, Treatment
-from vllm_weir.schema.selectors import STAGES, Selectors, column_of, tap_of
+from vllm_weir.schema.selectors import Selectors
+from vllm_weir.schema.taps import STAGES, column_of, tap_of
 from vllm_weir.worker.discovery.anchors import Anchor, Key
 from vllm_weir.worker.steering.programs import LAST
 from vllm_weir.worker.tap.install import place

@@ -1,12 +1,7 @@
 """Looking at stored activations: Vllm_mi_patch's functions for every format that Weir reads, and pictures."""
 
-from vllm_weir.analysis.files import (
-    load_activation_file,
-    load_activation_manifest,
-    load_sequence_activations,
-    reconstruct_activations,
-)
-from vllm_weir.analysis.loader import ActivationLoader, quick_load
+from vllm_weir.analysis.files import load_activation_file, load_activation_manifest
+from vllm_weir.analysis.loader import ActivationLoader, load_sequence_activations, quick_load
 from vllm_weir.analysis.metrics import (
     compare_tokens,
     compute_layer_statistics,
@@ -15,6 +10,7 @@ from vllm_weir.analysis.metrics import (
     similarity_matrix,
 )
 from vllm_weir.analysis.plots import plot_heat_map, plot_norms, plot_similarity, plot_timeline
+from vllm_weir.analysis.reconstruct import reconstruct_activations
 
 __all__ = [
     "ActivationLoader",

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_weir.analysis.files import check_mode, native, reconstruct_activations
 from vllm_weir.analysis.metrics import (
     Matrix,
     compute_layer_statistics,
     compute_similarity,
     create_token_timeline,
 )
+from vllm_weir.analysis.reconstruct import check_mode, native, reconstruct_activations
 from vllm_weir.errors import MissingFile, WeirError, brief
 from vllm_weir.results.activations import Activations
 from vllm_weir.schema.hooks import Site, normalise_hook
@@ -224,3 +224,30 @@ def _folders(index: Index) -> dict[str, str]:
     # Of a request without rows no file is known, and who opened one request's folder knows no other name.
     named = {request: called[home] for request, home in homes.items() if home}
     return {r: named.get(r, folder_of(r)) for r in index.requests if index.layout == "npz" or r in homes}
+
+
+def load_sequence_activations(
+    output_dir: str | PathLike, request_id: str, sequence_id: int | str = 0, layers: Sequence[int] | None = None,
+    return_torch: bool = False, device: str | None = None, **options: Any,
+) -> dict[int, dict[str, Any]]:  # fmt: skip
+    """All layers of one sequence, as stored; any dataset that `vllm_weir.load` reads will do.
+
+    Args:
+        output_dir: the dataset.
+        request_id: of the dataset, or the name of its folder.
+        sequence_id: of a request with several sequences.
+        layers: only these.
+        return_torch, device: as for `load_activation_file`.
+        options: for `vllm_weir.load`, such as the ``hidden_size`` that Vllm_mi_patch's topk8 needs.
+
+    Returns:
+        layer -> arrays, by ascending layer, for `reconstruct_activations`.
+
+    Raises:
+        MissingFile: if there is no such request.
+        WeirError: if there is no such sequence or layer; naming the file, if it is damaged.
+    """
+    from vllm_weir.analysis.loader import ActivationLoader
+
+    loader = ActivationLoader(output_dir, device=(device or "cpu") if return_torch else None, **options)
+    return loader.load_sequence(request_id, sequence_id, layers)

@@ -112,7 +112,7 @@ def rows_of(data: Any) -> Any:
     """Rows of what a loader returned: themselves, or reconstructed."""
     if not isinstance(data, Mapping):
         return data
-    from vllm_weir.analysis.files import reconstruct_activations
+    from vllm_weir.analysis.reconstruct import reconstruct_activations
 
     return reconstruct_activations(data)
 

@@ -20,7 +20,8 @@ from safetensors.torch import load as load_tensors
 
 from vllm_weir.client.errors import ServerError
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.results.activations import Activations, Receipt
+from vllm_weir.results.activations import Activations
+from vllm_weir.results.receipt import Receipt
 from vllm_weir.schema.hooks import Site, parse_site
 
 ID = re.compile(r"[0-9a-f]{32}")

@@ -54,8 +54,8 @@ def extract(
     Exit code 0: done; 1: refused or failed; 130: interrupted.
     """
     with _refusals():
+        from vllm_weir.extraction.plan import Ray
         from vllm_weir.extraction.progress import bar, show
-        from vllm_weir.extraction.run import Ray
         from vllm_weir.extraction.run import extract as run
 
         options: dict[str, Any] = {"fsync": fsync, "storage_options": _json(storage_options, "storage_options")}

@@ -60,7 +60,7 @@ class VllmEngine:
         from vllm import LLM, SamplingParams
 
         from vllm_weir.api import params
-        from vllm_weir.patches.frontend import desk_of
+        from vllm_weir.frontend.lookup import desk_of
 
         # Nothing is read from the prefix cache (a captured prompt is computed whole), so nothing is kept in it.
         options = {"enable_prefix_caching": False, "disable_log_stats": True} | wanted.engine

@@ -11,7 +11,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.extraction.record_loop import Counts
 
 if TYPE_CHECKING:
-    from vllm_weir.extraction.run import Plan, Ray
+    from vllm_weir.extraction.plan import Plan, Ray
 
 GROUPS = 4
 """Groups of records in a task: while one is written the next is under way."""
@@ -113,7 +113,7 @@ def _counts(text: str) -> Counts:
 
 def _tell_settled(plan: Plan, left: Sequence[tuple[int, int]], total: int, tell: Callable[[Counts], Any]) -> None:
     """Count the records that no task was made for."""
-    from vllm_weir.extraction.run import _known
+    from vllm_weir.extraction.plan import _known
 
     known = _known(plan, total)
     inside = {i for start, stop in left for i in range(start, stop)}

@@ -7,99 +7,19 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.engine import Engine, VllmEngine
-from vllm_weir.extraction.record_loop import Counts, Share
-from vllm_weir.extraction.run_spec import Wanted, begin_run, check_run, read_skipped, request_id, write_skipped
-from vllm_weir.extraction.source import Source, open_source
-from vllm_weir.schema.row_notes import describe_rows
-from vllm_weir.storage.layouts.base import MARKER, Writer, is_claimed
-from vllm_weir.storage.loading import check_layout, open_writer
-from vllm_weir.storage.object_store import Store
+from vllm_weir.extraction.plan import Plan, Ray, Target, _known
+from vllm_weir.extraction.record_loop import Counts
+from vllm_weir.extraction.run_spec import Wanted, check_run, read_skipped, request_id, write_skipped
+from vllm_weir.extraction.source import open_source
+from vllm_weir.storage.layouts.base import MARKER
 
 ON_ERROR = ("fail", "skip")
-
-
-@dataclass(frozen=True)
-class Ray:
-    """How to run on Ray.
-
-    Args:
-        workers: engines.
-        address: of a cluster; None for the one that this process is in, or else a new local one.
-        gpus, cpus: for each worker; None: one GPU if the cluster has any, and one CPU.
-        options: of ``ray.init``.
-    """
-
-    workers: int = 1
-    address: str | None = None
-    gpus: float | None = None
-    cpus: float = 1
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where rows go; may be pickled. See `open_writer`."""
-
-    url: str
-    layout: str = "sharded"
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def check(self) -> None:
-        """Raise WeirError, without writing anything, if `writer` would."""
-        check_layout(self.layout, self.options.keys() - {"fsync", "storage_options"})
-        is_claimed(self.store, self.layout)
-
-    def writer(self) -> Writer:
-        """A new writer."""
-        return open_writer(self.url, self.layout, **self.options)
-
-    @property
-    def store(self) -> Store:
-        """The place."""
-        return Store(self.url, self.options.get("storage_options"))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All that a worker needs to know; may be pickled.
-
-    Args:
-        batch, skip, flush_seconds: as for `Share`.
-        start_engine: makes the engine.
-    """
-
-    wanted: Wanted
-    source: Source
-    target: Target
-    batch: int = 256
-    skip: bool = False
-    flush_seconds: float = 30.0
-    start_engine: Callable[[Wanted], Engine] = VllmEngine
-
-    def begin(self, writer: Writer) -> None:
-        """Hold the dataset to this run; after the engine has accepted what is wanted."""
-        if not check_run(writer.store, self.wanted.identity(self.source)):
-            begin_run(writer.store, self.wanted.identity(self.source), not self.target_requests())
-
-    def target_requests(self) -> int:
-        """Requests that are there already."""
-        from vllm_weir.storage.loading import load
-
-        return len(load(self.target.url, storage_options=self.target.options.get("storage_options")))
-
-    def share(self, engine: Engine, writer: Writer, **more: Any) -> Share:
-        """The part of the run that one engine does."""
-        return Share(
-            self.source, engine, writer, max_length=self.wanted.max_length, batch=self.batch, skip=self.skip,
-            flush_seconds=self.flush_seconds, known=read_skipped(writer.store) if self.skip else {},
-            told=describe_rows(self.wanted.capture), reaches=self.wanted.reaches, **more,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -244,10 +164,6 @@ def _left(plan: Plan, total: int, begun: bool) -> list[tuple[int, int]]:
             for start, stop in groups
             if any(i not in known and not writer.holds(request_id(plan.source, i)) for i in range(start, stop))
         ]
-
-
-def _known(plan: Plan, total: int) -> dict[int, str]:
-    return {i: why for i, why in read_skipped(plan.target.store).items() if i < total} if plan.skip else {}
 
 
 @contextlib.contextmanager

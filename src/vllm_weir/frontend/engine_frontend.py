@@ -2,115 +2,38 @@
 
 from __future__ import annotations
 
-import marshal
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from vllm_weir.config.settings import Settings
-from vllm_weir.consumers.base import EngineInfo, Finished
+from vllm_weir.consumers.base import EngineInfo
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.admit import Admitted, admit, engine_form
-from vllm_weir.frontend.admission.capture_groups import Part
+from vllm_weir.frontend.admission.admit import Admitted, admit
+from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, MOST_KNOWN, _same_wish
 from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.engine_wire import engine_form
 from vllm_weir.frontend.admission.inline_vectors import Along
 from vllm_weir.frontend.admission.reach import UNKNOWN, Vocabulary, check_reached, tokens_of
 from vllm_weir.frontend.admission.vector_registry import Contents, Shelf, Source
 from vllm_weir.frontend.outputs.preslicer import kind_ahead
 from vllm_weir.frontend.outputs.prompt_slicer import ends_with_the_prompt
-from vllm_weir.frontend.outputs.ticket import Ticket
 from vllm_weir.frontend.outputs.view import View
 from vllm_weir.frontend.pacing import Turns
 from vllm_weir.frontend.receive.pending_sequence import Pending
 from vllm_weir.frontend.receive.receiver import Inbox
 from vllm_weir.frontend.receive.row_store import Store
-from vllm_weir.frontend.receive.tokens import Tokens
 from vllm_weir.frontend.sinks.manager import Board
+from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.schema.interventions import Intervention
-from vllm_weir.schema.keys import LENS_KEYS, carries_keys
-from vllm_weir.schema.request import ATOMS, WIRE_KEY, selected
+from vllm_weir.schema.keys import carries_keys
+from vllm_weir.schema.request import WIRE_KEY, selected
 from vllm_weir.schema.table_sizes import Sizes
-from vllm_weir.schema.vectors import vector_of
 from vllm_weir.util.lru import Memo
 
-MOST_KNOWN, LONGEST_KNOWN = 32 << 20, 1 << 20
-"""Bytes of all the wishes whose admission is remembered, and of one."""
 NO_CORE = "it was not loaded there; the log says why"
-
-
-class Tracker:
-    """Follows one sequence's outputs; while anything refers to it or its views, its rows are kept.
-
-    Args:
-        first: where a prefix-cache hit has to end.
-        board: the engine's sinks.
-        asked: whether the request itself asked for anything; others only have rows for sinks.
-        hold: whether whoever asks for views may be held up by sinks without room.
-    """
-
-    def __init__(
-        self,
-        pending: Pending,
-        first: int | None,
-        d_model: int,
-        timeout: float,
-        board: Board | None = None,
-        asked: bool = True,
-        hold: bool = False,
-    ) -> None:
-        self.pending = pending
-        self._first = first
-        self._d_model = d_model
-        self._timeout = timeout
-        self._board, self._asked, self._hold = board, asked, hold
-        self._caller, self._index = pending.request_id, 0
-        self._seen = 0
-
-    def name(self, request_id: str, index: int) -> None:
-        """The id by which the caller knows the request, and which of its sequences this is."""
-        self._caller, self._index = request_id, index
-        if self._board is not None and any(part.keep == "marked" for part in self.pending.admitted.parts):
-            marks = self._board.marks
-            marks.join(self.pending.request_id, request_id)
-            weakref.finalize(self, marks.leave, self.pending.request_id).atexit = False
-
-    def view(self, generated: Sequence[int], delta: bool, reason: str | None, cached_tokens: int) -> View:
-        """The view for an output. `generated`: a list to which tokens may be appended later; `delta`: only rows that no
-        earlier output held; `reason`: why it finished."""
-        memory, *others = self.pending.admitted.parts
-        view = View(
-            pending=self.pending,
-            part=memory,
-            tokens=Tokens(self.pending.prompt, generated),
-            start=self._seen if delta else 0,
-            finished=reason is not None,
-            aborted=reason in ("abort", "error"),
-            cached_tokens=cached_tokens,
-            hit_limit=self._first,
-            d_model=self._d_model,
-            timeout=self._timeout,
-            asked=self._asked,
-        )
-        self._seen = view.end
-        if self._board is not None and others and reason is not None and not view.aborted:
-            view.tickets = self._deliver(self._board, view, others, reason)
-        return view
-
-    def _deliver(self, board: Board, view: View, parts: Sequence[Part], reason: str) -> list[Ticket]:
-        request = Finished(
-            request_id=self._caller,
-            index=self._index,
-            name=self.pending.request_id,
-            prompt_tokens=view.tokens.prompt_len,
-            generated_tokens=view.tokens.generated,
-            finish_reason=reason,
-        )
-        views = [replace(view, part=part, start=0) for part in parts]
-        self.pending.claim(len(views) + bool(view.part.spec.wishes))
-        return board.deliver(self.pending.request_id, views, request, self.pending.unclaim, self._hold)
 
 
 class Observer(Protocol):
@@ -339,77 +262,3 @@ def _check_rows(admitted: Admitted, prompt_len: int, max_tokens: int, most: int)
             "ask for fewer blocks or positions, reduce them, name a sink, or lower max_tokens",
             "capture",
         )
-
-
-class _Wish(NamedTuple):
-    """What requests that ask for the same have in common: an equal `key`, about so many bytes, made of `parts`."""
-
-    key: tuple
-    size: int
-    parts: Collection[Any] = ()
-
-    @property
-    def plain(self) -> bool:
-        """Whether it may be remembered. One that is not has no key that a remembered one has: of an array the key holds
-        the bytes alone, which stand for other numbers in another dtype, and bytes are no JSON."""
-        return _plain(self.parts)
-
-
-def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 0) -> _Wish | None:
-    """The wish, whose key is equal for requests that ask for the same while names mean the same (which `names` stands
-    for); None for those that cannot be compared."""
-    wish = extra_args.get(WIRE_KEY)
-    if not carries_keys(extra_args):
-        return _Wish((has_token_ids,), 8)
-    if not isinstance(wish, dict) or not _LENS.isdisjoint(extra_args):
-        return None
-    size = [0]
-    try:
-        # Version 2 writes equal values alike, and different types (1, 1.0, True; a list, a tuple) differently.
-        short = {name: _shortened(part, size) for name, part in wish.items()}
-        content = marshal.dumps(short, 2)
-    except ValueError:
-        return None  # not plain JSON; admission says what is wrong with it, if anything is
-    size[0] += len(content)
-    return _Wish((has_token_ids, names, content), size[0], short.values()) if size[0] <= LONGEST_KNOWN else None
-
-
-_LENS = frozenset(LENS_KEYS)
-
-
-def _plain(values: Collection[Any]) -> bool:
-    """Whether these are JSON data all through, or stand for a vector."""
-    kinds = set(map(type, values)) - _LEAVES
-    if not kinds:
-        return True
-    return kinds <= _HOLDERS and all(
-        _plain(value.values() if type(value) is dict else value) for value in values if type(value) in _HOLDERS
-    )
-
-
-_LEAVES = ATOMS | {type(...)}
-_HOLDERS = frozenset({dict, list, tuple})
-
-
-def _shortened(part: Any, size: list[int]) -> Any:
-    """The same with every vector that this process wrote down replaced by its digest, which is needed anyway; `size`
-    grows by about their bytes."""
-    if type(part) is not list:
-        return part
-    return [
-        {name: _digest(value, size) if type(value) is dict else value for name, value in item.items()}
-        if type(item) is dict
-        else item
-        for item in part
-    ]
-
-
-def _digest(value: dict, size: list[int], by_layer: bool = True) -> Any:
-    """A vector's wire form with the digest for its text; `by_layer`: of {layer: vector}, each with its own."""
-    text = value.get("b64")
-    if text is None and by_layer:
-        return {key: _digest(v, size, False) if type(v) is dict else v for key, v in value.items()}
-    if type(text) is not str or (vector := vector_of(text)) is None:
-        return value
-    size[0] += len(text)
-    return {**value, "b64": (..., vector.digest)}

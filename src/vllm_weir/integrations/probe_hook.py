@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM as _AsyncLLM
 
 from vllm_weir.api import params
 from vllm_weir.errors import WeirError
-from vllm_weir.patches.frontend import view_of
+from vllm_weir.frontend.lookup import view_of
 from vllm_weir.schema.capture import Capture, parse_layers
 from vllm_weir.schema.request import WIRE_KEY, RequestSpec
 

@@ -9,7 +9,8 @@ import torch
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.worker.discovery.overrides import described
-from vllm_weir.worker.discovery.sites import SiteMap, find_scene, map_sites
+from vllm_weir.worker.discovery.site_map import SiteMap
+from vllm_weir.worker.discovery.sites import find_scene, map_sites
 from vllm_weir.worker.runtime import ModelFacts
 
 TOKENS = 8

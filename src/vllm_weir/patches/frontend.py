@@ -13,12 +13,13 @@ from vllm.outputs import RequestOutput
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.reach import Vocabulary
-from vllm_weir.frontend.engine_frontend import Desk, Observer, Tracker
+from vllm_weir.frontend.engine_frontend import Desk, Observer
+from vllm_weir.frontend.lookup import _DESK, _TRACKER, ask_workers
 from vllm_weir.frontend.pacing import entry_of
 from vllm_weir.frontend.receive.release import Holding, holding
 from vllm_weir.frontend.sinks.manager import check_sinks
+from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.guard.outputs import VIEW as _VIEW
-from vllm_weir.guard.refuse import refusal_here
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
 from vllm_weir.patches.unsupported import refusal_of
 from vllm_weir.schema.keys import KEYS, WIRE_KEY, carries_keys, refuse_slips
@@ -26,8 +27,6 @@ from vllm_weir.schema.keys import KEYS, WIRE_KEY, carries_keys, refuse_slips
 if TYPE_CHECKING:
     from vllm_weir.frontend.outputs.view import View
     from vllm_weir.patches.registry import Status
-
-_DESK, _TRACKER = "_weir_desk", "_weir_tracker"
 
 
 def add_request(original: Callable[..., Any], status: Status) -> Callable[..., Any]:
@@ -210,7 +209,7 @@ def async_llm_generate(original: Callable[..., Any], _status: Status) -> Callabl
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         desk: Desk | None = getattr(self.output_processor, _DESK, None)
         if desk is not None and desk.served:
-            from vllm_weir.patches.server import check_answered
+            from vllm_weir.server.context import check_answered
 
             check_answered(kwargs.get("sampling_params", args[1] if len(args) > 1 else None))
         return stream(self, holding.get(), *args, **kwargs)
@@ -233,11 +232,6 @@ async def _held(held: Holding, outputs: AsyncGenerator[Any, Any]) -> AsyncIterat
             yield output
 
 
-def view_of(completion: Any) -> View | None:
-    """The view of a ``CompletionOutput``, or None."""
-    return getattr(completion, _VIEW, None)
-
-
 def _conclude(view: View, observer: Observer | None) -> None:
     try:
         _verify(view)
@@ -257,25 +251,6 @@ def _verify(view: View) -> None:
         raise WeirFailure(e.message, e.field) from None
 
 
-def desk_of(llm: Any) -> Desk:
-    """The desk of an ``LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in; raises WeirError if it has none."""
-    engine = llm
-    for attribute in ("llm_engine", "engine"):
-        engine = getattr(engine, attribute, engine)
-    desk = getattr(getattr(engine, "output_processor", None), _DESK, None)
-    if desk is None:
-        why = refusal_here()
-        raise WeirError(
-            f"{type(llm).__name__} is no engine that Weir serves{f': {why}' if why else '; see `weir doctor`'}", "llm"
-        )
-    return desk
-
-
-def has_desk(engine: Any) -> bool:
-    """Whether an engine client is one that Weir serves."""
-    return getattr(getattr(engine, "output_processor", None), _DESK, None) is not None
-
-
 def async_llm_add_request(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
     async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         params = kwargs.get("params", args[2] if len(args) > 2 else None)
@@ -289,14 +264,3 @@ def async_llm_add_request(original: Callable[..., Any], _status: Status) -> Call
                 entry.leave()
 
     return wrapper
-
-
-async def ask_workers(engine: Any) -> None:
-    """Have an ``AsyncLLM``'s workers asked what they serve, once."""
-    engine = getattr(engine, "engine", engine)
-    desk: Desk | None = getattr(getattr(engine, "output_processor", None), _DESK, None)
-    if desk is not None and desk.facts is None and desk.refusal is None:
-        try:
-            desk.learn(await engine.collective_rpc("weir_report"))
-        except Exception as e:  # as in llm_engine_init
-            desk.refusal = _unreported(e)

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_weir.config.settings import Settings
-from vllm_weir.core.step_budget import CacheKeys, StepBudget, WaitingRoom, hit_limit
+from vllm_weir.core.cache_keys import CacheKeys, hit_limit
+from vllm_weir.core.step_budget import StepBudget
+from vllm_weir.core.waiting_queue import WaitingRoom
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.request import WIRE_KEY
 

@@ -5,45 +5,26 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from contextvars import ContextVar
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import vllm.outputs  # noqa: F401 - before seams.engine: its own seam is held by a function of that module
 
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.lookup import has_desk, view_of
 from vllm_weir.frontend.pacing import entry_of
 from vllm_weir.frontend.receive.release import holding
 from vllm_weir.guard.refuse import ROUTES
 from vllm_weir.guard.refuse import without_room as without_room  # held from here by the table
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
-from vllm_weir.patches.frontend import desk_of, has_desk, view_of
-from vllm_weir.schema.compat.vllm_lens import lens_capture, refuse_lens
 from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, LORA_KEY, WIRE_KEY, asks, slip
-from vllm_weir.schema.request import RequestSpec
+from vllm_weir.server.context import _SERVER, _reply, server_of
 from vllm_weir.server.request import Ask
 from vllm_weir.server.response import Reply
 from vllm_weir.server.state import ServerState
 
 if TYPE_CHECKING:
     from vllm_weir.patches.registry import Status
-
-_reply: ContextVar[Reply | None] = ContextVar("weir_reply", default=None)
-_SERVER = "_weir_server"
-
-
-def server_of(engine_client: Any) -> ServerState:
-    """The state of the server that this engine client belongs to, made when it is first asked for."""
-    server = getattr(engine_client, _SERVER, None)
-    if server is None:
-        server = ServerState(engine_client, desk_of(engine_client))
-        setattr(engine_client, _SERVER, server)
-    return server
-
-
-def served_name(engine_client: Any) -> str:
-    """The model's name in vLLM's own metrics."""
-    return engine_client.vllm_config.model_config.served_model_name
 
 
 def init(original: Callable[..., Any], status: Status) -> Callable[..., Any]:
@@ -175,22 +156,6 @@ def to_sampling_params(original: Callable[..., Any], status: Status) -> Callable
         return params
 
     return wrapper
-
-
-def check_answered(params) -> None:
-    """Refuse a request whose rows would come back on an answer that has no room for them."""
-    extra = getattr(params, "extra_args", None)
-    if _reply.get() is not None or not extra or not asks(extra, None):
-        return
-    try:
-        refuse_lens(extra)
-        captures = RequestSpec.parse(extra[WIRE_KEY]).capture if extra.get(WIRE_KEY) is not None else ()
-        lens = lens_capture(extra[LENS_CAPTURE_KEY]) if extra.get(LENS_CAPTURE_KEY) is not None else None
-    except WeirError as e:
-        raise WeirRequestError(e.message, e.field) from None
-    if lens is not None or any(capture.sink.memory for capture in captures):
-        field = "capture" if captures else LENS_CAPTURE_KEY
-        raise WeirRequestError(f"this route's answers have no room for rows; use {ROUTES}, or name a sink", field)
 
 
 def completion_response(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:

@@ -63,7 +63,8 @@ class Endpoints:
             return
         try:
             load_rooms()
-            from vllm_weir.patches.server import has_desk, served_name, server_of
+            from vllm_weir.patches.server import has_desk
+            from vllm_weir.server.context import served_name, server_of
             from vllm_weir.server.routes import marks
             from vllm_weir.server.shared.peers import Peers
         except Exception as e:  # noqa: BLE001 - as above

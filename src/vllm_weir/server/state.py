@@ -81,7 +81,7 @@ class ServerState:
 
     async def facts(self) -> EngineFacts:
         """The engine's, of which the workers are asked once; raises WeirError if it cannot serve Weir's keys."""
-        from vllm_weir.patches.frontend import ask_workers
+        from vllm_weir.frontend.lookup import ask_workers
 
         await ask_workers(self.engine_client)
         return self.desk.require_facts()

@@ -17,14 +17,12 @@ from vllm_weir.results.activations import Activations
 from vllm_weir.schema.hooks import Site, parse_site
 from vllm_weir.schema.positions import Positions
 from vllm_weir.storage.batch import header_text
-from vllm_weir.storage.index import Index
+from vllm_weir.storage.index import PLAIN, Index
 from vllm_weir.storage.provenance import check_placed
 from vllm_weir.storage.record_blocks import Block
 
 if TYPE_CHECKING:
     from vllm_weir.storage.torch_dataset import RowStream
-
-PLAIN = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(eq=False)

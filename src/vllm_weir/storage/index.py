@@ -7,15 +7,19 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.results.checksum import checksums
 from vllm_weir.schema.hooks import HOOKS, Site
 from vllm_weir.storage.object_store import Store
 from vllm_weir.storage.record_blocks import Block, check_inside
+
+if TYPE_CHECKING:
+    pass
 
 
 @dataclass(eq=False)
@@ -239,3 +243,6 @@ def text_field(data: Mapping[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise TypeError(name)
     return value
+
+
+PLAIN = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -7,19 +7,10 @@ A file is 8 bytes (length of the header, little-endian), the header (JSON: name 
 from __future__ import annotations
 
 import json
-import zlib
 from typing import Any, NamedTuple
 
-from vllm_weir.errors import WeirError
+from vllm_weir.results.safetensors_header import MAX_HEADER, SIZES, _crc
 from vllm_weir.storage.object_store import Store
-
-SIZES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1,
-    "F8_E5M2": 1, "U16": 2, "U32": 4, "U64": 8,
-}  # fmt: skip
-CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8", "int64": "I64"}
-NAMES = {code: name for name, code in CODES.items()}
-MAX_HEADER = 100_000_000  # safetensors' own limit
 
 
 class Tensor(NamedTuple):
@@ -36,33 +27,6 @@ class Container(NamedTuple):
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
-
-
-def build_header(
-    tensors: dict[str, tuple[str, list[int], int]], metadata: dict[str, str], room: int = 0, checked: bool = True
-) -> bytes:
-    """The file's start, for tensors in the order of their data.
-
-    Args:
-        tensors: name -> (dtype code, shape, bytes).
-        metadata: strings; ``crc`` is added if `checked`.
-        room: bytes to fill exactly (with spaces); 0 for as few as needed, a multiple of 8.
-    """
-    entries: dict[str, Any] = {}
-    offset = 0
-    for name, (dtype, shape, size) in tensors.items():
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
-    entries["__metadata__"] = dict(metadata)
-    if checked:
-        entries["__metadata__"]["crc"] = _crc(entries)
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    size = room or -(-(8 + len(text)) // 8) * 8
-    if 8 + len(text) > size:
-        raise WeirError(f"a header of {len(text)} bytes does not fit its {room}")
-    if len(text) > MAX_HEADER:  # nobody could read it
-        raise WeirError(f"a header of {len(text):,} bytes is too long; metadata have to be smaller", "metadata")
-    return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
 
 
 def read_container(store: Store, name: str, size: int | None = None) -> Container:
@@ -112,7 +76,3 @@ def _tensor(store: Store, name: str, key: str, entry: Any, base: int, size: int)
             name, f"truncated: tensor {key[:60]!r} ends at byte {base + end}, the file has {size}"
         ) from None
     return Tensor(dtype, tuple(shape), base + start, base + end)
-
-
-def _crc(entries: dict[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(entries, sort_keys=True).encode()):08x}"

@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.storage.dataset import PLAIN, ActivationDataset
+from vllm_weir.storage.dataset import ActivationDataset
+from vllm_weir.storage.index import PLAIN
 
 PIECE = 256
 """Rows are read in pieces of this many consecutive ones, so that a file is not read byte by byte."""

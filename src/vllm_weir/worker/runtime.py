@@ -17,9 +17,9 @@ import torch
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_spec import EngineSpec
-from vllm_weir.schema.selectors import STAGES, is_boundary, num_taps, tap_of
+from vllm_weir.schema.taps import STAGES, is_boundary, num_taps, tap_of
 from vllm_weir.util.h2d import upload
-from vllm_weir.worker.discovery.sites import SiteMap, chosen
+from vllm_weir.worker.discovery.site_map import SiteMap, chosen
 from vllm_weir.worker.planning.active_taps import LiveRequests
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner

@@ -13,9 +13,10 @@ from tests.unit.request_strategies import sensible_captures
 from vllm_weir import Capture, WeirError
 from vllm_weir.config.env import disabled
 from vllm_weir.config.settings import Settings
-from vllm_weir.core.step_budget import StepBudget, hit_limit
+from vllm_weir.core.cache_keys import hit_limit
+from vllm_weir.core.step_budget import StepBudget
 from vllm_weir.schema.request import RequestSpec
-from vllm_weir.schema.selectors import STAGES
+from vllm_weir.schema.taps import STAGES
 
 
 def load(own=None, **environ):

@@ -20,7 +20,7 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.interventions import Move
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec, Wish
-from vllm_weir.schema.selectors import tap_of
+from vllm_weir.schema.taps import tap_of
 from vllm_weir.worker.planning.active_taps import LiveRequests
 from vllm_weir.worker.runtime import Station
 from vllm_weir.worker.tap.op import ALL, Switch, TapTensors, numbered

@@ -252,7 +252,7 @@ def test_refused_on_admission(number):
 
 
 def test_too_many_selectors_are_refused_by_name():
-    from vllm_weir.frontend.admission.admit import engine_form
+    from vllm_weir.frontend.admission.engine_wire import engine_form
     from vllm_weir.schema.table_sizes import Sizes
 
     admitted = admit(

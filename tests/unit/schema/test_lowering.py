@@ -20,8 +20,8 @@ from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
 from vllm_weir.schema.interventions import Move
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import RequestSpec
-from vllm_weir.schema.selectors import STAGES, num_taps, tap_of
 from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.schema.taps import STAGES, num_taps, tap_of
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.tap import cpu_kernel

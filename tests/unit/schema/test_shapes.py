@@ -14,9 +14,9 @@ from tests.unit.frontends import desk_of
 from tests.unit.schema.test_lowering import FACTS, LAYERS, Bench, D, admitted
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
+from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, _same_wish
 from vllm_weir.frontend.admission.engine_info import EngineFacts
 from vllm_weir.frontend.admission.vector_registry import Shelf
-from vllm_weir.frontend.engine_frontend import LONGEST_KNOWN, _same_wish
 from vllm_weir.frontend.outputs.view import View
 from vllm_weir.frontend.receive.tokens import Prompt, Tokens
 from vllm_weir.results.activations import Activations
@@ -24,7 +24,7 @@ from vllm_weir.schema.compat.vllm_lens import lens_interventions
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.interventions import KEEP_NORM, parse_intervention
 from vllm_weir.schema.request import RequestSpec
-from vllm_weir.schema.selectors import tap_of
+from vllm_weir.schema.taps import tap_of
 
 DRAW = torch.Generator().manual_seed(3)
 A, B, C = (torch.randn(D, generator=DRAW) for _ in range(3))

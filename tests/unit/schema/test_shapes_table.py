@@ -23,7 +23,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.selectors import tap_of
+from vllm_weir.schema.taps import tap_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "steering.md"
 BEGIN, END = "<!-- begin: tests/unit/schema/test_shapes_table.py -->\n", "<!-- end -->\n"

@@ -310,7 +310,7 @@ class Serving:
         self.engine_client, self.begun = SimpleNamespace(_weir_server=server), []
 
     async def create_completion(self, request):
-        from vllm_weir.patches.server import _reply
+        from vllm_weir.server.context import _reply
 
         self.begun.append((request.name, _reply.get() is not None))
         return SimpleNamespace()

@@ -26,11 +26,12 @@ from vllm_weir.cli.main import app
 from vllm_weir.errors import WeirError
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.checksum import MULTIPLIER, checksums
+from vllm_weir.results.safetensors_header import build_header
 from vllm_weir.storage import ActivationDataset, Batch, convert, inspect, load, open_writer
 from vllm_weir.storage.layouts import sharded
 from vllm_weir.storage.layouts.manifest import SCHEMA, from_parquet, to_parquet
 from vllm_weir.storage.object_store import Store
-from vllm_weir.storage.safetensors_io import build_header, read_container
+from vllm_weir.storage.safetensors_io import read_container
 from vllm_weir.storage.verify import verify
 
 SUMMED = ("sharded", "packed", "per_request")

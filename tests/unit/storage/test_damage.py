@@ -16,11 +16,12 @@ from tests.unit.storage.test_checksums import without_checksums
 from tests.unit.storage.test_failures import read_all, same
 from tests.unit.stored import SITES, check, make
 from vllm_weir.errors import WeirError
+from vllm_weir.results.safetensors_header import build_header
 from vllm_weir.storage import LAYOUTS, load, open_writer
 from vllm_weir.storage.layouts.manifest import MANIFEST, SCHEMA, to_parquet
 from vllm_weir.storage.layouts.sharded import GAP
 from vllm_weir.storage.object_store import Store
-from vllm_weir.storage.safetensors_io import build_header, read_container
+from vllm_weir.storage.safetensors_io import read_container
 from vllm_weir.storage.verify import verify
 
 NAMES = ["a", "b", "c"]

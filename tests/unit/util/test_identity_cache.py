@@ -16,8 +16,9 @@ from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.interventions import CONST, Instruction, Move
 from vllm_weir.schema.positions import ENDLESS, Positions
 from vllm_weir.schema.request import ResolvedSpec, Wish
-from vllm_weir.schema.selectors import Selectors, num_taps
+from vllm_weir.schema.selectors import Selectors
 from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.schema.taps import num_taps
 from vllm_weir.util import identity_cache
 from vllm_weir.util.identity_cache import Known
 from vllm_weir.worker.planning.arena import Arena

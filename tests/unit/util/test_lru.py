@@ -16,8 +16,8 @@ import vllm_weir as weir
 from tests.unit.frontends import desk_of
 from tests.unit.request_strategies import served
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.cache import _same_wish
 from vllm_weir.frontend.admission.engine_info import EngineFacts
-from vllm_weir.frontend.engine_frontend import _same_wish
 from vllm_weir.patches.sampling_params import clone
 from vllm_weir.schema import vectors
 from vllm_weir.schema.request import RequestSpec, WireForm

@@ -15,7 +15,8 @@ from vllm_weir.frontend.outputs.host_postprocess import reduced, treated
 from vllm_weir.frontend.outputs.ticket import Ticket
 from vllm_weir.frontend.receive.pending_sequence import Pending, Taken
 from vllm_weir.frontend.receive.tokens import TokenIds, Tokens
-from vllm_weir.results.activations import Activations, Packed, Receipt
+from vllm_weir.results.activations import Activations, Packed
+from vllm_weir.results.receipt import Receipt
 from vllm_weir.results.site_slices import Block
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.interventions import Move

@@ -18,6 +18,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.results.checksum import checksums
+from vllm_weir.results.safetensors_header import CODES, NAMES, build_header
 from vllm_weir.schema.compression import ITEMSIZE, Compression, header_bytes
 from vllm_weir.schema.hooks import Site, normalise_hook
 from vllm_weir.storage.batch import Packed
@@ -25,7 +26,7 @@ from vllm_weir.storage.index import site_order
 from vllm_weir.storage.layouts.base import Writer
 from vllm_weir.storage.object_store import Spool, Store
 from vllm_weir.storage.record_blocks import FETCH, JOIN
-from vllm_weir.storage.safetensors_io import CODES, NAMES, Container, Tensor, build_header
+from vllm_weir.storage.safetensors_io import Container, Tensor
 
 _LISTS = {"positions": "I64", "token_ids": "I64", "checksums": "U32"}
 """What stands beside a site's records, a value a row; datasets of earlier versions have no checksums."""

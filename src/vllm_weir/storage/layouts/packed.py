@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import WeirError
+from vllm_weir.results.safetensors_header import MAX_HEADER
 from vllm_weir.storage.index import Builder, Index, text_field
 from vllm_weir.storage.layouts.buffered import (
     GatheringWriter,
@@ -21,7 +22,7 @@ from vllm_weir.storage.layouts.buffered import (
 )
 from vllm_weir.storage.object_store import Spool, Store
 from vllm_weir.storage.record_blocks import FileBlock
-from vllm_weir.storage.safetensors_io import MAX_HEADER, read_container
+from vllm_weir.storage.safetensors_io import read_container
 
 PREFIX, SUFFIX = "pack-", ".safetensors"
 HEADER_BYTES = 32 << 20

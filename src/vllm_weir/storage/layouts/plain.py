@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_weir.results.safetensors_header import NAMES
 from vllm_weir.schema.compression import ROW_DTYPES, Compression
 from vllm_weir.storage.object_store import Store
-from vllm_weir.storage.safetensors_io import NAMES, Tensor
+from vllm_weir.storage.safetensors_io import Tensor
 
 
 def plain_header(store: Store, name: str, tensor: Tensor) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from vllm_weir.errors import WeirError
 from vllm_weir.results.checksum import checksums
+from vllm_weir.results.safetensors_header import CODES, build_header
 from vllm_weir.schema.compression import ITEMSIZE, header_bytes
 from vllm_weir.storage.batch import Packed
 from vllm_weir.storage.layouts.base import Writer
@@ -29,7 +30,6 @@ from vllm_weir.storage.layouts.manifest import (
 )
 from vllm_weir.storage.layouts.sharded_reader import index_of
 from vllm_weir.storage.object_store import Spool, Store
-from vllm_weir.storage.safetensors_io import CODES, build_header
 
 GAP = 4096
 """Bytes in which a shard's own header must fit: it is written last, before rows whose number it holds."""

@@ -15,7 +15,7 @@ from vllm_weir.worker.discovery.module_tree import Scene
 from vllm_weir.worker.discovery.recorder import Call, Trace, value_at
 
 if TYPE_CHECKING:
-    from vllm_weir.worker.discovery.sites import SiteMap
+    from vllm_weir.worker.discovery.site_map import SiteMap
 
 EMBED, FINAL_NORM = Site("embed", 0), Site("final_norm", 0)
 

@@ -18,7 +18,7 @@ from vllm_weir.worker.discovery.recorder import Override, Recorder, Trace, terms
 from vllm_weir.worker.discovery.resolve import Points, Ports, stream_through
 
 if TYPE_CHECKING:
-    from vllm_weir.worker.discovery.sites import SiteMap
+    from vllm_weir.worker.discovery.site_map import SiteMap
 
 ROUNDINGS = 4
 """Units of rounding that a sum of three tensors may be off."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.selectors import tap_of
+from vllm_weir.schema.taps import tap_of
 from vllm_weir.util.identity_cache import Known
 
 

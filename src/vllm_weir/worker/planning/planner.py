@@ -19,7 +19,8 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.interventions import Move
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec
-from vllm_weir.schema.selectors import Choice, column_of
+from vllm_weir.schema.selectors import Choice
+from vllm_weir.schema.taps import column_of
 from vllm_weir.util.identity_cache import Known
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.capture_planner import Reader, Reading

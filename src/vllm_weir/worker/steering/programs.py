@@ -15,8 +15,8 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.interventions import Move
-from vllm_weir.schema.selectors import tap_of
 from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.schema.taps import tap_of
 
 LAST, AFTER_POST = 1, 2
 """Node flags: the last term of an intervention; the intervention belongs to the next block's resid_pre."""

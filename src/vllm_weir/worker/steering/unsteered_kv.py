@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_weir.core.step_budget import CacheKeys
+from vllm_weir.core.cache_keys import CacheKeys
 from vllm_weir.schema.interventions import Move
 
 MOST = 256

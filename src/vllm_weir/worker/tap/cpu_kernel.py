@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm_weir.schema.interventions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
-from vllm_weir.schema.selectors import STAGES
+from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.steering.programs import AFTER_POST, LAST
 from vllm_weir.worker.tap.reductions import MAXIMUM, SEEDED
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from vllm_weir.schema import interventions as kinds
-from vllm_weir.schema.selectors import STAGES
+from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.steering import programs
 from vllm_weir.worker.tap.reductions import GROUP, MAXIMUM, SEEDED, SPAN
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_weir.schema.selectors import STAGES
+from vllm_weir.schema.taps import STAGES
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.planning.step_plan import StepPlan
 from vllm_weir.worker.tap.triton_kernel import launch

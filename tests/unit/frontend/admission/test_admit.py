@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from tests.unit.request_strategies import any_extra_args, sensible_captures, served
 from vllm_weir import Add, Capture, Clamp, LowRank, Replace, Site, WeirError
-from vllm_weir.frontend.admission.admit import admit, engine_form
+from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.engine_wire import engine_form
 from vllm_weir.frontend.engine_frontend import _check_rows
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import HOOKS, place_of
@@ -281,7 +282,7 @@ def wish(**more):
 
 def test_what_is_remembered_of_an_admission():
     """Equal wishes share it; what JSON tells apart, and what Python would take for equal, does not."""
-    from vllm_weir.frontend.engine_frontend import LONGEST_KNOWN, _same_wish
+    from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, _same_wish
 
     def key(extra, ids=True, names=0):
         found = _same_wish(extra, ids, names)

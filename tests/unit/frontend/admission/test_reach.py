@@ -15,8 +15,9 @@ from tests.support.check import expected_positions
 from tests.unit.request_strategies import selectors, served
 from vllm_weir import Ablate, Add, Capture, SteeringVector, WeirError
 from vllm_weir.config.settings import Settings
-from vllm_weir.frontend.admission.admit import MAX_TOKEN_SELECTORS, admit
+from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.engine_wire import MAX_TOKEN_SELECTORS
 from vllm_weir.frontend.admission.reach import Vocabulary, tokens_of
 from vllm_weir.frontend.admission.vector_registry import Contents
 from vllm_weir.frontend.engine_frontend import Desk

@@ -13,10 +13,10 @@ from tests.unit.delivery_harness import Post
 from tests.unit.frontend.receive.test_delivery import FACTS, LAYERS, D, Request, content, opened
 from vllm_weir import Capture, Site, messages
 from vllm_weir.frontend.admission.admit import admit
-from vllm_weir.frontend.engine_frontend import Tracker
 from vllm_weir.frontend.receive.mapped_buffer import Mirror
 from vllm_weir.frontend.receive.pending_sequence import Pending, Taken
 from vllm_weir.frontend.receive.row_store import Store
+from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.schema.request import RequestSpec
 
 LAST = [("resid_post", "all", "last_prompt")]

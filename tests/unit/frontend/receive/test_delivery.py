@@ -20,7 +20,6 @@ from tests.unit.request_strategies import sensible_captures, served
 from vllm_weir import Capture, Site, WeirError, codec, messages
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineFacts
-from vllm_weir.frontend.engine_frontend import Tracker
 from vllm_weir.frontend.outputs import preslicer
 from vllm_weir.frontend.outputs.preslicer import kind_ahead
 from vllm_weir.frontend.outputs.prompt_slicer import ends_with_the_prompt
@@ -29,9 +28,10 @@ from vllm_weir.frontend.receive.pending_sequence import Pending
 from vllm_weir.frontend.receive.receiver import deliver
 from vllm_weir.frontend.receive.release import Holding
 from vllm_weir.frontend.receive.row_store import Store
+from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.request import RequestSpec
-from vllm_weir.schema.selectors import column_of
+from vllm_weir.schema.taps import column_of
 from vllm_weir.worker.planning.step_plan import PACKED
 
 LAYERS, D = 3, 4

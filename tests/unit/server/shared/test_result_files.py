@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.results.activations import Activations, Receipt
+from vllm_weir.results.activations import Activations
+from vllm_weir.results.receipt import Receipt
 from vllm_weir.results.site_slices import Block
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server.shared.directory import Home, clear

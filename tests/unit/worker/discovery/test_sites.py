@@ -38,7 +38,7 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
 from vllm_weir.worker.discovery.overrides import Family
-from vllm_weir.worker.discovery.sites import SiteMap, chosen
+from vllm_weir.worker.discovery.site_map import SiteMap, chosen
 
 INSIDE = ("attn_out", "resid_mid", "mlp_out")
 

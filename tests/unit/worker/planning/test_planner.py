@@ -11,8 +11,9 @@ from vllm_weir import Site
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec, Treatment, Wish
-from vllm_weir.schema.selectors import NEVER, STAGES, column_of, num_taps, tap_of
+from vllm_weir.schema.selectors import NEVER
 from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.schema.taps import STAGES, column_of, num_taps, tap_of
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.step_plan import PACKED
 from vllm_weir.worker.steering.programs import ProgramTable

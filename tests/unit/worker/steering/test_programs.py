@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import vllm_weir as weir
 from tests.unit.request_strategies import selectors
 from tests.unit.schema.test_lowering import REPLY, Bench, D, admitted, move_of
-from vllm_weir.core.step_budget import CacheKeys, WaitingRoom
+from vllm_weir.core.cache_keys import CacheKeys
+from vllm_weir.core.waiting_queue import WaitingRoom
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.table_sizes import Sizes
 from vllm_weir.worker.steering.unsteered_kv import MOST, Keyed, Leftovers

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_weir.schema.interventions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
-from vllm_weir.schema.selectors import STAGES
+from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.discovery.anchors import Anchor, Beside, Key
 from vllm_weir.worker.planning.site_sets import Profiles
 from vllm_weir.worker.steering.programs import AFTER_POST, LAST

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec, Treatment, Wish
-from vllm_weir.schema.selectors import STAGES, num_taps, tap_of
 from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.schema.taps import STAGES, num_taps, tap_of
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.row_sequences import Strands

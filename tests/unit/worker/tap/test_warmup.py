@@ -15,7 +15,7 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.patches.worker import _hold_warm_up
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.discovery.anchors import Anchor, Key
-from vllm_weir.worker.discovery.sites import SiteMap
+from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.runtime import ModelFacts, Station
 from vllm_weir.worker.tap.op import TapTensors
 from vllm_weir.worker.tap.warmup import Warming, stand_ins

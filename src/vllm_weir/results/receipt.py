@@ -1,0 +1,55 @@
+"""TODO"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from vllm_weir.schema.hooks import Site
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What was really done for one sequence.
+
+    Attributes:
+        captured: site -> rows returned.
+        dropped: site -> rows that were asked for, here or for a sink, and are missing because the worker's host buffer
+            was full (only with the setting ``overflow="drop"``).
+        steered: per intervention, in the order in which they apply (global ones first): site -> rows changed there.
+            Empty for one that changes nothing (a zero vector, a scale of 0).
+        shared: per intervention, prompt positions whose steered KV came from the prefix cache instead.
+        prompt_tokens, generated_tokens: P and G of this sequence (G so far, while streaming).
+        cached_tokens: prompt tokens whose KV came from the prefix cache.
+        hit_limit: first wanted position, which a prefix-cache hit was not allowed to pass; None for no limit.
+        complete: False for a request that was aborted or is still streaming.
+        compression: header of the compression that the rows went through on the device (method, k, seed, ..); None
+            for rows as they are.
+        files: where sinks have written the rows.
+        sinks: sink -> what has become of the rows there: ``"queued"``, ``"written"``, ``"dropped"``, ``"held"`` (until
+            they are marked), ``"evicted"``, or ``"failed: <why>"``.
+    """
+
+    captured: dict[Site, int] = field(default_factory=dict)
+    dropped: dict[Site, int] = field(default_factory=dict)
+    steered: tuple[dict[Site, int], ...] = ()
+    shared: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    hit_limit: int | None = None
+    complete: bool = True
+    compression: dict[str, Any] | None = None
+    files: tuple[str, ...] = ()
+    sinks: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict:
+        """Plain JSON data; sites as ``"resid_post.10"``."""
+        out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("compression", "sinks"):
+            out[name] = deepcopy(out[name])
+        for name in ("captured", "dropped"):
+            out[name] = {f"{s.hook}.{s.layer}": n for s, n in getattr(self, name).items()}
+        out["steered"] = [{f"{s.hook}.{s.layer}": n for s, n in sites.items()} for sites in self.steered]
+        return out

@@ -1,0 +1,57 @@
+"""TODO"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import vllm.outputs  # noqa: F401 - before seams.engine: its own seam is held by a function of that module
+
+from vllm_weir.errors import WeirError
+from vllm_weir.frontend.lookup import desk_of
+from vllm_weir.guard.refuse import ROUTES
+from vllm_weir.guard.refuse import without_room as without_room  # held from here by the table
+from vllm_weir.guard.request_errors import WeirRequestError
+from vllm_weir.schema.compat.vllm_lens import lens_capture, refuse_lens
+from vllm_weir.schema.keys import LENS_CAPTURE_KEY, WIRE_KEY, asks
+from vllm_weir.schema.request import RequestSpec
+from vllm_weir.server.response import Reply
+from vllm_weir.server.state import ServerState
+
+if TYPE_CHECKING:
+    pass
+
+
+_reply: ContextVar[Reply | None] = ContextVar("weir_reply", default=None)
+
+_SERVER = "_weir_server"
+
+
+def server_of(engine_client: Any) -> ServerState:
+    """The state of the server that this engine client belongs to, made when it is first asked for."""
+    server = getattr(engine_client, _SERVER, None)
+    if server is None:
+        server = ServerState(engine_client, desk_of(engine_client))
+        setattr(engine_client, _SERVER, server)
+    return server
+
+
+def served_name(engine_client: Any) -> str:
+    """The model's name in vLLM's own metrics."""
+    return engine_client.vllm_config.model_config.served_model_name
+
+
+def check_answered(params) -> None:
+    """Refuse a request whose rows would come back on an answer that has no room for them."""
+    extra = getattr(params, "extra_args", None)
+    if _reply.get() is not None or not extra or not asks(extra, None):
+        return
+    try:
+        refuse_lens(extra)
+        captures = RequestSpec.parse(extra[WIRE_KEY]).capture if extra.get(WIRE_KEY) is not None else ()
+        lens = lens_capture(extra[LENS_CAPTURE_KEY]) if extra.get(LENS_CAPTURE_KEY) is not None else None
+    except WeirError as e:
+        raise WeirRequestError(e.message, e.field) from None
+    if lens is not None or any(capture.sink.memory for capture in captures):
+        field = "capture" if captures else LENS_CAPTURE_KEY
+        raise WeirRequestError(f"this route's answers have no room for rows; use {ROUTES}, or name a sink", field)
