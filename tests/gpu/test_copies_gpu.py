@@ -1,4 +1,5 @@
-"""The driver's batched copies, on real memory: what `vllm_weir.worker.transfer.cuda_memcpy` tells it is what it does."""
+"""The driver's batched copies, on real memory: what `vllm_weir.worker.transfer.cuda_memcpy` tells it is what it
+does."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class ActivationLoader:
         if isinstance(block, ArrayBlock):
             arrays = read_npz(block.store, block.name)
             return arrays if any(name in arrays for name in CODES) else {}
-        which, at = self.dataset._ordered(self.dataset._runs(site, request))
+        which, at = self.dataset.ordered(self.dataset.runs_of(site, request))
         if block.header["method"] != "rp8" or not len(which):
             return {}
         ((_, records),) = index.gather(which, at).values()

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Rows from the arrays of a stored file."""
 
 from __future__ import annotations
 

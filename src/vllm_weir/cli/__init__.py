@@ -1,0 +1,1 @@
+"""Commands: `weir` and its subcommands."""

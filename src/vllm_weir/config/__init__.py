@@ -1,0 +1,1 @@
+"""Settings of an engine and the environment variables that make them."""

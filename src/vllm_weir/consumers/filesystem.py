@@ -1,4 +1,5 @@
-"""The consumers ``filesystem``, rows into files in one of the layouts of `vllm_weir.storage`, and ``npz``, in that one."""
+"""The consumers ``filesystem``, rows into files in one of the layouts of `vllm_weir.storage`, and ``npz``, in that
+one."""
 
 from __future__ import annotations
 

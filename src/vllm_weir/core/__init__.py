@@ -1,0 +1,1 @@
+"""What runs in the engine core: cache keys, step budgets and the waiting queue."""

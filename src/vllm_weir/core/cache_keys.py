@@ -1,4 +1,4 @@
-"""TODO"""
+"""Prefix cache: what a request's interventions add to block keys, and where its hits end."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_weir.schema.positions import ENDLESS
+from vllm_weir.schema.reductions import GROUP
 from vllm_weir.schema.taps import STAGES
-from vllm_weir.worker.tap.reductions import GROUP
 
 
 class _Folded(NamedTuple):

@@ -1,4 +1,4 @@
-"""TODO"""
+"""`WaitingQueue`: requests wait, first come first served, until the device tables have room."""
 
 from __future__ import annotations
 

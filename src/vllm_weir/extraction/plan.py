@@ -1,4 +1,4 @@
-"""TODO"""
+"""What a run of `weir extract` does and where its rows go; may be pickled."""
 
 from __future__ import annotations
 

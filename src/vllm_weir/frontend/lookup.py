@@ -1,4 +1,4 @@
-"""TODO"""
+"""Find what Weir keeps beside an engine: its frontend, and the views of outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from vllm_weir.guard.refuse import refusal_here
 
 if TYPE_CHECKING:
     from vllm_weir.frontend.outputs.view import View
-from vllm_weir.patches.frontend import _unreported
 
 _DESK, _TRACKER = "_weir_desk", "_weir_tracker"
 
@@ -47,5 +46,13 @@ async def ask_workers(engine: Any) -> None:
     if desk is not None and desk.facts is None and desk.refusal is None:
         try:
             desk.learn(await engine.collective_rpc("weir_report"))
-        except Exception as e:  # as in llm_engine_init
-            desk.refusal = _unreported(e)
+        except Exception as e:  # noqa: BLE001 - whatever a worker raises means that it cannot serve; requests are told
+            desk.refusal = unreported(e)
+
+
+def unreported(e: Exception) -> str:
+    """Why an engine is not served whose workers did not say what they serve."""
+    return (
+        f"the workers did not report ({type(e).__name__}: {e}): is vllm-weir installed where they run, and with it "
+        "everything that it needs? Their log says what could not be loaded"
+    )

@@ -1,4 +1,4 @@
-"""TODO"""
+"""`Tracker`: follows the outputs of one sequence."""
 
 from __future__ import annotations
 

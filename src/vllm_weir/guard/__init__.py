@@ -1,0 +1,1 @@
+"""What holds even where Weir itself cannot load: the standard library, and vLLM's own modules, alone."""

@@ -1,8 +1,8 @@
 """The guard: where Weir does not work, requests with its keys are refused with the cause, never run without them.
 
 It needs the standard library and vLLM's own modules, so it holds where something that Weir needs is missing. Importing
-`vllm_weir` puts it into a process, as vLLM does when it loads the plugin; `vllm_weir.patches.registry.install` then takes
-its places, or leaves it there with the reason.
+`vllm_weir` puts it into a process, as vLLM does when it loads the plugin; `vllm_weir.patches.registry.install` then
+takes its places, or leaves it there with the reason.
 """
 
 from __future__ import annotations

@@ -10,9 +10,7 @@ from typing import Any, Literal
 
 import torch
 import vllm
-from vllm import SamplingParams
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.v1.engine.async_llm import AsyncLLM as _AsyncLLM
+from vllm import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
 
 from vllm_weir.api import params
 from vllm_weir.errors import WeirError
@@ -201,7 +199,7 @@ class AsyncLLM:
         **engine_args: Any,
     ) -> None:
         self._wanted = Wanted.parse(layers, include_prefill, include_decode, last_prefill_token, last_decode_token)
-        self.engine = _AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, dtype=dtype, **engine_args))
+        self.engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=model, dtype=dtype, **engine_args))
 
     async def generate(
         self, prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, **kwargs: Any

@@ -14,7 +14,7 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.reach import Vocabulary
 from vllm_weir.frontend.engine_frontend import Desk, Observer
-from vllm_weir.frontend.lookup import _DESK, _TRACKER, ask_workers
+from vllm_weir.frontend.lookup import _DESK, _TRACKER, ask_workers, unreported
 from vllm_weir.frontend.pacing import entry_of
 from vllm_weir.frontend.receive.release import Holding, holding
 from vllm_weir.frontend.sinks.manager import check_sinks
@@ -161,16 +161,9 @@ def llm_engine_init(original: Callable[..., Any], status: Status) -> Callable[..
             try:
                 desk.learn(self.collective_rpc("weir_report"))
             except Exception as e:  # whatever a worker raises means that it cannot serve; requests are told
-                desk.refusal = _unreported(e)
+                desk.refusal = unreported(e)
 
     return wrapper
-
-
-def _unreported(e: Exception) -> str:
-    return (
-        f"the workers did not report ({type(e).__name__}: {e}): is vllm-weir installed where they run, and with it "
-        "everything that it needs? Their log says what could not be loaded"
-    )
 
 
 def async_llm_init(original, status):

@@ -1,0 +1,1 @@
+"""What a request gets back."""

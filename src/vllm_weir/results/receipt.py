@@ -1,4 +1,4 @@
-"""TODO"""
+"""`Receipt`: what was really done for a sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO"""
+"""The header of a safetensors file whose tensors follow one after the other."""
 
 from __future__ import annotations
 

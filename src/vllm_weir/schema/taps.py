@@ -1,4 +1,4 @@
-"""TODO"""
+"""Taps and columns: numbers of the places where a site is read, shared by three processes."""
 
 from __future__ import annotations
 

@@ -1,26 +1,19 @@
-"""TODO"""
+"""The server that an engine belongs to, and the request that is being answered."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
-
-import vllm.outputs  # noqa: F401 - before seams.engine: its own seam is held by a function of that module
+from typing import Any
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.lookup import desk_of
 from vllm_weir.guard.refuse import ROUTES
-from vllm_weir.guard.refuse import without_room as without_room  # held from here by the table
 from vllm_weir.guard.request_errors import WeirRequestError
 from vllm_weir.schema.compat.vllm_lens import lens_capture, refuse_lens
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, WIRE_KEY, asks
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.server.response import Reply
 from vllm_weir.server.state import ServerState
-
-if TYPE_CHECKING:
-    pass
-
 
 _reply: ContextVar[Reply | None] = ContextVar("weir_reply", default=None)
 

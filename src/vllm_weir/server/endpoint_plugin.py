@@ -63,7 +63,7 @@ class Endpoints:
             return
         try:
             load_rooms()
-            from vllm_weir.patches.server import has_desk
+            from vllm_weir.frontend.lookup import has_desk
             from vllm_weir.server.context import served_name, server_of
             from vllm_weir.server.routes import marks
             from vllm_weir.server.shared.peers import Peers

@@ -126,7 +126,7 @@ def _rows_of(dataset: ActivationDataset, request: str) -> dict[Site, _Rows]:
     """Sites that have rows -> the rows by position, as `Index.expand` names them."""
     index = dataset.index
     runs = index.runs_of(index.code[request])
-    rows = {code: dataset._ordered(runs[index.site[runs] == code]) for code in np.unique(index.site[runs]).tolist()}
+    rows = {code: dataset.ordered(runs[index.site[runs] == code]) for code in np.unique(index.site[runs]).tolist()}
     return {index.sites[code]: found for code, found in rows.items() if len(found[0])}
 
 
@@ -168,7 +168,7 @@ def _copy_request(
     done = 0
     for site in np.unique(index.site[runs]).tolist():
         mine = runs[index.site[runs] == site]
-        which, at = dataset._ordered(mine)
+        which, at = dataset.ordered(mine)
         widest = max(index.blocks[b].header["d_model"] for b in np.unique(index.block[mine]).tolist())
         size = max(1, CHUNK // (4 * widest))
         for begin in range(0, max(1, len(which)), size):  # a site without rows was asked for, too

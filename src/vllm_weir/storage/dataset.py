@@ -104,7 +104,7 @@ class ActivationDataset(Mapping):
         code = self._code(request)
         runs = self.index.runs_of(code)
         mine = {self.sites[s]: runs[self.index.site[runs] == s] for s in np.unique(self.index.site[runs]).tolist()}
-        places = {site: self._ordered(some) for site, some in mine.items()}
+        places = {site: self.ordered(some) for site, some in mine.items()}
         positions = {site: torch.from_numpy(self.index.positions[at]) for site, (_, at) in places.items()}
         tokens = {site: torch.from_numpy(self.index.token_ids[at]) for site, (_, at) in places.items()}
         return Activations(_LazyRows(self, mine, places), positions, tokens)  # type: ignore[arg-type]
@@ -138,15 +138,15 @@ class ActivationDataset(Mapping):
             KeyError: for a site or a request that is not there.
             WeirError: if positions cannot be chosen, or the rows differ in width.
         """
-        runs = self._runs(site, requests)
-        which, at = self._ordered(runs)
+        runs = self.runs_of(site, requests)
+        which, at = self.ordered(runs)
         selector = Positions.parse(positions)
         if selector.kind != "all":
             check_placed(self.index, np.unique(self.index.request[which]).tolist(), parse_site(site), selector)
         chosen = self._select(which, at, selector)
         which, at = which[chosen], at[chosen]
         if not len(runs):
-            runs = self._runs(site, None)
+            runs = self.runs_of(site, None)
         return Rows(
             self.read(which, at, space) if len(which) else self.no_rows(runs, space),
             torch.from_numpy(self.index.positions[at]),
@@ -214,7 +214,8 @@ class ActivationDataset(Mapping):
             raise KeyError(f"{self.url} has no {wanted}; it has {have}")
         return self.sites.index(wanted)
 
-    def _runs(self, site: object, requests: Sequence[str] | str | None) -> np.ndarray:
+    def runs_of(self, site: object, requests: Sequence[str] | str | None) -> np.ndarray:
+        """Numbers of the runs in `index` that hold rows of `site`, of all or of some requests."""
         code = self._site(site)
         if requests is None:
             return np.flatnonzero(self.index.site == code)
@@ -222,7 +223,7 @@ class ActivationDataset(Mapping):
         runs = np.concatenate([*map(self.index.runs_of, wanted), np.zeros(0, np.int64)])
         return np.sort(runs[self.index.site[runs] == code])
 
-    def _ordered(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def ordered(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rows of runs by request and position."""
         which, at = self.index.expand(runs)
         order = np.lexsort((self.index.positions[at], self.index.request[which]))

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.storage.dataset import ActivationDataset
-from vllm_weir.storage.index import PLAIN
+from vllm_weir.storage.index import PLAIN, Index
 
 PIECE = 256
 """Rows are read in pieces of this many consecutive ones, so that a file is not read byte by byte."""
+
+
+class StreamedDataset(Protocol):
+    """What a stream needs of an `ActivationDataset`."""
+
+    @property
+    def index(self) -> Index: ...
+
+    def count(self, site: object) -> int: ...
+
+    def runs_of(self, site: object, requests: Sequence[str] | str | None) -> np.ndarray: ...
+
+    def ordered(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def read(self, which: np.ndarray, at: np.ndarray) -> torch.Tensor: ...
 
 
 class RowStream(IterableDataset):
@@ -51,7 +66,7 @@ class RowStream(IterableDataset):
     """
 
     def __init__(
-        self, dataset: ActivationDataset, site: object, *, shuffle: bool = True, seed: int = 0,
+        self, dataset: StreamedDataset, site: object, *, shuffle: bool = True, seed: int = 0,
         batch_size: int | None = None, buffer_rows: int = 65_536, epochs: int | None = 1, labels: bool = False,
         drop_last: bool = False, shard: tuple[int, int] = (0, 1),
     ) -> None:  # fmt: skip
@@ -105,8 +120,8 @@ class RowStream(IterableDataset):
     def _epoch(self, epoch: int, worker: int, workers: int) -> Iterator:
         """What one of the workers yields of this share."""
         index = self.dataset.index
-        runs = self.dataset._runs(self.site, None)
-        which, at = self.dataset._ordered(runs) if not self.shuffle else index.expand(runs)
+        runs = self.dataset.runs_of(self.site, None)
+        which, at = self.dataset.ordered(runs) if not self.shuffle else index.expand(runs)
         (first, end), size = self._span, self.batch_size or 1
         begin = first + size * (worker * self._steps // workers)
         end = min(first + size * ((worker + 1) * self._steps // workers), end)
@@ -179,10 +194,10 @@ def _checked(shard: object) -> tuple[int, int]:
     raise WeirError(f"shard is (i, n) with 0 <= i < n, got {brief(shard)}", "shard")
 
 
-def _dtype(dataset: ActivationDataset, site: object) -> torch.dtype:
+def _dtype(dataset: StreamedDataset, site: object) -> torch.dtype:
     """The dtype of a site's rows, taken together; raises WeirError if they differ in width."""
     index = dataset.index
-    runs = dataset._runs(site, None)
+    runs = dataset.runs_of(site, None)
     runs = runs[index.rows[runs] > 0]
     headers = {block: index.blocks[block].header for block in np.unique(index.block[runs]).tolist()}
     widths = {header["d_model"] for header in headers.values()}

@@ -1,0 +1,1 @@
+"""Requests on their way in: checked, resolved against the engine, put into wire form."""

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Requests that ask for the same are admitted once: what makes two of them equal."""
 
 from __future__ import annotations
 

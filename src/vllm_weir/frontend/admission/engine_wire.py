@@ -1,4 +1,4 @@
-"""TODO"""
+"""The form in which an admitted request travels to scheduler and workers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import Admitted
 from vllm_weir.frontend.admission.engine_info import EngineFacts
 from vllm_weir.schema.interventions import Move
+from vllm_weir.schema.reductions import GROUP
 from vllm_weir.schema.selectors import Selectors
 from vllm_weir.schema.table_sizes import Sizes
-from vllm_weir.worker.tap.reductions import GROUP
 
 MAX_TOKEN_SELECTORS = 4
 

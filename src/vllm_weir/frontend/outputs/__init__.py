@@ -1,0 +1,1 @@
+"""Rows on their way out: views, receipts and tensors cut ahead."""

@@ -1,0 +1,1 @@
+"""Rows on their way in, from the workers to the caller."""

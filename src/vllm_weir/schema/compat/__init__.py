@@ -1,0 +1,1 @@
+"""Other systems' request forms, read as Weir's own."""

@@ -1,0 +1,1 @@
+"""What the processes of one server share through a directory."""

@@ -18,7 +18,7 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage.index import Builder, Index, short_names
-from vllm_weir.storage.layouts.plain import plain_header
+from vllm_weir.storage.layouts.per_request import plain_header
 from vllm_weir.storage.object_store import Store, naming
 from vllm_weir.storage.record_blocks import FileBlock
 from vllm_weir.storage.safetensors_io import read_container

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+from vllm_weir.results.safetensors_header import NAMES
+from vllm_weir.schema.compression import ROW_DTYPES, Compression
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage.index import Builder, Index
 from vllm_weir.storage.layouts.buffered import (
@@ -17,7 +20,7 @@ from vllm_weir.storage.layouts.buffered import (
 )
 from vllm_weir.storage.object_store import Store
 from vllm_weir.storage.record_blocks import FileBlock
-from vllm_weir.storage.safetensors_io import Container, read_container
+from vllm_weir.storage.safetensors_io import Container, Tensor, read_container
 
 SUFFIX = ".safetensors"
 
@@ -67,8 +70,6 @@ def read_per_request(store: Store, names: dict[str, int]) -> Index:
 
 def add_file(out: Builder, store: Store, name: str, size: int, container: Container) -> None:
     """Add one file, also of `Activations.save`, which writes neither a request nor headers."""
-    from vllm_weir.storage.layouts.plain import plain_header
-
     meta = container.metadata
     if meta.get("weir") not in ("1", "records"):
         raise store.fail(name, "was not written by Weir")
@@ -93,3 +94,11 @@ def add_file(out: Builder, store: Store, name: str, size: int, container: Contai
         found, place, positions, tokens, sums = read_site(store, name, container, key, header, read)
         block = out.block(FileBlock(store, name, header, size))
         out.run(code, found, block, place.start, positions, tokens, checksums=sums)
+
+
+def plain_header(store: Store, name: str, tensor: Tensor) -> dict[str, Any]:
+    """The header of uncompressed rows stored as a tensor [n, d]."""
+    dtype = NAMES.get(tensor.dtype, tensor.dtype)
+    if dtype not in ROW_DTYPES or len(tensor.shape) < 2 or not tensor.shape[-1]:
+        raise store.fail(name, f"rows are {', '.join(ROW_DTYPES)} [n, d], found {dtype} {list(tensor.shape)}")
+    return Compression().header(tensor.shape[-1], dtype)

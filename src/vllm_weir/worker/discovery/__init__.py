@@ -1,0 +1,1 @@
+"""Find the hook points of a loaded model and verify them."""

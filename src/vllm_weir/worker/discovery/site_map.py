@@ -1,4 +1,4 @@
-"""TODO"""
+"""`SiteMap`: verdicts on every site of a model."""
 
 from __future__ import annotations
 

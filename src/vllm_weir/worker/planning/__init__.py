@@ -1,0 +1,1 @@
+"""Plan what each step records and steers."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vllm_weir.schema.reductions import COMPLETE, CONTINUED, GROUP
 from vllm_weir.schema.request import Treatment, cell_rows
 from vllm_weir.schema.selectors import Selectors, distinct
 from vllm_weir.worker.planning.plan_builder import Draft
 from vllm_weir.worker.planning.row_sequences import Cell, Strand, Strands
 from vllm_weir.worker.planning.site_sets import Profiles
-from vllm_weir.worker.tap.reductions import COMPLETE, CONTINUED, GROUP
 
 
 @dataclass

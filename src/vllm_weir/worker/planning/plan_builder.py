@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_weir.schema.reductions import CELL, COLUMNS, CONTINUED, DONE, FIELDS, GROUP, MAXIMUM, SEEDED
 from vllm_weir.worker.planning.row_sequences import Strand, Strands
 from vllm_weir.worker.planning.step_plan import PACKED, Lookup, StepPlan
-from vllm_weir.worker.tap.reductions import CELL, COLUMNS, CONTINUED, DONE, FIELDS, GROUP, MAXIMUM, SEEDED
 
 
 class _Fold(NamedTuple):
@@ -20,7 +20,7 @@ class _Fold(NamedTuple):
     Attributes:
         tokens, spans: of the step, [n].
         at: ring row of each token's group, from the request's first one on, [n].
-        numbers: see `vllm_weir.worker.tap.reductions.FIELDS`.
+        numbers: see `vllm_weir.schema.reductions.FIELDS`.
         rows: of the ring.
         row: of the arena, for the result; None if it is not complete.
         width: ring rows of a group.

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from vllm_weir.schema.positions import ENDLESS
+from vllm_weir.schema.reductions import FIELDS
 from vllm_weir.worker.planning.row_sequences import Strands
-from vllm_weir.worker.tap.reductions import FIELDS
 
 PACKED = -2
 """A job whose number of directions is this or less is sent compressed, by codec ``PACKED - number``."""
@@ -44,8 +44,8 @@ class StepPlan:
         failures: (reply address, request, reason): requests that cannot be served any further.
         packs: int64 [n, 5], rows that are sent compressed: ring row after a token's last, byte of the arena, bytes,
             ring rows of the token, and ``-2 - number`` of the codec.
-        spans: int32 [tokens], of tokens whose rows are reduced: see `vllm_weir.worker.tap.reductions` for a group's first one,
-            -1 for the others; 0 for all other tokens.
+        spans: int32 [tokens], of tokens whose rows are reduced: see `vllm_weir.worker.tap.reductions` for a group's
+            first one, -1 for the others; 0 for all other tokens.
         cells: ring rows of groups, which come before all others.
         folds: int64 [n, len(folds.FIELDS)], reductions to go on with; cells are counted in cells.
         results: int64 [n, 3] of ring row, arena row and rows: reductions that the step completes.

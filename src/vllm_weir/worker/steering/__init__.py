@@ -1,0 +1,1 @@
+"""Device tables of programs and vectors, and what they are filled from."""

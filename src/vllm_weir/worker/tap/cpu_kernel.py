@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from vllm_weir.schema.interventions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
+from vllm_weir.schema.reductions import MAXIMUM, SEEDED
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.steering.programs import AFTER_POST, LAST
-from vllm_weir.worker.tap.reductions import MAXIMUM, SEEDED
 
 FEW = 6
 """Different chains that are followed one after the other."""

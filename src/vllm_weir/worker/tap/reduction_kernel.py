@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_weir.worker.tap.reductions import COMPLETE
+from vllm_weir.schema.reductions import COMPLETE
 
 _COMPLETE = tl.constexpr(COMPLETE)
 _FIELDS = tl.constexpr(9)

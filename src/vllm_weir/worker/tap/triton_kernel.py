@@ -10,9 +10,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from vllm_weir.schema import interventions as kinds
+from vllm_weir.schema.reductions import GROUP, MAXIMUM, SEEDED, SPAN
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.steering import programs
-from vllm_weir.worker.tap.reductions import GROUP, MAXIMUM, SEEDED, SPAN
 
 _NORM = tl.constexpr(kinds.NORM)
 _AFFINE = tl.constexpr(kinds.AFFINE)

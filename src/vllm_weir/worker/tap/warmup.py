@@ -6,8 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from vllm_weir.schema.reductions import FIELDS
 from vllm_weir.worker.tap.op import numbered
-from vllm_weir.worker.tap.reductions import FIELDS
 
 
 class Warming:

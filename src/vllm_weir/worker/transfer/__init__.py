@@ -1,0 +1,1 @@
+"""Rows on their way from the ring to the caller."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.reductions import GROUP
 from vllm_weir.schema.request import ResolvedSpec, Treatment, Wish
 from vllm_weir.schema.table_sizes import Sizes
 from vllm_weir.schema.taps import STAGES, num_taps, tap_of
@@ -21,7 +22,7 @@ from vllm_weir.worker.planning.row_sequences import Strands
 from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.tap import cpu_kernel
 from vllm_weir.worker.tap.op import numbered
-from vllm_weir.worker.tap.reductions import GROUP, Folder
+from vllm_weir.worker.tap.reductions import Folder
 
 LAYERS, D = 2, 6
 TAPS = num_taps(LAYERS)

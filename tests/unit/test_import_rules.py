@@ -1,0 +1,125 @@
+"""The layout's rules: imports go down, none go in a circle, and only `patches` and `guard` know vLLM's inside.
+
+docs/explanation/architecture.md draws the floors. To add a package, give it a line in `FLOORS`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2] / "src" / "vllm_weir"
+FLOORS = (
+    {"plugin", "cli"},
+    {"bench", "demo"},
+    {"patches"},
+    {"server", "integrations"},
+    {"extraction"},
+    {"api"},
+    {"frontend"},
+    {"analysis", "consumers"},
+    {"storage", "client"},
+    {"worker", "results"},
+    {"codec", "core"},
+    {"config"},
+    {"guard"},
+    {"schema"},
+    {"messages", "util"},
+    {"errors"},
+)
+"""From the top down. A file may import from its own package and from floors below."""
+PUBLIC = {"vllm", "vllm.inputs", "vllm.outputs", "vllm.platforms", "vllm.exceptions"}
+"""Modules of vLLM that any package may import; all else of vLLM belongs to `patches` and `guard`."""
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph("vllm_weir", cache_dir=None)
+
+
+def test_every_package_has_a_floor():
+    there = {p.stem for p in ROOT.glob("*.py") if p.stem != "__init__"}
+    there |= {p.name for p in ROOT.iterdir() if (p / "__init__.py").exists()}
+    named = [name for floor in FLOORS for name in floor]
+    assert len(named) == len(set(named)) and set(named) == there
+
+
+def test_imports_go_down(graph):
+    floor = {f"vllm_weir.{name}": level for level, names in enumerate(FLOORS) for name in names}
+    up = []
+    for importer in graph.modules - {"vllm_weir"}:
+        for imported in graph.find_modules_directly_imported_by(importer) - {"vllm_weir"}:
+            a, b = (".".join(module.split(".")[:2]) for module in (importer, imported))
+            if a != b and floor[a] >= floor[b]:
+                up.append(f"{importer} -> {imported}")
+    assert not up
+
+
+def test_no_circles(graph):
+    assert [sorted(circle) for circle in circles(graph)] == []
+
+
+def test_only_patches_and_guard_import_what_is_inside_vllm():
+    inside = []
+    for path in ROOT.rglob("*.py"):
+        if path.is_relative_to(ROOT / "patches") or path.is_relative_to(ROOT / "guard"):
+            continue
+        for line, module in imported_modules(path):
+            if (module == "vllm" or module.startswith("vllm.")) and module not in PUBLIC:
+                inside.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert not inside
+
+
+def test_pure_packages_import_nothing_heavy():
+    """`schema` and `core` are tested in milliseconds: neither torch nor vLLM comes with them."""
+    heavy = []
+    for package in ("schema", "core"):
+        for path in (ROOT / package).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            found = [*modules_of(tree.body), *((n, m) for n, m in imported_modules(path) if m.startswith("vllm."))]
+            heavy += [f"{path.name}:{n} imports {m}" for n, m in found if m.split(".")[0] in ("torch", "vllm")]
+    assert not heavy
+
+
+def circles(graph: grimp.ImportGraph) -> Iterator[set[str]]:
+    """Strongly connected components of more than one module (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(node: str) -> Iterator[set[str]]:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for successor in sorted(graph.find_modules_directly_imported_by(node)):
+            if successor not in index:
+                yield from visit(successor)
+                low[node] = min(low[node], low[successor])
+            elif successor in stack:
+                low[node] = min(low[node], index[successor])
+        if low[node] == index[node]:
+            component: set[str] = set()
+            while node not in component:
+                component.add(stack.pop())
+            if len(component) > 1:
+                yield component
+
+    for module in sorted(graph.modules):
+        if module not in index:
+            yield from visit(module)
+
+
+def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
+    """Each import statement's line and module, inside functions too."""
+    return modules_of(ast.walk(ast.parse(path.read_text())))
+
+
+def modules_of(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.lineno, node.module
