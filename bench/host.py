@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import vllm
-from stand_ins import LAYERS, PROMPT, SETTINGS, WIDTH, Clock, Line, Scheduler, Tokens, make_station
+from stand_ins import LAYERS, PROMPT, SETTINGS, WIDTH, Clock, Line, Scheduler, Tokens, make_runtime
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
@@ -29,12 +29,12 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import vllm_weir as weir
 from vllm_weir.config.settings import Settings
-from vllm_weir.frontend.engine_frontend import Desk
+from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.patches import frontend
 from vllm_weir.patches import sampling_params as params
 from vllm_weir.patches import scheduler as core
 from vllm_weir.patches.worker import _starts
-from vllm_weir.worker.runtime import Station
+from vllm_weir.worker.runtime import WorkerRuntime
 
 BLOCK = 16
 CASES = (
@@ -47,7 +47,7 @@ OK = SimpleNamespace(refusal=None, active=True)
 CLONE = params.clone(SamplingParams.clone, OK)
 
 
-def wishes(case: str, count: int) -> list[dict[str, Any]]:
+def site_requests(case: str, count: int) -> list[dict[str, Any]]:
     """Arguments of `weir.params` for every request."""
     if case == "capture_own":
         draw = np.random.default_rng(0)
@@ -68,10 +68,12 @@ def wishes(case: str, count: int) -> list[dict[str, Any]]:
 class Run:
     """One batch of requests, from the caller's params to its tensors."""
 
-    def __init__(self, steps: int, clock: Clock, desk: Desk, station: Station, params: list[SamplingParams]) -> None:
+    def __init__(
+        self, steps: int, clock: Clock, frontend: EngineFrontend, runtime: WorkerRuntime, params: list[SamplingParams]
+    ) -> None:
         self.count, self.steps, self.clock, self.params = len(params), steps, clock, params
-        self.desk, self.station, self.line = desk, station, Line(station, desk)
-        self.output_processor = SimpleNamespace(request_states={}, _weir_desk=desk)
+        self.frontend, self.runtime, self.line = frontend, runtime, Line(runtime, frontend)
+        self.output_processor = SimpleNamespace(request_states={}, _weir_frontend=frontend)
         self.scheduler = Scheduler()
         self.ids = [f"{k}-0badcafe" for k in range(self.count)]
         self.generated = list(range(100, 100 + steps))
@@ -126,14 +128,14 @@ class Run:
 
     def serve(self, requests: list[EngineCoreRequest]) -> None:
         """The worker's and the scheduler's steps: the prompts, as many at once as have room, then one token each."""
-        station, clock, count = self.station, self.clock, self.count
+        runtime, clock, count = self.runtime, self.clock, self.count
         new = [
             (r.request_id, wire, PROMPT, r.prompt_token_ids, 0)
             for r in requests
             if (wire := core.wire_of(r)) is not None
         ]
         with clock.part("worker: join, a request", count):
-            station.follow(new, ())
+            runtime.follow(new, ())
         limit = core.schedule(lambda scheduler: scheduler.max_num_scheduled_tokens, OK)(self.scheduler)
         group, first = min(count, limit // PROMPT), Clock()
         for k in range(0, count, group):
@@ -157,10 +159,10 @@ class Run:
         with clock.part(f"core: {kind} schedule, a step"):
             core.schedule(lambda self: None, OK)(self.scheduler)
         with clock.part(f"worker: {kind} plan, a step"):
-            self.station.begin_step(*_starts(output))
-            self.station.plan_step(order, counts.astype(np.int32), starts, self.input_ids)
+            self.runtime.begin_step(*_starts(output))
+            self.runtime.plan_step(order, counts.astype(np.int32), starts, self.input_ids)
         with clock.part(f"worker: shipping of the {kind}, a step"):
-            self.station.end_step()  # without copies
+            self.runtime.end_step()  # without copies
         self.line.carry(clock, kind)
 
     def finish(self) -> None:
@@ -175,18 +177,18 @@ class Run:
         with clock.part("caller: output, a request", self.count):
             outputs = [wrapper(state, self.generated, "length") for state in states.values()]
         with clock.part("worker: leave, a request", self.count):
-            self.station.follow((), self.ids)
-        self.station.end_step()
+            self.runtime.follow((), self.ids)
+        self.runtime.end_step()
         self.line.carry(Clock(), "last")
         views = [view for o in outputs if (view := frontend.view_of(o)) is not None]
         with clock.part("caller: check at the end, a request", self.count):
             for view in views:
                 frontend._verify(view)
-        if views and views[0].part.spec.wishes:
+        if views and views[0].part.spec.site_requests:
             with clock.part("caller: output.activations, a request", self.count):
                 found = [view.activations() for view in views]
             with clock.part("caller: first look at all tensors, a request", self.count):
-                if views[0].part.spec.treatment is None:
+                if views[0].part.spec.postprocess is None:
                     tensors, width = [[acts[site] for site in acts.sites] for acts in found], WIDTH
                 else:
                     tensors, width = [[acts.compressed(site)[0] for site in acts.sites] for acts in found], 8 + 64
@@ -208,27 +210,27 @@ def ask(case: str, count: int, steps: int, clock: Clock) -> list[SamplingParams]
     """The caller's params."""
     kind = RequestOutputKind.FINAL_ONLY  # as `LLM.generate` has it
     base = SamplingParams(max_tokens=steps, temperature=0, ignore_eos=True, detokenize=False, output_kind=kind)
-    asked = wishes(case, count)
+    asked = site_requests(case, count)
     with clock.part("caller: weir.params, a request", count):
-        params = [base if not wish else weir.params(base, **wish) for wish in asked]
+        params = [base if not site_request else weir.params(base, **site_request) for site_request in asked]
     return params[:1] * count if "alike" in case else params
 
 
 def measure(case: str, count: int, steps: int, runs: int) -> dict[str, dict[str, float]]:
     """All parts of one case; the first of the runs is not counted."""
-    station, desk = make_station(count), Desk(Settings.load({"weir": SETTINGS}), True)
-    desk.learn([station.report()])
+    runtime, frontend = make_runtime(count), EngineFrontend(Settings.load({"weir": SETTINGS}), True)
+    frontend.learn([runtime.report()])
     clock = Clock()
     for k in range(runs + 1):
         if k == 1:
             clock.seconds.clear()
         if k == 0 or "again" not in case:
             params = ask(case, count, steps, clock)
-        Run(steps, clock, desk, station, params).all()
+        Run(steps, clock, frontend, runtime, params).all()
         gc.collect()
-    assert station.usage()["requests"] == 0
-    desk.close()
-    station.drain.close()
+    assert runtime.usage()["requests"] == 0
+    frontend.close()
+    runtime.drain.close()
     return clock.table()
 
 

@@ -70,20 +70,20 @@ def hold_parts() -> None:
     from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.worker.gpu_worker import Worker
 
-    from vllm_weir.frontend.engine_frontend import Desk
-    from vllm_weir.frontend.outputs.view import View
+    from vllm_weir.frontend.engine_frontend import EngineFrontend
+    from vllm_weir.frontend.outputs.view import OutputView
     from vllm_weir.frontend.receive import receiver
-    from vllm_weir.worker.runtime import Station
-    from vllm_weir.worker.transfer.copy_out import CpuOutlet, CudaOutlet
-    from vllm_weir.worker.transfer.notifier import Drain
+    from vllm_weir.worker.runtime import WorkerRuntime
+    from vllm_weir.worker.transfer.copy_out import CpuCopyOut, CudaCopyOut
+    from vllm_weir.worker.transfer.notifier import Notifier
 
     timed(SamplingParams, "clone", "caller: clone of the params")
     timed(InputProcessor, "process_inputs", "caller: vLLM's reading of the request")
-    timed(Desk, "admit", "caller: Weir's admission")
+    timed(EngineFrontend, "admit", "caller: Weir's admission")
     timed(SyncMPClient, "add_request", "caller: send to the core")
     timed(OutputProcessor, "process_outputs", "caller: outputs of a step")
-    timed(View, "activations", "caller: hand-out")
-    timed(receiver._Desk, "_handle", "caller: a message of rows")
+    timed(OutputView, "activations", "caller: hand-out")
+    timed(receiver._ReceiverState, "_handle", "caller: a message of rows")
     timed(EngineCore, "preprocess_add_request", "core: take in a request")
     timed(EngineCore, "add_request", "core: queue a request")
     timed(Scheduler, "schedule", "core: schedule a step")
@@ -91,12 +91,12 @@ def hold_parts() -> None:
     timed(Worker, "execute_model", "worker: execute_model")
     log_steps(Worker)
     timed(Worker, "sample_tokens", "worker: sample_tokens")
-    timed(Station, "follow", "worker: follow")
-    timed(Station, "plan_step", "worker: plan")
-    timed(Station, "end_step", "worker: ship")
-    timed(CudaOutlet, "ship", "worker: start of the copies")
-    timed(CpuOutlet, "ship", "worker: start of the copies")
-    timed(Drain, "_tell", "drain: a message")
+    timed(WorkerRuntime, "follow", "worker: follow")
+    timed(WorkerRuntime, "plan_step", "worker: plan")
+    timed(WorkerRuntime, "end_step", "worker: ship")
+    timed(CudaCopyOut, "ship", "worker: start of the copies")
+    timed(CpuCopyOut, "ship", "worker: start of the copies")
+    timed(Notifier, "_tell", "drain: a message")
 
 
 def record_device(_worker: Any = None) -> None:
@@ -203,19 +203,19 @@ def main() -> None:
     from vllm import LLM
 
     from vllm_weir.bench.cli import model_fields
-    from vllm_weir.bench.plan import Plan
-    from vllm_weir.bench.systems import Weir
+    from vllm_weir.bench.plan import BenchPlan
+    from vllm_weir.bench.systems import WeirSystem
     from vllm_weir.bench.weights import fill_engine
 
     work = Path(tempfile.mkdtemp())
     cuda = not given.cpu
-    plan = Plan(
+    plan = BenchPlan(
         **model_fields("llama-8b" if cuda else "demo", work, cuda),
         systems=("weir",), cases=CASES, batches=tuple(map(int, given.batches.split(","))), prefill=None,
         tokens=given.tokens, repeats=given.calls, warmups=given.warmups, case_seconds=600, cuda=cuda, eager=not cuda,
         weir_config={"host_bytes": 48 << 30} if cuda else {}, memory_share=0.8,
     )  # fmt: skip
-    system = Weir(plan, work)
+    system = WeirSystem(plan, work)
     llm = LLM(**system.engine())
     if plan.dummy:
         llm.apply_model(fill_engine)

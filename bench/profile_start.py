@@ -45,7 +45,7 @@ def start(config: dict[str, Any] | None, layers: int, width: int) -> dict[str, f
 
     from vllm_weir.bench.weights import make_model
     from vllm_weir.patches import discovery
-    from vllm_weir.worker.runtime import Station
+    from vllm_weir.worker.runtime import WorkerRuntime
 
     cuda = torch.cuda.is_available()
     if cuda:
@@ -62,7 +62,7 @@ def start(config: dict[str, Any] | None, layers: int, width: int) -> dict[str, f
         hold(GPUModelRunner, "capture_model", "of it: CUDA graphs")
     if config is not None:
         hold(discovery, "map_sites", "of it: proof")
-        hold(Station, "__init__", "of it: taps and buffers")
+        hold(WorkerRuntime, "__init__", "of it: taps and buffers")
     arguments: dict[str, Any] = {}
     if not cuda:
         arguments = {"kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 16, "block_size": 32}

@@ -35,26 +35,26 @@ def timed(owner: Any, name: str, part: str) -> None:
 
 def hold_parts() -> None:
     """Before the engine starts: the seams keep references to bound methods."""
-    from vllm_weir.frontend.engine_frontend import Desk
-    from vllm_weir.frontend.outputs.view import View
+    from vllm_weir.frontend.engine_frontend import EngineFrontend
+    from vllm_weir.frontend.outputs.view import OutputView
     from vllm_weir.worker.planning.planner import Planner
-    from vllm_weir.worker.runtime import Station
+    from vllm_weir.worker.runtime import WorkerRuntime
     from vllm_weir.worker.tap.device_tables import PlanWriter, TableWriter
-    from vllm_weir.worker.transfer.copy_out import CudaOutlet
-    from vllm_weir.worker.transfer.notifier import Drain
+    from vllm_weir.worker.transfer.copy_out import CudaCopyOut
+    from vllm_weir.worker.transfer.notifier import Notifier
 
-    timed(Desk, "admit", "admission, a request")
-    timed(Station, "_join", "join, a request")
+    timed(EngineFrontend, "admit", "admission, a request")
+    timed(WorkerRuntime, "_join", "join, a request")
     timed(Planner, "remove", "leave, a request")
     timed(Planner, "_plan_one", "first plan, a request")
-    timed(Station, "plan_step", "plan, a step")
+    timed(WorkerRuntime, "plan_step", "plan, a step")
     timed(Planner, "plan", "  of it: planning")
     timed(TableWriter, "flush", "  of it: tables")
     timed(PlanWriter, "write", "  of it: plan to the device")
-    timed(Station, "end_step", "ship, a step")
-    timed(CudaOutlet, "ship", "  of it: copies and events")
-    timed(Drain, "_tell", "drain thread, a message")
-    timed(View, "activations", "hand-out, a request")
+    timed(WorkerRuntime, "end_step", "ship, a step")
+    timed(CudaCopyOut, "ship", "  of it: copies and events")
+    timed(Notifier, "_tell", "drain thread, a message")
+    timed(OutputView, "activations", "hand-out, a request")
 
 
 def host_table(steps: int) -> dict[str, dict[str, float]]:
@@ -100,19 +100,19 @@ def main() -> None:
     import torch
     from vllm import LLM
 
-    from vllm_weir.bench.plan import Plan, Size
-    from vllm_weir.bench.systems import Weir
+    from vllm_weir.bench.plan import BatchSize, BenchPlan
+    from vllm_weir.bench.systems import WeirSystem
     from vllm_weir.bench.weights import LLAMA_8B, fill_engine, make_model
 
     work = Path(tempfile.mkdtemp())
     batches = tuple(map(int, given.batches.split(",")))
-    plan = Plan(
+    plan = BenchPlan(
         model=make_model(work), model_name="Llama-3.1-8B shapes, random weights", dummy=True, layers=32, width=4096,
         vocab=LLAMA_8B["vocab_size"], cuda=True, dtype="bfloat16", eager=False, max_model_len=2048, systems=("weir",),
         cases=CASES, batches=batches, tokens=128, prefill=None, repeats=given.calls, warmups=given.warmups,
         case_seconds=600, weir_config={"host_bytes": 48 << 30}, memory_share=0.8,
     )  # fmt: skip
-    weir = Weir(plan, work)
+    weir = WeirSystem(plan, work)
     llm = LLM(**weir.engine())
     llm.apply_model(fill_engine)
     found: dict[str, Any] = {
@@ -120,7 +120,7 @@ def main() -> None:
         "tokens": plan.tokens, "calls": given.calls, "cases": [],
     }  # fmt: skip
     for size in plan.sizes():
-        assert isinstance(size, Size)
+        assert isinstance(size, BatchSize)
         prompts = [{"prompt_token_ids": ids} for ids in plan.prompts(size)]
         for case in given.cases.split(","):
             params = weir.params(case, size)

@@ -56,16 +56,16 @@ def steer(width: int) -> dict:
     return {"v": 1, "interventions": [weir.Add([0.1] * width, layers=[3]).to_json()]}
 
 
-async def one(client: httpx.AsyncClient, prompt: str, wish: dict | None) -> float:
+async def one(client: httpx.AsyncClient, prompt: str, site_request: dict | None) -> float:
     """Seconds of one request of 16 tokens."""
     body = {"model": "demo", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
     began = time.perf_counter()
-    answer = await client.post("/v1/completions", json=body | ({"weir": wish} if wish else {}))
+    answer = await client.post("/v1/completions", json=body | ({"weir": site_request} if site_request else {}))
     answer.raise_for_status()
     return time.perf_counter() - began
 
 
-async def people(url: str, headers: dict, numbers: range, each: int, wishes: tuple, begin: float) -> list[float]:
+async def people(url: str, headers: dict, numbers: range, each: int, site_requests: tuple, begin: float) -> list[float]:
     """Seconds of each request of these clients, which begin together at the time `begin`."""
     # No connection is used twice: servers close those that nobody uses for 5 s, in the middle of a crowd too.
     limits = httpx.Limits(max_connections=len(numbers), max_keepalive_connections=0)
@@ -73,8 +73,8 @@ async def people(url: str, headers: dict, numbers: range, each: int, wishes: tup
 
         async def person(number: int) -> list[float]:
             chance = random.Random(number)
-            wish = chance.choice(wishes)
-            return [await one(client, chance.choice(PROMPTS), wish) for _ in range(each)]
+            site_request = chance.choice(site_requests)
+            return [await one(client, chance.choice(PROMPTS), site_request) for _ in range(each)]
 
         await asyncio.sleep(begin - time.time())
         found = await asyncio.gather(*map(person, numbers))
@@ -93,10 +93,14 @@ def round_of(
 
     Those who send plain requests and the others are processes of their own: neither waits for the other's Python.
     """
-    wishes = (CAPTURE, steer(width), CAPTURE | steer(width)) if heavy else (None,)
+    site_requests = (CAPTURE, steer(width), CAPTURE | steer(width)) if heavy else (None,)
     plain, begin = round(share * clients), time.time() + SOON
     mine = pool.submit(several, url, headers, range(plain), each, (None,), begin)
-    others = pool.submit(several, url, headers, range(plain, clients), each, wishes, begin) if plain < clients else None
+    others = (
+        pool.submit(several, url, headers, range(plain, clients), each, site_requests, begin)
+        if plain < clients
+        else None
+    )
     return mine.result(), others.result() if others is not None else []
 
 

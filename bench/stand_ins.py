@@ -13,12 +13,12 @@ import torch
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_weir.config.settings import Settings
-from vllm_weir.frontend.engine_frontend import Desk
-from vllm_weir.frontend.receive import receiver as inbox
+from vllm_weir.frontend.engine_frontend import EngineFrontend
+from vllm_weir.frontend.receive import receiver as receiver
 from vllm_weir.schema.hooks import Site
-from vllm_weir.worker.discovery.anchors import Anchor, Key
+from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.site_map import SiteMap
-from vllm_weir.worker.runtime import ModelFacts, Station
+from vllm_weir.worker.runtime import ModelInfo, WorkerRuntime
 from vllm_weir.worker.transfer.copy_out import at_once
 
 LAYERS, WIDTH, PROMPT = 32, 4096, 16
@@ -54,42 +54,42 @@ class Nothing(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(torch.nn.Identity() for _ in range(LAYERS))
 
 
-def make_station(requests: int) -> Station:
+def make_runtime(requests: int) -> WorkerRuntime:
     """A station whose rows go nowhere."""
-    out = Key("out", -1)
+    out = TensorKey("out", -1)
     anchors = {Site("resid_post", k): Anchor(f"blocks.{k}", "after", out) for k in range(LAYERS)}
-    anchors |= {Site("resid_pre", k): Anchor(f"blocks.{k}", "before", Key("arg", 0)) for k in range(LAYERS)}
-    facts = ModelFacts(WIDTH, torch.bfloat16, torch.device("cpu"), requests * PROMPT)
+    anchors |= {Site("resid_pre", k): Anchor(f"blocks.{k}", "before", TensorKey("arg", 0)) for k in range(LAYERS)}
+    capabilities = ModelInfo(WIDTH, torch.bfloat16, torch.device("cpu"), requests * PROMPT)
     settings = Settings.load({"weir": SETTINGS})
-    station = Station(Nothing(), facts, settings, SiteMap(LAYERS, anchors))
-    station._outlet.ship = lambda plan, start, quick, treat: (plan.segments, at_once)[1]
-    return station
+    runtime = WorkerRuntime(Nothing(), capabilities, settings, SiteMap(LAYERS, anchors))
+    runtime._outlet.ship = lambda plan, start, quick, treat: (plan.segments, at_once)[1]
+    return runtime
 
 
 class Line:
     """From the drain to the store, without sockets; what is sent waits in `parcels`."""
 
-    def __init__(self, station: Station, desk: Desk) -> None:
+    def __init__(self, runtime: WorkerRuntime, frontend: EngineFrontend) -> None:
         self.parcels: list[Any] = []
         self._frames: list[Any] = []
-        self._drain, self._desk = station.drain, desk
-        station.drain.send = self.parcels.append
-        station.drain._post = lambda address, frames: self._frames.append(frames)
+        self._drain, self._frontend = runtime.drain, frontend
+        runtime.drain.send = self.parcels.append
+        runtime.drain._post = lambda address, frames: self._frames.append(frames)
 
     def carry(self, clock: Clock, kind: str) -> None:
         """Deliver what waits."""
         if not self.parcels:
             return
-        _, _, (receiver, *_), _ = self._desk._inbox.close.peek()
+        _, _, (receiver, *_), _ = self._frontend._receiver.close.peek()
         for parcel in self.parcels:
-            replies = sorted(parcel.news.keys() | parcel.marks.keys() | parcel.steered.keys())
+            replies = sorted(parcel.layout_updates.keys() | parcel.marks.keys() | parcel.steered.keys())
             for reply in replies:
                 with clock.part(f"worker: drain thread, {kind} message"):
                     self._drain._tell(reply, parcel, "")
                 with clock.part(f"caller: inbox thread, {kind} message"):
-                    inbox.deliver(self._desk.store, receiver.reply.token, self._frames.pop(), receiver._mirror)
+                    receiver.deliver(self._frontend.store, receiver.reply.token, self._frames.pop(), receiver._mapped)
                 with clock.part(f"caller: inbox thread, what is made after a {kind} message"):
-                    while self._desk.store.prepare():
+                    while self._frontend.store.prepare():
                         pass
         self.parcels.clear()
 

@@ -30,7 +30,7 @@ def server() -> Iterator[str]:
     command = [
         sys.executable,
         "-m",
-        "vllm_weir.cli.main",
+        "vllm_weir.cli",
         "serve",
         weir.demo_model(),
         "--host",

@@ -24,7 +24,7 @@ PROMPT = "Anna walked to the harbor in the morning ."
 
 def start(model: str, port: int) -> subprocess.Popen:
     """`weir serve` takes what `vllm serve` takes."""
-    command = [sys.executable, "-m", "vllm_weir.cli.main", "serve", model, "--served-model-name", "demo"]
+    command = [sys.executable, "-m", "vllm_weir.cli", "serve", model, "--served-model-name", "demo"]
     command += ["--max-model-len", "256", "--host", "127.0.0.1", "--port", str(port)]
     if not torch.cuda.is_available():  # on CPU compiling takes longer than this example
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
@@ -41,8 +41,15 @@ def wait(client: httpx.Client, server: subprocess.Popen) -> None:
     raise SystemExit("the server did not start")
 
 
-def ask(client: httpx.Client, wish: dict, **more) -> dict:
-    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "weir": {"v": 1, **wish}, **more}
+def ask(client: httpx.Client, site_request: dict, **more) -> dict:
+    body = {
+        "model": "demo",
+        "prompt": PROMPT,
+        "max_tokens": 8,
+        "temperature": 0,
+        "weir": {"v": 1, **site_request},
+        **more,
+    }
     response = client.post("/v1/completions", json=body)
     return response.raise_for_status().json()["choices"][0]
 

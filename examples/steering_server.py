@@ -26,7 +26,7 @@ def own_server(key):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = [sys.executable, "-m", "vllm_weir.cli.main", "serve", weir.demo_model(), "--host", "127.0.0.1"]
+    command = [sys.executable, "-m", "vllm_weir.cli", "serve", weir.demo_model(), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "67108864"]
     process = subprocess.Popen(command, env=os.environ | {"WEIR_ADMIN_KEY": key}, stdout=subprocess.DEVNULL)
     try:
@@ -54,9 +54,9 @@ def main(url, key, api_key="none"):
             print(response.json()["error"]["message"])
         return response.json() if response.content else {}
 
-    def complete(prompt="Tom went to the garden. Tom", tokens=12, **wish):
+    def complete(prompt="Tom went to the garden. Tom", tokens=12, **site_request):
         body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-        body |= {"weir": {"v": 1, **wish}} if wish else {}
+        body |= {"weir": {"v": 1, **site_request}} if site_request else {}
         return call("POST", "/v1/completions", **body)["choices"][0]
 
     # A direction: the mean row of one sentence minus that of another.

@@ -13,20 +13,20 @@ import ast
 import sys
 from pathlib import Path
 
-from vllm_weir.patches.registry import SEAMS, Seam
+from vllm_weir.patches.registry import PATCHES, Patch
 
 
 def main(folders: list[str]) -> int:
     """Check every folder; returns the exit code."""
     failed = False
     for folder in folders:
-        problems = [f"{seam.path}: {why}" for seam in SEAMS if (why := check(Path(folder), seam))]
+        problems = [f"{seam.path}: {why}" for seam in PATCHES if (why := check(Path(folder), seam))]
         failed |= bool(problems)
-        print(f"{folder}: {len(SEAMS) - len(problems)} of {len(SEAMS)} seams as expected", *problems, sep="\n  ")
+        print(f"{folder}: {len(PATCHES) - len(problems)} of {len(PATCHES)} seams as expected", *problems, sep="\n  ")
     return int(failed)
 
 
-def check(root: Path, seam: Seam) -> str:
+def check(root: Path, seam: Patch) -> str:
     """What is wrong with a seam in the source below `root`; empty if nothing is."""
     path = root / (seam.module.replace(".", "/") + ".py")
     if not path.exists():

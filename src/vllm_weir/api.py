@@ -75,17 +75,17 @@ def register(llm: Any, name: str, vector: Any) -> str:
     Raises:
         WeirError: for a vector that is none, or an engine that Weir does not serve.
     """
-    return _desk(llm).shelf.put(name, vector)
+    return _frontend(llm).registry.put(name, vector)
 
 
 def unregister(llm: Any, name: str) -> None:
     """Forget a name; requests already admitted go on. Raises WeirError if there is no such name."""
-    _desk(llm).shelf.remove(name)
+    _frontend(llm).registry.remove(name)
 
 
 def list_vectors(llm: Any) -> dict[str, dict[str, Any]]:
     """Registered vectors: name -> {"digest", "shape"}."""
-    return _desk(llm).shelf.names()
+    return _frontend(llm).registry.names()
 
 
 def set_global(llm: Any, interventions: Any) -> None:
@@ -94,12 +94,12 @@ def set_global(llm: Any, interventions: Any) -> None:
     Raises:
         WeirError: naming the field that is wrong; then nothing changes.
     """
-    _desk(llm).set_always(parse_interventions(interventions, "interventions"))
+    _frontend(llm).set_always(parse_interventions(interventions, "interventions"))
 
 
 def clear_global(llm: Any) -> None:
     """Requests admitted from now on undergo only their own interventions."""
-    _desk(llm).set_always(())
+    _frontend(llm).set_always(())
 
 
 def sites(llm: Any) -> list[SiteVerdict]:
@@ -111,7 +111,7 @@ def sites(llm: Any) -> list[SiteVerdict]:
     Raises:
         WeirError: if Weir does not serve this engine at all; it says why.
     """
-    return _verdicts(_desk(llm).require_facts())
+    return _verdicts(_frontend(llm).require_capabilities())
 
 
 async def sites_async(engine: Any) -> list[SiteVerdict]:
@@ -119,11 +119,11 @@ async def sites_async(engine: Any) -> list[SiteVerdict]:
     from vllm_weir.frontend.lookup import ask_workers
 
     await ask_workers(engine)
-    return _verdicts(_desk(engine).require_facts())
+    return _verdicts(_frontend(engine).require_capabilities())
 
 
-def _verdicts(facts: Any) -> list[SiteVerdict]:
-    return [SiteVerdict(site.hook, site.layer, not why, why) for site, why in facts.sites.items()]
+def _verdicts(capabilities: Any) -> list[SiteVerdict]:
+    return [SiteVerdict(site.hook, site.layer, not why, why) for site, why in capabilities.sites.items()]
 
 
 def mark(request_id: str, *, llm: Any = None, **metadata: Any) -> list[Ticket]:
@@ -142,16 +142,16 @@ def mark(request_id: str, *, llm: Any = None, **metadata: Any) -> list[Ticket]:
     Raises:
         WeirError: if no such request is known, or its rows are gone.
     """
-    from vllm_weir.frontend.engine_frontend import desks
+    from vllm_weir.frontend.engine_frontend import frontends
 
     dumps(metadata, "metadata")
-    boards = [desk.board for desk in ([_desk(llm)] if llm is not None else desks())]
+    boards = [frontend.manager for frontend in ([_frontend(llm)] if llm is not None else frontends())]
     if not boards:
         raise WeirError("there is no engine in this process", "request_id")
-    able = [board for board in boards if board.marks.has(request_id)]
+    able = [manager for manager in boards if manager.marks.has(request_id)]
     if len(able) > 1:
         raise WeirError(f"{len(able)} engines of this process have a request {request_id!r}; pass llm", "llm")
-    late = [board for board in boards if board.marks.had(request_id)]
+    late = [manager for manager in boards if manager.marks.had(request_id)]
     return (able or late or boards)[0].mark(request_id, metadata)
 
 
@@ -161,19 +161,19 @@ def flush(llm: Any, timeout: float = 600.0) -> None:
     Raises:
         WeirError: if that takes longer than `timeout` seconds, or a sink fails.
     """
-    _desk(llm).board.flush(timeout)
+    _frontend(llm).manager.flush(timeout)
 
 
 def sinks(llm: Any) -> dict[str, dict[str, Any]]:
     """The engine's open sinks: name -> what waits, what was taken, dropped and failed, and the last error."""
-    return _desk(llm).board.report()
+    return _frontend(llm).manager.report()
 
 
-def _desk(llm: Any) -> Any:
+def _frontend(llm: Any) -> Any:
     try:
-        from vllm_weir.frontend.lookup import desk_of
+        from vllm_weir.frontend.lookup import frontend_of
 
-        return desk_of(llm)
+        return frontend_of(llm)
     except ImportError as e:
         raise WeirError(OFF if disabled() else refuse.cause_of(e), WIRE_KEY) from e
     except WeirError:

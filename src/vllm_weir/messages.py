@@ -1,21 +1,21 @@
 """Framing of what workers tell the caller's process, and of the vectors they fetch from it. msgpack, no pickle.
 
-A message has three frames: the `Header`, marks of rows that have arrived, and marks of what was steered. Marks are
-int32 arrays, so that a step of hundreds of requests is one small message. A fourth frame holds the rows themselves
-when the reader cannot map the worker's memory.
+A message has three frames: the `MessageHeader`, marks of rows that have arrived, and marks of what was steered.
+Marks are int32 arrays, so that a step of hundreds of requests is one small message. A fourth frame holds the rows
+themselves when the reader cannot map the worker's memory.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-MARK_FIELDS = ("strand", "rank", "position", "count", "stride")
+MARK_FIELDS = ("row_seq", "rank", "position", "count", "stride")
 """Rows `rank`.. of a strand are those of `count` positions from `position`, `stride` apart; rank -1: dropped."""
 STEER_FIELDS = ("group", "position", "count", "stride")
 """A group's interventions were applied at these positions."""
 
 
-class Opened(msgspec.Struct, array_like=True):
+class SequenceOpened(msgspec.Struct, array_like=True):
     """A strand: rows of one request that share their columns.
 
     `kind` is ``"rows"``; for ``"scores"`` and ``"fold"`` each rank is a cell of arena rows instead, which holds
@@ -23,7 +23,7 @@ class Opened(msgspec.Struct, array_like=True):
     rank is [columns, values] bytes, compressed rows, and `width` counts bytes: ranks follow each other without gaps.
     """
 
-    strand: int
+    row_seq: int
     request_id: str
     columns: list[int]
     kind: str = "rows"
@@ -40,25 +40,25 @@ class Opened(msgspec.Struct, array_like=True):
         return self.width if self.kind == "packed" else self.rows * row_bytes
 
 
-class Placed(msgspec.Struct, array_like=True):
+class ExtentPlaced(msgspec.Struct, array_like=True):
     """Ranks from `rank` on lie from row `start` of the worker's arena on, `capacity` of them."""
 
-    strand: int
+    row_seq: int
     rank: int
     capacity: int
     start: int
 
 
-class Retired(msgspec.Struct, array_like=True):
+class ExtentRetired(msgspec.Struct, array_like=True):
     """An extent holds `filled` ranks and will get no more."""
 
-    strand: int
+    row_seq: int
     rank: int
     filled: int
     start: int
 
 
-class Group(msgspec.Struct, array_like=True):
+class GroupDefined(msgspec.Struct, array_like=True):
     """A number for some interventions (their indices) of a request."""
 
     group: int
@@ -66,20 +66,20 @@ class Group(msgspec.Struct, array_like=True):
     moves: list[int]
 
 
-class News(msgspec.Struct, array_like=True):
+class LayoutUpdate(msgspec.Struct, array_like=True):
     """What changed in the layout of one reader's rows."""
 
-    opened: list[Opened] = []
-    placed: list[Placed] = []
-    retired: list[Retired] = []
+    opened: list[SequenceOpened] = []
+    placed: list[ExtentPlaced] = []
+    retired: list[ExtentRetired] = []
     closed: list[int] = []
-    groups: list[Group] = []
+    groups: list[GroupDefined] = []
 
     def __bool__(self) -> bool:
         return bool(self.opened or self.placed or self.retired or self.closed or self.groups)
 
 
-class Header(msgspec.Struct, array_like=True):
+class MessageHeader(msgspec.Struct, array_like=True):
     """What the frames beside it hold, or which requests failed and why.
 
     `pressure` is the share of the worker's arena in use; `spill` asks the reader to empty its retired extents.
@@ -91,7 +91,7 @@ class Header(msgspec.Struct, array_like=True):
     worker: str
     d_model: int
     dtype: str
-    news: News = msgspec.field(default_factory=News)
+    layout_updates: LayoutUpdate = msgspec.field(default_factory=LayoutUpdate)
     failures: dict[str, str] = {}
     pressure: float = 0.0
     spill: bool = False
@@ -100,14 +100,14 @@ class Header(msgspec.Struct, array_like=True):
     waiting: int = 0
 
 
-class Wanted(msgspec.Struct, array_like=True):
+class VectorQuery(msgspec.Struct, array_like=True):
     """A worker asks for vectors by digest; the answer is their float32 bytes, one frame each, empty if unknown."""
 
     token: str
     digests: list[str]
 
 
-class Hello(msgspec.Struct, array_like=True):
+class WorkerHello(msgspec.Struct, array_like=True):
     """A worker introduces its arena: `rows` rows of `row_bytes` bytes; the file descriptor comes along."""
 
     token: str
@@ -117,12 +117,12 @@ class Hello(msgspec.Struct, array_like=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Header).decode
-decode_wanted = msgspec.msgpack.Decoder(Wanted).decode
-decode_hello = msgspec.msgpack.Decoder(Hello).decode
+decode = msgspec.msgpack.Decoder(MessageHeader).decode
+decode_wanted = msgspec.msgpack.Decoder(VectorQuery).decode
+decode_hello = msgspec.msgpack.Decoder(WorkerHello).decode
 
 
-class Reply(msgspec.Struct, frozen=True):
+class ReaderEndpoint(msgspec.Struct, frozen=True):
     """Where a caller's process listens: for messages, for questions about vectors, and for arenas ("" if remote)."""
 
     rows: str
@@ -131,7 +131,7 @@ class Reply(msgspec.Struct, frozen=True):
     token: str
 
     @classmethod
-    def parse(cls, text: str) -> Reply:
+    def parse(cls, text: str) -> ReaderEndpoint:
         """From the form that travels with a request."""
         return cls(*text.split("\t"))
 

@@ -40,10 +40,10 @@ def check_oracle(
 ) -> None:
     """Fill in the verdict."""
     sites = list(sites)
-    verdict.blocks = oracle.facts["kinds"]
+    verdict.blocks = oracle.capabilities["kinds"]
     verdict.hooks = summary(sites)
     good = served(sites)
-    missing = oracle.facts["missing"]
+    missing = oracle.capabilities["missing"]
     for hook, found in verdict.hooks.items():
         found["has"] = found["of"] - sum((s.hook, s.layer) in missing for s in sites if s.hook == hook)
     for site in good:
@@ -57,7 +57,9 @@ def check_oracle(
     plain = [oracle.points(answer.ids)[0] for answer in captured]
     for rows in plain:
         broken = {
-            hook: error for hook, error in identity_errors(rows, None, oracle.facts["gains"]).items() if error > 1e-6
+            hook: error
+            for hook, error in identity_errors(rows, None, oracle.capabilities["gains"]).items()
+            if error > 1e-6
         }
         if broken:
             raise Wrong(f"the reference breaks its own identities: {broken}")

@@ -27,14 +27,14 @@ class RemoteOracle:
         self._process = context.Process(target=_serve, args=(theirs, self._pipe, model_dir), daemon=True)
         self._process.start()
         theirs.close()
-        self._facts: dict[str, Any] | None = None
+        self._capabilities: dict[str, Any] | None = None
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def capabilities(self) -> dict[str, Any]:
         """`num_layers`, `hidden_size`, `kinds` and `gains` of the blocks, and `missing`: (hook, layer) -> why."""
-        if self._facts is None:
-            self._facts = self._answer()
-        return self._facts
+        if self._capabilities is None:
+            self._capabilities = self._answer()
+        return self._capabilities
 
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """As `Oracle.logits`."""
@@ -60,7 +60,7 @@ class RemoteOracle:
             self._process.kill()
 
     def _ask(self, *question: Any) -> Any:
-        assert self.facts
+        assert self.capabilities
         self._pipe.send(_packed(question))
         return self._answer()
 
@@ -99,7 +99,7 @@ def _serve(pipe: Any, other_end: Any, model_dir: Path) -> None:
     def answer(name: str, arguments: Sequence[Any]) -> Any:
         return rounding_errors(oracle, *arguments) if name == "rounding" else getattr(oracle, name)(*arguments)
 
-    def facts() -> dict[str, Any]:
+    def capabilities() -> dict[str, Any]:
         nonlocal oracle
         oracle = Oracle(model_dir)
         sites = [(hook, layer) for layer in range(oracle.num_layers) for hook in FIVE] + [(hook, 0) for hook in ENDS]
@@ -111,7 +111,7 @@ def _serve(pipe: Any, other_end: Any, model_dir: Path) -> None:
             "missing": {site: why for site in sites if (why := oracle.missing(*site))},
         }
 
-    _reply(pipe, facts)
+    _reply(pipe, capabilities)
     with contextlib.suppress(EOFError):
         while True:
             name, *arguments = _unpacked(pipe.recv())

@@ -109,8 +109,8 @@ def same_rows(a: Any, b: Any, bound: float = BOUND) -> None:
             assert rel_err(a[site], b[site]) <= bound
 
 
-def desk(llm: Any) -> Any:
-    return llm.llm_engine.output_processor._weir_desk
+def frontend(llm: Any) -> Any:
+    return llm.llm_engine.output_processor._weir_frontend
 
 
 def scheduler(llm: Any) -> Any:
@@ -123,7 +123,7 @@ def assert_nothing_is_held(llm):
     llm.llm_engine.step()  # a worker learns of the last finished requests with the next step
     gc.collect()
     # The thread that receives rows may be about to make a hand-out; that a tensor is gone is told by it, too.
-    eventually(lambda: len(desk(llm).store), 0, 1)
+    eventually(lambda: len(frontend(llm).store), 0, 1)
     eventually(lambda: [n for held in llm.collective_rpc("weir_usage") for n in held.values() if n], [], 1)
     assert not llm.llm_engine.output_processor.request_states
     assert not scheduler(llm).requests

@@ -22,14 +22,14 @@ class Held:
             return
         state = scope["app"].state
         if scope["path"] == FAIL:
-            fail_next(state.weir.desk.store)
+            fail_next(state.weir.frontend.store)
             await JSONResponse(None)(scope, receive, send)
             return
         engine, server = state.engine_client, state.weir
         usage = await engine.collective_rpc("weir_usage")
         await JSONResponse(
             {
-                "store": len(server.desk.store),
+                "store": len(server.frontend.store),
                 "requests": len(engine.output_processor.request_states),
                 "workers": sum(n for held in usage for n in held.values()),
                 "spool": len(server.spool),

@@ -9,8 +9,8 @@ from tests.engine.common import (
     SELECTORS,
     asking,
     assert_nothing_is_held,
-    desk,
     directory,
+    frontend,
     oracle,
     prompts,
     sampling,
@@ -124,8 +124,8 @@ def test_a_ring_smaller_than_the_batch(root):
     model_dir = directory(root)
     settings = {"weir": {"buffer_bytes": 1 << 16}}
     llm, truth = get_llm(model_dir, additional_config=settings), oracle(model_dir)
-    facts = desk(llm).facts
-    assert facts.ring_rows == 128
+    capabilities = frontend(llm).capabilities
+    assert capabilities.ring_rows == 128
     params = weir.params(sampling(6), capture=[weir.Capture("resid_post"), weir.Capture("resid_pre")])
     wanted = {(hook, layer): ["all"] for hook in ("resid_post", "resid_pre") for layer in range(4)}
     outs = llm.generate(prompts([60] * 12 + [1, 2, 3, 4] * 6), params, use_tqdm=False)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import vllm_weir as weir
-from tests.engine.common import asking, desk, directory, oracle, prompts, reached, sampling, scheduler, verify
+from tests.engine.common import asking, directory, frontend, oracle, prompts, reached, sampling, scheduler, verify
 from tests.support.engines import get_llm
 from tests.unit.request_strategies import any_extra_args, sensible_captures
 
@@ -79,4 +79,4 @@ def test_fuzzed_requests_on_a_live_engine(root):
     for out in llm.generate(prompts([5, 30]), params, use_tqdm=False):
         verify(out, wanted, truth)
     assert sum(seen.values()) >= 200, seen
-    assert desk(llm).refusal is None
+    assert frontend(llm).refusal is None

@@ -63,8 +63,8 @@ def test_weirs_keys_give_the_bytes_of_the_offline_engine(model, told, offline_an
 
 def test_wire_form_and_json_text_are_understood_too(model, told, offline_answers):
     wire = {"v": 1, "capture": [c.to_json() for c in cases()["capture"]["capture"]]}
-    for wish in (wire, json.dumps(wire)):
-        check(ask(model, weir=wish), "capture", told, offline_answers)
+    for site_request in (wire, json.dumps(wire)):
+        check(ask(model, weir=site_request), "capture", told, offline_answers)
     check(ask(model, extra_args={"weir": wire}), "capture", told, offline_answers)
 
 

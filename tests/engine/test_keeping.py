@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import vllm_weir as weir
-from tests.engine.common import assert_nothing_is_held, desk, directory, prompts, sampling
+from tests.engine.common import assert_nothing_is_held, directory, frontend, prompts, sampling
 from tests.support.engines import async_llm, get_llm
 from tests.support.machine import engine_processes, needs
 from tests.support.measure import eventually
@@ -247,7 +247,7 @@ def test_aborted_requests_leave_nothing(llm):
         llm.llm_engine.abort_request(["gone"])
         while llm.llm_engine.has_unfinished_requests():
             llm.llm_engine.step()
-    assert not Notes.rows and not Notes.finished and not len(desk(llm).board.marks)
+    assert not Notes.rows and not Notes.finished and not len(frontend(llm).manager.marks)
     with pytest.raises(weir.WeirError, match="aborted"):
         weir.mark("gone", llm=llm)
     assert_nothing_is_held(llm)
@@ -314,7 +314,7 @@ def test_a_sink_for_every_request(root):
         assert torch.equal(of(out.request_id)[site, "data"], own.activations[site][8:9])
     check_treated_beside_plain(llm, own)
     weir.flush(llm)
-    norms = desk(llm).board._runners["norms"]._consumer
+    norms = frontend(llm).manager._runners["norms"]._consumer
     assert norms.sites[weir.Site("resid_post", 2)].rows == 22 + 5 * 11
     # The same consumer, failing: where requests depend on it, and where they do not.
     Notes.fail.add(17)

@@ -14,8 +14,8 @@ from tests.engine.common import (
     SELECTORS,
     asking,
     assert_nothing_is_held,
-    desk,
     directory,
+    frontend,
     oracle,
     prompts,
     reached,
@@ -67,7 +67,7 @@ def test_rows_live_as_long_as_their_output(root):
     params, wanted = asking("all", truth.num_layers)
     kept = llm.generate(prompts([4, 5]), params, use_tqdm=False)
     llm.generate(prompts([4] * 20), params, use_tqdm=False)
-    eventually(lambda: len(desk(llm).store), 2, 1)
+    eventually(lambda: len(frontend(llm).store), 2, 1)
     for out in kept:
         verify(out, wanted, truth)
     del kept, out

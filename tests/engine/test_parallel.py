@@ -39,5 +39,5 @@ def test_every_data_parallel_engine_delivers(root, monkeypatch):
     sources = set()
     for out, wanted in asyncio.run(run()):
         verify(out, wanted, truth)
-        sources |= {id(strip.mirror) for strip in out.outputs[0]._weir_view.pending.strips}
+        sources |= {id(row_view.mapped) for row_view in out.outputs[0]._weir_view.pending.row_views}
     assert len(sources) == 2

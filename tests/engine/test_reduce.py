@@ -16,10 +16,10 @@ SELECTORS = ["all", "prompt", "generated", "last_prompt", "sampled", [0, 3, -1],
 REDUCE = {"last": lambda x: x[-1:], "mean": lambda x: x.mean(0, keepdim=True), "max": lambda x: x.amax(0, keepdim=True)}
 
 
-def asked(llm, selector, max_tokens=7, **treatment):
+def asked(llm, selector, max_tokens=7, **postprocess):
     captures = [
-        weir.Capture("resid_post", [0, 2], selector, **treatment),
-        weir.Capture("resid_pre", [3], selector, **treatment),
+        weir.Capture("resid_post", [0, 2], selector, **postprocess),
+        weir.Capture("resid_pre", [3], selector, **postprocess),
     ]
     return weir.params(sampling(max_tokens), capture=captures)
 

@@ -12,8 +12,8 @@ from tests.engine.common import (
     BOUND,
     SELECTORS,
     asking,
-    desk,
     directory,
+    frontend,
     ids_of,
     oracle,
     prompts,
@@ -116,13 +116,13 @@ def test_tokens_that_do_not_occur_give_no_rows(llm, truth, selector):
 def test_selectors_that_select_nothing_are_refused(llm, truth, selector, max_tokens, field):
     """Of captures and of interventions, whatever else is asked; the engine goes on."""
     vector = torch.ones(truth.hidden_size)
-    for wish, name in (
+    for site_request, name in (
         ({"capture": [weir.Capture(), weir.Capture("resid_pre", 1, selector)]}, "capture[1]"),
         ({"interventions": [weir.Add(vector, 1), weir.Ablate(vector, 1, positions=selector)]}, "interventions[1]"),
         ({"interventions": weir.Add(0 * vector, 1, positions=selector)}, "interventions[0]"),
     ):
         for n in (1, 2):
-            params = weir.params(sampling(max_tokens, n=n, temperature=float(n > 1)), **wish)
+            params = weir.params(sampling(max_tokens, n=n, temperature=float(n > 1)), **site_request)
             with pytest.raises(weir.WeirError) as e:
                 llm.generate(prompts([6]), params, use_tqdm=False)
             assert e.value.field.startswith(f"{name}.positions{field}"), e.value
@@ -306,7 +306,7 @@ def test_one_bad_request_of_a_list_leaves_nothing_behind(llm, truth):
     with pytest.raises(weir.WeirError) as e:
         llm.generate(prompts([5, 6, 7]), [good, good, bad], use_tqdm=False)
     assert e.value.field == "capture[0].layers"
-    assert not llm.llm_engine.has_unfinished_requests() and len(desk(llm).store) == 0
+    assert not llm.llm_engine.has_unfinished_requests() and len(frontend(llm).store) == 0
     verify(one(llm, prompts([5]), good), wanted, truth)
 
 

@@ -85,12 +85,12 @@ def test_two_processes_share_results_and_serve_loras(tmp_path, lora):
     env = {"WEIR_SERVE_DIRECTORY": str(tmp_path), "VLLM_LOGGING_LEVEL": "INFO"}
     more = ["--api-server-count", "2", *LORA, "--lora-modules", f"tiny={lora}"]
     with running(log, WEIR, *more, env=env) as client:
-        wish = WISH | {"response": {"inline_bytes": 0}}
+        site_request = WISH | {"response": {"inline_bytes": 0}}
         homes = list(tmp_path.glob("weir-serve-*"))
         assert len(homes) == 1
         for _ in range(12):
             with fresh(client) as one, fresh(client) as other, fresh(client) as third:
-                url = ask(one, weir=wish)["choices"][0]["weir"]["activations"]["url"]
+                url = ask(one, weir=site_request)["choices"][0]["weir"]["activations"]["url"]
                 assert rows(tmp_path, other.get(url).raise_for_status().content).shape[1] == 256
                 assert third.delete(url).status_code == 204
                 assert one.get(url).status_code == 404

@@ -26,9 +26,9 @@ from tests.support.steered import (
 )
 from vllm_weir.frontend.admission import inline_vectors
 from vllm_weir.worker.planning import row_sequences
-from vllm_weir.worker.planning.row_sequences import Strands
-from vllm_weir.worker.steering.vector_fetch import Fetcher
-from vllm_weir.worker.transfer.notifier import Drain
+from vllm_weir.worker.planning.row_sequences import RowSequences
+from vllm_weir.worker.steering.vector_fetch import VectorFetcher
+from vllm_weir.worker.transfer.notifier import Notifier
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 ROWS = 8
@@ -243,8 +243,8 @@ def test_words_of_steering_that_never_come_fail_the_request(engine, monkeypatch)
     llm, oracle = engine
     steered = weir.params(sampling(3), interventions=weir.Add(GOOD, 1))
     with monkeypatch.context() as patch:
-        send = Drain.send
-        patch.setattr(Drain, "send", lambda self, parcel: send(self, dataclasses.replace(parcel, steered={})))
+        send = Notifier.send
+        patch.setattr(Notifier, "send", lambda self, parcel: send(self, dataclasses.replace(parcel, steered={})))
         with pytest.raises(weir.WeirError, match="confirmed"):
             llm.generate(prompt(9), steered, use_tqdm=False)
     after(llm, oracle, steered)
@@ -252,9 +252,9 @@ def test_words_of_steering_that_never_come_fail_the_request(engine, monkeypatch)
 
 def test_vectors_come_along_and_are_asked_for_only_where_that_was_not_so(engine, monkeypatch):
     llm, oracle = engine
-    asked, ask = [], Fetcher._ask
+    asked, ask = [], VectorFetcher._ask
     monkeypatch.setattr(
-        Fetcher, "_ask", lambda self, reply, digests: asked.append(digests) or ask(self, reply, digests)
+        VectorFetcher, "_ask", lambda self, reply, digests: asked.append(digests) or ask(self, reply, digests)
     )
 
     def steered(*seeds):
@@ -272,7 +272,7 @@ def test_vectors_come_along_and_are_asked_for_only_where_that_was_not_so(engine,
     monkeypatch.setattr(inline_vectors, "MOST", 4 * D)
     steered(61, 62)
     assert [len(digests) for digests in asked] == [2], "too many to come along"
-    monkeypatch.setattr(inline_vectors.Along, "of", lambda *_: {})
+    monkeypatch.setattr(inline_vectors.InlineVectors, "of", lambda *_: {})
     for seed in range(63, 63 + ROWS):
         steered(seed)
     assert len(asked) == 1 + ROWS
@@ -288,7 +288,7 @@ def test_a_vector_that_cannot_be_fetched_fails_the_request(engine, monkeypatch):
         raise ValueError("nobody answers")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Fetcher, "fetch", fetch)
+        patch.setattr(VectorFetcher, "fetch", fetch)
         with pytest.raises(weir.WeirError, match="nobody answers"):
             llm.generate(prompt(9), fresh, use_tqdm=False)
     after(llm, oracle, fresh)
@@ -302,7 +302,7 @@ def test_a_failure_takes_no_neighbour_with_it(engine, monkeypatch):
         raise ValueError("nobody answers")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Fetcher, "fetch", fetch)
+        patch.setattr(VectorFetcher, "fetch", fetch)
         with pytest.raises(weir.WeirError):
             llm.generate([prompt(9, k) for k in range(3)], [sampling(6), fresh, sampling(2)], use_tqdm=False)
     after(llm, oracle, fresh)
@@ -320,10 +320,10 @@ def test_what_a_failed_request_left_in_the_prefix_cache_is_not_shared(engine, mo
 
     with monkeypatch.context() as patch:
         if how == "fetch":
-            patch.setattr(Fetcher, "fetch", fetch)
+            patch.setattr(VectorFetcher, "fetch", fetch)
         else:
-            send = Drain.send
-            patch.setattr(Drain, "send", lambda self, parcel: send(self, dataclasses.replace(parcel, steered={})))
+            send = Notifier.send
+            patch.setattr(Notifier, "send", lambda self, parcel: send(self, dataclasses.replace(parcel, steered={})))
         with pytest.raises(weir.WeirError):
             llm.generate(prompt(70), fresh, use_tqdm=False)
     (again,) = llm.generate(prompt(70), fresh, use_tqdm=False)
@@ -338,7 +338,7 @@ def test_what_a_failed_request_left_is_not_given_to_those_already_waiting(engine
     v = vectors(39)
     bad, other = [weir.Add(v(D), 1, 3.0)], [weir.Add(v(D), 1, 3.0)]
     digest = next(iter(bad[0].lower(D, lambda *_: None).rows))
-    fetch, failed = Fetcher.fetch, []
+    fetch, failed = VectorFetcher.fetch, []
 
     def fail_once(self, reply, digests):
         if digest in digests and not failed:
@@ -350,7 +350,7 @@ def test_what_a_failed_request_left_is_not_given_to_those_already_waiting(engine
     cases = {"fails": bad, "equal": bad, "longer": bad, "other vector": other, "other prompt": bad, "plain": []}
     given = {name: prompt(70) for name in cases} | {"other prompt": prompt(70, 5), "longer": prompt(90)}
     with monkeypatch.context() as patch, chunks(llm, 70):
-        patch.setattr(Fetcher, "fetch", fail_once)
+        patch.setattr(VectorFetcher, "fetch", fail_once)
         for name, case in cases.items():
             params = weir.params(sampling(3), capture=weir.Capture("resid_post", 2, "sampled"), interventions=case)
             lowlevel.add_request(name, given[name], params)
@@ -372,15 +372,15 @@ def test_a_request_that_took_nothing_from_the_cache_outlives_an_equal_one_that_f
     llm, oracle = engine
     case = [weir.Add(vectors(40)(D), 1, 3.0)]
     params = weir.params(sampling(40), capture=weir.Capture("resid_post", 2), interventions=case)
-    lowlevel, place, done = llm.llm_engine, Strands.place, {}
+    lowlevel, place, done = llm.llm_engine, RowSequences.place, {}
 
-    def full(self, strand, rows):
-        if strand.request_id.startswith("fails"):
+    def full(self, row_seq, rows):
+        if row_seq.request_id.startswith("fails"):
             raise weir.WeirError("the host buffer is full", "capture")
-        return place(self, strand, rows)
+        return place(self, row_seq, rows)
 
     monkeypatch.setattr(row_sequences, "FIRST_GENERATED", 4)  # the rows need new room as they become more
-    monkeypatch.setattr(Strands, "place", full)
+    monkeypatch.setattr(RowSequences, "place", full)
     for name in ("stays", "fails"):
         lowlevel.add_request(name, prompt(70, 6), params)
         lowlevel.step()

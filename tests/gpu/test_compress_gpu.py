@@ -62,15 +62,15 @@ def test_prompts_that_leave_the_ring_band_by_band(directory, how, monkeypatch):
     from vllm import SamplingParams
 
     import vllm_weir as weir
-    from vllm_weir.worker.transfer.streamed_copy import Streamer
+    from vllm_weir.worker.transfer.streamed_copy import StreamedCopy
 
-    begin, streamed = Streamer.begin, []
+    begin, streamed = StreamedCopy.begin, []
 
     def counting(self, plan, columns_of):
         begin(self, plan, columns_of)
         streamed.append((plan.rows, len(plan.packs), len(plan.jobs), self.stride))
 
-    monkeypatch.setattr(Streamer, "begin", counting)
+    monkeypatch.setattr(StreamedCopy, "begin", counting)
     ring = 3 * 1024
     arguments = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 30, "max_num_batched_tokens": 384}
     settings = {"weir": {"buffer_bytes": ring * 128 * 4, "host_bytes": 1 << 30}}
@@ -165,8 +165,8 @@ def test_the_host_does_not_wait(directory):
     import vllm_weir as weir
 
     llm = get_llm(directory, enforce_eager=False, dtype="bfloat16", kv_cache_memory_bytes=1 << 30)
-    station = _station(llm)
-    ship, calls = station._outlet.ship, []
+    runtime = _runtime(llm)
+    ship, calls = runtime._outlet.ship, []
 
     def strict(*args):
         torch.cuda.set_sync_debug_mode("error")
@@ -176,7 +176,7 @@ def test_the_host_does_not_wait(directory):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    station._outlet.ship = strict
+    runtime._outlet.ship = strict
     try:
         base = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
         captures = [
@@ -185,11 +185,11 @@ def test_the_host_does_not_wait(directory):
         asked = [weir.params(base, capture=c) for c in captures]
         llm.generate([{"prompt_token_ids": list(range(5, 25))}] * 2, asked, use_tqdm=False)
     finally:
-        station._outlet.ship = ship
+        runtime._outlet.ship = ship
     assert len(calls) >= 16
 
 
-def _station(llm):
+def _runtime(llm):
     """The station of an engine whose worker lives in this process."""
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
     worker = getattr(worker, "worker", worker)

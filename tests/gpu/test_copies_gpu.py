@@ -33,7 +33,7 @@ def test_runs_and_pieces(batched, monkeypatch):
         host.prepare(0, host.rows)
         rows = host.view(WIDTH, torch.bfloat16)
         rows.fill_(7)
-        sender = copy_out.CudaOutlet(ring, host)
+        sender = copy_out.CudaCopyOut(ring, host)
         edge = host._block_rows
         runs = [(0, 10, 5, 7, 3), (7, 100, 32, 16, 1), (30, edge - 40, 38, 9, 4), (50, 300_000, 2, 5, 2)]
         rest = np.array([(500, 9, 1), (501, 2000, 40), (600, edge - 3, 6)], np.int64)

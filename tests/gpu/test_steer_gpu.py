@@ -24,10 +24,10 @@ def shipped(graphs=None, **more):
 @pytest.mark.parametrize("d_model", [96, 256, 4096])
 @pytest.mark.parametrize("beside", [("residual", 1.0, 1.0), ("residual", 1.3, 0.7), ("offset", 0.8, 0.8)], ids=str)
 def test_the_triton_tap_equals_the_cpu_op(d_model, dtype, beside):
-    from vllm_weir.schema.interventions import Ablate, Add, Clamp, LowRank, Move, Replace
-    from vllm_weir.schema.table_sizes import Sizes
+    from vllm_weir.schema.interventions import Ablate, Add, Clamp, LowRank, Replace, ResolvedIntervention
+    from vllm_weir.schema.table_sizes import TableSizes
     from vllm_weir.worker.steering.programs import ProgramTable
-    from vllm_weir.worker.tap.op import Switch, TapTensors, numbered
+    from vllm_weir.worker.tap.op import TapSwitch, TapTensors, numbered
 
     rng = np.random.default_rng(0)
     v = lambda *s: rng.standard_normal(s).astype(np.float32)
@@ -42,7 +42,7 @@ def test_the_triton_tap_equals_the_cpu_op(d_model, dtype, beside):
         Replace(v(d_model), 0, 0.3),
         LowRank(v(4, d_model) / 60, v(4, d_model) / 60, v(4), 0),
     ]
-    table = ProgramTable(Sizes(64, 64, 512), 3, range(3), d_model)
+    table = ProgramTable(TableSizes(64, 64, 512), 3, range(3), d_model)
     numbers = [-1]
     for _ in range(12):
         chosen = [items[i] for i in rng.permutation(len(items))[: rng.integers(1, 5)]]
@@ -50,7 +50,13 @@ def test_the_triton_tap_equals_the_cpu_op(d_model, dtype, beside):
         for item in chosen:
             low = item.lower(d_model, None)
             rows.update(low.rows)
-            active.append((m := Move(item.hook, item.layers, item.positions, False, low.instructions), m.digest, -1))
+            active.append(
+                (
+                    m := ResolvedIntervention(item.hook, item.layers, item.positions, False, low.instructions),
+                    m.digest,
+                    -1,
+                )
+            )
         table.hold_vectors(list(rows), lambda digests, rows=rows: {x: rows[x] for x in digests})
         numbers.append(table.take(active)[1])
     n = 64
@@ -71,7 +77,7 @@ def test_the_triton_tap_equals_the_cpu_op(d_model, dtype, beside):
         ring = torch.zeros(3 * n, d_model, dtype=dtype, device=device)
         tables = [torch.from_numpy(getattr(table, name)).to(device) for name in ("heads", "ints", "floats", "vectors")]
         number = numbered(1, scale, other_scale, kind == "offset", device)
-        switch = Switch(TapTensors(plan.to(device), ranks.to(device), ring, *tables))
+        switch = TapSwitch(TapTensors(plan.to(device), ranks.to(device), ring, *tables))
         switch.pin()
         switch.enrol(number, 1)
         getattr(torch.ops.weir, f"tap_{kind}")(h, r, number)

@@ -104,9 +104,9 @@ def test_a_reduction_has_the_cpu_s_bits_however_the_prompt_was_cut(dtype, width)
 def test_a_full_host_buffer_drops_rows_and_says_so(directory, oracle, monkeypatch):
     """Rows that are there are right and in their places; the others are in the receipt."""
     import vllm_weir as weir
-    from vllm_weir.frontend.receive.row_store import Store
+    from vllm_weir.frontend.receive.row_store import RowStore
 
-    monkeypatch.setattr(Store, "_spill", lambda self, mirror: None)  # the reader would make room
+    monkeypatch.setattr(RowStore, "_spill", lambda self, mapped: None)  # the reader would make room
 
     row = 4 * oracle.hidden_size
     host = {"host_bytes": 400 * oracle.num_layers * row, "overflow": "drop"}

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def strict(monkeypatch):
     """Names of what has run under torch's debug mode for synchronisations."""
-    from vllm_weir.worker.runtime import Station
-    from vllm_weir.worker.transfer.streamed_copy import Streamer
+    from vllm_weir.worker.runtime import WorkerRuntime
+    from vllm_weir.worker.transfer.streamed_copy import StreamedCopy
 
     ran: set[str] = set()
 
@@ -35,7 +35,12 @@ def strict(monkeypatch):
 
         monkeypatch.setattr(owner, name, wrapper)
 
-    for owner, name in ((Station, "plan_step"), (Station, "end_step"), (Streamer, "begin"), (Streamer, "tap")):
+    for owner, name in (
+        (WorkerRuntime, "plan_step"),
+        (WorkerRuntime, "end_step"),
+        (StreamedCopy, "begin"),
+        (StreamedCopy, "tap"),
+    ):
         hold(owner, name)
     return ran
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction.engine import Reading
+from vllm_weir.extraction.engine import PromptRows
 from vllm_weir.extraction.run import extract
-from vllm_weir.extraction.run_spec import Wanted
+from vllm_weir.extraction.run_spec import RunSpec
 from vllm_weir.storage import ActivationDataset, Batch
 
 D = 16
@@ -56,7 +56,7 @@ class FakeEngine:
     limit = 64
     row_bytes = 2 * D * 4
 
-    def __init__(self, wanted: Wanted, pause: float = 0.0) -> None:
+    def __init__(self, wanted: RunSpec, pause: float = 0.0) -> None:
         self.wanted, self.pause, self.reads = wanted, pause, 0
         self.layers = [0, 1] if wanted.layers == "all" else list(wanted.layers)
 
@@ -70,10 +70,10 @@ class FakeEngine:
             return WeirError("the chat template refuses it")
         return [sum(word.encode()) % 97 for word in value.split()]
 
-    def read(self, prompts: Sequence[list[int]]) -> list[Reading]:
+    def read(self, prompts: Sequence[list[int]]) -> list[PromptRows]:
         self.reads += 1
         time.sleep(self.pause)
-        return [Reading([self._rows(layer, ids) for layer in self.layers], len(ids), 1, "length") for ids in prompts]
+        return [PromptRows([self._rows(layer, ids) for layer in self.layers], len(ids), 1, "length") for ids in prompts]
 
     def _rows(self, layer: int, ids: list[int]) -> Batch:
         at = np.arange(len(ids))
@@ -85,7 +85,7 @@ class FakeEngine:
 
 
 class SlowEngine(FakeEngine):
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: RunSpec) -> None:
         super().__init__(wanted, pause=0.01)
 
 

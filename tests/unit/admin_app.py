@@ -13,31 +13,31 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
-from tests.unit.frontends import desk_of
+from tests.unit.frontends import frontend_of
 from tests.unit.request_strategies import served
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server.errors import TYPES, error, weir_error
-from vllm_weir.server.limits import Limits
+from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.routes import activations, marks, steering, vectors
 from vllm_weir.server.routes.body_limit import BodyLimit
 from vllm_weir.server.state import ServerState
 
 D, LAYERS, KEY = 8, 4, "admin-key"
-FACTS = EngineFacts(served(LAYERS, {Site("resid_mid", 2)}), LAYERS, D, "float32", 1 << 20)
+FACTS = EngineCapabilities(served(LAYERS, {Site("resid_mid", 2)}), LAYERS, D, "float32", 1 << 20)
 
 
 class Server(ServerState):
     """One API-server process; those with the same `key` are one server."""
 
     def __init__(self, folder: Path, key: int, admin_key: str | None = KEY, **limits: Any) -> None:
-        super().__init__(None, desk_of(FACTS), Limits(directory=str(folder), **limits), CollectorRegistry())
+        super().__init__(None, frontend_of(FACTS), ServerLimits(directory=str(folder), **limits), CollectorRegistry())
         self.admin_key = admin_key
         self.open(key)
 
-    async def facts(self) -> EngineFacts:
-        return self.desk.require_facts()
+    async def capabilities(self) -> EngineCapabilities:
+        return self.frontend.require_capabilities()
 
 
 def app_of(server: ServerState) -> FastAPI:

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
-from vllm_weir.worker.discovery.overrides import Family
+from vllm_weir.worker.discovery.overrides import ModelDescription
 from vllm_weir.worker.discovery.site_map import SiteMap
-from vllm_weir.worker.discovery.sites import find_scene, map_sites
+from vllm_weir.worker.discovery.sites import find_tree, map_sites
 
 D, TOKENS, LAYERS = 16, 6, 3
 
@@ -357,17 +357,17 @@ def mapped(model, dtype=torch.float32, family=None) -> SiteMap:
     """The verdicts on a toy model."""
     torch.manual_seed(0)
     model = model.to(dtype)
-    family = family or Family()
+    family = family or ModelDescription()
 
     def run() -> None:
         model(torch.zeros(TOKENS, dtype=torch.long))
 
     with torch.inference_mode():
-        scene = find_scene(
+        tree = find_tree(
             model, D, LAYERS, family, lambda m: isinstance(m, Core),
             lambda m: m is getattr(model, "embed_tokens", None), run,
         )  # fmt: skip
-        return map_sites(scene, run, dtype, family)
+        return map_sites(tree, run, dtype, family)
 
 
 def supported(sites, layer=1):

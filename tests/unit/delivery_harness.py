@@ -8,19 +8,19 @@ import numpy as np
 import torch
 
 from vllm_weir import codec, messages
-from vllm_weir.frontend.receive.mapped_buffer import Mirror
-from vllm_weir.frontend.receive.row_store import Store
-from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
+from vllm_weir.frontend.receive.row_store import RowStore
+from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, num_taps
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner
-from vllm_weir.worker.planning.row_sequences import Strands
+from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.steering.programs import ProgramTable
 
 D = 4
 
 
-class SharedMirror(Mirror):
+class SharedMirror(MappedBuffer):
     """Maps the worker's rows; what is dropped goes back to its arena."""
 
     def __init__(self, rows: torch.Tensor, arena: Arena) -> None:
@@ -49,14 +49,14 @@ class Post:
         self.columns = frozenset(range(taps * STAGES))
         self.arena = Arena(rows)
         self.rows = torch.full((rows, D), -1.0)
-        self.strands = Strands(self.arena, patience)
-        table = ProgramTable(Sizes(4, 4, 4), taps, range(taps), D)
-        self.planner = Planner(self.columns, taps * STAGES, profiles, table, self.strands)
+        self.row_seqs = RowSequences(self.arena, patience)
+        table = ProgramTable(TableSizes(4, 4, 4), taps, range(taps), D)
+        self.planner = Planner(self.columns, taps * STAGES, profiles, table, self.row_seqs)
         self.planner.reader.row_bytes = D * self.rows.element_size()
         self.compression = None
         """How the rows of those are compressed that ask for it."""
-        self.store = Store()
-        self.mirror = SharedMirror(self.rows, self.arena) if near else Mirror()
+        self.store = RowStore()
+        self.mapped = SharedMirror(self.rows, self.arena) if near else MappedBuffer()
         self.near = near
         self._far: dict[int, tuple[int, list]] = {}
 
@@ -85,7 +85,7 @@ class Post:
                     self.rows[row + k] = content(name, column, position)
             marks = np.concatenate([*plan.marks.values(), marks])
             steered = np.concatenate([*plan.steered.values(), np.zeros((0, 4), np.int32)])
-        message = (self.strands.take_news(), marks, steered)
+        message = (self.row_seqs.take_layout_updates(), marks, steered)
         if deliver:
             self.deliver(message)
         return plan, message
@@ -93,26 +93,28 @@ class Post:
     def deliver(self, message, spill=False):
         """Hand a message to the store, as the drain and the inbox do."""
         payload = b""
-        for reply, news in message[0].items() or [("", messages.News())]:
+        for reply, layout_updates in message[0].items() or [("", messages.LayoutUpdate())]:
             del reply
             marks = message[1]
             if not self.near:
-                payload = self._fetch(news, marks)
-            header = messages.Header("t", "w", D, "float32", news, pressure=self.arena.pressure, spill=spill)
+                payload = self._fetch(layout_updates, marks)
+            header = messages.MessageHeader(
+                "t", "w", D, "float32", layout_updates, pressure=self.arena.pressure, spill=spill
+            )
             header = messages.decode(messages.encode(header))
-            self.store.receive(header, self.mirror, marks, message[2], payload)
+            self.store.receive(header, self.mapped, marks, message[2], payload)
             while self.store.prepare():
                 pass
-            for extent in news.retired:
+            for extent in layout_updates.retired:
                 self.arena.let_go(extent.start)
                 if not self.near:
                     self.arena.let_go(extent.start)
 
-    def _fetch(self, news, marks) -> bytes:
-        for opened in news.opened:
-            self._far[opened.strand] = (opened.rank_bytes(self.planner.reader.row_bytes), [])
-        for placed in news.placed:
-            self._far[placed.strand][1].append(placed)
+    def _fetch(self, layout_updates, marks) -> bytes:
+        for opened in layout_updates.opened:
+            self._far[opened.row_seq] = (opened.rank_bytes(self.planner.reader.row_bytes), [])
+        for placed in layout_updates.placed:
+            self._far[placed.row_seq][1].append(placed)
         parts = []
         for number, rank, _, count, _ in marks.tolist():
             if rank >= 0:

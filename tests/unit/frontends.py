@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_weir.config.settings import Settings
-from vllm_weir.frontend.admission.engine_info import EngineFacts
-from vllm_weir.frontend.engine_frontend import Desk
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.engine_frontend import EngineFrontend
 
 
-def desk_of(facts: EngineFacts, **settings: Any) -> Desk:
+def frontend_of(capabilities: EngineCapabilities, **settings: Any) -> EngineFrontend:
     """A desk that knows what the workers serve; to be closed."""
-    desk = Desk(Settings(**settings), chunked=True)
-    desk.facts = facts
-    return desk
+    frontend = EngineFrontend(Settings(**settings), chunked=True)
+    frontend.capabilities = capabilities
+    return frontend

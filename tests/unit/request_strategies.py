@@ -128,7 +128,7 @@ def any_capture(num_layers: int, deepest: int):
     )
 
 
-def any_wish(num_layers: int, deepest: int):
+def any_site_request(num_layers: int, deepest: int):
     """The value of ``extra_args["weir"]``: objects, JSON strings of them, cut or broken ones, junk."""
     captures = st.lists(any_capture(num_layers, deepest), max_size=3)
     vector = {"b64": "!!not base64!!", "dtype": "float32", "shape": [4]}
@@ -178,12 +178,12 @@ def any_extra_args(num_layers: int, deepest: int = 5000):
         st.sampled_from(["true", "[0]", "[1, 0]", "false", "[" * 100_000, "9" * 5000, "[true]"]),
         junk(deepest),
     )
-    wish = any_wish(num_layers, deepest)
+    site_request = any_site_request(num_layers, deepest)
     return st.one_of(
-        st.fixed_dictionaries({"weir": wish}),
-        st.fixed_dictionaries({"weir": wish}),
+        st.fixed_dictionaries({"weir": site_request}),
+        st.fixed_dictionaries({"weir": site_request}),
         st.fixed_dictionaries(
-            {"weir": wish},
+            {"weir": site_request},
             optional={"output_residual_stream": lens, "apply_steering_vectors": junk(deepest), "theirs": junk(deepest)},
         ),
         st.fixed_dictionaries({"output_residual_stream": lens}, optional={"apply_steering_vectors": junk(deepest)}),

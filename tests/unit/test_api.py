@@ -32,10 +32,10 @@ def test_what_cannot_carry_a_request_is_refused():
 def test_the_drop_in_classes_keep_what_a_request_asks_for_itself():
     from vllm import SamplingParams
 
-    from vllm_weir.integrations.probe_hook import Wanted
+    from vllm_weir.integrations.probe_hook import HiddenStateRequest
 
     own = weir.params(SamplingParams(), capture=weir.Capture("mlp_out", 2), interventions=weir.Add(torch.ones(4), 1))
-    wire = Wanted.parse([5], False, True, False, False).ask(own).extra_args["weir"]
+    wire = HiddenStateRequest.parse([5], False, True, False, False).ask(own).extra_args["weir"]
     assert [(c["hook"], c["layers"], c.get("positions")) for c in wire["capture"]] == [
         ("mlp_out", [2], None),
         ("resid_post", [5], "sampled"),
@@ -45,19 +45,19 @@ def test_the_drop_in_classes_keep_what_a_request_asks_for_itself():
 
 @pytest.mark.parametrize("layers", [[], (), range(0), torch.zeros(0, dtype=torch.int64)])
 def test_the_drop_in_classes_refuse_to_give_no_block(layers):
-    from vllm_weir.integrations.probe_hook import Wanted
+    from vllm_weir.integrations.probe_hook import HiddenStateRequest
 
     with pytest.raises(weir.WeirError, match="names no block; list some") as e:
-        Wanted.parse(layers, False, True, False, False)
+        HiddenStateRequest.parse(layers, False, True, False, False)
     assert e.value.field == "layers"
 
 
 @pytest.mark.parametrize("layers", [2, [2], torch.tensor(2), [torch.tensor(2)], np.array(2), (np.array(2),)])
 def test_the_drop_in_classes_take_any_int(layers):
-    from vllm_weir.integrations.probe_hook import Wanted
+    from vllm_weir.integrations.probe_hook import HiddenStateRequest
 
-    assert Wanted.parse(layers, False, True, False, False).layers == (2,)
-    assert Wanted.parse(["all"], False, True, False, False).layers == "all"
+    assert HiddenStateRequest.parse(layers, False, True, False, False).layers == (2,)
+    assert HiddenStateRequest.parse(["all"], False, True, False, False).layers == "all"
 
 
 def test_arguments_come_in_the_order_that_the_design_prints():
@@ -84,7 +84,7 @@ def test_what_vllm_probe_hook_exports_comes_from_here_too():
 
 
 def test_an_engine_without_weir_is_told_as_requests_are(monkeypatch):
-    from vllm_weir.patches.registry import Status
+    from vllm_weir.patches.registry import PatchStatus
 
     monkeypatch.delenv("WEIR_DISABLE", raising=False)
     calls = (weir.sites, weir.sinks, weir.list, weir.clear_global)
@@ -95,4 +95,4 @@ def test_an_engine_without_weir_is_told_as_requests_are(monkeypatch):
     for call in calls:
         with pytest.raises(weir.WeirError) as e:
             call(SimpleNamespace())
-        assert (e.value.field, e.value.message) == ("weir", Status(active=False).refusal)
+        assert (e.value.field, e.value.message) == ("weir", PatchStatus(active=False).refusal)

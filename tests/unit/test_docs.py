@@ -33,7 +33,7 @@ from tests.support.markdown import (
 )
 from vllm_weir.cli.main import app
 from vllm_weir.config.settings import OTHER_VARIABLES, Settings
-from vllm_weir.server.limits import Limits
+from vllm_weir.server.limits import ServerLimits
 
 PAGES = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages()]
 BLOCKS = [block for page in pages() for block in blocks(page)]
@@ -143,7 +143,7 @@ def test_commands_can_be_given(block: Block) -> None:
 def variables() -> set[str]:
     """Weir's environment variables."""
     names = {*map(str.upper, Settings.model_fields), *OTHER_VARIABLES}
-    return {f"WEIR_{name}" for name in names} | {f"WEIR_SERVE_{name.upper()}" for name in Limits.model_fields}
+    return {f"WEIR_{name}" for name in names} | {f"WEIR_SERVE_{name.upper()}" for name in ServerLimits.model_fields}
 
 
 def check_command(words: list[str], place: str) -> None:

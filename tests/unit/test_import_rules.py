@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2] / "src" / "vllm_weir"
 FLOORS = (
-    {"plugin", "cli"},
+    {"plugin", "cli", "keep", "settings"},
     {"bench", "demo"},
     {"patches"},
     {"server", "integrations"},

@@ -15,35 +15,35 @@ import torch
 import vllm_weir as weir
 from tests.unit.delivery_harness import Post
 from tests.unit.frontend.receive.test_delivery import LAYERS, Request
-from tests.unit.frontends import desk_of
+from tests.unit.frontends import frontend_of
 from tests.unit.request_strategies import served
 from tests.unit.schema.test_lowering import REPLY, Bench, D
 from tests.unit.worker.planning.test_planner import COLUMNS, planner_of, spec_of, step
 from tests.unit.worker.tap.test_op import live, no_programs
 from vllm_weir import Site, WeirError, codec
 from vllm_weir.frontend.admission.admit import admit
-from vllm_weir.frontend.admission.engine_info import EngineFacts
-from vllm_weir.frontend.receive.pending_sequence import Group
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.receive.pending_sequence import InterventionGroup
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.hooks import ALIASES, BLOCK_HOOKS, HOOKS, place_of
 from vllm_weir.schema.interventions import BLEND
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.request import ResolvedSpec, Treatment
+from vllm_weir.schema.request import Postprocess, ResolvedSpec
 from vllm_weir.schema.selectors import Selectors
 from vllm_weir.schema.taps import STAGES, column_of, tap_of
-from vllm_weir.worker.discovery.anchors import Anchor, Key
+from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.steering.programs import LAST
 from vllm_weir.worker.tap.install import place
 from vllm_weir.worker.tap.op import TapTensors
 
-FACTS = EngineFacts(served(4), 4, D, "float32", 1024)
+FACTS = EngineCapabilities(served(4), 4, D, "float32", 1024)
 
 
 @pytest.fixture
-def desk():
-    desk = desk_of(FACTS)
-    yield desk
-    desk.close()
+def frontend():
+    frontend = frontend_of(FACTS)
+    yield frontend
+    frontend.close()
 
 
 # A prompt of 5 tokens. Preempted with nothing, a part and all but one of its tokens in the prefix cache, in one chunk,
@@ -81,10 +81,10 @@ def test_trap_06_rows_computed_again_come_once_and_those_handed_out_stay(selecto
         run(n, at)
     request.verify()
     assert all(early[site].equal(rows) for site, rows in held.items()), "rows of an earlier output have changed"
-    assert len(post.strands.live) <= len(post.planner.reading["r0"].profiles), "rows of before still have their place"
+    assert len(post.row_seqs.live) <= len(post.planner.reading["r0"].profiles), "rows of before still have their place"
     post.planner.remove("r0")
     post.step([], None)
-    assert not post.strands.live and not len(post.planner.profiles)
+    assert not post.row_seqs.live and not len(post.planner.profiles)
     del early, held
     request.tracker = request.pending = None
     gc.collect()
@@ -104,15 +104,15 @@ def test_trap_06_rows_computed_again_come_once_and_those_handed_out_stay(selecto
 def test_trap_06_a_sum_that_was_begun_is_begun_anew(selector, again):
     """Else the rows before the preemption count twice."""
     planner = planner_of(COLUMNS, 8)
-    spec = ResolvedSpec(spec_of([("resid_post", [1], selector)]).wishes, Treatment("mean"))
+    spec = ResolvedSpec(spec_of([("resid_post", [1], selector)]).site_requests, Postprocess("mean"))
     planner.read("r", "a", spec, 6, None, 4)
     (begun,) = step(planner, [("r", 4, 0)]).folds
     planner.resume(["r"])
     folds = [fold for n, at in again for fold in step(planner, [("r", n, at)]).folds]
     assert begun.cell < 0 and [f.cell >= 0 for f in folds] == [False] * (len(folds) - 1) + [True]
-    assert {f.strand for f in folds} != {begun.strand} and len({f.strand for f in folds}) == 1
+    assert {f.row_seq for f in folds} != {begun.row_seq} and len({f.row_seq for f in folds}) == 1
     assert sum(len(f.slots) for f in folds) == Positions.parse(selector).mask(np.arange(6), 6).sum()
-    assert planner.strands.take_news()["a"].closed == [begun.strand]
+    assert planner.row_seqs.take_layout_updates()["a"].closed == [begun.row_seq]
 
 
 def test_trap_06_what_was_steered_before_a_preemption_is_vouched_for_anew():
@@ -164,8 +164,8 @@ def test_trap_07_however_a_block_is_called_and_whatever_it_returns(call, parts, 
     programs = (torch.zeros_like(heads), ints, torch.ones(1, 4), torch.full((1, 3), 9.0))
     block = Three(kind, parts)
     model, switch = torch.nn.ModuleDict({"block": block}), live(TapTensors(plan, ranks, ring, *programs))
-    place(model, Anchor("block", "before", Key("arg", 1, "hidden"), Key("arg", 2, "residual")), 0, switch)
-    place(model, Anchor("block", "after", Key("out", 0), Key("out", 1)), 1, switch)
+    place(model, Anchor("block", "before", TensorKey("arg", 1, "hidden"), TensorKey("arg", 2, "residual")), 0, switch)
+    place(model, Anchor("block", "after", TensorKey("out", 0), TensorKey("out", 1)), 1, switch)
     at, h, r = torch.tensor([3, 4]), torch.arange(6.0).view(2, 3), torch.full((2, 3), 0.5)
     given, left = h + r, 2 * h + 3 * r
     if steered:
@@ -223,14 +223,14 @@ def test_trap_10_a_request_that_joins_again_keeps_its_prompt():
     from vllm_weir.patches.worker import _hold_execute_model
 
     joined = []
-    station = SimpleNamespace(
+    runtime = SimpleNamespace(
         follow=lambda new, finished, resumed: joined.extend(new),
         begin_step=lambda *groups: None,
         end_step=lambda: None,
         drain=SimpleNamespace(),
     )
     runner = SimpleNamespace(execute_model=lambda output: None)
-    _hold_execute_model(runner, station)
+    _hold_execute_model(runner, runtime)
     wire = {"reply": REPLY}
     new = SimpleNamespace(
         req_id="r",
@@ -247,7 +247,7 @@ def test_trap_10_a_request_that_joins_again_keeps_its_prompt():
 
 def test_trap_05_sequences_of_one_request_are_each_followed():
     """vLLM hands the same params to all of a request's sequences: every one is admitted from what the caller wrote."""
-    from vllm_weir.frontend.pacing import Turns
+    from vllm_weir.frontend.pacing import Pacing
     from vllm_weir.patches.frontend import add_request
 
     seen = []
@@ -255,7 +255,7 @@ def test_trap_05_sequences_of_one_request_are_each_followed():
     class Processor:
         def __init__(self):
             self.request_states = {}
-            self._weir_desk = SimpleNamespace(universal=False, observer=None, admit=self.admit, turns=Turns())
+            self._weir_frontend = SimpleNamespace(universal=False, observer=None, admit=self.admit, pacing=Pacing())
 
         def admit(self, request_id, extra_args, ids, length, max_tokens, streams):
             seen.append((request_id, copy.deepcopy(extra_args)))
@@ -267,9 +267,9 @@ def test_trap_05_sequences_of_one_request_are_each_followed():
             self.request_states[request.request_id] = state
 
     names: list[tuple] = []
-    wish = {"weir": {"v": 1, "capture": [{}]}, "theirs": 1}
+    site_request = {"weir": {"v": 1, "capture": [{}]}, "theirs": 1}
     kind = SimpleNamespace(name="FINAL_ONLY")
-    params = SimpleNamespace(extra_args=copy.deepcopy(wish), max_tokens=4, output_kind=kind)
+    params = SimpleNamespace(extra_args=copy.deepcopy(site_request), max_tokens=4, output_kind=kind)
     add, processor = add_request(Processor.add_request, SimpleNamespace(refusal=None)), Processor()
     ids = [f"{k}_mine" for k in range(4)]
     requests = [
@@ -277,21 +277,21 @@ def test_trap_05_sequences_of_one_request_are_each_followed():
     ]
     for index, request in enumerate(requests):
         add(processor, request, index)
-    assert seen == [(i, wish) for i in ids] and params.extra_args == wish
+    assert seen == [(i, site_request) for i in ids] and params.extra_args == site_request
     assert names == [(i, "mine", k) for k, i in enumerate(ids)]
     assert [r.sampling_params.extra_args for r in requests] == [{"weir": {"reply": i}, "theirs": 1} for i in ids]
     assert all(state._weir_tracker is not None for state in processor.request_states.values())
 
 
-def test_trap_11_a_name_is_looked_up_by_what_it_means_now(desk):
+def test_trap_11_a_name_is_looked_up_by_what_it_means_now(frontend):
     """In a desk that remembers what it has admitted: other content has another digest, and so other cache keys."""
-    wish = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": {"ref": "name"}, "layers": [1]}]}}
+    site_request = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": {"ref": "name"}, "layers": [1]}]}}
     digests = []
     for value in (1.0, 2.0, 1.0):
-        desk.shelf.put("name", np.full(D, value, np.float32))
+        frontend.registry.put("name", np.full(D, value, np.float32))
         for _ in range(2):
-            (move,) = desk._admitted(wish, True).effective
-            (row,) = desk._admitted(wish, True).rows.values()
+            (move,) = frontend._admitted(site_request, True).effective
+            (row,) = frontend._admitted(site_request, True).rows.values()
             assert row.tolist() == [value] * D
             digests.append((move.digest, *sorted(move.vectors)))
     assert digests[0] == digests[1] == digests[4] == digests[5] and digests[2] == digests[3] != digests[0]
@@ -406,13 +406,13 @@ def test_trap_16_a_prompt_in_chunks_is_steered_where_the_whole_one_is(cuts):
         assert [p >= 0 for p in programs] == mask.tolist(), selector
 
 
-def test_trap_16_equal_requests_have_equal_forms(desk):
+def test_trap_16_equal_requests_have_equal_forms(frontend):
     """Nothing in what travels to the scheduler tells two equal requests apart, so they share the prefix cache; but that
     the vector comes along with the first, which is in no key."""
     from vllm_weir.patches.scheduler import block_hash_extra_keys
 
-    wish = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": ROW, "layers": [1]}]}}
-    wires = [desk.admit(f"r{k}", copy.deepcopy(wish), [1, 2, 3], 3, 4)[1] for k in range(2)]
+    site_request = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": ROW, "layers": [1]}]}}
+    wires = [frontend.admit(f"r{k}", copy.deepcopy(site_request), [1, 2, 3], 3, 4)[1] for k in range(2)]
     keys = block_hash_extra_keys(lambda request, start, end: (None, start), None)
     found = []
     for wire in wires:
@@ -433,14 +433,14 @@ def test_trap_17_who_waits_for_a_worker_s_word_holds_up_nobody_in_the_event_loop
     """It is still on its way when a sequence finishes: the other requests' outputs go on being handed out."""
     from vllm_weir.patches.frontend import _VIEW, async_llm_generate
 
-    desk, order = desk_of(FACTS, timeout=5), []
-    wish = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": ROW, "layers": [1]}]}}
-    trackers = {name: desk.admit(name, wish, [1, 2, 3], 3, 1)[0] for name in ("late", "ready")}
+    frontend, order = frontend_of(FACTS, timeout=5), []
+    site_request = {"weir": {"v": 1, "interventions": [{"op": "add", "vector": ROW, "layers": [1]}]}}
+    trackers = {name: frontend.admit(name, site_request, [1, 2, 3], 3, 1)[0] for name in ("late", "ready")}
 
     def arrive(name):
-        with desk.store._changed:
-            Group(trackers[name].pending.steered, [0]).mark(np.array([[0, 3, 1]]))
-            desk.store._changed.notify_all()
+        with frontend.store._changed:
+            InterventionGroup(trackers[name].pending.steered, [0]).mark(np.array([[0, 3, 1]]))
+            frontend.store._changed.notify_all()
 
     async def outputs(self, view):
         yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="length", **{_VIEW: view})])
@@ -459,7 +459,7 @@ def test_trap_17_who_waits_for_a_worker_s_word_holds_up_nobody_in_the_event_loop
         arrive("ready")
         asyncio.run(main())
     finally:
-        desk.close()
+        frontend.close()
     assert order == ["ready", "late"]
 
 

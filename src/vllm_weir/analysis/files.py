@@ -10,7 +10,7 @@ import torch
 
 from vllm_weir.analysis.reconstruct import native
 from vllm_weir.storage.layouts.npz_file import read_npz
-from vllm_weir.storage.object_store import Store, split_url
+from vllm_weir.storage.object_store import ObjectStore, split_url
 
 
 def load_activation_manifest(manifest_path: str | PathLike) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def load_activation_file(
     return arrays
 
 
-def _split(path: str | PathLike) -> tuple[Store, str]:
-    url = Store(path).url  # which is checked
+def _split(path: str | PathLike) -> tuple[ObjectStore, str]:
+    url = ObjectStore(path).url  # which is checked
     folder, name = split_url(url)
-    return Store(folder), name
+    return ObjectStore(folder), name

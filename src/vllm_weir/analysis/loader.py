@@ -28,8 +28,8 @@ from vllm_weir.storage.index import Index, short_names
 from vllm_weir.storage.layouts.npz import CODES, folder_of, home_of, to_arrays, unpack_own
 from vllm_weir.storage.layouts.npz_file import read_npz
 from vllm_weir.storage.loading import load
-from vllm_weir.storage.object_store import Store
-from vllm_weir.storage.record_blocks import ArrayBlock, Block
+from vllm_weir.storage.object_store import ObjectStore
+from vllm_weir.storage.record_blocks import ArrayBlock, RecordBlock
 
 _SEQUENCE = re.compile(r"(.+)/seq(\d+)")
 
@@ -76,7 +76,7 @@ class ActivationLoader:
         try:
             return sorted(self._sequences)
         except WeirError:
-            store = Store(self.output_dir, self._options.get("storage_options"))
+            store = ObjectStore(self.output_dir, self._options.get("storage_options"))
             if store.is_file() or store.names(deep=True) or not store.exists():
                 raise
             return []  # an engine is yet to write into it
@@ -155,7 +155,7 @@ class ActivationLoader:
             return {key: value.numpy() for key, value in data.items()}
         return {key: value.to(self.device) for key, value in data.items()}
 
-    def _fields(self, request: str, site: Any, blocks: list[Block]) -> dict[str, np.ndarray]:
+    def _fields(self, request: str, site: Any, blocks: list[RecordBlock]) -> dict[str, np.ndarray]:
         """What is stored, by the names that npz files have for it: of npz files that hold codes, and of rp8, from which
         rows in either space are made; of anything else none."""
         if len(blocks) != 1:
@@ -170,7 +170,7 @@ class ActivationLoader:
         ((_, records),) = index.gather(which, at).values()
         return to_arrays(records, block.header) | {"weir": np.frombuffer(json.dumps(block.header).encode(), np.uint8)}
 
-    def _blocks(self, request: str, site: Any) -> list[Block]:
+    def _blocks(self, request: str, site: Any) -> list[RecordBlock]:
         """Where a site's rows of one request lie."""
         index = self.dataset.index
         runs = index.runs_of(index.code[request])

@@ -7,13 +7,13 @@ from typing import Any
 
 from vllm_weir.bench.plan import CASES, SYSTEMS
 from vllm_weir.bench.report import TITLES, columns
-from vllm_weir.bench.result import UNCOMPARED, CaseResult, Result
+from vllm_weir.bench.result import UNCOMPARED, BenchResult, CaseResult
 
 COLOURS = {"stock": "#8a8a8a", "weir": "#2166ac", "vllm-lens": "#b35806", "native": "#5e3c99"}
 INK, FAINT = "#222222", "#8a8a8a"
 
 
-def draw_chart(result: Result, path: Path) -> list[Path]:
+def draw_chart(result: BenchResult, path: Path) -> list[Path]:
     """One panel a size: a dot for each case and system at its ratio to stock, on a log scale; returns the files.
 
     A dot is hollow where rows were not compared with a reference, and a cross where they were wrong.

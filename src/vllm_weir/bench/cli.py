@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_weir.bench.plan import CASES, OPTIONAL, SYSTEMS, Plan
+from vllm_weir.bench.plan import CASES, OPTIONAL, SYSTEMS, BenchPlan
 
 if TYPE_CHECKING:
-    from vllm_weir.bench.result import Result
+    from vllm_weir.bench.result import BenchResult
 
 app = typer.Typer(add_completion=False, invoke_without_command=True, help="Time and check Weir beside others.")
 console = Console(highlight=False, soft_wrap=True)
@@ -78,7 +78,7 @@ def bench(
         }
         settings |= {"startups": startups, "interleave": interleave, "memory_share": memory_share}
         beside = out.with_suffix("") if _can_draw() else None
-        _run(Plan(**settings), out, Path(work), markdown or out.with_suffix(".md"), chart or beside)
+        _run(BenchPlan(**settings), out, Path(work), markdown or out.with_suffix(".md"), chart or beside)
 
 
 @app.command()
@@ -122,7 +122,7 @@ def pool(
     console.print(f"{out}: {len(result.cases)} figures of {len(files)} runs")
 
 
-def _show(result: Result, markdown: Path | None, chart: Path | None) -> None:
+def _show(result: BenchResult, markdown: Path | None, chart: Path | None) -> None:
     """Write the table and the chart."""
     from vllm_weir.bench.report import as_markdown
 
@@ -137,19 +137,19 @@ def _show(result: Result, markdown: Path | None, chart: Path | None) -> None:
             console.print(f"[dim]{path}[/]")
 
 
-def _results(files: list[Path]) -> list[Result]:
-    from vllm_weir.bench.result import Result
+def _results(files: list[Path]) -> list[BenchResult]:
+    from vllm_weir.bench.result import BenchResult
 
     results = []
     for path in files:
         try:
-            results.append(Result.load(path))
+            results.append(BenchResult.load(path))
         except (OSError, ValueError) as e:
             raise typer.BadParameter(f"{path} is no result file of `weir bench`: {e}") from None
     return results
 
 
-def _run(plan: Plan, out: Path, work: Path, markdown: Path, chart: Path | None) -> None:
+def _run(plan: BenchPlan, out: Path, work: Path, markdown: Path, chart: Path | None) -> None:
     import time
 
     _check_lengths(plan)
@@ -220,7 +220,7 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _check_lengths(plan: Plan) -> None:
+def _check_lengths(plan: BenchPlan) -> None:
     for size in plan.sizes():
         if size.prompt + size.generated > plan.max_model_len:
             option = "--prefill" if size.kind == "prefill" else "--tokens"

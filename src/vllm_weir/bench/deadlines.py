@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from vllm_weir.bench.plan import Plan, Task
+from vllm_weir.bench.plan import BenchPlan, BenchTask
 from vllm_weir.bench.result import CaseResult, summarise
 
 
 @dataclass(frozen=True)
-class Limits:
+class Deadlines:
     """What a case, and the whole run, may take."""
 
     case: float
@@ -18,7 +18,7 @@ class Limits:
     started: float
 
     @classmethod
-    def of(cls, plan: Plan) -> Limits:
+    def of(cls, plan: BenchPlan) -> Deadlines:
         """From now on."""
         return cls(plan.case_seconds, plan.run_seconds, time.monotonic())
 
@@ -26,11 +26,11 @@ class Limits:
         """Seconds left of the run; without a limit, infinitely many."""
         return float("inf") if self.run is None else self.started + self.run - time.monotonic()
 
-    def left(self, tally: Tally) -> float:
+    def left(self, tally: TaskTimes) -> float:
         """Seconds that a case may still take."""
         return min(self.case - tally.spent(), self.of_run())
 
-    def end(self, tally: Tally, why: str, more: str = "") -> None:
+    def end(self, tally: TaskTimes, why: str, more: str = "") -> None:
         """No more runs, because of the nearer limit; what the run's cuts off says nothing of its system."""
         if self.case - tally.spent() <= self.of_run():
             tally.close(f"{why}: the limit is {self.case:.0f} s a case{more}", late=True)
@@ -40,10 +40,10 @@ class Limits:
 
 
 @dataclass
-class Tally:
+class TaskTimes:
     """A task's runs so far, in seconds."""
 
-    task: Task
+    task: BenchTask
     warm: list[float] = field(default_factory=list)
     timed: list[float] = field(default_factory=list)
     note: str | None = None

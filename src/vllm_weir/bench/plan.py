@@ -32,7 +32,7 @@ ABLE: dict[str, tuple[str, ...]] = {
 """Cases that a system can do at all. Native engines have no idle: they extract for every request."""
 
 
-class Size(BaseModel):
+class BatchSize(BaseModel):
     """How many prompts of how many tokens, and how many tokens each generates."""
 
     model_config = ConfigDict(frozen=True)
@@ -58,17 +58,17 @@ class Size(BaseModel):
         return self.count * self.prompt / seconds / 1e3
 
 
-class Task(BaseModel):
+class BenchTask(BaseModel):
     """One case of one system at one size."""
 
     model_config = ConfigDict(frozen=True)
 
     system: str
     case: str
-    size: Size
+    size: BatchSize
 
 
-class Plan(BaseModel):
+class BenchPlan(BaseModel):
     """All settings of a run; travels to the worker processes as JSON.
 
     Attributes:
@@ -120,19 +120,21 @@ class Plan(BaseModel):
         """The block that `steer_one` steers: 15 of 32."""
         return max(0, self.layers // 2 - 1)
 
-    def sizes(self) -> list[Size]:
+    def sizes(self) -> list[BatchSize]:
         """Decode by batch, then prefill."""
-        out = [Size(kind="decode", count=n, prompt=self.prompt_tokens, generated=self.tokens) for n in self.batches]
+        out = [
+            BatchSize(kind="decode", count=n, prompt=self.prompt_tokens, generated=self.tokens) for n in self.batches
+        ]
         if self.prefill is not None:
-            out.append(Size(kind="prefill", count=self.prefill[0], prompt=self.prefill[1], generated=1))
+            out.append(BatchSize(kind="prefill", count=self.prefill[0], prompt=self.prefill[1], generated=1))
         return out
 
-    def tasks(self, system: str) -> list[Task]:
+    def tasks(self, system: str) -> list[BenchTask]:
         """A system's timed tasks, cases outside, captures last."""
         cases = [c for c in CASES if c in self.cases and c in ABLE[system] and c != "startup"]
         if system == "stock":
             cases = ["idle"]  # every ratio needs it
-        return [Task(system=system, case=c, size=s) for c in cases for s in self.sizes()]
+        return [BenchTask(system=system, case=c, size=s) for c in cases for s in self.sizes()]
 
     def engine(self) -> dict[str, Any]:
         """Arguments of ``vllm.LLM``, the same for every system."""
@@ -157,7 +159,7 @@ class Plan(BaseModel):
             }
         return out | {"kv_cache_memory_bytes": 256 << 20, "block_size": 32, "max_num_seqs": max(32, widest)}
 
-    def prompts(self, size: Size) -> list[list[int]]:
+    def prompts(self, size: BatchSize) -> list[list[int]]:
         """Token ids of the prompts, the same for every system; no two prompts are alike."""
         draw = random.Random(f"{size.kind} {size.count} {size.prompt}")
         first = min(10, self.vocab // 2)  # the lowest ids are special tokens

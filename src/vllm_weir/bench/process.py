@@ -17,22 +17,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_weir.bench.plan import Plan
+from vllm_weir.bench.plan import BenchPlan
 from vllm_weir.bench.systems import BY_NAME
 
 
-class LateError(Exception):
+class WorkerTimeout(Exception):
     """No answer within the limit."""
 
 
-class GoneError(Exception):
+class WorkerExited(Exception):
     """The process has ended."""
 
 
-class Client:
+class WorkerProcess:
     """One worker process, in a session of its own."""
 
-    def __init__(self, system: str, plan: Plan, workdir: Path) -> None:
+    def __init__(self, system: str, plan: BenchPlan, workdir: Path) -> None:
         self.system = system
         self.workdir = Path(tempfile.mkdtemp(prefix=f"{system}-", dir=workdir))
         memory = Path("/dev/shm")
@@ -55,7 +55,7 @@ class Client:
         self._answers: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def _environ(self, plan: Plan) -> dict[str, str]:
+    def _environ(self, plan: BenchPlan) -> dict[str, str]:
         out = dict(os.environ) | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         if plan.cold:
             names = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -82,7 +82,7 @@ class Client:
         except (BrokenPipeError, ValueError):
             line = None
         if line is None:
-            raise GoneError(f"its process ended: {self.last_words()}")
+            raise WorkerExited(f"its process ended: {self.last_words()}")
         return json.loads(line)
 
     def _wait(self, seconds: float) -> str | None:
@@ -95,7 +95,7 @@ class Client:
                 if self.process.poll() is not None and self._answers.empty():
                     return None
                 if time.monotonic() >= until:
-                    raise LateError(f"no answer within {seconds:.0f} s") from None
+                    raise WorkerTimeout(f"no answer within {seconds:.0f} s") from None
 
     def last_words(self) -> str:
         """The end of its log."""

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from vllm_weir.bench.plan import CASES, Plan
-from vllm_weir.bench.result import Check
+from vllm_weir.bench.plan import CASES, BenchPlan
+from vllm_weir.bench.result import RowCheck
 
 LIMIT = 900.0
 
 
-def compare(plan: Plan, samples: Sequence[tuple[str, Path]], workdir: Path) -> list[Check]:
+def compare(plan: BenchPlan, samples: Sequence[tuple[str, Path]], workdir: Path) -> list[RowCheck]:
     """A check for every capture case of every system; a comparison that cannot be made is a failed one."""
     path = workdir / "reference-plan.json"
     path.write_text(plan.model_dump_json())
@@ -27,22 +27,22 @@ def compare(plan: Plan, samples: Sequence[tuple[str, Path]], workdir: Path) -> l
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
         lines = done.stdout.strip().splitlines()
         if done.returncode == 0 and lines:
-            return [Check.model_validate(c) for c in json.loads(lines[-1])]
+            return [RowCheck.model_validate(c) for c in json.loads(lines[-1])]
         problem = " | ".join(done.stderr.strip().splitlines()[-3:])[-400:]
     except subprocess.TimeoutExpired:
         problem = f"not done within {LIMIT:.0f} s"
     return [_no_reference(name, problem) for name in sorted({name for name, _ in samples})]
 
 
-def _no_reference(name: str, problem: str) -> Check:
+def _no_reference(name: str, problem: str) -> RowCheck:
     what = f"no comparison with transformers: {problem}"
-    return Check(system=name, case="", size="", what=what, value=1e9, bound=0.0, rows=0, passed=False)
+    return RowCheck(system=name, case="", size="", what=what, value=1e9, bound=0.0, rows=0, passed=False)
 
 
 class Reference:
     """transformers' blocks, first in the engine's dtype and then in fp32."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: BenchPlan) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.device = torch.device("cuda" if plan.cuda else "cpu")
@@ -79,7 +79,7 @@ def distance(rows: torch.Tensor, truth: torch.Tensor) -> float:
     return float((1 - torch.cosine_similarity(rows.double(), truth.double(), dim=-1)).max())
 
 
-def examine(plan: Plan, files: Sequence[tuple[str, Path]]) -> list[Check]:
+def examine(plan: BenchPlan, files: Sequence[tuple[str, Path]]) -> list[RowCheck]:
     """Compare every sample; the bound for bfloat16 is three times transformers' own error in bfloat16."""
     from safetensors.torch import load_file
 
@@ -93,7 +93,7 @@ def examine(plan: Plan, files: Sequence[tuple[str, Path]]) -> list[Check]:
     own = every()
     net.net.float()
     truth = every() if plan.dtype != "float32" else own
-    checks: dict[tuple[str, str, str], Check] = {}
+    checks: dict[tuple[str, str, str], RowCheck] = {}
     for (system, key), rows in wanted.items():
         case, size, _ = key.split("|")
         value = distance(rows, truth[system, key])
@@ -110,7 +110,7 @@ def examine(plan: Plan, files: Sequence[tuple[str, Path]]) -> list[Check]:
                 "row_of_next_block": min(other, old.detail["row_of_next_block"]),
             }
         what = "1 - cosine to transformers in fp32, worst row"
-        checks[system, case, size] = Check(
+        checks[system, case, size] = RowCheck(
             system=system, case=case, size=size, what=what, value=value, bound=bound, rows=count,
             passed=value <= bound and bound < detail["row_of_next_block"], detail=detail,
         )  # fmt: skip
@@ -124,7 +124,7 @@ def neighbours(rows: torch.Tensor, truth: torch.Tensor) -> float:
 
 def main() -> None:
     """``reference PLAN.json NAME=FILE...``: the checks as one line of JSON."""
-    plan = Plan.model_validate_json(Path(sys.argv[1]).read_text())
+    plan = BenchPlan.model_validate_json(Path(sys.argv[1]).read_text())
     files = [(name, Path(path)) for name, path in (argument.split("=", 1) for argument in sys.argv[2:])]
     print(json.dumps([c.model_dump() for c in examine(plan, files)]))
 

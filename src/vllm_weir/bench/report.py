@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.table import Table
 
 from vllm_weir.bench.plan import CASES, SYSTEMS
-from vllm_weir.bench.result import UNCOMPARED, CaseResult, Result
+from vllm_weir.bench.result import UNCOMPARED, BenchResult, CaseResult
 
 TITLES = {
     "idle": "nothing asked",
@@ -25,14 +25,14 @@ def order(cases: Iterable[CaseResult]) -> list[CaseResult]:
     return sorted(cases, key=lambda c: (CASES.index(c.case), SYSTEMS.index(c.system)))
 
 
-def columns(result: Result) -> list[str]:
+def columns(result: BenchResult) -> list[str]:
     """Sizes in the order in which they were planned; the start has a column of its own."""
     labels = list(dict.fromkeys(c.label for c in result.cases))
     decode = sorted((x for x in labels if x.startswith("batch")), key=lambda x: int(x.split()[1]))
     return decode + [x for x in labels if x.startswith("prefill")] + [x for x in labels if x == "start"]
 
 
-def lines(result: Result) -> list[tuple[str, str, dict[str, list[CaseResult]]]]:
+def lines(result: BenchResult) -> list[tuple[str, str, dict[str, list[CaseResult]]]]:
     """(case, system, size -> its results), several for stock where runs were merged."""
     out: dict[tuple[str, str], dict[str, list[CaseResult]]] = {}
     for c in order(result.cases):
@@ -81,7 +81,7 @@ def header(label: str) -> str:
     return {"b": f"{label}, ms/step", "p": f"{label}, ktok/s", "s": "start, s"}[label[0]]
 
 
-def as_table(result: Result) -> Table:
+def as_table(result: BenchResult) -> Table:
     """For the terminal."""
     table = Table(title=f"{result.model} on {result.device}, vLLM {result.vllm}; ratio: over stock of the same run")
     table.add_column("case")
@@ -95,7 +95,7 @@ def as_table(result: Result) -> Table:
     return table
 
 
-def as_markdown(result: Result) -> str:
+def as_markdown(result: BenchResult) -> str:
     """For the README: medians of the repeats with the smallest and the largest, ratios in bold, notes below."""
     sizes = columns(result)
     out = [f"| case | system | {' | '.join(header(s) for s in sizes)} |", "|---|---|" + "---:|" * len(sizes)]
@@ -110,7 +110,7 @@ def as_markdown(result: Result) -> str:
     return "\n".join(out) + "\n"
 
 
-def _below(result: Result) -> list[str]:
+def _below(result: BenchResult) -> list[str]:
     repeats = sorted({c.repeats for c in result.cases if c.median is not None and c.case != "startup"})
     spread = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}" if repeats else "no"
     out = [

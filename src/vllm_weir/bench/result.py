@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, model_serializer
 
-from vllm_weir.bench.plan import Task
+from vllm_weir.bench.plan import BenchTask
 
 WRONG = "WRONG ROWS"
 UNCOMPARED = "rows not compared"
@@ -74,7 +74,7 @@ class CaseResult(BaseModel):
         return out | ({"note": self.note} if self.note else {})
 
 
-class Check(BaseModel):
+class RowCheck(BaseModel):
     """One comparison of delivered rows with a reference.
 
     Attributes:
@@ -96,7 +96,7 @@ class Check(BaseModel):
     run: int = 0
 
 
-class Result(BaseModel):
+class BenchResult(BaseModel):
     """A result file; one of `merge` holds several runs, each with its own stock baseline."""
 
     device: str
@@ -104,7 +104,7 @@ class Result(BaseModel):
     torch: str
     model: str
     cases: list[CaseResult] = []
-    checks: list[Check] = []
+    checks: list[RowCheck] = []
     systems: dict[str, dict[str, Any]] = {}
     runs: list[dict[str, Any]] = []
 
@@ -119,12 +119,12 @@ class Result(BaseModel):
         path.write_text(self.model_dump_json(indent=1) + "\n")
 
     @classmethod
-    def load(cls, path: Path) -> Result:
+    def load(cls, path: Path) -> BenchResult:
         """Read what `save` wrote."""
         return cls.model_validate_json(path.read_text())
 
 
-def summarise(task: Task, samples: Sequence[float], note: str | None = None) -> CaseResult:
+def summarise(task: BenchTask, samples: Sequence[float], note: str | None = None) -> CaseResult:
     """A case from its repeats' figures (ms or ktok/s)."""
     size: dict[str, Any] = {"batch": task.size.count}
     if task.size.kind == "prefill":
@@ -157,7 +157,7 @@ def set_ratios(cases: Iterable[CaseResult]) -> None:
             c.ratio_to_stock = None
 
 
-def merge(results: Sequence[Result]) -> Result:
+def merge(results: Sequence[BenchResult]) -> BenchResult:
     """Several runs as one file; a later run's figure of a system other than stock replaces an earlier one's.
 
     Raises:
@@ -180,7 +180,7 @@ def merge(results: Sequence[Result]) -> Result:
     return out
 
 
-def pool(results: Sequence[Result], cases: Sequence[str] | None = None) -> Result:
+def pool(results: Sequence[BenchResult], cases: Sequence[str] | None = None) -> BenchResult:
     """The same cases, measured in several runs with engines of their own, as one: two engines of one machine differ
     by more than the repeats of either, so the median of the runs' ratios says more than any one of them.
 
@@ -221,7 +221,7 @@ def _pooled(same: Sequence[CaseResult]) -> CaseResult:
     return _with_samples(same[0], [x for case in same for x in case.samples]).model_copy(update=figures)
 
 
-def _heading(results: Sequence[Result]) -> Result:
+def _heading(results: Sequence[BenchResult]) -> BenchResult:
     """A result with the systems and runs of all of these, and no cases; raises ValueError if device, model or versions
     differ."""
     first = results[0]
@@ -229,7 +229,7 @@ def _heading(results: Sequence[Result]) -> Result:
         for result in results:
             if getattr(result, field) != getattr(first, field):
                 raise ValueError(f"{field} differs: {getattr(first, field)} and {getattr(result, field)}")
-    out = Result(device=first.device, vllm=first.vllm, torch=first.torch, model=first.model)
+    out = BenchResult(device=first.device, vllm=first.vllm, torch=first.torch, model=first.model)
     for result in results:
         out.systems |= {name: about for name, about in result.systems.items() if _better(out.systems.get(name), about)}
         out.runs += result.runs
@@ -240,7 +240,7 @@ def _better(old: dict[str, Any] | None, new: dict[str, Any]) -> bool:
     return old is None or old.get("status") != "measured" or new.get("status") == "measured"
 
 
-def mark_checks(result: Result) -> None:
+def mark_checks(result: BenchResult) -> None:
     """Write each check's outcome to its cases; a case that failed keeps its figure and says so."""
     for case in result.cases:
         mine = [

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_weir.bench.deadlines import Limits, Tally
-from vllm_weir.bench.plan import CAPTURES, CASES, STEERS, Plan, Task
-from vllm_weir.bench.process import Client, GoneError, LateError
-from vllm_weir.bench.result import UNCOMPARED, Check, Result, mark_checks, set_ratios, startup
+from vllm_weir.bench.deadlines import Deadlines, TaskTimes
+from vllm_weir.bench.plan import CAPTURES, CASES, STEERS, BenchPlan, BenchTask
+from vllm_weir.bench.process import WorkerExited, WorkerProcess, WorkerTimeout
+from vllm_weir.bench.result import UNCOMPARED, BenchResult, RowCheck, mark_checks, set_ratios, startup
 
 RESTARTS = 4
 
@@ -20,28 +20,28 @@ RESTARTS = 4
 class Bench:
     """One run of the plan."""
 
-    def __init__(self, plan: Plan, out: Path, workdir: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: BenchPlan, out: Path, workdir: Path, say: Callable[[str], None]) -> None:
         self.plan = plan
         self.out = out
         self.workdir = workdir
         self.say = say
-        self.clients: dict[str, Client] = {}
+        self.clients: dict[str, WorkerProcess] = {}
         self.restarts: dict[str, int] = {}
         self.starts: dict[str, list[float]] = {}
         self.refused: dict[str, str] = {}
-        self.tallies: list[Tally] = []
+        self.tallies: list[TaskTimes] = []
         self.samples: list[tuple[str, Path]] = []
         self.steered: dict[tuple[str, str], dict[str, Any]] = {}
-        self.compared: list[Check] = []
-        self.limits = Limits.of(plan)
+        self.compared: list[RowCheck] = []
+        self.limits = Deadlines.of(plan)
         settings = plan.model_dump(mode="json", exclude={"model", "lens_path"})
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self.result = Result(device="", vllm="", torch="", model=plan.model_name, runs=[{"date": now, **settings}])
+        self.result = BenchResult(device="", vllm="", torch="", model=plan.model_name, runs=[{"date": now, **settings}])
 
-    def run(self) -> Result:
+    def run(self) -> BenchResult:
         """All groups one after the other; the result is on the disk after each."""
         started = time.monotonic()
-        self.limits = Limits.of(self.plan)
+        self.limits = Deadlines.of(self.plan)
         try:
             for group in self.groups():
                 self.run_group(group)
@@ -73,16 +73,16 @@ class Bench:
                     self.open(name, timed=True)
             if i < self.plan.startups - 1:
                 self.stop(names)
-        tallies = [Tally(t) for n in names if n in self.clients for t in self.plan.tasks(n)]
+        tallies = [TaskTimes(t) for n in names if n in self.clients for t in self.plan.tasks(n)]
         self.tallies += tallies
         for kind in sorted({(t.task.system, t.task.case) for t in tallies if t.task.case in STEERS}):
             self.check_steering(*kind)  # first: what is timed later may end the engine
         if len(names) > 1:
             for size in self.plan.sizes():
-                self.take_turns([t for t in tallies if t.task.size == size])
+                self.take_pacing([t for t in tallies if t.task.size == size])
         else:
             for tally in tallies:
-                self.take_turns([tally])
+                self.take_pacing([tally])
         self.stop(names)
         self.write()
 
@@ -92,7 +92,7 @@ class Bench:
             self.refuse(name, "skipped", f"not started: the limit is {self.plan.run_seconds:.0f} s a run")
             return False
         self.say(f"{name}: starting")
-        client = self.clients[name] = Client(name, self.plan, self.workdir)
+        client = self.clients[name] = WorkerProcess(name, self.plan, self.workdir)
         try:
             hello = client.ask(120, "hello")
             if hello.get("missing"):
@@ -103,7 +103,7 @@ class Bench:
                 if "error" in reply:
                     self.refuse(name, "failed", f"{reply['error']} | {client.last_words()}")
                     return False
-        except (LateError, GoneError) as e:
+        except (WorkerTimeout, WorkerExited) as e:
             self.refuse(name, "failed", f"did not start: {e}")
             return False
         if timed:
@@ -129,7 +129,7 @@ class Bench:
             if name in self.clients:
                 self.clients.pop(name).close()
 
-    def take_turns(self, tallies: Sequence[Tally]) -> None:
+    def take_pacing(self, tallies: Sequence[TaskTimes]) -> None:
         """Warm-ups of each, then one repeat of each after the other, so that a drift meets all alike."""
         for tally in tallies:
             self.skip_if_hopeless(tally)
@@ -146,7 +146,7 @@ class Bench:
             self.say(f"{tally.task.system}: {tally.task.case}, {tally.task.size.label}: {figure} {unit}{note}")
         self.write()
 
-    def skip_if_hopeless(self, tally: Tally) -> None:
+    def skip_if_hopeless(self, tally: TaskTimes) -> None:
         """A batch is not tried after a smaller one of the same case ran out of time."""
         task = tally.task
         for other in self.tallies:
@@ -156,7 +156,7 @@ class Bench:
                 tally.close(f"not tried: {o.size.label} {other.note}", late=True)
                 return
 
-    def once(self, tally: Tally, into: list[float]) -> None:
+    def once(self, tally: TaskTimes, into: list[float]) -> None:
         """One run, unless it would not fit."""
         if tally.closed:
             return
@@ -177,12 +177,12 @@ class Bench:
             keep = str(self.workdir / f"rows-{len(self.samples)}.safetensors")
         try:
             reply = client.ask(left, "run", case=task.case, size=task.size.model_dump(), keep=keep)
-        except LateError:
+        except WorkerTimeout:
             tally.lost = left
             logged = client.last_error()
             self.drop(task.system)
             self.limits.end(tally, "did not finish", f"; logged: {logged}" if logged else "")
-        except GoneError as e:
+        except WorkerExited as e:
             self.drop(task.system)
             tally.close(f"failed: {e}")
         else:
@@ -199,7 +199,7 @@ class Bench:
         """End a system's process at once."""
         self.clients.pop(name).close(0.1)
 
-    def again(self, name: str) -> Client | None:
+    def again(self, name: str) -> WorkerProcess | None:
         """A new engine for a system whose last one ended, if there is time for its start."""
         if self.starts.get(name, [0])[-1] > self.limits.of_run():
             return None
@@ -221,7 +221,7 @@ class Bench:
             return
         try:
             self.steered[name, case] = client.ask(left, "steer_check", case=case)
-        except (LateError, GoneError) as e:
+        except (WorkerTimeout, WorkerExited) as e:
             self.say(f"{name}: {case} was not compared: {e}")
             self.drop(name)
 
@@ -242,14 +242,14 @@ class Bench:
         self.result.save(self.out)
 
 
-def steering_check(task: Task, reply: dict[str, Any], dtype: str) -> Check:
+def steering_check(task: BenchTask, reply: dict[str, Any], dtype: str) -> RowCheck:
     """A worker's answer as a check of one task."""
     what = reply.get("error") or f"after = before + vector, {reply['rows']} rows of {reply['layers']} blocks"
     value = min(reply.get("worst", 1e9), 1e9)
     # One rounding of the sum; two passes differ by what all blocks before have rounded.
     # Two bfloat16 passes of a deep model differ by several percent: what is not steered at all differs by more.
     bound = 1e-5 if dtype == "float32" else 2**-7 if reply.get("one_pass") else 2**-3
-    return Check(
+    return RowCheck(
         system=task.system,
         case=task.case,
         size=task.size.label,
@@ -262,7 +262,7 @@ def steering_check(task: Task, reply: dict[str, Any], dtype: str) -> Check:
     )
 
 
-def unchecked(result: Result) -> None:
+def unchecked(result: BenchResult) -> None:
     """A case whose rows should have been compared, and were not, says so."""
     compared = {(c.system, c.case, c.size) for c in result.checks}
     for case in result.cases:
@@ -271,7 +271,7 @@ def unchecked(result: Result) -> None:
             case.note = "; ".join(filter(None, [case.note, UNCOMPARED]))
 
 
-def in_directory(plan: Plan, out: Path, workdir: Path, say: Callable[[str], None]) -> Result:
+def in_directory(plan: BenchPlan, out: Path, workdir: Path, say: Callable[[str], None]) -> BenchResult:
     """Run the plan; the processes' logs stay beside the result if something went wrong."""
     bench = Bench(plan, out, workdir, say)
     try:

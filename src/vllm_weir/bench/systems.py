@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_weir.bench.plan import CAPTURES, PACKED, Plan, Size
+from vllm_weir.bench.plan import CAPTURES, PACKED, BatchSize, BenchPlan
 
 
-class Stock:
+class StockSystem:
     """vLLM alone, and what all systems share."""
 
     name = "stock"
@@ -22,12 +22,12 @@ class Stock:
     one_pass = True  # whether `steered_pair` is of one pass through the model
     environment: ClassVar[dict[str, str]] = {"WEIR_DISABLE": "1"}
 
-    def __init__(self, plan: Plan, scratch: Path) -> None:
+    def __init__(self, plan: BenchPlan, scratch: Path) -> None:
         self.plan = plan
         self.scratch = scratch
 
     @classmethod
-    def environ(cls, plan: Plan) -> dict[str, str]:
+    def environ(cls, plan: BenchPlan) -> dict[str, str]:
         """Of the process: `VLLM_PLUGINS` makes vLLM load this system's plugin and no other."""
         return {"VLLM_PLUGINS": cls.plugin, **cls.environment}
 
@@ -47,7 +47,7 @@ class Stock:
         """Arguments of ``vllm.LLM``."""
         return self.plan.engine()
 
-    def base(self, size: Size, extra: dict[str, Any] | None = None) -> Any:
+    def base(self, size: BatchSize, extra: dict[str, Any] | None = None) -> Any:
         """Greedy, of a fixed length, without text."""
         from vllm import SamplingParams
 
@@ -55,7 +55,7 @@ class Stock:
             max_tokens=size.generated, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra
         )
 
-    def params(self, case: str, size: Size) -> list[Any]:
+    def params(self, case: str, size: BatchSize) -> list[Any]:
         """One SamplingParams per prompt; made before the clock starts."""
         return [self.base(size)] * size.count
 
@@ -63,11 +63,11 @@ class Stock:
         """The rows of every output as tensors, within the timed region."""
         return []
 
-    def stacked(self, case: str, delivered: Any, size: Size) -> torch.Tensor:
+    def stacked(self, case: str, delivered: Any, size: BatchSize) -> torch.Tensor:
         """One output's rows that were asked for, [layers, rows, d]."""
         raise NotImplementedError
 
-    def shape(self, case: str, delivered: Any, size: Size) -> tuple[int, ...]:
+    def shape(self, case: str, delivered: Any, size: BatchSize) -> tuple[int, ...]:
         """Of `stacked`, without copying."""
         return tuple(self.stacked(case, delivered, size).shape)
 
@@ -78,7 +78,7 @@ class Stock:
         """CUDA graphs that the engine has captured since its start-up."""
         return 0
 
-    def steered_pair(self, llm: Any, prompts: list[Any], vectors: torch.Tensor, case: str, size: Size) -> Any:
+    def steered_pair(self, llm: Any, prompts: list[Any], vectors: torch.Tensor, case: str, size: BatchSize) -> Any:
         """For `case`'s steering: the blocks that can be compared, rows before it there, and rows after it."""
         raise NotImplementedError
 
@@ -92,7 +92,7 @@ class Stock:
         return [self.plan.steered_layer] if case == "steer_one" else list(range(self.plan.layers))
 
 
-class Weir(Stock):
+class WeirSystem(StockSystem):
     """vLLM with this package's plugin."""
 
     name = "weir"
@@ -108,7 +108,7 @@ class Weir(Stock):
         config = self.plan.weir_config
         return self.plan.engine() | ({"additional_config": {"weir": config}} if config else {})
 
-    def params(self, case: str, size: Size) -> list[Any]:
+    def params(self, case: str, size: BatchSize) -> list[Any]:
         import vllm_weir as weir
 
         base = self.base(size)
@@ -132,10 +132,10 @@ class Weir(Stock):
             return []
         return [[acts[site] for site in acts.sites] for acts in (out.activations for out in outputs)]
 
-    def stacked(self, case: str, delivered: Any, size: Size) -> torch.Tensor:
+    def stacked(self, case: str, delivered: Any, size: BatchSize) -> torch.Tensor:
         return torch.stack(delivered)
 
-    def shape(self, case: str, delivered: Any, size: Size) -> tuple[int, ...]:
+    def shape(self, case: str, delivered: Any, size: BatchSize) -> tuple[int, ...]:
         shapes = {tuple(rows.shape) for rows in delivered}
         return (len(delivered), *shapes.pop()) if len(shapes) == 1 else (len(delivered), 0)
 
@@ -144,7 +144,7 @@ class Weir(Stock):
             return 0
         return sum(len(report.get("captured_late", ())) for report in llm.collective_rpc("weir_graphs"))
 
-    def steered_pair(self, llm: Any, prompts: list[Any], vectors: torch.Tensor, case: str, size: Size) -> Any:
+    def steered_pair(self, llm: Any, prompts: list[Any], vectors: torch.Tensor, case: str, size: BatchSize) -> Any:
         import vllm_weir as weir
 
         # Both of one pass: two passes may round, and then sample, differently. What leaves block L enters block L + 1.
@@ -169,7 +169,7 @@ class Weir(Stock):
         return layers, rows("resid_post", 0), rows("resid_pre", 1)
 
 
-class Lens(Stock):
+class VllmLensSystem(StockSystem):
     """vllm-lens, as its README says."""
 
     name = "vllm-lens"
@@ -177,7 +177,7 @@ class Lens(Stock):
     one_pass = False
 
     @classmethod
-    def environ(cls, plan: Plan) -> dict[str, str]:
+    def environ(cls, plan: BenchPlan) -> dict[str, str]:
         out = super().environ(plan)
         if plan.lens_path:
             out["PYTHONPATH"] = os.pathsep.join(filter(None, [plan.lens_path, os.environ.get("PYTHONPATH", "")]))
@@ -193,14 +193,14 @@ class Lens(Stock):
     def version(self) -> str:
         return importlib.metadata.version("vllm-lens")
 
-    def params(self, case: str, size: Size) -> list[Any]:
+    def params(self, case: str, size: BatchSize) -> list[Any]:
         if case == "idle":
             return [self.base(size)] * size.count
         if case in CAPTURES:  # positions cannot be chosen: all are captured
             return [self.base(size, {"output_residual_stream": True}) for _ in range(size.count)]
         return self._steering(self.vectors(size.count), self.steered_layers(case), size)
 
-    def _steering(self, vectors: torch.Tensor, layers: list[int], size: Size, **extra: Any) -> list[Any]:
+    def _steering(self, vectors: torch.Tensor, layers: list[int], size: BatchSize, **extra: Any) -> list[Any]:
         from vllm_lens import SteeringVector
 
         def one(v: torch.Tensor) -> Any:
@@ -212,25 +212,25 @@ class Lens(Stock):
     def deliver(self, case: str, outputs: Sequence[Any]) -> list[Any]:
         return [out.activations["residual_stream"] for out in outputs] if case in CAPTURES else []
 
-    def stacked(self, case: str, delivered: Any, size: Size) -> torch.Tensor:
+    def stacked(self, case: str, delivered: Any, size: BatchSize) -> torch.Tensor:
         if case == "capture_last_all_layers":
             return delivered[:, size.prompt - 1 : size.prompt]
         return delivered
 
-    def steered_pair(self, llm: Any, prompts: list[Any], vectors: torch.Tensor, case: str, size: Size) -> Any:
+    def steered_pair(self, llm: Any, prompts: list[Any], vectors: torch.Tensor, case: str, size: BatchSize) -> Any:
         # Nothing is returned from before a steering: only its first block, and the prompt's rows, can be compared.
         layers = self.steered_layers(case)
-        wish = {"output_residual_stream": [layers[0]]}
+        site_request = {"output_residual_stream": [layers[0]]}
 
         def rows(asked: list[Any]) -> torch.Tensor:
             outputs = llm.generate(prompts, asked, use_tqdm=False)
             return torch.stack([o.activations["residual_stream"][:, : size.prompt] for o in outputs])
 
-        before = rows([self.base(size, dict(wish)) for _ in prompts])
-        return layers[:1], before, rows(self._steering(vectors, layers, size, **wish))
+        before = rows([self.base(size, dict(site_request)) for _ in prompts])
+        return layers[:1], before, rows(self._steering(vectors, layers, size, **site_request))
 
 
-class Native(Stock):
+class ExtractHiddenStatesSystem(StockSystem):
     """vLLM's own ``extract_hidden_states``: files written by its example connector, read here."""
 
     name = "native"
@@ -255,14 +255,14 @@ class Native(Stock):
         }
         return self.plan.engine() | {"speculative_config": speculative, "kv_transfer_config": transfer}
 
-    def params(self, case: str, size: Size) -> list[Any]:
+    def params(self, case: str, size: BatchSize) -> list[Any]:
         extra = {"kv_transfer_params": {"include_output_tokens": case == "capture_all_all_layers"}}
         return [self.base(size, extra) for _ in range(size.count)]
 
     def deliver(self, case: str, outputs: Sequence[Any]) -> list[Any]:
         return [_load(out.kv_transfer_params["hidden_states_path"]) for out in outputs]
 
-    def stacked(self, case: str, delivered: Any, size: Size) -> torch.Tensor:
+    def stacked(self, case: str, delivered: Any, size: BatchSize) -> torch.Tensor:
         rows = delivered.transpose(0, 1)
         return rows[:, size.prompt - 1 : size.prompt] if case == "capture_last_all_layers" else rows
 
@@ -274,7 +274,9 @@ class Native(Stock):
                     file.unlink()
 
 
-BY_NAME: dict[str, type[Stock]] = {s.name: s for s in (Stock, Weir, Lens, Native)}
+BY_NAME: dict[str, type[StockSystem]] = {
+    s.name: s for s in (StockSystem, WeirSystem, VllmLensSystem, ExtractHiddenStatesSystem)
+}
 
 
 def _load(path: str) -> torch.Tensor:

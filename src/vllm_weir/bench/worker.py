@@ -16,15 +16,15 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from vllm_weir.bench.plan import CAPTURES, Plan, Size
+from vllm_weir.bench.plan import CAPTURES, BatchSize, BenchPlan
 
 KEPT_ROWS = 8
 
 
-class Served:
+class ServedEngine:
     """An engine, and what it is told to do."""
 
-    def __init__(self, plan: Plan, system: Any) -> None:
+    def __init__(self, plan: BenchPlan, system: Any) -> None:
         self.plan = plan
         self.system = system
         self.llm: Any = None
@@ -58,7 +58,7 @@ class Served:
 
         `keep` names a file for a few of the delivered rows.
         """
-        of = Size.model_validate(size)
+        of = BatchSize.model_validate(size)
         prompts = [{"prompt_token_ids": ids} for ids in self.plan.prompts(of)]
         params = self.system.params(case, of)
         began = time.perf_counter()
@@ -74,7 +74,7 @@ class Served:
         before, self._graphs = self._graphs, self.system.late_graphs(self.llm)
         return {"seconds": seconds, "graphs": self._graphs - before}
 
-    def _look(self, case: str, size: Size, outputs: list[Any], delivered: list[Any]) -> None:
+    def _look(self, case: str, size: BatchSize, outputs: list[Any], delivered: list[Any]) -> None:
         """Every output is whole, and so are its rows."""
         for out in outputs:
             if len(out.outputs[0].token_ids) != size.generated:
@@ -89,7 +89,7 @@ class Served:
             if shape != want:
                 raise ValueError(f"rows of shape {shape}, not {want}")
 
-    def _keep(self, case: str, size: Size, outputs: list[Any], delivered: list[Any], path: str) -> None:
+    def _keep(self, case: str, size: BatchSize, outputs: list[Any], delivered: list[Any], path: str) -> None:
         """A few rows of every block, of the first, the middle and the last request."""
         import torch
         from safetensors.torch import save_file
@@ -109,7 +109,7 @@ class Served:
         """How far rows after a steering are from the rows before it plus the vector, relative to the largest row."""
         import torch
 
-        size = Size(kind="decode", count=8, prompt=self.plan.prompt_tokens, generated=4)
+        size = BatchSize(kind="decode", count=8, prompt=self.plan.prompt_tokens, generated=4)
         prompts = [{"prompt_token_ids": ids} for ids in self.plan.prompts(size)]
         vectors = self.system.vectors(size.count)
         layers, before, after = self.system.steered_pair(self.llm, prompts, vectors, case, size)
@@ -122,7 +122,7 @@ class Served:
         }
 
 
-def _about(plan: Plan) -> dict[str, str]:
+def _about(plan: BenchPlan) -> dict[str, str]:
     """Versions, and the device's name."""
     import platform
 
@@ -139,9 +139,9 @@ def _about(plan: Plan) -> dict[str, str]:
     return {"device": device, "vllm": vllm.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def serve(plan: Plan, system: Any, answers: Any) -> None:
+def serve(plan: BenchPlan, system: Any, answers: Any) -> None:
     """Answer commands until there are no more."""
-    served = Served(plan, system)
+    served = ServedEngine(plan, system)
     for line in sys.stdin:
         command = json.loads(line)
         try:
@@ -156,7 +156,7 @@ def main() -> None:
     """Keep stdout for the answers: vLLM and its processes print to it."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    plan = Plan.model_validate_json(Path(sys.argv[1]).read_text())
+    plan = BenchPlan.model_validate_json(Path(sys.argv[1]).read_text())
     from vllm_weir.bench.systems import BY_NAME
 
     with contextlib.suppress(KeyboardInterrupt):

@@ -12,7 +12,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.guard import refuse
 from vllm_weir.schema.json_text import fits_header
 from vllm_weir.server.endpoint_plugin import load_rooms
-from vllm_weir.server.limits import ADMIN_KEY, Limits
+from vllm_weir.server.limits import ADMIN_KEY, ServerLimits
 from vllm_weir.server.shared.directory import clear
 
 OPTION = "--weir-admin-key"
@@ -39,7 +39,7 @@ def serve(arguments: list[str]) -> None:
     from vllm_weir.patches.serve_command import vllm_serve
 
     # vLLM kills its API-server processes when there are several. Runs after what this process itself clears up.
-    atexit.register(clear, os.getpid(), Limits.load().directory)
+    atexit.register(clear, os.getpid(), ServerLimits.load().directory)
     if asks_for_help(rest):
         print(HELP)
     vllm_serve(rest)
@@ -57,7 +57,7 @@ def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str
         environ[ADMIN_KEY] = key
     if not fits_header(environ.get(ADMIN_KEY, "")):
         raise WeirError("is a line of text, without blanks or a line break around it, which no header has", ADMIN_KEY)
-    Limits.load(environ)
+    ServerLimits.load(environ)
     named = environ.get("VLLM_PLUGINS")
     if named is None:
         environ["VLLM_PLUGINS"] = ",".join(all_plugins())

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from vllm_weir.client.effects import Call
+from vllm_weir.client.effects import SendRequest
 from vllm_weir.client.results import Chunk, Completion
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.json_text import dumps
 from vllm_weir.schema.request import parse_interventions
 from vllm_weir.schema.vectors import KEPT, Vector
 
-INFO = Call("GET", "/v1/weir/info")
+INFO = SendRequest("GET", "/v1/weir/info")
 _TYPES = {".safetensors": "application/octet-stream", ".gguf": "application/octet-stream", ".json": "application/json"}
 
 
@@ -26,7 +26,7 @@ def same(data: Any) -> Any:
     return data
 
 
-def mark(answer: str | Completion | Chunk, metadata: dict[str, Any]) -> Call:
+def mark(answer: str | Completion | Chunk, metadata: dict[str, Any]) -> SendRequest:
     """See `Client.mark`."""
     if isinstance(answer, Chunk):
         answer = answer.result if answer.result is not None else answer.raw.id
@@ -34,13 +34,13 @@ def mark(answer: str | Completion | Chunk, metadata: dict[str, Any]) -> Call:
     if not isinstance(name, str) or not name:
         raise WeirError(f"an answer or its id, got {brief(answer)!r}", "answer")
     dumps(metadata, "metadata")
-    return Call("POST", "/v1/marks", json={"id": name, "metadata": metadata}, repeatable=False)
+    return SendRequest("POST", "/v1/marks", json={"id": name, "metadata": metadata}, repeatable=False)
 
 
-class Vectors:
+class VectorAdmin:
     """``client.vectors``: vectors that the server keeps under a name, for ``Add("name", ...)``."""
 
-    def __init__(self, tell: Callable[[Call, Callable[[Any], Any]], Any]) -> None:
+    def __init__(self, tell: Callable[[SendRequest, Callable[[Any], Any]], Any]) -> None:
         self._tell = tell
 
     def put(self, name: str, vector: Any) -> Any:
@@ -58,28 +58,28 @@ class Vectors:
                 raise WeirError(f"a vector's file is {', '.join(_TYPES)}, got {vector.name!r}", "vector")
             headers = {"Content-Type": kind}
             return self._tell(
-                Call("PUT", _vector(name), content=vector.read_bytes(), headers=headers, admin=True), same
+                SendRequest("PUT", _vector(name), content=vector.read_bytes(), headers=headers, admin=True), same
             )
         content = Vector.parse(vector, "vector", KEPT).to_json()
-        return self._tell(Call("PUT", _vector(name), json=content, admin=True), same)
+        return self._tell(SendRequest("PUT", _vector(name), json=content, admin=True), same)
 
     def get(self, name: str) -> Any:
         """What the server keeps under a name."""
-        return self._tell(Call("GET", _vector(name)), same)
+        return self._tell(SendRequest("GET", _vector(name)), same)
 
     def delete(self, name: str) -> Any:
         """Forget a name. Needs the admin key."""
-        return self._tell(Call("DELETE", _vector(name), admin=True), same)
+        return self._tell(SendRequest("DELETE", _vector(name), admin=True), same)
 
     def list(self) -> Any:
         """What the server keeps, by name."""
-        return self._tell(Call("GET", "/v1/vectors"), same)
+        return self._tell(SendRequest("GET", "/v1/vectors"), same)
 
 
-class Steering:
+class SteeringAdmin:
     """``client.steering``: what every request of the server undergoes."""
 
-    def __init__(self, tell: Callable[[Call, Callable[[Any], Any]], Any]) -> None:
+    def __init__(self, tell: Callable[[SendRequest, Callable[[Any], Any]], Any]) -> None:
         self._tell = tell
 
     def set(self, interventions: Any = None, *, replace: bool = False, **tiers: Any) -> Any:
@@ -92,33 +92,35 @@ class Steering:
                 tensor, an array, a list or ``{"vector": ..., "scale": float}``; and what else the server takes.
         """
         body = _steering(interventions, tiers) | ({"replace": True} if replace else {})
-        return self._tell(Call("POST", "/v1/steering/set", json=body, admin=True, repeatable=False), same)
+        return self._tell(SendRequest("POST", "/v1/steering/set", json=body, admin=True, repeatable=False), same)
 
     def clear(self) -> Any:
         """Steer only by what requests ask for. Needs the admin key."""
-        return self._tell(Call("POST", "/v1/steering/clear", json={}, admin=True, repeatable=False), same)
+        return self._tell(SendRequest("POST", "/v1/steering/clear", json={}, admin=True, repeatable=False), same)
 
     def get(self) -> Any:
         """What every request undergoes now."""
-        return self._tell(Call("GET", "/v1/steering"), same)
+        return self._tell(SendRequest("GET", "/v1/steering"), same)
 
     def register(self, name: str, interventions: Any = None, **tiers: Any) -> Any:
         """Keep interventions on the server under a name, for requests' ``modules``. Needs the admin key."""
         body = {"name": name} | _steering(interventions, tiers)
-        return self._tell(Call("POST", "/v1/steering/modules/register", json=body, admin=True, repeatable=False), same)
+        return self._tell(
+            SendRequest("POST", "/v1/steering/modules/register", json=body, admin=True, repeatable=False), same
+        )
 
     def unregister(self, name: str) -> Any:
         """Forget such a name. Needs the admin key."""
-        call = Call("POST", "/v1/steering/modules/unregister", json={"name": name}, admin=True, repeatable=False)
+        call = SendRequest("POST", "/v1/steering/modules/unregister", json={"name": name}, admin=True, repeatable=False)
         return self._tell(call, same)
 
     def modules(self) -> Any:
         """The names."""
-        return self._tell(Call("GET", "/v1/steering/modules"), same)
+        return self._tell(SendRequest("GET", "/v1/steering/modules"), same)
 
     def layers(self) -> Any:
         """Where the server can steer."""
-        return self._tell(Call("GET", "/v1/steering/layers"), same)
+        return self._tell(SendRequest("GET", "/v1/steering/layers"), same)
 
 
 def plain(value: Any) -> Any:

@@ -12,8 +12,17 @@ import httpx
 
 from vllm_weir.client import admin, protocol
 from vllm_weir.client.client import losses, reply_of
-from vllm_weir.client.effects import Call, Effect, Emit, Fetch, Lost, Open, Read, Sleep
-from vllm_weir.client.options import Options, Progress, Wish, asked_of, counter
+from vllm_weir.client.effects import (
+    ConnectionLost,
+    DownloadBody,
+    Effect,
+    EmitValue,
+    OpenStream,
+    ReadChunk,
+    SendRequest,
+    Sleep,
+)
+from vllm_weir.client.options import ClientOptions, Progress, RequestFields, asked_of, counter
 from vllm_weir.client.payload import about_of, conversations, several
 from vllm_weir.client.results import Chunk, Completion
 
@@ -37,7 +46,7 @@ class AsyncClient:
         *,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._options = Options.parse(base_url, api_key, admin_key, timeout, retries)
+        self._options = ClientOptions.parse(base_url, api_key, admin_key, timeout, retries)
         self._http = httpx.AsyncClient(
             base_url=self._options.root,
             headers=self._options.headers,
@@ -47,8 +56,8 @@ class AsyncClient:
         )
         self._model = model
         self._finding = asyncio.Lock()
-        self.vectors = admin.Vectors(self._tell)
-        self.steering = admin.Steering(self._tell)
+        self.vectors = admin.VectorAdmin(self._tell)
+        self.steering = admin.SteeringAdmin(self._tell)
 
     async def model(self) -> str:
         """The model that is asked for."""
@@ -72,7 +81,7 @@ class AsyncClient:
         **fields: Any,
     ) -> Any:
         """As `Client.generate`."""
-        wish = Wish(capture, interventions, modules, inline_bytes, save_to)
+        wish = RequestFields(capture, interventions, modules, inline_bytes, save_to)
         prompts = several(prompt)
         return await self._each(prompt, prompts, wish, fields | {"max_tokens": max_tokens}, concurrency, progress)
 
@@ -91,7 +100,7 @@ class AsyncClient:
         **fields: Any,
     ) -> Any:
         """As `Client.chat`."""
-        wish = Wish(capture, interventions, modules, inline_bytes, save_to)
+        wish = RequestFields(capture, interventions, modules, inline_bytes, save_to)
         chats = conversations(messages)
         fields = fields | {"max_tokens": max_tokens}
         return await self._each(messages, chats, wish, fields, concurrency, progress)
@@ -109,7 +118,7 @@ class AsyncClient:
         **fields: Any,
     ) -> AsyncIterator[Chunk]:
         """As `Client.stream`."""
-        wish = Wish(capture, interventions, modules, inline_bytes, save_to)
+        wish = RequestFields(capture, interventions, modules, inline_bytes, save_to)
         asked = asked_of(prompt, wish, fields | {"max_tokens": max_tokens})
         about_of(prompt)
         model = fields.get("model") or await self.model()
@@ -154,10 +163,10 @@ class AsyncClient:
         calls = [partial(self._finish, a, model) for a in asked]
         return await calls[0]() if several is None else await _in_order(calls, concurrency, progress)
 
-    async def _finish(self, asked: protocol.Asked, model: str) -> Completion:
+    async def _finish(self, asked: protocol.GenerationRequest, model: str) -> Completion:
         return await self._run(protocol.generate(asked, model, self._options.retries))
 
-    async def _tell(self, call: Call, read: Callable[[Any], Any]) -> Any:
+    async def _tell(self, call: SendRequest, read: Callable[[Any], Any]) -> Any:
         return read(await self._run(protocol.data_of(call, self._options.retries)))
 
     async def _run(self, doing: protocol.Flow[T]) -> T:
@@ -167,7 +176,7 @@ class AsyncClient:
             while True:
                 try:
                     answer = await self._carry_out(effect)
-                except Lost as lost:
+                except ConnectionLost as lost:
                     effect = doing.throw(lost)
                 else:
                     effect = doing.send(answer)
@@ -178,17 +187,17 @@ class AsyncClient:
 
     async def _emitted(self, doing: protocol.Flow[None]):
         """Carry out a flow, and hand on what it emits."""
-        line = _Line(self)
+        line = _OpenResponse(self)
         try:
             effect = next(doing)
             while True:
                 try:
-                    if isinstance(effect, Emit):
+                    if isinstance(effect, EmitValue):
                         yield effect.value
                         answer = None
                     else:
                         answer = await line.carry_out(effect)
-                except Lost as lost:
+                except ConnectionLost as lost:
                     effect = doing.throw(lost)
                 else:
                     effect = doing.send(answer)
@@ -201,10 +210,10 @@ class AsyncClient:
     async def _carry_out(self, effect: Effect) -> Any:
         if isinstance(effect, Sleep):
             return await asyncio.sleep(effect.seconds)
-        if isinstance(effect, Call):
+        if isinstance(effect, SendRequest):
             response = await self._send(effect, stream=False)
             return reply_of(response, response.content)
-        assert isinstance(effect, Fetch)
+        assert isinstance(effect, DownloadBody)
         with losses():
             response = await self._send(effect.call, stream=True)
             try:
@@ -218,12 +227,12 @@ class AsyncClient:
             finally:
                 await response.aclose()
 
-    async def _send(self, call: Call, stream: bool) -> httpx.Response:
+    async def _send(self, call: SendRequest, stream: bool) -> httpx.Response:
         with losses():
             return await self._http.send(self._http.build_request(**self._options.arguments(call)), stream=stream)
 
 
-class _Line:
+class _OpenResponse:
     """The one answer that a stream leaves open."""
 
     def __init__(self, client: AsyncClient) -> None:
@@ -232,14 +241,14 @@ class _Line:
         self._bytes: AsyncIterator[bytes] | None = None
 
     async def carry_out(self, effect: Effect) -> Any:
-        if isinstance(effect, Open):
+        if isinstance(effect, OpenStream):
             self._response = await self._client._send(effect.call, stream=True)
             with losses():
                 if self._response.status_code != 200:
                     return reply_of(self._response, await self._response.aread())
             self._bytes = self._response.aiter_bytes()
             return reply_of(self._response)
-        if isinstance(effect, Read):
+        if isinstance(effect, ReadChunk):
             assert self._bytes is not None
             with losses():
                 return await anext(self._bytes, None)

@@ -14,8 +14,18 @@ from typing import Any, TypeVar
 import httpx
 
 from vllm_weir.client import admin, protocol
-from vllm_weir.client.effects import Call, Effect, Emit, Fetch, Lost, Open, Read, Reply, Sleep
-from vllm_weir.client.options import Options, Progress, Wish, asked_of, counter
+from vllm_weir.client.effects import (
+    ConnectionLost,
+    DownloadBody,
+    Effect,
+    EmitValue,
+    HttpResponse,
+    OpenStream,
+    ReadChunk,
+    SendRequest,
+    Sleep,
+)
+from vllm_weir.client.options import ClientOptions, Progress, RequestFields, asked_of, counter
 from vllm_weir.client.payload import about_of, conversations, several
 from vllm_weir.client.results import Chunk, Completion
 
@@ -52,7 +62,7 @@ class Client:
         *,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._options = Options.parse(base_url, api_key, admin_key, timeout, retries)
+        self._options = ClientOptions.parse(base_url, api_key, admin_key, timeout, retries)
         self._http = httpx.Client(
             base_url=self._options.root,
             headers=self._options.headers,
@@ -62,8 +72,8 @@ class Client:
         )
         self._model = model
         self._finding = threading.Lock()
-        self.vectors: admin.Vectors = admin.Vectors(self._tell)
-        self.steering: admin.Steering = admin.Steering(self._tell)
+        self.vectors: admin.VectorAdmin = admin.VectorAdmin(self._tell)
+        self.steering: admin.SteeringAdmin = admin.SteeringAdmin(self._tell)
 
     @property
     def model(self) -> str:
@@ -104,7 +114,7 @@ class Client:
         Returns:
             A `Completion`; for a list of prompts a list of them, in the same order.
         """
-        wish = Wish(capture, interventions, modules, inline_bytes, save_to)
+        wish = RequestFields(capture, interventions, modules, inline_bytes, save_to)
         prompts = several(prompt)
         return self._each(prompt, prompts, wish, fields | {"max_tokens": max_tokens}, concurrency, progress)
 
@@ -123,7 +133,7 @@ class Client:
         **fields: Any,
     ) -> Any:
         """Answer a conversation (``/v1/chat/completions``), or a list of them; else as `generate`."""
-        wish = Wish(capture, interventions, modules, inline_bytes, save_to)
+        wish = RequestFields(capture, interventions, modules, inline_bytes, save_to)
         chats = conversations(messages)
         return self._each(messages, chats, wish, fields | {"max_tokens": max_tokens}, concurrency, progress)
 
@@ -143,7 +153,7 @@ class Client:
 
         Scores come with the tokens that they belong to, activations at the end: the last chunk's ``result``.
         """
-        wish = Wish(capture, interventions, modules, inline_bytes, save_to)
+        wish = RequestFields(capture, interventions, modules, inline_bytes, save_to)
         asked = asked_of(prompt, wish, fields | {"max_tokens": max_tokens})
         about_of(prompt)
         return self._emitted(protocol.stream(asked, self._model_for(fields), self._options.retries))
@@ -198,10 +208,10 @@ class Client:
             return calls[0]()
         return _in_order(calls, concurrency, progress)
 
-    def _finish(self, asked: protocol.Asked, model: str) -> Completion:
+    def _finish(self, asked: protocol.GenerationRequest, model: str) -> Completion:
         return self._run(protocol.generate(asked, model, self._options.retries))
 
-    def _tell(self, call: Call, read: Callable[[Any], Any]) -> Any:
+    def _tell(self, call: SendRequest, read: Callable[[Any], Any]) -> Any:
         return read(self._run(protocol.data_of(call, self._options.retries)))
 
     def _run(self, doing: protocol.Flow[T]) -> T:
@@ -211,7 +221,7 @@ class Client:
             while True:
                 try:
                     answer = self._carry_out(effect)
-                except Lost as lost:
+                except ConnectionLost as lost:
                     effect = doing.throw(lost)
                 else:
                     effect = doing.send(answer)
@@ -222,17 +232,17 @@ class Client:
 
     def _emitted(self, doing: protocol.Flow[None]) -> Iterator[Chunk]:
         """Carry out a flow, and hand on what it emits."""
-        line = _Line(self)
+        line = _OpenResponse(self)
         try:
             effect = next(doing)
             while True:
                 try:
-                    if isinstance(effect, Emit):
+                    if isinstance(effect, EmitValue):
                         yield effect.value
                         answer = None
                     else:
                         answer = line.carry_out(effect)
-                except Lost as lost:
+                except ConnectionLost as lost:
                     effect = doing.throw(lost)
                 else:
                     effect = doing.send(answer)
@@ -245,10 +255,10 @@ class Client:
     def _carry_out(self, effect: Effect) -> Any:
         if isinstance(effect, Sleep):
             return time.sleep(effect.seconds)
-        if isinstance(effect, Call):
+        if isinstance(effect, SendRequest):
             response = self._send(effect, stream=False)
             return reply_of(response, response.content)
-        assert isinstance(effect, Fetch)
+        assert isinstance(effect, DownloadBody)
         with losses():
             response = self._send(effect.call, stream=True)
             try:
@@ -262,12 +272,12 @@ class Client:
             finally:
                 response.close()
 
-    def _send(self, call: Call, stream: bool) -> httpx.Response:
+    def _send(self, call: SendRequest, stream: bool) -> httpx.Response:
         with losses():
             return self._http.send(self._http.build_request(**self._options.arguments(call)), stream=stream)
 
 
-class _Line:
+class _OpenResponse:
     """The one answer that a stream leaves open."""
 
     def __init__(self, client: Client) -> None:
@@ -276,14 +286,14 @@ class _Line:
         self._bytes: Iterator[bytes] = iter(())
 
     def carry_out(self, effect: Effect) -> Any:
-        if isinstance(effect, Open):
+        if isinstance(effect, OpenStream):
             self._response = self._client._send(effect.call, stream=True)
             with losses():
                 if self._response.status_code != 200:
                     return reply_of(self._response, self._response.read())
             self._bytes = self._response.iter_bytes()
             return reply_of(self._response)
-        if isinstance(effect, Read):
+        if isinstance(effect, ReadChunk):
             with losses():
                 return next(self._bytes, None)
         self.close()
@@ -302,11 +312,11 @@ def losses() -> Iterator[None]:
     except httpx.TransportError as error:
         why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         unsent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout))
-        raise Lost(why, sent=not unsent) from error
+        raise ConnectionLost(why, sent=not unsent) from error
 
 
-def reply_of(response: httpx.Response, body: bytes = b"") -> Reply:
-    return Reply(response.status_code, {k.lower(): v for k, v in response.headers.items()}, body)
+def reply_of(response: httpx.Response, body: bytes = b"") -> HttpResponse:
+    return HttpResponse(response.status_code, {k.lower(): v for k, v in response.headers.items()}, body)
 
 
 def _in_order(calls: Sequence[Callable[[], Completion]], concurrency: int, progress: Progress) -> list[Completion]:

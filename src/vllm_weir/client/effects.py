@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 
 @dataclass(frozen=True)
-class Call:
-    """Send a request and read the whole answer: a `Reply`, or `Lost` is thrown into the flow.
+class SendRequest:
+    """Send a request and read the whole answer: a `HttpResponse`, or `ConnectionLost` is thrown into the flow.
 
     Attributes:
         path: below the server's address, or absolute on the same server.
@@ -32,44 +32,44 @@ class Call:
 
 
 @dataclass
-class Fetch:
-    """Send a request and write the answer's body to `sink` as it comes; the `Reply` has an empty body.
+class DownloadBody:
+    """Send a request and write the answer's body to `sink` as it comes; the `HttpResponse` has an empty body.
 
-    An answer with another status than 200 or 206 is read as by `Call`.
+    An answer with another status than 200 or 206 is read as by `SendRequest`.
 
     Attributes:
         start: the first byte that the request asks for.
         tag: the ``ETag`` of what came, also if it did not come whole.
     """
 
-    call: Call
+    call: SendRequest
     sink: BinaryIO
     start: int = 0
     tag: str = ""
 
     def begin(self, headers: Mapping[str, str]) -> None:
-        """Set `sink` to where the answer's bytes begin; raises `Lost` if that is neither 0 nor `start`."""
+        """Set `sink` to where the answer's bytes begin; raises `ConnectionLost` if that is neither 0 nor `start`."""
         first, _ = range_of(headers)
         if first not in (0, self.start):
-            raise Lost(f"asked for bytes from {self.start}, the server sends them from {first}", True)
+            raise ConnectionLost(f"asked for bytes from {self.start}, the server sends them from {first}", True)
         self.tag = headers.get("etag", "")
         self.sink.seek(first)
 
 
 @dataclass(frozen=True)
-class Open:
-    """Send a request and leave its answer open; the `Reply` has an empty body if the status is 200."""
+class OpenStream:
+    """Send a request and leave its answer open; the `HttpResponse` has an empty body if the status is 200."""
 
-    call: Call
+    call: SendRequest
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadChunk:
     """The next bytes of the answer that is open; None at its end."""
 
 
 @dataclass(frozen=True)
-class Emit:
+class EmitValue:
     """Hand `value` to whoever iterates."""
 
     value: Any
@@ -82,7 +82,7 @@ class Sleep:
     seconds: float
 
 
-class Reply(NamedTuple):
+class HttpResponse(NamedTuple):
     """An answer; header names in lower case."""
 
     status: int
@@ -90,7 +90,7 @@ class Reply(NamedTuple):
     body: bytes = b""
 
 
-class Lost(Exception):
+class ConnectionLost(Exception):
     """There was no whole answer.
 
     Attributes:
@@ -102,7 +102,7 @@ class Lost(Exception):
         super().__init__(why)
 
 
-Effect = Call | Fetch | Open | Read | Emit | Sleep
+Effect = SendRequest | DownloadBody | OpenStream | ReadChunk | EmitValue | Sleep
 
 
 def range_of(headers: Mapping[str, str]) -> tuple[int, int | None]:
@@ -120,5 +120,5 @@ def range_of(headers: Mapping[str, str]) -> tuple[int, int | None]:
     span, _, total = rest.partition("/")
     first = span.partition("-")[0]
     if unit != "bytes" or not first.isdigit():
-        raise Lost(f"the server sent a strange Content-Range {text[:80]!r}", True)
+        raise ConnectionLost(f"the server sent a strange Content-Range {text[:80]!r}", True)
     return int(first), int(total) if total.isdigit() else None

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from vllm_weir.client.effects import Call
-from vllm_weir.client.protocol import Asked, Retries
+from vllm_weir.client.effects import SendRequest
+from vllm_weir.client.protocol import GenerationRequest, RetryPolicy
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.json_text import fits_header
 
@@ -21,17 +21,19 @@ Progress = bool | Callable[[int, int], None] | None
 
 
 @dataclass(frozen=True)
-class Options:
+class ClientOptions:
     """A client's settings."""
 
     root: str
-    retries: Retries
+    retries: RetryPolicy
     headers: Mapping[bytes, bytes] = field(repr=False)
     admin_key: bytes = field(repr=False)
     keepalive: float = 4.0  # servers close idle connections after 5 seconds; a request then sent could be lost
 
     @classmethod
-    def parse(cls, base_url: str, api_key: str | None, admin_key: str | None, timeout: float, retries: int) -> Options:
+    def parse(
+        cls, base_url: str, api_key: str | None, admin_key: str | None, timeout: float, retries: int
+    ) -> ClientOptions:
         """Raises WeirError naming the argument that is wrong."""
         parts = urlsplit(base_url if isinstance(base_url, str) else "")
         if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -42,9 +44,9 @@ class Options:
             raise WeirError(f"a number of attempts, got {brief(retries)}", "retries")
         root = base_url.rstrip("/").removesuffix("/v1")
         headers = {b"Authorization": b"Bearer " + _key(api_key, "api_key")} if api_key else {}
-        return cls(root, Retries(retries), headers, _key(admin_key, "admin_key") if admin_key else b"")
+        return cls(root, RetryPolicy(retries), headers, _key(admin_key, "admin_key") if admin_key else b"")
 
-    def arguments(self, call: Call) -> dict[str, Any]:
+    def arguments(self, call: SendRequest) -> dict[str, Any]:
         """What httpx makes a request of; raises WeirError if the call needs a key that the client lacks, or cannot be
         written as JSON."""
         headers: dict[str, str | bytes] = dict(call.headers)
@@ -73,7 +75,7 @@ def _written(data: Any) -> bytes:
         raise WeirError(f"this request cannot be written as JSON: {e}") from None
 
 
-class Wish(NamedTuple):
+class RequestFields(NamedTuple):
     """What is asked of Weir, as the caller wrote it."""
 
     capture: Any
@@ -83,13 +85,13 @@ class Wish(NamedTuple):
     save_to: str | PathLike | None
 
 
-def asked_of(prompt: Any, wish: Wish, fields: Mapping[str, Any]) -> Asked:
+def asked_of(prompt: Any, wish: RequestFields, fields: Mapping[str, Any]) -> GenerationRequest:
     """One generation; its directory is made."""
     save_to = None
     if wish.save_to is not None:
         save_to = Path(wish.save_to)
         save_to.mkdir(parents=True, exist_ok=True)
-    return Asked(prompt, wish.capture, wish.interventions, wish.modules, wish.inline_bytes, fields, save_to)
+    return GenerationRequest(prompt, wish.capture, wish.interventions, wish.modules, wish.inline_bytes, fields, save_to)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from vllm_weir.schema.request import RequestSpec, parse_captures, parse_interven
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSE_KEY, MODULES_KEY = "response", "modules"
-_WISHES = ("capture", "interventions", "modules", "inline_bytes", "save_to")
+_SITE_REQUESTS = ("capture", "interventions", "modules", "inline_bytes", "save_to")
 _OWN = ("stream", "prompt", "messages", WIRE_KEY)
 
 
@@ -62,7 +62,7 @@ def body_of(
     for name in (*fields, *extra):
         if name in _OWN:
             raise WeirError("is an argument of its own; pass it as that", name)
-        near = difflib.get_close_matches(name, _WISHES, n=1, cutoff=0.85)
+        near = difflib.get_close_matches(name, _SITE_REQUESTS, n=1, cutoff=0.85)
         if near:  # a server passes over fields that it does not know
             raise WeirError(f"no field of a request; did you mean the argument {near[0]}?", name)
     xargs = fields.get("vllm_xargs") or extra.get("vllm_xargs")

@@ -12,11 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from vllm_weir.client.effects import Call, Effect, Emit, Fetch, Lost, Open, Read, Reply, Sleep, range_of
+from vllm_weir.client.effects import (
+    ConnectionLost,
+    DownloadBody,
+    Effect,
+    EmitValue,
+    HttpResponse,
+    OpenStream,
+    ReadChunk,
+    SendRequest,
+    Sleep,
+    range_of,
+)
 from vllm_weir.client.errors import NotFound, ServerError, error_of
 from vllm_weir.client.payload import CHAT, about_of, body_of
 from vllm_weir.client.results import Choice, Chunk, Completion, activations_of, completion_of
-from vllm_weir.client.sse import Assembler, Events
+from vllm_weir.client.sse import EventParser, StreamAssembler
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.request import WIRE_KEY
 
@@ -31,7 +42,7 @@ PASSING = (429, 500, 502, 503, 504)
 
 
 @dataclass(frozen=True)
-class Retries:
+class RetryPolicy:
     """When to try again, and after how long.
 
     Attributes:
@@ -53,19 +64,19 @@ class Retries:
         return Sleep(delay * (1 + self.chance() / 2))
 
 
-def ask(effect: Call | Fetch | Open, retries: Retries) -> Flow[Reply]:
+def ask(effect: SendRequest | DownloadBody | OpenStream, retries: RetryPolicy) -> Flow[HttpResponse]:
     """Send it, and again after failures that allow that: never a request that changes or generates something, once
     the server may have begun with it.
 
     Raises:
         ServerError: if no attempt got an answer.
     """
-    call = effect if isinstance(effect, Call) else effect.call
+    call = effect if isinstance(effect, SendRequest) else effect.call
     for attempt in range(1, retries.most + 2):
         last = attempt == retries.most + 1
         try:
             reply = yield effect
-        except Lost as lost:
+        except ConnectionLost as lost:
             if last or (lost.sent and not call.repeatable):
                 raise ServerError(f"{call.method} {call.path}: {lost.why}") from None
             yield retries.wait(attempt)
@@ -76,7 +87,7 @@ def ask(effect: Call | Fetch | Open, retries: Retries) -> Flow[Reply]:
     raise AssertionError("unreachable")
 
 
-def bytes_of(call: Call, retries: Retries) -> Flow[bytes]:
+def bytes_of(call: SendRequest, retries: RetryPolicy) -> Flow[bytes]:
     """What a call answers; raises the error that it tells of."""
     reply = yield from ask(call, retries)
     if not 200 <= reply.status < 300:
@@ -84,7 +95,7 @@ def bytes_of(call: Call, retries: Retries) -> Flow[bytes]:
     return reply.body
 
 
-def data_of(call: Call, retries: Retries) -> Flow[Any]:
+def data_of(call: SendRequest, retries: RetryPolicy) -> Flow[Any]:
     """The JSON data that a call answers (None for an empty answer); raises the error that it tells of."""
     body = yield from bytes_of(call, retries)
     if not body.strip():
@@ -95,18 +106,18 @@ def data_of(call: Call, retries: Retries) -> Flow[Any]:
         raise ServerError(f"{call.path} answered something that is no JSON") from None
 
 
-def load_adapter(name: str, path: str | None, retries: Retries) -> Flow[None]:
+def load_adapter(name: str, path: str | None, retries: RetryPolicy) -> Flow[None]:
     """Have the server load a LoRA adapter, if it does not have it; afterwards it is a model of that name.
 
     Raises:
         WeirError: if it has none of that name and cannot load it.
     """
-    found = yield from data_of(Call("GET", "/v1/models"), retries)
+    found = yield from data_of(SendRequest("GET", "/v1/models"), retries)
     if name in {m.get("id") for m in found.get("data", ())}:
         return
     if path is None:
         raise WeirError(f"the server has no adapter {name!r}; say where it is", "path")
-    call = Call("POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path}, repeatable=False)
+    call = SendRequest("POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path}, repeatable=False)
     try:
         yield from bytes_of(call, retries)
     except NotFound as e:
@@ -119,9 +130,9 @@ def load_adapter(name: str, path: str | None, retries: Retries) -> Flow[None]:
         ) from None
 
 
-def find_model(retries: Retries) -> Flow[str]:
+def find_model(retries: RetryPolicy) -> Flow[str]:
     """The model that the server serves; the first, if there are adapters besides."""
-    found = yield from data_of(Call("GET", "/v1/models"), retries)
+    found = yield from data_of(SendRequest("GET", "/v1/models"), retries)
     models = [m for m in found.get("data", ()) if not m.get("parent")] if isinstance(found, dict) else []
     if not models:
         raise NotFound("the server names no model", "model", 404)
@@ -129,7 +140,7 @@ def find_model(retries: Retries) -> Flow[str]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerationRequest:
     """One generation, as the caller asked for it.
 
     Attributes:
@@ -146,7 +157,7 @@ class Asked:
     fields: Mapping[str, Any]
     save_to: Path | None = None
 
-    def call(self, model: str, stream: bool) -> Call:
+    def call(self, model: str, stream: bool) -> SendRequest:
         """The request."""
         path, about = about_of(self.prompt)
         body = body_of(
@@ -159,10 +170,10 @@ class Asked:
             stream=stream,
             fields={name: value for name, value in self.fields.items() if name != "model"},
         )
-        return Call("POST", path, json=body, repeatable=False)
+        return SendRequest("POST", path, json=body, repeatable=False)
 
 
-def generate(asked: Asked, model: str, retries: Retries) -> Flow[Completion]:
+def generate(asked: GenerationRequest, model: str, retries: RetryPolicy) -> Flow[Completion]:
     """One generation, and whatever of its results lies on the server."""
     call = asked.call(model, stream=False)
     data = yield from data_of(call, retries)
@@ -173,29 +184,29 @@ def generate(asked: Asked, model: str, retries: Retries) -> Flow[Completion]:
     return completion
 
 
-def stream(asked: Asked, model: str, retries: Retries) -> Flow[None]:
+def stream(asked: GenerationRequest, model: str, retries: RetryPolicy) -> Flow[None]:
     """Emits every `Chunk`, the last one with the whole result."""
     call = asked.call(model, stream=True)
-    reply = yield from ask(Open(call), retries)
+    reply = yield from ask(OpenStream(call), retries)
     if reply.status != 200:
         raise error_of(reply.status, reply.body)
-    events, assembler = Events(), Assembler(call.path == CHAT, WIRE_KEY in call.json)
+    events, assembler = EventParser(), StreamAssembler(call.path == CHAT, WIRE_KEY in call.json)
     while not assembler.done:
         try:
-            data = yield Read()
-        except Lost as lost:
+            data = yield ReadChunk()
+        except ConnectionLost as lost:
             raise ServerError(f"the stream broke: {lost.why}") from None
         if data is None:
             break
         for event in events.feed(data):
             for chunk in assembler.take(event):
-                yield Emit(chunk)
+                yield EmitValue(chunk)
     whole = assembler.result()
     yield from collect(whole, asked.save_to, retries)
-    yield Emit(Chunk(result=whole))
+    yield EmitValue(Chunk(result=whole))
 
 
-def collect(completion: Completion, save_to: Path | None, retries: Retries) -> Flow[None]:
+def collect(completion: Completion, save_to: Path | None, retries: RetryPolicy) -> Flow[None]:
     """Fetch the activations that lie on the server, then free them there; write inline ones where files are wanted."""
     for choice in completion.choices:
         rows = choice.scores if choice.rows is None else choice.rows
@@ -206,7 +217,7 @@ def collect(completion: Completion, save_to: Path | None, retries: Retries) -> F
             choice.path = rows.save(save_to / name.replace(os.sep, "_"))
 
 
-def _fetch_choice(choice: Choice, save_to: Path | None, retries: Retries) -> Flow[None]:
+def _fetch_choice(choice: Choice, save_to: Path | None, retries: RetryPolicy) -> Flow[None]:
     reference = choice.reference
     assert reference is not None
     if save_to is None:
@@ -232,7 +243,7 @@ def place(reference: str) -> str:
     return f"/v1/activations/{reference}"
 
 
-def fetch(reference: str, sink: BinaryIO, retries: Retries) -> Flow[int]:
+def fetch(reference: str, sink: BinaryIO, retries: RetryPolicy) -> Flow[int]:
     """Download a result into `sink`; a broken connection is taken up where it broke. Returns its bytes.
 
     Any number of breaks is allowed, as long as no more than ``retries.most`` in a row bring nothing new.
@@ -251,11 +262,11 @@ def fetch(reference: str, sink: BinaryIO, retries: Retries) -> Flow[int]:
             headers["Range"] = f"bytes={held}-"
             if tag:
                 headers["If-Range"] = tag
-        effect = Fetch(Call("GET", place(reference), headers=headers), sink, held)
+        effect = DownloadBody(SendRequest("GET", place(reference), headers=headers), sink, held)
         before = held
         try:
             reply = yield effect
-        except Lost as lost:
+        except ConnectionLost as lost:
             held, why, tag = sink.tell(), lost.why, effect.tag or tag
             idle = 0 if held > before else idle + 1
             continue
@@ -279,10 +290,10 @@ def fetch(reference: str, sink: BinaryIO, retries: Retries) -> Flow[int]:
     raise ServerError(f"could not download {place(reference)}: {why}")
 
 
-def free(reference: str, retries: Retries) -> Flow[None]:
+def free(reference: str, retries: RetryPolicy) -> Flow[None]:
     """Let the server forget a result. It is here already and would expire there, so a failure is only logged."""
     try:
-        yield from data_of(Call("DELETE", place(reference)), retries)
+        yield from data_of(SendRequest("DELETE", place(reference)), retries)
     except NotFound:
         return
     except WeirError as e:

@@ -16,7 +16,7 @@ from vllm_weir.schema.hooks import Site
 DONE = "[DONE]"
 
 
-class Events:
+class EventParser:
     """Cuts bytes, however they come, into the data of server-sent events."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Events:
                 self._data.append(line[5:].removeprefix(" "))
 
 
-class Assembler:
+class StreamAssembler:
     """Puts a stream's chunks together.
 
     Args:

@@ -19,7 +19,7 @@ from vllm_weir.schema.capture import parse_layers
 from vllm_weir.schema.hooks import HOOKS, normalise_hook
 from vllm_weir.schema.keys import WIRE_KEY, meant
 from vllm_weir.schema.sinks import parse_sinks
-from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.schema.table_sizes import TableSizes
 
 STEP_SHARE = 8
 """A step records no more rows than this part of the host buffer."""
@@ -125,9 +125,9 @@ class Settings(BaseModel):
                 message = f"unknown setting; {hint}known are {', '.join(cls.model_fields)}"
             raise WeirError(message, f"settings.{place}") from None
 
-    def table_sizes(self, d_model: int) -> Sizes:
+    def table_sizes(self, d_model: int) -> TableSizes:
         """Rows of the device tables."""
-        return Sizes(max(1, self.vector_bytes // (4 * d_model)), self.max_programs, self.max_instructions)
+        return TableSizes(max(1, self.vector_bytes // (4 * d_model)), self.max_programs, self.max_instructions)
 
     def ring_rows(self, d_model: int, itemsize: int) -> int:
         """Rows that the ring holds."""

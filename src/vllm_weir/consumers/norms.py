@@ -17,7 +17,7 @@ logger = logging.getLogger("vllm_weir.norms")
 
 
 @dataclass
-class Running:
+class RunningNorms:
     """Norms of one site's rows so far."""
 
     rows: int = 0
@@ -57,14 +57,14 @@ class Norms(Consumer):
             raise WeirError("a number of seconds, at least 0", "seconds")
         _be_heard()
         self._seconds, self._last = seconds, time.monotonic()
-        self.sites: dict[Site, Running] = {}
+        self.sites: dict[Site, RunningNorms] = {}
         self._fresh = False
 
     def take(self, rows: Rows) -> None:
         if not len(rows.positions):
             return
         norms = rows.decoded().double().norm(dim=-1)
-        running = self.sites.setdefault(rows.site, Running())
+        running = self.sites.setdefault(rows.site, RunningNorms())
         running.rows += len(norms)
         running.total += float(norms.sum())
         running.squares += float(norms.square().sum())

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_weir.schema.interventions import Move
+from vllm_weir.schema.interventions import ResolvedIntervention
 
 
 def hit_limit(wire: Mapping[str, Any] | None) -> int | None:
@@ -25,7 +25,7 @@ class CacheKeys:
     key, and requests whose interventions do the same to the same positions share, however they were written down.
     """
 
-    def __init__(self, moves: Sequence[Move], prompt_len: int) -> None:
+    def __init__(self, moves: Sequence[ResolvedIntervention], prompt_len: int) -> None:
         self._moves = [(m, None if m.per_position else m.positions.bounds(prompt_len)) for m in moves]
         self._prompt_len = prompt_len
 
@@ -41,7 +41,7 @@ class CacheKeys:
                 effects.append(effect)
         return _digest(tuple(effects)) if effects else None
 
-    def _scattered(self, move: Move, start: int, token_ids: Sequence[int]) -> str:
+    def _scattered(self, move: ResolvedIntervention, start: int, token_ids: Sequence[int]) -> str:
         """What a move does in a block; the form is that of `_effect`, so that equal effects share."""
         positions = np.arange(start, start + len(token_ids))
         chosen = np.flatnonzero(move.positions.mask(positions, self._prompt_len, np.asarray(token_ids)))

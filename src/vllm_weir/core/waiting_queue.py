@@ -6,13 +6,13 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.schema.table_sizes import TableSizes
 
 
-class WaitingRoom:
+class WaitingQueue:
     """Holds requests back, first come first served, until the device tables have room for what they need."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: TableSizes) -> None:
         self._sizes = sizes
         self._vectors: dict[str, int] = {}
         self._programs = self._nodes = 0

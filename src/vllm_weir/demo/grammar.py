@@ -167,7 +167,7 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SlotFiller:
     """One way to fill a slot: its tokens and what they agree with."""
 
     tokens: tuple[str, ...]
@@ -227,17 +227,17 @@ def slot_key(name: str) -> str:
 
 
 @cache
-def _choices(slot: str, article: bool) -> dict[str, tuple[Choice, ...]]:
+def _choices(slot: str, article: bool) -> dict[str, tuple[SlotFiller, ...]]:
     """Choices of a slot, indexed by their first token for fast matching."""
-    index: dict[str, list[Choice]] = {}
+    index: dict[str, list[SlotFiller]] = {}
     for phrase, agreement in _fillers(slot):
         tokens = tuple(tokenize(with_article(phrase) if article else phrase))
-        index.setdefault(tokens[0], []).append(Choice(tokens, agreement))
+        index.setdefault(tokens[0], []).append(SlotFiller(tokens, agreement))
     return {token: tuple(choices) for token, choices in index.items()}
 
 
 #: slots and literal runs in order, each with its choices by first token
-Elements = tuple[dict[str, tuple[Choice, ...]], ...]
+Elements = tuple[dict[str, tuple[SlotFiller, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -250,13 +250,13 @@ class Frame:
 
 
 def _compile(template: str, register: str) -> Frame:
-    elements: list[dict[str, tuple[Choice, ...]]] = []
+    elements: list[dict[str, tuple[SlotFiller, ...]]] = []
     position = 0
 
     def literal(text: str) -> None:
         tokens = tuple(tokenize(text))
         if tokens:
-            elements.append({tokens[0]: (Choice(tokens),)})
+            elements.append({tokens[0]: (SlotFiller(tokens),)})
 
     for slot in SLOT.finditer(template):
         literal(template[position : slot.start()])

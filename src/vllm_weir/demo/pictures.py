@@ -14,7 +14,7 @@ RED = "#b2182b"
 
 
 @dataclass(frozen=True)
-class Strip:
+class TokenScores:
     """One text's scores.
 
     Attributes:
@@ -28,31 +28,31 @@ class Strip:
     scores: torch.Tensor
 
 
-def heat_map(strips: Sequence[Strip], path: Path, caption: str) -> Path:
+def heat_map(row_views: Sequence[TokenScores], path: Path, caption: str) -> Path:
     """Layers x tokens, one panel a text, with the words under the columns; all panels share one scale."""
     plt = _pyplot()
-    longest = max(len(s.words) for s in strips)
-    layers = max(len(s.scores) for s in strips)
-    every = torch.cat([s.scores.abs().flatten() for s in strips])
+    longest = max(len(s.words) for s in row_views)
+    layers = max(len(s.scores) for s in row_views)
+    every = torch.cat([s.scores.abs().flatten() for s in row_views])
     # The few largest scores must not wash out the rest.
     limit = float(every.quantile(0.95)) or 1.0
     height = max(1.1, 0.17 * layers)
     figure, axes = plt.subplots(
-        len(strips),
+        len(row_views),
         1,
-        figsize=(max(6.0, 1.6 + 0.19 * longest), len(strips) * (height + 1.25) + 0.4),
+        figsize=(max(6.0, 1.6 + 0.19 * longest), len(row_views) * (height + 1.25) + 0.4),
         squeeze=False,
         layout="constrained",
     )
     image = None
-    for axis, strip in zip(axes[:, 0], strips, strict=True):
+    for axis, row_view in zip(axes[:, 0], row_views, strict=True):
         image = axis.imshow(
-            strip.scores.numpy(), origin="lower", aspect="auto", cmap="RdBu", vmin=-limit, vmax=limit,
+            row_view.scores.numpy(), origin="lower", aspect="auto", cmap="RdBu", vmin=-limit, vmax=limit,
             interpolation="nearest",
         )  # fmt: skip
-        axis.set_title(strip.title, loc="left", fontsize=9, color=INK)
-        axis.set_xticks(range(len(strip.words)), strip.words, rotation=90, fontsize=6.5)
-        axis.set_yticks(range(0, len(strip.scores), max(1, len(strip.scores) // 8)))
+        axis.set_title(row_view.title, loc="left", fontsize=9, color=INK)
+        axis.set_xticks(range(len(row_view.words)), row_view.words, rotation=90, fontsize=6.5)
+        axis.set_yticks(range(0, len(row_view.scores), max(1, len(row_view.scores) // 8)))
         axis.tick_params(length=0, labelsize=6.5, colors=INK)
         axis.set_ylabel("block", fontsize=8, color=INK)
         for side in axis.spines.values():

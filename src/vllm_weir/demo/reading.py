@@ -21,7 +21,7 @@ SAMPLED = 8
 
 
 @dataclass
-class Reading:
+class StoryRows:
     """Stories as the model read them.
 
     Attributes:
@@ -77,7 +77,7 @@ def start_engine(model: str, dtype: Literal["auto", "float32"], eager: bool) -> 
 
 def read(
     llm: Any, texts: Sequence[str], keep: Sequence[int] = (), advance: Callable[[int], Any] | None = None
-) -> Reading:
+) -> StoryRows:
     """Run `texts` through the model and reduce their rows; `keep` says of which stories all rows are kept.
 
     `advance` is told after every batch how many stories it held.
@@ -108,7 +108,7 @@ def read(
                 rows[i], tokens[i] = stack.float(), list(out.prompt_token_ids)
         if advance is not None:
             advance(len(batch))
-    return Reading(
+    return StoryRows(
         last=torch.stack(last, 1),
         mean=torch.stack(mean, 1),
         sampled=torch.cat(sampled, 1),

@@ -18,8 +18,8 @@ from rich.table import Table
 from vllm_weir.api import demo_model
 from vllm_weir.demo import probe as pr
 from vllm_weir.demo import steering
-from vllm_weir.demo.pictures import Strip, curves, doses, heat_map
-from vllm_weir.demo.reading import SAMPLED, Reading, compiler, is_local, read, start_engine
+from vllm_weir.demo.pictures import TokenScores, curves, doses, heat_map
+from vllm_weir.demo.reading import SAMPLED, StoryRows, compiler, is_local, read, start_engine
 from vllm_weir.demo.reference import parameter_count, reference_rows, worst_error
 from vllm_weir.demo.stories import Story, make_stories
 
@@ -127,7 +127,7 @@ def _first(stories: list[Story], sentiment: str) -> int:
 
 
 def _fit(
-    seen: Reading, held: Reading, labels: torch.Tensor, held_labels: torch.Tensor
+    seen: StoryRows, held: StoryRows, labels: torch.Tensor, held_labels: torch.Tensor
 ) -> tuple[list[pr.Probe], list[LayerResult]]:
     """For each layer a probe that reads any token (returned), and what probes on last tokens and means achieve."""
     probes, results = [], []
@@ -148,7 +148,7 @@ def _fit(
     return probes, results
 
 
-def _print_cost(seen: Reading, held: Reading) -> None:
+def _print_cost(seen: StoryRows, held: StoryRows) -> None:
     count, seconds = seen.count + held.count, seen.seconds + held.seconds
     console.print(
         f"Captured {count:,} rows ({(seen.size + held.size) / 1e6:.0f} MB, resid_post of {len(seen.last)} layers at "
@@ -168,7 +168,7 @@ def _print_results(results: list[LayerResult]) -> None:
     console.print(table)
 
 
-def _compare(model: str, held: Reading, parameters: int | None) -> float | None:
+def _compare(model: str, held: StoryRows, parameters: int | None) -> float | None:
     """The error against transformers over a handful of stories, printed; None where it was not measured."""
     if parameters is None or parameters > LARGE:
         why = "transformers cannot build this model" if parameters is None else "the model has over 1 B parameters"
@@ -184,18 +184,18 @@ def _compare(model: str, held: Reading, parameters: int | None) -> float | None:
 def _draw(
     probes: list[pr.Probe],
     results: list[LayerResult],
-    held: Reading,
+    held: StoryRows,
     words: list[list[str]],
     shown: list[Story],
     out: Path,
 ) -> tuple[Path, Path]:
-    strips = []
+    row_views = []
     for story, rows, text in zip(shown, held.rows, words, strict=False):
         scores = torch.stack([probe.score(r) for probe, r in zip(probes, rows, strict=True)])[:, 1:]
-        strips.append(Strip(f"A {story.sentiment} held-out story", text[1:], scores))
+        row_views.append(TokenScores(f"A {story.sentiment} held-out story", text[1:], scores))
     caption = "log-odds that the story\nis positive (blue) or negative (red)"
     return (
-        heat_map(strips, out / "probe_scores.png", caption),
+        heat_map(row_views, out / "probe_scores.png", caption),
         curves(
             {"last token": [r.auc_last for r in results], "mean of tokens": [r.auc_mean for r in results]},
             out / "auc_per_layer.png",
@@ -204,7 +204,9 @@ def _draw(
     )
 
 
-def _steer(llm, seen: Reading, probes: list[pr.Probe], labels: torch.Tensor, shipped: bool) -> list[steering.Dose]:
+def _steer(
+    llm, seen: StoryRows, probes: list[pr.Probe], labels: torch.Tensor, shipped: bool
+) -> list[steering.DoseResult]:
     """Stories steered along the difference of the two moods' mean rows at the middle block, printed."""
     layer = len(probes) // 2
     vector = pr.mean_difference(seen.mean[layer], labels)
@@ -215,7 +217,7 @@ def _steer(llm, seen: Reading, probes: list[pr.Probe], labels: torch.Tensor, shi
     return told
 
 
-def _draw_doses(told: list[steering.Dose], shipped: bool, out: Path) -> Path:
+def _draw_doses(told: list[steering.DoseResult], shipped: bool, out: Path) -> Path:
     shares = {"positive": [d.share(1) for d in told], "negative": [d.share(-1) for d in told]}
     if shipped:
         shares["well-formed"] = [d.well_formed for d in told]
@@ -223,7 +225,7 @@ def _draw_doses(told: list[steering.Dose], shipped: bool, out: Path) -> Path:
     return doses([d.scale for d in told], shares, scores, out / "dose_response.png", "probe's log-odds of positive")
 
 
-def _promises_kept(results: list[LayerResult], error: float | None, told: list[steering.Dose]) -> bool:
+def _promises_kept(results: list[LayerResult], error: float | None, told: list[steering.DoseResult]) -> bool:
     best = max(r.auc_last for r in results)
     broken = steering.failures(told)
     for sentence in broken:

@@ -23,7 +23,7 @@ MIN_FLIPPED = MIN_WELL_FORMED = 0.8
 
 
 @dataclass(frozen=True)
-class Told:
+class SteeredStory:
     """A story's steered continuation.
 
     Attributes:
@@ -46,7 +46,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Dose:
+class DoseResult:
     """All stories written at one scale.
 
     Attributes:
@@ -57,7 +57,7 @@ class Dose:
     """
 
     scale: float
-    stories: list[Told]
+    stories: list[SteeredStory]
     flipped: float | None
 
     def share(self, sign: int) -> float:
@@ -80,7 +80,7 @@ class Dose:
         return self.flipped is not None and self.flipped >= MIN_FLIPPED and self.well_formed >= MIN_WELL_FORMED
 
 
-def tell(llm: Any, vector: torch.Tensor, layer: int, probe: Probe, console: Console) -> list[Dose]:
+def tell(llm: Any, vector: torch.Tensor, layer: int, probe: Probe, console: Console) -> list[DoseResult]:
     """Continue neutral openings at every scale, all in one batch.
 
     Args:
@@ -104,7 +104,7 @@ def tell(llm: Any, vector: torch.Tensor, layer: int, probe: Probe, console: Cons
         f"{changed:,} rows of resid_post[{layer}]"
     )
     stories = [
-        Told(prompt, text, sentiment_of(text), score, well_formed(prompt + text))
+        SteeredStory(prompt, text, sentiment_of(text), score, well_formed(prompt + text))
         for prompt, text, score in zip(
             prompts * len(SCALES),
             (o.outputs[0].text for o in outputs),
@@ -113,7 +113,7 @@ def tell(llm: Any, vector: torch.Tensor, layer: int, probe: Probe, console: Cons
         )
     ]
     by_scale = {scale: stories[i * OPENINGS : (i + 1) * OPENINGS] for i, scale in enumerate(SCALES)}
-    return [Dose(scale, told, flipped(told, by_scale[0.0], scale)) for scale, told in by_scale.items()]
+    return [DoseResult(scale, told, flipped(told, by_scale[0.0], scale)) for scale, told in by_scale.items()]
 
 
 def _scores(llm: Any, outputs: Sequence[Any], layer: int, probe: Probe) -> list[float]:
@@ -132,7 +132,7 @@ def _scores(llm: Any, outputs: Sequence[Any], layer: int, probe: Probe) -> list[
     return [float(probe.score(out.activations["resid_post", layer]).mean()) for out in again]
 
 
-def flipped(told: Sequence[Told], unsteered: Sequence[Told], scale: float) -> float | None:
+def flipped(told: Sequence[SteeredStory], unsteered: Sequence[SteeredStory], scale: float) -> float | None:
     """Share of the stories of the other mood in `unsteered` that have the mood of `scale` in `told`."""
     sign = 1 if scale > 0 else -1
     others = [new for new, old in zip(told, unsteered, strict=True) if old.sign == -sign]
@@ -143,7 +143,7 @@ def _signed(scale: float) -> str:
     return f"{scale:+g}" if scale else "0"
 
 
-def print_doses(console: Console, doses: Sequence[Dose], layer: int, norm: float, grammar: bool) -> None:
+def print_doses(console: Console, doses: Sequence[DoseResult], layer: int, norm: float, grammar: bool) -> None:
     """A row for each scale; `grammar`: whether the model can be expected to know the generator's."""
     table = Table(
         title=f"Steered: scale x (mean of happy rows - mean of sad rows), norm {norm:.1f}, after block {layer}",
@@ -162,7 +162,7 @@ def print_doses(console: Console, doses: Sequence[Dose], layer: int, norm: float
     console.print(table)
 
 
-def print_story(console: Console, doses: Sequence[Dose]) -> None:
+def print_story(console: Console, doses: Sequence[DoseResult]) -> None:
     """One opening and what follows it at three scales: the first that goes both ways."""
     shown = [dose for dose in doses if dose.scale in SHOWN]
     columns = list(zip(*(dose.stories for dose in shown), strict=True))
@@ -174,7 +174,7 @@ def print_story(console: Console, doses: Sequence[Dose]) -> None:
     console.print(table)
 
 
-def failures(doses: Sequence[Dose]) -> list[str]:
+def failures(doses: Sequence[DoseResult]) -> list[str]:
     """What of the shipped model's promise was not kept, as sentences."""
     return [
         f"no {name} scale flips {MIN_FLIPPED:.0%} of the stories with {MIN_WELL_FORMED:.0%} of them well-formed"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction.run_spec import Wanted
+from vllm_weir.extraction.run_spec import RunSpec
 from vllm_weir.schema.compression import ITEMSIZE, header_bytes
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage.batch import Batch
@@ -19,7 +19,7 @@ from vllm_weir.util.parent_death import children_that_end_with_us
 
 
 @dataclass(frozen=True)
-class Reading:
+class PromptRows:
     """What the engine made of one prompt. `rows`: one batch a site, whose request id is still empty."""
 
     rows: list[Batch]
@@ -28,7 +28,7 @@ class Reading:
     finish_reason: str
 
 
-class Engine(Protocol):
+class ExtractionEngine(Protocol):
     """What a run needs of an engine.
 
     Attributes:
@@ -43,7 +43,7 @@ class Engine(Protocol):
         """The tokens of texts and chats; in the place of one that has none, why."""
         ...
 
-    def read(self, prompts: Sequence[list[int]]) -> list[Reading]:
+    def read(self, prompts: Sequence[list[int]]) -> list[PromptRows]:
         """The rows of prompts, in their order."""
         ...
 
@@ -55,12 +55,12 @@ class Engine(Protocol):
 class VllmEngine:
     """Starts vLLM; raises WeirError if it does not serve what is wanted."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: RunSpec) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm import LLM, SamplingParams
 
         from vllm_weir.api import params
-        from vllm_weir.frontend.lookup import desk_of
+        from vllm_weir.frontend.lookup import frontend_of
 
         # Nothing is read from the prefix cache (a captured prompt is computed whole), so nothing is kept in it.
         options = {"enable_prefix_caching": False, "disable_log_stats": True} | wanted.engine
@@ -69,16 +69,16 @@ class VllmEngine:
                 self.llm = LLM(model=wanted.model, **options)
             except TypeError as e:
                 raise WeirError(f"vLLM refuses an option: {e}", "engine") from e
-        facts = desk_of(self.llm).require_facts()
+        capabilities = frontend_of(self.llm).require_capabilities()
         capture = wanted.capture
-        layers = capture.resolve_layers(facts.num_layers)
+        layers = capture.resolve_layers(capabilities.num_layers)
         for layer in layers:
-            if why := facts.sites.get(Site(capture.hook, layer), "the model has no such point"):
+            if why := capabilities.sites.get(Site(capture.hook, layer), "the model has no such point"):
                 raise WeirError(f"{capture.hook}[{layer}] cannot be captured: {why}", "hook")
-        dtype = capture.dtype or facts.dtype
-        width = facts.d_model * ITEMSIZE[dtype]
+        dtype = capture.dtype or capabilities.dtype
+        width = capabilities.d_model * ITEMSIZE[dtype]
         if capture.compress is not None:
-            width = header_bytes(capture.compress.header(facts.d_model, dtype))
+            width = header_bytes(capture.compress.header(capabilities.d_model, dtype))
         self.row_bytes = width * len(layers)
         self.limit = self.llm.model_config.max_model_len - wanted.max_tokens
         self.params = params(SamplingParams(max_tokens=wanted.max_tokens, temperature=0), capture=capture)
@@ -106,7 +106,7 @@ class VllmEngine:
         except (TemplateError, ValueError, TypeError, KeyError) as e:
             return WeirError(f"the chat template refuses it: {str(e)[:160]}")
 
-    def read(self, prompts: Sequence[list[int]]) -> list[Reading]:
+    def read(self, prompts: Sequence[list[int]]) -> list[PromptRows]:
         outs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], self.params, use_tqdm=False)
         return [_reading(out) for out in outs]
 
@@ -124,7 +124,7 @@ def _encodable(text: str | WeirError) -> str | WeirError:
     return text
 
 
-def _reading(out: Any) -> Reading:
+def _reading(out: Any) -> PromptRows:
     done, acts = out.outputs[0], out.activations
     if acts is None or not out.receipt.complete or out.receipt.dropped:
         raise WeirError(f"the rows of request {out.request_id} are not complete; see the settings host_bytes, overflow")
@@ -133,7 +133,7 @@ def _reading(out: Any) -> Reading:
         records, header = acts.compressed(site) if acts.is_compressed else (acts[site], None)
         at = acts.positions_of(*site), acts.token_ids_of(*site)
         rows.append(Batch("", site.hook, site.layer, *at, records, header))
-    return Reading(rows, len(out.prompt_token_ids), len(done.token_ids), str(done.finish_reason))
+    return PromptRows(rows, len(out.prompt_token_ids), len(done.token_ids), str(done.finish_reason))
 
 
 @contextlib.contextmanager

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_weir.extraction.engine import Engine, VllmEngine
-from vllm_weir.extraction.record_loop import Share
-from vllm_weir.extraction.run_spec import Wanted, begin_run, check_run, read_skipped
-from vllm_weir.extraction.source import Source
+from vllm_weir.extraction.engine import ExtractionEngine, VllmEngine
+from vllm_weir.extraction.record_loop import RecordLoop
+from vllm_weir.extraction.run_spec import RunSpec, begin_run, check_run, read_skipped
+from vllm_weir.extraction.source import TextSource
 from vllm_weir.schema.row_notes import describe_rows
 from vllm_weir.storage.layouts.base import Writer, is_claimed
 from vllm_weir.storage.loading import check_layout, open_writer
-from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.object_store import ObjectStore
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Ray:
 
 
 @dataclass(frozen=True)
-class Target:
+class OutputTarget:
     """Where rows go; may be pickled. See `open_writer`."""
 
     url: str
@@ -52,27 +52,27 @@ class Target:
         return open_writer(self.url, self.layout, **self.options)
 
     @property
-    def store(self) -> Store:
+    def store(self) -> ObjectStore:
         """The place."""
-        return Store(self.url, self.options.get("storage_options"))
+        return ObjectStore(self.url, self.options.get("storage_options"))
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExtractionPlan:
     """All that a worker needs to know; may be pickled.
 
     Args:
-        batch, skip, flush_seconds: as for `Share`.
+        batch, skip, flush_seconds: as for `RecordLoop`.
         start_engine: makes the engine.
     """
 
-    wanted: Wanted
-    source: Source
-    target: Target
+    wanted: RunSpec
+    source: TextSource
+    target: OutputTarget
     batch: int = 256
     skip: bool = False
     flush_seconds: float = 30.0
-    start_engine: Callable[[Wanted], Engine] = VllmEngine
+    start_engine: Callable[[RunSpec], ExtractionEngine] = VllmEngine
 
     def begin(self, writer: Writer) -> None:
         """Hold the dataset to this run; after the engine has accepted what is wanted."""
@@ -85,14 +85,14 @@ class Plan:
 
         return len(load(self.target.url, storage_options=self.target.options.get("storage_options")))
 
-    def share(self, engine: Engine, writer: Writer, **more: Any) -> Share:
+    def share(self, engine: ExtractionEngine, writer: Writer, **more: Any) -> RecordLoop:
         """The part of the run that one engine does."""
-        return Share(
+        return RecordLoop(
             self.source, engine, writer, max_length=self.wanted.max_length, batch=self.batch, skip=self.skip,
             flush_seconds=self.flush_seconds, known=read_skipped(writer.store) if self.skip else {},
             told=describe_rows(self.wanted.capture), reaches=self.wanted.reaches, **more,
         )  # fmt: skip
 
 
-def _known(plan: Plan, total: int) -> dict[int, str]:
+def _known(plan: ExtractionPlan, total: int) -> dict[int, str]:
     return {i: why for i, why in read_skipped(plan.target.store).items() if i < total} if plan.skip else {}

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from vllm_weir.extraction.record_loop import Counts
+from vllm_weir.extraction.record_loop import RecordCounts
 from vllm_weir.extraction.run import Summary
 from vllm_weir.storage.stats import _size
 
@@ -19,14 +19,14 @@ SHOWN = 5
 """Reasons that are shown; the file has all."""
 
 
-class Report(Protocol):
+class ProgressReporter(Protocol):
     """Is told what was done, and how many records there are."""
 
-    def __call__(self, step: Counts, total: int) -> None: ...
+    def __call__(self, step: RecordCounts, total: int) -> None: ...
 
 
 @contextmanager
-def bar(quiet: bool) -> Iterator[Report]:
+def bar(quiet: bool) -> Iterator[ProgressReporter]:
     """A progress bar over records, with rows/s, tokens/s and the time left."""
     progress = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
@@ -35,9 +35,9 @@ def bar(quiet: bool) -> Iterator[Report]:
     )  # fmt: skip
     with progress:
         task = progress.add_task("starting the engine", total=None, rate="")
-        done, began = Counts(), 0.0
+        done, began = RecordCounts(), 0.0
 
-        def report(step: Counts, total: int) -> None:
+        def report(step: RecordCounts, total: int) -> None:
             nonlocal began
             began = began or time.monotonic()
             done.add(step)

@@ -8,20 +8,20 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction.record_loop import Counts
+from vllm_weir.extraction.record_loop import RecordCounts
 
 if TYPE_CHECKING:
-    from vllm_weir.extraction.plan import Plan, Ray
+    from vllm_weir.extraction.plan import ExtractionPlan, Ray
 
 GROUPS = 4
 """Groups of records in a task: while one is written the next is under way."""
 
 
-class Worker:
+class RayWorker:
     """An actor: an engine and a writer. What a task was given is published when it returns, so that Ray may repeat a
     task whose worker died: the new one's writer knows what is there."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ExtractionPlan) -> None:
         self.error: WeirError | None = None
         try:
             engine = plan.start_engine(plan.wanted)
@@ -46,7 +46,7 @@ class Worker:
 
 
 def run(
-    plan: Plan, how: Ray, left: Sequence[tuple[int, int]], total: int, tell: Callable[[Counts], Any],
+    plan: ExtractionPlan, how: Ray, left: Sequence[tuple[int, int]], total: int, tell: Callable[[RecordCounts], Any],
     stop: Callable[[], bool],
 ) -> None:  # fmt: skip
     """Run on Ray.
@@ -54,7 +54,7 @@ def run(
     Args:
         left: groups of records with something to do, as (start, stop).
         total: records in all; those outside `left` are settled.
-        tell, stop: as `Share` has them.
+        tell, stop: as `RecordLoop` has them.
 
     Raises:
         WeirError: the first that a worker met.
@@ -74,7 +74,7 @@ def run(
         gpus = how.gpus if how.gpus is not None else float(ray.cluster_resources().get("GPU", 0) > 0)
         tasks = _tasks(left)
         results = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map_batches(
-            Worker, fn_constructor_args=(plan,), batch_size=1, compute=ActorPoolStrategy(size=how.workers),
+            RayWorker, fn_constructor_args=(plan,), batch_size=1, compute=ActorPoolStrategy(size=how.workers),
             num_cpus=how.cpus, num_gpus=gpus,
         )  # fmt: skip
         for row in results.iter_rows():
@@ -103,19 +103,21 @@ def _tasks(left: Sequence[tuple[int, int]]) -> list[dict[str, int]]:
     return tasks
 
 
-def _counts(text: str) -> Counts:
+def _counts(text: str) -> RecordCounts:
     found = json.loads(text)
     if "error" in found:
         raise WeirError(found["error"], found["field"])
     found["skipped"] = {int(index): why for index, why in found["skipped"].items()}
-    return Counts(**found)
+    return RecordCounts(**found)
 
 
-def _tell_settled(plan: Plan, left: Sequence[tuple[int, int]], total: int, tell: Callable[[Counts], Any]) -> None:
+def _tell_settled(
+    plan: ExtractionPlan, left: Sequence[tuple[int, int]], total: int, tell: Callable[[RecordCounts], Any]
+) -> None:
     """Count the records that no task was made for."""
     from vllm_weir.extraction.plan import _known
 
     known = _known(plan, total)
     inside = {i for start, stop in left for i in range(start, stop)}
     skipped = {i: why for i, why in known.items() if i not in inside}
-    tell(Counts(held=total - len(inside) - len(skipped), skipped=skipped))
+    tell(RecordCounts(held=total - len(inside) - len(skipped), skipped=skipped))

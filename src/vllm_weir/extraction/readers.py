@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vllm_weir.errors import WeirError
-from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.object_store import ObjectStore
 
 STRIDE = 256
 """Of every so many lines the place is kept, so that a reader may begin in the middle of a file."""
@@ -23,7 +23,7 @@ CHATS = "messages"
 
 
 @dataclass(frozen=True)
-class Part:
+class InputFile:
     """One file.
 
     Attributes:
@@ -37,20 +37,20 @@ class Part:
     marks: tuple[int, ...] = ()
 
 
-class Counter(Protocol):
+class RecordCounter(Protocol):
     """Sees a file's bytes once, in order."""
 
     def feed(self, block: bytes) -> None: ...
-    def part(self, store: Store, column: str) -> Part: ...
+    def part(self, store: ObjectStore, column: str) -> InputFile: ...
 
 
-class Reader(Protocol):
+class FileReader(Protocol):
     """A kind of file. `read` yields for each record its raw value, or an exception that says what is wrong with it."""
 
     unit: str
 
-    def counter(self, name: str) -> Counter: ...
-    def read(self, store: Store, part: Part, begin: int, end: int, column: str) -> Iterator[Any]: ...
+    def counter(self, name: str) -> RecordCounter: ...
+    def read(self, store: ObjectStore, part: InputFile, begin: int, end: int, column: str) -> Iterator[Any]: ...
 
 
 class _LineCounter:
@@ -84,11 +84,11 @@ class _LineCounter:
             raise OSError(f"no gzip data: {e}") from None
         return out
 
-    def part(self, store: Store, column: str) -> Part:
+    def part(self, store: ObjectStore, column: str) -> InputFile:
         if self.unzip is not None and not self.unzip.eof and self.at:
             raise OSError("the gzip data end too early")
         lines = self.lines + self.open_line
-        return Part(self.name, lines, () if self.unzip is not None else tuple(self.marks))
+        return InputFile(self.name, lines, () if self.unzip is not None else tuple(self.marks))
 
 
 class Lines:
@@ -96,10 +96,10 @@ class Lines:
 
     unit = "line"
 
-    def counter(self, name: str) -> Counter:
+    def counter(self, name: str) -> RecordCounter:
         return _LineCounter(name)
 
-    def read(self, store: Store, part: Part, begin: int, end: int, column: str) -> Iterator[Any]:
+    def read(self, store: ObjectStore, part: InputFile, begin: int, end: int, column: str) -> Iterator[Any]:
         store._refresh()
         skip = begin
         with store.fs.open(store.path(part.name), "rb", compression="gzip" if not part.marks else None) as stream:
@@ -156,8 +156,8 @@ class _Whole:
 
     def feed(self, block: bytes) -> None: ...
 
-    def part(self, store: Store, column: str) -> Part:
-        return Part(self.name, self.count(store, self.name, column))
+    def part(self, store: ObjectStore, column: str) -> InputFile:
+        return InputFile(self.name, self.count(store, self.name, column))
 
 
 def _column(names: list[str], column: str, field: str = "column") -> str:
@@ -173,16 +173,16 @@ class Parquet:
 
     unit = "row"
 
-    def counter(self, name: str) -> Counter:
+    def counter(self, name: str) -> RecordCounter:
         return _Whole(name, self._count)
 
-    def _count(self, store: Store, name: str, column: str) -> int:
+    def _count(self, store: ObjectStore, name: str, column: str) -> int:
         with store.fs.open(store.path(name), "rb") as stream:
             file = pq.ParquetFile(stream, pre_buffer=False)
             _column(file.schema_arrow.names, column)
             return file.metadata.num_rows
 
-    def read(self, store: Store, part: Part, begin: int, end: int, column: str) -> Iterator[Any]:
+    def read(self, store: ObjectStore, part: InputFile, begin: int, end: int, column: str) -> Iterator[Any]:
         store._refresh()
         with store.fs.open(store.path(part.name), "rb") as stream:
             file = pq.ParquetFile(stream, pre_buffer=False)
@@ -203,15 +203,15 @@ class Arrow:
 
     unit = "row"
 
-    def counter(self, name: str) -> Counter:
+    def counter(self, name: str) -> RecordCounter:
         return _Whole(name, self._count)
 
-    def _count(self, store: Store, name: str, column: str) -> int:
+    def _count(self, store: ObjectStore, name: str, column: str) -> int:
         with self._batches(store, name) as (schema, batches):
             _column(schema.names, column)
             return sum(batch.num_rows for batch in batches)
 
-    def read(self, store: Store, part: Part, begin: int, end: int, column: str) -> Iterator[Any]:
+    def read(self, store: ObjectStore, part: InputFile, begin: int, end: int, column: str) -> Iterator[Any]:
         store._refresh()
         with self._batches(store, part.name) as (schema, batches):
             place = schema.names.index(_column(schema.names, column))
@@ -223,7 +223,7 @@ class Arrow:
                 first += batch.num_rows
 
     @contextlib.contextmanager
-    def _batches(self, store: Store, name: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
+    def _batches(self, store: ObjectStore, name: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
         opened = pa.memory_map(store.path(name)) if store.local else store.fs.open(store.path(name), "rb")
         with opened as stream:
             options = pa.ipc.IpcReadOptions(use_threads=False)
@@ -243,7 +243,7 @@ def _values(array: pa.Array, begin: int, end: int) -> list[Any]:
     return array.slice(low, high - low).to_pylist() if low < high else []
 
 
-READERS: dict[str, Reader] = {"jsonl": JsonLines(), "txt": Lines(), "parquet": Parquet(), "arrow": Arrow()}
+READERS: dict[str, FileReader] = {"jsonl": JsonLines(), "txt": Lines(), "parquet": Parquet(), "arrow": Arrow()}
 _ENDINGS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "txt", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip

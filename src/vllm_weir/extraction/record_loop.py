@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction.engine import Engine, Reading
+from vllm_weir.extraction.engine import ExtractionEngine, PromptRows
 from vllm_weir.extraction.run_spec import request_id
-from vllm_weir.extraction.source import Record, Source
+from vllm_weir.extraction.source import InputRecord, TextSource
 from vllm_weir.schema import row_notes
 from vllm_weir.storage.layouts.base import Writer
 
@@ -21,7 +21,7 @@ PIECE_BYTES = 2 << 30
 
 
 @dataclass
-class Counts:
+class RecordCounts:
     """What was done.
 
     Attributes:
@@ -39,7 +39,7 @@ class Counts:
     truncated: int = 0
     skipped: dict[int, str] = field(default_factory=dict)
 
-    def add(self, other: Counts) -> None:
+    def add(self, other: RecordCounts) -> None:
         """Add what another did."""
         for name in ("requests", "rows", "tokens", "bytes", "held", "truncated"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -58,7 +58,7 @@ class _Prompt:
     cut_from: int
 
 
-class Share:
+class RecordLoop:
     """Takes records to an end.
 
     Args:
@@ -74,11 +74,21 @@ class Share:
     """
 
     def __init__(
-        self, source: Source, engine: Engine, writer: Writer, *, max_length: int | None = None, batch: int = 256,
-        skip: bool = False, flush_seconds: float = 30.0, known: dict[int, str] | None = None,
-        told: dict[str, Any] | None = None, reaches: Callable[[int], bool] = lambda tokens: True,
-        report: Callable[[Counts], Any] = lambda counts: None, stop: Callable[[], bool] = lambda: False,
-    ) -> None:  # fmt: skip
+        self,
+        source: TextSource,
+        engine: ExtractionEngine,
+        writer: Writer,
+        *,
+        max_length: int | None = None,
+        batch: int = 256,
+        skip: bool = False,
+        flush_seconds: float = 30.0,
+        known: dict[int, str] | None = None,
+        told: dict[str, Any] | None = None,
+        reaches: Callable[[int], bool] = lambda tokens: True,
+        report: Callable[[RecordCounts], Any] = lambda counts: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         if max_length is not None and max_length > engine.limit:
             raise WeirError(f"the engine takes prompts of up to {engine.limit} tokens", "max_length")
         self.source, self.engine, self.writer = source, engine, writer
@@ -87,15 +97,15 @@ class Share:
         self.reaches = reaches
         self.more = {} if told is None else {row_notes.KEY: [told]}
         self._flushed = time.monotonic()
-        self._pending: Future[Counts] | None = None
+        self._pending: Future[RecordCounts] | None = None
 
-    def run(self, start: int, stop: int) -> Counts:
+    def run(self, start: int, stop: int) -> RecordCounts:
         """Take records `start` to `stop` - 1; all that was finished is published at the end, also after an error.
 
         Raises:
             WeirError: for a record that cannot be taken (unless `skip`), or rows that cannot be written.
         """
-        counts = Counts()
+        counts = RecordCounts()
         with ThreadPoolExecutor(1, thread_name_prefix="weir-extract") as pool:
             try:
                 self._take(start, stop, counts, pool)
@@ -106,12 +116,12 @@ class Share:
             self.writer.flush()
         return counts
 
-    def _take(self, start: int, stop: int, counts: Counts, pool: ThreadPoolExecutor) -> None:
+    def _take(self, start: int, stop: int, counts: RecordCounts, pool: ThreadPoolExecutor) -> None:
         # Groups begin at multiples of `batch`, whatever is there already.
         for _, group in itertools.groupby(self.source.read(start, stop), lambda record: record.index // self.batch):
             if self.stop():
                 return
-            step = Counts()
+            step = RecordCounts()
             prompts = list(self._prompts(list(group), step))
             self._tell(counts, step)
             for piece in self._pieces(prompts):
@@ -121,7 +131,7 @@ class Share:
                 if self.stop():
                     return
 
-    def _prompts(self, records: list[Record], step: Counts) -> Iterator[_Prompt]:
+    def _prompts(self, records: list[InputRecord], step: RecordCounts) -> Iterator[_Prompt]:
         wanted = []
         for record in records:
             if self.writer.holds(request_id(self.source, record.index)):
@@ -147,7 +157,7 @@ class Share:
             else:
                 yield _Prompt(record.index, ids[:most], len(ids) if len(ids) > most else 0)
 
-    def _refuse(self, index: int, reason: str, step: Counts) -> None:
+    def _refuse(self, index: int, reason: str, step: RecordCounts) -> None:
         if not self.skip:
             raise WeirError(f"record {index}: {reason}; mend it, or go on without such records (--on-error skip)")
         step.skipped[index] = reason
@@ -165,8 +175,8 @@ class Share:
         if piece:
             yield piece
 
-    def _write(self, piece: list[_Prompt], readings: list[Reading]) -> Counts:
-        step = Counts()
+    def _write(self, piece: list[_Prompt], readings: list[PromptRows]) -> RecordCounts:
+        step = RecordCounts()
         for prompt, reading in zip(piece, readings, strict=True):
             name = request_id(self.source, prompt.index)
             for rows in reading.rows:
@@ -174,10 +184,12 @@ class Share:
                 step.rows += len(rows.rows)
                 step.bytes += rows.rows.nbytes
             metadata = {
-                "record": prompt.index, "prompt_tokens": reading.prompt_tokens,
-                "generated_tokens": reading.generated_tokens, "finish_reason": reading.finish_reason,
+                "record": prompt.index,
+                "prompt_tokens": reading.prompt_tokens,
+                "generated_tokens": reading.generated_tokens,
+                "finish_reason": reading.finish_reason,
                 **self.more,
-            }  # fmt: skip
+            }
             if prompt.cut_from:
                 metadata["truncated_from"] = prompt.cut_from
                 step.truncated += 1
@@ -189,17 +201,17 @@ class Share:
             self._flushed = time.monotonic()
         return step
 
-    def _settle(self, counts: Counts) -> None:
+    def _settle(self, counts: RecordCounts) -> None:
         """Wait for what is being written."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._tell(counts, pending.result())
 
-    def _tell(self, counts: Counts, step: Counts) -> None:
+    def _tell(self, counts: RecordCounts, step: RecordCounts) -> None:
         counts.add(step)
         self.report(step)
 
-    def _rescue(self, counts: Counts, error: BaseException) -> None:
+    def _rescue(self, counts: RecordCounts, error: BaseException) -> None:
         """Publish what was finished before an error."""
         try:
             self._settle(counts)

@@ -12,10 +12,10 @@ from os import PathLike
 from typing import Any
 
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction.engine import Engine, VllmEngine
-from vllm_weir.extraction.plan import Plan, Ray, Target, _known
-from vllm_weir.extraction.record_loop import Counts
-from vllm_weir.extraction.run_spec import Wanted, check_run, read_skipped, request_id, write_skipped
+from vllm_weir.extraction.engine import ExtractionEngine, VllmEngine
+from vllm_weir.extraction.plan import ExtractionPlan, OutputTarget, Ray, _known
+from vllm_weir.extraction.record_loop import RecordCounts
+from vllm_weir.extraction.run_spec import RunSpec, check_run, read_skipped, request_id, write_skipped
 from vllm_weir.extraction.source import open_source
 from vllm_weir.storage.layouts.base import MARKER
 
@@ -73,8 +73,8 @@ def extract(
     ray: Ray | None = None,
     flush_seconds: float = 30.0,
     source_options: dict[str, Any] | None = None,
-    report: Callable[[Counts, int], Any] | None = None,
-    start_engine: Callable[[Wanted], Engine] = VllmEngine,
+    report: Callable[[RecordCounts, int], Any] | None = None,
+    start_engine: Callable[[RunSpec], ExtractionEngine] = VllmEngine,
     **options: Any,
 ) -> Summary:
     """Activations of every text of a dataset, in files. What is there already is not done again: run it again to go on.
@@ -106,19 +106,19 @@ def extract(
     for name, value in (("batch", batch), ("limit", limit)):
         if not (value is None and name == "limit") and (type(value) is not int or value < 1):
             raise WeirError("a number of records, at least 1", name)
-    wanted = Wanted(model, hook, layers, positions, compress, reduce, dtype, max_tokens, max_length, engine or {})
+    wanted = RunSpec(model, hook, layers, positions, compress, reduce, dtype, max_tokens, max_length, engine or {})
     texts = open_source(source, column, split=split, storage_options=source_options)
-    plan = Plan(
-        wanted, texts, Target(str(out), layout, options), batch, on_error == "skip", flush_seconds, start_engine
+    plan = ExtractionPlan(
+        wanted, texts, OutputTarget(str(out), layout, options), batch, on_error == "skip", flush_seconds, start_engine
     )
     plan.target.check()  # the engine's start is long
     begun = check_run(plan.target.store, wanted.identity(texts))
     if MARKER in plan.target.store.names() and not begun and plan.target_requests():
         raise WeirError(f"{out} holds activations that `weir extract` did not write; choose another place", "out")
     total = len(texts) if limit is None else min(limit, len(texts))
-    counts, started = Counts(), [time.monotonic()]
+    counts, started = RecordCounts(), [time.monotonic()]
 
-    def tell(step: Counts) -> None:
+    def tell(step: RecordCounts) -> None:
         counts.add(step)
         if report is not None:
             report(step, total)
@@ -128,7 +128,7 @@ def extract(
         if not total:
             plan.target.writer().close()  # a dataset without requests
         if not left:
-            tell(Counts(held=total - len(_known(plan, total)), skipped=_known(plan, total)))
+            tell(RecordCounts(held=total - len(_known(plan, total)), skipped=_known(plan, total)))
         elif ray is not None:
             from vllm_weir.extraction.ray_backend import run
 
@@ -143,7 +143,13 @@ def extract(
     )  # fmt: skip
 
 
-def _run(plan: Plan, total: int, tell: Callable[[Counts], Any], stop: Callable[[], bool], started: list[float]) -> None:
+def _run(
+    plan: ExtractionPlan,
+    total: int,
+    tell: Callable[[RecordCounts], Any],
+    stop: Callable[[], bool],
+    started: list[float],
+) -> None:
     engine = plan.start_engine(plan.wanted)
     with contextlib.closing(engine), plan.target.writer() as writer:
         share = plan.share(engine, writer, report=tell, stop=stop)
@@ -152,7 +158,7 @@ def _run(plan: Plan, total: int, tell: Callable[[Counts], Any], stop: Callable[[
         share.run(0, total)
 
 
-def _left(plan: Plan, total: int, begun: bool) -> list[tuple[int, int]]:
+def _left(plan: ExtractionPlan, total: int, begun: bool) -> list[tuple[int, int]]:
     """Groups of records that hold something to do, as (start, stop)."""
     groups = [(first, min(first + plan.batch, total)) for first in range(0, total, plan.batch)]
     if not begun:

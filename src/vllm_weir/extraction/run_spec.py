@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.extraction.source import Source
+from vllm_weir.extraction.source import TextSource
 from vllm_weir.schema.capture import Capture
-from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.object_store import ObjectStore
 
 RUN, SKIPPED = "extract.json", "skipped.jsonl"
 """Files beside the rows: what the run is, and the records that it could not take."""
@@ -25,7 +25,7 @@ HARMLESS = frozenset(
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RunSpec:
     """What is taken of every record.
 
     Args:
@@ -81,7 +81,7 @@ class Wanted:
         """Whether the request of a prompt of so many tokens can have a row that is wanted."""
         return self.capture.positions.reaches(prompt_len, prompt_len + self.max_tokens - 1)
 
-    def identity(self, source: Source) -> dict[str, Any]:
+    def identity(self, source: TextSource) -> dict[str, Any]:
         """All that decides what the rows are, as plain JSON data."""
         capture = self.capture.to_json()
         asked = {name: capture.get(name) for name in ("hook", "layers", "positions", "dtype", "reduce", "compress")}
@@ -94,12 +94,12 @@ class Wanted:
         }  # fmt: skip
 
 
-def request_id(source: Source, index: int) -> str:
+def request_id(source: TextSource, index: int) -> str:
     """The id of a record's request: the same in every run over the same texts. Ids sort as the records do."""
     return f"{index:010d}-{source.digest[:12]}"
 
 
-def check_run(store: Store, identity: dict[str, Any]) -> bool:
+def check_run(store: ObjectStore, identity: dict[str, Any]) -> bool:
     """Whether the run of this identity was begun in a folder.
 
     Raises:
@@ -124,7 +124,7 @@ def check_run(store: Store, identity: dict[str, Any]) -> bool:
     return True
 
 
-def begin_run(store: Store, identity: dict[str, Any], empty: bool) -> None:
+def begin_run(store: ObjectStore, identity: dict[str, Any], empty: bool) -> None:
     """Hold a folder to this run; `empty`: whether no request is in it yet."""
     if check_run(store, identity):
         return
@@ -133,7 +133,7 @@ def begin_run(store: Store, identity: dict[str, Any], empty: bool) -> None:
     store.put(RUN, (json.dumps(identity, indent=1) + "\n").encode())
 
 
-def read_skipped(store: Store) -> dict[int, str]:
+def read_skipped(store: ObjectStore) -> dict[int, str]:
     """Records that earlier runs could not take: index -> reason."""
     if SKIPPED not in store.names():
         return {}
@@ -145,7 +145,7 @@ def read_skipped(store: Store) -> dict[int, str]:
         raise store.fail(SKIPPED, "is damaged; delete it, and the run finds those records again") from None
 
 
-def write_skipped(store: Store, skipped: dict[int, str]) -> None:
+def write_skipped(store: ObjectStore, skipped: dict[int, str]) -> None:
     """Keep the list of records that could not be taken."""
     if skipped and skipped != read_skipped(store):
         store.put(SKIPPED, b"".join(_lines(skipped)))

@@ -17,15 +17,15 @@ from typing import Any
 import pyarrow as pa
 
 from vllm_weir.errors import WeirError
-from vllm_weir.extraction.readers import READERS, Part, kind_of
-from vllm_weir.storage.object_store import Store, naming, split_url
+from vllm_weir.extraction.readers import READERS, InputFile, kind_of
+from vllm_weir.storage.object_store import ObjectStore, naming, split_url
 
 BLOCK = 4 << 20
 """Files are read and digested in blocks of so many bytes."""
 
 
 @dataclass(frozen=True)
-class Record:
+class InputRecord:
     """One record.
 
     Attributes:
@@ -40,7 +40,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """Records of one or more files. Made by `open_source`; may be pickled.
 
     Attributes:
@@ -49,16 +49,16 @@ class Source:
         digest: hexadecimal, of the files' names and bytes.
     """
 
-    store: Store
+    store: ObjectStore
     kind: str
-    parts: tuple[Part, ...]
+    parts: tuple[InputFile, ...]
     column: str
     digest: str
 
     def __len__(self) -> int:
         return sum(part.records for part in self.parts)
 
-    def read(self, start: int, stop: int) -> Iterator[Record]:
+    def read(self, start: int, stop: int) -> Iterator[InputRecord]:
         """Records `start` to `stop` - 1, in order."""
         first = 0
         for part in self.parts:
@@ -67,7 +67,7 @@ class Source:
                 yield from self._read_part(part, first, begin, end)
             first += part.records
 
-    def _read_part(self, part: Part, first: int, begin: int, end: int) -> Iterator[Record]:
+    def _read_part(self, part: InputFile, first: int, begin: int, end: int) -> Iterator[InputRecord]:
         file = self.store.describe(part.name)
         with naming("read", file):
             try:
@@ -83,7 +83,7 @@ def open_source(
     *,
     split: str | None = None,
     storage_options: dict[str, Any] | None = None,
-) -> Source:
+) -> TextSource:
     """Texts in a file or a folder; reads all of it once, for its digest and the number of its records.
 
     Args:
@@ -98,10 +98,10 @@ def open_source(
     Raises:
         WeirError: if there is nothing to read, or it cannot be told what it is.
     """
-    store = Store(url, storage_options)
+    store = ObjectStore(url, storage_options)
     if store.is_file():
         parent, name = split_url(store.url)
-        store = Store(parent, storage_options)
+        store = ObjectStore(parent, storage_options)
         names = [name]
     else:
         if not store.exists():
@@ -121,10 +121,10 @@ def open_source(
     for name in sorted(name for name in names if found[name]) if len(names) > 1 and kind != "arrow" else names:
         if found[name]:
             parts.append(_scan(store, name, kind, digest, column))
-    return Source(store, kind, tuple(parts), column, digest.hexdigest())
+    return TextSource(store, kind, tuple(parts), column, digest.hexdigest())
 
 
-def _scan(store: Store, name: str, kind: str, digest: Any, column: str) -> Part:
+def _scan(store: ObjectStore, name: str, kind: str, digest: Any, column: str) -> InputFile:
     """Digest a file, and count its records."""
     file = store.describe(name)
     reader = READERS[kind]
@@ -144,7 +144,7 @@ def _scan(store: Store, name: str, kind: str, digest: Any, column: str) -> Part:
             raise WeirError(f"cannot read {file}: {str(e)[:200]}", "source") from e
 
 
-def _saved(store: Store, split: str | None, options: dict[str, Any] | None) -> tuple[Store, list[str]]:
+def _saved(store: ObjectStore, split: str | None, options: dict[str, Any] | None) -> tuple[ObjectStore, list[str]]:
     """The files of a folder; those of a saved HF dataset in its own order."""
     names = list(store.names())
     if "dataset_dict.json" in names:
@@ -153,7 +153,7 @@ def _saved(store: Store, split: str | None, options: dict[str, Any] | None) -> t
             split = splits[0]
         if split not in splits:
             raise WeirError(f"{store.url} has the splits {', '.join(map(str, splits))}; name one", "split")
-        store = Store(f"{store.url.rstrip('/')}/{split}", options)
+        store = ObjectStore(f"{store.url.rstrip('/')}/{split}", options)
         names = list(store.names())
     elif split is not None:
         raise WeirError(f"{store.url} is no DatasetDict that was saved to disk; leave split out", "split")
@@ -168,7 +168,7 @@ def _saved(store: Store, split: str | None, options: dict[str, Any] | None) -> t
     return store, names
 
 
-def _json(store: Store, name: str) -> dict[str, Any]:
+def _json(store: ObjectStore, name: str) -> dict[str, Any]:
     data = store.read(name)
     try:
         value = json.loads(data)
@@ -179,15 +179,15 @@ def _json(store: Store, name: str) -> dict[str, Any]:
     return value
 
 
-def _record(index: int, raw: Any, where: str, column: str) -> Record:
+def _record(index: int, raw: Any, where: str, column: str) -> InputRecord:
     """What a format's reader found, judged: a text, a chat, or a reason."""
     if isinstance(raw, Exception):
-        return Record(index, None, f"{where}: {raw}")
+        return InputRecord(index, None, f"{where}: {raw}")
     if isinstance(raw, str):
-        return Record(index, raw) if raw.strip() else Record(index, None, f"{where}: the text is empty")
+        return InputRecord(index, raw) if raw.strip() else InputRecord(index, None, f"{where}: the text is empty")
     if isinstance(raw, list) and raw:
         if all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in raw):
-            return Record(index, raw)
-        return Record(index, None, f"{where}: a chat is a list of messages with role and content")
+            return InputRecord(index, raw)
+        return InputRecord(index, None, f"{where}: a chat is a list of messages with role and content")
     what = "an empty list" if raw == [] else "nothing" if raw is None else f"a {type(raw).__name__}"
-    return Record(index, None, f"{where}: column {column!r} holds {what}, not a text or a list of messages")
+    return InputRecord(index, None, f"{where}: column {column!r} holds {what}, not a text or a list of messages")

@@ -11,32 +11,32 @@ import numpy as np
 from vllm_weir.config.settings import Settings
 from vllm_weir.consumers.base import EngineInfo
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.admit import Admitted, admit
-from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, MOST_KNOWN, _same_wish
-from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.admit import AdmittedRequest, admit
+from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, MOST_KNOWN, _same_site_request
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import engine_form
-from vllm_weir.frontend.admission.inline_vectors import Along
+from vllm_weir.frontend.admission.inline_vectors import InlineVectors
 from vllm_weir.frontend.admission.reach import UNKNOWN, Vocabulary, check_reached, tokens_of
-from vllm_weir.frontend.admission.vector_registry import Contents, Shelf, Source
+from vllm_weir.frontend.admission.vector_registry import RegistryBackend, RegistryContents, VectorRegistry
 from vllm_weir.frontend.outputs.preslicer import kind_ahead
 from vllm_weir.frontend.outputs.prompt_slicer import ends_with_the_prompt
-from vllm_weir.frontend.outputs.view import View
-from vllm_weir.frontend.pacing import Turns
-from vllm_weir.frontend.receive.pending_sequence import Pending
-from vllm_weir.frontend.receive.receiver import Inbox
-from vllm_weir.frontend.receive.row_store import Store
-from vllm_weir.frontend.sinks.manager import Board
+from vllm_weir.frontend.outputs.view import OutputView
+from vllm_weir.frontend.pacing import Pacing
+from vllm_weir.frontend.receive.pending_sequence import PendingSequence
+from vllm_weir.frontend.receive.receiver import Receiver
+from vllm_weir.frontend.receive.row_store import RowStore
+from vllm_weir.frontend.sinks.manager import SinkManager
 from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.schema.interventions import Intervention
 from vllm_weir.schema.keys import carries_keys
 from vllm_weir.schema.request import WIRE_KEY, selected
-from vllm_weir.schema.table_sizes import Sizes
-from vllm_weir.util.lru import Memo
+from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.util.lru import LruCache
 
 NO_CORE = "it was not loaded there; the log says why"
 
 
-class Observer(Protocol):
+class RequestObserver(Protocol):
     """Is told what becomes of requests that capture or are steered."""
 
     def admitted(self) -> None:
@@ -48,17 +48,17 @@ class Observer(Protocol):
     def failed(self) -> None:
         """One's rows were lost, or it was not steered as asked."""
 
-    def finished(self, view: View) -> None:
+    def finished(self, view: OutputView) -> None:
         """A sequence has finished; called beside the event loop."""
 
 
-class Desk:
+class EngineFrontend:
     """Admission and delivery for one engine.
 
     Args:
         settings: the engine's settings.
         chunked: whether the engine splits long prompts.
-        host: see `Inbox`.
+        host: see `Receiver`.
         refusal: why no request with Weir's keys can be served; None if they can.
         model: the engine's model, as sinks are told.
         hold: see `Tracker`.
@@ -79,33 +79,33 @@ class Desk:
     ) -> None:
         self.settings = settings
         self.refusal = refusal
-        self.store = Store()
-        self.turns = Turns()
-        self.shelf = Shelf()
-        self.source: Source | None = None
+        self.store = RowStore()
+        self.pacing = Pacing()
+        self.registry = VectorRegistry()
+        self.source: RegistryBackend | None = None
         """Where names and the interventions of every request come from, if other processes change them too."""
-        self.observer: Observer | None = None
+        self.observer: RequestObserver | None = None
         self.always: tuple[Intervention, ...] = ()
-        self.facts: EngineFacts | None = None
-        self.board = Board(settings.sinks, settings.marked_bytes, settings.marked_seconds, settings.timeout)
+        self.capabilities: EngineCapabilities | None = None
+        self.manager = SinkManager(settings.sinks, settings.marked_bytes, settings.marked_seconds, settings.timeout)
         self.model, self._hold = model, hold
         self._most_rows: int | None = None
         self._vocabulary, self._max_model_len = vocabulary, max_model_len
         self._chunked = chunked
         self._host = host
-        self._inbox: Inbox | None = None
-        self._along = Along(settings.vector_bytes)
-        self._known: Memo[Admitted] = Memo(MOST_KNOWN, LONGEST_KNOWN)
-        self._sizes: Sizes | None = None
-        self._contents: Contents | None = None
-        _desks.add(self)
+        self._receiver: Receiver | None = None
+        self._along = InlineVectors(settings.vector_bytes)
+        self._known: LruCache[AdmittedRequest] = LruCache(MOST_KNOWN, LONGEST_KNOWN)
+        self._sizes: TableSizes | None = None
+        self._contents: RegistryContents | None = None
+        _frontends.add(self)
 
     def learn(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Take in the workers' reports; a failed one becomes the refusal of every request with keys."""
         try:
-            facts = EngineFacts.merge(reports)
-            self.board.open(EngineInfo(self.model, facts.num_layers, facts.d_model, facts.dtype))
-            self.facts, self._sizes = facts, self.settings.table_sizes(facts.d_model)
+            capabilities = EngineCapabilities.merge(reports)
+            self.manager.open(EngineInfo(self.model, capabilities.num_layers, capabilities.d_model, capabilities.dtype))
+            self.capabilities, self._sizes = capabilities, self.settings.table_sizes(capabilities.d_model)
         except WeirError as e:
             self.refusal = str(e)
 
@@ -122,28 +122,28 @@ class Desk:
     def universal(self) -> bool:
         """Whether requests without Weir's keys, too, are steered or have rows for sinks."""
         self.refresh()
-        return bool(self.always or self.board.everyone)
+        return bool(self.always or self.manager.everyone)
 
     def refresh(self) -> None:
         """Take over what other processes have changed since."""
         if self.source is None or (contents := self.source.read()) is self._contents:
             return
         self._contents = contents
-        self.shelf.load(contents)
+        self.registry.load(contents)
         self._always(contents.always)
 
     def _always(self, interventions: Sequence[Intervention]) -> None:
         self.always = tuple(interventions)
         self._known.clear()
 
-    def require_facts(self) -> EngineFacts:
+    def require_capabilities(self) -> EngineCapabilities:
         """The engine's facts; raises WeirError if this engine cannot serve Weir's keys."""
         if self.refusal is not None:
             raise WeirError(self.refusal, WIRE_KEY)
-        if self.facts is None:
+        if self.capabilities is None:
             why = "the workers have not reported: `await weir.sites_async(engine)` first, or see `weir doctor`"
             raise WeirError(why, WIRE_KEY)
-        return self.facts
+        return self.capabilities
 
     def admit(
         self,
@@ -158,7 +158,7 @@ class Desk:
 
         `streams`: whether it has outputs before the last.
         """
-        facts = self.require_facts()
+        capabilities = self.require_capabilities()
         self.refresh()
         admitted = self._admitted(extra_args, prompt_ids is not None)
         generated = tokens_of(prompt_len, max_tokens, self._max_model_len)
@@ -168,41 +168,45 @@ class Desk:
             _check_rows(admitted, prompt_len, max_tokens, self._most_rows)
         for rows in admitted.by_position:
             rows.check(prompt_len)
-        self.board.prepare(admitted.parts, request_id)
-        if self._inbox is None:
-            self._inbox = Inbox(self.store, self._host)
-        reply, sizes = self._inbox.reply, self._sizes or self.settings.table_sizes(facts.d_model)
-        wire = engine_form(admitted, reply, prompt_ids, prompt_len, max_tokens, facts, self._chunked, sizes)
+        self.manager.prepare(admitted.parts, request_id)
+        if self._receiver is None:
+            self._receiver = Receiver(self.store, self._host)
+        reply, sizes = self._receiver.reply, self._sizes or self.settings.table_sizes(capabilities.d_model)
+        wire = engine_form(admitted, reply, prompt_ids, prompt_len, max_tokens, capabilities, self._chunked, sizes)
         if wire is not None:
             wire["core"] = NO_CORE
             if wire["needs"] is not None and self.store.salt:
                 wire["salt"] = self.store.salt
             if admitted.rows and (along := self._along.of(admitted)):
                 wire["rows"] = along
-        pending = Pending(request_id, admitted, [-1] * prompt_len if prompt_ids is None else prompt_ids, self.store)
+        pending = PendingSequence(
+            request_id, admitted, [-1] * prompt_len if prompt_ids is None else prompt_ids, self.store
+        )
         self.store.open(pending)
         if prompt_ids is not None and ends_with_the_prompt(pending.memory, prompt_len):
-            self.store.early.add(pending, facts.d_model)
+            self.store.early.add(pending, capabilities.d_model)
         elif not streams and kind_ahead(pending.memory):
             pending.foreseen = prompt_len + max_tokens - 1
         first = wire["first"] if wire is not None else None
         asked = carries_keys(extra_args)
-        return Tracker(pending, first, facts.d_model, self.settings.timeout, self.board, asked, self._hold), wire
+        return Tracker(
+            pending, first, capabilities.d_model, self.settings.timeout, self.manager, asked, self._hold
+        ), wire
 
-    def _admitted(self, extra_args: Mapping[str, Any], has_token_ids: bool) -> Admitted:
+    def _admitted(self, extra_args: Mapping[str, Any], has_token_ids: bool) -> AdmittedRequest:
         """As `admit`; remembered, since thousands of requests ask for the same."""
-        same = _same_wish(extra_args, has_token_ids, self.shelf.version)
+        same = _same_site_request(extra_args, has_token_ids, self.registry.version)
         if same is not None and (known := self._known.get(same.key)) is not None:
             return known
         admitted = admit(
             extra_args,
-            self.require_facts(),
+            self.require_capabilities(),
             has_token_ids,
-            self.shelf.find,
+            self.registry.find,
             self.always,
-            self.board.everyone,
-            self.board.definitions,
-            self.shelf.module,
+            self.manager.everyone,
+            self.manager.definitions,
+            self.registry.module,
             self._vocabulary,
         )
         if same is not None and same.plain:
@@ -214,41 +218,43 @@ class Desk:
         self._always(self.settled(interventions, everyone=True))
 
     def settled(
-        self, interventions: Sequence[Intervention], shelf: Shelf | None = None, everyone: bool = False
+        self, interventions: Sequence[Intervention], registry: VectorRegistry | None = None, everyone: bool = False
     ) -> tuple[Intervention, ...]:
         """These, found to be possible in this engine (or WeirError), with names replaced by what they mean now.
 
         `everyone`: whether every request undergoes them, whatever its prompt.
         """
-        facts, find = self.require_facts(), (shelf or self.shelf).find
-        admitted = admit({}, facts, True, find, interventions, vocabulary=self._vocabulary)
+        capabilities, find = self.require_capabilities(), (registry or self.registry).find
+        admitted = admit({}, capabilities, True, find, interventions, vocabulary=self._vocabulary)
         for rows in admitted.by_position:
             if everyone:
                 rows.check_everyone()
             else:
                 rows.check()
-        engine_form(admitted, "", None, 1, 1, facts, self._chunked, self.settings.table_sizes(facts.d_model))
+        engine_form(
+            admitted, "", None, 1, 1, capabilities, self._chunked, self.settings.table_sizes(capabilities.d_model)
+        )
         return tuple(i.with_arrays(find) for i in interventions)
 
     def close(self) -> None:
         """Give the sinks what is queued, and stop receiving."""
-        self.board.close()
-        if self._inbox is not None:
-            self._inbox.close()
+        self.manager.close()
+        if self._receiver is not None:
+            self._receiver.close()
 
 
-_desks: weakref.WeakSet[Desk] = weakref.WeakSet()
+_frontends: weakref.WeakSet[EngineFrontend] = weakref.WeakSet()
 
 
-def desks() -> list[Desk]:
+def frontends() -> list[EngineFrontend]:
     """Those of all live engines of this process."""
-    return list(_desks)
+    return list(_frontends)
 
 
-def _check_rows(admitted: Admitted, prompt_len: int, max_tokens: int, most: int) -> None:
+def _check_rows(admitted: AdmittedRequest, prompt_len: int, max_tokens: int, most: int) -> None:
     """Raise WeirError if what comes back on the output can be more than `most` rows."""
     spec = admitted.parts[0].spec
-    if not spec.wishes or (spec.treatment is not None and spec.treatment.reduce is not None):
+    if not spec.site_requests or (spec.postprocess is not None and spec.postprocess.reduce is not None):
         return
     if sum(len(sites) for sites, _ in spec.by_positions) * (prompt_len + max_tokens - 1) <= most:
         return

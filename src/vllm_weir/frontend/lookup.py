@@ -5,49 +5,49 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.engine_frontend import Desk
+from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.guard.outputs import VIEW as _VIEW
 from vllm_weir.guard.refuse import refusal_here
 
 if TYPE_CHECKING:
-    from vllm_weir.frontend.outputs.view import View
+    from vllm_weir.frontend.outputs.view import OutputView
 
-_DESK, _TRACKER = "_weir_desk", "_weir_tracker"
+_FRONTEND, _TRACKER = "_weir_frontend", "_weir_tracker"
 
 
-def view_of(completion: Any) -> View | None:
+def view_of(completion: Any) -> OutputView | None:
     """The view of a ``CompletionOutput``, or None."""
     return getattr(completion, _VIEW, None)
 
 
-def desk_of(llm: Any) -> Desk:
+def frontend_of(llm: Any) -> EngineFrontend:
     """The desk of an ``LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in; raises WeirError if it has none."""
     engine = llm
     for attribute in ("llm_engine", "engine"):
         engine = getattr(engine, attribute, engine)
-    desk = getattr(getattr(engine, "output_processor", None), _DESK, None)
-    if desk is None:
+    frontend = getattr(getattr(engine, "output_processor", None), _FRONTEND, None)
+    if frontend is None:
         why = refusal_here()
         raise WeirError(
             f"{type(llm).__name__} is no engine that Weir serves{f': {why}' if why else '; see `weir doctor`'}", "llm"
         )
-    return desk
+    return frontend
 
 
-def has_desk(engine: Any) -> bool:
+def has_frontend(engine: Any) -> bool:
     """Whether an engine client is one that Weir serves."""
-    return getattr(getattr(engine, "output_processor", None), _DESK, None) is not None
+    return getattr(getattr(engine, "output_processor", None), _FRONTEND, None) is not None
 
 
 async def ask_workers(engine: Any) -> None:
     """Have an ``AsyncLLM``'s workers asked what they serve, once."""
     engine = getattr(engine, "engine", engine)
-    desk: Desk | None = getattr(getattr(engine, "output_processor", None), _DESK, None)
-    if desk is not None and desk.facts is None and desk.refusal is None:
+    frontend: EngineFrontend | None = getattr(getattr(engine, "output_processor", None), _FRONTEND, None)
+    if frontend is not None and frontend.capabilities is None and frontend.refusal is None:
         try:
-            desk.learn(await engine.collective_rpc("weir_report"))
+            frontend.learn(await engine.collective_rpc("weir_report"))
         except Exception as e:  # noqa: BLE001 - whatever a worker raises means that it cannot serve; requests are told
-            desk.refusal = unreported(e)
+            frontend.refusal = unreported(e)
 
 
 def unreported(e: Exception) -> str:

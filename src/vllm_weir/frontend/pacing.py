@@ -26,19 +26,19 @@ AT_ONCE = 4
 """Requests of Weir's that may come together before they are held back."""
 
 
-class Entry:
+class PlainEntry:
     """A plain request on its way to the engine: the `number`-th of all, since `since`."""
 
-    def __init__(self, turns: Turns, number: int) -> None:
-        self._turns = turns
+    def __init__(self, pacing: Pacing, number: int) -> None:
+        self._pacing = pacing
         self.number, self.since = number, monotonic()
 
     def leave(self) -> None:
         """It is with the engine, or will never be; to say so again does nothing."""
-        self._turns.left(self)
+        self._pacing.left(self)
 
 
-class Turns:
+class Pacing:
     """One engine's requests in one event loop. A request of Weir's waits for the plain ones that were on their way to
     the engine when it came, and for no later one. While plain ones are served, so many a second enter, and each before
     it has waited for `LATEST`: it cannot starve.
@@ -56,7 +56,7 @@ class Turns:
         """Requests that are held back: until when at most, and what they wait for."""
         self._credit, self._counted = float(AT_ONCE), monotonic()
         self._numbers = itertools.count()
-        self._entries: dict[Entry, None] = {}
+        self._entries: dict[PlainEntry, None] = {}
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._door, self._exit = asyncio.Semaphore(ADMITTED), asyncio.Semaphore(ANSWERED)
 
@@ -75,14 +75,14 @@ class Turns:
         """How many requests of Weir's are held back by the pace now."""
         return sum(not gone.done() for _, gone in self._held)
 
-    def enter(self) -> Entry:
+    def enter(self) -> PlainEntry:
         """A plain request is here."""
-        entry = Entry(self, next(self._numbers))
+        entry = PlainEntry(self, next(self._numbers))
         self._entries[entry] = None
         return entry
 
-    def left(self, entry: Entry) -> None:
-        """See `Entry.leave`."""
+    def left(self, entry: PlainEntry) -> None:
+        """See `PlainEntry.leave`."""
         if entry not in self._entries:
             return
         del self._entries[entry]
@@ -141,5 +141,5 @@ class Turns:
             await asyncio.sleep(0)
 
 
-entry_of: ContextVar[Entry | None] = ContextVar("weir_entry", default=None)
+entry_of: ContextVar[PlainEntry | None] = ContextVar("weir_entry", default=None)
 """The entry of the request that a task serves, if it is a plain one."""

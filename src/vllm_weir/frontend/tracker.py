@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm_weir.consumers.base import Finished
-from vllm_weir.frontend.admission.capture_groups import Part
+from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.outputs.ticket import Ticket
-from vllm_weir.frontend.outputs.view import View
-from vllm_weir.frontend.receive.pending_sequence import Pending
-from vllm_weir.frontend.receive.tokens import Tokens
-from vllm_weir.frontend.sinks.manager import Board
+from vllm_weir.frontend.outputs.view import OutputView
+from vllm_weir.frontend.receive.pending_sequence import PendingSequence
+from vllm_weir.frontend.receive.tokens import SequenceTokens
+from vllm_weir.frontend.sinks.manager import SinkManager
 
 
 class Tracker:
@@ -27,11 +27,11 @@ class Tracker:
 
     def __init__(
         self,
-        pending: Pending,
+        pending: PendingSequence,
         first: int | None,
         d_model: int,
         timeout: float,
-        board: Board | None = None,
+        manager: SinkManager | None = None,
         asked: bool = True,
         hold: bool = False,
     ) -> None:
@@ -39,26 +39,26 @@ class Tracker:
         self._first = first
         self._d_model = d_model
         self._timeout = timeout
-        self._board, self._asked, self._hold = board, asked, hold
+        self._manager, self._asked, self._hold = manager, asked, hold
         self._caller, self._index = pending.request_id, 0
         self._seen = 0
 
     def name(self, request_id: str, index: int) -> None:
         """The id by which the caller knows the request, and which of its sequences this is."""
         self._caller, self._index = request_id, index
-        if self._board is not None and any(part.keep == "marked" for part in self.pending.admitted.parts):
-            marks = self._board.marks
+        if self._manager is not None and any(part.keep == "marked" for part in self.pending.admitted.parts):
+            marks = self._manager.marks
             marks.join(self.pending.request_id, request_id)
             weakref.finalize(self, marks.leave, self.pending.request_id).atexit = False
 
-    def view(self, generated: Sequence[int], delta: bool, reason: str | None, cached_tokens: int) -> View:
+    def view(self, generated: Sequence[int], delta: bool, reason: str | None, cached_tokens: int) -> OutputView:
         """The view for an output. `generated`: a list to which tokens may be appended later; `delta`: only rows that no
         earlier output held; `reason`: why it finished."""
         memory, *others = self.pending.admitted.parts
-        view = View(
+        view = OutputView(
             pending=self.pending,
             part=memory,
-            tokens=Tokens(self.pending.prompt, generated),
+            tokens=SequenceTokens(self.pending.prompt, generated),
             start=self._seen if delta else 0,
             finished=reason is not None,
             aborted=reason in ("abort", "error"),
@@ -69,11 +69,13 @@ class Tracker:
             asked=self._asked,
         )
         self._seen = view.end
-        if self._board is not None and others and reason is not None and not view.aborted:
-            view.tickets = self._deliver(self._board, view, others, reason)
+        if self._manager is not None and others and reason is not None and not view.aborted:
+            view.tickets = self._deliver(self._manager, view, others, reason)
         return view
 
-    def _deliver(self, board: Board, view: View, parts: Sequence[Part], reason: str) -> list[Ticket]:
+    def _deliver(
+        self, manager: SinkManager, view: OutputView, parts: Sequence[CaptureGroup], reason: str
+    ) -> list[Ticket]:
         request = Finished(
             request_id=self._caller,
             index=self._index,
@@ -83,5 +85,5 @@ class Tracker:
             finish_reason=reason,
         )
         views = [replace(view, part=part, start=0) for part in parts]
-        self.pending.claim(len(views) + bool(view.part.spec.wishes))
-        return board.deliver(self.pending.request_id, views, request, self.pending.unclaim, self._hold)
+        self.pending.claim(len(views) + bool(view.part.spec.site_requests))
+        return manager.deliver(self.pending.request_id, views, request, self.pending.unclaim, self._hold)

@@ -22,7 +22,7 @@ Layers = Literal["all"] | Sequence[int] | Sequence[str] | int
 
 
 @dataclass(frozen=True)
-class Wanted:
+class HiddenStateRequest:
     """Which hidden states outputs carry."""
 
     layers: Literal["all"] | tuple[int, ...]
@@ -32,7 +32,9 @@ class Wanted:
     last_decode: bool
 
     @classmethod
-    def parse(cls, layers: Layers, include_prefill, include_decode, last_prefill_token, last_decode_token) -> Wanted:
+    def parse(
+        cls, layers: Layers, include_prefill, include_decode, last_prefill_token, last_decode_token
+    ) -> HiddenStateRequest:
         """From the constructor's arguments; ``["all"]`` means ``"all"``."""
         if isinstance(layers, (list, tuple)) and len(layers) == 1 and isinstance(layers[0], str) and layers[0] == "all":
             layers = "all"
@@ -142,7 +144,9 @@ class LLM(vllm.LLM):
         last_decode_token: bool = False,
         **engine_args: Any,
     ) -> None:
-        self._wanted = Wanted.parse(layers, include_prefill, include_decode, last_prefill_token, last_decode_token)
+        self._wanted = HiddenStateRequest.parse(
+            layers, include_prefill, include_decode, last_prefill_token, last_decode_token
+        )
         super().__init__(model=model, dtype=dtype, **engine_args)
 
     def generate(self, prompts, sampling_params=None, *args, **kwargs):
@@ -170,7 +174,7 @@ class LLM(vllm.LLM):
 
     def remove_hooks(self) -> None:
         """Stop capturing; later outputs carry empty dicts."""
-        self._wanted = Wanted((), False, False, False, False)
+        self._wanted = HiddenStateRequest((), False, False, False, False)
 
     def _ask(self, sampling_params):
         if sampling_params is None:
@@ -198,7 +202,9 @@ class AsyncLLM:
         last_decode_token: bool = False,
         **engine_args: Any,
     ) -> None:
-        self._wanted = Wanted.parse(layers, include_prefill, include_decode, last_prefill_token, last_decode_token)
+        self._wanted = HiddenStateRequest.parse(
+            layers, include_prefill, include_decode, last_prefill_token, last_decode_token
+        )
         self.engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=model, dtype=dtype, **engine_args))
 
     async def generate(
@@ -216,7 +222,7 @@ class AsyncLLM:
 
     def remove_hooks(self) -> None:
         """Stop capturing; later outputs carry empty dicts."""
-        self._wanted = Wanted((), False, False, False, False)
+        self._wanted = HiddenStateRequest((), False, False, False, False)
 
     def shutdown(self) -> None:
         """Stop the engine."""

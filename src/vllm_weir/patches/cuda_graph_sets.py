@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vllm_weir.worker.runtime import Station
+from vllm_weir.worker.runtime import WorkerRuntime
 from vllm_weir.worker.tap.op import ALL
 
 logger = logging.getLogger(__name__)
@@ -55,19 +55,19 @@ class GraphSets:
     def __init__(
         self,
         manager: Any,
-        station: Station,
+        runtime: WorkerRuntime,
         lazy: bool,
         pieces: Callable[[], list[Any]],
         late_capture: Callable[[], contextlib.AbstractContextManager[None]],
         agreed: Callable[[bool], bool],
     ) -> None:
         self.manager, self.lazy = manager, lazy
-        self._station, self._pieces, self._late_capture, self._agreed = station, pieces, late_capture, agreed
+        self._runtime, self._pieces, self._late_capture, self._agreed = runtime, pieces, late_capture, agreed
         self._capture, self._dispatch = manager.capture, manager.dispatch
         self._signature = inspect.signature(self._dispatch)
         self._again: Callable[[], None] | None = None
-        self._swaps: dict[str, list[_Swap]] = {}
-        self._swapped: list[_Swap] = []
+        self._swaps: dict[str, list[_SwappedAttribute]] = {}
+        self._swapped: list[_SwappedAttribute] = []
         self._masks: list[int] = []
         self._due: defaultdict[tuple[int, Any], float] = defaultdict(float)
         """Graphs that were asked for, and how much of what makes each worth its capture has come together."""
@@ -79,14 +79,14 @@ class GraphSets:
         manager.capture, manager.dispatch = self._capture_at_start, self._dispatch_step
 
     def _capture_at_start(self, *args: Any, **kwargs: Any) -> None:
-        self._station.silence()
+        self._runtime.silence()
         self._again = functools.partial(self._capture, *args, **kwargs)
         self._again()
         self._ready, self._failed, self._masks = set(), set(), []
         self._served.clear()
         self._swaps = {
-            "FULL": [_Swap(self.manager, "graphs")],
-            "PIECEWISE": [_Swap(piece, "concrete_cudagraph_entries") for piece in self._pieces()],
+            "FULL": [_SwappedAttribute(self.manager, "graphs")],
+            "PIECEWISE": [_SwappedAttribute(piece, "concrete_cudagraph_entries") for piece in self._pieces()],
         }
         descs = self.manager._capture_descs
         if not self.lazy:
@@ -94,14 +94,14 @@ class GraphSets:
             self._ready.update((ALL, desc) for of_mode in descs.values() for desc in of_mode)
         else:
             # All with one call: what an earlier graph leaves in the pool, only one on the same stream can use.
-            self._capture_guarded(self._station.wide, {mode: _spaced(of_mode) for mode, of_mode in descs.items()})
+            self._capture_guarded(self._runtime.wide, {mode: _spaced(of_mode) for mode, of_mode in descs.items()})
 
     def _dispatch_step(self, *args: Any, **kwargs: Any) -> Any:
         desc = self._dispatch(*args, **kwargs)
         mode = desc.cg_mode.name
-        if not self._station.switch.live or mode == "NONE":
+        if not self._runtime.switch.live or mode == "NONE":
             return desc
-        mask = self._mask_for(self._station.switch.mask)
+        mask = self._mask_for(self._runtime.switch.mask)
         chosen = (mask, desc)
         if chosen not in self._ready:
             other = self._serves(*chosen)
@@ -140,13 +140,13 @@ class GraphSets:
         mode = desc.cg_mode.name
         if other is None:
             return 1 / WORTH_IT[mode]
-        if self._station.alone:
+        if self._runtime.alone:
             return 1 / WORTH_MORE[mode]
         padding = other[1].num_tokens - desc.num_tokens
         return (padding + IDLE_TAP * (self._taps(other[0]) - self._taps(mask))) / PATIENCE
 
     def _taps(self, mask: int) -> int:
-        return len(self._station.taps) if mask == ALL else mask.bit_count()
+        return len(self._runtime.taps) if mask == ALL else mask.bit_count()
 
     def _without_graph(self, desc: Any, *args: Any, **kwargs: Any) -> Any:
         """What vLLM dispatches to when it has no graph for a batch: its own sizes, unpadded."""
@@ -207,21 +207,21 @@ class GraphSets:
 
     def _capture_live(self, mask: int, descs: dict[Any, list[Any]]) -> None:
         assert self._again is not None, "vLLM's own capture comes first"
-        station, all_descs = self._station, self.manager._capture_descs
-        was = station.switch.mask
-        station.silence()  # the plan: warm-up passes find nothing to do, and the step's own plan comes after
+        runtime, all_descs = self._runtime, self.manager._capture_descs
+        was = runtime.switch.mask
+        runtime.silence()  # the plan: warm-up passes find nothing to do, and the step's own plan comes after
         self.settle()
         self._swap(mask, [swap for mode in descs for swap in self._swaps[mode.name]])
         self.manager._capture_descs = descs
-        station.switch.turn(mask)
+        runtime.switch.turn(mask)
         try:
             self._again()
         finally:
-            station.switch.turn(was)
+            runtime.switch.turn(was)
             self.manager._capture_descs = all_descs
             self.settle()
 
-    def _swap(self, mask: int, swaps: list[_Swap]) -> None:
+    def _swap(self, mask: int, swaps: list[_SwappedAttribute]) -> None:
         for swap in swaps:
             swap.put(mask)
         self._swapped = swaps
@@ -260,7 +260,7 @@ def _spaced(descs: list[Any]) -> list[Any]:
     return out
 
 
-class _Swap:
+class _SwappedAttribute:
     """An attribute of vLLM's that holds its graphs, and the live sets' values for it by mask."""
 
     def __init__(self, owner: Any, attribute: str) -> None:

@@ -18,10 +18,10 @@ from unittest.mock import patch
 import torch
 
 from vllm_weir.patches.cuda_graph_sets import GraphSets
-from vllm_weir.worker.runtime import Station
+from vllm_weir.worker.runtime import WorkerRuntime
 
 
-def hold(runner: Any, station: Station, config: Any, eager: bool) -> Callable[[], dict[str, Any]]:
+def hold(runner: Any, runtime: WorkerRuntime, config: Any, eager: bool) -> Callable[[], dict[str, Any]]:
     """Hold the capture and the replay of a V2 runner's graphs; returns what reports on the sets.
 
     `eager` captures the live set at start-up too. So do engines in which one rank must not stop alone (data parallel),
@@ -39,10 +39,10 @@ def hold(runner: Any, station: Station, config: Any, eager: bool) -> Callable[[]
         nonlocal held
         manager, known = runner.cudagraph_manager, sets()
         if manager.use_breakable_cg:
-            station.switch.pin()  # their graphs are kept elsewhere: one set, always live
+            runtime.switch.pin()  # their graphs are kept elsewhere: one set, always live
         elif known is None or known.manager is not manager:
             lazy = not eager and not runner.kv_cache_config.has_mamba_layers
-            held = weakref.ref(_sets(runner, station, config, lazy))
+            held = weakref.ref(_sets(runner, runtime, config, lazy))
         return capture_model(*args, **kwargs)
 
     @functools.wraps(execute_model)
@@ -61,16 +61,16 @@ def hold(runner: Any, station: Station, config: Any, eager: bool) -> Callable[[]
 
     def report() -> dict[str, Any]:
         known = sets()
-        return known.report() if known is not None else {"graphs": "always live" if station.switch.pinned else "none"}
+        return known.report() if known is not None else {"graphs": "always live" if runtime.switch.pinned else "none"}
 
     runner.capture_model, runner.execute_model, runner.shutdown = capture, execute, shut_down
     return report
 
 
-def _sets(runner: Any, station: Station, config: Any, lazy: bool) -> GraphSets:
+def _sets(runner: Any, runtime: WorkerRuntime, config: Any, lazy: bool) -> GraphSets:
     pieces = functools.partial(_pieces, config.compilation_config)
     late_capture = functools.partial(_late_capture, torch.cuda.Stream(runner.device))
-    return GraphSets(runner.cudagraph_manager, station, lazy, pieces, late_capture, _agreed)
+    return GraphSets(runner.cudagraph_manager, runtime, lazy, pieces, late_capture, _agreed)
 
 
 def _pieces(compilation_config: Any) -> list[Any]:

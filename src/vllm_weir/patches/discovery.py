@@ -10,13 +10,13 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.worker.discovery.overrides import described
 from vllm_weir.worker.discovery.site_map import SiteMap
-from vllm_weir.worker.discovery.sites import find_scene, map_sites
-from vllm_weir.worker.runtime import ModelFacts
+from vllm_weir.worker.discovery.sites import find_tree, map_sites
+from vllm_weir.worker.runtime import ModelInfo
 
 TOKENS = 8
 
 
-def find_sites(runner: Any, config: Any, facts: ModelFacts, settings: Settings, v2: bool) -> SiteMap:
+def find_sites(runner: Any, config: Any, capabilities: ModelInfo, settings: Settings, v2: bool) -> SiteMap:
     """Every site of a loaded model, with its verdict.
 
     Raises:
@@ -48,16 +48,16 @@ def find_sites(runner: Any, config: Any, facts: ModelFacts, settings: Settings, 
 
     try:
         with torch.inference_mode():
-            scene = find_scene(
+            tree = find_tree(
                 model,
-                facts.d_model,
+                capabilities.d_model,
                 layers,
                 family,
                 is_core=lambda module: isinstance(module, AttentionLayerBase),
                 is_embedding=lambda module: isinstance(module, tables) and not isinstance(module, ParallelLMHead),
                 run=run,
             )
-            return map_sites(scene, run, facts.dtype, family)
+            return map_sites(tree, run, capabilities.dtype, family)
     except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError, NotImplementedError, KeyError) as e:
         if isinstance(e, WeirError):
             raise

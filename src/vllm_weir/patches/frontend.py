@@ -13,10 +13,10 @@ from vllm.outputs import RequestOutput
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.reach import Vocabulary
-from vllm_weir.frontend.engine_frontend import Desk, Observer
-from vllm_weir.frontend.lookup import _DESK, _TRACKER, ask_workers, unreported
+from vllm_weir.frontend.engine_frontend import EngineFrontend, RequestObserver
+from vllm_weir.frontend.lookup import _FRONTEND, _TRACKER, ask_workers, unreported
 from vllm_weir.frontend.pacing import entry_of
-from vllm_weir.frontend.receive.release import Holding, holding
+from vllm_weir.frontend.receive.release import HeldSequences, holding
 from vllm_weir.frontend.sinks.manager import check_sinks
 from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.guard.outputs import VIEW as _VIEW
@@ -25,21 +25,21 @@ from vllm_weir.patches.unsupported import refusal_of
 from vllm_weir.schema.keys import KEYS, WIRE_KEY, carries_keys, refuse_slips
 
 if TYPE_CHECKING:
-    from vllm_weir.frontend.outputs.view import View
-    from vllm_weir.patches.registry import Status
+    from vllm_weir.frontend.outputs.view import OutputView
+    from vllm_weir.patches.registry import PatchStatus
 
 
-def add_request(original: Callable[..., Any], status: Status) -> Callable[..., Any]:
+def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
     def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         params = request.sampling_params
         tracker = observer = None
-        desk = getattr(self, _DESK, None)
-        if params is not None and (params.extra_args or (desk is not None and desk.universal)):
-            observer = None if desk is None else desk.observer
+        frontend = getattr(self, _FRONTEND, None)
+        if params is not None and (params.extra_args or (frontend is not None and frontend.universal)):
+            observer = None if frontend is None else frontend.observer
             try:
                 if params.extra_args:
                     refuse_slips(params.extra_args)
-                if carries_keys(params.extra_args) or (desk is not None and desk.universal):
+                if carries_keys(params.extra_args) or (frontend is not None and frontend.universal):
                     tracker = _admit(self, request, status)
             except WeirError as e:
                 if observer is not None:
@@ -47,25 +47,25 @@ def add_request(original: Callable[..., Any], status: Status) -> Callable[..., A
                 raise WeirRequestError(e.message, e.field) from None
         original(self, request, *args, **kwargs)
         if tracker is not None:
-            assert desk is not None, "only a desk admits"
+            assert frontend is not None, "only a desk admits"
             if (held := holding.get()) is not None:
-                held.add(desk.store, tracker.pending)
+                held.add(frontend.store, tracker.pending)
             state = self.request_states[request.request_id]
             caller = getattr(state, "external_req_id", None) or request.request_id  # versions without one keep the id
             tracker.name(caller, state.request_index)
             if observer is not None:
                 observer.admitted()
             setattr(state, _TRACKER, tracker)
-            desk.turns.mine(state)
+            frontend.pacing.mine(state)
 
     return wrapper
 
 
-def _admit(output_processor: Any, request: Any, status: Status) -> Tracker:
+def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
     if status.refusal is not None:
         raise WeirError(status.refusal, WIRE_KEY)
-    desk: Desk | None = getattr(output_processor, _DESK, None)
-    if desk is None:
+    frontend: EngineFrontend | None = getattr(output_processor, _FRONTEND, None)
+    if frontend is None:
         raise WeirError("this engine was built without Weir's knowledge", WIRE_KEY)
     if request.resumable:
         raise WeirError("streamed input is not served; send the whole prompt", WIRE_KEY)
@@ -75,7 +75,7 @@ def _admit(output_processor: Any, request: Any, status: Status) -> Tracker:
         ids = None  # of a prompt that is embeddings in part: the ids there are placeholders
     params = request.sampling_params
     streams = params.output_kind.name != "FINAL_ONLY"
-    tracker, wire = desk.admit(request.request_id, params.extra_args or {}, ids, length, params.max_tokens, streams)
+    tracker, wire = frontend.admit(request.request_id, params.extra_args or {}, ids, length, params.max_tokens, streams)
     # The engine gets a copy with its own wire form; the caller's object, and its siblings', stay as they are.
     params = copy.copy(params)
     params.extra_args = {k: v for k, v in (params.extra_args or {}).items() if k not in KEYS}
@@ -85,7 +85,7 @@ def _admit(output_processor: Any, request: Any, status: Status) -> Tracker:
     return tracker
 
 
-def new_completion_output(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+def new_completion_output(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     def wrapper(self: Any, token_ids: list[int], finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, token_ids, finish_reason, *args, **kwargs)
         tracker = getattr(self, _TRACKER, None)
@@ -102,7 +102,7 @@ def new_completion_output(original: Callable[..., Any], _status: Status) -> Call
     return wrapper
 
 
-def run_engine(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+def run_engine(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(self, *args, **kwargs)
         # Not before: raising between two steps would leave the rest of the batch in the engine.
@@ -120,7 +120,7 @@ def run_engine(original: Callable[..., Any], _status: Status) -> Callable[..., A
     return wrapper
 
 
-def merge_outputs(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+def merge_outputs(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     def wrapper(self: Any, next_output: Any, aggregate: Any, *args: Any, **kwargs: Any) -> None:
         original(self, next_output, aggregate, *args, **kwargs)
         later = {c.index: getattr(c, _VIEW, None) for c in next_output.outputs}
@@ -132,7 +132,7 @@ def merge_outputs(original: Callable[..., Any], _status: Status) -> Callable[...
     return wrapper
 
 
-def _make_desk(engine, status, hold: bool) -> Desk:
+def _make_frontend(engine, status, hold: bool) -> EngineFrontend:
     config = engine.vllm_config
     settings = Settings.load(config.additional_config)
     parallel = config.parallel_config
@@ -146,22 +146,22 @@ def _make_desk(engine, status, hold: bool) -> Desk:
     refusal = status.refusal or refusal_of(config)
     model = config.model_config
     vocabulary = Vocabulary(model.get_vocab_size(), engine.output_processor.tokenizer)
-    desk = Desk(settings, chunked, host, refusal, model.model, hold, vocabulary, model.max_model_len)
-    setattr(engine.output_processor, _DESK, desk)
-    desk.turns.live = engine.output_processor.request_states
-    return desk
+    frontend = EngineFrontend(settings, chunked, host, refusal, model.model, hold, vocabulary, model.max_model_len)
+    setattr(engine.output_processor, _FRONTEND, frontend)
+    frontend.pacing.live = engine.output_processor.request_states
+    return frontend
 
 
-def llm_engine_init(original: Callable[..., Any], status: Status) -> Callable[..., Any]:
+def llm_engine_init(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         _check_settings(args, kwargs)
         original(self, *args, **kwargs)
-        desk = _make_desk(self, status, hold=True)
-        if desk.refusal is None:
+        frontend = _make_frontend(self, status, hold=True)
+        if frontend.refusal is None:
             try:
-                desk.learn(self.collective_rpc("weir_report"))
+                frontend.learn(self.collective_rpc("weir_report"))
             except Exception as e:  # whatever a worker raises means that it cannot serve; requests are told
-                desk.refusal = unreported(e)
+                frontend.refusal = unreported(e)
 
     return wrapper
 
@@ -170,7 +170,7 @@ def async_llm_init(original, status):
     def wrapper(self, *args, **kwargs):
         _check_settings(args, kwargs)
         original(self, *args, **kwargs)
-        _make_desk(self, status, hold=False)  # its outputs are handed over in an event loop
+        _make_frontend(self, status, hold=False)  # its outputs are handed over in an event loop
 
     return wrapper
 
@@ -181,27 +181,27 @@ def _check_settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         check_sinks(Settings.load(config.additional_config).sinks)
 
 
-def async_llm_generate(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
-    async def stream(self: Any, held: Holding | None, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        desk: Desk | None = getattr(self.output_processor, _DESK, None)
+def async_llm_generate(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    async def stream(self: Any, held: HeldSequences | None, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        frontend: EngineFrontend | None = getattr(self.output_processor, _FRONTEND, None)
         outputs = original(self, *args, **kwargs)
         async for output in outputs if held is None else _held(held, outputs):
             for completion in output.outputs:
                 view = getattr(completion, _VIEW, None)
                 if view is not None and completion.finish_reason is not None:
-                    observer = None if desk is None else desk.observer
+                    observer = None if frontend is None else frontend.observer
                     # What plain requests wait for goes out first.
-                    await (asyncio.sleep(0) if desk is None else desk.turns.answer())
+                    await (asyncio.sleep(0) if frontend is None else frontend.pacing.answer())
                     # The worker's word comes before the last token, as a rule; who counts dropped rows waits for rows.
-                    if view.concluded() and (desk is None or desk.settings.overflow == "wait"):
+                    if view.concluded() and (frontend is None or frontend.settings.overflow == "wait"):
                         _conclude(view, observer)
                     else:
                         await asyncio.to_thread(_conclude, view, observer)
             yield output
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        desk: Desk | None = getattr(self.output_processor, _DESK, None)
-        if desk is not None and desk.served:
+        frontend: EngineFrontend | None = getattr(self.output_processor, _FRONTEND, None)
+        if frontend is not None and frontend.served:
             from vllm_weir.server.context import check_answered
 
             check_answered(kwargs.get("sampling_params", args[1] if len(args) > 1 else None))
@@ -210,7 +210,7 @@ def async_llm_generate(original: Callable[..., Any], _status: Status) -> Callabl
     return wrapper
 
 
-async def _held(held: Holding, outputs: AsyncGenerator[Any, Any]) -> AsyncIterator[Any]:
+async def _held(held: HeldSequences, outputs: AsyncGenerator[Any, Any]) -> AsyncIterator[Any]:
     """`outputs` of a request whose sequences `held` notes, in whatever context they are first asked for."""
     async with aclosing(outputs):
         token = holding.set(held)
@@ -225,7 +225,7 @@ async def _held(held: Holding, outputs: AsyncGenerator[Any, Any]) -> AsyncIterat
             yield output
 
 
-def _conclude(view: View, observer: Observer | None) -> None:
+def _conclude(view: OutputView, observer: RequestObserver | None) -> None:
     try:
         _verify(view)
         if observer is not None:
@@ -236,7 +236,7 @@ def _conclude(view: View, observer: Observer | None) -> None:
         raise
 
 
-def _verify(view: View) -> None:
+def _verify(view: OutputView) -> None:
     try:
         view.verify()
         view.settle()
@@ -244,11 +244,11 @@ def _verify(view: View) -> None:
         raise WeirFailure(e.message, e.field) from None
 
 
-def async_llm_add_request(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+def async_llm_add_request(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         params = kwargs.get("params", args[2] if len(args) > 2 else None)
-        desk: Desk | None = getattr(self.output_processor, _DESK, None)
-        if carries_keys(getattr(params, "extra_args", None)) or (desk is not None and desk.universal):
+        frontend: EngineFrontend | None = getattr(self.output_processor, _FRONTEND, None)
+        if carries_keys(getattr(params, "extra_args", None)) or (frontend is not None and frontend.universal):
             await ask_workers(self)
         try:
             return await original(self, *args, **kwargs)

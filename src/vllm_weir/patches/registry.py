@@ -26,7 +26,7 @@ WORKER, CORE, FRONTEND, SERVER, EVERYWHERE = "worker", "engine core", "caller", 
 
 
 @dataclass(frozen=True)
-class Seam:
+class Patch:
     """One attribute of vLLM that Weir wraps.
 
     Attributes:
@@ -74,114 +74,114 @@ _GENERATE = "vllm.entrypoints.generate"
 _GRAPHS = f"{_V1}.worker.gpu.cudagraph_utils"
 _RUNNER_1, _RUNNER_2 = f"{_V1}.worker.gpu_model_runner", f"{_V1}.worker.gpu.model_runner"
 # fmt: off
-SEAMS: tuple[Seam, ...] = (
-    Seam("vllm.config.vllm", "VllmConfig.compute_hash", EVERYWHERE,
+PATCHES: tuple[Patch, ...] = (
+    Patch("vllm.config.vllm", "VllmConfig.compute_hash", EVERYWHERE,
          "the traced graph's identity enters the compile-cache key", "scheduler:compute_hash"),
-    Seam("vllm.sampling_params", "SamplingParams.clone", FRONTEND,
+    Patch("vllm.sampling_params", "SamplingParams.clone", FRONTEND,
          "the copy that is made of a request's params is a quick one", "sampling_params:clone"),
-    Seam(f"{_V1}.engine.output_processor", "OutputProcessor.add_request", FRONTEND,
+    Patch(f"{_V1}.engine.output_processor", "OutputProcessor.add_request", FRONTEND,
          "a request is checked before it enters the engine, or refused while Weir is off",
          "frontend:add_request", ("request",), guard=True),
-    Seam(f"{_V1}.engine.output_processor", "OutputProcessor.__init__", FRONTEND,
+    Patch(f"{_V1}.engine.output_processor", "OutputProcessor.__init__", FRONTEND,
          "the engine's tokenizer says which tokens are special", None, ("tokenizer",)),
-    Seam(f"{_V1}.engine.output_processor", "RequestState.__init__", FRONTEND,
+    Patch(f"{_V1}.engine.output_processor", "RequestState.__init__", FRONTEND,
          "sinks learn which of a request's sequences they get", None, ("request_index",)),
-    Seam(f"{_V1}.engine.output_processor", "RequestState._new_completion_output", FRONTEND,
+    Patch(f"{_V1}.engine.output_processor", "RequestState._new_completion_output", FRONTEND,
          "an output gets its rows", "frontend:new_completion_output", ("finish_reason",)),
-    Seam("vllm.outputs", "RequestOutput.add", FRONTEND,
+    Patch("vllm.outputs", "RequestOutput.add", FRONTEND,
          "outputs merged for a slow reader keep their rows", "frontend:merge_outputs", ("next_output", "aggregate")),
-    Seam(f"{_V1}.engine.llm_engine", "LLMEngine.__init__", FRONTEND,
+    Patch(f"{_V1}.engine.llm_engine", "LLMEngine.__init__", FRONTEND,
          "settings are checked and the workers asked what they serve", "frontend:llm_engine_init"),
-    Seam("vllm.entrypoints.llm", "LLM._run_engine", FRONTEND,
+    Patch("vllm.entrypoints.llm", "LLM._run_engine", FRONTEND,
          "a request that was not steered as asked, or whose sink failed, fails once the batch is done",
          "frontend:run_engine"),
-    Seam(f"{_V1}.engine.async_llm", "AsyncLLM.__init__", FRONTEND,
+    Patch(f"{_V1}.engine.async_llm", "AsyncLLM.__init__", FRONTEND,
          "settings are checked", "frontend:async_llm_init"),
-    Seam(f"{_V1}.engine.async_llm", "AsyncLLM.add_request", FRONTEND,
+    Patch(f"{_V1}.engine.async_llm", "AsyncLLM.add_request", FRONTEND,
          "the workers are asked what they serve, once", "frontend:async_llm_add_request", ("params",)),
-    Seam(f"{_V1}.engine.async_llm", "AsyncLLM.generate", FRONTEND,
+    Patch(f"{_V1}.engine.async_llm", "AsyncLLM.generate", FRONTEND,
          "a request that was not steered as asked, or whose sink failed, fails", "frontend:async_llm_generate"),
-    Seam(f"{_COMPLETION}.serving", "OpenAIServingCompletion.__init__", SERVER,
+    Patch(f"{_COMPLETION}.serving", "OpenAIServingCompletion.__init__", SERVER,
          "the server's limits hold from its start", "server:init", serving=True),
-    Seam(f"{_COMPLETION}.serving", "OpenAIServingCompletion.create_completion", SERVER,
+    Patch(f"{_COMPLETION}.serving", "OpenAIServingCompletion.create_completion", SERVER,
          "what the body asks of Weir is read, and its answer given", "server:create", ("request",), serving=True),
-    Seam(f"{_COMPLETION}.serving", "OpenAIServingCompletion.request_output_to_completion_response", SERVER,
+    Patch(f"{_COMPLETION}.serving", "OpenAIServingCompletion.request_output_to_completion_response", SERVER,
          "a completion's rows are noted", "server:completion_response", ("final_res_batch",), serving=True),
-    Seam(f"{_COMPLETION}.serving", "OpenAIServingCompletion.completion_stream_generator", SERVER,
+    Patch(f"{_COMPLETION}.serving", "OpenAIServingCompletion.completion_stream_generator", SERVER,
          "a streamed completion's rows are noted and sent", "server:stream", ("request", "result_generator"),
          serving=True),
-    Seam(f"{_COMPLETION}.protocol", "CompletionRequest.to_sampling_params", SERVER,
+    Patch(f"{_COMPLETION}.protocol", "CompletionRequest.to_sampling_params", SERVER,
          "the engine gets what the body asks of Weir", "server:to_sampling_params", serving=True),
-    Seam(f"{_CHAT}.serving", "OpenAIServingChat.create_chat_completion", SERVER,
+    Patch(f"{_CHAT}.serving", "OpenAIServingChat.create_chat_completion", SERVER,
          "what the body asks of Weir is read, and its answer given", "server:create", ("request",), serving=True),
-    Seam(f"{_CHAT}.serving", "OpenAIServingChat.chat_completion_full_generator", SERVER,
+    Patch(f"{_CHAT}.serving", "OpenAIServingChat.chat_completion_full_generator", SERVER,
          "a chat's rows are noted", "server:chat_response", ("result_generator",), serving=True),
-    Seam(f"{_CHAT}.serving", "OpenAIServingChat.chat_completion_stream_generator", SERVER,
+    Patch(f"{_CHAT}.serving", "OpenAIServingChat.chat_completion_stream_generator", SERVER,
          "a streamed chat's rows are noted and sent", "server:stream", ("request", "result_generator"), serving=True),
-    Seam(f"{_CHAT}.protocol", "ChatCompletionRequest.to_sampling_params", SERVER,
+    Patch(f"{_CHAT}.protocol", "ChatCompletionRequest.to_sampling_params", SERVER,
          "the engine gets what the body asks of Weir", "server:to_sampling_params", serving=True),
-    Seam("vllm.entrypoints.openai.responses.protocol", "ResponsesRequest.to_sampling_params", SERVER,
+    Patch("vllm.entrypoints.openai.responses.protocol", "ResponsesRequest.to_sampling_params", SERVER,
          "a route whose answers have no room for rows refuses to take them", "server:to_sampling_params",
          serving=True),
-    Seam("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages.create_messages", SERVER,
+    Patch("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages.create_messages", SERVER,
          "a route that drops what it does not know refuses what the body asks of Weir", "server:without_room",
          ("request", "raw_request"), serving=True),
-    Seam(f"{_GENERATE}.generative_scoring.serving", "ServingGenerativeScoring.create_generative_scoring", SERVER,
+    Patch(f"{_GENERATE}.generative_scoring.serving", "ServingGenerativeScoring.create_generative_scoring", SERVER,
          "a route without room for Weir's keys refuses them", "server:without_room", ("request", "raw_request"),
          serving=True, recent=True),
-    Seam(f"{_GENERATE}.structured_decisions.serving", "ServingStructuredDecisions.create_decision", SERVER,
+    Patch(f"{_GENERATE}.structured_decisions.serving", "ServingStructuredDecisions.create_decision", SERVER,
          "a route without room for Weir's keys refuses them", "server:without_room", ("request", "raw_request"),
          serving=True, recent=True),
-    Seam(f"{_V1}.core.kv_cache_manager", "KVCacheManager.get_computed_blocks", CORE,
+    Patch(f"{_V1}.core.kv_cache_manager", "KVCacheManager.get_computed_blocks", CORE,
          "a prefix-cache hit never passes a wanted position", "scheduler:get_computed_blocks", ("request",)),
-    Seam(f"{_V1}.core.kv_cache_utils", "generate_block_hash_extra_keys", CORE,
+    Patch(f"{_V1}.core.kv_cache_utils", "generate_block_hash_extra_keys", CORE,
          "KV written under an intervention has keys of its own", "scheduler:block_hash_extra_keys",
          ("request", "start_token_idx", "end_token_idx")),
-    Seam(f"{_V1}.kv_cache_interface", "KVCacheConfig.needs_kv_cache_zeroing", CORE,
+    Patch(f"{_V1}.kv_cache_interface", "KVCacheConfig.needs_kv_cache_zeroing", CORE,
          "on a CPU, blocks of the cache are empty when a request gets them", "scheduler:needs_kv_cache_zeroing"),
-    Seam(f"{_V1}.core.sched.scheduler", "Scheduler.add_request", CORE,
+    Patch(f"{_V1}.core.sched.scheduler", "Scheduler.add_request", CORE,
          "requests wait while the steering tables are full", "scheduler:scheduler_add_request", ("request",)),
-    Seam(f"{_V1}.core.sched.scheduler", "Scheduler.finish_requests", CORE,
+    Patch(f"{_V1}.core.sched.scheduler", "Scheduler.finish_requests", CORE,
          "waiting requests can be aborted", "scheduler:finish_requests", ("request_ids", "finished_status")),
-    Seam(f"{_V1}.core.sched.scheduler", "Scheduler.schedule", CORE,
+    Patch(f"{_V1}.core.sched.scheduler", "Scheduler.schedule", CORE,
          "waiting requests are let in; a step never records more rows than the ring holds", "scheduler:schedule"),
-    Seam(f"{_V1}.worker.worker_base", "WorkerWrapperBase.init_device", WORKER,
+    Patch(f"{_V1}.worker.worker_base", "WorkerWrapperBase.init_device", WORKER,
          "the worker and its runner are taken hold of", "worker:init_device"),
-    Seam(f"{_V1}.worker.gpu_worker", "Worker.load_model", WORKER, "the taps are placed once the model is loaded"),
-    Seam(f"{_V1}.worker.gpu_worker", "Worker.determine_available_memory", WORKER,
+    Patch(f"{_V1}.worker.gpu_worker", "Worker.load_model", WORKER, "the taps are placed once the model is loaded"),
+    Patch(f"{_V1}.worker.gpu_worker", "Worker.determine_available_memory", WORKER,
          "the garbage collector passes over what was there before tracing"),
-    Seam(f"{_V1}.worker.gpu_worker", "Worker.compile_or_warm_up_model", WORKER,
+    Patch(f"{_V1}.worker.gpu_worker", "Worker.compile_or_warm_up_model", WORKER,
          "the taps' kernels are there before CUDA graphs are captured"),
-    Seam(f"{_V1}.worker.gpu_worker", "Worker.shutdown", WORKER, "threads and host memory are let go", None),
-    Seam(_RUNNER_1, "GPUModelRunner._prepare_inputs", WORKER, "runner V1: the batch's order and spans", None,
+    Patch(f"{_V1}.worker.gpu_worker", "Worker.shutdown", WORKER, "threads and host memory are let go", None),
+    Patch(_RUNNER_1, "GPUModelRunner._prepare_inputs", WORKER, "runner V1: the batch's order and spans", None,
          ("scheduler_output", "num_scheduled_tokens"), variant="V1"),
-    Seam(_RUNNER_1, "GPUModelRunner.execute_model", WORKER, "runner V1: requests join and leave, rows are sent", None,
+    Patch(_RUNNER_1, "GPUModelRunner.execute_model", WORKER, "runner V1: requests join and leave, rows are sent", None,
          ("scheduler_output",), variant="V1"),
-    Seam(_RUNNER_1, "GPUModelRunner._dummy_run", WORKER, "runner V1: dummy passes record nothing", None,
+    Patch(_RUNNER_1, "GPUModelRunner._dummy_run", WORKER, "runner V1: dummy passes record nothing", None,
          ("num_tokens",), variant="V1"),
-    Seam(_RUNNER_2, "GPUModelRunner.prepare_inputs", WORKER, "runner V2: the batch's order and spans", None,
+    Patch(_RUNNER_2, "GPUModelRunner.prepare_inputs", WORKER, "runner V2: the batch's order and spans", None,
          ("scheduler_output", "batch_desc"), variant="V2"),
-    Seam(_RUNNER_2, "GPUModelRunner.execute_model", WORKER, "runner V2: requests join and leave, rows are sent", None,
+    Patch(_RUNNER_2, "GPUModelRunner.execute_model", WORKER, "runner V2: requests join and leave, rows are sent", None,
          ("scheduler_output", "dummy_run"), variant="V2"),
-    Seam(_RUNNER_2, "GPUModelRunner._dummy_run", WORKER, "runner V2: dummy passes record nothing", None,
+    Patch(_RUNNER_2, "GPUModelRunner._dummy_run", WORKER, "runner V2: dummy passes record nothing", None,
          ("num_tokens",), variant="V2"),
-    Seam(_RUNNER_2, "GPUModelRunner.capture_model", WORKER, "runner V2: its graphs are taken hold of", None,
+    Patch(_RUNNER_2, "GPUModelRunner.capture_model", WORKER, "runner V2: its graphs are taken hold of", None,
          variant="V2"),
-    Seam(_RUNNER_2, "GPUModelRunner.shutdown", WORKER, "runner V2: the live graphs are let go", None, variant="V2"),
-    Seam(_GRAPHS, "ModelCudaGraphManager.capture", WORKER, "runner V2: a second set of graphs, with live taps", None,
+    Patch(_RUNNER_2, "GPUModelRunner.shutdown", WORKER, "runner V2: the live graphs are let go", None, variant="V2"),
+    Patch(_GRAPHS, "ModelCudaGraphManager.capture", WORKER, "runner V2: a second set of graphs, with live taps", None,
          variant="V2"),
-    Seam(_GRAPHS, "CudaGraphManager.dispatch", WORKER, "runner V2: a step replays from the set it needs", None,
+    Patch(_GRAPHS, "CudaGraphManager.dispatch", WORKER, "runner V2: a step replays from the set it needs", None,
          ("num_reqs", "num_tokens"), variant="V2"),
-    Seam("vllm.compilation.cuda_graph", "CUDAGraphWrapper.clear_graphs", WORKER,
+    Patch("vllm.compilation.cuda_graph", "CUDAGraphWrapper.clear_graphs", WORKER,
          "runner V2: the piecewise graphs of both sets", variant="V2"),
-    Seam("vllm.compilation.monitor", "validate_cudagraph_capturing_enabled", WORKER,
+    Patch("vllm.compilation.monitor", "validate_cudagraph_capturing_enabled", WORKER,
          "runner V2: live graphs may be captured while the engine serves", variant="V2"),
 )
 # fmt: on
 
 
 @dataclass
-class Status:
+class PatchStatus:
     """What `install` achieved in this process.
 
     Attributes:
@@ -199,11 +199,11 @@ class Status:
     failure: str | None = None
     serving_failure: str | None = None
 
-    def note(self, seam: Seam, why: str) -> None:
+    def note(self, seam: Patch, why: str) -> None:
         """`seam` cannot be held."""
         (self.serving_problems if seam.serving else self.problems)[seam.path] = why
 
-    def fail(self, seam: Seam, e: Exception) -> None:
+    def fail(self, seam: Patch, e: Exception) -> None:
         """Weir's own code for `seam` could not be loaded."""
         why = guard.cause_of(e)
         if why not in (self.failure, self.serving_failure):
@@ -234,14 +234,14 @@ def _told(problems: dict[str, str]) -> str | None:
     return f"Weir could not hold {first} of this vLLM ({why}){more}; `weir doctor` shows every seam"
 
 
-def install(active: bool) -> Status:
+def install(active: bool) -> PatchStatus:
     """Hold every seam of this process, each as soon as its module is imported; with `active` False only the guard.
 
     Raises:
         Unguarded: if the guard cannot be held, because then requests with Weir's keys would run unheeded.
     """
-    status = Status(active)
-    for seam in SEAMS:
+    status = PatchStatus(active)
+    for seam in PATCHES:
         if seam.wrapper is None or not (active or seam.path in guard.GUARDS):
             continue
         if _module_exists(seam.module):
@@ -253,7 +253,7 @@ def install(active: bool) -> Status:
     return status
 
 
-def _hold(seam: Seam, status: Status, _module: object) -> None:
+def _hold(seam: Patch, status: PatchStatus, _module: object) -> None:
     try:
         found = guard.unguarded(seam.find())
         original: Any = found.fget if isinstance(found, property) else found
@@ -273,7 +273,7 @@ def _hold(seam: Seam, status: Status, _module: object) -> None:
             raise guard.Unguarded(f"Weir cannot guard this vLLM: {seam.path}: {e}") from e
 
 
-def _wrapped(seam: Seam, original: Any, status: Status) -> Any:
+def _wrapped(seam: Patch, original: Any, status: PatchStatus) -> Any:
     """What takes the place of `original`; where Weir does not work the guard, or None if it does not stand there."""
     if status.active and status.failure is None:
         try:
@@ -285,7 +285,7 @@ def _wrapped(seam: Seam, original: Any, status: Status) -> Any:
     return guard.guarded(seam.path, original, status) if seam.path in guard.GUARDS else None
 
 
-def _maker(seam: Seam) -> Callable[[Any, Status], Any]:
+def _maker(seam: Patch) -> Callable[[Any, PatchStatus], Any]:
     module, _, function = (seam.wrapper or "").partition(":")
     return getattr(importlib.import_module(f"vllm_weir.patches.{module}"), function)
 
@@ -293,7 +293,7 @@ def _maker(seam: Seam) -> Callable[[Any, Status], Any]:
 def unloadable() -> list[str]:
     """What keeps the wrappers' modules from being imported, each cause once."""
     causes: dict[str, None] = {}
-    for seam in SEAMS:
+    for seam in PATCHES:
         if seam.wrapper is not None and _module_exists(seam.module):
             try:
                 _maker(seam)
@@ -309,10 +309,10 @@ def _module_exists(name: str) -> bool:
         return False
 
 
-def verify() -> list[tuple[Seam, str]]:
+def verify() -> list[tuple[Patch, str]]:
     """Every seam with what is wrong with it, empty if it is as expected. Imports all the modules."""
     found = []
-    for seam in SEAMS:
+    for seam in PATCHES:
         if seam.recent and not _module_exists(seam.module):
             found.append((seam, ""))
             continue

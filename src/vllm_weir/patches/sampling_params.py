@@ -10,10 +10,10 @@ from vllm_weir.schema.keys import carries_keys
 from vllm_weir.schema.request import ATOMS, plain_copy
 
 if TYPE_CHECKING:
-    from vllm_weir.patches.registry import Status
+    from vllm_weir.patches.registry import PatchStatus
 
 
-def clone(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+def clone(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     """vLLM's general deep copy takes longer than all of Weir's admission; for requests with Weir's keys a quick one."""
 
     def wrapper(self: Any) -> Any:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from vllm_weir.config.settings import Settings
 from vllm_weir.core.cache_keys import CacheKeys, hit_limit
 from vllm_weir.core.step_budget import StepBudget
-from vllm_weir.core.waiting_queue import WaitingRoom
+from vllm_weir.core.waiting_queue import WaitingQueue
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.request import WIRE_KEY
 
 if TYPE_CHECKING:
-    from vllm_weir.patches.registry import Status
+    from vllm_weir.patches.registry import PatchStatus
 
 WAITING = "weir_waiting"
 """Attribute of a SchedulerOutput: how many requests wait for table space."""
@@ -28,7 +28,7 @@ def wire_of(request: Any) -> Any:
     return (params.extra_args or {}).get(WIRE_KEY) if params is not None else None
 
 
-def compute_hash(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+def compute_hash(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = original(self, *args, **kwargs)
         identity = Settings.load(self.additional_config).graph_identity()
@@ -37,7 +37,7 @@ def compute_hash(original: Callable[..., Any], _status: Status) -> Callable[...,
     return wrapper
 
 
-def needs_kv_cache_zeroing(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+def needs_kv_cache_zeroing(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     def wrapper(self: Any) -> Any:
         return original(self) or _zeroes_blocks_on_cpu()
 
@@ -57,7 +57,7 @@ def _zeroes_blocks_on_cpu() -> bool:
     return "_zero_block_ids" in vars(CPUModelRunner)
 
 
-def get_computed_blocks(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+def get_computed_blocks(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         limit = hit_limit(wire_of(request))
         if limit is None:
@@ -77,7 +77,7 @@ def get_computed_blocks(original: Callable[..., Any], _status: Status) -> Callab
     return wrapper
 
 
-class _Room:
+class _SchedulerState:
     """What Weir keeps beside one scheduler. `enqueue`: the scheduler's own add_request, unbound."""
 
     def __init__(self, config: Any, enqueue: Callable[[Any, Any], None]) -> None:
@@ -91,7 +91,7 @@ class _Room:
             config.scheduler_config.max_num_seqs,
             config.scheduler_config.long_prefill_token_threshold,
         )
-        self.waiting = WaitingRoom(settings.table_sizes(d_model))
+        self.waiting = WaitingQueue(settings.table_sizes(d_model))
         self._enqueue = enqueue
 
     def let_in(self, scheduler: Any, request: Any) -> None:
@@ -110,11 +110,11 @@ def _streams_above(config: Any) -> int | None:
     return compilation.max_cudagraph_capture_size or 0 if compilation.cudagraph_mode.name != "NONE" else 0
 
 
-_rooms: weakref.WeakKeyDictionary[object, _Room] = weakref.WeakKeyDictionary()
+_rooms: weakref.WeakKeyDictionary[object, _SchedulerState] = weakref.WeakKeyDictionary()
 _keys: weakref.WeakKeyDictionary[object, CacheKeys] = weakref.WeakKeyDictionary()
 
 
-def block_hash_extra_keys(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     def wrapper(request: Any, start_token_idx: int, end_token_idx: int, *args: Any, **kwargs: Any) -> Any:
         keys, *rest = original(request, start_token_idx, end_token_idx, *args, **kwargs)
         wire = wire_of(request)
@@ -138,7 +138,7 @@ def scheduler_add_request(original, status):
             return original(self, request, *args, **kwargs)
         wire["core"] = status.refusal or ""
         if self not in _rooms:
-            _rooms[self] = _Room(self.vllm_config, original)
+            _rooms[self] = _SchedulerState(self.vllm_config, original)
         room = _rooms[self]
         if wire["needs"] is None or room.waiting.enter(request.request_id, request, wire["needs"]):
             room.let_in(self, request)
@@ -147,7 +147,7 @@ def scheduler_add_request(original, status):
     return wrapper
 
 
-def schedule(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+def schedule(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         room = _rooms.get(self)
         if room is None:
@@ -167,7 +167,7 @@ def schedule(original: Callable[..., Any], _status: Status) -> Callable[..., Any
     return wrapper
 
 
-def finish_requests(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+def finish_requests(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     def wrapper(self: Any, request_ids: Any, finished_status: Any, *args: Any, **kwargs: Any) -> Any:
         room, left = _rooms.get(self), []
         if room is not None and len(room.waiting):

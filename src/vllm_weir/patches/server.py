@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import vllm.outputs  # noqa: F401 - before seams.engine: its own seam is held by a function of that module
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.lookup import has_desk, view_of
+from vllm_weir.frontend.lookup import has_frontend, view_of
 from vllm_weir.frontend.pacing import entry_of
 from vllm_weir.frontend.receive.release import holding
 from vllm_weir.guard.refuse import ROUTES
@@ -19,24 +19,24 @@ from vllm_weir.guard.refuse import without_room as without_room  # held from her
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
 from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, LORA_KEY, WIRE_KEY, asks, slip
 from vllm_weir.server.context import _SERVER, _reply, server_of
-from vllm_weir.server.request import Ask
-from vllm_weir.server.response import Reply
+from vllm_weir.server.request import WeirRequest
+from vllm_weir.server.response import ResponseBuilder
 from vllm_weir.server.state import ServerState
 
 if TYPE_CHECKING:
-    from vllm_weir.patches.registry import Status
+    from vllm_weir.patches.registry import PatchStatus
 
 
-def init(original: Callable[..., Any], status: Status) -> Callable[..., Any]:
+def init(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if status.refusal is None and has_desk(self.engine_client):
+        if status.refusal is None and has_frontend(self.engine_client):
             server_of(self.engine_client)
 
     return wrapper
 
 
-def create(original: Callable[..., Any], status: Status) -> Callable[..., Any]:
+def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
     """Of ``create_completion`` and ``create_chat_completion``. Classes that turn another API's requests into chats
     inherit it and have no room for what Weir adds: theirs are left as they are."""
     owner = original.__qualname__.partition(".")[0]
@@ -53,17 +53,17 @@ def create(original: Callable[..., Any], status: Status) -> Callable[..., Any]:
             if lora is not None and (problem := await _use_lora(self.models, request, lora)) is not None:
                 return problem
             server = server_of(self.engine_client)
-            ask = Ask.parse(request.vllm_xargs, body, server.limits)
+            ask = WeirRequest.parse(request.vllm_xargs, body, server.limits)
             if ask is None:
                 return await _plain(server, original(self, request, *args, **kwargs))
             if request.use_beam_search:
                 raise WeirError("is not served together with Weir's keys", "use_beam_search")
-            await server.desk.turns.admission()
-            return await _replied(self, Reply(ask, server), original(self, request, *args, **kwargs))
+            await server.frontend.pacing.admission()
+            return await _replied(self, ResponseBuilder(ask, server), original(self, request, *args, **kwargs))
         except WeirFailure as e:
             return _failed(self, e)
         except WeirError as e:
-            observer = server_of(self.engine_client).desk.observer if has_desk(self.engine_client) else None
+            observer = server_of(self.engine_client).frontend.observer if has_frontend(self.engine_client) else None
             if observer is not None and not isinstance(e, WeirRequestError):  # those are counted where they are raised
                 observer.refused()
             sent = e if ask is None else ask.sent(e)
@@ -76,7 +76,7 @@ async def _plain(server: ServerState | None, handled: Awaitable[Any]) -> Any:
     """What a request gets that asks nothing of Weir; until it is with the engine, others let it go first."""
     if server is None:
         return await handled
-    entry = server.desk.turns.enter()
+    entry = server.frontend.pacing.enter()
     token = entry_of.set(entry)
     try:
         return await handled
@@ -85,7 +85,7 @@ async def _plain(server: ServerState | None, handled: Awaitable[Any]) -> Any:
         entry.leave()
 
 
-async def _replied(serving: Any, reply: Reply, handled: Awaitable[Any]) -> Any:
+async def _replied(serving: Any, reply: ResponseBuilder, handled: Awaitable[Any]) -> Any:
     """What `handled` comes to, with Weir's part in it."""
     token, held = _reply.set(reply), holding.set(reply.held)
     result = None
@@ -101,7 +101,7 @@ async def _replied(serving: Any, reply: Reply, handled: Awaitable[Any]) -> Any:
             reply.let_go()
 
 
-async def _finish(serving: Any, reply: Reply, result: Any) -> Any:
+async def _finish(serving: Any, reply: ResponseBuilder, result: Any) -> Any:
     if inspect.isasyncgen(result):
         # What the engine refuses is refused before the response has begun.
         first = await anext(result, None)
@@ -140,7 +140,7 @@ async def _from(first: Any, rest: AsyncGenerator[Any, Any]) -> AsyncIterator[Any
             yield chunk
 
 
-def to_sampling_params(original: Callable[..., Any], status: Status) -> Callable[..., Any]:
+def to_sampling_params(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         reply = _reply.get()
         if reply is None:
@@ -158,7 +158,7 @@ def to_sampling_params(original: Callable[..., Any], status: Status) -> Callable
     return wrapper
 
 
-def completion_response(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+def completion_response(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     name = "final_res_batch"
     place = list(inspect.signature(original).parameters).index(name) - 1
 
@@ -174,7 +174,7 @@ def completion_response(original: Callable[..., Any], _status: Status) -> Callab
     return wrapper
 
 
-def chat_response(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+def chat_response(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ def chat_response(original: Callable[..., Any], _status: Status) -> Callable[...
     return wrapper
 
 
-def stream(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
+def stream(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     """Of the generators of server-sent events."""
     signature = inspect.signature(original)
 
@@ -205,7 +205,7 @@ def stream(original: Callable[..., Any], _status: Status) -> Callable[..., Any]:
     return wrapper
 
 
-async def _noted(reply: Reply, results: AsyncGenerator[Any, Any], n: int) -> AsyncIterator[Any]:
+async def _noted(reply: ResponseBuilder, results: AsyncGenerator[Any, Any], n: int) -> AsyncIterator[Any]:
     """`results`, outputs or (prompt, output) pairs, whose views `reply` has seen before they are used."""
     begun = False
     try:

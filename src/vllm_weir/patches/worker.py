@@ -14,16 +14,16 @@ from vllm_weir.errors import WeirError
 from vllm_weir.patches import cuda_graphs
 from vllm_weir.patches.discovery import find_sites
 from vllm_weir.patches.scheduler import WAITING, wire_of
-from vllm_weir.worker.runtime import ModelFacts, Station
-from vllm_weir.worker.tap.warmup import Warming
+from vllm_weir.worker.runtime import ModelInfo, WorkerRuntime
+from vllm_weir.worker.tap.warmup import TapWarmup
 
 if TYPE_CHECKING:
-    from vllm_weir.patches.registry import Status
+    from vllm_weir.patches.registry import PatchStatus
 
 logger = logging.getLogger(__name__)
 
 
-def init_device(original: Callable[..., Any], status: Status) -> Callable[..., Any]:
+def init_device(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
     def wrapper(self: Any) -> None:
         original(self)
         worker = self.worker
@@ -42,35 +42,35 @@ def init_device(original: Callable[..., Any], status: Status) -> Callable[..., A
     return wrapper
 
 
-def _report(status: Status, station: Station | None, reason: str | None = None) -> dict[str, Any]:
-    if station is None:
+def _report(status: PatchStatus, runtime: WorkerRuntime | None, reason: str | None = None) -> dict[str, Any]:
+    if runtime is None:
         return {"ok": False, "reason": reason or status.refusal or "the model was not loaded through Weir"}
     if status.refusal is not None:
         return {"ok": False, "reason": status.refusal}
-    return station.report()
+    return runtime.report()
 
 
-def _warm(worker: Any) -> Warming | None:
+def _warm(worker: Any) -> TapWarmup | None:
     """Begin to compile the taps' kernels, which need to know no more of the model than its width."""
     config = worker.vllm_config.model_config
     try:
         width = config.get_hidden_size()
     except AttributeError:
         return None  # `_place` says what that means
-    return Warming(width, config.dtype, worker.model_runner.device)
+    return TapWarmup(width, config.dtype, worker.model_runner.device)
 
 
-def _place(worker: Any, status: Status, warming: Warming | None) -> None:
+def _place(worker: Any, status: PatchStatus, warming: TapWarmup | None) -> None:
     runner, config = worker.model_runner, worker.vllm_config
     settings = Settings.load(config.additional_config)
     try:
         one_set = not worker.use_v2_model_runner and config.compilation_config.cudagraph_mode.name != "NONE"
         if one_set and settings.hooks is None:
             settings = settings.model_copy(update={"hooks": ("resid_pre", "resid_post")})
-        facts = _facts(runner, config, worker.use_v2_model_runner)
+        model_info = _model_info(runner, config, worker.use_v2_model_runner)
         assert warming is not None, "the model's width is known"
-        sites = find_sites(runner, config, facts, settings, worker.use_v2_model_runner)
-        station = Station(runner.get_model(), facts, settings, sites)
+        sites = find_sites(runner, config, model_info, settings, worker.use_v2_model_runner)
+        runtime = WorkerRuntime(runner.get_model(), model_info, settings, sites)
         spans = _v2_spans(runner) if worker.use_v2_model_runner else _v1_spans(runner)
     except (WeirError, AttributeError, TypeError) as e:
         if settings.refused == "start":
@@ -80,23 +80,23 @@ def _place(worker: Any, status: Status, warming: Warming | None) -> None:
         worker.weir_report = functools.partial(_report, status, None, str(e))
         return
     if worker.use_v2_model_runner:
-        worker.weir_graphs = cuda_graphs.hold(runner, station, config, settings.graphs == "eager")
+        worker.weir_graphs = cuda_graphs.hold(runner, runtime, config, settings.graphs == "eager")
     elif one_set:
         warming.wait()
-        station.switch.pin()  # runner V1 has one set of graphs, with live taps
-    _hold_execute_model(runner, station)
-    _hold_dummy_run(runner, station)
-    _hold_shutdown(worker, station)
+        runtime.switch.pin()  # runner V1 has one set of graphs, with live taps
+    _hold_execute_model(runner, runtime)
+    _hold_dummy_run(runner, runtime)
+    _hold_shutdown(worker, runtime)
     _hold_warm_up(worker, warming)
-    spans(station)
-    worker.weir_report = functools.partial(_report, status, station)
-    worker.weir_usage = station.usage
+    spans(runtime)
+    worker.weir_report = functools.partial(_report, status, runtime)
+    worker.weir_usage = runtime.usage
 
 
-def _facts(runner: Any, config: Any, v2: bool) -> ModelFacts:
+def _model_info(runner: Any, config: Any, v2: bool) -> ModelInfo:
     from vllm.distributed.parallel_state import get_tp_group
 
-    return ModelFacts(
+    return ModelInfo(
         d_model=config.model_config.get_hidden_size(),
         dtype=config.model_config.dtype,
         device=runner.device,
@@ -108,25 +108,25 @@ def _facts(runner: Any, config: Any, v2: bool) -> ModelFacts:
     )
 
 
-def _hold_execute_model(runner: Any, station: Station) -> None:
+def _hold_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
     execute_model = runner.execute_model
 
     @functools.wraps(execute_model)
     def wrapper(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run"):
-            station.silence()
+            runtime.silence()
             return execute_model(scheduler_output, *args, **kwargs)
         new = [
             (r.req_id, _checked(wire), _prompt_len(r), r.prompt_token_ids, r.num_computed_tokens)
             for r in scheduler_output.scheduled_new_reqs
             if (wire := wire_of(r)) is not None
         ]
-        station.drain.waiting = vars(scheduler_output).get(WAITING, 0)
+        runtime.drain.waiting = vars(scheduler_output).get(WAITING, 0)
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids  # by V1; V2 has them join again
-        station.follow(new, scheduler_output.finished_req_ids, resumed)
-        station.begin_step(*_starts(scheduler_output))
+        runtime.follow(new, scheduler_output.finished_req_ids, resumed)
+        runtime.begin_step(*_starts(scheduler_output))
         output = execute_model(scheduler_output, *args, **kwargs)
-        station.end_step()
+        runtime.end_step()
         return output
 
     runner.execute_model = wrapper
@@ -151,18 +151,18 @@ def _prompt_len(new_request: Any) -> int:
     return len(ids) if ids is not None else new_request.prompt_embeds.shape[0]
 
 
-def _hold_dummy_run(runner: Any, station: Station) -> None:
+def _hold_dummy_run(runner: Any, runtime: WorkerRuntime) -> None:
     dummy_run = runner._dummy_run
 
     @functools.wraps(dummy_run)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        station.silence()
+        runtime.silence()
         return dummy_run(*args, **kwargs)
 
     runner._dummy_run = wrapper
 
 
-def _hold_warm_up(worker: Any, warming: Warming) -> None:
+def _hold_warm_up(worker: Any, warming: TapWarmup) -> None:
     """The model is traced and compiled by the profiling run, on a GPU; what comes next captures graphs."""
     profile, warm_up = worker.determine_available_memory, worker.compile_or_warm_up_model
 
@@ -187,30 +187,30 @@ def _hold_warm_up(worker: Any, warming: Warming) -> None:
     worker.compile_or_warm_up_model = wrapper
 
 
-def _hold_shutdown(worker: Any, station: Station) -> None:
+def _hold_shutdown(worker: Any, runtime: WorkerRuntime) -> None:
     shutdown = worker.shutdown
 
     @functools.wraps(shutdown)
     def wrapper() -> None:
         try:
-            station.close()  # on a device that has failed it raises: vLLM lets go of its own all the same
+            runtime.close()  # on a device that has failed it raises: vLLM lets go of its own all the same
         finally:
             shutdown()
 
     worker.shutdown = wrapper
 
 
-def _v1_spans(runner: Any) -> Callable[[Station], None]:
+def _v1_spans(runner: Any) -> Callable[[WorkerRuntime], None]:
     prepare = runner._prepare_inputs
 
-    def hold(station: Station) -> None:
+    def hold(runtime: WorkerRuntime) -> None:
         @functools.wraps(prepare)
         def wrapper(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
             result = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
             batch = runner.input_batch
             n = batch.num_reqs
             computed = batch.num_computed_tokens_cpu[:n]
-            station.plan_step(batch.req_ids[:n], num_scheduled_tokens[:n], computed, runner.input_ids.gpu)
+            runtime.plan_step(batch.req_ids[:n], num_scheduled_tokens[:n], computed, runner.input_ids.gpu)
             return result
 
         runner._prepare_inputs = wrapper
@@ -218,12 +218,12 @@ def _v1_spans(runner: Any) -> Callable[[Station], None]:
     return hold
 
 
-def _v2_spans(runner: Any) -> Callable[[Station], None]:
+def _v2_spans(runner: Any) -> Callable[[WorkerRuntime], None]:
     prepare = runner.prepare_inputs
     # Its place among the arguments differs from version to version.
     at = list(inspect.signature(prepare).parameters).index("batch_desc")
 
-    def hold(station: Station) -> None:
+    def hold(runtime: WorkerRuntime) -> None:
         @functools.wraps(prepare)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             batch = prepare(*args, **kwargs)
@@ -231,7 +231,7 @@ def _v2_spans(runner: Any) -> Callable[[Station], None]:
             computed = batch.num_computed_tokens_np[:n]
             desc = kwargs["batch_desc"] if "batch_desc" in kwargs else args[at]
             graph = desc.cg_mode.name != "NONE"
-            station.plan_step(batch.req_ids, batch.num_scheduled_tokens[:n], computed, batch.input_ids, graph)
+            runtime.plan_step(batch.req_ids, batch.num_scheduled_tokens[:n], computed, batch.input_ids, graph)
             return batch
 
         runner.prepare_inputs = wrapper

@@ -22,14 +22,14 @@ from vllm_weir import codec
 from vllm_weir.errors import WeirError
 from vllm_weir.results.checksum import checksums
 from vllm_weir.results.safetensors_header import CODES, build_header
-from vllm_weir.results.site_slices import Block, alone
+from vllm_weir.results.site_slices import SiteSlices, alone
 from vllm_weir.schema.hooks import Site, parse_site
 
 LENS_KEY = "residual_stream"
 
 
 @dataclass(frozen=True)
-class Packed:
+class CompressedRows:
     """Compressed rows of one sequence.
 
     Attributes:
@@ -67,7 +67,7 @@ class Activations(Mapping):
         positions: Mapping[Site, torch.Tensor],
         token_ids: Mapping[Site, torch.Tensor],
         lens_layers: tuple[int, ...] = (),
-        packed: Packed | None = None,
+        packed: CompressedRows | None = None,
     ) -> None:
         self._rows = rows
         self._packed = packed
@@ -82,7 +82,7 @@ class Activations(Mapping):
         if isinstance(rows, dict):
             rows = {site: alone(some) for site, some in rows.items()}
         # Those of a block or a dict are the same memory once more.
-        again = self._packed is None and isinstance(rows, (Block, dict))
+        again = self._packed is None and isinstance(rows, (SiteSlices, dict))
         made = {} if again else {key: alone(some) for key, some in self._made.items()}
         return {**self.__dict__, "_rows": rows, "_made": made}
 
@@ -130,7 +130,7 @@ class Activations(Mapping):
         if site not in self._made:
             if self._packed is not None:
                 self._made[site] = self._packed.decode(site)
-            elif isinstance(self._rows, Block):
+            elif isinstance(self._rows, SiteSlices):
                 self._made = self._rows.every
             else:  # rows may be read from a file when they are looked at
                 self._made[site] = self._rows[site]
@@ -211,7 +211,7 @@ class Activations(Mapping):
         interpreter for 20 us a tensor.
         """
         sites = self.sites
-        block = self._rows if isinstance(self._rows, Block) and list(self._rows) == sites else None
+        block = self._rows if isinstance(self._rows, SiteSlices) and list(self._rows) == sites else None
         if block is None:
             rows = [self._row(site) for site in sites]
             shapes = [(some.dtype, tuple(some.shape)) for some in rows]

@@ -18,7 +18,7 @@ def alone(rows: torch.Tensor) -> torch.Tensor:
     return rows.clone() if rows.untyped_storage().nbytes() > rows.nbytes else rows
 
 
-class Block(Mapping):
+class SiteSlices(Mapping):
     """Rows [n, d] of several sites, cut out of [n, columns, d] when one of them is first looked at.
 
     Args:
@@ -40,14 +40,14 @@ class Block(Mapping):
             self._every = dict(zip(self._sites, [rows[k] for k in self._places] if self._places else rows, strict=True))
         return self._every
 
-    def to(self, dtype: torch.dtype) -> Block:
+    def to(self, dtype: torch.dtype) -> SiteSlices:
         """All sites' rows in another dtype, in memory of their own."""
         rows = torch.empty_like(self.rows, dtype=dtype)
         # Piece by piece, as torch would call its threads together for the whole, and wait for them.
         step = max(1, ALONE // (rows[:, :1].numel() or 1))
         for first in range(0, rows.shape[1], step):
             rows[:, first : first + step] = self.rows[:, first : first + step]
-        return Block(self._sites, self._places, rows)
+        return SiteSlices(self._sites, self._places, rows)
 
     def together(self) -> np.ndarray:
         """A copy of all sites' rows, uint8 [sites, n, bytes of a row]; numpy makes it, in this thread alone."""

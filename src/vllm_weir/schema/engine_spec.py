@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from vllm_weir.schema.interventions import Move
+from vllm_weir.schema.interventions import ResolvedIntervention
 from vllm_weir.schema.positions import ENDLESS, Positions
 from vllm_weir.schema.request import ResolvedSpec
-from vllm_weir.util.lru import Memo
+from vllm_weir.util.lru import LruCache
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class EngineSpec:
     """The captures, and the interventions that change something, in order."""
 
     captures: ResolvedSpec
-    moves: tuple[Move, ...] = ()
+    moves: tuple[ResolvedIntervention, ...] = ()
 
     @functools.cached_property
     def selectors(self) -> tuple[Positions, ...]:
@@ -50,16 +50,18 @@ class EngineSpec:
     def wire(self) -> bytes:
         """What travels."""
         moves = [m.to_wire() for m in self.moves]
-        return msgspec.msgpack.encode([self.captures.wire, self.captures.treatment_wire, moves])
+        return msgspec.msgpack.encode([self.captures.wire, self.captures.postprocess_wire, moves])
 
     @classmethod
     def from_wire(cls, wire: bytes) -> EngineSpec:
         """The inverse of `wire`; the same object for equal bytes, as long as it is remembered."""
         known = _known.get(wire)
         if known is None:
-            wishes, treatment, moves = msgspec.msgpack.decode(wire)
-            known = cls(ResolvedSpec.from_wire(wishes, treatment), tuple(map(Move.from_wire, moves)))
-            _known.put(wire, known, 2048 + 16 * len(wire) + 256 * len(known.captures.wishes))
+            site_requests, postprocess, moves = msgspec.msgpack.decode(wire)
+            known = cls(
+                ResolvedSpec.from_wire(site_requests, postprocess), tuple(map(ResolvedIntervention.from_wire, moves))
+            )
+            _known.put(wire, known, 2048 + 16 * len(wire) + 256 * len(known.captures.site_requests))
         return known
 
 
@@ -73,4 +75,4 @@ def _end_of(selector: Positions) -> int:
     return ENDLESS
 
 
-_known: Memo[EngineSpec] = Memo(64 << 20)
+_known: LruCache[EngineSpec] = LruCache(64 << 20)

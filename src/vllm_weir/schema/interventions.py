@@ -53,7 +53,7 @@ NOTHING = Instruction(CONST, "")
 """Stands at the number of a position that keeps its row."""
 
 
-class Lowered(NamedTuple):
+class LoweredIntervention(NamedTuple):
     """Instructions of one intervention and the rows they use, by digest.
 
     `by_position`: instruction k is for the k-th selected position alone; None: all are for every position.
@@ -82,7 +82,7 @@ def reach(term: Instruction, rows: Mapping[str, np.ndarray]) -> float:
     return factor * float(np.abs(rows[term.u]).max()) if term.u else 0.0
 
 
-class _Rows:
+class _VectorCollector:
     """Collects rows by content."""
 
     def __init__(self) -> None:
@@ -282,7 +282,7 @@ class Intervention:
             out.append(one)
         return out
 
-    def lower(self, d_model: int, lookup: Callable[[str, str], np.ndarray]) -> Lowered:
+    def lower(self, d_model: int, lookup: Callable[[str, str], np.ndarray]) -> LoweredIntervention:
         """Instructions for a model; none if the intervention changes nothing. Not for vectors by layer.
 
         Args:
@@ -304,7 +304,7 @@ class Intervention:
             arrays[name] = array
         return self._lower(*arrays.values())._replace(by_position=by_position)
 
-    def _lower(self, *arrays: Any) -> Lowered:
+    def _lower(self, *arrays: Any) -> LoweredIntervention:
         """Instructions from the arrays of `vectors`, in that order."""
         raise NotImplementedError
 
@@ -354,15 +354,15 @@ class Add(Intervention):
         self._flag("norm_match")
         self._flag("keep_norm")
 
-    def _lower(self, *arrays: np.ndarray) -> Lowered:
+    def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:
         (vector,) = arrays
         if not vector.any() or self.scale == 0:
-            return Lowered((), {})
-        rows = _Rows()
+            return LoweredIntervention((), {})
+        rows = _VectorCollector()
         known = self.vector.digest if self.vector.array is vector and vector.ndim == 1 else ""
-        return Lowered(tuple(self._term(rows, row, known) for row in np.atleast_2d(vector)), rows.rows)
+        return LoweredIntervention(tuple(self._term(rows, row, known) for row in np.atleast_2d(vector)), rows.rows)
 
-    def _term(self, rows: _Rows, vector: np.ndarray, digest: str) -> Instruction:
+    def _term(self, rows: _VectorCollector, vector: np.ndarray, digest: str) -> Instruction:
         """What is added where `vector` [d_model] is. `digest`: the vector's, if that is known."""
         norm = float(np.linalg.norm(vector.astype(np.float64)))
         if norm == 0:
@@ -395,16 +395,16 @@ class Ablate(Intervention):
     per_layer: bool = False
     path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
 
-    def _lower(self, *arrays: np.ndarray) -> Lowered:
+    def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:
         (directions,) = arrays
         matrix = np.atleast_2d(directions).astype(np.float64)
         lengths = np.linalg.norm(matrix, axis=1, keepdims=True)
         if not lengths.all():
             raise WeirError("a direction of length zero spans nothing", f"{self.path}.directions{self.where}")
         _, singular, basis = np.linalg.svd(matrix / lengths, full_matrices=False)
-        rows = _Rows()
+        rows = _VectorCollector()
         names = [rows.add(row) for row in basis[singular > 1e-6 * singular[0]]]
-        return Lowered(tuple(Instruction(AFFINE, n, n, a=-1.0) for n in names), rows.rows)
+        return LoweredIntervention(tuple(Instruction(AFFINE, n, n, a=-1.0) for n in names), rows.rows)
 
 
 @dataclass(frozen=True)
@@ -443,18 +443,18 @@ class Clamp(Intervention):
         if self.min is not None and self.max is not None and self.min > self.max:
             raise WeirError(f"min {self.min:g} is above max {self.max:g}", f"{self.path}.min")
 
-    def _lower(self, *arrays: np.ndarray) -> Lowered:
+    def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:
         (direction,) = arrays
         length = float(np.linalg.norm(direction.astype(np.float64)))
         if length == 0:
             raise WeirError("a direction of length zero has no component", f"{self.path}.direction{self.where}")
         if self.strength == 0:
-            return Lowered((), {})
-        rows = _Rows()
+            return LoweredIntervention((), {})
+        rows = _VectorCollector()
         unit = rows.add(direction.astype(np.float64) / length)
         lo = self.value if self.value is not None else (-INFINITE if self.min is None else self.min)
         hi = self.value if self.value is not None else (INFINITE if self.max is None else self.max)
-        return Lowered((Instruction(CLAMP, unit, unit, a=self.strength, lo=lo, hi=hi),), rows.rows)
+        return LoweredIntervention((Instruction(CLAMP, unit, unit, a=self.strength, lo=lo, hi=hi),), rows.rows)
 
 
 @dataclass(frozen=True)
@@ -482,13 +482,13 @@ class Replace(Intervention):
     def _check(self) -> None:
         self._number("alpha")
 
-    def _lower(self, *arrays: np.ndarray) -> Lowered:
+    def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:
         (values,) = arrays
         if self.alpha == 0:
-            return Lowered((), {})
-        rows = _Rows()
+            return LoweredIntervention((), {})
+        rows = _VectorCollector()
         terms = tuple(Instruction(BLEND, rows.add(row), a=self.alpha) for row in np.atleast_2d(values))
-        return Lowered(terms, rows.rows)
+        return LoweredIntervention(terms, rows.rows)
 
 
 @dataclass(frozen=True)
@@ -513,20 +513,20 @@ class LowRank(Intervention):
     per_layer: bool = False
     path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
 
-    def _lower(self, *arrays: np.ndarray) -> Lowered:
+    def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:
         right, left, b = np.atleast_2d(arrays[0]), np.atleast_2d(arrays[1]), arrays[2]
         if right.shape != left.shape or len(b) != len(right):
             raise WeirError(
                 f"R {list(right.shape)}, W {list(left.shape)} and b [{len(b)}] do not fit", f"{self.path}.W{self.where}"
             )
-        rows = _Rows()
+        rows = _VectorCollector()
         difference = left.astype(np.float64) - right.astype(np.float64)
         terms = tuple(
             Instruction(AFFINE, rows.add(r), rows.add(d), a=1.0, b=float(bias))
             for r, d, bias in zip(right, difference, b, strict=True)
             if r.any()
         )
-        return Lowered(terms, rows.rows)
+        return LoweredIntervention(terms, rows.rows)
 
 
 KINDS: dict[str, type[Intervention]] = {c.op: c for c in (Add, Ablate, Clamp, Replace, LowRank)}
@@ -552,7 +552,7 @@ def parse_intervention(data: object, path: str) -> Intervention:
 
 
 @dataclass(frozen=True)
-class Move:
+class ResolvedIntervention:
     """An intervention resolved against a model, in the engine's terms. `digest` is of what it does, not of where."""
 
     hook: str
@@ -578,7 +578,7 @@ class Move:
         return [self.hook, list(self.layers), self.positions.to_json(), self.per_position, ins]
 
     @classmethod
-    def from_wire(cls, data: list[Any]) -> Move:
+    def from_wire(cls, data: list[Any]) -> ResolvedIntervention:
         """The inverse of `to_wire`."""
         hook, layers, positions, per_position, ins = data
         return cls(hook, tuple(layers), Positions.parse(positions), per_position, tuple(Instruction(*i) for i in ins))

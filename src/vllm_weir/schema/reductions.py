@@ -12,6 +12,6 @@ largest values are wanted and not the sum; whether the cells hold what an earlie
 CONTINUED, COMPLETE = 1, 2
 """Of a fold that earlier steps began: whether its first group is their last one, or their last one is complete."""
 
-FIELDS = ("strand", "cell", "groups", "columns", "resumed", "count", "done", "maximum")
+FIELDS = ("row_seq", "cell", "groups", "columns", "resumed", "count", "done", "maximum")
 
 STRAND, CELL, GROUPS, COLUMNS, RESUMED, COUNT, DONE, LARGEST = range(len(FIELDS))

@@ -196,7 +196,7 @@ def selected(selectors: Sequence[Positions], prompt_len: int, token_ids: np.ndar
     return np.flatnonzero(chosen)
 
 
-class Wish(NamedTuple):
+class SiteRequest(NamedTuple):
     """One site at the positions one capture selects, resolved against a model."""
 
     site: Site
@@ -205,7 +205,7 @@ class Wish(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Treatment:
+class Postprocess:
     """What a request wants instead of its rows: a reduction of them, their products with directions, or both; or the
     rows compressed.
 
@@ -245,26 +245,26 @@ def _last(selector: Positions, prompt_len: int, prompt_token_ids: Sequence[int] 
 class ResolvedSpec:
     """A RequestSpec resolved against a model: every layer named, every site known to be tapped."""
 
-    wishes: tuple[Wish, ...]
-    treatment: Treatment | None = None
+    site_requests: tuple[SiteRequest, ...]
+    postprocess: Postprocess | None = None
 
     def cell(self, d_model: int, itemsize: int) -> int:
         """Rows of the ring that hold what the treatment makes of one token (0: nothing but the rows themselves)."""
-        if self.treatment is None or self.treatment.compression is not None:
+        if self.postprocess is None or self.postprocess.compression is not None:
             return 0
-        values = d_model if self.treatment.folds else len(self.treatment.directions)
+        values = d_model if self.postprocess.folds else len(self.postprocess.directions)
         return cell_rows(self.width, values, d_model * itemsize)
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
         """Distinct sites, in the order in which a token meets them."""
-        return tuple(sorted({w.site for w in self.wishes}, key=place_of))
+        return tuple(sorted({w.site for w in self.site_requests}, key=place_of))
 
     @functools.cached_property
     def by_positions(self) -> tuple[tuple[tuple[Site, ...], tuple[Positions, ...]], ...]:
         """The distinct sites, those with the same selectors together, and these selectors."""
         selectors: dict[Site, dict[Positions, None]] = {}
-        for w in self.wishes:
+        for w in self.site_requests:
             selectors.setdefault(w.site, {})[w.positions] = None
         groups: dict[frozenset[Positions], list[Site]] = {}
         for site, chosen in selectors.items():
@@ -274,12 +274,12 @@ class ResolvedSpec:
     @functools.cached_property
     def positions(self) -> tuple[Positions, ...]:
         """The distinct selectors."""
-        return tuple(dict.fromkeys(w.positions for w in self.wishes))
+        return tuple(dict.fromkeys(w.positions for w in self.site_requests))
 
     @functools.cached_property
     def width(self) -> int:
         """Rows that a token can give."""
-        return len({(w.site, w.before) for w in self.wishes})
+        return len({(w.site, w.before) for w in self.site_requests})
 
     def first(self, prompt_len: int, prompt_token_ids: Sequence[int] | None) -> int | None:
         """The first wanted position, or None: a prefix-cache hit must not pass it."""
@@ -293,7 +293,7 @@ class ResolvedSpec:
 
     def tokens(self, prompt_len: int) -> int | None:
         """How many tokens give rows that leave the device, or None if that is not bounded."""
-        if self.treatment is not None and self.treatment.folds:
+        if self.postprocess is not None and self.postprocess.folds:
             ends = (selector.steady(prompt_len) for selector in self.positions)
             return 0 if all(end is not None and not end[1] and end[0] <= prompt_len for end in ends) else None
         if any(selector.kind not in ("last_prompt", "list") for selector in self.positions):
@@ -304,36 +304,36 @@ class ResolvedSpec:
     def wire(self) -> list[list[Any]]:
         """For the workers: [hook, layers, positions, before] per distinct selector."""
         groups: dict[tuple[str, Positions, bool], list[int]] = {}
-        for w in self.wishes:
+        for w in self.site_requests:
             groups.setdefault((w.site.hook, w.positions, w.before), []).append(w.site.layer)
         return [[hook, layers, positions.to_json(), before] for (hook, positions, before), layers in groups.items()]
 
     @property
-    def treatment_wire(self) -> list[Any] | None:
+    def postprocess_wire(self) -> list[Any] | None:
         """The treatment, for the workers."""
-        if self.treatment is None:
+        if self.postprocess is None:
             return None
-        compression = self.treatment.compression
+        compression = self.postprocess.compression
         return [
-            self.treatment.reduce,
-            list(self.treatment.directions),
+            self.postprocess.reduce,
+            list(self.postprocess.directions),
             None if compression is None else compression.to_json(),
         ]
 
     @classmethod
-    def from_wire(cls, data: list[list[Any]], treatment: list[Any] | None = None) -> ResolvedSpec:
-        """The inverse of `wire` and `treatment_wire`."""
+    def from_wire(cls, data: list[list[Any]], postprocess: list[Any] | None = None) -> ResolvedSpec:
+        """The inverse of `wire` and `postprocess_wire`."""
         return cls(
             tuple(
-                Wish(Site(hook, layer), Positions.parse(positions), before)
+                SiteRequest(Site(hook, layer), Positions.parse(positions), before)
                 for hook, layers, positions, before in data
                 for layer in layers
             ),
             None
-            if treatment is None
-            else Treatment(
-                treatment[0],
-                tuple(treatment[1]),
-                None if treatment[2] is None else Compression.parse(treatment[2], "compress"),
+            if postprocess is None
+            else Postprocess(
+                postprocess[0],
+                tuple(postprocess[1]),
+                None if postprocess[2] is None else Compression.parse(postprocess[2], "compress"),
             ),
         )

@@ -119,7 +119,7 @@ def _remember(known: dict[Any, Any], key: object, value: object) -> None:
     known[key] = value
 
 
-class Choice:
+class SelectorSet:
     """Distinct selectors that requests have in common."""
 
     def __init__(self, distinct: tuple[Positions, ...]) -> None:

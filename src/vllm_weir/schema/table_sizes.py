@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TableSizes:
     """Rows of the vector, program and instruction tables."""
 
     vectors: int

@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.scalars import is_int, plain
-from vllm_weir.util.lru import Memo
+from vllm_weir.util.lru import LruCache
 
 KEPT = (1, 2, 3)
 """Dimensions of what is kept under a name: [d], [n, d], or [layers, n, d]."""
@@ -81,7 +81,7 @@ class Vector:
         return digest_of(self.array) if self.array is not None else self.ref
 
 
-_texts: Memo[tuple[str, Vector]] = Memo(32 << 20)
+_texts: LruCache[tuple[str, Vector]] = LruCache(32 << 20)
 """By the id of the text that stands for it on the wire; the text is held, so that its id stays its own."""
 
 

@@ -6,16 +6,16 @@ from contextvars import ContextVar
 from typing import Any
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.lookup import desk_of
+from vllm_weir.frontend.lookup import frontend_of
 from vllm_weir.guard.refuse import ROUTES
 from vllm_weir.guard.request_errors import WeirRequestError
 from vllm_weir.schema.compat.vllm_lens import lens_capture, refuse_lens
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, WIRE_KEY, asks
 from vllm_weir.schema.request import RequestSpec
-from vllm_weir.server.response import Reply
+from vllm_weir.server.response import ResponseBuilder
 from vllm_weir.server.state import ServerState
 
-_reply: ContextVar[Reply | None] = ContextVar("weir_reply", default=None)
+_reply: ContextVar[ResponseBuilder | None] = ContextVar("weir_reply", default=None)
 
 _SERVER = "_weir_server"
 
@@ -24,7 +24,7 @@ def server_of(engine_client: Any) -> ServerState:
     """The state of the server that this engine client belongs to, made when it is first asked for."""
     server = getattr(engine_client, _SERVER, None)
     if server is None:
-        server = ServerState(engine_client, desk_of(engine_client))
+        server = ServerState(engine_client, frontend_of(engine_client))
         setattr(engine_client, _SERVER, server)
     return server
 

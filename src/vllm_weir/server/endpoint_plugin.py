@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROUTERS = ("activations", "info", "marks", "steering", "vectors", "page")
-"""Modules of this package, each of which has a router."""
+"""Modules of `vllm_weir.server.routes`, each of which has a router."""
 PREFIXES = ("/v1/weir", "/v1/activations", "/v1/marks", "/v1/steering", "/v1/vectors", "/weir")
 """How the paths of all routes begin."""
 
@@ -48,13 +48,13 @@ class Endpoints:
             return
         from vllm_weir.errors import WeirError
         from vllm_weir.server.errors import weir_error
-        from vllm_weir.server.limits import Limits
+        from vllm_weir.server.limits import ServerLimits
         from vllm_weir.server.routes.body_limit import BodyLimit
 
         for room in rooms:
             app.include_router(room.router())
         # The innermost of vLLM's middlewares: who has no API key is told that, not the limit.
-        app.add_middleware(BodyLimit, most=Limits.load().body_bytes)
+        app.add_middleware(BodyLimit, most=ServerLimits.load().body_bytes)
         app.add_exception_handler(WeirError, weir_error)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
@@ -63,14 +63,14 @@ class Endpoints:
             return
         try:
             load_rooms()
-            from vllm_weir.frontend.lookup import has_desk
+            from vllm_weir.frontend.lookup import has_frontend
             from vllm_weir.server.context import served_name, server_of
             from vllm_weir.server.routes import marks
             from vllm_weir.server.shared.peers import Peers
         except Exception as e:  # noqa: BLE001 - as above
             state.weir_refusal = guard.cause_of(e)
             return
-        if not has_desk(engine_client):
+        if not has_frontend(engine_client):
             state.weir_refusal = guard.refusal_here() or "this engine was built without Weir's knowledge"
             logger.error("Weir's routes are off: %s", state.weir_refusal)
             return
@@ -78,7 +78,7 @@ class Endpoints:
         several = (getattr(args, "api_server_count", None) or 1) > 1
         server.open(os.getppid() if several else os.getpid(), served_name(engine_client))
         if several and server.home is not None:
-            answer = functools.partial(marks.answer_here, server.desk.board)
+            answer = functools.partial(marks.answer_here, server.frontend.manager)
             server.peers = Peers(server.home.room("peers"), answer, str(os.getpid()))
             await server.peers.open()
         state.weir = server
@@ -88,7 +88,7 @@ class Endpoints:
 
 def load_rooms() -> list[ModuleType]:
     """The modules with the routes; raises whatever keeps them from being imported."""
-    return [importlib.import_module(f"vllm_weir.server.{name}") for name in ROUTERS]
+    return [importlib.import_module(f"vllm_weir.server.routes.{name}") for name in ROUTERS]
 
 
 def _attach_refusals(app: FastAPI, why: str) -> None:

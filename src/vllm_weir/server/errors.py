@@ -38,19 +38,19 @@ TYPES = {
 }
 
 
-class Fault(WeirError):
+class InternalFault(WeirError):
     """Not the client's mistake."""
 
     status = 500
 
 
-class NotKept(Fault):
+class StateNotSaved(InternalFault):
     """The server's disk does not take what it was asked to keep; nothing has changed."""
 
     status = 507
 
 
-class Unanswered(Fault):
+class PeerUnanswered(InternalFault):
     """Another of the server's processes, which may know, did not say."""
 
 
@@ -72,4 +72,4 @@ def declared(*codes: int) -> dict[int | str, dict[str, Any]]:
 def weir_error(_request: Request, e: Exception) -> JSONResponse:
     """Handler: what Weir refuses is the client's mistake, unless it says that it is not."""
     assert isinstance(e, WeirError)
-    return error(e.status if isinstance(e, Fault) else 400, str(e), e.field or None)
+    return error(e.status if isinstance(e, InternalFault) else 400, str(e), e.field or None)

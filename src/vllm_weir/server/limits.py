@@ -15,7 +15,7 @@ PREFIX = "WEIR_SERVE_"
 ADMIN_KEY = "WEIR_ADMIN_KEY"
 
 
-class Limits(BaseModel):
+class ServerLimits(BaseModel):
     """Bounds of one server; each is ``WEIR_SERVE_<NAME>``.
 
     Attributes:
@@ -48,7 +48,7 @@ class Limits(BaseModel):
     directory: str = ""
 
     @classmethod
-    def load(cls, environ: Mapping[str, str] = os.environ) -> Limits:
+    def load(cls, environ: Mapping[str, str] = os.environ) -> ServerLimits:
         """From the environment; raises WeirError naming a bad variable."""
         warn_of_unknown(environ, PREFIX, [name.upper() for name in cls.model_fields])
         given = {n: environ[PREFIX + n.upper()] for n in cls.model_fields if PREFIX + n.upper() in environ}

@@ -11,16 +11,16 @@ from dataclasses import replace
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
-from vllm_weir.frontend.engine_frontend import Desk
-from vllm_weir.frontend.outputs.view import View
-from vllm_weir.server.shared.result_files import Spool
+from vllm_weir.frontend.engine_frontend import EngineFrontend
+from vllm_weir.frontend.outputs.view import OutputView
+from vllm_weir.server.shared.result_files import ResultFiles
 
 PERIOD = 1.0
 """Seconds between two looks at the gauges."""
 REFUSED, FAILED = "refused", "failed"
 
 
-class Meter:
+class ServerMetrics:
     """One API-server process's; with several, prometheus_client adds them up in files that vLLM sets up.
 
     Args:
@@ -30,9 +30,13 @@ class Meter:
     """
 
     def __init__(
-        self, desk: Desk, model: str, spool: Spool | None = None, registry: CollectorRegistry = REGISTRY
+        self,
+        frontend: EngineFrontend,
+        model: str,
+        spool: ResultFiles | None = None,
+        registry: CollectorRegistry = REGISTRY,
     ) -> None:
-        self._desk, self._model, self._spool = desk, model, spool
+        self._frontend, self._model, self._spool = frontend, model, spool
         self._task: asyncio.Task[None] | None = None
         self._engines: set[str] = set()
 
@@ -68,14 +72,14 @@ class Meter:
         """A request's rows were lost, or it was not steered as asked."""
         self._errors.labels(self._model, FAILED).inc()
 
-    def finished(self, view: View) -> None:
+    def finished(self, view: OutputView) -> None:
         """A sequence has finished, all that it was promised being true. Where rows may be dropped it waits for them."""
         rows = size = dropped = 0
-        for part in view.pending.admitted.parts if view.pending.admitted.spec.wishes else ():
+        for part in view.pending.admitted.parts if view.pending.admitted.spec.site_requests else ():
             own = view if part is view.part and not view.start else replace(view, part=part, start=0, _made=None)
             count = own.rows
             rows, size = rows + count, size + count * own.row_bytes
-        if self._desk.settings.overflow == "drop" and view.part.spec.wishes:
+        if self._frontend.settings.overflow == "drop" and view.part.spec.site_requests:
             dropped = sum(view.missing(view.activations()).values())
         steered = view.steered
         counted = (self._rows, rows - dropped), (self._bytes, size), (self._dropped, dropped), (self._steered, steered)
@@ -85,14 +89,14 @@ class Meter:
 
     def look(self) -> None:
         """Bring the gauges up to date."""
-        store = self._desk.store
+        store = self._frontend.store
         loads = list(store.loads.values()) if len(store) else []
         self._engines |= {str(load.engine) for load in loads} or {"0"}
         for engine in self._engines:
             own = [load for load in loads if str(load.engine) == engine]
             self._fill.labels(self._model, engine).set(max((load.pressure for load in own), default=0.0))
             self._waiting.labels(self._model, engine).set(max((load.waiting for load in own), default=0))
-        self._held.set(self._desk.turns.held)
+        self._held.set(self._frontend.pacing.held)
         if self._spool is not None:
             self._spooled.set(self._spool.used)
 
@@ -100,5 +104,5 @@ class Meter:
         while True:
             await asyncio.sleep(PERIOD)
             self.look()
-            if not len(self._desk.store) and not self._desk.turns.held:
+            if not len(self._frontend.store) and not self._frontend.pacing.held:
                 return

@@ -11,7 +11,7 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.compat.vllm_lens import refuse_lens
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, WIRE_KEY, fork_fields, misplaced, places
-from vllm_weir.server.limits import Limits
+from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.rhizonymph import with_fork
 
 RESPONSE = "response"
@@ -19,7 +19,7 @@ _ENTRY = re.compile(r"^(modules|interventions)\[(\d+)\](.*)$", re.ASCII | re.DOT
 
 
 @dataclass(frozen=True)
-class Ask:
+class WeirRequest:
     """One HTTP request's wishes.
 
     Attributes:
@@ -48,7 +48,9 @@ class Ask:
         return WeirError(error.message, place + match[3])
 
     @classmethod
-    def parse(cls, xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None, limits: Limits) -> Ask | None:
+    def parse(
+        cls, xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None, limits: ServerLimits
+    ) -> WeirRequest | None:
         """From a request's ``vllm_xargs`` and its unknown top-level keys; None if it asks for nothing.
 
         Raises:
@@ -62,8 +64,8 @@ class Ask:
         refuse_lens(found)
         inline, stream = limits.inline_default, False
         if WIRE_KEY in found:
-            wish, (inline, stream) = _wish(found[WIRE_KEY], limits)
-            found[WIRE_KEY] = wish
+            site_request, (inline, stream) = _site_request(found[WIRE_KEY], limits)
+            found[WIRE_KEY] = site_request
         first: Mapping[str, tuple[str, ...]] = {}
         if fork:
             found[WIRE_KEY], first = with_fork(found.get(WIRE_KEY), fork)
@@ -86,15 +88,15 @@ def _gather(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
-def _wish(data: Any, limits: Limits) -> tuple[dict[str, Any], tuple[int, bool]]:
+def _site_request(data: Any, limits: ServerLimits) -> tuple[dict[str, Any], tuple[int, bool]]:
     """(the wish without what is only for the answer, (inline bytes, whether scores are streamed))."""
     if isinstance(data, str):
         data = loads(data, WIRE_KEY)
     if not isinstance(data, Mapping):
         raise WeirError(f"expected an object, got {type(data).__name__}", WIRE_KEY)
-    wish = dict(data)
-    response = _response(wish.pop(RESPONSE, None), limits)
-    captures = wish.get("capture")
+    site_request = dict(data)
+    response = _response(site_request.pop(RESPONSE, None), limits)
+    captures = site_request.get("capture")
     several = captures if isinstance(captures, Sequence) and not isinstance(captures, str) else [captures]
     for i, capture in enumerate(several):
         sink = capture.get("sink") if isinstance(capture, Mapping) else None
@@ -104,10 +106,10 @@ def _wish(data: Any, limits: Limits) -> tuple[dict[str, Any], tuple[int, bool]]:
                 "over HTTP a sink is 'memory' or the name of one that the server's operator set up",
                 f"capture[{i}].sink",
             )
-    return wish, response
+    return site_request, response
 
 
-def _response(data: Any, limits: Limits) -> tuple[int, bool]:
+def _response(data: Any, limits: ServerLimits) -> tuple[int, bool]:
     path = f"{WIRE_KEY}.{RESPONSE}"
     if data is None:
         data = {}

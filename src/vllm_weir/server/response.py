@@ -8,11 +8,11 @@ from contextlib import aclosing
 from typing import Any
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.outputs.view import View
-from vllm_weir.frontend.receive.release import Holding
+from vllm_weir.frontend.outputs.view import OutputView
+from vllm_weir.frontend.receive.release import HeldSequences
 from vllm_weir.server.errors import TYPES, error_body
 from vllm_weir.server.lens_response import activations_field
-from vllm_weir.server.request import Ask
+from vllm_weir.server.request import WeirRequest
 from vllm_weir.server.response_body import NOTHING, answer, new_scores, projects, whole
 from vllm_weir.server.state import ServerState
 
@@ -20,7 +20,7 @@ DATA = "data: "
 DONE = "data: [DONE]"
 
 
-class Reply:
+class ResponseBuilder:
     """Notes the views of a request's outputs and makes of them what goes out.
 
     Attributes:
@@ -31,18 +31,18 @@ class Reply:
         held: its sequences.
     """
 
-    def __init__(self, ask: Ask, server: ServerState) -> None:
+    def __init__(self, ask: WeirRequest, server: ServerState) -> None:
         self.ask = ask
         self.failure: WeirError | None = None
         self.failed = self.several = False
-        self.held = Holding()
+        self.held = HeldSequences()
         self._server = server
-        self._views: dict[int, View] = {}
+        self._views: dict[int, OutputView] = {}
         self._sent: dict[int, int] = {}
         self._kept: list[str] = []
         self._lens: dict[str, Any] | None = None
 
-    def note(self, choice: int, view: View | None) -> None:
+    def note(self, choice: int, view: OutputView | None) -> None:
         """The latest view of a choice."""
         if view is not None:
             self._views[choice] = view
@@ -74,7 +74,7 @@ class Reply:
                     try:
                         yield await self._rewritten(chunk)
                     except WeirError as e:  # scores on their way were lost: it ends as any stream that fails
-                        if (observer := self._server.desk.observer) is not None:
+                        if (observer := self._server.frontend.observer) is not None:
                             observer.failed()
                         yield _event(error_body(500, str(e), e.field or None))
                         yield f"{DONE}\n\n"
@@ -101,7 +101,7 @@ class Reply:
         # What vllm-lens's field carries is not sent twice.
         rows = self.ask.own or self.several
         # The event loop, which makes a receipt alone, waits for no thread.
-        work = self._server.work if view.part.spec.wishes else NOTHING
+        work = self._server.work if view.part.spec.site_requests else NOTHING
         try:
             out = answer(view, self._server.inline_bytes(self.ask.inline_bytes), self._keep, rows, work)
             if self.ask.lens and choice == 0 and not projects(view):
@@ -164,9 +164,9 @@ class Reply:
             return {"error": str(e)}
 
 
-def _at_hand(view: View) -> bool:
+def _at_hand(view: OutputView) -> bool:
     """Whether a finished sequence's answer is a receipt alone that waits for nothing: a thread costs more than it."""
-    return not view.part.spec.wishes and view.concluded()
+    return not view.part.spec.site_requests and view.concluded()
 
 
 def _event(data: Any) -> str:

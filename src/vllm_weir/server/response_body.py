@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.outputs.view import View
+from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.results.activations import Activations
 from vllm_weir.schema.hooks import Site
 
@@ -21,13 +21,13 @@ Keep = Callable[[Activations, int], dict[str, Any]]
 """Puts away rows of so many bytes and says how they are fetched: {"id", "url", "expires_in"}; or raises WeirError."""
 
 
-def whole(view: View) -> View:
+def whole(view: OutputView) -> OutputView:
     """A view of all of its sequence's rows, also where outputs carry only what is new."""
     return view if view.start == 0 else replace(view, start=0, _made=None)
 
 
 def answer(
-    view: View, inline_bytes: int, keep: Keep, rows: bool = True, work: AbstractContextManager = NOTHING
+    view: OutputView, inline_bytes: int, keep: Keep, rows: bool = True, work: AbstractContextManager = NOTHING
 ) -> dict[str, Any]:
     """The object for one finished sequence; waits for its rows.
 
@@ -61,13 +61,13 @@ def answer(
     return out
 
 
-def projects(view: View) -> bool:
+def projects(view: OutputView) -> bool:
     """Whether the sequence's captures give scores instead of rows."""
-    treatment = view.part.spec.treatment
-    return bool(view.part.spec.wishes) and treatment is not None and bool(treatment.directions)
+    postprocess = view.part.spec.postprocess
+    return bool(view.part.spec.site_requests) and postprocess is not None and bool(postprocess.directions)
 
 
-def new_scores(view: View, start: int) -> dict[str, Any] | None:
+def new_scores(view: OutputView, start: int) -> dict[str, Any] | None:
     """Scores at positions from `start` on, or None if there are none; waits for them."""
     acts = replace(view, start=start, _made=None).activations()
     return scores(acts) if any(acts.count(site) for site in acts.sites) else None

@@ -13,7 +13,7 @@ from vllm_weir.schema.request import WIRE_VERSION
 
 
 def with_fork(
-    wish: Mapping[str, Any] | None, fields: Mapping[str, Any]
+    site_request: Mapping[str, Any] | None, fields: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
     """A wish (or None) that does what the fork's fields say, too: its module first, then its tiers, then the rest.
 
@@ -23,7 +23,7 @@ def with_fork(
     Raises:
         WeirError: naming the field.
     """
-    out: dict[str, Any] = dict(wish or {"v": WIRE_VERSION})
+    out: dict[str, Any] = dict(site_request or {"v": WIRE_VERSION})
     first: dict[str, tuple[str, ...]] = {}
     name = fields.get(NAME)
     if name is not None:

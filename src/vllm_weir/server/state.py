@@ -14,15 +14,15 @@ from fastapi import HTTPException, Request
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.engine_info import EngineFacts
-from vllm_weir.frontend.engine_frontend import Desk
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.results.activations import Activations
-from vllm_weir.server.limits import ADMIN_KEY, Limits
-from vllm_weir.server.metrics import Meter
-from vllm_weir.server.shared.directory import Home
+from vllm_weir.server.limits import ADMIN_KEY, ServerLimits
+from vllm_weir.server.metrics import ServerMetrics
+from vllm_weir.server.shared.directory import SharedDirectory
 from vllm_weir.server.shared.peers import Peers
-from vllm_weir.server.shared.result_files import Spool
-from vllm_weir.server.shared.state_files import Shared
+from vllm_weir.server.shared.result_files import ResultFiles
+from vllm_weir.server.shared.state_files import SharedState
 
 logger = logging.getLogger(__name__)
 
@@ -47,44 +47,50 @@ class ServerState:
     """
 
     def __init__(
-        self, engine_client: Any, desk: Desk, limits: Limits | None = None, registry: CollectorRegistry = REGISTRY
+        self,
+        engine_client: Any,
+        frontend: EngineFrontend,
+        limits: ServerLimits | None = None,
+        registry: CollectorRegistry = REGISTRY,
     ) -> None:
         self.engine_client = engine_client
-        self.desk = desk
-        self.limits = limits or Limits.load()
+        self.frontend = frontend
+        self.limits = limits or ServerLimits.load()
         self.admin_key: str | None = os.environ.get(ADMIN_KEY) or None
-        self.home: Home | None = None
-        self.spool: Spool | None = None
+        self.home: SharedDirectory | None = None
+        self.spool: ResultFiles | None = None
         self.peers: Peers | None = None
         self.work = threading.Lock()
-        self._names: Shared | None = None
-        self._meter: Meter | None = None
+        self._names: SharedState | None = None
+        self._meter: ServerMetrics | None = None
         self._registry = registry
         self._threads = ThreadPoolExecutor(THREADS, "weir-answer")
-        desk.serve(self.limits.rows)
-        desk.turns.pace = self.limits.pace
+        frontend.serve(self.limits.rows)
+        frontend.pacing.pace = self.limits.pace
 
     def open(self, key: int, model: str = "") -> None:
         """Weir's routes are on: `key` is the process whose children share the server's directory, `model` the name in
         metrics."""
-        self.home = Home(key, self.limits.directory)
-        self.spool = Spool(self.home.room("spool"), self.limits.spool_bytes, self.limits.spool_seconds)
-        self._names = self.desk.source = Shared(self.home.room("shared"))
-        self.desk.observer = self._meter = Meter(self.desk, model or self.desk.model, self.spool, self._registry)
+        self.home = SharedDirectory(key, self.limits.directory)
+        self.spool = ResultFiles(self.home.room("spool"), self.limits.spool_bytes, self.limits.spool_seconds)
+        self._names = self.frontend.source = SharedState(self.home.room("shared"))
+        self.frontend.observer = self._meter = ServerMetrics(
+            self.frontend, model or self.frontend.model, self.spool, self._registry
+        )
 
     @property
-    def names(self) -> Shared:
+    def names(self) -> SharedState:
         """Vectors and modules by name, and what every request undergoes; raises WeirError while the routes are off."""
         if self._names is None:
             raise WeirError("this server has none of Weir's routes; start it with `weir serve`")
         return self._names
 
-    async def facts(self) -> EngineFacts:
+    async def capabilities(self) -> EngineCapabilities:
         """The engine's, of which the workers are asked once; raises WeirError if it cannot serve Weir's keys."""
         from vllm_weir.frontend.lookup import ask_workers
 
         await ask_workers(self.engine_client)
-        return self.desk.require_facts()
+        return self.frontend.require_capabilities()
 
     async def run(self, job: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
         """Do what waits or copies beside the event loop; `undo` follows if the caller is gone before it is done."""

@@ -7,17 +7,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm_weir.storage.batch import Batch
     from vllm_weir.storage.conversion import convert
-    from vllm_weir.storage.dataset import ActivationDataset, Rows
+    from vllm_weir.storage.dataset import ActivationDataset, DatasetRows
     from vllm_weir.storage.layouts.base import Writer
     from vllm_weir.storage.loading import LAYOUTS, load, open_writer
     from vllm_weir.storage.stats import inspect
 
-__all__ = ["LAYOUTS", "ActivationDataset", "Batch", "Rows", "Writer", "convert", "inspect", "load", "open_writer"]
+__all__ = [
+    "LAYOUTS",
+    "ActivationDataset",
+    "Batch",
+    "DatasetRows",
+    "Writer",
+    "convert",
+    "inspect",
+    "load",
+    "open_writer",
+]
 
 _HOME = {
-    "Batch": "batch", "convert": "conversion", "ActivationDataset": "dataset", "Rows": "dataset", "inspect": "stats",
-    "LAYOUTS": "loading", "load": "loading", "open_writer": "loading", "Writer": "layouts.base",
-}  # fmt: skip
+    "LAYOUTS": "loading",
+    "ActivationDataset": "dataset",
+    "Batch": "batch",
+    "DatasetRows": "dataset",
+    "Writer": "layouts.base",
+    "convert": "conversion",
+    "inspect": "stats",
+    "load": "loading",
+    "open_writer": "loading",
+}
 
 
 def __getattr__(name: str) -> Any:

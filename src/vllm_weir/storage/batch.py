@@ -44,7 +44,7 @@ class Batch:
 
 
 @dataclass(eq=False)
-class Packed:
+class CheckedBatch:
     """A checked batch.
 
     Attributes:
@@ -66,7 +66,7 @@ class Packed:
         return self.records.nbytes
 
 
-def pack(batch: Batch, compression: Compression) -> Packed:
+def pack(batch: Batch, compression: Compression) -> CheckedBatch:
     """Check a batch, compress it unless it is, and bring it to the host; raises WeirError naming the field."""
     check_id(batch.request_id, "batch.request_id")
     if isinstance(batch.layer, bool) or not isinstance(batch.layer, int) or not 0 <= batch.layer < 2**31:
@@ -99,7 +99,7 @@ def pack(batch: Batch, compression: Compression) -> Packed:
                 f"records are uint8 [n, {width}] by their header, got {rows.dtype} {list(rows.shape)}", "batch.rows"
             )
     records = rows.detach().cpu().contiguous().numpy()
-    return Packed(batch.request_id, site, positions, token_ids, records, header, ascending)
+    return CheckedBatch(batch.request_id, site, positions, token_ids, records, header, ascending)
 
 
 def check_id(request_id: object, field: str) -> None:

@@ -19,14 +19,14 @@ from vllm_weir.schema.positions import Positions
 from vllm_weir.storage.batch import header_text
 from vllm_weir.storage.index import PLAIN, Index
 from vllm_weir.storage.provenance import check_placed
-from vllm_weir.storage.record_blocks import Block
+from vllm_weir.storage.record_blocks import RecordBlock
 
 if TYPE_CHECKING:
     from vllm_weir.storage.torch_dataset import RowStream
 
 
 @dataclass(eq=False)
-class Rows:
+class DatasetRows:
     """Rows of one site, ordered by request (as in `ActivationDataset.requests`) and position.
 
     Attributes:
@@ -122,7 +122,7 @@ class ActivationDataset(Mapping):
     def rows(
         self, site: object, requests: Sequence[str] | str | None = None, positions: object = "all", *,
         space: str = "model",
-    ) -> Rows:  # fmt: skip
+    ) -> DatasetRows:  # fmt: skip
         """Rows of one site.
 
         Args:
@@ -147,7 +147,7 @@ class ActivationDataset(Mapping):
         which, at = which[chosen], at[chosen]
         if not len(runs):
             runs = self.runs_of(site, None)
-        return Rows(
+        return DatasetRows(
             self.read(which, at, space) if len(which) else self.no_rows(runs, space),
             torch.from_numpy(self.index.positions[at]),
             torch.from_numpy(self.index.token_ids[at]),
@@ -181,7 +181,7 @@ class ActivationDataset(Mapping):
         return out
 
     @staticmethod
-    def decoded(records: Tensor, block: Block) -> Tensor:
+    def decoded(records: Tensor, block: RecordBlock) -> Tensor:
         """A block's records as rows: float32, or the stored dtype of uncompressed ones."""
         if block.header["method"] == "none":
             if not len(records):  # numpy's empty arrays have no strides to view them by
@@ -195,7 +195,7 @@ class ActivationDataset(Mapping):
     def no_rows(self, runs: np.ndarray, space: str) -> Tensor:
         """What `read` gives for none of these runs' rows: as wide, and of the same dtype, as if there were some."""
         _check_space(space)
-        kinds: dict[tuple, Block] = {}
+        kinds: dict[tuple, RecordBlock] = {}
         for block in (self.index.blocks[code] for code in np.unique(self.index.block[runs]).tolist()):
             kinds.setdefault(tuple(block.header[name] for name in ("method", "dtype", "d_model", "k")), block)
         none = [(torch.zeros(0, block.width, dtype=torch.uint8), block) for block in kinds.values()]

@@ -15,8 +15,8 @@ import torch
 from vllm_weir.errors import WeirError
 from vllm_weir.results.checksum import checksums
 from vllm_weir.schema.hooks import HOOKS, Site
-from vllm_weir.storage.object_store import Store
-from vllm_weir.storage.record_blocks import Block, check_inside
+from vllm_weir.storage.object_store import ObjectStore
+from vllm_weir.storage.record_blocks import RecordBlock, check_inside
 
 if TYPE_CHECKING:
     pass
@@ -44,7 +44,7 @@ class Index:
     layout: str
     requests: list[str]
     sites: list[Site]
-    blocks: list[Block]
+    blocks: list[RecordBlock]
     metadata: list[str]
     request: np.ndarray
     site: np.ndarray
@@ -59,7 +59,7 @@ class Index:
     incomplete: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     lossy: str = ""
-    store: Store | None = None
+    store: ObjectStore | None = None
     files: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class Index:
             raise blocks[0].store.fail(blocks[0].name, what) if blocks else WeirError(what)
         return out
 
-    def by_block(self) -> Iterator[tuple[Block, np.ndarray]]:
+    def by_block(self) -> Iterator[tuple[RecordBlock, np.ndarray]]:
         """The blocks, each with the runs that lie in it, int64 [its runs], ascending."""
         order = np.argsort(self.block, kind="stable")
         bounds = np.searchsorted(self.block[order], np.arange(len(self.blocks) + 1))
@@ -160,7 +160,7 @@ class Index:
         )
 
 
-class Builder:
+class IndexBuilder:
     """Collects runs one by one, for formats that are read file by file."""
 
     def __init__(self, layout: str) -> None:
@@ -168,7 +168,7 @@ class Builder:
         self.requests: dict[str, int] = {}
         self.metadata: list[str] = []
         self.sites: dict[Site, int] = {}
-        self.blocks: list[Block] = []
+        self.blocks: list[RecordBlock] = []
         self.runs: list[tuple[int, ...]] = []
         self.positions: list[np.ndarray] = []
         self.token_ids: list[np.ndarray] = []
@@ -183,7 +183,7 @@ class Builder:
             self.metadata.append(metadata)
         return self.requests[name]
 
-    def block(self, block: Block) -> int:
+    def block(self, block: RecordBlock) -> int:
         """The code of a new block."""
         self.blocks.append(block)
         return len(self.blocks) - 1

@@ -19,7 +19,7 @@ from vllm_weir.storage.layouts.base import MARKER, Writer, read_marker
 from vllm_weir.storage.layouts.npz import FILE, FOLDER, read_npz_layout
 from vllm_weir.storage.layouts.packed import is_pack, read_packed
 from vllm_weir.storage.layouts.per_request import read_per_request
-from vllm_weir.storage.object_store import Store, split_url
+from vllm_weir.storage.object_store import ObjectStore, split_url
 from vllm_weir.storage.safetensors_io import read_container
 
 _WRITERS = {
@@ -63,20 +63,20 @@ def open_writer(
     """
     check_layout(layout, options)
     module, name = _WRITERS[layout]
-    return getattr(_imported(module), name)(Store(url, storage_options, fsync=fsync), compress, **options)
+    return getattr(_imported(module), name)(ObjectStore(url, storage_options, fsync=fsync), compress, **options)
 
 
 def _imported(module: str) -> Any:
-    """A module of this package, which may need pyarrow."""
+    """A layout's module, which may need pyarrow."""
     try:
-        return importlib.import_module(f"vllm_weir.storage.{module}")
+        return importlib.import_module(f"vllm_weir.storage.layouts.{module}")
     except ImportError as e:
         raise WeirError(f"the layout 'sharded' needs pyarrow ({e}): pip install 'vllm-weir[keep]'", "layout") from e
 
 
-def _read_sharded(store: Store, names: dict[str, int], incomplete: bool = False) -> Index:
+def _read_sharded(store: ObjectStore, names: dict[str, int], incomplete: bool = False) -> Index:
     table = _imported("manifest").read_manifest(store, names)
-    return _imported("sharded_read").index_of(store, table, names, incomplete=incomplete)
+    return _imported("sharded_reader").index_of(store, table, names, incomplete=incomplete)
 
 
 def check_layout(layout: str, options: Iterable[str] = ()) -> None:
@@ -110,10 +110,10 @@ def load(
         StoreError: if it cannot be read; it names the file.
         WeirError: if no activations are found there, or a file is damaged; it names the file.
     """
-    store = Store(url, storage_options)
+    store = ObjectStore(url, storage_options)
     if store.is_file():
         parent, name = split_url(store.url)
-        store = Store(parent, storage_options)
+        store = ObjectStore(parent, storage_options)
         names = {name: store.size(name)}
         if name.endswith((".bin", ".json")):  # the fork's come in pairs
             stem = posixpath.splitext(name)[0]
@@ -128,7 +128,7 @@ def load(
     return ActivationDataset(index, str(url))
 
 
-def _read(store: Store, layout: str, names: dict[str, int], incomplete: bool) -> Index:
+def _read(store: ObjectStore, layout: str, names: dict[str, int], incomplete: bool) -> Index:
     """The index of what Weir's marker says is there; what lies in other folders is another dataset."""
     if layout == "sharded":
         return _read_sharded(store, names, incomplete)
@@ -141,7 +141,7 @@ def _read(store: Store, layout: str, names: dict[str, int], incomplete: bool) ->
 
 
 def _recognise(
-    store: Store, names: dict[str, int], layer_ids: Sequence[int] | None, hidden_size: int | None, url: str
+    store: ObjectStore, names: dict[str, int], layer_ids: Sequence[int] | None, hidden_size: int | None, url: str
 ) -> Index:
     """The index of a file, or of a folder without Weir's marker, by what is in it."""
     tensors = sorted(n for n in names if n.endswith(".safetensors"))
@@ -171,7 +171,7 @@ def _recognise(
     raise WeirError(f"{url} holds no activations that Weir knows")
 
 
-def _refuse_renamed(store: Store, files: list[str], known: Callable[[str], bool]) -> None:
+def _refuse_renamed(store: ObjectStore, files: list[str], known: Callable[[str], bool]) -> None:
     """Files of which nothing would be read, because of their names, are an error."""
     for name in files:
         if not known(name):

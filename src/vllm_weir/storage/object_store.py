@@ -32,7 +32,7 @@ REMOTE = "weir-upload"
 """What a file on its way to a remote store is called, in the folder of temporary files."""
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp", re.DOTALL)
-"""What a `Spool` calls a local file in the making."""
+"""What a `AtomicFile` calls a local file in the making."""
 
 _NO_RESERVING = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
@@ -66,7 +66,7 @@ def split_url(url: str) -> tuple[str, str]:
     return "::".join(links), name
 
 
-class Store:
+class ObjectStore:
     """Files under a URL, by name (``/`` separates folders).
 
     Args:
@@ -213,9 +213,9 @@ class Store:
         with self.asking("delete", name):
             self.fs.rm_file(self.path(name))
 
-    def spool(self, name: str) -> Spool:
+    def spool(self, name: str) -> AtomicFile:
         """A file in the making."""
-        return Spool(self, name)
+        return AtomicFile(self, name)
 
     def sweep(self, folders: str | None = None) -> None:
         """Delete temporary files whose writers are gone: in the folder, or what was on its way to a remote one.
@@ -276,10 +276,10 @@ def _checked_options(options: object) -> dict[str, Any]:
     return dict(options)
 
 
-class Spool:
+class AtomicFile:
     """A file in the making: written piece by piece, then published under its name in one step."""
 
-    def __init__(self, store: Store, name: str) -> None:
+    def __init__(self, store: ObjectStore, name: str) -> None:
         self.store, self.name, self.size, self._room = store, name, 0, 0
         self.file = store.describe(name)
         with naming("write", self.file):

@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.compression import header_bytes
-from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.object_store import ObjectStore
 
 JOIN = 64 << 10
 """Ranges of a remote file that are this near are fetched as one."""
@@ -21,7 +21,7 @@ MAPS = 64
 """So many files are mapped at a time: each holds a file descriptor, of which a process often has no more than 1024."""
 
 
-class Block:
+class RecordBlock:
     """Records of one kind.
 
     Attributes:
@@ -33,7 +33,7 @@ class Block:
 
     sealed: ClassVar[bool] = False
 
-    def __init__(self, store: Store, name: str, header: dict[str, Any]) -> None:
+    def __init__(self, store: ObjectStore, name: str, header: dict[str, Any]) -> None:
         self.store, self.name, self.header = store, name, header
         self.width = header_bytes(header)
 
@@ -46,12 +46,12 @@ class Block:
         raise NotImplementedError
 
 
-class FileBlock(Block):
+class FileBlock(RecordBlock):
     """Records in a file, at byte offsets: mapped into memory if it is local, fetched by range if not."""
 
     _mapped: ClassVar[deque[ref[FileBlock]]] = deque()
 
-    def __init__(self, store: Store, name: str, header: dict[str, Any], size: int) -> None:
+    def __init__(self, store: ObjectStore, name: str, header: dict[str, Any], size: int) -> None:
         super().__init__(store, name, header)
         self.size = size
         self._map: np.ndarray | None = None
@@ -105,7 +105,7 @@ class FileBlock(Block):
         return out
 
 
-class ArrayBlock(Block):
+class ArrayBlock(RecordBlock):
     """Records that a file unpacks to (npz): unpacked at the first look, the last few kept. Offsets count in records."""
 
     # Weak, and by the block itself: ids are given again, and arrays go with their dataset.
@@ -114,7 +114,12 @@ class ArrayBlock(Block):
     sealed = True  # a member of a zip file has a CRC-32
 
     def __init__(
-        self, store: Store, name: str, header: dict[str, Any], count: int, unpack: Callable[[Store, str], np.ndarray]
+        self,
+        store: ObjectStore,
+        name: str,
+        header: dict[str, Any],
+        count: int,
+        unpack: Callable[[ObjectStore, str], np.ndarray],
     ) -> None:
         super().__init__(store, name, header)
         self.count, self.unpack = count, unpack
@@ -144,7 +149,7 @@ def take(data: np.ndarray, offsets: np.ndarray, width: int) -> np.ndarray:
     return np.ascontiguousarray(windows[offsets])
 
 
-def check_inside(block: Block, offsets: np.ndarray, rows: np.ndarray, strides: np.ndarray) -> None:
+def check_inside(block: RecordBlock, offsets: np.ndarray, rows: np.ndarray, strides: np.ndarray) -> None:
     """Raises WeirError naming the file unless every run lies inside it."""
     if not len(offsets):
         return

@@ -10,10 +10,10 @@ import json
 from typing import Any, NamedTuple
 
 from vllm_weir.results.safetensors_header import MAX_HEADER, SIZES, _crc
-from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.object_store import ObjectStore
 
 
-class Tensor(NamedTuple):
+class TensorEntry(NamedTuple):
     """Where a tensor lies: `start` and `end` count from the file's beginning."""
 
     dtype: str
@@ -22,14 +22,14 @@ class Tensor(NamedTuple):
     end: int
 
 
-class Container(NamedTuple):
+class SafetensorsHeader(NamedTuple):
     """A parsed header."""
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
 
 
-def read_container(store: Store, name: str, size: int | None = None) -> Container:
+def read_container(store: ObjectStore, name: str, size: int | None = None) -> SafetensorsHeader:
     """Parse and check a file's header; raises WeirError naming the file and what is wrong with it."""
     size = store.size(name) if size is None else size
     start = store.read(name, 0, 65_536 if size > 65_536 else size)
@@ -56,10 +56,10 @@ def read_container(store: Store, name: str, size: int | None = None) -> Containe
     for key, entry in entries.items():
         if key != "__metadata__":
             tensors[key] = _tensor(store, name, key, entry, 8 + length, size)
-    return Container(tensors, metadata)
+    return SafetensorsHeader(tensors, metadata)
 
 
-def _tensor(store: Store, name: str, key: str, entry: Any, base: int, size: int) -> Tensor:
+def _tensor(store: ObjectStore, name: str, key: str, entry: Any, base: int, size: int) -> TensorEntry:
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         count = SIZES[dtype]
@@ -75,4 +75,4 @@ def _tensor(store: Store, name: str, key: str, entry: Any, base: int, size: int)
         raise store.fail(
             name, f"truncated: tensor {key[:60]!r} ends at byte {base + end}, the file has {size}"
         ) from None
-    return Tensor(dtype, tuple(shape), base + start, base + end)
+    return TensorEntry(dtype, tuple(shape), base + start, base + end)

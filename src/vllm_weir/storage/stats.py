@@ -21,7 +21,7 @@ RP8_NOTE = "rows of rp8 are least-squares estimates: norms are about sqrt(k / d_
 
 
 @dataclass(frozen=True)
-class SiteFigures:
+class SiteStats:
     """One site.
 
     Statistics are over a sample of the decoded rows: mean and standard deviation of the values, mean of the rows'
@@ -46,7 +46,7 @@ class SiteFigures:
 
 
 @dataclass(frozen=True)
-class Figures:
+class DatasetStats:
     """A dataset. `raw_bytes`: of the rows as the model made them, without compression."""
 
     path: str
@@ -59,7 +59,7 @@ class Figures:
     stored_bytes: int
     raw_bytes: int
     headers: list[dict[str, Any]]
-    sites: list[SiteFigures]
+    sites: list[SiteStats]
     notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Figures:
         return asdict(self)
 
 
-def inspect(dataset: ActivationDataset, sample: int = 512, seed: int = 0) -> Figures:
+def inspect(dataset: ActivationDataset, sample: int = 512, seed: int = 0) -> DatasetStats:
     """Look into a dataset. `sample`: rows of each site that statistics are taken from; 0 for none."""
     index = dataset.index
     widths = np.array([b.width for b in index.blocks] or [0])
@@ -76,7 +76,7 @@ def inspect(dataset: ActivationDataset, sample: int = 512, seed: int = 0) -> Fig
     pairs = np.repeat(index.request, index.rows) << 32 | index.positions
     notes = index.notes + source_notes(index) + capture_notes(index)
     rp8 = [RP8_NOTE] if any(h["method"] == "rp8" for h in dataset.headers) else []
-    return Figures(
+    return DatasetStats(
         path=dataset.url, layout=dataset.layout, requests=len(dataset), incomplete=len(dataset.incomplete),
         rows=dataset.count(), tokens=len(np.unique(pairs)), files=len({b.name for b in index.blocks}),
         stored_bytes=int((widths[index.block] * index.rows).sum()),
@@ -89,7 +89,7 @@ def _raw_bytes(header: dict[str, Any]) -> int:
     return header["d_model"] * (4 if header["dtype"] == "float32" else 2)
 
 
-def _site(dataset: ActivationDataset, code: int, site: Site, widths: np.ndarray, sample: int, seed: int) -> SiteFigures:
+def _site(dataset: ActivationDataset, code: int, site: Site, widths: np.ndarray, sample: int, seed: int) -> SiteStats:
     index = dataset.index
     runs = np.flatnonzero(index.site == code)
     which, at = index.expand(runs)
@@ -98,7 +98,7 @@ def _site(dataset: ActivationDataset, code: int, site: Site, widths: np.ndarray,
     same_width = len({index.blocks[b].header["d_model"] for b in np.unique(index.block[runs]).tolist()}) == 1
     picked = np.random.default_rng(seed).permutation(len(which))[: sample if same_width else 0]
     picked.sort()
-    return SiteFigures(
+    return SiteStats(
         hook=site.hook, layer=site.layer, rows=len(which), requests=len(np.unique(index.request[runs])),
         d_model=header["d_model"], method=header["method"], dtype=header["dtype"],
         stored_bytes=int((widths[index.block[runs]] * index.rows[runs]).sum()),
@@ -128,7 +128,7 @@ def _statistics(rows: Tensor) -> dict[str, Any]:
     return out | {"sampled": len(rows), "bad": len(rows) - len(good)}
 
 
-def show(found: Figures, console: Console | None = None) -> None:
+def show(found: DatasetStats, console: Console | None = None) -> None:
     """Print figures as a table."""
     console = console or Console(highlight=False)
     console.print(f"[bold]{escape(found.path)}[/bold]: {found.layout}", soft_wrap=True)

@@ -11,7 +11,7 @@ import numpy as np
 from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.storage.dataset import ActivationDataset
 from vllm_weir.storage.index import Index
-from vllm_weir.storage.record_blocks import Block
+from vllm_weir.storage.record_blocks import RecordBlock
 
 PIECE = 64 << 20
 """Records are read in pieces of about this many bytes."""
@@ -83,7 +83,7 @@ def verify(dataset: ActivationDataset, progress: Callable[[int], Any] | None = N
     return Verified(done, int(index.rows[bare].sum()), list(found.values()))
 
 
-def _damage(index: Index, block: Block, which: np.ndarray, at: np.ndarray) -> Damage | None:
+def _damage(index: Index, block: RecordBlock, which: np.ndarray, at: np.ndarray) -> Damage | None:
     """What is wrong with some rows of one block."""
     file = block.store.describe(block.name)
     try:

@@ -10,7 +10,7 @@ Made = TypeVar("Made")
 MOST = 1024
 
 
-class Known(Generic[Thing, Made]):
+class IdentityCache(Generic[Thing, Made]):
     """What `make` makes of a thing that never changes, remembered for as many as `MOST` things."""
 
     def __init__(self, make: Callable[[Thing], Made]) -> None:

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 Value = TypeVar("Value")
 
 
-class Memo(Generic[Value]):
+class LruCache(Generic[Value]):
     """The values that were used last, up to `most` bytes of them all and `largest` of one. For any threads."""
 
     def __init__(self, most: int, largest: int | None = None) -> None:

@@ -20,29 +20,29 @@ from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.taps import STAGES, is_boundary, num_taps, tap_of
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.discovery.site_map import SiteMap, chosen
-from vllm_weir.worker.planning.active_taps import LiveRequests
+from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner
-from vllm_weir.worker.planning.row_sequences import Strands
+from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.planning.step_plan import PACKED, StepPlan
 from vllm_weir.worker.steering.programs import ProgramTable
-from vllm_weir.worker.steering.unsteered_kv import Keyed
-from vllm_weir.worker.steering.vector_fetch import Fetcher
+from vllm_weir.worker.steering.unsteered_kv import SteeredKeys
+from vllm_weir.worker.steering.vector_fetch import VectorFetcher
 from vllm_weir.worker.tap.device_tables import PlanWriter, TableWriter
-from vllm_weir.worker.tap.install import Links, place
-from vllm_weir.worker.tap.op import Switch, TapTensors
-from vllm_weir.worker.tap.reductions import Folder
-from vllm_weir.worker.transfer.buffer_server import Link
+from vllm_weir.worker.tap.install import ModulePath, place
+from vllm_weir.worker.tap.op import TapSwitch, TapTensors
+from vllm_weir.worker.tap.reductions import TapReducer
+from vllm_weir.worker.transfer.buffer_server import BufferServer
 from vllm_weir.worker.transfer.codecs import Codecs
-from vllm_weir.worker.transfer.copy_out import CpuOutlet, CudaOutlet, at_once
+from vllm_weir.worker.transfer.copy_out import CpuCopyOut, CudaCopyOut, at_once
 from vllm_weir.worker.transfer.directions import Directions
-from vllm_weir.worker.transfer.notifier import Drain, Parcel
+from vllm_weir.worker.transfer.notifier import Notifier, StepNotice
 from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
-from vllm_weir.worker.transfer.postprocess import Packet, Treater
+from vllm_weir.worker.transfer.postprocess import CompressedRecords, Postprocessor
 from vllm_weir.worker.transfer.ring import Ring
 
 if TYPE_CHECKING:
-    from vllm_weir.worker.transfer.streamed_copy import Streamer
+    from vllm_weir.worker.transfer.streamed_copy import StreamedCopy
 
 logger = logging.getLogger(__name__)
 MAX_PROFILES = 4096
@@ -53,7 +53,7 @@ SPILL = 0.6
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelInfo:
     """What a station needs to know of the engine it stands in."""
 
     d_model: int
@@ -69,64 +69,68 @@ class ModelFacts:
     """Its data-parallel engine."""
 
 
-class Station:
+class WorkerRuntime:
     """One per worker. Built once the model is loaded and before it is compiled."""
 
-    def __init__(self, model: torch.nn.Module, facts: ModelFacts, settings: Settings, sites: SiteMap) -> None:
-        self.facts, self.sites = facts, sites
+    def __init__(self, model: torch.nn.Module, model_info: ModelInfo, settings: Settings, sites: SiteMap) -> None:
+        self.model_info, self.sites = model_info, sites
         placed = chosen(sites, settings)
         self.taps = tuple(placed)
         if settings.ship == "split":
-            mine = self.taps[facts.rank :: facts.ranks]
+            mine = self.taps[model_info.rank :: model_info.ranks]
         else:
-            mine = self.taps if facts.rank == 0 else ()
+            mine = self.taps if model_info.rank == 0 else ()
         ships = bool(mine)
         columns = frozenset(tap * STAGES + stage for tap in mine for stage in range(STAGES))
         taps = num_taps(sites.num_layers)
         num_columns = taps * STAGES
-        self.table = ProgramTable(settings.table_sizes(facts.d_model), taps, self.taps, facts.d_model)
-        size = (facts.d_model, facts.dtype.itemsize)
-        self.ring = Ring(settings.ring_rows(*size) if ships else 1, facts.d_model, facts.dtype, facts.device)
-        cuda = facts.device.type == "cuda"
+        self.table = ProgramTable(settings.table_sizes(model_info.d_model), taps, self.taps, model_info.d_model)
+        size = (model_info.d_model, model_info.dtype.itemsize)
+        self.ring = Ring(
+            settings.ring_rows(*size) if ships else 1, model_info.d_model, model_info.dtype, model_info.device
+        )
+        cuda = model_info.device.type == "cuda"
         self.host = HostBuffer(settings.host_rows(*size) if ships else 1, size[0] * size[1], cuda and ships)
         self.arena = Arena(self.host.rows)
         self.name = secrets.token_hex(8)
-        self.link = Link(self.host, self.arena, self.name)
-        self.strands = Strands(self.arena, settings.timeout if settings.overflow == "wait" else None)
-        self.strands.grant = self._grant
-        self.planner = Planner(columns, num_columns, MAX_PROFILES, self.table, self.strands)
-        self.planner.steerer.vouches = facts.rank == 0
+        self.link = BufferServer(self.host, self.arena, self.name)
+        self.row_seqs = RowSequences(self.arena, settings.timeout if settings.overflow == "wait" else None)
+        self.row_seqs.grant = self._grant
+        self.planner = Planner(columns, num_columns, MAX_PROFILES, self.table, self.row_seqs)
+        self.planner.steering_planner.vouches = model_info.rank == 0
         self.planner.reader.row_bytes = self.host.row_bytes
-        self._treater, self._folder = Treater(self.ring.buffer), Folder(self.ring.buffer)
-        self._outlet = (CudaOutlet if cuda else CpuOutlet)(self.ring, self.host)
+        self._treater, self._folder = Postprocessor(self.ring.buffer), TapReducer(self.ring.buffer)
+        self._outlet = (CudaCopyOut if cuda else CpuCopyOut)(self.ring, self.host)
         self._step_rows = min(settings.ring_rows(*size), settings.step_rows(*size)) if ships else 0
-        self._tables = TableWriter(self.table, facts.device)
+        self._tables = TableWriter(self.table, model_info.device)
         self.tensors = TapTensors(
-            plan=torch.full((facts.max_tokens, 4), -1, dtype=torch.int32, device=facts.device),
-            ranks=torch.full((MAX_PROFILES, num_columns), -1, dtype=torch.int32, device=facts.device),
+            plan=torch.full((model_info.max_tokens, 4), -1, dtype=torch.int32, device=model_info.device),
+            ranks=torch.full((MAX_PROFILES, num_columns), -1, dtype=torch.int32, device=model_info.device),
             ring=self.ring.buffer,
             **self._tables.tensors,
         )
-        self.switch = Switch(self.tensors)
-        self._live = LiveRequests()
+        self.switch = TapSwitch(self.tensors)
+        self._live = ActiveTaps()
         self.alone = False
         """Whether all requests of the coming step read or steer something; on all ranks alike."""
-        rows = self.host.view(facts.d_model, facts.dtype)
-        self.drain = Drain(rows, self.arena, self.link, self.name, facts.engine)
-        self._fetcher = Fetcher(facts.d_model)
-        self._directions = Directions(self._fetcher, facts.device)
-        self._codecs = Codecs(facts.d_model, facts.device, facts.dtype)
+        rows = self.host.view(model_info.d_model, model_info.dtype)
+        self.drain = Notifier(rows, self.arena, self.link, self.name, model_info.engine)
+        self._fetcher = VectorFetcher(model_info.d_model)
+        self._directions = Directions(self._fetcher, model_info.device)
+        self._codecs = Codecs(model_info.d_model, model_info.device, model_info.dtype)
         self._writer = PlanWriter(self.tensors.plan)
         self._step: tuple[int, StepPlan] | None = None
         self._failures: dict[str, dict[str, str]] = {}
         for tap, anchor in placed.items():
             place(model, anchor, tap, self.switch)
-        self._links = Links(model, placed.values())
-        self._streamer: Streamer | None = None
-        if isinstance(self._outlet, CudaOutlet) and ships:
-            from vllm_weir.worker.transfer.streamed_copy import Streamer
+        self._links = ModulePath(model, placed.values())
+        self._streamer: StreamedCopy | None = None
+        if isinstance(self._outlet, CudaCopyOut) and ships:
+            from vllm_weir.worker.transfer.streamed_copy import StreamedCopy
 
-            self._streamer = Streamer(self.ring, self._outlet, self.tensors.ranks, self.switch.numbers, self._codecs)
+            self._streamer = StreamedCopy(
+                self.ring, self._outlet, self.tensors.ranks, self.switch.numbers, self._codecs
+            )
 
     @property
     def wide(self) -> int:
@@ -167,17 +171,17 @@ class Station:
                 logger.exception("Weir cannot follow request %s", request_id)
                 self.drain.fail(wire["reply"], request_id, f"the worker could not serve the request: {e}")
                 if spec.moves:
-                    keyed = Keyed(spec.moves, prompt_len, prompt_ids, _salt(wire))
-                    self.planner.steerer.leftovers.add(keyed, cached)
+                    keyed = SteeredKeys(spec.moves, prompt_len, prompt_ids, _salt(wire))
+                    self.planner.steering_planner.leftovers.add(keyed, cached)
         self._fetcher.forget()
 
     def _fetch_ahead(self, joining: Iterable[tuple[str, EngineSpec]]) -> None:
         """Fetch what requests (reply address, spec) that join in one step need and is not here, all at once."""
         wanted: dict[str, list[str]] = {}
         for reply, spec in joining:
-            treatment = spec.captures.treatment
-            if treatment is not None and treatment.directions and self.planner.columns:
-                wanted.setdefault(reply, []).extend(self._directions.absent(treatment.directions))
+            postprocess = spec.captures.postprocess
+            if postprocess is not None and postprocess.directions and self.planner.columns:
+                wanted.setdefault(reply, []).extend(self._directions.absent(postprocess.directions))
             for move in spec.moves:
                 if self.table.local(move) and (absent := self.table.absent(move.vectors)):
                     wanted.setdefault(reply, []).extend(absent)
@@ -186,14 +190,14 @@ class Station:
     def _join(
         self, request_id: str, spec: EngineSpec, wire: dict, prompt_len: int, prompt_ids: Sequence[int] | None
     ) -> None:
-        reply, treatment = wire["reply"], spec.captures.treatment
-        if spec.captures.wishes and self.planner.columns:
+        reply, postprocess = wire["reply"], spec.captures.postprocess
+        if spec.captures.site_requests and self.planner.columns:
             self.link.maps(reply)
             directions = -1
-            if treatment is not None and treatment.directions:
-                directions = self._directions.hold(request_id, treatment.directions, reply)
-            elif treatment is not None and treatment.compression is not None:
-                directions = PACKED - self._codecs.hold(request_id, treatment.compression)
+            if postprocess is not None and postprocess.directions:
+                directions = self._directions.hold(request_id, postprocess.directions, reply)
+            elif postprocess is not None and postprocess.compression is not None:
+                directions = PACKED - self._codecs.hold(request_id, postprocess.compression)
             self.planner.read(request_id, reply, spec.captures, prompt_len, prompt_ids, wire["most"], directions)
         if spec.moves:
             fetch = functools.partial(self._fetcher.fetch, reply)
@@ -204,7 +208,7 @@ class Station:
         self.link.grant(reply, start)
 
     def begin_step(self, *groups: tuple[Sequence[str], Sequence[int]]) -> None:
-        """Turn on the taps that the coming step needs, alike on all ranks; `groups` as in `LiveRequests.taps_in`."""
+        """Turn on the taps that the coming step needs, alike on all ranks; `groups` as in `ActiveTaps.taps_in`."""
         self.switch.turn(self._live.taps_in(*groups))
         self.alone = len(self._live) >= sum(len(request_ids) for request_ids, _ in groups)
 
@@ -242,7 +246,7 @@ class Station:
             for request_id, computed in zip(request_ids, num_computed, strict=True):
                 steering = self.planner.steering.get(request_id)
                 if steering is not None:
-                    self.planner.steerer.leftovers.add(steering.keyed, int(computed))
+                    self.planner.steering_planner.leftovers.add(steering.keyed, int(computed))
                 live = self.planner.reading.get(request_id) or steering
                 if live is not None:
                     self.drain.fail(live.reply, request_id, str(e))
@@ -260,8 +264,8 @@ class Station:
             self.tensors.ranks[:used].copy_(upload(profiles.ranks[:used].copy(), self.tensors.ranks.device))
             profiles.changed = False
         listed = None
-        if not graph and self.facts.device.type == "cuda":
-            listed = upload(plan.listed, self.facts.device)
+        if not graph and self.model_info.device.type == "cuda":
+            listed = upload(plan.listed, self.model_info.device)
         self.switch.launch = None if listed is None else functools.partial(_launch_listed, listed)
         laid = plan
         if streamer is not None:
@@ -276,9 +280,9 @@ class Station:
         """The forward pass has been issued: send its rows, and word of what was steered, on."""
         self.switch.turn(0)  # what is called between steps (by users, through `apply_model`) belongs to no request
         step, self._step = self._step, None
-        if step is None and not self.strands.news:
+        if step is None and not self.row_seqs.layout_updates:
             return
-        parcel = Parcel(at_once, failures=self._failures)
+        parcel = StepNotice(at_once, failures=self._failures)
         self._failures = {}
         if step is not None:
             start, plan = step
@@ -292,13 +296,13 @@ class Station:
             parcel.marks, parcel.steered = plan.marks, plan.steered
         parcel.spill = self.arena.pressure > SPILL
         if parcel.spill:
-            self.strands.retire_all()
-        parcel.news = self.strands.take_news()
-        for news in parcel.news.values():
-            self._folder.forget(news.closed)
+            self.row_seqs.retire_all()
+        parcel.layout_updates = self.row_seqs.take_layout_updates()
+        for layout_updates in parcel.layout_updates.values():
+            self._folder.forget(layout_updates.closed)
         self.drain.send(parcel)
 
-    def _treat(self, plan: StepPlan, start: int) -> list[Packet]:
+    def _treat(self, plan: StepPlan, start: int) -> list[CompressedRecords]:
         self._treater.run(plan, start, self._directions.tensors)
         return self._treater.pack(plan, start, self._codecs, False)
 
@@ -318,12 +322,12 @@ class Station:
         """What this worker serves, for the caller's process."""
         return {
             "ok": True,
-            "runner": self.facts.runner,
+            "runner": self.model_info.runner,
             "taps": list(self.taps),
             "sites": self._verdicts(),
             "num_layers": self.sites.num_layers,
-            "d_model": self.facts.d_model,
-            "dtype": str(self.facts.dtype).removeprefix("torch."),
+            "d_model": self.model_info.d_model,
+            "dtype": str(self.model_info.dtype).removeprefix("torch."),
             "ring_rows": self._step_rows,
         }
 

@@ -13,35 +13,45 @@ from typer.testing import CliRunner
 from tests.support.machine import module, needs
 from vllm_weir.bench import cli, deadlines, reference, runner
 from vllm_weir.bench.chart import draw_chart
-from vllm_weir.bench.plan import Plan, Size, Task
-from vllm_weir.bench.process import GoneError, LateError
+from vllm_weir.bench.plan import BatchSize, BenchPlan, BenchTask
+from vllm_weir.bench.process import WorkerExited, WorkerTimeout
 from vllm_weir.bench.report import as_markdown
-from vllm_weir.bench.result import CaseResult, Check, Result, mark_checks, merge, pool, set_ratios, startup, summarise
+from vllm_weir.bench.result import (
+    BenchResult,
+    CaseResult,
+    RowCheck,
+    mark_checks,
+    merge,
+    pool,
+    set_ratios,
+    startup,
+    summarise,
+)
 from vllm_weir.bench.weights import draw, fill_engine, fill_reference
 from vllm_weir.cli.main import app
 
-DECODE = Size(kind="decode", count=32, prompt=16, generated=128)
-PREFILL = Size(kind="prefill", count=64, prompt=1024, generated=1)
+DECODE = BatchSize(kind="decode", count=32, prompt=16, generated=128)
+PREFILL = BatchSize(kind="prefill", count=64, prompt=1024, generated=1)
 
 
-def plan(**more: Any) -> Plan:
+def plan(**more: Any) -> BenchPlan:
     given = dict(
         model="m", model_name="m", dummy=False, layers=6, width=8, vocab=100, cuda=False, dtype="float32", eager=True,
         max_model_len=512, systems=("stock", "weir"), cases=("idle", "capture_all_all_layers"), batches=(1, 4),
         tokens=8, prefill=(2, 32), repeats=3, warmups=1, case_seconds=100,
     )  # fmt: skip
-    return Plan(**(given | more))
+    return BenchPlan(**(given | more))
 
 
-def result(cases: list[CaseResult], **more: Any) -> Result:
+def result(cases: list[CaseResult], **more: Any) -> BenchResult:
     for case in cases:
         case.run = 0
     set_ratios(cases)
-    return Result(**dict(device="D", vllm="1", torch="2", model="M", runs=[{}], cases=cases) | more)
+    return BenchResult(**dict(device="D", vllm="1", torch="2", model="M", runs=[{}], cases=cases) | more)
 
 
 def decode(system: str, case: str, *ms: float, note: str | None = None) -> CaseResult:
-    return summarise(Task(system=system, case=case, size=DECODE), ms, note)
+    return summarise(BenchTask(system=system, case=case, size=DECODE), ms, note)
 
 
 def test_a_figure_is_the_whole_call_by_its_tokens() -> None:
@@ -54,7 +64,7 @@ def test_median_spread_and_form() -> None:
     found = json.loads(decode("weir", "idle", 5.0, 4.0, 9.0).model_dump_json())
     assert found["median_ms"] == 5.0 and (found["min"], found["max"], found["repeats"]) == (4.0, 9.0, 3)
     assert found["batch"] == 32 and "prefill" not in found and "ktok_s" not in found
-    prefill = json.loads(summarise(Task(system="weir", case="idle", size=PREFILL), [40.0]).model_dump_json())
+    prefill = json.loads(summarise(BenchTask(system="weir", case="idle", size=PREFILL), [40.0]).model_dump_json())
     assert prefill["prefill"] == "64x1024" and prefill["ktok_s"] == 40.0 and "median_ms" not in prefill
     nothing = json.loads(decode("weir", "idle", note="did not finish").model_dump_json())
     assert nothing["median_ms"] is None and nothing["note"] == "did not finish" and nothing["repeats"] == 0
@@ -63,7 +73,9 @@ def test_median_spread_and_form() -> None:
 
 def test_ratios_are_slowness_for_both_units() -> None:
     cases = [decode("stock", "idle", 4.0), decode("weir", "capture_all_all_layers", 5.0)]
-    cases += [summarise(Task(system=s, case="idle", size=PREFILL), [v]) for s, v in (("stock", 40.0), ("weir", 32.0))]
+    cases += [
+        summarise(BenchTask(system=s, case="idle", size=PREFILL), [v]) for s, v in (("stock", 40.0), ("weir", 32.0))
+    ]
     cases += [startup("stock", [10.0]), startup("native", [15.0]), decode("native", "idle")]
     set_ratios(cases)
     assert [c.ratio_to_stock for c in cases] == pytest.approx([1.0, 1.25, 1.0, 1.25, 1.0, 1.5, None])
@@ -105,7 +117,7 @@ def test_runs_made_one_have_the_median_of_their_ratios() -> None:
     assert weir.ratios == pytest.approx([1.1, 1.0, 1.3]) and weir.ratio_to_stock == pytest.approx(1.1)
     assert found["weir", "startup"].ratio_to_stock == pytest.approx(1.1)
     assert found["weir", "steer_one"].ratios == pytest.approx([0.75]) and len(both.runs) == 3
-    again = Result.model_validate_json(both.model_dump_json())
+    again = BenchResult.model_validate_json(both.model_dump_json())
     set_ratios(again.cases)  # stays: the pooled figures' quotient is another number
     assert again == both and "**x1.100 (1.000-1.300)**" in as_markdown(again)
     assert {c.case for c in pool(runs, ("steer_one",)).cases} == {"steer_one"}
@@ -129,7 +141,7 @@ def test_runs_without_a_figure_are_not_left_out_in_silence() -> None:
 
 def test_a_failed_check_of_any_run_marks_what_they_were_made_into() -> None:
     runs = [result([decode("stock", "idle", 4.0), decode("weir", "steer_one", 4.0)]) for _ in range(2)]
-    sound = Check(system="weir", case="steer_one", size="batch 32", what="w", value=0, bound=1, rows=3, passed=True)
+    sound = RowCheck(system="weir", case="steer_one", size="batch 32", what="w", value=0, bound=1, rows=3, passed=True)
     runs[0].checks, runs[1].checks = [sound], [sound.model_copy(update={"value": 2.0, "passed": False})]
     assert {c.case: c.checked for c in pool(runs[:1]).cases} == {"idle": None, "steer_one": True}
     assert {c.case: c.checked for c in pool(runs).cases} == {"idle": None, "steer_one": False}
@@ -137,7 +149,7 @@ def test_a_failed_check_of_any_run_marks_what_they_were_made_into() -> None:
 
 def test_a_failed_check_marks_its_case() -> None:
     found = result([decode("stock", "idle", 4.0), decode("weir", "capture_all_all_layers", 4.0)])
-    check = Check(
+    check = RowCheck(
         system="weir",
         case="capture_all_all_layers",
         size="batch 32",
@@ -199,11 +211,11 @@ def test_report_and_pool_commands(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "report", *paths, "--out", str(tmp_path / "all.json")])
     assert done.exit_code == 0, done.output
     assert "| nothing asked | stock | 4-5 (4-5) |" in done.output
-    assert len(Result.load(tmp_path / "all.json").runs) == 2
+    assert len(BenchResult.load(tmp_path / "all.json").runs) == 2
     one = str(tmp_path / "one.json")
     done = CliRunner().invoke(app, ["bench", "pool", *paths, "--out", one, "--cases", "idle"])
     assert done.exit_code == 0, done.output
-    assert [c.ratios for c in Result.load(Path(one)).cases] == [[1.0, 1.0], pytest.approx([1.5, 1.2])]
+    assert [c.ratios for c in BenchResult.load(Path(one)).cases] == [[1.0, 1.0], pytest.approx([1.5, 1.2])]
     for bad in (["pool", one, paths[0]], ["pool", *paths, "--cases", "idel"]):
         done = CliRunner().invoke(app, ["bench", *bad, "--out", one], env={"COLUMNS": "400"})
         assert done.exit_code == 2 and ("one run, not 2" in done.stderr or "idel" in done.stderr)
@@ -246,7 +258,7 @@ class Fake:
     calls: list[tuple[str, str, int]] = []  # noqa: RUF012
     script: dict[tuple[str, str, int], Any] = {}  # noqa: RUF012
 
-    def __init__(self, system: str, plan: Plan, workdir: Path) -> None:
+    def __init__(self, system: str, plan: BenchPlan, workdir: Path) -> None:
         self.system = system
 
     def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:
@@ -273,8 +285,8 @@ class Fake:
         pass
 
 
-def run_fake(monkeypatch: Any, tmp_path: Path, script: dict, **more: Any) -> Result:
-    monkeypatch.setattr(runner, "Client", Fake)
+def run_fake(monkeypatch: Any, tmp_path: Path, script: dict, **more: Any) -> BenchResult:
+    monkeypatch.setattr(runner, "WorkerProcess", Fake)
     monkeypatch.setattr(reference, "compare", lambda *_: [])
     Fake.calls, Fake.script = [], script
     return runner.Bench(plan(**more), tmp_path / "out.json", tmp_path, lambda _: None).run()
@@ -285,12 +297,12 @@ def test_turns_are_taken_and_all_is_written(monkeypatch: Any, tmp_path: Path) ->
     turn = [("stock", "idle", 1), ("weir", "idle", 1), ("weir", "capture_all_all_layers", 1)]
     assert Fake.calls == turn + 3 * turn
     assert found.systems["vllm-lens"] == {"status": "skipped", "reason": "not installed"}
-    assert Result.load(tmp_path / "out.json") == found
+    assert BenchResult.load(tmp_path / "out.json") == found
     assert all(c.repeats == 3 and c.median_ms == 125.0 for c in found.cases)
 
 
 def test_a_late_case_costs_its_larger_batches_and_nothing_else(monkeypatch: Any, tmp_path: Path) -> None:
-    script = {("weir", "capture_all_all_layers", 1): LateError("late")}
+    script = {("weir", "capture_all_all_layers", 1): WorkerTimeout("late")}
     found = run_fake(monkeypatch, tmp_path, script)
     by = {(c.system, c.case, c.label): c for c in found.cases}
     late = [by["weir", "capture_all_all_layers", f"batch {n}"] for n in (1, 4)]
@@ -319,10 +331,10 @@ def test_a_run_ends_at_its_limit_and_names_what_is_left(monkeypatch: Any, tmp_pa
         def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:
             now[0] += min(seconds, 10.0) if do in ("start", "run") else 0.0
             if do == "run" and seconds < 10.0:
-                raise LateError("late")
+                raise WorkerTimeout("late")
             return super().ask(seconds, do, **what) | ({"seconds": 10.0} if do == "run" else {})
 
-    monkeypatch.setattr(runner, "Client", Timed)
+    monkeypatch.setattr(runner, "WorkerProcess", Timed)
     monkeypatch.setattr(reference, "compare", lambda plan, samples, workdir: compared.extend(samples) or [])
     systems = ("stock", "weir", "native")
     given = plan(run_seconds=285, prefill=None, batches=(1, 4, 8), systems=systems, interleave=False)
@@ -339,7 +351,7 @@ def test_a_run_ends_at_its_limit_and_names_what_is_left(monkeypatch: Any, tmp_pa
 
 
 def test_an_engine_that_ends_is_not_started_again_where_there_is_no_time(monkeypatch: Any, tmp_path: Path) -> None:
-    script = {("weir", "idle", 1): GoneError("its process ended: x")}
+    script = {("weir", "idle", 1): WorkerExited("its process ended: x")}
     found = run_fake(monkeypatch, tmp_path, script, cases=("idle",), run_seconds=9.0)  # a start takes 10
     by = {(c.system, c.case, c.label): c for c in found.cases}
     assert by["weir", "idle", "batch 1"].note == "failed: its process ended: x"
@@ -348,7 +360,10 @@ def test_an_engine_that_ends_is_not_started_again_where_there_is_no_time(monkeyp
 
 
 def test_an_engine_that_ends_is_started_again_and_said(monkeypatch: Any, tmp_path: Path) -> None:
-    script = {("weir", "idle", 1): GoneError("its process ended: x"), ("stock", "idle", 4): {"error": "ValueError: y"}}
+    script = {
+        ("weir", "idle", 1): WorkerExited("its process ended: x"),
+        ("stock", "idle", 4): {"error": "ValueError: y"},
+    }
     found = run_fake(monkeypatch, tmp_path, script, cases=("idle",))
     by = {(c.system, c.case, c.label): c for c in found.cases}
     assert by["weir", "idle", "batch 1"].note == "failed: its process ended: x"
@@ -357,7 +372,7 @@ def test_an_engine_that_ends_is_started_again_and_said(monkeypatch: Any, tmp_pat
 
 
 def test_steering_is_compared_before_what_may_end_the_engine(monkeypatch: Any, tmp_path: Path) -> None:
-    script = {("weir", "steer_one", 4): GoneError("its process ended: x")}
+    script = {("weir", "steer_one", 4): WorkerExited("its process ended: x")}
     cases = ("steer_one", "capture_all_all_layers")
     found = run_fake(monkeypatch, tmp_path, script, cases=cases, systems=("stock", "weir"), interleave=False)
     weirs = [key for key in Fake.calls if key[0] == "weir"]
@@ -368,7 +383,7 @@ def test_steering_is_compared_before_what_may_end_the_engine(monkeypatch: Any, t
 
 
 def test_steering_that_was_not_compared_says_so_and_is_not_called_wrong(monkeypatch: Any, tmp_path: Path) -> None:
-    script = {("weir", "steer_one", 0): LateError("no answer within 100 s")}
+    script = {("weir", "steer_one", 0): WorkerTimeout("no answer within 100 s")}
     found = run_fake(monkeypatch, tmp_path, script, cases=("steer_one",))
     steered = [c for c in found.cases if c.case == "steer_one"]
     assert {(c.note, c.checked, c.repeats) for c in steered} == {("rows not compared", None, 3)}
@@ -388,10 +403,10 @@ def test_a_limit_that_ended_a_case_is_named_whatever_was_left_of_the_other(monke
         def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:
             now[0] += {"start": 10.0, "run": min(seconds, 200.0)}.get(do, 0.0)
             if do == "run" and what["size"]["count"] == 1:
-                raise LateError("late")
+                raise WorkerTimeout("late")
             return super().ask(seconds, do, **what)
 
-    monkeypatch.setattr(runner, "Client", Slow)
+    monkeypatch.setattr(runner, "WorkerProcess", Slow)
     given = plan(run_seconds=150, prefill=None, batches=(1, 4), systems=("stock",), cases=("idle",))
     found = runner.Bench(given, tmp_path / "out.json", tmp_path, lambda _: None).run()
     first, second = found.cases
@@ -407,17 +422,17 @@ def test_a_new_engines_start_is_taken_from_what_a_run_may_take(monkeypatch: Any,
         def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:
             now[0] += {"start": 10.0, "run": min(seconds, 50.0)}.get(do, 0.0)
             if do == "run":
-                raise GoneError("ended") if what["size"]["count"] == 1 else LateError("late")
+                raise WorkerExited("ended") if what["size"]["count"] == 1 else WorkerTimeout("late")
             return super().ask(seconds, do, **what)
 
-    monkeypatch.setattr(runner, "Client", Ending)
+    monkeypatch.setattr(runner, "WorkerProcess", Ending)
     given = plan(run_seconds=90, prefill=None, batches=(1, 4), systems=("stock",), cases=("idle",))
     found = runner.Bench(given, tmp_path / "out.json", tmp_path, lambda _: None).run()
     assert now == [90.0] and (found.cases[1].note or "").startswith("not measured, did not finish")
 
 
 def test_steering_is_right_or_the_check_fails() -> None:
-    task = Task(system="weir", case="steer_one", size=DECODE)
+    task = BenchTask(system="weir", case="steer_one", size=DECODE)
     good = {"worst": 4e-3, "cosine": 0.99, "rows": 8, "layers": 1, "one_pass": True}
     assert runner.steering_check(task, good, "bfloat16").passed
     assert not runner.steering_check(task, good, "float32").passed

@@ -19,8 +19,8 @@ import torch
 import vllm_weir as weir
 from tests.unit.fake_server import RECEIPT, SCORES, Body, FakeServer, rows, same
 from vllm_weir.client import protocol
-from vllm_weir.client.effects import Call, Fetch, Lost, Reply, Sleep
-from vllm_weir.client.protocol import Retries
+from vllm_weir.client.effects import ConnectionLost, DownloadBody, HttpResponse, SendRequest, Sleep
+from vllm_weir.client.protocol import RetryPolicy
 from vllm_weir.client.results import activations_of, receipt_of, scores_of
 from vllm_weir.schema.request import RequestSpec
 
@@ -35,7 +35,7 @@ class Driver:
         self._loop = asyncio.new_event_loop()
         cls = {"sync": weir.Client, "async": weir.AsyncClient}[kind]
         self.client = cls("http://fake:1/v1/", transport=server.transport, **options)
-        object.__setattr__(self.client._options, "retries", Retries(self.client._options.retries.most, base=0.001))
+        object.__setattr__(self.client._options, "retries", RetryPolicy(self.client._options.retries.most, base=0.001))
 
     def wait(self, made):
         return self._loop.run_until_complete(made) if inspect.isawaitable(made) else made
@@ -150,11 +150,11 @@ def test_an_echo_is_not_given_up_for_token_ids(server, driver) -> None:
 def test_a_server_without_weir_is_told_from_one_that_has_it(server, driver) -> None:
     """vLLM alone passes over the field `weir`: what came was not steered, and nothing said so."""
     server.weir = lambda body: None
-    for wish in (dict(capture=CAPTURE), dict(interventions=weir.Add([1.0] * 8, 3)), dict(modules="calm")):
+    for site_request in (dict(capture=CAPTURE), dict(interventions=weir.Add([1.0] * 8, 3)), dict(modules="calm")):
         with pytest.raises(weir.client.ServerError, match="has no Weir"):
-            driver.generate("hello", **wish)
+            driver.generate("hello", **site_request)
         with pytest.raises(weir.client.ServerError, match="has no Weir"):
-            driver.stream([{"role": "user", "content": "hi"}], **wish)
+            driver.stream([{"role": "user", "content": "hi"}], **site_request)
     assert driver.generate("hello").text and driver.stream("hello")
 
 
@@ -612,29 +612,29 @@ def test_damaged_activations_are_an_error(server, cut) -> None:
 def test_a_download_without_end_in_sight_stops_at_the_end() -> None:
     """Without Content-Length the end of the answer is the end."""
     sink = io.BytesIO()
-    doing = protocol.fetch("0" * 32, sink, Retries(0))
+    doing = protocol.fetch("0" * 32, sink, RetryPolicy(0))
     effect = next(doing)
-    assert isinstance(effect, Fetch)
+    assert isinstance(effect, DownloadBody)
     effect.sink.write(b"abc")
     with pytest.raises(StopIteration) as end:
-        doing.send(Reply(200, {}))
+        doing.send(HttpResponse(200, {}))
     assert end.value.value == 3
 
 
 def test_a_download_never_leaves_a_hole() -> None:
     sink = io.BytesIO(b"12345")
-    fetch = Fetch(Call("GET", "/x"), sink, 5)
+    fetch = DownloadBody(SendRequest("GET", "/x"), sink, 5)
     fetch.begin({"content-range": "bytes 5-9/10"})
     assert sink.tell() == 5
     fetch.begin({})
     assert sink.tell() == 0
-    with pytest.raises(Lost, match="from 7"):
+    with pytest.raises(ConnectionLost, match="from 7"):
         fetch.begin({"content-range": "bytes 7-9/10"})
 
 
 def test_waits_grow_and_heed_the_server() -> None:
-    retries = Retries(5, base=1.0, longest=4.0, chance=lambda: 0.0)
+    retries = RetryPolicy(5, base=1.0, longest=4.0, chance=lambda: 0.0)
     assert [retries.wait(k) for k in (1, 2, 3, 4)] == [Sleep(1.0), Sleep(2.0), Sleep(4.0), Sleep(4.0)]
     assert retries.wait(1, {"retry-after": "7"}) == Sleep(7.0)
     assert retries.wait(1, {"retry-after": "9999"}) == Sleep(60.0)
-    assert Retries(1, base=1.0, chance=lambda: 1.0).wait(1) == Sleep(1.5)
+    assert RetryPolicy(1, base=1.0, chance=lambda: 1.0).wait(1) == Sleep(1.5)

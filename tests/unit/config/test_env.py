@@ -8,7 +8,7 @@ import pytest
 
 from vllm_weir.config import env as module
 from vllm_weir.config.settings import Settings
-from vllm_weir.server.limits import Limits
+from vllm_weir.server.limits import ServerLimits
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def anew():
     [
         (lambda env: Settings.load({}, env), "WEIR_LAYER", "WEIR_LAYERS"),
         (lambda env: Settings.load({}, env), "WEIR_NONSENSE", None),
-        (Limits.load, "WEIR_SERVE_ROW", "WEIR_SERVE_ROWS"),
+        (ServerLimits.load, "WEIR_SERVE_ROW", "WEIR_SERVE_ROWS"),
         (lambda env: Settings.load({}, env), "VLLM_ACT_CAPTRUE", "VLLM_ACT_CAPTURE"),
         (lambda env: Settings.load({}, env), "VLLM_ACT_ZZZ", None),
     ],
@@ -38,7 +38,7 @@ def test_a_misspelt_variable_is_told_of_once(load, name, near, caplog):
         assert all(f"VLLM_ACT_{known}" in record.getMessage() for known in ("CAPTURE", "MODE", "OUTDIR", "PER_DIM"))
 
 
-@pytest.mark.parametrize("load", [lambda env: Settings.load({}, env), Limits.load])
+@pytest.mark.parametrize("load", [lambda env: Settings.load({}, env), ServerLimits.load])
 def test_variables_that_mean_something_are_not(load, caplog):
     known = {
         "WEIR_LAYERS": "1",

@@ -47,9 +47,9 @@ def test_rows_are_the_records(layout: str, source: Path, tmp_path: Path) -> None
 
 
 def _wanted() -> Any:
-    from vllm_weir.extraction.run_spec import Wanted
+    from vllm_weir.extraction.run_spec import RunSpec
 
-    return Wanted("fake")
+    return RunSpec("fake")
 
 
 def test_limit_then_all(source: Path, tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from prometheus_client import CollectorRegistry
 
 from tests.support import machine
 from vllm_weir.frontend import pacing as module
-from vllm_weir.frontend.pacing import Turns, entry_of
-from vllm_weir.server.limits import Limits
+from vllm_weir.frontend.pacing import Pacing, entry_of
+from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.state import ServerState
 
 
-async def turns_of_the_loop(n: int = 20) -> None:
+async def pacing_of_the_loop(n: int = 20) -> None:
     for _ in range(n):
         await asyncio.sleep(0)
 
@@ -33,22 +33,22 @@ def run(coroutine):
 
 def test_who_came_before_goes_first_and_nobody_who_comes_later():
     async def go():
-        turns = Turns()
-        entries = [turns.enter(), turns.enter()]
-        asked = asyncio.create_task(turns.admission())
-        await turns_of_the_loop()
-        later = turns.enter()
+        pacing = Pacing()
+        entries = [pacing.enter(), pacing.enter()]
+        asked = asyncio.create_task(pacing.admission())
+        await pacing_of_the_loop()
+        later = pacing.enter()
         entries[0].leave()
-        await turns_of_the_loop()
+        await pacing_of_the_loop()
         assert not asked.done()
         entries[0].leave()  # says nothing new
-        await turns_of_the_loop()
+        await pacing_of_the_loop()
         assert not asked.done()
         entries[1].leave()
-        await turns_of_the_loop()
+        await pacing_of_the_loop()
         assert asked.done()
-        after = asyncio.create_task(turns.admission())
-        await turns_of_the_loop()
+        after = asyncio.create_task(pacing.admission())
+        await pacing_of_the_loop()
         assert not after.done()
         later.leave()
         await after
@@ -60,16 +60,16 @@ def test_those_that_queue_do_not_wait_again_for_who_comes_later():
     """Each waited for those that were there when its turn came: the longer the queue, the longer it took."""
 
     async def go():
-        turns = Turns()
-        first = turns.enter()
-        asked = [asyncio.create_task(turns.admission()) for _ in range(5)]
-        await turns_of_the_loop()
-        later = turns.enter()
-        after = asyncio.create_task(turns.admission())
-        await turns_of_the_loop()
+        pacing = Pacing()
+        first = pacing.enter()
+        asked = [asyncio.create_task(pacing.admission()) for _ in range(5)]
+        await pacing_of_the_loop()
+        later = pacing.enter()
+        after = asyncio.create_task(pacing.admission())
+        await pacing_of_the_loop()
         first.leave()
         await asyncio.gather(*asked)
-        await turns_of_the_loop()
+        await pacing_of_the_loop()
         assert not after.done()
         later.leave()
         await after
@@ -80,10 +80,10 @@ def test_those_that_queue_do_not_wait_again_for_who_comes_later():
 @pytest.mark.parametrize("way", ["admission", "answer"])
 def test_a_few_at_a_time_with_turns_for_others_between(way):
     async def go():
-        turns, order = Turns(), []
+        pacing, order = Pacing(), []
 
         async def asked(name):
-            await getattr(turns, way)()
+            await getattr(pacing, way)()
             order.append(name)
 
         async def other():
@@ -104,13 +104,13 @@ def test_who_waits_for_something_itself_holds_nobody_up(monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 0.1)
 
     async def go():
-        turns = Turns()
-        turns.enter()
+        pacing = Pacing()
+        pacing.enter()
         began = module.monotonic()
-        await turns.admission()
+        await pacing.admission()
         assert 0.08 < module.monotonic() - began < 5
         began = module.monotonic()
-        await asyncio.gather(*(turns.admission() for _ in range(60)))
+        await asyncio.gather(*(pacing.admission() for _ in range(60)))
         assert module.monotonic() - began < 3, "each waited for it anew"
 
     run(go())
@@ -118,12 +118,12 @@ def test_who_waits_for_something_itself_holds_nobody_up(monkeypatch):
 
 def test_who_is_gone_while_waiting_lets_the_next_go():
     async def go():
-        turns = Turns()
-        entry = turns.enter()
-        first, second = (asyncio.create_task(turns.admission()) for _ in range(2))
-        await turns_of_the_loop()
+        pacing = Pacing()
+        entry = pacing.enter()
+        first, second = (asyncio.create_task(pacing.admission()) for _ in range(2))
+        await pacing_of_the_loop()
         first.cancel()
-        await turns_of_the_loop()
+        await pacing_of_the_loop()
         assert first.cancelled() and not second.done()
         entry.leave()
         await second
@@ -132,19 +132,19 @@ def test_who_is_gone_while_waiting_lets_the_next_go():
 
 
 def paced(live=("plain",), pace=1000.0):
-    turns = Turns()
-    turns.pace, turns.live = pace, live
-    return turns
+    pacing = Pacing()
+    pacing.pace, pacing.live = pace, live
+    return pacing
 
 
 def test_while_plain_requests_are_served_others_enter_at_a_pace():
     """A few at once, then one after the other in the order in which they came."""
 
     async def go():
-        turns, entered = paced(pace=50.0), []
+        pacing, entered = paced(pace=50.0), []
 
         async def ask(name):
-            await turns.admission()
+            await pacing.admission()
             entered.append((name, module.monotonic() - began))
 
         began = module.monotonic()
@@ -161,27 +161,27 @@ def test_while_plain_requests_are_served_others_enter_at_a_pace():
 def test_nobody_is_held_back_where_no_plain_request_is_served(by):
     async def go():
         states = {"r": "plain"} if by == "the engine" else {}
-        turns = paced(states, pace=0.1)
-        entry = turns.enter()
+        pacing = paced(states, pace=0.1)
+        entry = pacing.enter()
         if by == "the engine":
             entry.leave()
-        asked = [asyncio.create_task(turns._measured()) for _ in range(module.AT_ONCE + 20)]
-        await turns_of_the_loop()
+        asked = [asyncio.create_task(pacing._measured()) for _ in range(module.AT_ONCE + 20)]
+        await pacing_of_the_loop()
         assert sum(one.done() for one in asked) == module.AT_ONCE
         states.clear()
         entry.leave()
-        turns._release()
+        pacing._release()
         await asyncio.gather(*asked)
-        await asyncio.gather(*(turns.admission() for _ in range(50)))
+        await asyncio.gather(*(pacing.admission() for _ in range(50)))
 
     run(go())
 
 
 def test_a_server_takes_its_pace_from_its_environment():
-    limits = Limits.load({"WEIR_SERVE_PACE": "7.5"})
-    desk = SimpleNamespace(serve=lambda rows: None, turns=Turns())
-    ServerState(None, desk, limits, CollectorRegistry())
-    assert desk.turns.pace == 7.5 and Limits().pace == 64
+    limits = ServerLimits.load({"WEIR_SERVE_PACE": "7.5"})
+    frontend = SimpleNamespace(serve=lambda rows: None, pacing=Pacing())
+    ServerState(None, frontend, limits, CollectorRegistry())
+    assert frontend.pacing.pace == 7.5 and ServerLimits().pace == 64
 
 
 @machine.needs(machine.module("vllm"))
@@ -206,33 +206,33 @@ def test_which_requests_in_the_engine_are_plain():
         model_config=SimpleNamespace(model="m", get_vocab_size=lambda: 9, max_model_len=8),
     )
     vllm = SimpleNamespace(vllm_config=config, output_processor=Processor())
-    desk = engine._make_desk(vllm, SimpleNamespace(refusal="none of it is served"), hold=False)
-    desk.admit = lambda *asked: (SimpleNamespace(name=lambda caller, index: None), None)
-    desk.turns.pace = 1.0
+    frontend = engine._make_frontend(vllm, SimpleNamespace(refusal="none of it is served"), hold=False)
+    frontend.admit = lambda *asked: (SimpleNamespace(name=lambda caller, index: None), None)
+    frontend.pacing.pace = 1.0
     add, states = engine.add_request(Processor.add_request, SimpleNamespace(refusal=None)), vllm.output_processor
 
     def request(name, extra):
         params = SimpleNamespace(extra_args=extra, output_kind=SimpleNamespace(name="DELTA"), max_tokens=3)
         return SimpleNamespace(request_id=name, sampling_params=params, prompt_token_ids=[1], resumable=False)
 
-    found = [desk.turns._plain]
+    found = [frontend.pacing._plain]
     for name, extra in (("a", {"weir": {"v": 1}}), ("b", None), ("c", {"weir": {"v": 1}})):
         add(states, request(name, extra))
-        found.append(desk.turns._plain)
+        found.append(frontend.pacing._plain)
     for name in "bac":
         del states.request_states[name]
-        found.append(desk.turns._plain)
-    desk.close()
-    assert found == [False, False, True, True, False, False, False] and not len(desk.turns._own)
+        found.append(frontend.pacing._plain)
+    frontend.close()
+    assert found == [False, False, True, True, False, False, False] and not len(frontend.pacing._own)
 
 
 def test_nobody_is_held_back_for_longer_than_said(monkeypatch):
     monkeypatch.setattr(module, "LATEST", 0.1)
 
     async def go():
-        turns = paced(pace=0.05)
+        pacing = paced(pace=0.05)
         began = module.monotonic()
-        await asyncio.gather(*(turns.admission() for _ in range(200)))
+        await asyncio.gather(*(pacing.admission() for _ in range(200)))
         assert module.monotonic() - began < 5
 
     run(go())
@@ -240,23 +240,23 @@ def test_nobody_is_held_back_for_longer_than_said(monkeypatch):
 
 def test_who_goes_away_while_it_is_held_back_takes_nobody_s_place():
     async def go():
-        turns = paced(pace=100.0)
-        first = [asyncio.create_task(turns.admission()) for _ in range(module.AT_ONCE)]
+        pacing = paced(pace=100.0)
+        first = [asyncio.create_task(pacing.admission()) for _ in range(module.AT_ONCE)]
         await asyncio.gather(*first)
-        gone, stays = (asyncio.create_task(turns.admission()) for _ in range(2))
-        await turns_of_the_loop(4)
+        gone, stays = (asyncio.create_task(pacing.admission()) for _ in range(2))
+        await pacing_of_the_loop(4)
         gone.cancel()
         await stays
-        assert gone.cancelled() and not turns._held
+        assert gone.cancelled() and not pacing._held
 
     run(go())
 
 
 def test_a_server_that_is_not_to_pace_does_not():
     async def go():
-        turns = paced(pace=0.0)
-        await asyncio.gather(*(turns.admission() for _ in range(100)))
-        assert not turns._held
+        pacing = paced(pace=0.0)
+        await asyncio.gather(*(pacing.admission() for _ in range(100)))
+        assert not pacing._held
 
     run(go())
 
@@ -289,13 +289,13 @@ def test_a_plain_request_is_waited_for_until_the_engine_has_it_or_never_will(kin
     create = seams.create(Serving.create_completion, SimpleNamespace(serving_refusal=None))
 
     async def go():
-        turns = Turns()
-        serving = Serving(SimpleNamespace(desk=SimpleNamespace(turns=turns)))
+        pacing = Pacing()
+        serving = Serving(SimpleNamespace(frontend=SimpleNamespace(pacing=pacing)))
         request = SimpleNamespace(name=kind, model_extra=None, vllm_xargs=None)
         plain = asyncio.create_task(create(serving, request))
         await asyncio.sleep(0)
-        asked = asyncio.create_task(turns.admission())
-        await turns_of_the_loop()
+        asked = asyncio.create_task(pacing.admission())
+        await pacing_of_the_loop()
         assert not asked.done()
         if kind == "cancelled":
             plain.cancel()
@@ -319,8 +319,8 @@ def test_the_engine_says_when_it_has_a_request():
             raise ValueError("refused")
 
     async def go(fails):
-        turns = Turns()
-        entry_of.set(turns.enter())
+        pacing = Pacing()
+        entry_of.set(pacing.enter())
         engine = SimpleNamespace(output_processor=SimpleNamespace())
         called = seams.async_llm_add_request(add_request, None)(engine, fails)
         if fails:
@@ -328,7 +328,7 @@ def test_the_engine_says_when_it_has_a_request():
                 await called
         else:
             await called
-        await asyncio.wait_for(turns.admission(), 10)
+        await asyncio.wait_for(pacing.admission(), 10)
 
     for fails in (False, True):
         asyncio.run(go(fails))

@@ -17,13 +17,13 @@ from vllm_weir.patches import cuda_graph_sets
 from vllm_weir.patches.cuda_graph_sets import MOST_SETS, GraphSets
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.interventions import Move
+from vllm_weir.schema.interventions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.request import ResolvedSpec, Wish
+from vllm_weir.schema.request import ResolvedSpec, SiteRequest
 from vllm_weir.schema.taps import tap_of
-from vllm_weir.worker.planning.active_taps import LiveRequests
-from vllm_weir.worker.runtime import Station
-from vllm_weir.worker.tap.op import ALL, Switch, TapTensors, numbered
+from vllm_weir.worker.planning.active_taps import ActiveTaps
+from vllm_weir.worker.runtime import WorkerRuntime
+from vllm_weir.worker.tap.op import ALL, TapSwitch, TapTensors, numbered
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +54,8 @@ class Desc:
 class FakeManager:
     """As vLLM's CudaGraphManager: sizes 1, 2, 4 for decode (FULL) and 8 for the rest (PIECEWISE)."""
 
-    def __init__(self, station, pieces):
-        self.graphs, self.station, self.pieces = {}, station, pieces
+    def __init__(self, runtime, pieces):
+        self.graphs, self.runtime, self.pieces = {}, runtime, pieces
         self._capture_descs = {
             Mode.PIECEWISE: [Desc(Mode.PIECEWISE, 8)],
             Mode.FULL: [Desc(Mode.FULL, n) for n in (4, 2, 1)],
@@ -64,7 +64,7 @@ class FakeManager:
 
     def capture(self, model, has_lora=False):
         assert model == "model"
-        live = self.station.switch.live
+        live = self.runtime.switch.live
         for mode, descs in self._capture_descs.items():
             for desc in descs:
                 for piece in self.pieces if mode is Mode.PIECEWISE else ():
@@ -98,7 +98,7 @@ class FakePiece:
 
 class FakeStation:
     def __init__(self):
-        self.switch = Switch(tensors())
+        self.switch = TapSwitch(tensors())
         self.silenced = 0
         self.wide, self.taps = ALL, tuple(range(70))
         self.alone = True
@@ -109,38 +109,38 @@ class FakeStation:
 
 
 def build(lazy=True, agreed=lambda done: done):
-    station = FakeStation()
+    runtime = FakeStation()
     pieces = [FakePiece() for _ in range(3)]
-    manager = FakeManager(station, pieces)
-    sets = GraphSets(manager, station, lazy, lambda: pieces, contextlib.nullcontext, agreed)
+    manager = FakeManager(runtime, pieces)
+    sets = GraphSets(manager, runtime, lazy, lambda: pieces, contextlib.nullcontext, agreed)
     manager.capture("model", has_lora=False)
-    return sets, manager, station
+    return sets, manager, runtime
 
 
-def step(sets, manager, station, live, num_tokens):
+def step(sets, manager, runtime, live, num_tokens):
     """One step; returns the descriptor and whether the graph that was replayed is a live one."""
-    station.switch.turn(ALL if live else 0)
+    runtime.switch.turn(ALL if live else 0)
     desc = manager.dispatch(num_tokens, num_tokens)
     used = None if desc.cg_mode is Mode.NONE else manager.replay(desc)
-    assert station.switch.live is live
+    assert runtime.switch.live is live
     sets.settle()
     return desc, used
 
 
 def test_start_up_captures_the_silent_set_and_a_few_live_graphs():
-    sets, manager, station = build()
+    sets, manager, runtime = build()
     assert manager.captured == [(8, False), (4, False), (2, False), (1, False), (8, True), (4, True)]
-    assert sets.report()["live"] == 2 and not station.switch.live and not sets.report()["captured_late"]
+    assert sets.report()["live"] == 2 and not runtime.switch.live and not sets.report()["captured_late"]
 
 
 def test_a_wider_graph_serves_until_a_capture_is_worth_it(monkeypatch):
     monkeypatch.setattr(cuda_graph_sets, "WORTH_MORE", {"FULL": 3, "PIECEWISE": 9})
-    sets, manager, station = build()
+    sets, manager, runtime = build()
     del manager.captured[:]
-    sizes = [step(sets, manager, station, True, n) for n in (1, 2, 1, 4, 1, 1)]
+    sizes = [step(sets, manager, runtime, True, n) for n in (1, 2, 1, 4, 1, 1)]
     assert [(desc.num_tokens, live) for desc, live in sizes] == [(4, True)] * 4 + [(1, True)] * 2
     assert manager.captured == [(1, True)]
-    station.switch.turn(0b10)  # a graph with more taps than are needed
+    runtime.switch.turn(0b10)  # a graph with more taps than are needed
     assert manager.dispatch(4, 4).num_tokens == 4
     sets.settle()
     assert sets.report()["steps"] == {"wider": 4, "exact": 3} and manager.captured == [(1, True)]
@@ -150,15 +150,15 @@ def test_where_plain_requests_share_the_step_a_capture_has_to_save_much_more(mon
     """They would wait for it, and have asked for nothing."""
     monkeypatch.setattr(cuda_graph_sets, "WORTH_MORE", {"FULL": 2, "PIECEWISE": 2})
     monkeypatch.setattr(cuda_graph_sets, "PATIENCE", 30)
-    sets, manager, station = build()
+    sets, manager, runtime = build()
     del manager.captured[:]
-    station.alone = False
-    sizes = [step(sets, manager, station, True, 1)[0].num_tokens for _ in range(11)]
+    runtime.alone = False
+    sizes = [step(sets, manager, runtime, True, 1)[0].num_tokens for _ in range(11)]
     assert sizes == [4] * 9 + [1, 1] and manager.captured == [(1, True)], "3 tokens a step"
-    station.switch.turn(0b1)  # 69 taps more than needed: as 3.45 tokens
+    runtime.switch.turn(0b1)  # 69 taps more than needed: as 3.45 tokens
     for _ in range(8):
         assert not sets._add(0b1, Desc(Mode.FULL, 4), sets._share(0b1, Desc(Mode.FULL, 4), (ALL, Desc(Mode.FULL, 4))))
-    station.alone = True
+    runtime.alone = True
     assert sets._share(0b1, Desc(Mode.FULL, 4), (ALL, Desc(Mode.FULL, 4))) == 1 / 2
     assert sets._share(0b1, Desc(Mode.FULL, 4), None) == 1 / cuda_graph_sets.WORTH_IT["FULL"]
 
@@ -189,32 +189,32 @@ def test_only_a_graph_of_the_same_kind_serves():
 
 
 def test_a_failure_at_start_up_leaves_the_silent_set(caplog):
-    station, pieces = FakeStation(), [FakePiece()]
-    manager = FakeManager(station, pieces)
-    sets = GraphSets(manager, station, True, lambda: pieces, contextlib.nullcontext, lambda done: done)
+    runtime, pieces = FakeStation(), [FakePiece()]
+    manager = FakeManager(runtime, pieces)
+    sets = GraphSets(manager, runtime, True, lambda: pieces, contextlib.nullcontext, lambda done: done)
     manager.fail_live = torch.OutOfMemoryError("no memory left")
     manager.capture("model", has_lora=False)
     assert sets.report()["live"] == 0 and sets.report()["failed"] == 2 and len(caplog.records) == 1
-    assert step(sets, manager, station, False, 4)[1] is False
-    assert step(sets, manager, station, True, 8)[0].cg_mode is Mode.NONE
+    assert step(sets, manager, runtime, False, 4)[1] is False
+    assert step(sets, manager, runtime, True, 8)[0].cg_mode is Mode.NONE
 
 
 def test_a_step_replays_the_set_it_needs_and_captures_a_bucket_once(none_at_start):
-    sets, manager, station = build()
+    sets, manager, runtime = build()
     del manager.captured[:]
     for live, n in [(False, 1), (True, 1), (False, 1), (True, 1), (True, 7), (False, 7), (True, 8), (True, 2)] * 3:
-        desc, used = step(sets, manager, station, live, n)
+        desc, used = step(sets, manager, runtime, live, n)
         assert used is live and desc.num_tokens >= n
     assert manager.captured == [(1, True), (8, True), (2, True)]
     assert sets.report()["live"] == 3 and len(sets.report()["captured_late"]) == 3
 
 
 def test_outside_a_live_step_all_is_as_vllm_left_it():
-    sets, manager, station = build()
+    sets, manager, runtime = build()
     own, entries = manager.graphs, [p.concrete_cudagraph_entries for p in manager.pieces]
     descs = manager._capture_descs
     for n in (1, 8):
-        step(sets, manager, station, True, n)
+        step(sets, manager, runtime, True, n)
         assert manager.graphs is own and not any(own.values())
         assert all(p.concrete_cudagraph_entries is e for p, e in zip(manager.pieces, entries, strict=True))
         assert manager._capture_descs is descs
@@ -222,69 +222,71 @@ def test_outside_a_live_step_all_is_as_vllm_left_it():
 
 def test_what_may_never_come_again_is_not_captured(none_at_start, monkeypatch):
     monkeypatch.setattr(cuda_graph_sets, "WORTH_IT", {"FULL": 2, "PIECEWISE": 3})
-    sets, manager, station = build()
+    sets, manager, runtime = build()
     del manager.captured[:]
-    used = [step(sets, manager, station, True, n)[1] for n in (1, 8, 1, 8, 8, 8)]
+    used = [step(sets, manager, runtime, True, n)[1] for n in (1, 8, 1, 8, 8, 8)]
     assert used == [None, None, True, None, True, True] and manager.captured == [(1, True), (8, True)]
 
 
 def test_a_batch_too_large_for_a_graph_runs_without_one():
-    sets, manager, station = build()
-    assert step(sets, manager, station, True, 100) == (Desc(Mode.NONE, 100, 100), None)
+    sets, manager, runtime = build()
+    assert step(sets, manager, runtime, True, 100) == (Desc(Mode.NONE, 100, 100), None)
 
 
 def test_eager_captures_both_sets_at_start_up():
-    sets, manager, station = build(lazy=False)
+    sets, manager, runtime = build(lazy=False)
     assert manager.captured == [(n, live) for live in (False, True) for n in (8, 4, 2, 1)]
-    assert not station.switch.live
+    assert not runtime.switch.live
     for n in (1, 2, 4, 8):
-        assert step(sets, manager, station, True, n)[1] is True
+        assert step(sets, manager, runtime, True, n)[1] is True
     assert len(manager.captured) == 8
 
 
 @pytest.mark.parametrize("num_tokens", [2, 3, 7])
 def test_a_failed_capture_runs_the_step_without_a_graph(none_at_start, num_tokens, caplog):
-    sets, manager, station = build()
+    sets, manager, runtime = build()
     manager.fail = torch.OutOfMemoryError("no memory left")
     own = manager.graphs
     for _ in range(3):
-        desc, used = step(sets, manager, station, True, num_tokens)
+        desc, used = step(sets, manager, runtime, True, num_tokens)
         assert desc == Desc(Mode.NONE, num_tokens, num_tokens) and used is None, "it must not be padded"
         assert manager.graphs is own
     assert len(caplog.records) == 1 and sets.report()["failed"] == 1
     manager.fail = None
-    assert step(sets, manager, station, False, num_tokens)[1] is False
-    assert step(sets, manager, station, True, 1)[1] is True
+    assert step(sets, manager, runtime, False, num_tokens)[1] is False
+    assert step(sets, manager, runtime, True, 1)[1] is True
 
 
 def test_a_capture_that_another_rank_failed_is_not_used(none_at_start):
-    sets, manager, station = build(agreed=lambda done: False)
-    assert step(sets, manager, station, True, 8)[0].cg_mode is Mode.NONE
+    sets, manager, runtime = build(agreed=lambda done: False)
+    assert step(sets, manager, runtime, True, 8)[0].cg_mode is Mode.NONE
     assert sets._swaps["PIECEWISE"][0].sets == {ALL: {}}
 
 
 def test_capturing_again_starts_over(none_at_start):
-    sets, manager, station = build()
-    step(sets, manager, station, True, 1)
+    sets, manager, runtime = build()
+    step(sets, manager, runtime, True, 1)
     manager.graphs.clear()
     manager.capture("model")
     assert sets.report()["live"] == 0
-    assert step(sets, manager, station, True, 1)[1] is True
+    assert step(sets, manager, runtime, True, 1)[1] is True
 
 
 def test_closing_lets_go_of_everything():
-    sets, manager, station = build()
-    step(sets, manager, station, True, 1)
+    sets, manager, runtime = build()
+    step(sets, manager, runtime, True, 1)
     sets.close()
     assert sets._again is None and not sets._swaps
-    assert step(sets, manager, station, True, 1)[1] is None and step(sets, manager, station, False, 1)[1] is False
+    assert step(sets, manager, runtime, True, 1)[1] is None and step(sets, manager, runtime, False, 1)[1] is False
 
 
 def wire(*positions, moves=(), captured=("resid_post", [0]), moved=("resid_post", [0])):
     """As a worker reads it."""
-    wishes = [Wish(Site(captured[0], k), Positions.parse(p), False) for p in positions for k in captured[1]]
-    made = tuple(Move(moved[0], tuple(moved[1]), Positions.parse(p), False, ()) for p in moves)
-    return EngineSpec.from_wire(EngineSpec(ResolvedSpec(tuple(wishes)), made).wire)
+    site_requests = [
+        SiteRequest(Site(captured[0], k), Positions.parse(p), False) for p in positions for k in captured[1]
+    ]
+    made = tuple(ResolvedIntervention(moved[0], tuple(moved[1]), Positions.parse(p), False, ()) for p in moves)
+    return EngineSpec.from_wire(EngineSpec(ResolvedSpec(tuple(site_requests)), made).wire)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +306,7 @@ def wire(*positions, moves=(), captured=("resid_post", [0]), moved=("resid_post"
     ],
 )
 def test_a_request_is_live_as_long_as_something_of_it_can_be_selected(form, prompt_only):
-    live = LiveRequests()
+    live = ActiveTaps()
     live.join("a", form, 10)
     assert taps_in(live, ("b", 0), ("a", 0)) == taps_in(live, ("a", 9)) == mask(("resid_post", 0))
     assert bool(taps_in(live, ("a", 10))) is not prompt_only
@@ -324,7 +326,7 @@ def mask(*sites):
 
 
 def test_a_step_needs_the_taps_of_everyone_in_it():
-    live = LiveRequests()
+    live = ActiveTaps()
     live.join("a", wire("all", captured=("resid_post", [2])), 5)
     live.join("b", wire(moves=["prompt"], moved=("resid_pre", [0, 4])), 5)
     always, prompt = mask(("resid_post", 2)), mask(("resid_pre", 0), ("resid_pre", 4))
@@ -334,17 +336,17 @@ def test_a_step_needs_the_taps_of_everyone_in_it():
 
 
 def test_a_step_is_known_to_be_shared_with_requests_that_asked_for_nothing():
-    station = SimpleNamespace(switch=Switch(tensors()), _live=LiveRequests())
-    station._live.join("a", wire("all"), 5)
-    station._live.join("b", wire("prompt"), 5)
+    runtime = SimpleNamespace(switch=TapSwitch(tensors()), _live=ActiveTaps())
+    runtime._live.join("a", wire("all"), 5)
+    runtime._live.join("b", wire("prompt"), 5)
     new, going_on = (["a"], [0]), (["b"], [5])
-    Station.begin_step(station, new, going_on)
-    assert station.alone and station.switch.mask == mask(("resid_post", 0))
-    Station.begin_step(station, new, (["b", "plain"], [5, 9]))
-    assert not station.alone
-    station._live.leave("b")
-    Station.begin_step(station, new, ([], []))
-    assert station.alone
+    WorkerRuntime.begin_step(runtime, new, going_on)
+    assert runtime.alone and runtime.switch.mask == mask(("resid_post", 0))
+    WorkerRuntime.begin_step(runtime, new, (["b", "plain"], [5, 9]))
+    assert not runtime.alone
+    runtime._live.leave("b")
+    WorkerRuntime.begin_step(runtime, new, ([], []))
+    assert runtime.alone
 
 
 @settings(max_examples=200, deadline=None)
@@ -353,7 +355,7 @@ def test_a_step_is_known_to_be_shared_with_requests_that_asked_for_nothing():
     data=st.data(),
 )
 def test_taps_of_a_step_however_requests_came_and_went(joins, data):
-    live, inside = LiveRequests(), {}
+    live, inside = ActiveTaps(), {}
     for who, layer, always, length in joins:
         name = f"r{who}"
         if data.draw(st.booleans()):
@@ -371,11 +373,11 @@ def test_taps_of_a_step_however_requests_came_and_went(joins, data):
 
 def test_sets_for_particular_taps(none_at_start):
     """Up to a number of sets; then the smallest that has the taps needed, or the one with all of them."""
-    sets, manager, station = build()
+    sets, manager, runtime = build()
     del manager.captured[:]
 
     def used(mask):
-        station.switch.turn(mask)
+        runtime.switch.turn(mask)
         desc = manager.dispatch(1, 1)
         found = manager.replay(desc)
         assert manager.graphs is sets._swaps["FULL"][0].sets[sets._mask_for(mask)]
@@ -393,7 +395,7 @@ def test_sets_for_particular_taps(none_at_start):
 
 
 def test_a_request_that_wants_nothing_is_not_live():
-    live = LiveRequests()
+    live = ActiveTaps()
     live.join("a", wire(), 10)
     assert not taps_in(live, ("a", 0))
 
@@ -417,7 +419,7 @@ def acts(switch, number):
 
 
 def test_the_op_asks_the_switch_of_its_own_engine():
-    switches, numbers = [Switch(tensors()) for _ in range(2)], [numbered(0) for _ in range(2)]
+    switches, numbers = [TapSwitch(tensors()) for _ in range(2)], [numbered(0) for _ in range(2)]
     for switch, number in zip(switches, numbers):
         switch.enrol(number, 0)
     one, other = switches
@@ -436,7 +438,7 @@ def test_setting():
 
 
 def test_only_the_taps_asked_for_act():
-    switch, number = Switch(tensors()), numbered(0)
+    switch, number = TapSwitch(tensors()), numbered(0)
     switch.enrol(number, 3)  # what its own entries say is where this engine's tables have it
     for mask in (0b1000, 0b0111, ALL, 0):
         switch.turn(mask)

@@ -17,14 +17,14 @@ import vllm_weir as weir
 from tests.unit.request_strategies import served
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
-from vllm_weir.frontend.admission.engine_info import EngineFacts
-from vllm_weir.frontend.admission.vector_registry import Shelf
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.vector_registry import VectorRegistry
 from vllm_weir.schema.compat.vllm_lens import lens_capture, lens_interventions
 from vllm_weir.schema.interventions import KINDS, parse_intervention
 from vllm_weir.schema.vectors import Vector, digest_of
 
 D = 8
-FACTS = EngineFacts(served(3, [("resid_mid", n) for n in range(3)]), 3, D, "float32", 1000)
+FACTS = EngineCapabilities(served(3, [("resid_mid", n) for n in range(3)]), 3, D, "float32", 1000)
 
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12), st.binary(max_size=12), st.just(10**400)
@@ -253,13 +253,13 @@ def test_refused_on_admission(number):
 
 def test_too_many_selectors_are_refused_by_name():
     from vllm_weir.frontend.admission.engine_wire import engine_form
-    from vllm_weir.schema.table_sizes import Sizes
+    from vllm_weir.schema.table_sizes import TableSizes
 
     admitted = admit(
         {"weir": {"v": 1, "interventions": [weir.Add(GOOD, 1, positions=k).to_json() for k in range(64)]}}, FACTS
     )
     with pytest.raises(WeirError) as caught:
-        engine_form(admitted, "reply", None, 100, 5, FACTS, True, Sizes(100, 1000, 1000))
+        engine_form(admitted, "reply", None, 100, 5, FACTS, True, TableSizes(100, 1000, 1000))
     assert caught.value.field == "interventions"
 
 
@@ -397,18 +397,20 @@ def test_tiers_refuse_by_name():
 
 
 def test_the_shelf_keeps_content():
-    shelf = Shelf()
-    digest = shelf.put("a", GOOD)
-    assert digest == digest_of(GOOD.numpy()) and shelf.names() == {"a": {"digest": digest, "shape": [D]}}
-    assert np.array_equal(shelf.find("a", "x"), GOOD.numpy()) and np.array_equal(shelf.find(digest, "x"), GOOD.numpy())
-    assert shelf.put("b", "a") == digest
-    assert shelf.put("a", 2 * GOOD) != digest and shelf.find("b", "x")[0] == 1.0
-    shelf.remove("a")
+    registry = VectorRegistry()
+    digest = registry.put("a", GOOD)
+    assert digest == digest_of(GOOD.numpy()) and registry.names() == {"a": {"digest": digest, "shape": [D]}}
+    assert np.array_equal(registry.find("a", "x"), GOOD.numpy()) and np.array_equal(
+        registry.find(digest, "x"), GOOD.numpy()
+    )
+    assert registry.put("b", "a") == digest
+    assert registry.put("a", 2 * GOOD) != digest and registry.find("b", "x")[0] == 1.0
+    registry.remove("a")
     for call, field in (
-        (lambda: shelf.remove("a"), "name"),
-        (lambda: shelf.find("a", "x"), "x"),
-        (lambda: shelf.put("", GOOD), "name"),
-        (lambda: shelf.put("n", [float("nan")]), "vector"),
+        (lambda: registry.remove("a"), "name"),
+        (lambda: registry.find("a", "x"), "x"),
+        (lambda: registry.put("", GOOD), "name"),
+        (lambda: registry.put("n", [float("nan")]), "vector"),
     ):
         with pytest.raises(WeirError) as caught:
             call()
@@ -416,13 +418,13 @@ def test_the_shelf_keeps_content():
 
 
 def test_a_global_intervention_keeps_what_its_name_meant():
-    from vllm_weir.frontend.admission.vector_registry import Shelf
+    from vllm_weir.frontend.admission.vector_registry import VectorRegistry
 
-    shelf = Shelf()
-    shelf.put("mood", np.ones(8))
-    kept = weir.Add("mood", 1).with_arrays(shelf.find)
-    shelf.remove("mood")
-    assert kept.lower(8, shelf.find).rows and kept.vector.array.tolist() == [1.0] * 8
+    registry = VectorRegistry()
+    registry.put("mood", np.ones(8))
+    kept = weir.Add("mood", 1).with_arrays(registry.find)
+    registry.remove("mood")
+    assert kept.lower(8, registry.find).rows and kept.vector.array.tolist() == [1.0] * 8
 
 
 def test_complex_numbers_are_no_vector():

@@ -14,13 +14,13 @@ import vllm_weir as weir
 from tests.support.check import expected_positions
 from tests.support.steered import _apply, of_layer
 from tests.unit.request_strategies import served
-from vllm_weir.frontend.admission.admit import Admitted, admit
-from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.admit import AdmittedRequest, admit
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
-from vllm_weir.schema.interventions import Move
+from vllm_weir.schema.interventions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import RequestSpec
-from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, num_taps, tap_of
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.steering.programs import ProgramTable
@@ -33,15 +33,15 @@ TAPS = num_taps(LAYERS)
 REPLY = "rows#vectors#token"
 
 
-FACTS = EngineFacts(served(LAYERS), LAYERS, D, "float32", 1000)
+FACTS = EngineCapabilities(served(LAYERS), LAYERS, D, "float32", 1000)
 
 
-def admitted(*items) -> Admitted:
+def admitted(*items) -> AdmittedRequest:
     """What a request with these interventions is to the engine."""
     return admit({"weir": RequestSpec((), items)}, FACTS)
 
 
-def move_of(item: weir.Add) -> tuple[Move | None, dict]:
+def move_of(item: weir.Add) -> tuple[ResolvedIntervention | None, dict]:
     """(the move, its rows) of an intervention that does the same at all its layers."""
     found = admitted(item)
     (move,) = found.moves
@@ -52,16 +52,16 @@ class Bench:
     """A planner, its tables, and a stream to run the taps on."""
 
     def __init__(self, vectors: int = 256, programs: int = 256, nodes: int = 2048) -> None:
-        self.table = ProgramTable(Sizes(vectors, programs, nodes), TAPS, range(TAPS), D)
+        self.table = ProgramTable(TableSizes(vectors, programs, nodes), TAPS, range(TAPS), D)
         self.planner = Planner(frozenset(range(TAPS * STAGES)), TAPS * STAGES, 8, self.table)
 
     def join(self, name: str, items, prompt_len: int, prompt_ids=None) -> None:
         self.enter(name, admitted(*items), prompt_len, prompt_ids)
 
-    def enter(self, name: str, found: Admitted, prompt_len: int, prompt_ids=None) -> None:
+    def enter(self, name: str, found: AdmittedRequest, prompt_len: int, prompt_ids=None) -> None:
         for some in found.by_position:
             some.check(prompt_len)
-        moves, rows = [Move.from_wire(m.to_wire()) for m in found.effective], found.rows
+        moves, rows = [ResolvedIntervention.from_wire(m.to_wire()) for m in found.effective], found.rows
         self.planner.steer(name, REPLY, moves, prompt_len, prompt_ids, lambda ds: {d: rows[d] for d in ds})
 
     def programs(self, names, counts, computed) -> np.ndarray:
@@ -228,7 +228,7 @@ def test_the_wire_keeps_every_intervention(item):
     assert all(np.array_equal(a.array, b.array) for a, b in zip(back.given, item.given, strict=True))
     a, b = admitted(item), admitted(back)
     assert a.moves == b.moves and a.rows.keys() == b.rows.keys() and a.parted == b.parted
-    assert [Move.from_wire(m.to_wire()) for m in a.effective] == a.effective
+    assert [ResolvedIntervention.from_wire(m.to_wire()) for m in a.effective] == a.effective
 
 
 def test_the_wire_is_json():
@@ -326,19 +326,19 @@ def test_rows_by_position_of_two_moves_do_not_take_each_other_s_program():
 
 def test_a_pipeline_stage_vouches_for_its_own_moves_only():
     bench = Bench()
-    bench.table = ProgramTable(Sizes(16, 16, 64), TAPS, range(7), D)
-    bench.planner.steerer.table = bench.table
+    bench.table = ProgramTable(TableSizes(16, 16, 64), TAPS, range(7), D)
+    bench.planner.steering_planner.table = bench.table
     bench.join("r", [weir.Add(torch.ones(D), 0), weir.Add(torch.ones(D), 2)], 3)
     ((number, position, count, stride),) = bench.planner.plan(["r"], [3], [0]).steered[REPLY].tolist()
     assert (position, count, stride) == (0, 3, 1)
-    (group,) = bench.planner.strands.news[REPLY].groups
+    (group,) = bench.planner.row_seqs.layout_updates[REPLY].groups
     assert (group.group, group.request_id, group.moves) == (number, "r", [0])
 
 
 def test_a_rank_that_vouches_for_nothing_steers_all_the_same():
     """In the step that is planned by itself, in the first one with everybody's, and in its repetitions."""
     told, silent = Bench(), Bench()
-    silent.planner.steerer.vouches = False
+    silent.planner.steering_planner.vouches = False
     for bench in (told, silent):
         bench.join("r", [weir.Add(torch.ones(D), 0)], 3)
     for count, at in ((3, 0), (1, 3), (1, 4), (1, 5)):

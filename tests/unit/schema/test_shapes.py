@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import vllm_weir as weir
-from tests.unit.frontends import desk_of
+from tests.unit.frontends import frontend_of
 from tests.unit.schema.test_lowering import FACTS, LAYERS, Bench, D, admitted
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
-from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, _same_wish
-from vllm_weir.frontend.admission.engine_info import EngineFacts
-from vllm_weir.frontend.admission.vector_registry import Shelf
-from vllm_weir.frontend.outputs.view import View
-from vllm_weir.frontend.receive.tokens import Prompt, Tokens
+from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, _same_site_request
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.vector_registry import VectorRegistry
+from vllm_weir.frontend.outputs.view import OutputView
+from vllm_weir.frontend.receive.tokens import PromptTokens, SequenceTokens
 from vllm_weir.results.activations import Activations
 from vllm_weir.schema.compat.vllm_lens import lens_interventions
 from vllm_weir.schema.hooks import Site
@@ -109,14 +109,14 @@ def test_lens_matrices_of_one_row_are_for_all_positions():
 
 
 def test_one_direction_to_project_on_may_be_a_matrix():
-    def treatment(directions):
+    def postprocess(directions):
         capture = weir.Capture(layers=1, project=directions)
         found = admit({"weir": RequestSpec((capture,))}, FACTS, lookup=lambda ref, _field: names[ref])
-        return found.spec.treatment, sorted(found.rows)
+        return found.spec.postprocess, sorted(found.rows)
 
     names = {"row": A[None].numpy(), "stack": ROWS[None].numpy()}
-    assert treatment(A) == treatment(A[None]) == treatment("row")
-    assert "[1, 3, 8]" in refused(lambda: treatment("stack"), "capture.project")
+    assert postprocess(A) == postprocess(A[None]) == postprocess("row")
+    assert "[1, 3, 8]" in refused(lambda: postprocess("stack"), "capture.project")
 
 
 # --- rows by position ---
@@ -160,15 +160,15 @@ def test_counts_that_the_prompt_decides_are_checked_with_it(positions, fits, oth
 
 
 def test_a_desk_checks_every_request_s_count():
-    desk = desk_of(FACTS)
-    wish = {"weir": {"v": 1, "interventions": [weir.Replace(ROWS, 1, positions="prompt").to_json()]}}
+    frontend = frontend_of(FACTS)
+    site_request = {"weir": {"v": 1, "interventions": [weir.Replace(ROWS, 1, positions="prompt").to_json()]}}
     zero = {"weir": {"v": 1, "interventions": [weir.Add(0 * ROWS, 1, positions="prompt").to_json()]}}
-    for asked in (wish, zero):
-        desk.admit("fits", asked, [1, 2, 3], 3, 4)
+    for asked in (site_request, zero):
+        frontend.admit("fits", asked, [1, 2, 3], 3, 4)
         for length in (1, 2, 4):
-            message = refused(lambda: desk.admit("r", asked, [1] * length, length, 4), "interventions[0].positions")  # noqa: B023
+            message = refused(lambda: frontend.admit("r", asked, [1] * length, length, 4), "interventions[0].positions")  # noqa: B023
             assert message.startswith(f"3 rows for {length} positions with a prompt of {length} tokens")
-    desk.close()
+    frontend.close()
 
 
 def test_the_k_th_row_is_for_the_k_th_position_in_ascending_order():
@@ -200,11 +200,11 @@ def test_vectors_by_layer_do_what_single_ones_do(kind, hook):
     make = EVERY[kind]
     want = does(*(make(v, layers=n, hook=hook) for n, v in ((0, A), (1, B), (2, C))))
     stack = ROWS.numpy()
-    shelf = Shelf()
-    shelf.put("stack", stack)
-    shelf.put("deep", stack[:, None])
-    shelf.put("a", A)
-    shelf.put("b", B[None])
+    registry = VectorRegistry()
+    registry.put("stack", stack)
+    registry.put("deep", stack[:, None])
+    registry.put("a", A)
+    registry.put("b", B[None])
     forms = [
         make({0: A, 1: B, 2: C}, hook=hook),
         make({2: C[None], "0": A.tolist(), np.int64(1): B.numpy()}, hook=hook),
@@ -217,10 +217,10 @@ def test_vectors_by_layer_do_what_single_ones_do(kind, hook):
         make("deep", layers=range(3), per_layer=True, hook=hook),
     ]
     for form in forms:
-        assert does(form, lookup=shelf.find) == want, form
+        assert does(form, lookup=registry.find) == want, form
         sent = RequestSpec.parse(json.dumps(RequestSpec((), (form,)).to_json())).interventions
-        assert does(*sent, lookup=shelf.find) == want, form
-        assert does(form.with_arrays(shelf.find)) == want
+        assert does(*sent, lookup=registry.find) == want, form
+        assert does(form.with_arrays(registry.find)) == want
 
 
 def test_low_rank_by_layer():
@@ -333,10 +333,12 @@ def test_what_is_wrong_about_vectors_by_layer_for_a_model():
         (weir.Clamp(torch.zeros(2, D), [2, 1], value=1.0, per_layer=True), "direction[1]", "length zero"),
         (weir.Replace({0: A, 1: B * 1e6}), "values.1", "changes a row by up to"),
     ):
-        half = EngineFacts(FACTS.sites, LAYERS, D, "float16", 1000)
+        half = EngineCapabilities(FACTS.sites, LAYERS, D, "float16", 1000)
         found = refused(lambda: admit({"weir": RequestSpec((), (item,))}, half, lookup=lookup), f"intervention.{field}")  # noqa: B023
         assert words in found
-    some = EngineFacts({s: "it is not tapped" if s.layer else "" for s in FACTS.sites}, LAYERS, D, "float32", 1000)
+    some = EngineCapabilities(
+        {s: "it is not tapped" if s.layer else "" for s in FACTS.sites}, LAYERS, D, "float32", 1000
+    )
     message = refused(lambda: admit({"weir": RequestSpec((), (weir.Add({0: A, 1: B}),))}, some), "intervention.vector")
     assert "resid_post[1] is refused" in message
 
@@ -364,11 +366,11 @@ def test_equal_wishes_by_layer_are_known_by_their_digests():
     size = LONGEST_KNOWN // 4 // LAYERS
     draw = torch.Generator().manual_seed(1)
     vectors = {n: torch.randn(size // 2, generator=draw) for n in range(LAYERS)}
-    wishes = [
+    site_requests = [
         {"weir": RequestSpec((), (weir.Add(dict(v)),)).to_json()}
         for v in (vectors, {n: v.clone() for n, v in vectors.items()}, vectors | {1: vectors[0]})
     ]
-    one, same, other = (_same_wish(wish, True) for wish in wishes)
+    one, same, other = (_same_site_request(site_request, True) for site_request in site_requests)
     assert one.key == same.key != other.key and one.plain
     assert len(one.key[-1]) < 2000 < one.size
 
@@ -387,7 +389,9 @@ def test_a_receipt_has_one_entry_for_each_intervention():
     pending = SimpleNamespace(
         admitted=found, await_steered=lambda *_: None, check=lambda: None, memory=None, early=None, whole=lambda _: None
     )
-    view = View(pending, found.parts[0], Tokens(Prompt([1] * 5), [1] * 4), 0, True, False, 2, None, D, 1.0)
+    view = OutputView(
+        pending, found.parts[0], SequenceTokens(PromptTokens([1] * 5), [1] * 4), 0, True, False, 2, None, D, 1.0
+    )
     view._made = Activations({}, {}, {})
     receipt = view.receipt()
     site = lambda layer: Site("resid_post", layer)
@@ -433,10 +437,10 @@ def test_a_row_that_would_vanish_stays_as_it_is():
 
 
 def test_what_keeps_its_norm_is_not_too_large_for_any_dtype():
-    half = EngineFacts(FACTS.sites, LAYERS, D, "float16", 1000)
-    wish = lambda **more: {"weir": RequestSpec((), (weir.Add(1e5 * A, 1, 1e3, **more),))}
-    refused(lambda: admit(wish(), half), "intervention.scale")
-    (move,) = admit(wish(keep_norm=True), half).effective
+    half = EngineCapabilities(FACTS.sites, LAYERS, D, "float16", 1000)
+    site_request = lambda **more: {"weir": RequestSpec((), (weir.Add(1e5 * A, 1, 1e3, **more),))}
+    refused(lambda: admit(site_request(), half), "intervention.scale")
+    (move,) = admit(site_request(keep_norm=True), half).effective
     assert [i.kind for i in move.instructions] == [KEEP_NORM]
 
 

@@ -10,32 +10,32 @@ from prometheus_client import CollectorRegistry
 
 from tests.support.measure import becomes
 from tests.unit.admin_app import FACTS, LAYERS, D
-from tests.unit.frontends import desk_of
+from tests.unit.frontends import frontend_of
 from vllm_weir import messages
-from vllm_weir.frontend import pacing as turns_module
+from vllm_weir.frontend import pacing as pacing_module
 from vllm_weir.frontend.pacing import AT_ONCE
-from vllm_weir.frontend.receive.mapped_buffer import Mirror
+from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
 from vllm_weir.server import metrics
-from vllm_weir.server.metrics import Meter
-from vllm_weir.server.shared.result_files import Spool
+from vllm_weir.server.metrics import ServerMetrics
+from vllm_weir.server.shared.result_files import ResultFiles
 
 PROMPT = [5, 6, 7, 8, 9]
 NOTHING = np.zeros((0, 5), np.int32), np.zeros((0, 4), np.int32), b""
 
 
 @pytest.fixture
-def desk():
-    desk = desk_of(FACTS)
-    yield desk
-    desk.close()
+def frontend():
+    frontend = frontend_of(FACTS)
+    yield frontend
+    frontend.close()
 
 
 def value(registry, name, **labels):
     return registry.get_sample_value(name, {"model_name": "m", **labels})
 
 
-def finished(desk, generated, cached=0, delta=False, **wish):
-    tracker, _ = desk.admit("r", {"weir": {"v": 1, **wish}}, PROMPT, len(PROMPT), 8)
+def finished(frontend, generated, cached=0, delta=False, **site_request):
+    tracker, _ = frontend.admit("r", {"weir": {"v": 1, **site_request}}, PROMPT, len(PROMPT), 8)
     if delta:
         tracker.view(generated[:2], True, None, cached)
     return tracker.view(generated, delta, "stop", cached)
@@ -47,7 +47,7 @@ ALL = {"hook": "resid_post", "layers": "all"}
 
 
 @pytest.mark.parametrize(
-    ("wish", "rows", "size"),
+    ("site_request", "rows", "size"),
     [
         ({"capture": [ALL]}, LAYERS * ROWS, LAYERS * ROWS * D * 4),
         ({"capture": [{**ALL, "layers": [1], "positions": "generated"}]}, 2, 2 * D * 4),
@@ -57,11 +57,11 @@ ALL = {"hook": "resid_post", "layers": "all"}
     ],
 )
 @pytest.mark.parametrize("delta", [False, True])
-def test_rows_and_bytes(desk, wish, rows, size, delta):
+def test_rows_and_bytes(frontend, site_request, rows, size, delta):
     """Also where the last output of a stream has only the last rows."""
     registry = CollectorRegistry()
-    meter = Meter(desk, "m", registry=registry)
-    meter.finished(finished(desk, [1, 2, 3], delta=delta, **wish))
+    meter = ServerMetrics(frontend, "m", registry=registry)
+    meter.finished(finished(frontend, [1, 2, 3], delta=delta, **site_request))
     assert value(registry, "weir_rows_captured_total") == rows
     assert value(registry, "weir_bytes_out_total") == size
 
@@ -79,27 +79,27 @@ def test_rows_and_bytes(desk, wish, rows, size, delta):
         ([{**ADD, "positions": [0, 50]}], 0, 1),
     ],
 )
-def test_steered_tokens(desk, interventions, cached, tokens):
+def test_steered_tokens(frontend, interventions, cached, tokens):
     registry = CollectorRegistry()
-    meter = Meter(desk, "m", registry=registry)
-    meter.finished(finished(desk, [1, 2, 3], cached, interventions=interventions))
+    meter = ServerMetrics(frontend, "m", registry=registry)
+    meter.finished(finished(frontend, [1, 2, 3], cached, interventions=interventions))
     assert value(registry, "weir_steered_tokens_total") == tokens
 
 
-def test_gauges_follow_the_workers_while_requests_live(desk, monkeypatch, tmp_path):
+def test_gauges_follow_the_workers_while_requests_live(frontend, monkeypatch, tmp_path):
     """An engine has its fullest worker's fill; with the last request gone the gauges are zero and the task ends."""
     monkeypatch.setattr(metrics, "PERIOD", 0.01)
     registry = CollectorRegistry()
-    spool = Spool(tmp_path, 1 << 20, 600.0)
+    spool = ResultFiles(tmp_path, 1 << 20, 600.0)
 
     def tell(worker, engine, pressure, waiting):
-        header = messages.Header("t", worker, D, "float32", pressure=pressure, engine=engine, waiting=waiting)
-        desk.store.receive(messages.decode(messages.encode(header)), Mirror(), *NOTHING)
+        header = messages.MessageHeader("t", worker, D, "float32", pressure=pressure, engine=engine, waiting=waiting)
+        frontend.store.receive(messages.decode(messages.encode(header)), MappedBuffer(), *NOTHING)
 
     async def live():
-        meter = Meter(desk, "m", spool, registry)
+        meter = ServerMetrics(frontend, "m", spool, registry)
         assert value(registry, "weir_buffer_fill", engine="0") == 0
-        tracker, _ = desk.admit("r", {"weir": {"v": 1, "capture": [ALL]}}, PROMPT, len(PROMPT), 8)
+        tracker, _ = frontend.admit("r", {"weir": {"v": 1, "capture": [ALL]}}, PROMPT, len(PROMPT), 8)
         meter.admitted()
         task = meter._task
         meter.admitted()
@@ -121,27 +121,27 @@ def test_gauges_follow_the_workers_while_requests_live(desk, monkeypatch, tmp_pa
 FILL_AND_WAIT = ("weir_buffer_fill", "weir_requests_waiting")
 
 
-def test_requests_that_are_held_back_are_told(desk, monkeypatch):
+def test_requests_that_are_held_back_are_told(frontend, monkeypatch):
     """Also while no other is in the engine: they are looked at until the last has gone on or away."""
     monkeypatch.setattr(metrics, "PERIOD", 0.01)
-    monkeypatch.setattr(turns_module, "LATEST", 60.0)
+    monkeypatch.setattr(pacing_module, "LATEST", 60.0)
     registry = CollectorRegistry()
 
     async def held(number):
         await becomes(lambda: value(registry, "weir_requests_held"), number, 5)
 
     async def live():
-        meter, turns = Meter(desk, "m", registry=registry), desk.turns
+        meter, pacing = ServerMetrics(frontend, "m", registry=registry), frontend.pacing
         assert value(registry, "weir_requests_held") == 0
-        turns.pace, turns.live = 1e-6, ("plain",)
-        asked = [asyncio.create_task(turns.admission()) for _ in range(AT_ONCE + 3)]
+        pacing.pace, pacing.live = 1e-6, ("plain",)
+        asked = [asyncio.create_task(pacing.admission()) for _ in range(AT_ONCE + 3)]
         await becomes(lambda: all(one.done() for one in asked[:AT_ONCE]), True, 5)
         meter.admitted()
         await held(3)
         asked[-1].cancel()
         await held(2)
-        assert not meter._task.done() and not len(desk.store)
-        turns.live = ()
+        assert not meter._task.done() and not len(frontend.store)
+        pacing.live = ()
         await asyncio.gather(*asked[:-1])
         await asyncio.wait_for(meter._task, 5)
         assert value(registry, "weir_requests_held") == 0
@@ -149,9 +149,9 @@ def test_requests_that_are_held_back_are_told(desk, monkeypatch):
     asyncio.run(live())
 
 
-def test_errors(desk):
+def test_errors(frontend):
     registry = CollectorRegistry()
-    meter = Meter(desk, "m", registry=registry)
+    meter = ServerMetrics(frontend, "m", registry=registry)
     meter.refused()
     meter.refused()
     meter.failed()

@@ -15,15 +15,15 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.compat.vllm_lens import lens_interventions
 from vllm_weir.schema.keys import asks
 from vllm_weir.server.lens_response import encode
-from vllm_weir.server.limits import Limits
-from vllm_weir.server.request import Ask
+from vllm_weir.server.limits import ServerLimits
+from vllm_weir.server.request import WeirRequest
 
-LIMITS = Limits()
+LIMITS = ServerLimits()
 WISH = {"v": 1, "capture": [{"hook": "resid_post", "layers": [1]}]}
 
 
 def parse(xargs=None, body=None, limits=LIMITS):
-    return Ask.parse(xargs, body, limits)
+    return WeirRequest.parse(xargs, body, limits)
 
 
 def refused(field, xargs=None, body=None):
@@ -81,7 +81,7 @@ def test_bad_response_options(response, field):
 def test_keys_where_nobody_reads_them_are_refused(xargs, body, field):
     assert asks(xargs, body)
     with pytest.raises(WeirError) as caught:
-        Ask.parse(xargs, body, Limits())
+        WeirRequest.parse(xargs, body, ServerLimits())
     said = "extra_body is" if field.startswith("extra_body") else "belongs"
     assert caught.value.field == field and said in caught.value.message
 
@@ -97,9 +97,9 @@ def test_twice_is_refused():
     )
 
 
-@pytest.mark.parametrize("wish", ["{", "[1]", 5, [1], "9" * 5000, "[" * 100_000])
-def test_garbage(wish):
-    refused("weir", None, {"weir": wish})
+@pytest.mark.parametrize("site_request", ["{", "[1]", 5, [1], "9" * 5000, "[" * 100_000])
+def test_garbage(site_request):
+    refused("weir", None, {"weir": site_request})
 
 
 def test_a_key_that_is_said_twice_is_refused():

@@ -17,17 +17,17 @@ import zstandard
 from tests.support import machine
 from tests.support.measure import becomes
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.pacing import Turns
+from vllm_weir.frontend.pacing import Pacing
 from vllm_weir.results.activations import Activations
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server import response as module
 from vllm_weir.server.lens_response import encode
-from vllm_weir.server.limits import Limits
-from vllm_weir.server.request import Ask
-from vllm_weir.server.response import Reply
+from vllm_weir.server.limits import ServerLimits
+from vllm_weir.server.request import WeirRequest
+from vllm_weir.server.response import ResponseBuilder
 from vllm_weir.server.response_body import scores
 from vllm_weir.server.shared.directory import locked
-from vllm_weir.server.shared.result_files import Spool
+from vllm_weir.server.shared.result_files import ResultFiles
 from vllm_weir.server.state import ServerState
 
 
@@ -42,7 +42,7 @@ class View(SimpleNamespace):
     """Stands for a view whose rows are there."""
 
     start, end = 0, 3
-    part = SimpleNamespace(spec=SimpleNamespace(treatment=None, wishes=(1,)))
+    part = SimpleNamespace(spec=SimpleNamespace(postprocess=None, site_requests=(1,)))
 
     def activations(self):
         self.wait()
@@ -60,13 +60,13 @@ class View(SimpleNamespace):
 
 @pytest.fixture
 def server(tmp_path):
-    made = ServerState(None, SimpleNamespace(serve=lambda rows: None, observer=None, turns=Turns()), Limits())
-    made.spool = Spool(tmp_path, 1 << 20, 60.0)
+    made = ServerState(None, SimpleNamespace(serve=lambda rows: None, observer=None, pacing=Pacing()), ServerLimits())
+    made.spool = ResultFiles(tmp_path, 1 << 20, 60.0)
     return made
 
 
 def reply(server, view, inline=0, **more):
-    made = Reply(Ask({}, inline, own=True, **more), server)
+    made = ResponseBuilder(WeirRequest({}, inline, own=True, **more), server)
     made.note(0, view)
     return made
 
@@ -162,7 +162,7 @@ def test_lost_rows_are_said_on_the_choice_of_a_stream(server):
 def test_scores_that_are_lost_end_the_stream_with_an_error(server, monkeypatch):
     """It was cut without a word; and what failed was not counted."""
     told = []
-    server.desk.observer = SimpleNamespace(failed=lambda: told.append("failed"))
+    server.frontend.observer = SimpleNamespace(failed=lambda: told.append("failed"))
 
     def lost(*_):
         raise WeirError("3 rows did not arrive")
@@ -200,7 +200,7 @@ def test_too_much_for_vllm_lens_is_refused(server, monkeypatch):
     held._lens_layers = (0,)
     view.activations = lambda: held
     made = reply(server, view, lens=True)
-    server.limits = Limits(lens_bytes=10)
+    server.limits = ServerLimits(lens_bytes=10)
     with pytest.raises(WeirError, match="WEIR_SERVE_LENS_BYTES") as e:
         asyncio.run(made.answers())
     assert e.value.field == "output_residual_stream"
@@ -235,7 +235,7 @@ def test_a_choice_that_ends_before_the_next_begins_is_one_of_several(server):
             yield f"data: {json.dumps({'choices': [{'index': prompt, 'text': '', 'finish_reason': 'stop'}]})}\n\n"
 
     async def go():
-        seams._reply.set(Reply(Ask({}, 1 << 20, lens=True), server))
+        seams._reply.set(ResponseBuilder(WeirRequest({}, 1 << 20, lens=True), server))
         stream = seams.stream(vllm_s, None)(None, SimpleNamespace(n=None), results(), num_prompts=2)
         return [json.loads(c[6:])["choices"][0] async for c in stream]
 
@@ -244,13 +244,13 @@ def test_a_choice_that_ends_before_the_next_begins_is_one_of_several(server):
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
-    ("wishes", "concluded", "threads"), [((), True, 0), ((), False, 1), ((1,), True, 1), ((1,), False, 1)]
+    ("site_requests", "concluded", "threads"), [((), True, 0), ((), False, 1), ((1,), True, 1), ((1,), False, 1)]
 )
 def test_a_receipt_alone_is_answered_without_a_thread_if_nothing_is_to_be_waited_for(
-    server, monkeypatch, wishes, concluded, threads, streamed
+    server, monkeypatch, site_requests, concluded, threads, streamed
 ):
     view = View(concluded=lambda: concluded)
-    view.part = SimpleNamespace(spec=SimpleNamespace(treatment=None, wishes=wishes))
+    view.part = SimpleNamespace(spec=SimpleNamespace(postprocess=None, site_requests=site_requests))
     ran, run = [], ServerState.run
     monkeypatch.setattr(ServerState, "run", lambda *args: ran.append(1) or run(*args))
 
@@ -347,7 +347,7 @@ def test_without_routes_rows_go_inline_up_to_the_bound(server):
     server.spool = None
     out = asyncio.run(reply(server, View(), 0).answers())[0]["activations"]
     assert "b64" in out
-    server.limits = Limits(inline_bytes=10)
+    server.limits = ServerLimits(inline_bytes=10)
     out = asyncio.run(reply(server, View(), 0).answers())[0]["activations"]
     assert "b64" not in out and "`weir serve`" in out["error"] and out["bytes"] == 96
 

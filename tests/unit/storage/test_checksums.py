@@ -30,7 +30,7 @@ from vllm_weir.results.safetensors_header import build_header
 from vllm_weir.storage import ActivationDataset, Batch, convert, inspect, load, open_writer
 from vllm_weir.storage.layouts import sharded
 from vllm_weir.storage.layouts.manifest import SCHEMA, from_parquet, to_parquet
-from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.safetensors_io import read_container
 from vllm_weir.storage.verify import verify
 
@@ -152,7 +152,7 @@ def test_a_flipped_bit_anywhere_in_a_data_file_is_seen(layout: str, tmp_path: Pa
 
 def without_checksums(path: Path, layout: str) -> None:
     """Make a dataset one of a version that knew no checksums."""
-    store = Store(path)
+    store = ObjectStore(path)
     for file in path.glob("*.safetensors"):
         container, raw = read_container(store, file.name), file.read_bytes()
         tensors = {}

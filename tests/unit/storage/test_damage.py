@@ -20,7 +20,7 @@ from vllm_weir.results.safetensors_header import build_header
 from vllm_weir.storage import LAYOUTS, load, open_writer
 from vllm_weir.storage.layouts.manifest import MANIFEST, SCHEMA, to_parquet
 from vllm_weir.storage.layouts.sharded import GAP
-from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.safetensors_io import read_container
 from vllm_weir.storage.verify import verify
 
@@ -29,7 +29,7 @@ NAMES = ["a", "b", "c"]
 
 def replace_manifest(file: Path, change: Any) -> None:
     """Change a shard's own manifest; as in shards of earlier versions there is no checksum of it."""
-    container, raw = read_container(Store(file.parent), file.name), file.read_bytes()
+    container, raw = read_container(ObjectStore(file.parent), file.name), file.read_bytes()
     places = container.tensors
     manifest = change(raw[places["manifest"].start : places["manifest"].end])
     tensors = {name: (t.dtype, list(t.shape), t.end - t.start) for name, t in places.items()}
@@ -72,7 +72,7 @@ def test_verify_reads_the_manifest_in_each_shard(remote: bool, tmp_path: Path) -
 
     assert not damaged()
     raw = shards[1].read_bytes()
-    place = read_container(Store(path), shards[1].name).tensors["manifest"]
+    place = read_container(ObjectStore(path), shards[1].name).tensors["manifest"]
     for at in (place.start, place.start + 30, (place.start + place.end) // 2, place.end - 1):
         shards[1].write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
         ((name, error),) = damaged()

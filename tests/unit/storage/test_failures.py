@@ -25,7 +25,7 @@ from vllm_weir.schema.compression import Compression
 from vllm_weir.storage import LAYOUTS, ActivationDataset, Batch, load, open_writer
 from vllm_weir.storage.layouts.base import read_marker
 from vllm_weir.storage.layouts.buffered import safe_name
-from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.verify import verify
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -202,12 +202,12 @@ def test_a_file_that_is_swept_before_it_is_locked_is_made_again(
         fd = opened(path, *args, **kwargs)
         if str(path).endswith(".tmp") and not swept:
             swept.append(path)
-            Store(tmp_path).sweep()
+            ObjectStore(tmp_path).sweep()
             assert not os.path.exists(path)
         return fd
 
     monkeypatch.setattr(os, "open", open_and_sweep)
-    Store(tmp_path).put("x", b"all")
+    ObjectStore(tmp_path).put("x", b"all")
     assert swept and (tmp_path / "x").read_bytes() == b"all" and os.listdir(tmp_path) == ["x"]
 
 
@@ -402,15 +402,15 @@ def test_a_dataset_in_a_folder_of_another_leaves_it_readable(above: str, below: 
 
 def test_a_store_that_cannot_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Least of all with the advice to delete the file."""
-    store = Store(tmp_path)
+    store = ObjectStore(tmp_path)
     store.put("extract.json", b"{}")
     store.put("skipped.jsonl", b"")
     store.put("weir.json", b"{}")
 
-    def read(self: Store, name: str, *_: object) -> bytes:
+    def read(self: ObjectStore, name: str, *_: object) -> bytes:
         raise WeirError(f"cannot read {name}: the connection timed out")
 
-    monkeypatch.setattr(Store, "read", read)
+    monkeypatch.setattr(ObjectStore, "read", read)
     for look in (
         lambda: run_spec.check_run(store, {}),
         lambda: run_spec.read_skipped(store),
@@ -646,7 +646,7 @@ def test_requests_that_are_dropped_anywhere_on_a_disk_full_at_times(
 
 
 def test_room_that_was_set_aside_is_given_back_when_a_file_is_published(tmp_path: Path) -> None:
-    spool = Store(tmp_path).spool("x")
+    spool = ObjectStore(tmp_path).spool("x")
     spool.write(b"begun")
     assert spool.reserve(1000) and spool.reserve(10) and os.stat(spool.temporary).st_size >= 1000
     spool.write(b" and done")
@@ -661,7 +661,7 @@ def test_room_that_cannot_be_set_aside(refused: int, tmp_path: Path, monkeypatch
         raise OSError(refused, os.strerror(refused))
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    spool = Store(tmp_path).spool("x")
+    spool = ObjectStore(tmp_path).spool("x")
     spool.write(b"begun")
     if refused == errno.ENOSPC:
         with pytest.raises(WeirError, match=r"cannot write .*/x: No space left on device"):

@@ -18,7 +18,7 @@ from vllm_weir import analysis
 from vllm_weir.errors import StoreError, WeirError
 from vllm_weir.storage import Batch, inspect, load, open_writer
 from vllm_weir.storage.local_files import LocalFiles, local_path
-from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.object_store import ObjectStore
 
 ROOT = Path(__file__).parents[3]
 
@@ -228,9 +228,9 @@ def test_local_files_are_listed_and_read_as_fsspec_does(tmp_path: Path) -> None:
     for deep in (False, True):
         found = theirs.find(root, maxdepth=None if deep else 1, detail=True)
         sizes = {os.path.relpath(path, root): info["size"] for path, info in found.items() if "/." not in path}
-        assert ours.find(root, deep=deep) == sizes == Store(root).names(deep=deep)
+        assert ours.find(root, deep=deep) == sizes == ObjectStore(root).names(deep=deep)
     for start, end in ((None, None), (0, 4), (2, 3), (3, None), (2, 99), (4, 4)):
         assert ours.cat_file(f"{root}/below/b", start, end) == theirs.cat_file(f"{root}/below/b", start, end)
     with pytest.raises(FileNotFoundError):
         ours.cat_file(f"{root}/gone")
-    assert Store(f"{root}/gone").names() == Store(f"{root}/a").names() == {}
+    assert ObjectStore(f"{root}/gone").names() == ObjectStore(f"{root}/a").names() == {}

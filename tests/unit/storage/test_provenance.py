@@ -16,8 +16,8 @@ from vllm_weir import Capture
 from vllm_weir.cli.main import app
 from vllm_weir.consumers import EngineInfo, Finished
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.capture_groups import make_parts, treatments_of
-from vllm_weir.frontend.sinks.manager import Board
+from vllm_weir.frontend.admission.capture_groups import make_parts, postprocesses_of
+from vllm_weir.frontend.sinks.manager import SinkManager
 from vllm_weir.results.activations import Activations
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.row_notes import describe_rows, entries_of, in_words, is_about
@@ -79,24 +79,26 @@ class Looked:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_sinks_rows_say_what_they_are(layout: str, tmp_path: Path) -> None:
-    board = Board(parse_sinks({"x": {"filesystem": {"url": str(tmp_path), "layout": layout}}}), 1 << 20, 60.0, 1.0)
-    board.open(EngineInfo("m", 4, 8, "float32"))
+    manager = SinkManager(
+        parse_sinks({"x": {"filesystem": {"url": str(tmp_path), "layout": layout}}}), 1 << 20, 60.0, 1.0
+    )
+    manager.open(EngineInfo("m", 4, 8, "float32"))
     asked: dict[str, dict[str, Any]] = {
         "plain": {}, "mean": {"reduce": "mean", "positions": "-2:"}, "scores": {"project": torch.ones(2, 8)},
     }  # fmt: skip
     for name, fields in asked.items():
         captures = [Capture(*SITE, sink="x", **fields)]
-        ways = treatments_of(captures, 8, lambda *_: np.zeros(8))
+        ways = postprocesses_of(captures, 8, lambda *_: np.zeros(8))
         part = make_parts(captures, 4, "float32", ways, True, lambda *_: None, ())[1]
         site = Site(*SITE)
         width, at = (2 if name == "scores" else 8), torch.arange(1 if name == "mean" else 4)
         acts = Activations({site: torch.ones(len(at), width)}, {site: at}, {site: at})
-        tickets = board.deliver(
+        tickets = manager.deliver(
             name, [Looked(part, acts)], Finished(name, 0, name, 4, 1, "stop"),  # type: ignore[list-item]
             lambda: None, False,
         )  # fmt: skip
         tickets[0].wait(10)
-    board.close()
+    manager.close()
     found = load(tmp_path)
     assert "capture" not in found.metadata("plain")
     assert found.metadata("mean")["capture"] == [

@@ -67,7 +67,7 @@ def test_a_sink_whose_disk_was_full_takes_the_same_requests_again(
             raise
 
     with monkeypatch.context() as patch:
-        patch.setattr(atomic_module.Spool, "publish", lambda *_: (_ for _ in ()).throw(WeirError("full")))
+        patch.setattr(atomic_module.AtomicFile, "publish", lambda *_: (_ for _ in ()).throw(WeirError("full")))
         for name in "abcd":
             with pytest.raises(WeirError, match="full"):
                 send(name)
@@ -90,7 +90,7 @@ def test_whatever_stops_a_flush_it_can_be_tried_again(
     writer = open_writer(tmp_path, layout)
     write(writer, "a")
     with monkeypatch.context() as patch:
-        patch.setattr(atomic_module.Spool, "publish", stopped)
+        patch.setattr(atomic_module.AtomicFile, "publish", stopped)
         with pytest.raises(kind):
             writer.flush()
     writer.close()
@@ -121,7 +121,7 @@ def test_a_manifest_may_name_shards_that_came_after_the_files_were_listed(
     again, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path, "sharded", ["a"])
-    read, came = atomic_module.Store.read, []
+    read, came = atomic_module.ObjectStore.read, []
 
     def late(self, name: str, *more: int) -> bytes:
         if name == manifest.MANIFEST and not came:
@@ -131,7 +131,7 @@ def test_a_manifest_may_name_shards_that_came_after_the_files_were_listed(
                 writer.tidy()
         return read(self, name, *more)
 
-    monkeypatch.setattr(atomic_module.Store, "read", late)
+    monkeypatch.setattr(atomic_module.ObjectStore, "read", late)
     found = again(tmp_path)
     if again is load:
         check(found, ["a", "b"])

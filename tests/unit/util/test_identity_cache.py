@@ -13,23 +13,23 @@ from tests.unit.request_strategies import selectors
 from vllm_weir import Site
 from vllm_weir.schema import selectors as select
 from vllm_weir.schema.engine_spec import EngineSpec
-from vllm_weir.schema.interventions import CONST, Instruction, Move
+from vllm_weir.schema.interventions import CONST, Instruction, ResolvedIntervention
 from vllm_weir.schema.positions import ENDLESS, Positions
-from vllm_weir.schema.request import ResolvedSpec, Wish
+from vllm_weir.schema.request import ResolvedSpec, SiteRequest
 from vllm_weir.schema.selectors import Selectors
-from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import num_taps
 from vllm_weir.util import identity_cache
-from vllm_weir.util.identity_cache import Known
+from vllm_weir.util.identity_cache import IdentityCache
 from vllm_weir.worker.planning.arena import Arena
-from vllm_weir.worker.planning.row_sequences import Strands
-from vllm_weir.worker.planning.steering_planner import FEW, Steerer
+from vllm_weir.worker.planning.row_sequences import RowSequences
+from vllm_weir.worker.planning.steering_planner import FEW, SteeringPlanner
 from vllm_weir.worker.steering.programs import ProgramTable
 
 
 def test_it_is_made_once_for_each_thing():
     made = []
-    lengths = Known(lambda thing: made.append(thing) or len(thing))
+    lengths = IdentityCache(lambda thing: made.append(thing) or len(thing))
     one, equal = [1, 2], [1, 2]
     assert [lengths[one], lengths[one], lengths[equal], lengths[one]] == [2] * 4
     assert len(made) == 2 and made[0] is one and made[1] is equal
@@ -38,7 +38,7 @@ def test_it_is_made_once_for_each_thing():
 def test_a_thing_that_has_gone_leaves_its_place_to_nobody(monkeypatch):
     """Ids are used again; with few places, everything is forgotten now and then."""
     monkeypatch.setattr(identity_cache, "MOST", 8)
-    firsts = Known(lambda thing: thing[0])
+    firsts = IdentityCache(lambda thing: thing[0])
     for k in range(1000):
         assert firsts[[k]] == k
         gc.collect(0)
@@ -54,7 +54,7 @@ def test_what_cannot_be_made_is_tried_again():
             raise ValueError("not yet")
         return "made"
 
-    somehow, thing = Known(make), object()
+    somehow, thing = IdentityCache(make), object()
     with pytest.raises(ValueError):
         somehow[thing]
     assert somehow[thing] == "made" and somehow[thing] == "made" and len(tries) == 2
@@ -86,7 +86,9 @@ def test_what_is_remembered_of_steps_is_what_would_be_found(chosen, P, asked, pl
 @given(chosen=st.lists(selectors(), min_size=1, max_size=3), P=st.integers(1, 20))
 def test_where_a_request_s_wishes_end(chosen, P):
     """No position after a prompt of at least that length is selected; where the end is known, it is the shortest."""
-    spec = EngineSpec(ResolvedSpec(tuple(Wish(Site("resid_post", 0), Positions.parse(s), False) for s in chosen)))
+    spec = EngineSpec(
+        ResolvedSpec(tuple(SiteRequest(Site("resid_post", 0), Positions.parse(s), False) for s in chosen))
+    )
     after = np.arange(P, P + 60)
     tokens = np.zeros(60, np.int64)
     wanted = [s.needs_token_ids or s.mask(after, P, tokens).any() for s in spec.selectors]
@@ -100,13 +102,15 @@ def test_where_a_request_s_wishes_end(chosen, P):
 
 def test_recipes_of_many_instructions_are_not_kept():
     """They may be megabytes each."""
-    table = ProgramTable(Sizes(400, 400, 1000), num_taps(3), range(num_taps(3)), 4)
-    steerer = Steerer(table, Strands(Arena(100)))
+    table = ProgramTable(TableSizes(400, 400, 1000), num_taps(3), range(num_taps(3)), 4)
+    steering_planner = SteeringPlanner(table, RowSequences(Arena(100)))
     rows = {f"v{k}": np.full(4, float(k), np.float32) for k in range(1, FEW + 2)}
     for count, kept in ((FEW, 1), (FEW + 1, 1)):
         terms = tuple(Instruction(CONST, f"v{k}", None, a=1.0) for k in range(1, count + 1))
-        moves = (Move("resid_post", (1,), Positions("all"), False, terms),)
+        moves = (ResolvedIntervention("resid_post", (1,), Positions("all"), False, terms),)
         for name in "ab":
-            steering = steerer.join(name, "here", moves, 3, [1, 2, 3], lambda digests: {d: rows[d] for d in digests})
+            steering = steering_planner.join(
+                name, "here", moves, 3, [1, 2, 3], lambda digests: {d: rows[d] for d in digests}
+            )
             assert len(steering.recipe.vectors) == count
-        assert len(steerer._recipes._of) == kept
+        assert len(steering_planner._recipes._of) == kept

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.capture_groups import Part, make_parts, treatments_of
-from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.capture_groups import CaptureGroup, make_parts, postprocesses_of
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.reach import UNKNOWN, Asked, Vocabulary, asked_of, placed
 from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.capture import Capture
@@ -21,14 +21,14 @@ from vllm_weir.schema.compat.three_tier import scaled
 from vllm_weir.schema.compat.vllm_lens import in_lens_words, lens_capture, lens_interventions, refuse_lens
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.interventions import Instruction, Intervention, Lowered, Move, reach
+from vllm_weir.schema.interventions import Instruction, Intervention, LoweredIntervention, ResolvedIntervention, reach
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
 from vllm_weir.schema.request import RequestSpec, ResolvedSpec
 from vllm_weir.schema.taps import STAGES, column_of
 
 
 @dataclass(frozen=True)
-class Admitted:
+class AdmittedRequest:
     """A request that may enter.
 
     Attributes:
@@ -45,9 +45,9 @@ class Admitted:
     """
 
     spec: ResolvedSpec
-    parts: tuple[Part, ...]
+    parts: tuple[CaptureGroup, ...]
     dtype: str
-    moves: tuple[Move | None, ...] = ()
+    moves: tuple[ResolvedIntervention | None, ...] = ()
     rows: dict[str, np.ndarray] = field(default_factory=dict)
     parted: tuple[int, ...] = ()
     by_position: tuple[ByPosition, ...] = ()
@@ -56,7 +56,7 @@ class Admitted:
     @functools.cached_property
     def columns(self) -> dict[Site, int]:
         """Where workers record each site."""
-        return {w.site: column_of(w.site, w.before) for w in self.spec.wishes}
+        return {w.site: column_of(w.site, w.before) for w in self.spec.site_requests}
 
     @functools.cached_property
     def _grouped(self) -> dict[int, tuple[int, ...]]:
@@ -68,7 +68,7 @@ class Admitted:
         return self._grouped.get(id(sites)) or tuple(map(self.columns.__getitem__, sites))
 
     @functools.cached_property
-    def effective(self) -> list[Move]:
+    def effective(self) -> list[ResolvedIntervention]:
         """The interventions that change something, in order."""
         return [m for m in self.moves if m is not None]
 
@@ -116,7 +116,7 @@ def unknown_module(name: str, field: str) -> Sequence[Intervention]:
 
 def admit(
     extra_args: Mapping[str, Any],
-    facts: EngineFacts,
+    capabilities: EngineCapabilities,
     has_token_ids: bool = True,
     lookup: Callable[[str, str], np.ndarray] = unknown_reference,
     always: Sequence[Intervention] = (),
@@ -124,7 +124,7 @@ def admit(
     sinks: Collection[str] = (),
     module: Callable[[str, str], Sequence[Intervention]] = unknown_module,
     vocabulary: Vocabulary = UNKNOWN,
-) -> Admitted:
+) -> AdmittedRequest:
     """Check and resolve a request's keys.
 
     Args:
@@ -142,14 +142,22 @@ def admit(
         WeirError: naming the field, for anything that cannot be done exactly as asked.
     """
     try:
-        return _admit(extra_args, facts, has_token_ids, lookup, always, everyone, sinks, module, vocabulary)
+        return _admit(extra_args, capabilities, has_token_ids, lookup, always, everyone, sinks, module, vocabulary)
     except WeirError as e:
         raise in_lens_words(e) from None
 
 
 def _admit(
-    extra_args, facts: EngineFacts, has_token_ids: bool, lookup, always, everyone, sinks, module, vocabulary
-) -> Admitted:
+    extra_args,
+    capabilities: EngineCapabilities,
+    has_token_ids: bool,
+    lookup,
+    always,
+    everyone,
+    sinks,
+    module,
+    vocabulary,
+) -> AdmittedRequest:
     refuse_lens(extra_args)
     spec = RequestSpec.parse(extra_args[WIRE_KEY]) if extra_args.get(WIRE_KEY) is not None else RequestSpec()
     lens_layers: tuple[int, ...] = ()
@@ -157,7 +165,7 @@ def _admit(
     if extra_args.get(LENS_CAPTURE_KEY) is not None:
         lens = lens_capture(extra_args[LENS_CAPTURE_KEY])
         if lens is not None:
-            lens_layers = lens.resolve_layers(facts.num_layers)
+            lens_layers = lens.resolve_layers(capabilities.num_layers)
             captures = (*captures, lens)
     named = [one for m in spec.modules for one in scaled(module(m.name, m.path), m.scale, f"{m.path}.scale")]
     own = spec.interventions
@@ -165,7 +173,7 @@ def _admit(
         own += lens_interventions(extra_args[LENS_STEER_KEY])
     asked = asked_of((*captures, *own))
     interventions = tuple(placed(one, vocabulary) for one in (*always, *named, *own))
-    changes = _lower(interventions, facts, lookup, has_token_ids)
+    changes = _lower(interventions, capabilities, lookup, has_token_ids)
     rows = changes.rows
     captures = tuple(placed(one, vocabulary) for one in (*captures, *everyone))
     for capture in captures:
@@ -175,24 +183,24 @@ def _admit(
                 f"unknown sink {capture.sink.name!r}; this engine has {have}; offline {{consumer: options}} makes one",
                 f"{capture.path}.sink",
             )
-    treatments = treatments_of(captures, facts.d_model, lookup)
-    if treatments.device is not None:
-        rows.update(treatments.directions)
+    postprocesses = postprocesses_of(captures, capabilities.d_model, lookup)
+    if postprocesses.device is not None:
+        rows.update(postprocesses.directions)
     parts = make_parts(
         captures,
-        facts.num_layers,
-        facts.dtype,
-        treatments,
+        capabilities.num_layers,
+        capabilities.dtype,
+        postprocesses,
         has_token_ids,
-        lambda site, path: _check_tapped(site, facts, path, f"{path}.layers"),
+        lambda site, path: _check_tapped(site, capabilities, path, f"{path}.layers"),
         lens_layers,
     )
-    wishes = tuple(wish for part in parts for wish in part.spec.wishes)
-    resolved = ResolvedSpec(wishes, treatments.device)
-    return Admitted(
+    site_requests = tuple(site_request for part in parts for site_request in part.spec.site_requests)
+    resolved = ResolvedSpec(site_requests, postprocesses.device)
+    return AdmittedRequest(
         resolved,
-        treatments.assign(parts),
-        facts.dtype,
+        postprocesses.assign(parts),
+        capabilities.dtype,
         tuple(changes.moves),
         rows,
         tuple(changes.parted),
@@ -203,61 +211,64 @@ def _admit(
 
 @dataclass
 class _Changes:
-    """What interventions do, as in `Admitted`."""
+    """What interventions do, as in `AdmittedRequest`."""
 
-    moves: list[Move | None] = field(default_factory=list)
+    moves: list[ResolvedIntervention | None] = field(default_factory=list)
     rows: dict[str, np.ndarray] = field(default_factory=dict)
     parted: list[int] = field(default_factory=list)
     by_position: list[ByPosition] = field(default_factory=list)
 
 
-def _lower(interventions, facts: EngineFacts, lookup, has_token_ids: bool) -> _Changes:
+def _lower(interventions, capabilities: EngineCapabilities, lookup, has_token_ids: bool) -> _Changes:
     out = _Changes()
     for intervention in interventions:
         if intervention.positions.needs_token_ids and not has_token_ids:
             raise WeirError(
                 "the prompt is given as embeddings, so it has no token ids", f"{intervention.path}.positions"
             )
-        for layer in intervention.resolve_layers(facts.num_layers):
-            _check_tapped(Site(intervention.hook, layer), facts, intervention.path, intervention.layers_field)
-        moves = _moves(intervention, facts, lookup, out)
+        for layer in intervention.resolve_layers(capabilities.num_layers):
+            _check_tapped(Site(intervention.hook, layer), capabilities, intervention.path, intervention.layers_field)
+        moves = _moves(intervention, capabilities, lookup, out)
         out.moves += moves or [None]
         out.parted.append(len(moves) or 1)
     return out
 
 
-def _moves(intervention: Intervention, facts: EngineFacts, lookup, out: _Changes) -> list[Move]:
+def _moves(
+    intervention: Intervention, capabilities: EngineCapabilities, lookup, out: _Changes
+) -> list[ResolvedIntervention]:
     """One for the layers at which an intervention does the same; none if it changes nothing. Rows go into `out`."""
     alike: dict[tuple[tuple[Instruction, ...], bool], list[int]] = {}
-    for one in intervention.by_layer(facts.num_layers, lookup):
-        lowered = one.lower(facts.d_model, lookup)
-        _check_reach(one, lowered, facts)
+    for one in intervention.by_layer(capabilities.num_layers, lookup):
+        lowered = one.lower(capabilities.d_model, lookup)
+        _check_reach(one, lowered, capabilities)
         if lowered.by_position is not None:
             out.by_position.append(lowered.by_position)
-        layers = one.resolve_layers(facts.num_layers)
+        layers = one.resolve_layers(capabilities.num_layers)
         if lowered.instructions and layers:
             alike.setdefault((lowered.instructions, lowered.per_position), []).extend(layers)
             out.rows.update(lowered.rows)
     return [
-        Move(intervention.hook, tuple(layers), intervention.positions, per_position, instructions)
+        ResolvedIntervention(intervention.hook, tuple(layers), intervention.positions, per_position, instructions)
         for (instructions, per_position), layers in alike.items()
     ]
 
 
-def _check_reach(intervention: Intervention, lowered: Lowered, facts: EngineFacts) -> None:
+def _check_reach(intervention: Intervention, lowered: LoweredIntervention, capabilities: EngineCapabilities) -> None:
     """A value that no row can hold becomes Inf, and the keys and values made of it NaN, which some attention kernels
     let leak from a block of the cache to whoever gets it next."""
     most = max((reach(term, lowered.rows) for term in lowered.instructions), default=0.0)
-    if most > facts.largest:
+    if most > capabilities.largest:
         raise WeirError(
-            f"changes a row by up to {most:.2g}, and {facts.dtype} holds {facts.largest:.3g} at most; make it smaller",
+            f"changes a row by up to {most:.2g}, and {capabilities.dtype} holds {capabilities.largest:.3g} at most; "
+            "make it smaller",
             f"{intervention.path}.{intervention.factor}"
             + (intervention.where if intervention.factor in intervention.vectors else ""),
         )
 
 
-def _check_tapped(site: Site, facts: EngineFacts, path: str, layers_field: str) -> None:
-    why = facts.sites.get(site, "no worker has this block")
+def _check_tapped(site: Site, capabilities: EngineCapabilities, path: str, layers_field: str) -> None:
+    why = capabilities.sites.get(site, "no worker has this block")
     if why:
-        elsewhere = any(s.hook == site.hook and not w for s, w in facts.sites.items())
+        elsewhere = any(s.hook == site.hook and not w for s, w in capabilities.sites.items())
         raise WeirError(f"{site} is refused: {why}", layers_field if elsewhere else f"{path}.hook")

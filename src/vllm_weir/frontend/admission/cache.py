@@ -14,7 +14,7 @@ MOST_KNOWN, LONGEST_KNOWN = 32 << 20, 1 << 20
 """Bytes of all the wishes whose admission is remembered, and of one."""
 
 
-class _Wish(NamedTuple):
+class _CachedAdmission(NamedTuple):
     """What requests that ask for the same have in common: an equal `key`, about so many bytes, made of `parts`."""
 
     key: tuple
@@ -28,23 +28,25 @@ class _Wish(NamedTuple):
         return _plain(self.parts)
 
 
-def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 0) -> _Wish | None:
+def _same_site_request(extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 0) -> _CachedAdmission | None:
     """The wish, whose key is equal for requests that ask for the same while names mean the same (which `names` stands
     for); None for those that cannot be compared."""
-    wish = extra_args.get(WIRE_KEY)
+    site_request = extra_args.get(WIRE_KEY)
     if not carries_keys(extra_args):
-        return _Wish((has_token_ids,), 8)
-    if not isinstance(wish, dict) or not _LENS.isdisjoint(extra_args):
+        return _CachedAdmission((has_token_ids,), 8)
+    if not isinstance(site_request, dict) or not _LENS.isdisjoint(extra_args):
         return None
     size = [0]
     try:
         # Version 2 writes equal values alike, and different types (1, 1.0, True; a list, a tuple) differently.
-        short = {name: _shortened(part, size) for name, part in wish.items()}
+        short = {name: _shortened(part, size) for name, part in site_request.items()}
         content = marshal.dumps(short, 2)
     except ValueError:
         return None  # not plain JSON; admission says what is wrong with it, if anything is
     size[0] += len(content)
-    return _Wish((has_token_ids, names, content), size[0], short.values()) if size[0] <= LONGEST_KNOWN else None
+    return (
+        _CachedAdmission((has_token_ids, names, content), size[0], short.values()) if size[0] <= LONGEST_KNOWN else None
+    )
 
 
 _LENS = frozenset(LENS_KEYS)

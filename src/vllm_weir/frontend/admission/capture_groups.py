@@ -13,7 +13,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.request import ResolvedSpec, Treatment, Wish
+from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
 from vllm_weir.schema.row_notes import describe_rows
 from vllm_weir.schema.sinks import Sink
 from vllm_weir.schema.vectors import digest_of
@@ -29,7 +29,7 @@ def way_of(capture: Capture) -> Way:
 
 
 @dataclass(frozen=True)
-class Part:
+class CaptureGroup:
     """Captures of a request whose rows go the same way.
 
     Attributes:
@@ -55,25 +55,25 @@ class Part:
     late: bool = False
     directions: Mapping[str, np.ndarray] = field(default_factory=dict)
     told: tuple[dict[str, Any], ...] = ()
-    mixed: Mapping[Site, Treatment | None] = field(default_factory=dict)
+    mixed: Mapping[Site, Postprocess | None] = field(default_factory=dict)
 
     @functools.cached_property
-    def groups(self) -> tuple[tuple[tuple[Site, ...], tuple[Positions, ...], Treatment | None], ...]:
+    def groups(self) -> tuple[tuple[tuple[Site, ...], tuple[Positions, ...], Postprocess | None], ...]:
         """The sites, those with the same selectors and the same treatment together, and these."""
         if not self.mixed:
-            return tuple((*group, self.spec.treatment) for group in self.spec.by_positions)
-        out: list[tuple[tuple[Site, ...], tuple[Positions, ...], Treatment | None]] = []
+            return tuple((*group, self.spec.postprocess) for group in self.spec.by_positions)
+        out: list[tuple[tuple[Site, ...], tuple[Positions, ...], Postprocess | None]] = []
         for sites, selectors in self.spec.by_positions:
-            by_treatment: dict[Treatment | None, list[Site]] = {}
+            by_postprocess: dict[Postprocess | None, list[Site]] = {}
             for site in sites:
-                by_treatment.setdefault(self.mixed[site], []).append(site)
-            out.extend((tuple(some), selectors, treatment) for treatment, some in by_treatment.items())
+                by_postprocess.setdefault(self.mixed[site], []).append(site)
+            out.extend((tuple(some), selectors, postprocess) for postprocess, some in by_postprocess.items())
         return tuple(out)
 
     @property
     def folds(self) -> bool:
         """Whether workers reduce the prompt's rows."""
-        return not self.late and self.spec.treatment is not None and self.spec.treatment.folds
+        return not self.late and self.spec.postprocess is not None and self.spec.postprocess.folds
 
     @functools.cached_property
     def recast(self) -> dict[Site, str]:
@@ -91,27 +91,27 @@ def make_parts(
     captures: Sequence[Capture],
     num_layers: int,
     dtype: str,
-    treatments: Treatments,
+    postprocesses: PostprocessChoice,
     has_token_ids: bool,
     check: Callable[[Site, str], None],
     lens_layers: tuple[int, ...],
-) -> tuple[Part, ...]:
+) -> tuple[CaptureGroup, ...]:
     """The parts of a request, the one for memory first (empty if nothing comes back on the output).
 
-    `treatments`: of these captures. `check`: raises WeirError, naming the field under the path it is given,
+    `postprocesses`: of these captures. `check`: raises WeirError, naming the field under the path it is given,
     for a site that is not tapped.
     """
-    wishes: dict[Way, list[Wish]] = {MEMORY: []}
+    site_requests: dict[Way, list[SiteRequest]] = {MEMORY: []}
     dtypes: dict[Way, dict[Site, str]] = {MEMORY: {}}
     told: dict[Way, list[dict[str, Any]]] = {}
     before: dict[Site, bool] = {}
-    mixed: dict[Site, Treatment | None] = {}
-    for capture, asked in zip(captures, treatments.each, strict=True):
+    mixed: dict[Site, Postprocess | None] = {}
+    for capture, asked in zip(captures, postprocesses.each, strict=True):
         if capture.positions.needs_token_ids and not has_token_ids:
             raise WeirError("the prompt is given as embeddings, so it has no token ids", f"{capture.path}.positions")
         way = way_of(capture)
-        treatment = treatments.ways[way]
-        own = "float32" if treatment is not None and treatment.compression is not None else dtype
+        postprocess = postprocesses.ways[way]
+        own = "float32" if postprocess is not None and postprocess.compression is not None else dtype
         of_part = dtypes.setdefault(way, {})
         entry = describe_rows(capture, len(asked.directions) if asked is not None else 0)
         if entry is not None and entry not in told.setdefault(way, []):
@@ -124,23 +124,31 @@ def make_parts(
             wanted = capture.dtype or own
             if of_part.setdefault(site, wanted) != wanted:
                 raise WeirError(f"{site} is asked for in both {of_part[site]} and {wanted}", f"{capture.path}.dtype")
-            wish = Wish(site, capture.positions, capture.before)
-            if treatments.mixed and way == MEMORY:
-                _check_site(capture, site, asked, mixed, wishes[MEMORY])
+            site_request = SiteRequest(site, capture.positions, capture.before)
+            if postprocesses.mixed and way == MEMORY:
+                _check_site(capture, site, asked, mixed, site_requests[MEMORY])
                 mixed[site] = asked
-            wishes.setdefault(way, []).append(wish)
+            site_requests.setdefault(way, []).append(site_request)
     parts = [
-        Part(
-            ResolvedSpec(tuple(some), treatments.ways.get(way)), dtypes[way], dtype, *way, told=tuple(told.get(way, ()))
+        CaptureGroup(
+            ResolvedSpec(tuple(some), postprocesses.ways.get(way)),
+            dtypes[way],
+            dtype,
+            *way,
+            told=tuple(told.get(way, ())),
         )
-        for way, some in wishes.items()
+        for way, some in site_requests.items()
     ]
     parts[0] = replace(parts[0], lens_layers=lens_layers, mixed=mixed)
     return tuple(parts)
 
 
 def _check_site(
-    capture: Capture, site: Site, asked: Treatment | None, mixed: Mapping[Site, Treatment | None], wishes: list[Wish]
+    capture: Capture,
+    site: Site,
+    asked: Postprocess | None,
+    mixed: Mapping[Site, Postprocess | None],
+    site_requests: list[SiteRequest],
 ) -> None:
     """Raise WeirError if rows of one site would become two things, which the output has one place for."""
     if site not in mixed:
@@ -151,14 +159,14 @@ def _check_site(
     if (
         asked is not None
         and asked.reduce is not None
-        and any(w.positions != capture.positions for w in wishes if w.site == site)
+        and any(w.positions != capture.positions for w in site_requests if w.site == site)
     ):
         raise WeirError(
             f"{site} is reduced over one choice of positions; send separate requests", f"{capture.path}.positions"
         )
 
 
-class Treatments(NamedTuple):
+class PostprocessChoice(NamedTuple):
     """What becomes of a request's rows.
 
     Attributes:
@@ -169,32 +177,34 @@ class Treatments(NamedTuple):
         directions: vectors that they need, by digest.
     """
 
-    device: Treatment | None
-    ways: dict[Way, Treatment | None]
-    each: list[Treatment | None]
+    device: Postprocess | None
+    ways: dict[Way, Postprocess | None]
+    each: list[Postprocess | None]
     mixed: bool
     directions: dict[str, np.ndarray]
 
-    def assign(self, parts: Sequence[Part]) -> tuple[Part, ...]:
+    def assign(self, parts: Sequence[CaptureGroup]) -> tuple[CaptureGroup, ...]:
         """The parts, with those marked late whose rows are treated in this process."""
         if self.device is not None:
             return tuple(parts)
         return tuple(
             part
-            if part.spec.treatment is None and not part.mixed
+            if part.spec.postprocess is None and not part.mixed
             else replace(part, late=True, directions=self.directions)
             for part in parts
         )
 
 
-def treatments_of(captures: Sequence[Capture], d_model: int, lookup: Callable[[str, str], np.ndarray]) -> Treatments:
+def postprocesses_of(
+    captures: Sequence[Capture], d_model: int, lookup: Callable[[str, str], np.ndarray]
+) -> PostprocessChoice:
     """What is made of the rows of every part, and whether workers can do it: they treat a request's rows all alike."""
     directions: dict[str, np.ndarray] = {}
     groups: dict[Way, list[int]] = {}
     for k, capture in enumerate(captures):
         groups.setdefault(way_of(capture), []).append(k)
-    each = [_treatment_of(capture, d_model, lookup, directions) for capture in captures]
-    ways: dict[Way, Treatment | None] = {}
+    each = [_postprocess_of(capture, d_model, lookup, directions) for capture in captures]
+    ways: dict[Way, Postprocess | None] = {}
     mixed = False
     for way, members in groups.items():
         odd = next((k for k in members if not _alike(captures, each, members[0], k)), None)
@@ -208,12 +218,12 @@ def treatments_of(captures: Sequence[Capture], d_model: int, lookup: Callable[[s
     device = next(iter(kinds)) if len(kinds) == 1 and not mixed else None
     if device is not None and device.reduce is not None and len({capture.positions for capture in captures}) > 1:
         device = None  # workers reduce over one choice of positions
-    return Treatments(device, ways, each, mixed, directions)
+    return PostprocessChoice(device, ways, each, mixed, directions)
 
 
-def _treatment_of(
+def _postprocess_of(
     capture: Capture, d_model: int, lookup: Callable[[str, str], np.ndarray], rows: dict[str, np.ndarray]
-) -> Treatment | None:
+) -> Postprocess | None:
     """A capture's treatment, or None; its directions are added to `rows` by digest."""
     names: list[str] = []
     if capture.project is not None:
@@ -232,11 +242,11 @@ def _treatment_of(
             rows[names[-1]] = row
     if capture.compress is not None:
         capture.compress.check(d_model)
-    found = Treatment(capture.reduce, tuple(names), capture.compress)
-    return None if found == Treatment(None) else found
+    found = Postprocess(capture.reduce, tuple(names), capture.compress)
+    return None if found == Postprocess(None) else found
 
 
-def _alike(captures: Sequence[Capture], each: Sequence[Treatment | None], a: int, b: int) -> bool:
+def _alike(captures: Sequence[Capture], each: Sequence[Postprocess | None], a: int, b: int) -> bool:
     """Whether a worker can treat the rows of both in one go."""
     return each[a] == each[b] and (captures[a].reduce is None or captures[a].positions == captures[b].positions)
 

@@ -14,7 +14,7 @@ from vllm_weir.schema.hooks import Site, place_of
 
 
 @dataclass(frozen=True)
-class EngineFacts:
+class EngineCapabilities:
     """What the workers reported: which sites they serve, and the model's measures.
 
     Attributes:
@@ -38,7 +38,7 @@ class EngineFacts:
         return torch.finfo(getattr(torch, self.dtype)).max
 
     @classmethod
-    def merge(cls, reports: Sequence[Mapping[str, Any]]) -> EngineFacts:
+    def merge(cls, reports: Sequence[Mapping[str, Any]]) -> EngineCapabilities:
         """From every worker's report; raises WeirError with the first worker's reason if one is not served."""
         if not reports:
             raise WeirError("no worker answered; see `weir doctor`")

@@ -8,25 +8,25 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.admit import Admitted
-from vllm_weir.frontend.admission.engine_info import EngineFacts
-from vllm_weir.schema.interventions import Move
+from vllm_weir.frontend.admission.admit import AdmittedRequest
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.schema.interventions import ResolvedIntervention
 from vllm_weir.schema.reductions import GROUP
 from vllm_weir.schema.selectors import Selectors
-from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.schema.table_sizes import TableSizes
 
 MAX_TOKEN_SELECTORS = 4
 
 
 def engine_form(
-    admitted: Admitted,
+    admitted: AdmittedRequest,
     reply: str,
     prompt_ids: Sequence[int] | None,
     prompt_len: int,
     max_tokens: int,
-    facts: EngineFacts,
+    capabilities: EngineCapabilities,
     chunked: bool,
-    sizes: Sizes,
+    sizes: TableSizes,
 ) -> dict[str, Any] | None:
     """What travels with the request to scheduler and workers; None if it asks for nothing that needs them.
 
@@ -40,21 +40,21 @@ def engine_form(
     `Store.salt`; and ``core``, why the engine core does not do its part, which the core takes back if it does.
     """
     moves = admitted.effective
-    if not admitted.spec.wishes and not moves:
+    if not admitted.spec.site_requests and not moves:
         return None
     spec = admitted.spec
-    cell = spec.cell(facts.d_model, facts.itemsize)
-    folds = spec.treatment is not None and spec.treatment.folds
+    cell = spec.cell(capabilities.d_model, capabilities.itemsize)
+    folds = spec.postprocess is not None and spec.postprocess.folds
     width, last = spec.width + (0 if folds else cell), spec.last(prompt_len, prompt_ids) if folds else None
     few = spec.tokens(prompt_len)
     tokens = 1 if chunked else prompt_len
     need = width * (tokens if few is None else min(few, tokens))
     if last is not None:
         need += cell * (1 if chunked else -(-prompt_len // GROUP))
-    if need > facts.ring_rows:
+    if need > capabilities.ring_rows:
         raise WeirError(
             f"this capture needs {need} rows in one step, the buffer holds "
-            f"{facts.ring_rows}; raise the setting buffer_bytes",
+            f"{capabilities.ring_rows}; raise the setting buffer_bytes",
             "capture",
         )
     return {
@@ -66,14 +66,14 @@ def engine_form(
         "few": few,
         "cell": 0 if last is None else cell,
         "last": last,
-        "whole": spec.treatment is not None and bool(spec.treatment.directions),
+        "whole": spec.postprocess is not None and bool(spec.postprocess.directions),
         "most": max_tokens,
         "needs": _needs(admitted, prompt_ids, prompt_len, max_tokens, sizes) if moves else None,
     }
 
 
 def _needs(
-    admitted: Admitted, prompt_ids: Sequence[int] | None, prompt_len: int, max_tokens: int, sizes: Sizes
+    admitted: AdmittedRequest, prompt_ids: Sequence[int] | None, prompt_len: int, max_tokens: int, sizes: TableSizes
 ) -> list[Any]:
     """[vector digests, programs, instructions] that the request can come to hold; refused if it can never fit."""
     simple = admitted.simple_needs
@@ -93,7 +93,7 @@ def _needs(
 
 
 def _count_needs(
-    moves: Sequence[Move], prompt_ids: Sequence[int] | None, prompt_len: int, max_tokens: int
+    moves: Sequence[ResolvedIntervention], prompt_ids: Sequence[int] | None, prompt_len: int, max_tokens: int
 ) -> tuple[int, int]:
     """(programs, instructions), an upper bound: one program for each combination that a position can have."""
     selectors = Selectors(list(dict.fromkeys(m.positions for m in moves)), prompt_len, prompt_ids)

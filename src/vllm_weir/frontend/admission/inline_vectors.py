@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_weir.frontend.admission.admit import Admitted
-from vllm_weir.util.lru import Memo
+from vllm_weir.frontend.admission.admit import AdmittedRequest
+from vllm_weir.util.lru import LruCache
 
 MOST = 64 << 10
 """Bytes of vectors that a request takes along; of more than that the workers ask for those that they lack. A request
 keeps its own for as long as it waits."""
 
 
-class Along:
+class InlineVectors:
     """What one caller has sent to its engine lately.
 
     Nobody relies on its being there still: what a worker lacks it asks for.
@@ -22,14 +22,14 @@ class Along:
     """
 
     def __init__(self, room: int) -> None:
-        self._sent: Memo[bool] = Memo(room // 2)
+        self._sent: LruCache[bool] = LruCache(room // 2)
 
-    def of(self, admitted: Admitted) -> dict[str, bytes]:
+    def of(self, admitted: AdmittedRequest) -> dict[str, bytes]:
         """float32 bytes by digest of the vectors that a request of this kind takes along."""
         wanted = [digest for digest in admitted.digests if not self._sent.get(digest)]
         # Directions leave the device with the last request that projects on them.
-        treatment = admitted.spec.treatment
-        directions = treatment.directions if treatment is not None else ()
+        postprocess = admitted.spec.postprocess
+        directions = postprocess.directions if postprocess is not None else ()
         rows = {digest: admitted.rows[digest] for digest in (*wanted, *directions)}
         if sum(row.size for row in rows.values()) * 4 > MOST:
             return {}

@@ -18,7 +18,7 @@ _OF_LAYER = re.compile(r"^(.+)\[(\d{1,9})\]$", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedVector:
     """What stands under a name: an array ([d], [n, d] or [layers, n, d], under None), or a direction [d] for each of
     some blocks."""
 
@@ -31,7 +31,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Contents:
+class RegistryContents:
     """All that a server keeps by name, and what every request undergoes.
 
     Attributes:
@@ -40,30 +40,30 @@ class Contents:
     """
 
     generation: int = 0
-    vectors: Mapping[str, Named] = field(default_factory=dict)
+    vectors: Mapping[str, NamedVector] = field(default_factory=dict)
     modules: Mapping[str, tuple[Intervention, ...]] = field(default_factory=dict)
     always: tuple[Intervention, ...] = ()
     tiers: int = 0
 
 
-class Source(Protocol):
+class RegistryBackend(Protocol):
     """Where several processes of one server keep their contents."""
 
-    def read(self) -> Contents:
+    def read(self) -> RegistryContents:
         """The newest contents; the same object, and cheap, while nothing has changed."""
 
 
-class Shelf:
+class VectorRegistry:
     """A name is looked up when a request is admitted, so what it meant then is what the request gets."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, Named] = {}
+        self._by_name: dict[str, NamedVector] = {}
         self._modules: Mapping[str, tuple[Intervention, ...]] = {}
         self._by_digest: dict[str, Vector] = {}
         self.version = 0
         """Grows when a name changes its meaning."""
 
-    def load(self, contents: Contents) -> None:
+    def load(self, contents: RegistryContents) -> None:
         """Keep these, and nothing else."""
         self._by_name, self._modules = dict(contents.vectors), contents.modules
         self._changed()
@@ -82,7 +82,7 @@ class Shelf:
         parsed = Vector.parse(vector, "vector", KEPT)
         if parsed.array is None:
             parsed = Vector(array=self.find(parsed.ref, "vector"))
-        self._by_name[name] = Named({None: parsed})
+        self._by_name[name] = NamedVector({None: parsed})
         self._changed()
         return parsed.digest
 

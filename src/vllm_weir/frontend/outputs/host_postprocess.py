@@ -8,14 +8,18 @@ import numpy as np
 import torch
 
 from vllm_weir import codec
-from vllm_weir.frontend.receive.pending_sequence import Taken
+from vllm_weir.frontend.receive.pending_sequence import TakenRows
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.request import Treatment
+from vllm_weir.schema.request import Postprocess
 
 
 def treated(
-    treatment: Treatment, directions: Mapping[str, np.ndarray], at: np.ndarray, sources: np.ndarray, rows: list[Taken]
-) -> list[Taken]:
+    postprocess: Postprocess,
+    directions: Mapping[str, np.ndarray],
+    at: np.ndarray,
+    sources: np.ndarray,
+    rows: list[TakenRows],
+) -> list[TakenRows]:
     """What a late part's rows become.
 
     Args:
@@ -24,22 +28,22 @@ def treated(
         sources: positions of the rows that were asked for, of which some may be missing.
         rows: the rows, as they left the device.
     """
-    if treatment.compression is not None:
-        compression = treatment.compression
+    if postprocess.compression is not None:
+        compression = postprocess.compression
         return _each(rows, lambda one: codec.encode(one, compression))
-    if treatment.directions:
-        matrix = torch.from_numpy(np.stack([directions[digest] for digest in treatment.directions])).float()
+    if postprocess.directions:
+        matrix = torch.from_numpy(np.stack([directions[digest] for digest in postprocess.directions])).float()
         rows = _each(rows, lambda one: one.float() @ matrix.T)
-    return rows if treatment.reduce is None else reduced(treatment.reduce, at, rows, [], len(sources))
+    return rows if postprocess.reduce is None else reduced(postprocess.reduce, at, rows, [], len(sources))
 
 
-def _each(rows: list[Taken], make: Callable[[torch.Tensor], torch.Tensor]) -> list[Taken]:
-    return [Taken(t.sites, t.positions, {site: make(one) for site, one in t.rows.items()}) for t in rows]
+def _each(rows: list[TakenRows], make: Callable[[torch.Tensor], torch.Tensor]) -> list[TakenRows]:
+    return [TakenRows(t.sites, t.positions, {site: make(one) for site, one in t.rows.items()}) for t in rows]
 
 
 def reduced(
-    how: str, at: np.ndarray, rows: list[Taken], folds: list[Taken], count: int, folded: int = 0
-) -> list[Taken]:
+    how: str, at: np.ndarray, rows: list[TakenRows], folds: list[TakenRows], count: int, folded: int = 0
+) -> list[TakenRows]:
     """One row a site of its `count` rows [n, k], and of what `folded` earlier ones were reduced to ([1, k], float32);
     none for a site of which any is missing: less than all would pass for all."""
     sites = [site for taken in rows or folds for site in taken.sites]
@@ -66,7 +70,7 @@ def reduced(
         out[site] = whole
     none = [site for site in sites if site not in out]
     return [
-        Taken(some, at if some is not none else at[:0], {s: out[s] for s in some if s in out})
+        TakenRows(some, at if some is not none else at[:0], {s: out[s] for s in some if s in out})
         for some in (list(out), none)
         if some
     ]

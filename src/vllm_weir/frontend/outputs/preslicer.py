@@ -11,8 +11,8 @@ import logging
 from collections import deque
 from weakref import ref
 
-from vllm_weir.frontend.admission.capture_groups import Part
-from vllm_weir.frontend.receive.pending_sequence import Pending
+from vllm_weir.frontend.admission.capture_groups import CaptureGroup
+from vllm_weir.frontend.receive.pending_sequence import PendingSequence
 
 logger = logging.getLogger(__name__)
 LATER = 16
@@ -21,24 +21,24 @@ FEW = 8
 """Sequences that are cut after one message, which comes with each step."""
 
 
-def kind_ahead(part: Part) -> str:
+def kind_ahead(part: CaptureGroup) -> str:
     """The kind of strips that hold a part's rows as they are handed out; "" if more is made of them."""
-    treatment = part.spec.treatment
+    postprocess = part.spec.postprocess
     if part.late:
         return ""
-    if treatment is None:
+    if postprocess is None:
         return "" if part.recast else "rows"
-    return "packed" if treatment.compression is not None else ""
+    return "packed" if postprocess.compression is not None else ""
 
 
-class Ahead:
+class Preslicer:
     """Sequences whose rows have a place, in the order in which they came. Belongs to the thread that receives rows."""
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[int, ref[Pending]]] = deque()
+        self._queue: deque[tuple[int, ref[PendingSequence]]] = deque()
         self._messages, self._left = 0, 0
 
-    def add(self, pending: Pending) -> None:
+    def add(self, pending: PendingSequence) -> None:
         """A sequence's first rows have come."""
         self._queue.append((self._messages + LATER, ref(pending)))
 
@@ -60,7 +60,7 @@ class Ahead:
                 logger.error("Weir could not cut the rows of %s: %s: %s", pending.request_id, type(e).__name__, e)
 
 
-def _cut(pending: Pending) -> None:
+def _cut(pending: PendingSequence) -> None:
     part, prompt_len = pending.memory, len(pending.prompt)
     for sites, selectors in part.spec.by_positions:
         bounds = selectors[0].bounds(prompt_len) if len(selectors) == 1 else None

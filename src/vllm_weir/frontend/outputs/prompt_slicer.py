@@ -7,35 +7,35 @@ import logging
 from collections.abc import Iterable
 from weakref import WeakValueDictionary
 
-from vllm_weir.frontend.admission.capture_groups import Part
-from vllm_weir.frontend.outputs.view import View
-from vllm_weir.frontend.receive.pending_sequence import Pending
-from vllm_weir.frontend.receive.tokens import Tokens
+from vllm_weir.frontend.admission.capture_groups import CaptureGroup
+from vllm_weir.frontend.outputs.view import OutputView
+from vllm_weir.frontend.receive.pending_sequence import PendingSequence
+from vllm_weir.frontend.receive.tokens import SequenceTokens
 
 logger = logging.getLogger(__name__)
 FEW = 8
 """Sequences that are looked at in one go: whoever else needs the interpreter does not wait for more."""
 
 
-def ends_with_the_prompt(part: Part, prompt_len: int) -> bool:
+def ends_with_the_prompt(part: CaptureGroup, prompt_len: int) -> bool:
     """Whether the rows of a part, as the model has them or reduced, are known to be of the prompt only."""
     spec = part.spec
-    if not spec.wishes or (not part.folds and (spec.treatment is not None or part.late or part.recast)):
+    if not spec.site_requests or (not part.folds and (spec.postprocess is not None or part.late or part.recast)):
         return False
     bounds = [selector.bounds(prompt_len) for _, selectors in spec.by_positions for selector in selectors]
     return all(b is not None and b[1] <= prompt_len for b in bounds)
 
 
-class Early:
+class PromptSlicer:
     """Sequences whose hand-out can be made early. Belongs to the thread that receives rows, but for `add`."""
 
     def __init__(self) -> None:
-        self._waiting: WeakValueDictionary[str, Pending] = WeakValueDictionary()
+        self._waiting: WeakValueDictionary[str, PendingSequence] = WeakValueDictionary()
         self._due: dict[str, None] = {}
         """Those of which rows have come since they were looked at, in that order."""
         self._d_model = 0
 
-    def add(self, pending: Pending, d_model: int) -> None:
+    def add(self, pending: PendingSequence, d_model: int) -> None:
         """Make this sequence's hand-out once its rows are here."""
         self._d_model = d_model
         self._waiting[pending.request_id] = pending
@@ -66,12 +66,12 @@ class Early:
             if made:
                 self._waiting.pop(name, None)
 
-    def _make(self, pending: Pending) -> bool:
+    def _make(self, pending: PendingSequence) -> bool:
         """Whether it is made."""
-        view = View(
+        view = OutputView(
             pending=pending,
             part=pending.memory,
-            tokens=Tokens(pending.prompt, ()),
+            tokens=SequenceTokens(pending.prompt, ()),
             start=0,
             finished=True,  # there is nothing more to come of its prompt
             aborted=False,

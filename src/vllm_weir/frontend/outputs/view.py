@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_weir.frontend.admission.capture_groups import Part
+from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.outputs.host_postprocess import reduced, treated
 from vllm_weir.frontend.outputs.ticket import Ticket
-from vllm_weir.frontend.receive.pending_sequence import Pending, Taken
-from vllm_weir.frontend.receive.tokens import TokenIds, Tokens
-from vllm_weir.results.activations import Activations, Packed
+from vllm_weir.frontend.receive.pending_sequence import PendingSequence, TakenRows
+from vllm_weir.frontend.receive.tokens import SequenceTokens, TokenIds
+from vllm_weir.results.activations import Activations, CompressedRows
 from vllm_weir.results.receipt import Receipt
-from vllm_weir.results.site_slices import Block
+from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.interventions import Move
+from vllm_weir.schema.interventions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.request import Treatment, selected
+from vllm_weir.schema.request import Postprocess, selected
 
 
 @dataclass(frozen=True)
-class Settled:
+class ViewSnapshot:
     """What a view becomes in a pickle or a deep copy: all that it was then, and nothing that waits."""
 
     asked: bool
@@ -33,24 +33,24 @@ class Settled:
     done: Receipt
 
     def activations(self) -> Activations:
-        """As `View.activations`."""
+        """As `OutputView.activations`."""
         return self.rows
 
     def receipt(self) -> Receipt:
-        """As `View.receipt`."""
+        """As `OutputView.receipt`."""
         return self.done
 
 
 @dataclass
-class View:
+class OutputView:
     """Rows at positions ``[start, end)`` of a sequence, where `end` follows from the tokens generated so far.
 
     Waiting for rows still on their way happens here, in the thread that looks, never in the engine's loop.
     """
 
-    pending: Pending
-    part: Part
-    tokens: Tokens
+    pending: PendingSequence
+    part: CaptureGroup
+    tokens: SequenceTokens
     start: int
     finished: bool
     aborted: bool
@@ -61,18 +61,18 @@ class View:
     asked: bool = True
     tickets: Sequence[Ticket] = ()
     _made: Activations | None = None
-    _checked: list[tuple[Move | None, int, int]] | None = None
+    _checked: list[tuple[ResolvedIntervention | None, int, int]] | None = None
     """What `verify` has found of a finished sequence."""
 
     def __reduce__(self) -> tuple[type, tuple]:
-        return Settled, (self.asked, self.activations(), self.receipt())
+        return ViewSnapshot, (self.asked, self.activations(), self.receipt())
 
     @property
     def end(self) -> int:
         """First position without a row."""
         return len(self.tokens)
 
-    def extend(self, later: View) -> None:
+    def extend(self, later: OutputView) -> None:
         """Take in a later output of the same sequence that was merged into this one."""
         self.tokens, self.finished, self.aborted = later.tokens, later.finished, later.aborted
         self.tickets = later.tickets
@@ -96,11 +96,11 @@ class View:
     def _activations(self, rows: Mapping[Site, torch.Tensor], positions: Mapping[Site, torch.Tensor]) -> Activations:
         """Of rows as they came, or of their records."""
         part, ids = self.part, TokenIds(self.tokens, positions)
-        if part.spec.treatment is not None and part.spec.treatment.compression is not None:
-            header = part.spec.treatment.compression.header(self.d_model, part.dtype)
-            return Activations({}, positions, ids, part.lens_layers, Packed(header, rows, part.dtypes))
+        if part.spec.postprocess is not None and part.spec.postprocess.compression is not None:
+            header = part.spec.postprocess.compression.header(self.d_model, part.dtype)
+            return Activations({}, positions, ids, part.lens_layers, CompressedRows(header, rows, part.dtypes))
         if recast := self.part.casts:
-            if isinstance(rows, Block) and len(recast) == len(rows) and len(kinds := set(recast.values())) == 1:
+            if isinstance(rows, SiteSlices) and len(recast) == len(rows) and len(kinds := set(recast.values())) == 1:
                 return Activations(rows.to(DTYPES[kinds.pop()]), positions, ids, part.lens_layers)
             rows = {**rows, **{site: rows[site].to(DTYPES[dtype]) for site, dtype in recast.items()}}
         return Activations(rows, positions, ids, part.lens_layers)
@@ -115,26 +115,26 @@ class View:
         kind = "fold" if self.part.folds else "rows"
         return all(self.pending.has(sites, self._wanted(some, how)[0], kind) for sites, some, how in self.part.groups)
 
-    def touched(self, move: Move) -> np.ndarray:
+    def touched(self, move: ResolvedIntervention) -> np.ndarray:
         """Positions that an intervention is for, ascending; those before `cached_tokens` are none of this pass."""
         wanted = self._selected((move.positions,))
         if move.per_position:
             wanted = wanted[[k for k, term in enumerate(move.instructions[: len(wanted)]) if term.u]]
         return wanted
 
-    def _touched(self, move: Move) -> tuple[int, int] | np.ndarray:
+    def _touched(self, move: ResolvedIntervention) -> tuple[int, int] | np.ndarray:
         """As `touched`; (first, end) if that is known to be all between them."""
         span = None if move.per_position else self._span((move.positions,))
         return self.touched(move) if span is None else span
 
-    def verify(self) -> list[tuple[Move | None, int, int]]:
+    def verify(self) -> list[tuple[ResolvedIntervention | None, int, int]]:
         """Of every move the positions that were changed, and those that were shared, as in `Receipt`; raises WeirError
         if that is not what was asked."""
         if not self.pending.admitted.moves or self._checked is not None:
             self.pending.check()
         if self._checked is not None:
             return self._checked
-        out: list[tuple[Move | None, int, int]] = []
+        out: list[tuple[ResolvedIntervention | None, int, int]] = []
         number = 0
         for move in self.pending.admitted.moves:
             if move is None:
@@ -213,7 +213,9 @@ class View:
             sinks={ticket.sink: ticket.state for ticket in self.tickets},
         )
 
-    def _by_intervention(self, moves: Sequence[tuple[Move | None, int, int]]) -> list[tuple[dict[Site, int], int]]:
+    def _by_intervention(
+        self, moves: Sequence[tuple[ResolvedIntervention | None, int, int]]
+    ) -> list[tuple[dict[Site, int], int]]:
         """As `verify`, of each intervention that was asked for: (site -> rows changed, positions that were shared)."""
         out, each = [], iter(moves)
         for count in self.pending.admitted.parted:
@@ -237,11 +239,11 @@ class View:
             ticket.settle(self.timeout)
 
     def _compression(self) -> dict[str, Any] | None:
-        asked = (part for part in (self.part, *self.pending.admitted.parts) if part.spec.wishes)
-        treatment = next((part.spec.treatment for part in asked), None)
-        if treatment is None or treatment.compression is None:
+        asked = (part for part in (self.part, *self.pending.admitted.parts) if part.spec.site_requests)
+        postprocess = next((part.spec.postprocess for part in asked), None)
+        if postprocess is None or postprocess.compression is None:
             return None
-        return treatment.compression.header(self.d_model, self.part.dtype)
+        return postprocess.compression.header(self.d_model, self.part.dtype)
 
     def _dropped(self, acts: Activations) -> dict[Site, int]:
         out = self.missing(acts)
@@ -274,10 +276,10 @@ class View:
         first, end = max(bounds[0], 0), min(bounds[1], self.end)
         return first, max(first, end)
 
-    def _wanted(self, selectors: Sequence[Positions], treatment: Treatment | None) -> tuple[np.ndarray, np.ndarray]:
+    def _wanted(self, selectors: Sequence[Positions], postprocess: Postprocess | None) -> tuple[np.ndarray, np.ndarray]:
         """(positions of the rows that belong here, positions that they are made from)."""
         chosen = self._selected(selectors)
-        if treatment is not None and treatment.reduce is not None:
+        if postprocess is not None and postprocess.reduce is not None:
             # A reduction is there once there is nothing more to reduce.
             return (chosen[-1:], chosen) if self.finished else (chosen[:0], chosen[:0])
         chosen = chosen[chosen >= self.start] if self.start else chosen
@@ -287,9 +289,9 @@ class View:
         part = self.part
         found: list[Mapping[Site, torch.Tensor]] = []
         positions: dict[Site, torch.Tensor] = {}
-        for sites, selectors, treatment in part.groups:
-            for taken in self._treated(treatment, sites, *self._wanted(selectors, treatment)):
-                found.append(taken.rows or dict.fromkeys(taken.sites, self._nothing(treatment)))
+        for sites, selectors, postprocess in part.groups:
+            for taken in self._treated(postprocess, sites, *self._wanted(selectors, postprocess)):
+                found.append(taken.rows or dict.fromkeys(taken.sites, self._nothing(postprocess)))
                 positions.update(dict.fromkeys(taken.sites, torch.from_numpy(taken.positions)))
         if tuple(positions) != part.spec.sites:
             positions = {site: positions[site] for site in part.spec.sites}
@@ -300,50 +302,50 @@ class View:
         """Rows that belong here, of all sites."""
         return sum(len(sites) * self._count(some, how) for sites, some, how in self.part.groups)
 
-    def _count(self, selectors: Sequence[Positions], treatment: Treatment | None) -> int:
+    def _count(self, selectors: Sequence[Positions], postprocess: Postprocess | None) -> int:
         """As many as `_wanted` finds rows."""
         span = self._span(selectors)
-        if span is None or (treatment is not None and treatment.reduce is not None):
-            return len(self._wanted(selectors, treatment)[0])
+        if span is None or (postprocess is not None and postprocess.reduce is not None):
+            return len(self._wanted(selectors, postprocess)[0])
         return max(span[1] - max(span[0], self.start), 0)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row, about."""
-        width, dtype = self._row(self.part.spec.treatment)
+        width, dtype = self._row(self.part.spec.postprocess)
         return width * dtype.itemsize
 
-    def _row(self, treatment: Treatment | None) -> tuple[int, torch.dtype]:
+    def _row(self, postprocess: Postprocess | None) -> tuple[int, torch.dtype]:
         """Values of a row, and what they are."""
-        if treatment is not None and treatment.compression is not None:
-            return treatment.compression.record_bytes(self.d_model), torch.uint8
-        if treatment is not None and treatment.directions:
-            return len(treatment.directions), torch.float32
+        if postprocess is not None and postprocess.compression is not None:
+            return postprocess.compression.record_bytes(self.d_model), torch.uint8
+        if postprocess is not None and postprocess.directions:
+            return len(postprocess.directions), torch.float32
         return self.d_model, DTYPES[self.part.dtype]
 
-    def _nothing(self, treatment: Treatment | None) -> torch.Tensor:
-        width, dtype = self._row(treatment)
+    def _nothing(self, postprocess: Postprocess | None) -> torch.Tensor:
+        width, dtype = self._row(postprocess)
         return torch.empty(0, width, dtype=dtype)
 
     def _treated(
-        self, treatment: Treatment | None, sites: Sequence[Site], at: np.ndarray, sources: np.ndarray
-    ) -> list[Taken]:
-        if treatment is None or self.part.late:
+        self, postprocess: Postprocess | None, sites: Sequence[Site], at: np.ndarray, sources: np.ndarray
+    ) -> list[TakenRows]:
+        if postprocess is None or self.part.late:
             rows = self._take(sites, sources, "rows")
-            return rows if treatment is None else treated(treatment, self.part.directions, at, sources, rows)
-        if treatment.compression is not None:
+            return rows if postprocess is None else treated(postprocess, self.part.directions, at, sources, rows)
+        if postprocess.compression is not None:
             return self._take(sites, sources, "packed")
-        if treatment.directions:
+        if postprocess.directions:
             scores = self._take(sites, sources, "scores")
-            return scores if treatment.reduce is None else reduced(treatment.reduce, at, scores, [], len(sources))
+            return scores if postprocess.reduce is None else reduced(postprocess.reduce, at, scores, [], len(sources))
         in_prompt = sources[sources < self.tokens.prompt_len]
         folds = self._take(sites, in_prompt[-1:], "fold")
         if len(in_prompt) == len(sources):
             return folds
         later = self._take(sites, sources[len(in_prompt) :], "rows")
-        return reduced(treatment.reduce or "", at, later, folds, len(sources) - len(in_prompt), len(in_prompt))
+        return reduced(postprocess.reduce or "", at, later, folds, len(sources) - len(in_prompt), len(in_prompt))
 
-    def _take(self, sites: Sequence[Site], positions: np.ndarray, kind: str) -> list[Taken]:
+    def _take(self, sites: Sequence[Site], positions: np.ndarray, kind: str) -> list[TakenRows]:
         own = self.part.sink.memory and self.pending.awaited(sites)  # whoever gets them may change them
         if self.aborted:
             return self.pending.arrived(sites, positions, kind, own)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 
-class Mirror:
+class MappedBuffer:
     """A worker's host buffer, mapped here; or none, for a worker that sends its rows in messages.
 
     Attributes:

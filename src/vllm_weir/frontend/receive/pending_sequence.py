@@ -12,29 +12,29 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.admit import Admitted
-from vllm_weir.frontend.admission.capture_groups import Part
-from vllm_weir.frontend.receive.row_sequence_view import Cut, Strip
-from vllm_weir.frontend.receive.tokens import Prompt
+from vllm_weir.frontend.admission.admit import AdmittedRequest
+from vllm_weir.frontend.admission.capture_groups import CaptureGroup
+from vllm_weir.frontend.receive.row_sequence_view import RowSequenceView, SlicedRows
+from vllm_weir.frontend.receive.tokens import PromptTokens
 from vllm_weir.results.activations import Activations
-from vllm_weir.results.site_slices import Block
+from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.hooks import Site
 
 CROWDED = 0.5
 """Share of a worker's buffer in use from which rows are handed out as copies."""
 
 
-class Arrivals(Protocol):
+class ArrivalReader(Protocol):
     """What is needed of the store."""
 
     def wait(self, done: Callable[[], bool], timeout: float) -> bool: ...
 
     def spoil(self) -> None: ...
 
-    def forget(self, pending: Pending) -> None: ...
+    def forget(self, pending: PendingSequence) -> None: ...
 
 
-class Group:
+class InterventionGroup:
     """Some interventions of a request, and at which positions each was applied."""
 
     def __init__(self, steered: list[np.ndarray], moves: Sequence[int]) -> None:
@@ -54,7 +54,7 @@ class Group:
                 have[p : p + n * s : s] = True
 
 
-class Pending:
+class PendingSequence:
     """One sequence's rows as they arrive.
 
     Attributes:
@@ -65,12 +65,14 @@ class Pending:
         foreseen: positions that have rows if it generates all tokens that it may; 0: its rows are not cut ahead.
     """
 
-    def __init__(self, request_id: str, admitted: Admitted, prompt_token_ids: Sequence[int], store: Arrivals) -> None:
+    def __init__(
+        self, request_id: str, admitted: AdmittedRequest, prompt_token_ids: Sequence[int], store: ArrivalReader
+    ) -> None:
         self.request_id = request_id
         self.admitted = admitted
-        self.prompt = Prompt(prompt_token_ids)
-        self.strips: list[Strip] = []
-        self.groups: list[Group] = []
+        self.prompt = PromptTokens(prompt_token_ids)
+        self.row_views: list[RowSequenceView] = []
+        self.groups: list[InterventionGroup] = []
         self.steered: list[np.ndarray] = [_NOWHERE] * len(admitted.effective)
         self.failure: str | None = None
         self.foreseen = 0
@@ -80,7 +82,7 @@ class Pending:
         self._claims, self._lock, self._released = 0, threading.Lock(), False
 
     @property
-    def memory(self) -> Part:
+    def memory(self) -> CaptureGroup:
         """What comes back on the output."""
         return self.admitted.parts[0]
 
@@ -94,20 +96,20 @@ class Pending:
             self._claims -= 1
             over = self._claims == 0
             if over:
-                self.strips, self.early = [], None
+                self.row_views, self.early = [], None
         if over and self._released:
             self._store.forget(self)
 
     def release(self) -> bool:
         """Nobody will look at what comes back on the output; whether nobody needs its rows at all: sinks that wait for
         some keep them until they have done, and then the store forgets it."""
-        if not self._released and self._claims and self.memory.spec.wishes:
+        if not self._released and self._claims and self.memory.spec.site_requests:
             self.unclaim()
         self._released = True  # before the claims are looked at: who gives up the last one meanwhile looks at this
         if self._claims:
             return False
         self.failure = self.failure or "its rows were let go, as nobody waited for its answer any more"
-        self.strips, self.early = [], None
+        self.row_views, self.early = [], None
         return True
 
     def await_steered(self, move: int, positions: np.ndarray | tuple[int, int], timeout: float) -> None:
@@ -142,7 +144,7 @@ class Pending:
 
     def take(
         self, sites: Sequence[Site], positions: np.ndarray, timeout: float, kind: str = "rows", own: bool = False
-    ) -> list[Taken]:
+    ) -> list[TakenRows]:
         """Rows of `sites` at `positions` (ascending), or what is made of them, waiting for those still on their way.
 
         `own`: nobody else has the memory of what is returned.
@@ -150,7 +152,7 @@ class Pending:
         Raises:
             WeirError: if the worker reported a failure, or the rows do not come within `timeout` seconds.
         """
-        found: list[tuple[Sequence[Site], Where]] = []
+        found: list[tuple[Sequence[Site], RowLocations]] = []
 
         def complete() -> bool:
             found[:] = self._found(sites, positions, kind)
@@ -170,20 +172,20 @@ class Pending:
     def cut(self, sites: Sequence[Site], kind: str, first: int, count: int) -> None:
         """Make the tensors of the first `count` rows of each of `sites`, from position `first` on, before they are
         complete, where that can be."""
-        for some, strips in self._groups(sites, kind):
-            if len(strips) == 1 and strips[0].order == self.admitted.columns_of(some):
-                strips[0].cut(some, first, count)
+        for some, row_views in self._groups(sites, kind):
+            if len(row_views) == 1 and row_views[0].order == self.admitted.columns_of(some):
+                row_views[0].cut(some, first, count)
 
-    def whole(self, sites: Sequence[Site]) -> Cut | None:
+    def whole(self, sites: Sequence[Site]) -> SlicedRows | None:
         """All rows of `sites` as they were cut ahead, if they are here, lie together, and may be handed out as they
         are; of a sequence that has no more to come."""
-        if len(self.strips) != 1 or self.strips[0].ready is None or self.awaited(sites):
+        if len(self.row_views) != 1 or self.row_views[0].ready is None or self.awaited(sites):
             return None
-        found: list[Cut] = []
+        found: list[SlicedRows] = []
 
         def look() -> bool:
-            for strip in self.strips if len(self.strips) == 1 else ():
-                cut = None if self._copied(strip, False) else strip.whole()
+            for row_view in self.row_views if len(self.row_views) == 1 else ():
+                cut = None if self._copied(row_view, False) else row_view.whole()
                 found.extend([cut] if cut is not None and tuple(cut.block) == tuple(sites) else ())
             return True
 
@@ -194,14 +196,16 @@ class Pending:
         """Whether `take` would not have to wait, by the marks that have been read."""
         return all(where.all_there for _, where in self._found(sites, positions, kind))
 
-    def _found(self, sites: Sequence[Site], positions: np.ndarray, kind: str) -> list[tuple[Sequence[Site], Where]]:
-        return [(some, self._locate(strips, positions)) for some, strips in self._groups(sites, kind)]
+    def _found(
+        self, sites: Sequence[Site], positions: np.ndarray, kind: str
+    ) -> list[tuple[Sequence[Site], RowLocations]]:
+        return [(some, self._locate(row_views, positions)) for some, row_views in self._groups(sites, kind)]
 
     def arrived(
         self, sites: Sequence[Site], positions: np.ndarray, kind: str = "rows", own: bool = False
-    ) -> list[Taken]:
+    ) -> list[TakenRows]:
         """As `take`, of those rows that are here; for requests that were aborted."""
-        found: list[tuple[Sequence[Site], Where]] = []
+        found: list[tuple[Sequence[Site], RowLocations]] = []
 
         def look() -> bool:
             found.extend(self._found(sites, positions, kind))
@@ -210,92 +214,98 @@ class Pending:
         self._store.wait(look, 0.0)  # by way of the store: marks that come while a strip's are read would be lost
         return [self._collect(some, where, positions, own) for some, where in found]
 
-    def _groups(self, sites: Sequence[Site], kind: str) -> list[tuple[Sequence[Site], list[Strip]]]:
+    def _groups(self, sites: Sequence[Site], kind: str) -> list[tuple[Sequence[Site], list[RowSequenceView]]]:
         """The sites, those that lie in the same strips together, with these strips."""
-        strips = [strip for strip in self.strips if strip.kind == kind]
+        row_views = [row_view for row_view in self.row_views if row_view.kind == kind]
         columns = self.admitted.columns_of(sites)
-        if len(strips) == 1 and columns == strips[0].order:
-            return [(sites, strips)]
+        if len(row_views) == 1 and columns == row_views[0].order:
+            return [(sites, row_views)]
         groups: dict[tuple[int, ...], list[Site]] = {}
         for site, column in zip(sites, columns, strict=True):
-            groups.setdefault(tuple(k for k, s in enumerate(strips) if column in s.columns), []).append(site)
-        return [(some, [strips[k] for k in key]) for key, some in groups.items()]
+            groups.setdefault(tuple(k for k, s in enumerate(row_views) if column in s.columns), []).append(site)
+        return [(some, [row_views[k] for k in key]) for key, some in groups.items()]
 
-    def _locate(self, strips: list[Strip], positions: np.ndarray) -> Where:
+    def _locate(self, row_views: list[RowSequenceView], positions: np.ndarray) -> RowLocations:
         """Where the rows at `positions` are; the last strip that has one counts."""
-        if len(strips) == 1 and not len(strips[0].dropped) and len(positions):
-            have = strips[0].positions
+        if len(row_views) == 1 and not len(row_views[0].dropped) and len(positions):
+            have = row_views[0].positions
             first = 0 if len(have) and have[0] == positions[0] else int(np.searchsorted(have, positions[0]))
             found = have[first : first + len(positions)]
             if len(found) == len(positions) and (found == positions).all():
-                return Where(strips, *_NONE, run=first)
-        where = Where(strips, np.full(len(positions), -1), np.zeros(len(positions), np.int64))
-        for k, strip in enumerate(strips):
-            have = strip.positions
+                return RowLocations(row_views, *_NONE, run=first)
+        where = RowLocations(row_views, np.full(len(positions), -1), np.zeros(len(positions), np.int64))
+        for k, row_view in enumerate(row_views):
+            have = row_view.positions
             rank = np.searchsorted(have, positions)
             found = np.zeros(len(positions), bool)
             inside = rank < len(have)
             found[inside] = have[rank[inside]] == positions[inside]
-            where.strip[found], where.rank[found] = k, rank[found]
-            if len(strip.dropped):
-                where.dropped |= np.isin(positions, strip.dropped)
+            where.row_view[found], where.rank[found] = k, rank[found]
+            if len(row_view.dropped):
+                where.dropped |= np.isin(positions, row_view.dropped)
         return where
 
-    def _collect(self, sites: Sequence[Site], where: Where, positions: np.ndarray, own: bool) -> Taken:
+    def _collect(self, sites: Sequence[Site], where: RowLocations, positions: np.ndarray, own: bool) -> TakenRows:
         columns = self.admitted.columns_of(sites)
         if where.run is not None:
-            strip = where.strips[0]
-            if not self._copied(strip, own) and (ready := strip.block(sites, where.run, len(positions))) is not None:
-                return Taken(sites, positions, ready)
-            rows = strip.run(where.run, len(positions))
-            return Taken(sites, positions, self._block(sites, columns, strip, rows, own))
-        have = where.strip >= 0
-        positions, strips, ranks = positions[have], where.strip[have], where.rank[have]
+            row_view = where.row_views[0]
+            if (
+                not self._copied(row_view, own)
+                and (ready := row_view.block(sites, where.run, len(positions))) is not None
+            ):
+                return TakenRows(sites, positions, ready)
+            rows = row_view.run(where.run, len(positions))
+            return TakenRows(sites, positions, self._block(sites, columns, row_view, rows, own))
+        have = where.row_view >= 0
+        positions, row_views, ranks = positions[have], where.row_view[have], where.rank[have]
         if not len(positions):
-            return Taken(sites, positions, {})
-        bounds = [0, *(np.flatnonzero(np.diff(strips)) + 1).tolist(), len(positions)]
-        pieces = [(where.strips[int(strips[a])], ranks[a:b]) for a, b in itertools.pairwise(bounds)]
+            return TakenRows(sites, positions, {})
+        bounds = [0, *(np.flatnonzero(np.diff(row_views)) + 1).tolist(), len(positions)]
+        pieces = [(where.row_views[int(row_views[a])], ranks[a:b]) for a, b in itertools.pairwise(bounds)]
         if len(pieces) == 1:
-            ((strip, some),) = pieces
-            return Taken(sites, positions, self._block(sites, columns, strip, strip.gather(some), own))
-        gathered = [(strip, strip.gather(some)) for strip, some in pieces]
-        return Taken(
+            ((row_view, some),) = pieces
+            return TakenRows(sites, positions, self._block(sites, columns, row_view, row_view.gather(some), own))
+        gathered = [(row_view, row_view.gather(some)) for row_view, some in pieces]
+        return TakenRows(
             sites,
             positions,
             {
-                site: torch.cat([rows[:, strip.columns[column]] for strip, rows in gathered])
+                site: torch.cat([rows[:, row_view.columns[column]] for row_view, rows in gathered])
                 for site, column in zip(sites, columns, strict=True)
             },
         )
 
     def _block(
-        self, sites: Sequence[Site], columns: Sequence[int], strip: Strip, rows: torch.Tensor, own: bool
-    ) -> Block:
-        places = None if columns == strip.order else [strip.columns[column] for column in columns]
-        return Block(sites, places, rows.clone() if self._copied(strip, own) else rows)
+        self, sites: Sequence[Site], columns: Sequence[int], row_view: RowSequenceView, rows: torch.Tensor, own: bool
+    ) -> SiteSlices:
+        places = None if columns == row_view.order else [row_view.columns[column] for column in columns]
+        return SiteSlices(sites, places, rows.clone() if self._copied(row_view, own) else rows)
 
     @staticmethod
-    def _copied(strip: Strip, own: bool) -> bool:
+    def _copied(row_view: RowSequenceView, own: bool) -> bool:
         """Whether rows are handed out as copies; `own` as in `take`."""
-        return own or strip.mirror.pressure > CROWDED
+        return own or row_view.mapped.pressure > CROWDED
 
 
 _NOWHERE = np.zeros(0, bool)
 _NONE = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
-class Where:
-    """For each position: the number (in `strips`) of the strip that has its row (-1: none), the row's rank there, and
-    whether the worker has dropped it. `run`: instead of these, the rank in the first strip from which on they lie."""
+class RowLocations:
+    """For each position: the number (in `row_views`) of the strip that has its row (-1: none), the row's rank there,
+    and whether the worker has dropped it. `run`: instead of these, the rank in the first strip from which on they
+    lie."""
 
-    def __init__(self, strips: list[Strip], strip: np.ndarray, rank: np.ndarray, run: int | None = None) -> None:
-        self.strips, self.strip, self.rank, self.run = strips, strip, rank, run
-        self.dropped = np.zeros(len(strip), bool)
+    def __init__(
+        self, row_views: list[RowSequenceView], row_view: np.ndarray, rank: np.ndarray, run: int | None = None
+    ) -> None:
+        self.row_views, self.row_view, self.rank, self.run = row_views, row_view, rank, run
+        self.dropped = np.zeros(len(row_view), bool)
 
     @property
     def there(self) -> np.ndarray:
         """Whether there is nothing more to wait for."""
-        return (self.strip >= 0) | self.dropped
+        return (self.row_view >= 0) | self.dropped
 
     @property
     def all_there(self) -> bool:
@@ -304,7 +314,7 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenRows:
     """Rows [n, d] of some sites at `positions` [n]; no tensors if there are no rows."""
 
     sites: Sequence[Site]

@@ -21,15 +21,15 @@ import zmq
 
 from vllm_weir import messages
 from vllm_weir.frontend.admission.inline_vectors import row_bytes
-from vllm_weir.frontend.receive.mapped_buffer import Mirror
-from vllm_weir.frontend.receive.row_store import Store
+from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
+from vllm_weir.frontend.receive.row_store import RowStore
 
 logger = logging.getLogger(__name__)
 TIMEOUT = 10.0
 MAX_HELLO = 4096
 
 
-class Inbox:
+class Receiver:
     """Receives rows for a Store.
 
     Args:
@@ -37,20 +37,20 @@ class Inbox:
         host: address of this machine when workers may live on others; None keeps to local sockets.
     """
 
-    def __init__(self, store: Store, host: str | None = None) -> None:
+    def __init__(self, store: RowStore, host: str | None = None) -> None:
         context = zmq.Context()
         folder = tempfile.mkdtemp(prefix="weir-")
-        desk = _Desk(store, context, folder, host)
-        self.reply = str(desk.reply)
-        thread = threading.Thread(target=desk.serve, name="weir-inbox", daemon=True)
+        frontend = _ReceiverState(store, context, folder, host)
+        self.reply = str(frontend.reply)
+        thread = threading.Thread(target=frontend.serve, name="weir-inbox", daemon=True)
         thread.start()
-        self.close = weakref.finalize(self, _close, desk, thread, folder)
+        self.close = weakref.finalize(self, _close, frontend, thread, folder)
 
 
-class _Desk:
+class _ReceiverState:
     """What the thread works with; it must not refer to the Inbox, whose end stops it."""
 
-    def __init__(self, store: Store, context: zmq.Context, folder: str, host: str | None) -> None:
+    def __init__(self, store: RowStore, context: zmq.Context, folder: str, host: str | None) -> None:
         self.store, self.context = store, context
         self.stop = False
         self.process = os.getpid()
@@ -59,7 +59,7 @@ class _Desk:
         self.arenas = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.arenas.bind(f"{folder}/arenas")
         self.arenas.listen(64)
-        self.reply = messages.Reply(
+        self.reply = messages.ReaderEndpoint(
             _bind(self.rows, host, folder, "rows"),
             _bind(self.vectors, host, folder, "vectors"),
             f"{folder}/arenas",
@@ -68,7 +68,7 @@ class _Desk:
         self.bell = os.eventfd(0, os.EFD_NONBLOCK)
         # Not when the thread ends: whoever is about to ring would ring what has got its number since.
         weakref.finalize(self, os.close, self.bell).atexit = False
-        self.mirrors: dict[str, Mirror] = {}
+        self.mirrors: dict[str, MappedBuffer] = {}
         self.lines: dict[int, tuple[socket.socket, str]] = {}
 
     def ring(self) -> None:
@@ -99,7 +99,7 @@ class _Desk:
     def _handle(self, source: Any, poller: zmq.Poller) -> None:
         if source is self.rows:
             frames = self.rows.recv_multipart(copy=False)
-            deliver(self.store, self.reply.token, [f.buffer for f in frames], self._mirror)
+            deliver(self.store, self.reply.token, [f.buffer for f in frames], self._mapped)
         elif source is self.vectors:
             name, *_, question = self.vectors.recv_multipart()
             self.vectors.send_multipart([name, b"", *lend(self.store, self.reply.token, question)])
@@ -122,10 +122,10 @@ class _Desk:
             hello = messages.decode_hello(_receive(line, fds))
             if not fds or not secrets.compare_digest(hello.token.encode(), self.reply.token.encode()):
                 raise ValueError("wrong token")
-            mirror = Mirror(fds.pop(0), hello.rows, hello.row_bytes, self.ring)
+            mapped = MappedBuffer(fds.pop(0), hello.rows, hello.row_bytes, self.ring)
             line.sendall(b"k")
             # Not before: a worker that has hung up, tired of waiting, sends its rows in messages.
-            self.mirrors[hello.worker] = mirror
+            self.mirrors[hello.worker] = mapped
         except BaseException:
             line.close()
             raise
@@ -134,9 +134,9 @@ class _Desk:
                 os.close(unused)
         return line, hello.worker
 
-    def _mirror(self, worker: str) -> Mirror:
+    def _mapped(self, worker: str) -> MappedBuffer:
         if worker not in self.mirrors:
-            self.mirrors[worker] = Mirror()
+            self.mirrors[worker] = MappedBuffer()
         return self.mirrors[worker]
 
     def _return_pieces(self) -> None:
@@ -173,7 +173,7 @@ def _bind(zsocket: zmq.Socket, host: str | None, folder: str, name: str) -> str:
     return address
 
 
-def lend(store: Store, token: str, request: bytes) -> list[bytes]:
+def lend(store: RowStore, token: str, request: bytes) -> list[bytes]:
     """Vectors a worker asks for, float32 bytes each, empty for unknown ones. Raises ValueError for a wrong token."""
     wanted = messages.decode_wanted(request)
     if not secrets.compare_digest(wanted.token.encode(), token.encode()):
@@ -182,7 +182,9 @@ def lend(store: Store, token: str, request: bytes) -> list[bytes]:
     return [row_bytes(rows[d]) if d in rows else b"" for d in wanted.digests]
 
 
-def deliver(store: Store, token: str, frames: Sequence[bytes | memoryview], mirror_of: Callable[[str], Mirror]) -> None:
+def deliver(
+    store: RowStore, token: str, frames: Sequence[bytes | memoryview], mapped_of: Callable[[str], MappedBuffer]
+) -> None:
     """One message into the store; rows nobody waits for are dropped. Raises ValueError for a malformed message."""
     if len(frames) < 3:
         raise ValueError("the message lacks parts")
@@ -191,14 +193,14 @@ def deliver(store: Store, token: str, frames: Sequence[bytes | memoryview], mirr
         raise ValueError("wrong token")
     marks = np.frombuffer(frames[1], "<i4").reshape(-1, len(messages.MARK_FIELDS))
     steered = np.frombuffer(frames[2], "<i4").reshape(-1, len(messages.STEER_FIELDS))
-    store.receive(header, mirror_of(header.worker), marks, steered, frames[3] if len(frames) > 3 else b"")
+    store.receive(header, mapped_of(header.worker), marks, steered, frames[3] if len(frames) > 3 else b"")
 
 
-def _close(desk: _Desk, thread: threading.Thread, folder: str) -> None:
-    if os.getpid() != desk.process:
+def _close(frontend: _ReceiverState, thread: threading.Thread, folder: str) -> None:
+    if os.getpid() != frontend.process:
         return  # a forked child that ends: the thread and the folder are its parent's
-    desk.stop = True
-    os.eventfd_write(desk.bell, 1)
+    frontend.stop = True
+    os.eventfd_write(frontend.bell, 1)
     if thread is not threading.current_thread():
         thread.join(timeout=2)
     shutil.rmtree(folder, ignore_errors=True)

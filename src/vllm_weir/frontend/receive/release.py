@@ -9,17 +9,17 @@ from __future__ import annotations
 import weakref
 from contextvars import ContextVar
 
-from vllm_weir.frontend.receive.pending_sequence import Pending
-from vllm_weir.frontend.receive.row_store import Store
+from vllm_weir.frontend.receive.pending_sequence import PendingSequence
+from vllm_weir.frontend.receive.row_store import RowStore
 
 
-class Holding:
+class HeldSequences:
     """The sequences of one request of a server."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[weakref.ref[Store], weakref.ref[Pending]]] = []
+        self._held: list[tuple[weakref.ref[RowStore], weakref.ref[PendingSequence]]] = []
 
-    def add(self, store: Store, pending: Pending) -> None:
+    def add(self, store: RowStore, pending: PendingSequence) -> None:
         """One was admitted."""
         self._held.append((weakref.ref(store), weakref.ref(pending)))
 
@@ -32,5 +32,5 @@ class Holding:
         self._held.clear()
 
 
-holding: ContextVar[Holding | None] = ContextVar("weir_holding", default=None)
+holding: ContextVar[HeldSequences | None] = ContextVar("weir_holding", default=None)
 """Where sequences that are admitted in this context are noted."""

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from vllm_weir import messages
-from vllm_weir.frontend.receive.mapped_buffer import Mirror
-from vllm_weir.results.site_slices import Block
+from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
+from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.hooks import Site
 
 
 @dataclass
 class Extent:
-    """Ranks `rank`.. of a strip, [capacity, columns, d_model], or as `Strip.shaped` says.
+    """Ranks `rank`.. of a strip, [capacity, columns, d_model], or as `RowSequenceView.shaped` says.
 
     Attributes:
         filled: ranks that it holds, once no more will come.
@@ -31,7 +31,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Cut:
+class SlicedRows:
     """Tensors of all columns of a strip's first ranks, made before these are complete.
 
     Attributes:
@@ -42,36 +42,36 @@ class Cut:
     """
 
     memory: torch.Tensor
-    block: Block
+    block: SiteSlices
     first: int
     positions: Mapping[Site, torch.Tensor]
 
 
-class Strip:
+class RowSequenceView:
     """Rows by rank, and which position each rank is.
 
     Attributes:
-        kind, values: see `vllm_weir.messages.Opened`.
+        kind, values: see `vllm_weir.messages.SequenceOpened`.
         rows: arena rows of a rank.
         rank_bytes: its bytes.
         request_id: the sequence that they belong to.
         ready: what has been cut ahead, see `cut`.
     """
 
-    def __init__(self, opened: messages.Opened, mirror: Mirror, d_model: int, dtype: torch.dtype) -> None:
+    def __init__(self, opened: messages.SequenceOpened, mapped: MappedBuffer, d_model: int, dtype: torch.dtype) -> None:
         self.request_id = opened.request_id
         self.rank_bytes = opened.rank_bytes(d_model * dtype.itemsize)
         self._d_model, self._dtype = d_model, dtype
         self.kind, self.values, self.rows = opened.kind, opened.values, opened.rows
         self.order = tuple(opened.columns)
         self.columns = _places(self.order)
-        self.mirror = mirror
+        self.mapped = mapped
         self.extents: list[Extent] = []
         self.dropped = np.zeros(0, np.int64)
         """Positions whose rows found no room in the worker."""
         self._parts: list[np.ndarray] = []
         self._positions = np.zeros(0, np.int64)
-        self.ready: Cut | None = None
+        self.ready: SlicedRows | None = None
 
     @property
     def positions(self) -> np.ndarray:
@@ -116,18 +116,18 @@ class Strip:
         `first` on, though they may be empty yet; of a strip that has no place for them, nothing is made."""
         if len(self.extents) == 1 and not self.extents[0].rank and 0 < count <= len(self.extents[0].rows):
             memory = self.extents[0].rows
-            block = Block(sites, None, self._made(memory[:count]))
+            block = SiteSlices(sites, None, self._made(memory[:count]))
             block.every  # noqa: B018 - the first look makes them
-            self.ready = Cut(memory, block, first, dict.fromkeys(sites, torch.arange(first, first + count)))
+            self.ready = SlicedRows(memory, block, first, dict.fromkeys(sites, torch.arange(first, first + count)))
 
-    def block(self, sites: Sequence[Site], first: int, count: int) -> Block | None:
+    def block(self, sites: Sequence[Site], first: int, count: int) -> SiteSlices | None:
         """`count` ranks from `first` on as they were cut ahead; None if they were not, or have moved since."""
         cut = self._cut
         if cut is None or first or len(cut.block.rows) != count or tuple(cut.block) != tuple(sites):
             return None
         return cut.block
 
-    def whole(self) -> Cut | None:
+    def whole(self) -> SlicedRows | None:
         """What was cut ahead, if all of it is here, nothing is beyond it, and it has not moved since."""
         cut, at = self._cut, self.positions
         if cut is None or len(at) != len(cut.block.rows) or at[0] != cut.first or at[-1] - at[0] != len(at) - 1:
@@ -135,7 +135,7 @@ class Strip:
         return cut
 
     @property
-    def _cut(self) -> Cut | None:
+    def _cut(self) -> SlicedRows | None:
         """What was cut ahead and lies there still."""
         cut = self.ready
         return cut if cut is not None and len(self.extents) == 1 and cut.memory is self.extents[0].rows else None

@@ -14,17 +14,17 @@ import numpy as np
 import torch
 
 from vllm_weir import messages as mail
-from vllm_weir.frontend.outputs.preslicer import Ahead
-from vllm_weir.frontend.outputs.prompt_slicer import Early
-from vllm_weir.frontend.receive.mapped_buffer import Mirror
-from vllm_weir.frontend.receive.pending_sequence import Group, Pending
-from vllm_weir.frontend.receive.row_sequence_view import Extent, Strip
+from vllm_weir.frontend.outputs.preslicer import Preslicer
+from vllm_weir.frontend.outputs.prompt_slicer import PromptSlicer
+from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
+from vllm_weir.frontend.receive.pending_sequence import InterventionGroup, PendingSequence
+from vllm_weir.frontend.receive.row_sequence_view import Extent, RowSequenceView
 
 FOLD = 64
 """Messages whose marks are kept unread; reading many at once costs little more than reading one."""
 
 
-class Load(NamedTuple):
+class EngineLoad(NamedTuple):
     """A worker's data-parallel engine, the share of its host buffer in use, and the engine's waiting requests."""
 
     engine: int
@@ -32,23 +32,23 @@ class Load(NamedTuple):
     waiting: int
 
 
-class Store:
+class RowStore:
     """Live requests of one engine by internal id. Holds them weakly: whoever drops a request drops its rows."""
 
     def __init__(self) -> None:
-        self._pending: WeakValueDictionary[str, Pending] = WeakValueDictionary()
-        self._strips: WeakValueDictionary[tuple[str, int], Strip] = WeakValueDictionary()
-        self._groups: WeakValueDictionary[tuple[str, int], Group] = WeakValueDictionary()
+        self._pending: WeakValueDictionary[str, PendingSequence] = WeakValueDictionary()
+        self._row_views: WeakValueDictionary[tuple[str, int], RowSequenceView] = WeakValueDictionary()
+        self._groups: WeakValueDictionary[tuple[str, int], InterventionGroup] = WeakValueDictionary()
         self._widths: dict[tuple[str, int], int] = {}
         """Bytes of a rank of open strands whose rows come in messages."""
         self._unread: list[tuple[str, np.ndarray, np.ndarray]] = []
         self._changed = threading.Condition(threading.RLock())
-        self.early = Early()
-        self.ahead = Ahead()
+        self.early = PromptSlicer()
+        self.ahead = Preslicer()
         self.salt = ""
         """Random from the first failure on, another after each: what failed has left KV under the key of what it was
         to be, so steered requests that come later have keys of their own."""
-        self.loads: dict[str, Load] = {}
+        self.loads: dict[str, EngineLoad] = {}
         """What each worker last said of itself."""
 
     def __len__(self) -> int:
@@ -58,11 +58,11 @@ class Store:
         """A request failed: what it left in the prefix cache is for nobody, see `salt`."""
         self.salt = secrets.token_hex(8)
 
-    def open(self, pending: Pending) -> None:
+    def open(self, pending: PendingSequence) -> None:
         """Accept rows for a request from now on."""
         self._pending[pending.request_id] = pending
 
-    def forget(self, pending: Pending) -> None:
+    def forget(self, pending: PendingSequence) -> None:
         """Nobody looks at a request's rows any more, though something may refer to it yet."""
         with self._changed:
             if pending.release():
@@ -81,12 +81,12 @@ class Store:
                 break
         return found
 
-    def _live(self) -> Iterator[Pending]:
+    def _live(self) -> Iterator[PendingSequence]:
         for reference in self._pending.valuerefs():  # a list: requests may come and go meanwhile
             if (pending := reference()) is not None:
                 yield pending
 
-    def get(self, request_id: str) -> Pending | None:
+    def get(self, request_id: str) -> PendingSequence | None:
         """The request, or None if nobody waits for it any more."""
         return self._pending.get(request_id)
 
@@ -105,17 +105,17 @@ class Store:
 
     def receive(
         self,
-        header: mail.Header,
-        mirror: Mirror,
+        header: mail.MessageHeader,
+        mapped: MappedBuffer,
         marks: np.ndarray,
         steered: np.ndarray,
         payload: bytes | memoryview,
     ) -> None:
         """One message: `marks` int32 [n, 5], `steered` int32 [n, 4], `payload` bytes of rows or empty."""
-        worker, news = header.worker, header.news
+        worker, layout_updates = header.worker, header.layout_updates
         dtype = getattr(torch, header.dtype)
-        mirror.pressure = header.pressure
-        self.loads[worker] = Load(header.engine, header.pressure, header.waiting)
+        mapped.pressure = header.pressure
+        self.loads[worker] = EngineLoad(header.engine, header.pressure, header.waiting)
         with self._changed:
             if header.failures or header.broken:
                 self.spoil()
@@ -125,46 +125,48 @@ class Store:
             if header.broken:  # which requests had rows in the step, only the lost marks could have said
                 for pending in self._live():
                     pending.failure = pending.failure or header.broken
-            for opened in news.opened:
-                if not mirror.shared:
-                    self._widths[worker, opened.strand] = opened.rank_bytes(header.d_model * dtype.itemsize)
+            for opened in layout_updates.opened:
+                if not mapped.shared:
+                    self._widths[worker, opened.row_seq] = opened.rank_bytes(header.d_model * dtype.itemsize)
                 if (pending := self.get(opened.request_id)) is not None:
                     pending.early = None  # rows that are computed again replace those of before
-                    self._strips[worker, opened.strand] = strip = Strip(opened, mirror, header.d_model, dtype)
-                    pending.strips.append(strip)
-                    if pending.foreseen and len(pending.strips) == 1:  # all of them are cut together
+                    self._row_views[worker, opened.row_seq] = row_view = RowSequenceView(
+                        opened, mapped, header.d_model, dtype
+                    )
+                    pending.row_views.append(row_view)
+                    if pending.foreseen and len(pending.row_views) == 1:  # all of them are cut together
                         self.ahead.add(pending)
-            for placed in news.placed:
-                owner = self._strips.get((worker, placed.strand))
+            for placed in layout_updates.placed:
+                owner = self._row_views.get((worker, placed.row_seq))
                 if owner is not None:
-                    rows = owner.shaped(mirror.piece(placed.start, placed.capacity * owner.rank_bytes))
-                    owner.extents.append(Extent(placed.rank, rows, own=not mirror.shared))
-                elif mirror.shared:
-                    mirror.drop(placed.start)
-            for group in news.groups:
+                    rows = owner.shaped(mapped.piece(placed.start, placed.capacity * owner.rank_bytes))
+                    owner.extents.append(Extent(placed.rank, rows, own=not mapped.shared))
+                elif mapped.shared:
+                    mapped.drop(placed.start)
+            for group in layout_updates.groups:
                 if (pending := self.get(group.request_id)) is not None:
-                    self._groups[worker, group.group] = made = Group(pending.steered, group.moves)
+                    self._groups[worker, group.group] = made = InterventionGroup(pending.steered, group.moves)
                     pending.groups.append(made)
             if len(payload):
                 self._unpack(worker, marks, torch.frombuffer(payload, dtype=torch.uint8))
-            for strand in news.closed:
-                self._widths.pop((worker, strand), None)
+            for row_seq in layout_updates.closed:
+                self._widths.pop((worker, row_seq), None)
             if len(marks) or len(steered):
                 self._unread.append((worker, marks, steered))
             if len(marks):
-                strips = (self._strips.get((worker, strand)) for strand in np.unique(marks[:, 0]).tolist())
-                self.early.look(strip.request_id for strip in strips if strip is not None)
+                row_views = (self._row_views.get((worker, row_seq)) for row_seq in np.unique(marks[:, 0]).tolist())
+                self.early.look(row_view.request_id for row_view in row_views if row_view is not None)
                 self.ahead.look()
-            if len(self._unread) > FOLD or news.retired:
+            if len(self._unread) > FOLD or layout_updates.retired:
                 self.fold()
-            for retired in news.retired:
-                owner = self._strips.get((worker, retired.strand))
+            for retired in layout_updates.retired:
+                owner = self._row_views.get((worker, retired.row_seq))
                 for extent in owner.extents if owner is not None else ():
                     if extent.rank == retired.rank:
                         extent.filled = retired.filled
             self._changed.notify_all()
         if header.spill:
-            self._spill(mirror)
+            self._spill(mapped)
 
     def prepare(self) -> bool:
         """Make a few hand-outs early, and cut a few ahead; whether there is more to be done at once."""
@@ -181,7 +183,7 @@ class Store:
             unread, self._unread = self._unread, []
             for worker in {w for w, _, _ in unread}:
                 own = [(marks, steered) for w, marks, steered in unread if w == worker]
-                for kind, targets in ((0, self._strips), (1, self._groups)):
+                for kind, targets in ((0, self._row_views), (1, self._groups)):
                     for number, some in _split(merged([message[kind] for message in own])):
                         target = targets.get((worker, number))
                         if target is not None:
@@ -195,18 +197,18 @@ class Store:
             width = self._widths[worker, number]
             piece = payload[at : at + width * count]
             at += width * count
-            strip = self._strips.get((worker, number))
-            if strip is not None:
-                extent = next(x for x in reversed(strip.extents) if x.rank <= rank)
-                extent.rows[rank - extent.rank : rank - extent.rank + count] = strip.shaped(piece.clone())
+            row_view = self._row_views.get((worker, number))
+            if row_view is not None:
+                extent = next(x for x in reversed(row_view.extents) if x.rank <= rank)
+                extent.rows[rank - extent.rank : rank - extent.rank + count] = row_view.shaped(piece.clone())
 
-    def _spill(self, mirror: Mirror) -> None:
+    def _spill(self, mapped: MappedBuffer) -> None:
         """Copy what a worker's buffer holds and nobody has looked at into memory of this process."""
         for pending in self._live():
             pending.early = None
-        for strip in [s for s in self._strips.values() if s.mirror is mirror]:
-            strip.ready = None
-            for extent, copy in strip.take_out():
+        for row_view in [s for s in self._row_views.values() if s.mapped is mapped]:
+            row_view.ready = None
+            for extent, copy in row_view.take_out():
                 with self._changed:
                     extent.rows, extent.own = copy, True
 

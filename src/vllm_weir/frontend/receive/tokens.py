@@ -11,7 +11,7 @@ import torch
 from vllm_weir.schema.hooks import Site
 
 
-class Prompt:
+class PromptTokens:
     """A prompt's tokens: a list that nobody changes, -1 for prompts given as embeddings."""
 
     def __init__(self, ids: Sequence[int]) -> None:
@@ -26,7 +26,7 @@ class Prompt:
         return np.asarray(self._ids, np.int64)
 
 
-class Tokens:
+class SequenceTokens:
     """Tokens that have rows: the prompt and every generated token but the last, which never enters the model.
 
     Args:
@@ -37,7 +37,7 @@ class Tokens:
         generated: how many tokens were generated so far.
     """
 
-    def __init__(self, prompt: Prompt, generated: Sequence[int]) -> None:
+    def __init__(self, prompt: PromptTokens, generated: Sequence[int]) -> None:
         self._prompt, self._ids = prompt, generated
         self.prompt_len, self.generated = len(prompt), len(generated)
 
@@ -55,7 +55,7 @@ class Tokens:
 class TokenIds(Mapping):
     """Site -> token at each of its rows, int64 [rows]; the same tensor for sites that share their positions."""
 
-    def __init__(self, tokens: Tokens, positions: Mapping[Site, torch.Tensor]) -> None:
+    def __init__(self, tokens: SequenceTokens, positions: Mapping[Site, torch.Tensor]) -> None:
         self._tokens, self._positions = tokens, positions
         self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
 

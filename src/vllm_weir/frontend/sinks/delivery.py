@@ -21,13 +21,13 @@ from vllm_weir.frontend.outputs.ticket import Ticket
 from vllm_weir.schema.hooks import Site
 
 if TYPE_CHECKING:
-    from vllm_weir.frontend.outputs.view import View
+    from vllm_weir.frontend.outputs.view import OutputView
 
 logger = logging.getLogger(__name__)
 _NAMES = ("positions", "token_ids", "data")
 
 
-class Job:
+class Delivery:
     """Rows on their way.
 
     Attributes:
@@ -39,10 +39,10 @@ class Job:
         release: called once when the rows are not needed here any more.
     """
 
-    def __init__(self, view: View, request: Finished, ticket: Ticket, release: Callable[[], None]) -> None:
+    def __init__(self, view: OutputView, request: Finished, ticket: Ticket, release: Callable[[], None]) -> None:
         self.size = view.rows * view.row_bytes
         self.request, self.ticket = request, ticket
-        self._view: View | None = view
+        self._view: OutputView | None = view
         self._release: Callable[[], None] | None = release
         self._file: Path | None = None
         self._lock = threading.RLock()
@@ -94,7 +94,7 @@ class Job:
         self.over()
         self.ticket.close("evicted")
 
-    def _assemble(self, view: View) -> Iterator[Rows]:
+    def _assemble(self, view: OutputView) -> Iterator[Rows]:
         acts = view.activations()
         self.ticket.missing = view.missing(acts)
         for site in acts.sites:

@@ -16,16 +16,16 @@ from vllm_weir import consumers
 from vllm_weir.config.mi_patch_env import NAME as ACT
 from vllm_weir.consumers.base import EngineInfo, Finished
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.capture_groups import Part
+from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.outputs.ticket import Ticket, labels_of
-from vllm_weir.frontend.sinks.delivery import Job
+from vllm_weir.frontend.sinks.delivery import Delivery
 from vllm_weir.frontend.sinks.mark_buffer import MarkBuffer
-from vllm_weir.frontend.sinks.runner import Runner
+from vllm_weir.frontend.sinks.runner import SinkRunner
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.sinks import Sink, SinkDefinition
 
 if TYPE_CHECKING:
-    from vllm_weir.frontend.outputs.view import View
+    from vllm_weir.frontend.outputs.view import OutputView
 
 MOST_OWN = 16
 """Sinks that requests have set up and that are kept open."""
@@ -34,7 +34,7 @@ LONGEST_NAME = 4000
 """Characters of a request's id, as its engine calls it; datasets take 4096, with a sequence's number and the like."""
 
 
-class Board:
+class SinkManager:
     """Sinks of the engine's settings and of its requests.
 
     Args:
@@ -57,9 +57,9 @@ class Board:
         self.marks = MarkBuffer(marked_bytes, marked_seconds)
         self._patience = patience
         self._engine: EngineInfo | None = None
-        self._runners: dict[str, Runner] = {}
-        self._own: OrderedDict[SinkDefinition, Runner] = OrderedDict()
-        self._ending: dict[SinkDefinition, Runner] = {}
+        self._runners: dict[str, SinkRunner] = {}
+        self._own: OrderedDict[SinkDefinition, SinkRunner] = OrderedDict()
+        self._ending: dict[SinkDefinition, SinkRunner] = {}
         """Sinks that requests had set up, and that were told to stop."""
         self._lock = threading.Lock()
         self._tidier: threading.Thread | None = None
@@ -74,9 +74,9 @@ class Board:
             self.everyone = tuple(_fitting(capture, engine.d_model) for capture in self.everyone)
             for name, definition in self.definitions.items():
                 if name not in self._runners:
-                    self._runners[name] = Runner(name, definition, engine, f"settings.sinks.{name}")
+                    self._runners[name] = SinkRunner(name, definition, engine, f"settings.sinks.{name}")
 
-    def prepare(self, parts: Sequence[Part], request_id: str = "") -> None:
+    def prepare(self, parts: Sequence[CaptureGroup], request_id: str = "") -> None:
         """Make sure that the sinks of a request stand; raises WeirError, naming the field, if one refuses."""
         for part in parts:
             if not part.sink.memory:
@@ -84,7 +84,7 @@ class Board:
                 self._runner(part.sink)
 
     def deliver(
-        self, request_id: str, views: Sequence[View], request: Finished, release: Callable[[], None], hold: bool
+        self, request_id: str, views: Sequence[OutputView], request: Finished, release: Callable[[], None], hold: bool
     ) -> list[Ticket]:
         """Send a finished sequence's rows on their ways.
 
@@ -97,7 +97,7 @@ class Board:
         """
         patience = self._patience if hold else 0.0
         tickets: list[Ticket] = []
-        kept: list[_Kept] = []
+        kept: list[_UnmarkedDelivery] = []
         times = Counter(view.part.sink for view in views)
         labels = labels_of([(view.part.sink, view.part.keep) for view in views])
         for view, label in zip(views, labels, strict=True):
@@ -113,10 +113,10 @@ class Board:
             own = replace(request, capture=view.part.told)
             if marked and times[view.part.sink] > 1:  # a consumer gets a sequence of one name once
                 own = replace(own, name=f"{request.name}.marked", part="marked")
-            job = Job(view, own, ticket, release)
+            job = Delivery(view, own, ticket, release)
             tickets.append(ticket)
             if marked:
-                kept.append(_Kept(job, runner))
+                kept.append(_UnmarkedDelivery(job, runner))
             else:
                 runner.offer(job, patience)
         metadata = self.marks.add(request_id, list(kept)) if kept else None
@@ -131,7 +131,7 @@ class Board:
         """See `weir.mark`; `hold` as in `deliver`."""
         tickets = []
         for kept in self.marks.mark(name, metadata):
-            assert isinstance(kept, _Kept)
+            assert isinstance(kept, _UnmarkedDelivery)
             kept.send(metadata, self._patience if hold else 0.0)
             tickets.append(kept.job.ticket)
         return tickets
@@ -157,11 +157,11 @@ class Board:
         labels = labels_of([(sink, "always") for sink in sinks])
         return {label: runner.report() for label, runner in zip(labels, runners, strict=True)}
 
-    def _all(self) -> list[Runner]:
+    def _all(self) -> list[SinkRunner]:
         with self._lock:
             return [*self._runners.values(), *self._own.values()]
 
-    def _runner(self, sink: Sink) -> Runner:
+    def _runner(self, sink: Sink) -> SinkRunner:
         if sink.own is None:
             return self._runners[sink.name]
         with self._lock:
@@ -171,7 +171,7 @@ class Board:
                 if sink.own in self._ending:
                     self._ending.pop(sink.own).close()  # two at once would write the same files
                 self._make_room(sink.path)
-                runner = Runner(sink.name, sink.own, self._engine, sink.path)
+                runner = SinkRunner(sink.name, sink.own, self._engine, sink.path)
                 self._own[sink.own] = runner
             self._own.move_to_end(sink.own)
             return runner
@@ -200,10 +200,10 @@ class Board:
         self._wake.set()
 
 
-class _Kept:
+class _UnmarkedDelivery:
     """A job that waits to be marked."""
 
-    def __init__(self, job: Job, runner: Runner) -> None:
+    def __init__(self, job: Delivery, runner: SinkRunner) -> None:
         self.job, self._runner = job, runner
         runner.hold(1)
 
@@ -252,39 +252,39 @@ def _fitting(capture: Capture, d_model: int) -> Capture:
     return replace(capture, compress=replace(compress, k=min(compress.k, d_model)))
 
 
-def _keep_tidy(board_of: weakref.ref[Board], wake: threading.Event) -> None:
+def _keep_tidy(manager_of: weakref.ref[SinkManager], wake: threading.Event) -> None:
     while True:
-        board = board_of()
-        if board is None:
+        manager = manager_of()
+        if manager is None:
             return
-        due = board.marks.due
-        del board
+        due = manager.marks.due
+        del manager
         wake.wait(1.0 if due is None else min(1.0, max(0.01, due - time.monotonic())))
         wake.clear()
-        board = board_of()
-        if board is None:
+        manager = manager_of()
+        if manager is None:
             return
-        board.marks.tidy()
-        del board
+        manager.marks.tidy()
+        del manager
 
 
-_boards: weakref.WeakSet[Board] = weakref.WeakSet()
+_boards: weakref.WeakSet[SinkManager] = weakref.WeakSet()
 
 
-def _close_before_exit(board: Board) -> None:
+def _close_before_exit(manager: SinkManager) -> None:
     """Close it while consumers can still start threads, as their last files may need: ``atexit`` is too late."""
-    board.close.atexit = not hasattr(threading, "_register_atexit")
-    if not board.close.atexit and not _boards:
+    manager.close.atexit = not hasattr(threading, "_register_atexit")
+    if not manager.close.atexit and not _boards:
         threading._register_atexit(_close_all)  # type: ignore[attr-defined]
-    _boards.add(board)
+    _boards.add(manager)
 
 
 def _close_all() -> None:
-    for board in list(_boards):
-        board.close()
+    for manager in list(_boards):
+        manager.close()
 
 
-def _close(runners: dict[str, Runner], *own: dict[SinkDefinition, Runner]) -> None:
+def _close(runners: dict[str, SinkRunner], *own: dict[SinkDefinition, SinkRunner]) -> None:
     for runner in [*runners.values(), *(runner for some in own for runner in some.values())]:
         runner.close()
 

@@ -16,7 +16,7 @@ MOST_REMEMBERED = 10_000
 """Requests whose end is remembered, for what `weir.mark` says of them."""
 
 
-class Held(Protocol):
+class MarkableDelivery(Protocol):
     """What a buffer of marks holds."""
 
     @property
@@ -35,7 +35,7 @@ class MarkBuffer:
 
     def __init__(self, most_bytes: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._most_bytes, self._seconds, self._clock = most_bytes, seconds, clock
-        self._held: OrderedDict[str, tuple[float, str, list[Held]]] = OrderedDict()
+        self._held: OrderedDict[str, tuple[float, str, list[MarkableDelivery]]] = OrderedDict()
         """Internal id -> (when it is too late, the caller's id, what waits)."""
         self._live: dict[str, str] = {}
         """Internal id -> the caller's id, of requests that have not finished."""
@@ -71,7 +71,7 @@ class MarkBuffer:
         if name is not None:
             self._end(request_id, name, "was aborted")
 
-    def add(self, request_id: str, items: list[Held]) -> dict[str, Any] | None:
+    def add(self, request_id: str, items: list[MarkableDelivery]) -> dict[str, Any] | None:
         """The request has finished: keep its rows; or its marks' metadata, if it was marked already."""
         now, size = self._clock(), sum(item.size for item in items)
         with self._held_still():
@@ -89,7 +89,7 @@ class MarkBuffer:
             item.evict(why)
         return None
 
-    def mark(self, name: str, metadata: dict[str, Any]) -> list[Held]:
+    def mark(self, name: str, metadata: dict[str, Any]) -> list[MarkableDelivery]:
         """What was kept of the request; empty if it is still running, and then its rows are written when it finishes.
 
         Raises:
@@ -102,7 +102,7 @@ class MarkBuffer:
             if found or live:
                 for key in live:
                     self._early[key] = {**self._early.get(key, {}), **metadata}
-                out: list[Held] = []
+                out: list[MarkableDelivery] = []
                 for key in found:
                     _, own, items = self._held.pop(key)
                     self._bytes -= sum(item.size for item in items)
@@ -155,13 +155,13 @@ class MarkBuffer:
     def __len__(self) -> int:
         return len(self._held)
 
-    def _expired(self, now: float) -> list[tuple[Held, str]]:
-        gone: list[tuple[Held, str]] = []
+    def _expired(self, now: float) -> list[tuple[MarkableDelivery, str]]:
+        gone: list[tuple[MarkableDelivery, str]] = []
         while self._held and next(iter(self._held.values()))[0] <= now:
             gone += self._out(next(iter(self._held)), f"waited too long (marked_seconds is {self._seconds:g})")
         return gone
 
-    def _out(self, key: str, why: str) -> list[tuple[Held, str]]:
+    def _out(self, key: str, why: str) -> list[tuple[MarkableDelivery, str]]:
         _, name, items = self._held.pop(key)
         self._bytes -= sum(item.size for item in items)
         self._end(key, name, f"is marked too late: its rows are gone, they {why}")

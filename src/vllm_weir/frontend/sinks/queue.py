@@ -9,7 +9,7 @@ from collections import deque
 from typing import Generic, Protocol, TypeVar
 
 
-class Item(Protocol):
+class QueueItem(Protocol):
     """What a queue needs of what waits in it."""
 
     @property
@@ -18,7 +18,7 @@ class Item(Protocol):
         ...
 
 
-ItemType = TypeVar("ItemType", bound=Item)
+ItemType = TypeVar("ItemType", bound=QueueItem)
 
 
 class BoundedQueue(Generic[ItemType]):

@@ -19,7 +19,7 @@ from vllm_weir import consumers
 from vllm_weir.consumers.base import EngineInfo, Finished
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.outputs.ticket import Ticket
-from vllm_weir.frontend.sinks.delivery import Job
+from vllm_weir.frontend.sinks.delivery import Delivery
 from vllm_weir.frontend.sinks.queue import BoundedQueue
 from vllm_weir.schema.sinks import SinkDefinition
 
@@ -29,7 +29,7 @@ CLOSING = 60.0
 """Seconds that a consumer has to take what is queued when its engine goes."""
 
 
-class Runner:
+class SinkRunner:
     """Feeds one consumer. What the consumer raises fails the rows in hand, and is counted; nothing else stops.
 
     Attributes:
@@ -50,7 +50,7 @@ class Runner:
             if isinstance(e, WeirError):
                 raise WeirError(e.message, f"{where}.{e.field}" if e.field else where) from None
             raise WeirError(f"it cannot be opened: {type(e).__name__}: {e}", where) from e
-        self._queue: BoundedQueue[Job] = BoundedQueue(definition.queue_bytes, definition.policy)
+        self._queue: BoundedQueue[Delivery] = BoundedQueue(definition.queue_bytes, definition.policy)
         self._call = threading.Lock()
         """Held while the consumer is called: `flush` comes from other threads."""
         self._pending: list[tuple[Finished, Ticket]] = []
@@ -58,14 +58,14 @@ class Runner:
         self.sequences = self.dropped = self.failed = 0
         self.last_error = ""
         self._held, self._count = 0, threading.Lock()
-        self._spills: queue.SimpleQueue[Job | None] | None = None
+        self._spills: queue.SimpleQueue[Delivery | None] | None = None
         self._folder: tempfile.TemporaryDirectory | None = None
         if definition.policy == "spill":
             self._spills, self._folder = queue.SimpleQueue(), tempfile.TemporaryDirectory(prefix="weir-spill-")
             self._start(self._spill, "spill")
         self._thread = self._start(self._run, "sink")
 
-    def offer(self, job: Job, patience: float) -> None:
+    def offer(self, job: Delivery, patience: float) -> None:
         """Queue a job; its ticket tells how it ends. With the policy ``"block"`` waits up to `patience` seconds."""
         verdict = self._queue.put(job, patience)
         if verdict == "drop":
@@ -188,7 +188,7 @@ class Runner:
         self.failed += 1
         self.last_error = f"{type(e).__name__}: {e}"
 
-    def _serve(self, job: Job) -> None:
+    def _serve(self, job: Delivery) -> None:
         state = "written"
         files: tuple[str, ...] = ()
         try:
@@ -216,7 +216,7 @@ class Runner:
             logger.exception("the sink %s does not say whether request %s is written", self.name, request.name)
             return True
 
-    def _abort(self, job: Job) -> None:
+    def _abort(self, job: Delivery) -> None:
         try:
             with self._call:
                 self._consumer.abort(job.request)

@@ -19,7 +19,7 @@ Id = Annotated[str, Path(description="The id that the choice's `weir.activations
 State = Annotated[ServerState, Depends(server_state)]
 
 
-class HeldFile(FileResponse):
+class OpenResultFile(FileResponse):
     """An open file, also one that is deleted while it is read."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
@@ -63,7 +63,7 @@ def router() -> APIRouter:
     )
     def fetch(id: Id, state: State) -> Response:
         file = state.spool.open(id) if state.spool is not None else None
-        return _unknown(id) if file is None else HeldFile(file, f"{id}.safetensors")
+        return _unknown(id) if file is None else OpenResultFile(file, f"{id}.safetensors")
 
     @routes.delete(
         "/v1/activations/{id}",

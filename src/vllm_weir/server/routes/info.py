@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel
 
 from vllm_weir.server.errors import declared
-from vllm_weir.server.limits import Limits
+from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.routes.router import weir_router
 from vllm_weir.server.state import ServerState, server_state
 
@@ -44,13 +44,13 @@ def router() -> APIRouter:
         from vllm_weir import __version__, sites_async
 
         verdicts = await sites_async(state.engine_client)
-        facts = state.desk.require_facts()
+        capabilities = state.frontend.require_capabilities()
         return ServerInfo(
             version=__version__,
-            model=state.desk.model,
-            num_layers=facts.num_layers,
-            d_model=facts.d_model,
-            dtype=facts.dtype,
+            model=state.frontend.model,
+            num_layers=capabilities.num_layers,
+            d_model=capabilities.d_model,
+            dtype=capabilities.dtype,
             sites=[SiteInfo(hook=v.hook, layer=v.layer, served=v.supported, why=v.reason) for v in verdicts],
             limits=shown(state.limits),
             admin=state.admin_key is not None,
@@ -59,6 +59,6 @@ def router() -> APIRouter:
     return routes
 
 
-def shown(limits: Limits) -> dict[str, int | float]:
+def shown(limits: ServerLimits) -> dict[str, int | float]:
     """The limits without what is the operator's alone."""
     return limits.model_dump(exclude={"directory"})

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.outputs.ticket import Ticket
-from vllm_weir.frontend.sinks.manager import Board
+from vllm_weir.frontend.sinks.manager import SinkManager
 from vllm_weir.schema.json_text import dumps
 from vllm_weir.server.errors import declared, error
 from vllm_weir.server.routes.router import weir_router
@@ -72,7 +72,7 @@ def router() -> APIRouter:
         if size > METADATA:
             raise WeirError(f"is {size} bytes of JSON; at most {METADATA} are kept", "metadata")
         question = body.model_dump()
-        found = await answer_here(state.desk.board, question)
+        found = await answer_here(state.frontend.manager, question)
         if not found["known"] and state.peers is not None:
             others = await state.peers.ask(question, 2 * PATIENCE)
             found = max([found, *others], key=lambda one: (one["known"], bool(one["gone"])))
@@ -84,18 +84,18 @@ def router() -> APIRouter:
     return routes
 
 
-async def answer_here(board: Board, question: dict[str, Any]) -> dict[str, Any]:
+async def answer_here(manager: SinkManager, question: dict[str, Any]) -> dict[str, Any]:
     """Mark what this process has of a request: ``{"known", "sinks", "gone"}``."""
-    return await run_in_threadpool(_mark, board, question["id"], question["metadata"])
+    return await run_in_threadpool(_mark, manager, question["id"], question["metadata"])
 
 
-def _mark(board: Board, answer: str, metadata: dict[str, Any]) -> dict[str, Any]:
+def _mark(manager: SinkManager, answer: str, metadata: dict[str, Any]) -> dict[str, Any]:
     tickets: list[Ticket] = []
     gone: list[str] = []
     known = False
-    for name in board.marks.answered_as(answer):
+    for name in manager.marks.answered_as(answer):
         try:
-            tickets += board.mark(name, metadata, hold=False)
+            tickets += manager.mark(name, metadata, hold=False)
             known = True
         except WeirError as e:
             gone.append(e.message)

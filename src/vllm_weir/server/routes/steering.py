@@ -11,8 +11,8 @@ from fastapi import APIRouter, Body, Depends, Query
 from fastapi.responses import Response
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.frontend.admission.engine_info import EngineFacts
-from vllm_weir.frontend.admission.vector_registry import Contents, Shelf
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.vector_registry import RegistryContents, VectorRegistry
 from vllm_weir.schema.compat.three_tier import TIERS, from_fields
 from vllm_weir.schema.interventions import Add, Clamp, Intervention
 from vllm_weir.schema.request import MAX_INTERVENTIONS, parse_interventions
@@ -46,7 +46,7 @@ def _steering(routes: APIRouter) -> None:
     )
     async def set_steering(body: bodies.SetSteering, state: State) -> bodies.SteeringSet:
         _main_only(body.target)
-        await state.facts()
+        await state.capabilities()
         return await state.run(lambda: _set(state, body))
 
     @routes.post(
@@ -66,17 +66,17 @@ def _steering(routes: APIRouter) -> None:
         responses=declared(400, 401),
         summary="What every request undergoes",
     )
-    def get_steering(state: State, target: Target = None) -> bodies.Steering:
+    def get_steering(state: State, target: Target = None) -> bodies.SteeringState:
         _main_only(target)
         contents = state.names.read()
-        return bodies.Steering(
+        return bodies.SteeringState(
             active_layers=_active(contents.always[: contents.tiers]), interventions=[_shown(i) for i in contents.always]
         )
 
     @routes.get("/v1/steering/layers", responses=declared(400, 401), summary="The hook points that can be steered")
     async def get_layers(state: State, target: Target = None) -> bodies.Layers | bodies.LayersOfModels:
         _main_only(target)
-        layers = _layers(await state.facts())
+        layers = _layers(await state.capabilities())
         return bodies.Layers(layers=layers) if target else bodies.LayersOfModels(layers={"main": layers})
 
 
@@ -94,7 +94,7 @@ def _modules(routes: APIRouter) -> None:
                 "register the features' directions as vectors and clamps",
                 "kind" if body.kind != "additive" else "sae_manifest",
             )
-        await state.facts()
+        await state.capabilities()
         return await state.run(lambda: _register(state, body))
 
     @routes.post(
@@ -135,10 +135,10 @@ def _set(state: ServerState, body: bodies.SetSteering) -> bodies.SteeringSet:
     tiers, own = _given(body)
     layers: set[int] = set()
 
-    def edit(contents: Contents) -> Contents:
+    def edit(contents: RegistryContents) -> RegistryContents:
         settled, others = _settle(state, contents, tiers, own or ())
-        facts = state.desk.require_facts()
-        layers.update(layer for one in (*settled, *others) for layer in one.resolve_layers(facts.num_layers))
+        capabilities = state.frontend.require_capabilities()
+        layers.update(layer for one in (*settled, *others) for layer in one.resolve_layers(capabilities.num_layers))
         before = () if body.replace else contents.always
         keys = {_place(one) for one in settled}
         kept = [one for one in before[: contents.tiers] if _place(one) not in keys]
@@ -147,7 +147,7 @@ def _set(state: ServerState, body: bodies.SetSteering) -> bodies.SteeringSet:
         if len(merged) + len(rest) > MAX_INTERVENTIONS:
             raise WeirError(f"more than {MAX_INTERVENTIONS} interventions of every request; clear some", "vectors")
         after = replace(contents, always=(*merged, *rest), tiers=len(merged))
-        state.desk.settled(after.always, everyone=True)  # all of it together has to fit, too
+        state.frontend.settled(after.always, everyone=True)  # all of it together has to fit, too
         check_room(after, state.limits)
         return after
 
@@ -156,11 +156,13 @@ def _set(state: ServerState, body: bodies.SetSteering) -> bodies.SteeringSet:
     return bodies.SteeringSet(hook_points=hooks, layers_updated=sorted(layers))
 
 
-def _settle(state: ServerState, contents: Contents, *parts: Sequence[Intervention]) -> list[tuple[Intervention, ...]]:
+def _settle(
+    state: ServerState, contents: RegistryContents, *parts: Sequence[Intervention]
+) -> list[tuple[Intervention, ...]]:
     """Interventions with the content of the names they use; raises WeirError if the engine cannot do them."""
-    shelf = Shelf()
-    shelf.load(contents)
-    return [state.desk.settled(part, shelf) for part in parts]
+    registry = VectorRegistry()
+    registry.load(contents)
+    return [state.frontend.settled(part, registry) for part in parts]
 
 
 def _place(one: Intervention) -> tuple[Any, ...]:
@@ -171,11 +173,11 @@ def _place(one: Intervention) -> tuple[Any, ...]:
 def _register(state: ServerState, body: bodies.RegisterModule) -> bodies.ModuleChanged:
     tiers, own = _given(body)
 
-    def edit(contents: Contents) -> Contents:
+    def edit(contents: RegistryContents) -> RegistryContents:
         if body.name in contents.vectors:
             raise WeirError(f"a vector is kept as {body.name!r}; delete it or take another name", "name")
         settled, others = _settle(state, contents, tiers, own or ())
-        state.desk.settled((*settled, *others))
+        state.frontend.settled((*settled, *others))
         after = replace(contents, modules={**contents.modules, body.name: (*settled, *others)})
         check_room(after, state.limits)
         return after
@@ -192,7 +194,9 @@ def _unregister(state: ServerState, name: str) -> bodies.ModuleChanged | Respons
     return _changed(state, name, lambda c: replace(c, modules={n: m for n, m in c.modules.items() if n != name}))
 
 
-def _changed(state: ServerState, name: str, edit: Callable[[Contents], Contents]) -> bodies.ModuleChanged:
+def _changed(
+    state: ServerState, name: str, edit: Callable[[RegistryContents], RegistryContents]
+) -> bodies.ModuleChanged:
     return bodies.ModuleChanged(name=name, modules=sorted(state.names.change(edit).modules))
 
 
@@ -226,9 +230,9 @@ def _shown(one: Intervention) -> dict[str, Any]:
     return one.with_vectors(lambda vector, _at: Vector(ref=vector.digest)).to_json()
 
 
-def _layers(facts: EngineFacts) -> dict[str, bodies.LayerPoints]:
+def _layers(capabilities: EngineCapabilities) -> dict[str, bodies.LayerPoints]:
     out: dict[str, bodies.LayerPoints] = {}
-    for site, why in sorted(facts.sites.items(), key=lambda entry: entry[0].layer):
+    for site, why in sorted(capabilities.sites.items(), key=lambda entry: entry[0].layer):
         if not why:
             out.setdefault(str(site.layer), bodies.LayerPoints(hook_points=[])).hook_points.append(site.hook)
     return out

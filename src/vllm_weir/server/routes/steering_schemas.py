@@ -45,7 +45,7 @@ class Bound(BaseModel):
     strength: float = 1.0
 
 
-class Packed(BaseModel):
+class PackedVectors(BaseModel):
     """Rows of several blocks in one base64 string."""
 
     model_config = ConfigDict(extra="forbid")
@@ -68,7 +68,9 @@ class PackedBounds(BaseModel):
     strengths: list[float] | None = None
 
 
-Vectors = Annotated[dict[str, dict[str, Floats | Scaled | VectorBytes | VectorRef] | Packed] | None, SkipValidation]
+Vectors = Annotated[
+    dict[str, dict[str, Floats | Scaled | VectorBytes | VectorRef] | PackedVectors] | None, SkipValidation
+]
 Clamps = Annotated[dict[str, dict[str, list[Bound]] | PackedBounds] | None, SkipValidation]
 Wires = Annotated[list[dict[str, Any]] | None, SkipValidation]
 
@@ -156,7 +158,7 @@ class ActiveHook(BaseModel):
     clamps: int
 
 
-class Steering(BaseModel):
+class SteeringState(BaseModel):
     """`active_layers`: block -> hook point, of what was set by tier; `interventions`: all, in order, in wire form."""
 
     active_layers: dict[str, dict[str, ActiveHook]]

@@ -13,11 +13,11 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
 from vllm_weir.errors import WeirError, brief
-from vllm_weir.frontend.admission.engine_info import EngineFacts
-from vllm_weir.frontend.admission.vector_registry import Contents, Named
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryContents
 from vllm_weir.schema.vector_files import Directions, kind_of, read_vectors, to_json
 from vllm_weir.server.errors import declared, error
-from vllm_weir.server.limits import Limits
+from vllm_weir.server.limits import ServerLimits
 from vllm_weir.server.routes.auth import require_admin
 from vllm_weir.server.routes.router import weir_router
 from vllm_weir.server.state import ServerState, server_state
@@ -125,8 +125,8 @@ def router() -> APIRouter:
     async def put(name: Name, request: Request, state: State) -> VectorInfo:
         check_name(name)
         data, media = await request.body(), request.headers.get("content-type", "application/octet-stream")
-        facts = await state.facts()
-        return await state.run(lambda: _put(state, name, data, media, facts))
+        capabilities = await state.capabilities()
+        return await state.run(lambda: _put(state, name, data, media, capabilities))
 
     @routes.get(
         "/v1/vectors/{name}",
@@ -167,7 +167,7 @@ def check_name(name: str) -> None:
         )
 
 
-def check_room(contents: Contents, limits: Limits) -> None:
+def check_room(contents: RegistryContents, limits: ServerLimits) -> None:
     """Raise WeirError if this is more than the server keeps."""
     names = len(contents.vectors) + len(contents.modules)
     if names > limits.vectors:
@@ -188,7 +188,7 @@ def check_room(contents: Contents, limits: Limits) -> None:
         )
 
 
-def describe(name: str, named: Named) -> VectorInfo:
+def describe(name: str, named: NamedVector) -> VectorInfo:
     """What a name stands for."""
     arrays = {layer: v.array for layer, v in named.directions.items() if v.array is not None}
     first = next(iter(arrays.values()))
@@ -203,18 +203,18 @@ def describe(name: str, named: Named) -> VectorInfo:
     )
 
 
-def _put(state: ServerState, name: str, data: bytes, media: str, facts: EngineFacts) -> VectorInfo:
+def _put(state: ServerState, name: str, data: bytes, media: str, capabilities: EngineCapabilities) -> VectorInfo:
     directions = read_vectors(data, _format(media, data), "vector")
-    _check(directions, facts)
+    _check(directions, capabilities)
 
-    def edit(contents: Contents) -> Contents:
+    def edit(contents: RegistryContents) -> RegistryContents:
         if name in contents.modules:
             raise WeirError(f"a module is registered as {name!r}; unregister it or take another name", "name")
-        after = replace(contents, vectors={**contents.vectors, name: Named(directions)})
+        after = replace(contents, vectors={**contents.vectors, name: NamedVector(directions)})
         check_room(after, state.limits)
         return after
 
-    return describe(name, state.names.change(edit).vectors.get(name, Named(directions)))
+    return describe(name, state.names.change(edit).vectors.get(name, NamedVector(directions)))
 
 
 def _format(media: str, data: bytes) -> str:
@@ -224,20 +224,22 @@ def _format(media: str, data: bytes) -> str:
     return kind or kind_of(data)
 
 
-def _check(directions: Directions, facts: EngineFacts) -> None:
+def _check(directions: Directions, capabilities: EngineCapabilities) -> None:
     for layer, vector in directions.items():
         place = "vector" if layer is None else f"vector.{layer}"
         width = vector.array.shape[-1] if vector.array is not None else 0
-        if width != facts.d_model:
-            raise WeirError(f"width {width} does not match the model's {facts.d_model}", place)
-        if layer is not None and layer >= facts.num_layers:
-            raise WeirError(f"block {layer} does not exist: the model has blocks 0..{facts.num_layers - 1}", place)
+        if width != capabilities.d_model:
+            raise WeirError(f"width {width} does not match the model's {capabilities.d_model}", place)
+        if layer is not None and layer >= capabilities.num_layers:
+            raise WeirError(
+                f"block {layer} does not exist: the model has blocks 0..{capabilities.num_layers - 1}", place
+            )
 
 
 def _delete(state: ServerState, name: str) -> bool:
     found = False
 
-    def edit(contents: Contents) -> Contents:
+    def edit(contents: RegistryContents) -> RegistryContents:
         nonlocal found
         found = name in contents.vectors
         return replace(contents, vectors={n: v for n, v in contents.vectors.items() if n != name})
@@ -247,7 +249,7 @@ def _delete(state: ServerState, name: str) -> bool:
     return found
 
 
-def _file(named: Named) -> bytes:
+def _file(named: NamedVector) -> bytes:
     from safetensors.numpy import save
 
     arrays: Mapping[str, Any] = {

@@ -20,7 +20,7 @@ NAME = "weir-serve"
 ALIVE = ".alive"
 
 
-class Home:
+class SharedDirectory:
     """A directory of mode 0700, keyed by a process that all who share it can name.
 
     Each holds a shared lock on it while it lives: whoever finds that nobody does may remove it, so directories of

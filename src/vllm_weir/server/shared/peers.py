@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_weir.errors import WeirError
-from vllm_weir.server.errors import Unanswered
+from vllm_weir.server.errors import PeerUnanswered
 
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -51,7 +51,7 @@ class Peers:
             async with asyncio.timeout(seconds):
                 found = await asyncio.gather(*(self._put(name, question) for name in others))
         except TimeoutError:
-            raise Unanswered("one of the server's processes is too busy to answer; send it again") from None
+            raise PeerUnanswered("one of the server's processes is too busy to answer; send it again") from None
         return [one for one in found if one is not None]
 
     async def close(self) -> None:
@@ -79,7 +79,7 @@ class Peers:
         finally:
             writer.close()
         if not data:
-            raise Unanswered("one of the server's processes has failed to answer; its log says why")
+            raise PeerUnanswered("one of the server's processes has failed to answer; its log says why")
         return json.loads(data)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -24,7 +24,7 @@ _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _COUNT = struct.Struct("<q")
 
 
-class Spool:
+class ResultFiles:
     """Files ``<id>.safetensors``; an id is random, and knowing it is what gives access.
 
     How many bytes are kept stands in the file that is locked; what readers delete is taken off when the files are

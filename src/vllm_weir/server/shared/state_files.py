@@ -23,10 +23,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.vector_registry import Contents, Named
+from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryContents
 from vllm_weir.schema.interventions import Intervention, parse_intervention
 from vllm_weir.schema.vectors import Vector
-from vllm_weir.server.errors import NotKept
+from vllm_weir.server.errors import StateNotSaved
 from vllm_weir.server.shared.directory import locked
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _STATE, _LOCK, _VECTOR = "state.json", "lock", ".safetensors"
 _SECOND = 1_000_000_000
 
 
-class Shared:
+class SharedState:
     """The contents of a directory, in step with other processes that use it. Safe to use from several threads.
 
     Args:
@@ -45,14 +45,14 @@ class Shared:
         self._folder = Path(folder)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = self._folder / _STATE
-        self._contents = Contents()
+        self._contents = RegistryContents()
         self._reading = threading.Lock()
         self._gone = False
         with locked(self._folder / _LOCK):
             if not self._path.exists():
-                self._publish(Contents(generation=1))
+                self._publish(RegistryContents(generation=1))
 
-    def read(self) -> Contents:
+    def read(self) -> RegistryContents:
         """The newest contents; the same object, after one ``os.stat``, while nothing has changed."""
         contents = self._contents
         try:
@@ -68,7 +68,7 @@ class Shared:
             self._contents = self._load(self._contents)
             return self._contents
 
-    def change(self, edit: Callable[[Contents], Contents]) -> Contents:
+    def change(self, edit: Callable[[RegistryContents], RegistryContents]) -> RegistryContents:
         """Replace the contents by what `edit` makes of the newest; what it raises changes nothing.
 
         Returns:
@@ -84,14 +84,14 @@ class Shared:
                 self._publish(replace(after, generation=before.generation + 1))
         except OSError as e:
             logger.error("names and steering of this server stay as they are: %s: %s", self._folder, e)
-            raise NotKept(  # a client is told why, and no path of the server
+            raise StateNotSaved(  # a client is told why, and no path of the server
                 f"the server's disk did not take the change ({e.strerror or 'it cannot be read'}), and all is as it "
                 "was; ask whoever runs the server to make room where it keeps names (WEIR_SERVE_DIRECTORY), then send "
                 "it again"
             ) from None
         return self.read()
 
-    def _publish(self, contents: Contents) -> None:
+    def _publish(self, contents: RegistryContents) -> None:
         """Write a state; the lock is held. After an error (a full disk) nothing of it is left."""
         arrays: dict[str, np.ndarray] = {}
         text = json.dumps(_to_json(contents, arrays), separators=(",", ":"), allow_nan=False)
@@ -124,7 +124,7 @@ class Shared:
     def _vector(self, digest: str) -> Path:
         return self._folder / f"{digest}{_VECTOR}"
 
-    def _load(self, known: Contents) -> Contents:
+    def _load(self, known: RegistryContents) -> RegistryContents:
         """The state on disk, or `known` if that is newer; vectors that are known are not read again."""
         have = {v.digest: v for v in _vectors(known)}
         while True:
@@ -147,14 +147,14 @@ class Shared:
         return Vector(array=array)
 
 
-def _vectors(contents: Contents) -> Iterator[Vector]:
+def _vectors(contents: RegistryContents) -> Iterator[Vector]:
     for named in contents.vectors.values():
         yield from named.directions.values()
     for one in (*(i for module in contents.modules.values() for i in module), *contents.always):
         yield from one.given
 
 
-def _to_json(contents: Contents, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+def _to_json(contents: RegistryContents, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     """The state, vectors by digest; they themselves go into `arrays`."""
 
     def keep(vector: Vector) -> str:
@@ -178,13 +178,13 @@ def _to_json(contents: Contents, arrays: dict[str, np.ndarray]) -> dict[str, Any
     }
 
 
-def _from_json(data: Mapping[str, Any], vector: Callable[[str], Vector]) -> Contents:
+def _from_json(data: Mapping[str, Any], vector: Callable[[str], Vector]) -> RegistryContents:
     def whole(wire: dict[str, Any], path: str) -> Intervention:
         return parse_intervention(wire, path).with_vectors(lambda v, _at: vector(v.ref))
 
-    return Contents(
+    return RegistryContents(
         generation=data["generation"],
-        vectors={name: Named({layer: vector(d) for layer, d in kept}) for name, kept in data["vectors"].items()},
+        vectors={name: NamedVector({layer: vector(d) for layer, d in kept}) for name, kept in data["vectors"].items()},
         modules={
             name: tuple(whole(wire, f"modules.{name}[{k}]") for k, wire in enumerate(wires))
             for name, wires in data["modules"].items()

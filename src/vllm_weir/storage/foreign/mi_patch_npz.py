@@ -18,11 +18,11 @@ import numpy as np
 from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.schema.compression import MAX_WIDTH, Compression
 from vllm_weir.schema.hooks import Site
-from vllm_weir.storage.index import Builder, Index, short_names
+from vllm_weir.storage.index import Index, IndexBuilder, short_names
 from vllm_weir.storage.layouts.npz import FILE, MANIFEST, add_own, add_request, home_of, unpack_own
 from vllm_weir.storage.layouts.npz_file import read_npz, read_some
-from vllm_weir.storage.object_store import Store
-from vllm_weir.storage.record_blocks import ArrayBlock, Block
+from vllm_weir.storage.object_store import ObjectStore
+from vllm_weir.storage.record_blocks import ArrayBlock, RecordBlock
 
 NOTES = [
     "written by Vllm_mi_patch, which taps what a block returns first: in models that carry (hidden, residual) that is "
@@ -33,7 +33,7 @@ NOTES = [
 NO_WIDTH = "its topk8 does not say how wide a row is, nor does a manifest: to decode rows pass hidden_size"
 
 
-def read_foreign_npz(store: Store, names: dict[str, int], hidden_size: int | None = None) -> Index:
+def read_foreign_npz(store: ObjectStore, names: dict[str, int], hidden_size: int | None = None) -> Index:
     """The index of an output directory, or of single files.
 
     Weir's own files of the layout `npz` may be among them, or all there is: a request's folder, or a copy of some. A
@@ -43,7 +43,7 @@ def read_foreign_npz(store: Store, names: dict[str, int], hidden_size: int | Non
         hidden_size: d_model, which rows of topk8 need where no manifest says it. What else is known of them is read
             without.
     """
-    out = Builder("npz")
+    out = IndexBuilder("npz")
     sequences: dict[str, set[str]] = {}
     found, errors = [], []
     widths = cache(partial(_widths, store))
@@ -83,7 +83,7 @@ def read_foreign_npz(store: Store, names: dict[str, int], hidden_size: int | Non
     return out.build()
 
 
-def _look(store: Store, name: str) -> tuple[dict[str, Any], WeirError | None]:
+def _look(store: ObjectStore, name: str) -> tuple[dict[str, Any], WeirError | None]:
     """(shape and dtype) of the arrays of a file by name, or what is wrong with it."""
     try:
         _, shapes = read_some(store, name, ())
@@ -97,7 +97,7 @@ def _look(store: Store, name: str) -> tuple[dict[str, Any], WeirError | None]:
     return shapes, None
 
 
-def _widths(store: Store, folder: str) -> dict[tuple[int, int], int]:
+def _widths(store: ObjectStore, folder: str) -> dict[tuple[int, int], int]:
     """(sequence, layer) -> values of a row, as the folder's manifest says, if it has one. Of rp8 these are its k."""
     try:
         data = store.read(posixpath.join(folder, MANIFEST))
@@ -118,7 +118,7 @@ def _widths(store: Store, folder: str) -> dict[tuple[int, int], int]:
 class _Damaged(ArrayBlock):
     """A file that could not be read: one row, since nobody knows how many, which raises."""
 
-    def __init__(self, store: Store, name: str, message: str) -> None:
+    def __init__(self, store: ObjectStore, name: str, message: str) -> None:
         super().__init__(store, name, Compression().header(1, "float32"), 1, partial(_unpack, width=1))
         self.message = message
 
@@ -126,13 +126,19 @@ class _Damaged(ArrayBlock):
         raise WeirError(self.message)
 
 
-def is_foreign(block: Block) -> bool:
+def is_foreign(block: RecordBlock) -> bool:
     """Whether a block is a file of Vllm_mi_patch's that can be read."""
     return isinstance(block, ArrayBlock) and not isinstance(block, _Damaged) and block.unpack is not unpack_own
 
 
 def _add_own(
-    out: Builder, store: Store, name: str, layer: int, names: dict[str, int], called: dict[str, str], whole: set[str]
+    out: IndexBuilder,
+    store: ObjectStore,
+    name: str,
+    layer: int,
+    names: dict[str, int],
+    called: dict[str, str],
+    whole: set[str],
 ) -> None:
     """Add the request that one of Weir's files belongs to, once; or the file alone, where there is no manifest."""
     # A file does not say its hook point. It lies in a folder that does, which may itself be what was opened.
@@ -148,7 +154,13 @@ def _add_own(
 
 
 def _add(
-    out: Builder, store: Store, name: str, request: int, site: Site, shapes: dict[str, Any], width: int | None
+    out: IndexBuilder,
+    store: ObjectStore,
+    name: str,
+    request: int,
+    site: Site,
+    shapes: dict[str, Any],
+    width: int | None,
 ) -> None:
     """Add a file; `width`: of topk8, if it is known."""
     out.notes += [note for note in NOTES if note not in out.notes]
@@ -162,7 +174,7 @@ def _add(
     out.run(request, site, block, 0, np.arange(n))
 
 
-def _unpack(store: Store, name: str, *, width: int | None) -> np.ndarray:
+def _unpack(store: ObjectStore, name: str, *, width: int | None) -> np.ndarray:
     arrays = read_npz(store, name)
     try:
         rows = rebuild(arrays, width)

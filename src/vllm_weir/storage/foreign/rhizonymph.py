@@ -16,8 +16,8 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.compression import ITEMSIZE, ROW_DTYPES, Compression
 from vllm_weir.schema.hooks import Site, normalise_hook
-from vllm_weir.storage.index import Builder, Index, text_field
-from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.index import Index, IndexBuilder, text_field
+from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import FileBlock
 
 _HOOKS = {"post_mlp": "resid_post"}
@@ -46,7 +46,7 @@ class _Unnamed(NamedTuple):
     file: str
 
 
-def read_fork(store: Store, names: dict[str, int]) -> Index:
+def read_fork(store: ObjectStore, names: dict[str, int]) -> Index:
     """The index of a capture root, a tag, a request's folder, or one file.
 
     Raises:
@@ -62,7 +62,7 @@ def read_fork(store: Store, names: dict[str, int]) -> Index:
                     parts.append(part)
                 else:
                     unnamed.append(part)
-    out = Builder("fork")
+    out = IndexBuilder("fork")
     if unnamed:
         if not parts:
             raise store.fail(unnamed[0].file, f"no capture is left to read; {_left_out(unnamed, parts)}")
@@ -109,7 +109,7 @@ def _names(parts: list[_Part]) -> dict[tuple[str, str], str]:
 
 
 def _add(
-    out: Builder, store: Store, names: dict[str, int], blocks: dict[tuple[str, int, str], int], request: int,
+    out: IndexBuilder, store: ObjectStore, names: dict[str, int], blocks: dict[tuple[str, int, str], int], request: int,
     site: Site, parts: list[_Part],
 ) -> None:  # fmt: skip
     positions, counted = [], 0
@@ -136,7 +136,7 @@ def _add(
             out.run(request, site, blocks[key], part.offset + a * width, some[a:b])
 
 
-def _describe(store: Store, name: str, data: str) -> list[_Part | _Unnamed]:
+def _describe(store: ObjectStore, name: str, data: str) -> list[_Part | _Unnamed]:
     raw = store.read(name)
     try:
         content = json.loads(raw)
@@ -170,6 +170,6 @@ def _part(data: str, entry: dict[str, Any], seq: int, offset: int) -> _Part | _U
     return _Part(str(entry["request_id"]), site, data, seq, offset, rows, width, dtype, positions)
 
 
-def is_fork(store: Store, names: dict[str, int]) -> bool:
+def is_fork(store: ObjectStore, names: dict[str, int]) -> bool:
     """Whether a folder holds the fork's pairs of files."""
     return any(n.endswith(".json") and n.removesuffix(".json") + ".bin" in names for n in names)

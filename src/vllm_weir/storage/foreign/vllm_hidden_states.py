@@ -17,9 +17,9 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
-from vllm_weir.storage.index import Builder, Index, short_names
+from vllm_weir.storage.index import Index, IndexBuilder, short_names
 from vllm_weir.storage.layouts.per_request import plain_header
-from vllm_weir.storage.object_store import Store, naming
+from vllm_weir.storage.object_store import ObjectStore, naming
 from vllm_weir.storage.record_blocks import FileBlock
 from vllm_weir.storage.safetensors_io import read_container
 
@@ -31,7 +31,7 @@ def site_of(layer_id: int) -> Site:
     return Site("resid_post", layer_id - 1) if layer_id else Site("resid_pre", 0)
 
 
-def read_native(store: Store, names: dict[str, int], layer_ids: Sequence[int] | None) -> Index:
+def read_native(store: ObjectStore, names: dict[str, int], layer_ids: Sequence[int] | None) -> Index:
     """The index of such files. `layer_ids`: as given to vLLM, in that order."""
     if layer_ids is None:
         raise WeirError(
@@ -42,7 +42,7 @@ def read_native(store: Store, names: dict[str, int], layer_ids: Sequence[int] | 
     ids = list(layer_ids)
     if not ids or len(set(ids)) != len(ids) or not all(type(i) is int and i >= 0 for i in ids):
         raise WeirError("layer_ids is a list of distinct ints, from 0", "layer_ids")
-    out = Builder("vllm")
+    out = IndexBuilder("vllm")
     files = [name for name in sorted(names) if name.endswith(SUFFIX)]
     called = short_names(name.removesuffix(SUFFIX) for name in files)
     for name in files:
@@ -50,7 +50,7 @@ def read_native(store: Store, names: dict[str, int], layer_ids: Sequence[int] | 
     return out.build()
 
 
-def _add(out: Builder, store: Store, name: str, names: dict[str, int], ids: list[int], called: str) -> None:
+def _add(out: IndexBuilder, store: ObjectStore, name: str, names: dict[str, int], ids: list[int], called: str) -> None:
     _refuse_unfinished(store, name, names)
     container = read_container(store, name, names[name])
     states, tokens = container.tensors.get("hidden_states"), container.tensors.get("token_ids")
@@ -75,7 +75,7 @@ def _add(out: Builder, store: Store, name: str, names: dict[str, int], ids: list
         )  # fmt: skip
 
 
-def _refuse_unfinished(store: Store, name: str, names: dict[str, int]) -> None:
+def _refuse_unfinished(store: ObjectStore, name: str, names: dict[str, int]) -> None:
     """vLLM holds a lock beside a file while it writes it."""
     if not store.local or f"{name}.lock" not in names:
         return

@@ -14,8 +14,8 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.compression import FORMAT, VERSION, Compression
 from vllm_weir.schema.hooks import Site
-from vllm_weir.storage.batch import Batch, Packed, check_id, metadata_text, pack
-from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.batch import Batch, CheckedBatch, check_id, metadata_text, pack
+from vllm_weir.storage.object_store import ObjectStore
 
 MARKER = "weir.json"
 SHARING = ("npz",)
@@ -54,7 +54,7 @@ class Writer(ABC):
     folders: ClassVar[str | None] = None
     """How the folders begin that its requests have, if they have some."""
 
-    def __init__(self, store: Store, compress: object = None) -> None:
+    def __init__(self, store: ObjectStore, compress: object = None) -> None:
         self.store = store
         self.compression = Compression.parse(compress)
         self.failed: dict[str, str] = {}
@@ -183,7 +183,7 @@ class Writer(ABC):
         if request_id in self._finished:
             raise WeirError(f"{self.store.url} holds request {request_id[:80]!r} already", "request_id")
 
-    def _refuse_other_header(self, packed: Packed) -> None:
+    def _refuse_other_header(self, packed: CheckedBatch) -> None:
         seen = self._seen.get(packed.request_id, {}).get(packed.site)
         if seen is not None and seen.header != packed.header:
             raise WeirError(
@@ -192,7 +192,7 @@ class Writer(ABC):
                 "batch.header",
             )
 
-    def _refuse_repeated(self, packed: Packed) -> None:
+    def _refuse_repeated(self, packed: CheckedBatch) -> None:
         new = packed.positions
         if not packed.ascending and len(np.unique(new)) < len(new):
             raise WeirError(f"a position of {packed.site} comes twice", "batch.positions")
@@ -213,7 +213,7 @@ class Writer(ABC):
         self._drop(request_id)
 
     @abstractmethod
-    def _append(self, packed: Packed) -> None: ...
+    def _append(self, packed: CheckedBatch) -> None: ...
 
     @abstractmethod
     def _finish(self, request_id: str, metadata: str, rows: int) -> None: ...
@@ -248,7 +248,7 @@ def _kind(header: str) -> str:
     return f"{method}{f' ({more})' if more else ''}, {parsed['dtype']} rows of {parsed['d_model']}"
 
 
-def is_claimed(store: Store, layout: str) -> bool:
+def is_claimed(store: ObjectStore, layout: str) -> bool:
     """Whether a dataset of this layout is there; raises WeirError if something else is that cannot stay beside it."""
     names = store.names()
     if MARKER in names:
@@ -261,13 +261,13 @@ def is_claimed(store: Store, layout: str) -> bool:
     return False
 
 
-def _claim(store: Store, layout: str) -> None:
+def _claim(store: ObjectStore, layout: str) -> None:
     """Write the marker that says what the folder is, or check the one that is there."""
     if not is_claimed(store, layout):
         store.put(MARKER, json.dumps({"format": FORMAT, "version": VERSION, "layout": layout}).encode())
 
 
-def read_marker(store: Store) -> str:
+def read_marker(store: ObjectStore) -> str:
     """The layout that a dataset's marker names."""
     data = store.read(MARKER)
     try:

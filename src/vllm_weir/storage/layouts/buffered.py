@@ -21,12 +21,12 @@ from vllm_weir.results.checksum import checksums
 from vllm_weir.results.safetensors_header import CODES, NAMES, build_header
 from vllm_weir.schema.compression import ITEMSIZE, Compression, header_bytes
 from vllm_weir.schema.hooks import Site, normalise_hook
-from vllm_weir.storage.batch import Packed
+from vllm_weir.storage.batch import CheckedBatch
 from vllm_weir.storage.index import site_order
 from vllm_weir.storage.layouts.base import Writer
-from vllm_weir.storage.object_store import Spool, Store
+from vllm_weir.storage.object_store import AtomicFile, ObjectStore
 from vllm_weir.storage.record_blocks import FETCH, JOIN
-from vllm_weir.storage.safetensors_io import Container, Tensor
+from vllm_weir.storage.safetensors_io import SafetensorsHeader, TensorEntry
 
 _LISTS = {"positions": "I64", "token_ids": "I64", "checksums": "U32"}
 """What stands beside a site's records, a value a row; datasets of earlier versions have no checksums."""
@@ -51,22 +51,22 @@ class SiteRows:
         return f"{self.site.hook}.{self.site.layer}"
 
 
-class GatheringWriter(Writer):
+class BufferedWriter(Writer):
     """A writer that hands over whole requests.
 
     Args:
         buffer_bytes: most that unfinished and unpublished requests may take in memory together.
     """
 
-    def __init__(self, store: Store, compress: object = None, buffer_bytes: int = 4 << 30) -> None:
+    def __init__(self, store: ObjectStore, compress: object = None, buffer_bytes: int = 4 << 30) -> None:
         if isinstance(buffer_bytes, bool) or not isinstance(buffer_bytes, int) or buffer_bytes < 1:
             raise WeirError("buffer_bytes is a number of bytes, at least 1", "buffer_bytes")
         super().__init__(store, compress)
         self.buffer_bytes = buffer_bytes
         self.held_bytes = 0
-        self._parts: dict[str, list[Packed]] = {}
+        self._parts: dict[str, list[CheckedBatch]] = {}
 
-    def _append(self, packed: Packed) -> None:
+    def _append(self, packed: CheckedBatch) -> None:
         if self.held_bytes + packed.nbytes > self.buffer_bytes:
             raise WeirError(
                 f"{self.held_bytes + packed.nbytes} bytes of unpublished rows are more than buffer_bytes = "
@@ -94,9 +94,9 @@ class GatheringWriter(Writer):
         """Every request is published as it finishes."""
 
 
-def join_sites(parts: list[Packed]) -> list[SiteRows]:
+def join_sites(parts: list[CheckedBatch]) -> list[SiteRows]:
     """Batches of one request, joined by site and sorted by position; those of a site have one header."""
-    by_site: dict[Site, list[Packed]] = {}
+    by_site: dict[Site, list[CheckedBatch]] = {}
     for part in parts:
         by_site.setdefault(part.site, []).append(part)
     out = []
@@ -138,11 +138,11 @@ def site_tensors(sites: list[SiteRows], prefix: str = "") -> dict[str, tuple[tup
 
 
 def publish_tensors(
-    store: Store,
+    store: ObjectStore,
     name: str,
     tensors: dict[str, tuple[tuple[str, list[int], int], np.ndarray]],
     metadata: dict[str, str],
-    spool: Spool | None = None,
+    spool: AtomicFile | None = None,
 ) -> None:
     """Publish a safetensors file of what `site_tensors` gives; after an error nothing of it is left.
 
@@ -172,7 +172,7 @@ def _list_crcs(text: str) -> dict[str, int]:
     return dict(json.loads(text))
 
 
-def reader_of(store: Store, file: str, container: Container) -> Read:
+def reader_of(store: ObjectStore, file: str, container: SafetensorsHeader) -> Read:
     """Reads the file from one byte up to another, where something stands beside rows. Of a remote file all of that is
     fetched at once: a request for each site would take as long as many rows."""
     if store.local:
@@ -195,7 +195,7 @@ def reader_of(store: Store, file: str, container: Container) -> Read:
     return read
 
 
-def _read_lists(read: Read, lists: list[Tensor]) -> list[bytes]:
+def _read_lists(read: Read, lists: list[TensorEntry]) -> list[bytes]:
     """The bytes of some tensors: one read where they lie side by side."""
     if any(a.end != b.start for a, b in itertools.pairwise(lists)):
         return [read(t.start, t.end) for t in lists]
@@ -205,8 +205,8 @@ def _read_lists(read: Read, lists: list[Tensor]) -> list[bytes]:
 
 
 def read_site(
-    store: Store, file: str, container: Container, name: str, header: dict[str, Any], read: Read
-) -> tuple[Site, Tensor, np.ndarray, np.ndarray, np.ndarray | None]:
+    store: ObjectStore, file: str, container: SafetensorsHeader, name: str, header: dict[str, Any], read: Read
+) -> tuple[Site, TensorEntry, np.ndarray, np.ndarray, np.ndarray | None]:
     """(site, place of the records, positions, token ids, checksums if there are) of one site's tensors, checked.
 
     `read`: of `reader_of`.

@@ -25,8 +25,8 @@ try:
 except ImportError as e:
     raise ImportError("activation files need pyarrow: pip install 'vllm-weir[keep]'") from e
 
-from vllm_weir.storage.batch import Packed
-from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.batch import CheckedBatch
+from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.safetensors_io import read_container
 
 MANIFEST = "manifest.parquet"
@@ -56,7 +56,7 @@ SCHEMA = pa.schema(
 _ALIKE = [f"{f.name}.list.element" if pa.types.is_list(f.type) else f.name for f in SCHEMA if f.name != "checksum"]
 
 
-class Runs:
+class ShardRuns:
     """The runs of one shard in the making."""
 
     def __init__(self, writer: str, file: str, header: str, dtype: str, stride: int) -> None:
@@ -71,7 +71,7 @@ class Runs:
     def __len__(self) -> int:
         return len(self.positions)
 
-    def add(self, packed: Packed, offset: int) -> None:
+    def add(self, packed: CheckedBatch, offset: int) -> None:
         """A run whose first record is at byte `offset` of the file."""
         self._row(packed.request_id, packed.site.hook, packed.site.layer, len(packed.positions), offset, False, "")
         self.positions.append(packed.positions)
@@ -134,7 +134,7 @@ def to_parquet(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-def from_parquet(store: Store, name: str, data: bytes) -> pa.Table:
+def from_parquet(store: ObjectStore, name: str, data: bytes) -> pa.Table:
     """Read a manifest; raises WeirError naming the file if it is damaged or something else.
 
     Without Arrow's threads: one that lets go of `data` while the interpreter ends would abort the process.
@@ -176,7 +176,7 @@ def is_shard(name: str) -> bool:
     return base.startswith(SHARD_PREFIX) and base.endswith(SHARD_SUFFIX)
 
 
-def read_manifest(store: Store, names: dict[str, int]) -> pa.Table:
+def read_manifest(store: ObjectStore, names: dict[str, int]) -> pa.Table:
     """The manifest of everything published. `names`: the files there are, and their bytes; those that come meanwhile
     are added."""
     tables = []
@@ -197,7 +197,7 @@ def read_manifest(store: Store, names: dict[str, int]) -> pa.Table:
     return pa.concat_tables(tables).unify_dictionaries() if tables else SCHEMA.empty_table()
 
 
-def read_shard_manifest(store: Store, name: str, size: int) -> pa.Table:
+def read_shard_manifest(store: ObjectStore, name: str, size: int) -> pa.Table:
     """The manifest inside a shard."""
     container = read_container(store, name, size)
     if container.metadata.get("weir") != "shard" or "manifest" not in container.tensors:

@@ -24,10 +24,10 @@ import numpy as np
 from vllm_weir.errors import MissingFile, StoreError, WeirError, brief
 from vllm_weir.schema.compression import Compression, header_bytes
 from vllm_weir.schema.hooks import HOOKS, Site, normalise_hook
-from vllm_weir.storage.index import Builder, Index
-from vllm_weir.storage.layouts.buffered import GatheringWriter, SiteRows, safe_name
+from vllm_weir.storage.index import Index, IndexBuilder
+from vllm_weir.storage.layouts.buffered import BufferedWriter, SiteRows, safe_name
 from vllm_weir.storage.layouts.npz_file import read_npz, read_some, write_npz
-from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import ArrayBlock
 
 MANIFEST = "manifest.json"
@@ -47,13 +47,13 @@ CODES = ("q", "indices", "codes")
 """Arrays that a file of compressed rows has one of."""
 
 
-class NpzWriter(GatheringWriter):
+class NpzWriter(BufferedWriter):
     """Layout ``npz``."""
 
     layout = "npz"
     folders = FOLDER
 
-    def __init__(self, store: Store, compress: object = None, buffer_bytes: int = 4 << 30) -> None:
+    def __init__(self, store: ObjectStore, compress: object = None, buffer_bytes: int = 4 << 30) -> None:
         super().__init__(store, compress, buffer_bytes)
         self._files = set(store.names(deep=True, folders=FOLDER))
 
@@ -124,7 +124,7 @@ class NpzWriter(GatheringWriter):
         self.held_bytes -= sum(s.records.nbytes for s in sites)
 
 
-def _is_own(store: Store, name: str) -> bool:
+def _is_own(store: ObjectStore, name: str) -> bool:
     """Whether an npz file is one of Weir's."""
     try:
         _, shapes = read_some(store, name, ())
@@ -233,9 +233,9 @@ def _spans(header: dict[str, Any]) -> list[tuple[dict[str, Any], int]]:
     return list(zip(fields, [f["offset"] for f in fields[1:]] + [header_bytes(header)]))
 
 
-def read_npz_layout(store: Store, names: dict[str, int]) -> Index:
+def read_npz_layout(store: ObjectStore, names: dict[str, int]) -> Index:
     """The index of what NpzWriter wrote. `names`: the files in folders of requests."""
-    out = Builder("npz")
+    out = IndexBuilder("npz")
     others = 0
     for name in sorted(names):
         if name.count("/") == 1 and name.startswith(FOLDER) and name.endswith("/" + MANIFEST):
@@ -246,7 +246,7 @@ def read_npz_layout(store: Store, names: dict[str, int]) -> Index:
     return out.build()
 
 
-def add_request(out: Builder, store: Store, manifest: str, names: dict[str, int], run: str = "") -> bool:
+def add_request(out: IndexBuilder, store: ObjectStore, manifest: str, names: dict[str, int], run: str = "") -> bool:
     """Add what a request's manifest names; False if it is another program's.
 
     `run` stands before an id that several runs have.
@@ -280,7 +280,7 @@ def add_request(out: Builder, store: Store, manifest: str, names: dict[str, int]
     return True
 
 
-def add_own(out: Builder, store: Store, name: str, request: int, site: Site) -> None:
+def add_own(out: IndexBuilder, store: ObjectStore, name: str, request: int, site: Site) -> None:
     """Add one of Weir's npz files."""
     some, _ = read_some(store, name, ("weir", "positions", "token_ids"))
     try:
@@ -302,7 +302,7 @@ def home_of(path: str) -> tuple[str, str]:
     return (posixpath.dirname(folder), hook) if hook in HOOKS else (folder, "resid_post")
 
 
-def unpack_own(store: Store, name: str) -> np.ndarray:
+def unpack_own(store: ObjectStore, name: str) -> np.ndarray:
     """The records of one of Weir's npz files."""
     arrays = read_npz(store, name)
     try:

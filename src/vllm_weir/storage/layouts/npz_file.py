@@ -20,7 +20,7 @@ except ImportError:  # a Python without it reads no such member
         """Never raised."""
 
 
-from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.object_store import ObjectStore
 
 _T = TypeVar("_T")
 _DAMAGE = (
@@ -30,7 +30,7 @@ _DAMAGE = (
 """What zipfile and numpy raise for damaged files."""
 
 
-def read_npz(store: Store, name: str) -> dict[str, np.ndarray]:
+def read_npz(store: ObjectStore, name: str) -> dict[str, np.ndarray]:
     """All arrays of a file."""
 
     def arrays(file: io.BytesIO) -> dict[str, np.ndarray]:
@@ -40,7 +40,7 @@ def read_npz(store: Store, name: str) -> dict[str, np.ndarray]:
     return _guarded(store, name, arrays)
 
 
-def read_some(store: Store, name: str, wanted: tuple[str, ...]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def read_some(store: ObjectStore, name: str, wanted: tuple[str, ...]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Some arrays of a file, and the (shape, dtype) of every array, without unpacking the rest."""
 
     def look(file: io.BytesIO) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -53,7 +53,7 @@ def read_some(store: Store, name: str, wanted: tuple[str, ...]) -> tuple[dict[st
     return _guarded(store, name, look)
 
 
-def _guarded(store: Store, name: str, read: Callable[[io.BytesIO], _T]) -> _T:
+def _guarded(store: ObjectStore, name: str, read: Callable[[io.BytesIO], _T]) -> _T:
     raw = io.BytesIO(store.read(name))
     try:
         return read(raw)

@@ -11,16 +11,16 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.results.safetensors_header import MAX_HEADER
-from vllm_weir.storage.index import Builder, Index, text_field
+from vllm_weir.storage.index import Index, IndexBuilder, text_field
 from vllm_weir.storage.layouts.buffered import (
-    GatheringWriter,
+    BufferedWriter,
     SiteRows,
     publish_tensors,
     read_site,
     reader_of,
     site_tensors,
 )
-from vllm_weir.storage.object_store import Spool, Store
+from vllm_weir.storage.object_store import AtomicFile, ObjectStore
 from vllm_weir.storage.record_blocks import FileBlock
 from vllm_weir.storage.safetensors_io import read_container
 
@@ -35,7 +35,7 @@ FILE_BYTES = 4096
 """What a file takes beside its requests, at most."""
 
 
-class PackedWriter(GatheringWriter):
+class PackedWriter(BufferedWriter):
     """Layout ``packed``.
 
     Args:
@@ -45,7 +45,7 @@ class PackedWriter(GatheringWriter):
     layout = "packed"
 
     def __init__(
-        self, store: Store, compress: object = None, pack_bytes: int = 256 << 20, buffer_bytes: int = 4 << 30
+        self, store: ObjectStore, compress: object = None, pack_bytes: int = 256 << 20, buffer_bytes: int = 4 << 30
     ) -> None:
         if isinstance(pack_bytes, bool) or not isinstance(pack_bytes, int) or pack_bytes < 1:
             raise WeirError("pack_bytes is a number of bytes, at least 1", "pack_bytes")
@@ -55,7 +55,7 @@ class PackedWriter(GatheringWriter):
         self._count = 0
         self._waiting: dict[str, tuple[list[SiteRows], str]] = {}
         self._waiting_bytes = self._header_bytes = self._list_bytes = 0
-        self._spool: Spool | None = None
+        self._spool: AtomicFile | None = None
         """Where the waiting requests will be written, with room for those that were settled."""
         self._finished = set(read_packed(store, store.names()).requests)
 
@@ -136,16 +136,16 @@ def is_pack(name: str) -> bool:
     return name.startswith(PREFIX) and name.endswith(SUFFIX)
 
 
-def read_packed(store: Store, names: dict[str, int]) -> Index:
+def read_packed(store: ObjectStore, names: dict[str, int]) -> Index:
     """The index of a folder of such files (or of one)."""
-    out = Builder("packed")
+    out = IndexBuilder("packed")
     for name in sorted(names):
         if is_pack(name):
             _add_file(out, store, name, names[name])
     return out.build()
 
 
-def _add_file(out: Builder, store: Store, name: str, size: int) -> None:
+def _add_file(out: IndexBuilder, store: ObjectStore, name: str, size: int) -> None:
     container = read_container(store, name, size)
     if container.metadata.get("weir") != "pack":
         raise store.fail(name, "is no pack of Weir's")

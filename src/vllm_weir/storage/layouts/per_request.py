@@ -8,9 +8,9 @@ from typing import Any
 from vllm_weir.results.safetensors_header import NAMES
 from vllm_weir.schema.compression import ROW_DTYPES, Compression
 from vllm_weir.schema.hooks import Site
-from vllm_weir.storage.index import Builder, Index
+from vllm_weir.storage.index import Index, IndexBuilder
 from vllm_weir.storage.layouts.buffered import (
-    GatheringWriter,
+    BufferedWriter,
     SiteRows,
     publish_tensors,
     read_site,
@@ -18,19 +18,19 @@ from vllm_weir.storage.layouts.buffered import (
     safe_name,
     site_tensors,
 )
-from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import FileBlock
-from vllm_weir.storage.safetensors_io import Container, Tensor, read_container
+from vllm_weir.storage.safetensors_io import SafetensorsHeader, TensorEntry, read_container
 
 SUFFIX = ".safetensors"
 
 
-class PerRequestWriter(GatheringWriter):
+class PerRequestWriter(BufferedWriter):
     """Layout ``per_request``."""
 
     layout = "per_request"
 
-    def __init__(self, store: Store, compress: object = None, buffer_bytes: int = 4 << 30) -> None:
+    def __init__(self, store: ObjectStore, compress: object = None, buffer_bytes: int = 4 << 30) -> None:
         super().__init__(store, compress, buffer_bytes)
         self._files = set(store.names())
 
@@ -59,16 +59,16 @@ class PerRequestWriter(GatheringWriter):
         self.held_bytes -= sum(s.records.nbytes for s in sites)
 
 
-def read_per_request(store: Store, names: dict[str, int]) -> Index:
+def read_per_request(store: ObjectStore, names: dict[str, int]) -> Index:
     """The index of a folder of such files (or of one)."""
-    out = Builder("per_request")
+    out = IndexBuilder("per_request")
     for name in sorted(names):
         if name.endswith(SUFFIX):
             add_file(out, store, name, names[name], read_container(store, name, names[name]))
     return out.build()
 
 
-def add_file(out: Builder, store: Store, name: str, size: int, container: Container) -> None:
+def add_file(out: IndexBuilder, store: ObjectStore, name: str, size: int, container: SafetensorsHeader) -> None:
     """Add one file, also of `Activations.save`, which writes neither a request nor headers."""
     meta = container.metadata
     if meta.get("weir") not in ("1", "records"):
@@ -96,7 +96,7 @@ def add_file(out: Builder, store: Store, name: str, size: int, container: Contai
         out.run(code, found, block, place.start, positions, tokens, checksums=sums)
 
 
-def plain_header(store: Store, name: str, tensor: Tensor) -> dict[str, Any]:
+def plain_header(store: ObjectStore, name: str, tensor: TensorEntry) -> dict[str, Any]:
     """The header of uncompressed rows stored as a tensor [n, d]."""
     dtype = NAMES.get(tensor.dtype, tensor.dtype)
     if dtype not in ROW_DTYPES or len(tensor.shape) < 2 or not tensor.shape[-1]:

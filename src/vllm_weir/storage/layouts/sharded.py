@@ -17,19 +17,19 @@ from vllm_weir.errors import WeirError
 from vllm_weir.results.checksum import checksums
 from vllm_weir.results.safetensors_header import CODES, build_header
 from vllm_weir.schema.compression import ITEMSIZE, header_bytes
-from vllm_weir.storage.batch import Packed
+from vllm_weir.storage.batch import CheckedBatch
 from vllm_weir.storage.layouts.base import Writer
 from vllm_weir.storage.layouts.manifest import (
     MANIFEST,
     SHARD_PREFIX,
     SHARD_SUFFIX,
-    Runs,
+    ShardRuns,
     is_shard,
     read_manifest,
     to_parquet,
 )
 from vllm_weir.storage.layouts.sharded_reader import index_of
-from vllm_weir.storage.object_store import Spool, Store
+from vllm_weir.storage.object_store import AtomicFile, ObjectStore
 
 GAP = 4096
 """Bytes in which a shard's own header must fit: it is written last, before rows whose number it holds."""
@@ -49,8 +49,8 @@ class _Shard:
     `sums`: checksums of consecutive records, by the byte of the file where the first one begins.
     """
 
-    spool: Spool
-    runs: Runs
+    spool: AtomicFile
+    runs: ShardRuns
     header: dict
     thread: ThreadPoolExecutor
     gathered: bytearray = field(default_factory=bytearray)
@@ -62,7 +62,7 @@ class _Shard:
     end: int = GAP
     room: int = MANIFEST_ROOM
 
-    def append(self, packed: Packed) -> None:
+    def append(self, packed: CheckedBatch) -> None:
         offset, size = self.end, packed.nbytes
         if size >= SMALL:
             self.settle()
@@ -155,7 +155,7 @@ class ShardedWriter(Writer):
 
     layout = "sharded"
 
-    def __init__(self, store: Store, compress: object = None, shard_bytes: int = 256 << 20) -> None:
+    def __init__(self, store: ObjectStore, compress: object = None, shard_bytes: int = 256 << 20) -> None:
         if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
             raise WeirError("shard_bytes is a number of bytes, at least 1", "shard_bytes")
         super().__init__(store, compress)
@@ -174,7 +174,7 @@ class ShardedWriter(Writer):
         self._loose = sum(is_shard(name) for name in names) if MANIFEST not in names else 0
         self._joined = sum(is_shard(name) for name in names) - self._loose
 
-    def _append(self, packed: Packed) -> None:
+    def _append(self, packed: CheckedBatch) -> None:
         if not len(packed.positions) and packed.site in self._seen.get(packed.request_id, {}):
             return  # the first says that the site was asked for
         shard = self._shard(packed.header)
@@ -227,7 +227,7 @@ class ShardedWriter(Writer):
             parsed = json.loads(header) if header else {}
             dtype, stride = (parsed["dtype"], header_bytes(parsed)) if parsed else ("", 0)
             shard = self._open[header] = _Shard(
-                spool, Runs(self.name, name, header, dtype, stride), parsed, self._thread
+                spool, ShardRuns(self.name, name, header, dtype, stride), parsed, self._thread
             )
             self._count += 1
         return shard

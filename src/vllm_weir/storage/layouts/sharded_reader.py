@@ -23,12 +23,12 @@ from vllm_weir.storage.layouts.manifest import (
     lengths,
     read_shard_manifest,
 )
-from vllm_weir.storage.object_store import Store
-from vllm_weir.storage.record_blocks import Block, FileBlock
+from vllm_weir.storage.object_store import ObjectStore
+from vllm_weir.storage.record_blocks import FileBlock, RecordBlock
 from vllm_weir.storage.safetensors_io import read_container
 
 
-def index_of(store: Store, table: pa.Table, names: dict[str, int], *, incomplete: bool = False) -> Index:
+def index_of(store: ObjectStore, table: pa.Table, names: dict[str, int], *, incomplete: bool = False) -> Index:
     """The index of a manifest. `names`: files and their bytes; `incomplete`: with requests that were not finished."""
     try:
         return _index(store, table, names, incomplete)
@@ -38,7 +38,7 @@ def index_of(store: Store, table: pa.Table, names: dict[str, int], *, incomplete
         raise store.fail(MANIFEST, f"the manifest makes no sense: {str(e)[:200]}") from None
 
 
-def _index(store: Store, table: pa.Table, names: dict[str, int], incomplete: bool) -> Index:
+def _index(store: ObjectStore, table: pa.Table, names: dict[str, int], incomplete: bool) -> Index:
     request, requests = codes(table, "request")
     writer, writers = codes(table, "writer")
     finished = table["finished"].to_numpy().astype(bool)
@@ -96,7 +96,7 @@ def _index(store: Store, table: pa.Table, names: dict[str, int], incomplete: boo
     )
 
 
-def damaged_shards(store: Store, files: list[str]) -> Iterator[tuple[str, WeirError]]:
+def damaged_shards(store: ObjectStore, files: list[str]) -> Iterator[tuple[str, WeirError]]:
     """Shards whose own manifest is damaged, or is not what the joined one says of them. `files`: of `Index`.
 
     Raises StoreError if a file cannot be read.
@@ -140,7 +140,7 @@ def _checksums(table: pa.Table, counts: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _check_complete(
-    store: Store,
+    store: ObjectStore,
     request: np.ndarray,
     requests: list[str],
     counts: np.ndarray,
@@ -159,7 +159,7 @@ def _check_complete(
         )
 
 
-def _sites(store: Store, table: pa.Table, runs: np.ndarray) -> tuple[np.ndarray, list[Site]]:
+def _sites(store: ObjectStore, table: pa.Table, runs: np.ndarray) -> tuple[np.ndarray, list[Site]]:
     hook, hooks = codes(table, "hook")
     layer = column(table, "layer").astype(np.int64)
     if len(runs) and int(layer[runs].min()) < 0:
@@ -173,12 +173,14 @@ def _sites(store: Store, table: pa.Table, runs: np.ndarray) -> tuple[np.ndarray,
     return (place[inverse.reshape(-1)] if len(found) else inverse.reshape(-1)), sites
 
 
-def _blocks(store: Store, table: pa.Table, runs: np.ndarray, names: dict[str, int]) -> tuple[np.ndarray, list[Block]]:
+def _blocks(
+    store: ObjectStore, table: pa.Table, runs: np.ndarray, names: dict[str, int]
+) -> tuple[np.ndarray, list[RecordBlock]]:
     file, files = codes(table, "file")
     kind, kinds = codes(table, "compression")
     pairs, inverse = np.unique(file[runs] * (len(kinds) + 1) + kind[runs], return_inverse=True)
     headers: dict[int, dict] = {}
-    blocks: list[Block] = []
+    blocks: list[RecordBlock] = []
     whole: set[str] = set()
     for pair in pairs.tolist():
         name, code = files[pair // (len(kinds) + 1)], pair % (len(kinds) + 1)

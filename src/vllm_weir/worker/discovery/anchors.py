@@ -11,7 +11,7 @@ import torch
 
 
 @dataclass(frozen=True, order=True)
-class Key:
+class TensorKey:
     """Which of a call's tensors: an argument, by name and by place, or an element of what is returned.
 
     `name` is empty for arguments of a function that takes ``*args``; `index` is -1 for an argument that is only given
@@ -29,11 +29,11 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Beside:
+class AddedTerm:
     """What an earlier module of the same block returned: `scale` times it belongs to the point's value."""
 
     module: str
-    hidden: Key
+    hidden: TensorKey
     scale: float
 
 
@@ -56,11 +56,11 @@ class Anchor:
 
     module: str
     when: Literal["before", "after"]
-    hidden: Key
-    residual: Key | None = None
+    hidden: TensorKey
+    residual: TensorKey | None = None
     scale: float = 1.0
-    beside: Beside | None = None
-    offset: Key | None = None
+    beside: AddedTerm | None = None
+    offset: TensorKey | None = None
 
     def __str__(self) -> str:
         both = " + ".join(str(key) for key in (self.hidden, self.residual, self.offset) if key is not None)
@@ -97,7 +97,7 @@ class Anchor:
         return own if other is None else own + abs(self.other_scale) * other.abs()
 
 
-def pick(key: Key, args: Sequence, kwargs: Mapping, output: Any) -> Any:
+def pick(key: TensorKey, args: Sequence, kwargs: Mapping, output: Any) -> Any:
     """What `key` stands for in a call."""
     if key.kind == "out":
         if isinstance(output, (tuple, list)):
@@ -108,19 +108,19 @@ def pick(key: Key, args: Sequence, kwargs: Mapping, output: Any) -> Any:
     return args[key.index] if 0 <= key.index < len(args) else None
 
 
-def arguments(parameters: Sequence[str], args: Sequence, kwargs: Mapping) -> dict[Key, Any]:
+def arguments(parameters: Sequence[str], args: Sequence, kwargs: Mapping) -> dict[TensorKey, Any]:
     """A call's arguments by key; `parameters` as from `parameters_of`."""
-    found = {Key("arg", i, parameters[i] if i < len(parameters) else ""): value for i, value in enumerate(args)}
+    found = {TensorKey("arg", i, parameters[i] if i < len(parameters) else ""): value for i, value in enumerate(args)}
     for name, value in kwargs.items():
-        found[Key("arg", parameters.index(name) if name in parameters else -1, name)] = value
+        found[TensorKey("arg", parameters.index(name) if name in parameters else -1, name)] = value
     return found
 
 
-def outputs(output: Any) -> dict[Key, Any]:
+def outputs(output: Any) -> dict[TensorKey, Any]:
     """What a call returned, by key."""
     if isinstance(output, (tuple, list)):
-        return {Key("out", i): value for i, value in enumerate(output)}
-    return {Key("out", -1): output}
+        return {TensorKey("out", i): value for i, value in enumerate(output)}
+    return {TensorKey("out", -1): output}
 
 
 def parameters_of(module: torch.nn.Module) -> list[str]:

@@ -11,26 +11,26 @@ from dataclasses import replace
 
 from vllm_weir.worker.discovery.anchors import Anchor
 from vllm_weir.worker.discovery.matcher import Matcher
-from vllm_weir.worker.discovery.recorder import Call, value_at
-from vllm_weir.worker.discovery.resolve import Points, Ports, resolve_block, stream_through
+from vllm_weir.worker.discovery.recorder import ModuleCall, value_at
+from vllm_weir.worker.discovery.resolve import BlockPoints, StreamPorts, resolve_block, stream_through
 
 SEARCHES = 3
 """Blocks of one make that are searched in vain before the others are taken to have no points either."""
 
 
-class Makes:
+class BlockTypes:
     """The points of all blocks in one recorded pass, for one choice of what carries the stream.
 
     Args:
         ports, cores, is_plain, m: as in `resolve_block`.
     """
 
-    def __init__(self, ports: Ports, cores: set[str], is_plain: Callable[[str], bool], m: Matcher) -> None:
+    def __init__(self, ports: StreamPorts, cores: set[str], is_plain: Callable[[str], bool], m: Matcher) -> None:
         self._ports, self._cores, self._plain, self._m = ports, cores, is_plain, m
-        self._found: dict[tuple, tuple[str, Points]] = {}
-        self._vain: dict[tuple, list[Points]] = {}
+        self._found: dict[tuple, tuple[str, BlockPoints]] = {}
+        self._vain: dict[tuple, list[BlockPoints]] = {}
 
-    def points(self, calls: Sequence[Call]) -> Points:
+    def points(self, calls: Sequence[ModuleCall]) -> BlockPoints:
         """The points of the block whose calls these are, its own first."""
         path, make = calls[0].path, self._make(calls)
         if make in self._found:
@@ -48,7 +48,7 @@ class Makes:
             vain.append(points)
         return points
 
-    def _make(self, calls: Sequence[Call]) -> tuple:
+    def _make(self, calls: Sequence[ModuleCall]) -> tuple:
         """What two blocks must have in common: the parts that were called, their order, and their tensors' shapes."""
         start = calls[0].start
         return tuple(
@@ -60,7 +60,7 @@ class Makes:
             for c in calls
         )
 
-    def _moved(self, points: Points, before: str, calls: Sequence[Call]) -> Points | None:
+    def _moved(self, points: BlockPoints, before: str, calls: Sequence[ModuleCall]) -> BlockPoints | None:
         """The same points in another block, if they are there; None where the search has to tell."""
         pre, post = stream_through(calls[0], self._ports)
         if pre is None or post is None or points.gain != 1:

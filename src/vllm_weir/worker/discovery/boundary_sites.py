@@ -11,8 +11,8 @@ import torch
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.discovery.anchors import Anchor
 from vllm_weir.worker.discovery.matcher import SLIGHT, Matcher
-from vllm_weir.worker.discovery.module_tree import Scene
-from vllm_weir.worker.discovery.recorder import Call, Trace, value_at
+from vllm_weir.worker.discovery.module_tree import ModuleTree
+from vllm_weir.worker.discovery.recorder import ModuleCall, Trace, value_at
 
 if TYPE_CHECKING:
     from vllm_weir.worker.discovery.site_map import SiteMap
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 EMBED, FINAL_NORM = Site("embed", 0), Site("final_norm", 0)
 
 
-class Ends:
+class BoundarySites:
     """Verdicts on the two.
 
     Args:
@@ -30,15 +30,15 @@ class Ends:
         sites: takes the verdicts.
     """
 
-    def __init__(self, scene: Scene, matcher: Matcher, own: Trace, outer: Trace, sites: SiteMap) -> None:
-        self._scene, self._m, self._own, self._outer, self._sites = scene, matcher, own, outer, sites
+    def __init__(self, tree: ModuleTree, matcher: Matcher, own: Trace, outer: Trace, sites: SiteMap) -> None:
+        self._tree, self._m, self._own, self._outer, self._sites = tree, matcher, own, outer, sites
         self._after_norm: str | None = None
         """The module that alone is given what the final norm returned, if the model does not return that itself."""
 
     def find_embed(self) -> None:
         """The token embedding, or what widens it to the stream."""
         into = self._sites.anchors.get(Site("resid_pre", 0))
-        calls = [c for c in self._own.outside if self._scene.is_embedding(self._scene.modules[c.path])]
+        calls = [c for c in self._own.outside if self._tree.is_embedding(self._tree.modules[c.path])]
         found = next((c for c in calls if c.out), None) or next((w for c in calls if (w := self._widened(c))), None)
         before = None if into is None else value_at(self._own.blocks[0], into)
         if before is None:
@@ -57,23 +57,23 @@ class Ends:
         factor = self._m.factor(value, before) or 1.0
         self._sites.anchors[EMBED] = Anchor(found.path, "after", key, None, factor)
 
-    def _widened(self, embedding: Call) -> Call | None:
+    def _widened(self, embedding: ModuleCall) -> ModuleCall | None:
         narrow = [v for k, v in embedding.narrow.items() if k.kind == "out"]
         return next(
             (c for c in self._own.outside if c.start > embedding.end and c.out and self._gets(c, narrow)),
             None,
         )
 
-    def _normed(self, embedding: Call, before: torch.Tensor) -> Call | None:
+    def _normed(self, embedding: ModuleCall, before: torch.Tensor) -> ModuleCall | None:
         """The norm of the embedding's own (Bloom's) whose result enters block 0, if there is one."""
         value = next(iter(embedding.out.values()))
         if self._m.factor(value, before) is not None:
             return None
         return next((c for c in self._own.outside if self._is_norm_of(c, embedding, value, before)), None)
 
-    def _is_norm_of(self, call: Call, embedding: Call, value: torch.Tensor, before: torch.Tensor) -> bool:
+    def _is_norm_of(self, call: ModuleCall, embedding: ModuleCall, value: torch.Tensor, before: torch.Tensor) -> bool:
         """Whether a call of a norm, the module's only one, makes of the embedding's `value` what enters block 0."""
-        plain = all(p.dim() < 2 for p in self._scene.modules[call.path].parameters())
+        plain = all(p.dim() < 2 for p in self._tree.modules[call.path].parameters())
         if not (plain and call.start > embedding.end and call.out and self._times(call.path) == 1):
             return False
         return self._gets(call, [value]) and self._m.factor(next(iter(call.out.values())), before) is not None
@@ -106,7 +106,7 @@ class Ends:
         given = [c for c in self._outer.outside if c.start > end and c.out and any(self._streams(c, stream))]
         # A dropout hands it on as it came.
         given = [c for c in given if not self._m.same(next(iter(c.out.values())), stream)]
-        normed = [c for c in given if all(p.dim() < 2 for p in self._scene.modules[c.path].parameters())]
+        normed = [c for c in given if all(p.dim() < 2 for p in self._tree.modules[c.path].parameters())]
         if not normed:
             why = "no module was found that is given what leaves the last block"
             if given:
@@ -143,7 +143,7 @@ class Ends:
         if not arrives:
             self._refuse(FINAL_NORM, "what is added there does not arrive in what the model returns")
 
-    def _again(self, site: Site, call: Call) -> bool:
+    def _again(self, site: Site, call: ModuleCall) -> bool:
         """Whether the module of a call is called once more, where a tap on it would act as well; then it is refused."""
         times = self._times(call.path)
         if times > 1:
@@ -154,19 +154,19 @@ class Ends:
         """How often a module is called in a pass."""
         return sum(c.path == path for calls in (self._own.outside, *self._own.blocks) for c in calls)
 
-    def _streams(self, call: Call, stream: torch.Tensor) -> Iterator[bool]:
+    def _streams(self, call: ModuleCall, stream: torch.Tensor) -> Iterator[bool]:
         given = list(call.args.values())
         if len(given) == 2 and given[0].shape == given[1].shape:
             yield self._m.same(given[0] + given[1], stream)
         yield from (self._m.same(g, stream) for g in given)
 
-    def _returns(self, call: Call, given: torch.Tensor) -> bool:
+    def _returns(self, call: ModuleCall, given: torch.Tensor) -> bool:
         """Whether a call is given that, and returns what the model returns."""
         root = self._outer.root
         made = [*call.out.values(), *(v for k, v in call.narrow.items() if k.kind == "out")]
         return root is not None and self._gets(call, [given]) and any(self._m.same(v, root) for v in made)
 
-    def _gets(self, call: Call, tensors: list[torch.Tensor]) -> bool:
+    def _gets(self, call: ModuleCall, tensors: list[torch.Tensor]) -> bool:
         given = [*call.args.values(), *(v for k, v in call.narrow.items() if k.kind == "arg")]
         return any(self._m.same(g, t) for g in given for t in tensors)
 

@@ -7,19 +7,19 @@ from typing import Literal
 
 import torch
 
-from vllm_weir.worker.discovery.anchors import Anchor, Beside, Key
-from vllm_weir.worker.discovery.recorder import Call
+from vllm_weir.worker.discovery.anchors import AddedTerm, Anchor, TensorKey
+from vllm_weir.worker.discovery.recorder import ModuleCall
 
 
 @dataclass(frozen=True)
-class Source:
+class CandidateTensor:
     """A tensor that a call leaves behind, or is given; with an offset, plus a vector that it returns."""
 
-    call: Call
+    call: ModuleCall
     when: Literal["before", "after"]
-    key: Key
+    key: TensorKey
     value: torch.Tensor
-    offset: Key | None = None
+    offset: TensorKey | None = None
 
     @property
     def time(self) -> int:
@@ -35,10 +35,10 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Found:
+class Match:
     """A source that makes up a difference, and the factor with which it does."""
 
-    source: Source
+    source: CandidateTensor
     scale: float
 
     def anchor(self) -> Anchor:
@@ -46,16 +46,16 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Pair:
+class MatchPair:
     """Two sources that make up a difference together, each with a factor."""
 
-    one: Found
-    other: Found
+    one: Match
+    other: Match
 
     def anchor(self) -> Anchor:
         """At the one that comes later."""
         first, last = sorted((self.one, self.other), key=lambda f: f.source.time)
-        beside = Beside(first.source.call.path, first.source.key, first.scale)
+        beside = AddedTerm(first.source.call.path, first.source.key, first.scale)
         return Anchor(last.source.call.path, "after", last.source.key, None, last.scale, beside)
 
     @property
@@ -64,7 +64,7 @@ class Pair:
         return max(rank(self.one), rank(self.other)), min(rank(self.one), rank(self.other))
 
 
-def rank(found: Found) -> tuple:
+def rank(found: Match) -> tuple:
     """Sorts the likelier first: unscaled before scaled, then the outermost, then the earliest."""
     source = found.source
     # The block's own results come last: a hook on a part of the block stands before those on the whole.

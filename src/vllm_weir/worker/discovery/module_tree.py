@@ -13,7 +13,7 @@ OUTSIDE = -1
 
 
 @dataclass(frozen=True)
-class Scene:
+class ModuleTree:
     """The module tree as the probe sees it.
 
     Attributes:

@@ -6,9 +6,9 @@ import zlib
 
 import torch
 
-from vllm_weir.worker.discovery.module_tree import Scene
-from vllm_weir.worker.discovery.recorder import Call
-from vllm_weir.worker.discovery.resolve import Ports, alike
+from vllm_weir.worker.discovery.module_tree import ModuleTree
+from vllm_weir.worker.discovery.recorder import ModuleCall
+from vllm_weir.worker.discovery.resolve import StreamPorts, alike
 
 
 def noise(name: str, like: torch.Tensor) -> torch.Tensor:
@@ -17,10 +17,10 @@ def noise(name: str, like: torch.Tensor) -> torch.Tensor:
     return torch.randn(like.shape, generator=generator).to(like.device)
 
 
-def enter_noise(ports: Ports):
+def enter_noise(ports: StreamPorts):
     """Noise instead of a block's stream."""
 
-    def enter(_block: int, path: str, call: Call, live) -> None:
+    def enter(_block: int, path: str, call: ModuleCall, live) -> None:
         for port in (ports.hidden_in, ports.residual_in):
             key = alike(port, live) if port is not None else None
             if key is not None and key in live:
@@ -29,17 +29,17 @@ def enter_noise(ports: Ports):
     return enter
 
 
-def leave_noise(scene: Scene, mode: str, cores: set[str]):
+def leave_noise(tree: ModuleTree, mode: str, cores: set[str]):
     """Noise instead of what parts of a block, the embedding and the final norm leave behind.
 
     Parts are the block's children, or with ``mode="leaves"`` modules that have no parts themselves: some blocks make
     their additions deeper down.
     """
 
-    def leave(block: int, path: str, call: Call, live) -> None:
-        module = scene.modules[path]
+    def leave(block: int, path: str, call: ModuleCall, live) -> None:
+        module = tree.modules[path]
         if block < 0:
-            part = scene.is_embedding(module) or next(module.children(), None) is None
+            part = tree.is_embedding(module) or next(module.children(), None) is None
         elif mode == "children":
             part = path in cores or (bool(call.local) and "." not in call.local)
         else:
@@ -50,7 +50,7 @@ def leave_noise(scene: Scene, mode: str, cores: set[str]):
     return leave
 
 
-def fill(path: str, call: Call, live) -> None:
+def fill(path: str, call: ModuleCall, live) -> None:
     """Noise instead of what a call leaves behind: what it wrote into, or the first of its results.
 
     Which it is goes by the module's own calls: a pass may have calls of others that the next has not (warm-ups).

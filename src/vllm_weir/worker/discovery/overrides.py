@@ -19,20 +19,20 @@ from typing import Any
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.hooks import INNER_HOOKS
 from vllm_weir.worker.discovery.anchors import Anchor
-from vllm_weir.worker.discovery.recorder import Call
+from vllm_weir.worker.discovery.recorder import ModuleCall
 
 GROUP = "vllm_weir.models"
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelDescription:
     """A parsed description; see the module."""
 
     stack: str = ""
     points: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, data: object, path: str) -> Family:
+    def parse(cls, data: object, path: str) -> ModelDescription:
         """Raises WeirError naming the bad part."""
         if not isinstance(data, Mapping):
             raise WeirError(f"a description is an object with 'stack' and 'points', got {brief(data)}", path)
@@ -48,7 +48,7 @@ class Family:
             _split(place, f"{path}.points.{hook}")
         return cls(stack, dict(points))
 
-    def anchor(self, hook: str, block: str, calls: Sequence[Call]) -> Anchor | None:
+    def anchor(self, hook: str, block: str, calls: Sequence[ModuleCall]) -> Anchor | None:
         """Where `hook` is in the block of path `block`; None if none of the block's calls is what is described."""
         if hook not in self.points:
             return None
@@ -67,14 +67,14 @@ class Family:
         return Anchor(path, "before", keys[0], keys[1] if len(keys) > 1 else None)
 
 
-def described(model_class: str, setting: Mapping[str, Any] | None) -> Family:
+def described(model_class: str, setting: Mapping[str, Any] | None) -> ModelDescription:
     """The description of a model class: the setting's, an installed package's, or an empty one."""
     if setting:
-        return Family.parse(setting, "settings.describe")
+        return ModelDescription.parse(setting, "settings.describe")
     for entry in importlib.metadata.entry_points(group=GROUP):
         if entry.name == model_class:
-            return Family.parse(entry.load(), f"{GROUP}:{entry.name}")
-    return Family()
+            return ModelDescription.parse(entry.load(), f"{GROUP}:{entry.name}")
+    return ModelDescription()
 
 
 def _split(place: object, path: str) -> tuple[str, str, list[str]]:

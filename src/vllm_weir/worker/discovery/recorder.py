@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from vllm_weir.worker.discovery.anchors import Anchor, Key, arguments, outputs, parameters_of, pick
-from vllm_weir.worker.discovery.module_tree import OUTSIDE, Scene
+from vllm_weir.worker.discovery.anchors import Anchor, TensorKey, arguments, outputs, parameters_of, pick
+from vllm_weir.worker.discovery.module_tree import OUTSIDE, ModuleTree
 
 RESULT = "output"
 """The parameter that a token mixer of vLLM's writes its result into, where it returns none."""
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """One call of a module.
 
     Attributes:
@@ -39,26 +39,26 @@ class Call:
     start: int
     turn: int = 0
     end: int = 0
-    args: dict[Key, torch.Tensor] = field(default_factory=dict)
-    out: dict[Key, torch.Tensor] = field(default_factory=dict)
-    after: dict[Key, torch.Tensor] = field(default_factory=dict)
-    offsets: dict[Key, torch.Tensor] = field(default_factory=dict)
-    narrow: dict[Key, torch.Tensor] = field(default_factory=dict)
-    shapes: dict[Key, tuple[int, ...]] = field(default_factory=dict)
-    pointers: dict[Key, int] = field(default_factory=dict)
+    args: dict[TensorKey, torch.Tensor] = field(default_factory=dict)
+    out: dict[TensorKey, torch.Tensor] = field(default_factory=dict)
+    after: dict[TensorKey, torch.Tensor] = field(default_factory=dict)
+    offsets: dict[TensorKey, torch.Tensor] = field(default_factory=dict)
+    narrow: dict[TensorKey, torch.Tensor] = field(default_factory=dict)
+    shapes: dict[TensorKey, tuple[int, ...]] = field(default_factory=dict)
+    pointers: dict[TensorKey, int] = field(default_factory=dict)
 
     @property
-    def left(self) -> dict[Key, torch.Tensor]:
+    def left(self) -> dict[TensorKey, torch.Tensor]:
         """What the call leaves behind: its results and the arguments that it wrote into."""
         return {**self.out, **self.after}
 
     @property
-    def behind(self) -> dict[Key, torch.Tensor]:
+    def behind(self) -> dict[TensorKey, torch.Tensor]:
         """All that whoever made the call has in hand after it."""
         return {**self.args, **self.left}
 
     @property
-    def handed(self) -> list[Key]:
+    def handed(self) -> list[TensorKey]:
         """Its results, and then what it wrote into and did not return."""
         returned = {self.pointers[key] for key in self.out}
         return [*sorted(self.out), *(key for key in sorted(self.after) if self.pointers[key] not in returned)]
@@ -74,12 +74,12 @@ class Trace:
         root: what the model returned, the first of it, float32 [tokens, any width].
     """
 
-    blocks: list[list[Call]]
-    outside: list[Call]
+    blocks: list[list[ModuleCall]]
+    outside: list[ModuleCall]
     root: torch.Tensor | None = None
 
 
-def terms_at(calls: Sequence[Call], anchor: Anchor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def terms_at(calls: Sequence[ModuleCall], anchor: Anchor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """`hidden` of a point and what stands beside it, in recorded calls; None if they are not among them."""
     call = next((c for c in calls if c.path == anchor.module), None)
     tensors = {} if call is None else call.behind if anchor.when == "after" else call.args
@@ -95,13 +95,13 @@ def terms_at(calls: Sequence[Call], anchor: Anchor) -> tuple[torch.Tensor, torch
     return hidden, None if anchor.residual is None else tensors.get(anchor.residual)
 
 
-def value_at(calls: Sequence[Call], anchor: Anchor) -> torch.Tensor | None:
+def value_at(calls: Sequence[ModuleCall], anchor: Anchor) -> torch.Tensor | None:
     """The value of a point in recorded calls, float32 [tokens, d]; None if it is not among them."""
     terms = terms_at(calls, anchor)
     return None if terms is None else anchor.value(*terms)
 
 
-Override = Callable[[int, str, Call, Mapping[Key, torch.Tensor]], None]
+Override = Callable[[int, str, ModuleCall, Mapping[TensorKey, torch.Tensor]], None]
 """(block, path, call, live tensors by key) -> None; writes into the tensors before they are recorded."""
 
 
@@ -118,28 +118,28 @@ class Recorder:
 
     def __init__(
         self,
-        scene: Scene,
+        tree: ModuleTree,
         enter: Override | None = None,
         leave: Override | None = None,
         writes: Mapping[Anchor, torch.Tensor] | None = None,
         offset: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self._scene, self._enter, self._leave, self._offset = scene, enter, leave, offset
+        self._tree, self._enter, self._leave, self._offset = tree, enter, leave, offset
         self._writes = dict(writes or {})
         self._beside = {a.beside.module: a.beside.hidden for a in self._writes if a.beside is not None}
-        self._kept: dict[str, tuple[torch.Tensor, Call]] = {}
+        self._kept: dict[str, tuple[torch.Tensor, ModuleCall]] = {}
         self._clock = 0
-        self._turns: Counter[str] = Counter()
-        self.trace = Trace([[] for _ in range(scene.num_layers)], [])
+        self._pacing: Counter[str] = Counter()
+        self.trace = Trace([[] for _ in range(tree.num_layers)], [])
         self._handles: list[Any] = []
-        self._open: dict[int, list[Call]] = {}
+        self._open: dict[int, list[ModuleCall]] = {}
         self._within: list[int] = []
 
     @contextmanager
     def recording(self) -> Iterator[Trace]:
         """Record whatever runs inside; hooks are gone afterwards."""
         try:
-            for block, path, local, module in self._scene.members():
+            for block, path, local, module in self._tree.members():
                 self._watch(block, path, local, module)
             with self._watching_the_ends():
                 yield self.trace
@@ -150,7 +150,7 @@ class Recorder:
     @contextmanager
     def _watching_the_ends(self) -> Iterator[None]:
         # Not by a hook: a class that compiles itself calls its forward past them.
-        model = self._scene.model
+        model = self._tree.model
         forward, own = model.forward, model.__dict__.get("forward")
 
         @functools.wraps(forward)
@@ -176,8 +176,8 @@ class Recorder:
 
         def before(module, args, kwargs):
             given = arguments(names, args, kwargs)
-            call = Call(path, local, self._tick(), self._turns[path])
-            self._turns[path] += 1
+            call = ModuleCall(path, local, self._tick(), self._pacing[path])
+            self._pacing[path] += 1
             call.shapes = {k: tuple(v.shape) for k, v in given.items() if _floating(v)}
             live = self._wide(given)
             if local == "" and self._enter is not None:
@@ -206,7 +206,7 @@ class Recorder:
                 changed = {k: v for k, v in given.items() if k.name == RESULT}
             call.shapes |= {k: tuple(v.shape) for k, v in outputs(output).items() if _floating(v)}
             if self._leave is not None:
-                free = self._scene.is_core(module) or self._scene.is_embedding(module)
+                free = self._tree.is_core(module) or self._tree.is_embedding(module)
                 # What a module hands on as it came (dropout) is not its own.
                 came = {call.pointers[k]: v for k, v in call.args.items()}
                 made = {k: v for k, v in out.items() if v.data_ptr() not in came or not _same(came[v.data_ptr()], v)}
@@ -228,13 +228,13 @@ class Recorder:
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
-    def _with_offsets(self, path: str, call: Call, output: Any) -> Any:
+    def _with_offsets(self, path: str, call: ModuleCall, output: Any) -> Any:
         """What a call returned, its vectors [d] recorded, and replaced if they are to be."""
         found = {k: v for k, v in outputs(output).items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-        found = {k: v for k, v in found.items() if k.index >= 0 and v.shape == (self._scene.width,)}
+        found = {k: v for k, v in found.items() if k.index >= 0 and v.shape == (self._tree.width,)}
         if found and self._offset is not None and type(output) in (tuple, list):
             found = {k: self._offset(f"{path}:{k.index}", v).to(v.dtype) for k, v in found.items()}
-            output = type(output)(found.get(Key("out", i), value) for i, value in enumerate(output))
+            output = type(output)(found.get(TensorKey("out", i), value) for i, value in enumerate(output))
         call.offsets = {k: v.float() for k, v in found.items()}
         return output
 
@@ -256,11 +256,11 @@ class Recorder:
             if anchor.beside is not None and call is not None:
                 call.out[anchor.beside.hidden].zero_()
 
-    def _wide(self, tensors: Mapping[Key, Any]) -> dict[Key, torch.Tensor]:
-        return {k: v for k, v in tensors.items() if _floating(v) and v.shape[-1:] == (self._scene.width,)}
+    def _wide(self, tensors: Mapping[TensorKey, Any]) -> dict[TensorKey, torch.Tensor]:
+        return {k: v for k, v in tensors.items() if _floating(v) and v.shape[-1:] == (self._tree.width,)}
 
-    def _narrow(self, tensors: Mapping[Key, Any]) -> dict[Key, torch.Tensor]:
-        return {k: _copy(v) for k, v in tensors.items() if _floating(v) and v.shape[-1] != self._scene.width}
+    def _narrow(self, tensors: Mapping[TensorKey, Any]) -> dict[TensorKey, torch.Tensor]:
+        return {k: _copy(v) for k, v in tensors.items() if _floating(v) and v.shape[-1] != self._tree.width}
 
     def _tick(self) -> int:
         self._clock += 1

@@ -14,24 +14,24 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_weir.schema.hooks import INNER_HOOKS
-from vllm_weir.worker.discovery.anchors import Anchor, Key
-from vllm_weir.worker.discovery.candidates import Found, Pair, Source, rank
+from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
+from vllm_weir.worker.discovery.candidates import CandidateTensor, Match, MatchPair, rank
 from vllm_weir.worker.discovery.matcher import FAINT, Matcher, rms
-from vllm_weir.worker.discovery.recorder import Call, value_at
+from vllm_weir.worker.discovery.recorder import ModuleCall, value_at
 
 
 @dataclass(frozen=True)
-class Ports:
+class StreamPorts:
     """Which tensors carry the stream into a block and out of it; with a residual their sum does."""
 
-    hidden_in: Key
-    hidden_out: Key
-    residual_in: Key | None = None
-    residual_out: Key | None = None
+    hidden_in: TensorKey
+    hidden_out: TensorKey
+    residual_in: TensorKey | None = None
+    residual_out: TensorKey | None = None
 
-    def of(self, call: Call) -> Ports:
+    def of(self, call: ModuleCall) -> StreamPorts:
         """The same for a block that is called in another way: kinds of blocks may order their arguments differently."""
-        return Ports(
+        return StreamPorts(
             alike(self.hidden_in, call.args),
             alike(self.hidden_out, call.left),
             self.residual_in and alike(self.residual_in, call.args),
@@ -40,7 +40,7 @@ class Ports:
 
 
 @dataclass
-class Points:
+class BlockPoints:
     """What was found in one block.
 
     Attributes:
@@ -66,7 +66,9 @@ class Points:
         return len(self.anchors) == {"sequential": 3, "parallel": 2}.get(self.kind)
 
 
-def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain: Callable[[str], bool], m: Matcher):
+def resolve_block(
+    calls: Sequence[ModuleCall], ports: StreamPorts, cores: set[str], is_plain: Callable[[str], bool], m: Matcher
+):
     """The points of one block.
 
     Args:
@@ -78,7 +80,7 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
     """
     whole, inside = calls[0], list(calls[1:])
     pre, post = stream_through(whole, ports)
-    points = Points()
+    points = BlockPoints()
     if pre is None or post is None or pre.shape != post.shape:
         points.refused = dict.fromkeys(INNER_HOOKS, "the block's stream could not be followed")
         return points
@@ -91,7 +93,7 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
         return points
     subtree = {c.local.split(".")[0] for c in mixed}
     outs = [s for c in inside for s in _left(c)]
-    outs += [Source(whole, "after", k, v) for k, v in whole.left.items() if not m.same(v, post)]
+    outs += [CandidateTensor(whole, "after", k, v) for k, v in whole.left.items() if not m.same(v, post)]
     if mixed:
         begin, end = min(c.start for c in mixed), max(c.end for c in mixed)
         if _sequential(points, inside, outs, pre, post, (begin, end), subtree, m):
@@ -125,14 +127,14 @@ def resolve_block(calls: Sequence[Call], ports: Ports, cores: set[str], is_plain
     return points
 
 
-def stream_through(block: Call, ports: Ports) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def stream_through(block: ModuleCall, ports: StreamPorts) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The stream that enters a block and the one that leaves it, as far as they are among its tensors."""
     ports = ports.of(block)
     entering = _stream(block.args, ports.hidden_in, ports.residual_in)
     return entering, _stream(block.behind, ports.hidden_out, ports.residual_out)
 
 
-def holds(anchors: Mapping[str, Anchor], calls: Sequence[Call], ports: Ports, m: Matcher) -> bool:
+def holds(anchors: Mapping[str, Anchor], calls: Sequence[ModuleCall], ports: StreamPorts, m: Matcher) -> bool:
     """Whether points found otherwise add up in the pass with noise."""
 
     def value(hook: str) -> torch.Tensor | None:
@@ -148,13 +150,13 @@ def holds(anchors: Mapping[str, Anchor], calls: Sequence[Call], ports: Ports, m:
     return m.same(pre + sum(t for t in (a, o) if t is not None), post)
 
 
-def _sequential(points: Points, inside, outs, pre, post, mixing: tuple[int, int], subtree: set[str], m: Matcher):
+def _sequential(points: BlockPoints, inside, outs, pre, post, mixing: tuple[int, int], subtree: set[str], m: Matcher):
     """``mid = pre + a`` and ``post = mid + o``; whether it is so."""
     for call, hidden, residual, mid in _given(inside, after=mixing[1]):
         if mid.shape != pre.shape or m.same(mid, pre) or m.same(mid, post):
             continue
         before = [s for s in outs if mixing[0] < s.time < call.start]
-        before += [Source(call, "before", k, call.args[k]) for k in (hidden, residual) if k is not None]
+        before += [CandidateTensor(call, "before", k, call.args[k]) for k in (hidden, residual) if k is not None]
         a = _best(before, mid - pre, m) or _pair([s for s in before if s.part in subtree], (pre, mid), mid - pre, m)
         if a is None:
             continue
@@ -162,7 +164,7 @@ def _sequential(points: Points, inside, outs, pre, post, mixing: tuple[int, int]
         # Which two of many are added up is told by those that the block itself can add.
         children = [s for s in later if s.call.local and "." not in s.call.local]
         o = _best(later, post - mid, m) or _pair(children, (pre, mid), post - mid, m)
-        if isinstance(o, Pair) and _one_by_one(o, inside, mid, m):
+        if isinstance(o, MatchPair) and _one_by_one(o, inside, mid, m):
             o = None
         points.kind = "sequential"
         points.anchors |= {"attn_out": a.anchor(), "resid_mid": Anchor(call.path, "before", hidden, residual)}
@@ -178,42 +180,50 @@ def _sequential(points: Points, inside, outs, pre, post, mixing: tuple[int, int]
 
 
 def _with_gain(
-    found: Found | Pair | None, sources: Sequence[Source], stream: torch.Tensor, post: torch.Tensor, m: Matcher
-) -> tuple[Found | Pair | None, float]:
+    found: Match | MatchPair | None,
+    sources: Sequence[CandidateTensor],
+    stream: torch.Tensor,
+    post: torch.Tensor,
+    m: Matcher,
+) -> tuple[Match | MatchPair | None, float]:
     """The source o of ``post = c * (stream + o)``, and c; `found` and 1 if that explains it.
 
     `found` was found without a gain. Where c is nearly 1, a low precision takes c for a factor of o alone, or makes up
     for it with a little of something else: that is told apart here.
     """
-    for source in [found.source] if isinstance(found, Found) else sources:
+    for source in [found.source] if isinstance(found, Match) else sources:
         gain = m.gain(stream, source.value, post)
         if gain is not None and gain != 1:
-            return Found(source, 1.0), gain
+            return Match(source, 1.0), gain
     return found, 1.0
 
 
-def _pair(sources: Sequence[Source], streams: Sequence[torch.Tensor], delta: torch.Tensor, m: Matcher) -> Pair | None:
+def _pair(
+    sources: Sequence[CandidateTensor], streams: Sequence[torch.Tensor], delta: torch.Tensor, m: Matcher
+) -> MatchPair | None:
     """Two sources from different parts of the block, neither of them one of `streams`, that make up `delta`."""
     if rms(delta) <= FAINT:
         return None
     returned = [s for s in sources if s.when == "after" and s.key.kind == "out" and s.offset is None]
     returned = [s for s in returned if all(m.factor(s.value, stream) is None for stream in streams)]
     pairs = (
-        Pair(Found(a, both[0]), Found(b, both[1]))
+        MatchPair(Match(a, both[0]), Match(b, both[1]))
         for a, b in itertools.combinations(returned, 2)
         if a.part != b.part and (both := m.factors(a.value, b.value, delta)) is not None
     )
     return min(pairs, key=lambda pair: pair.rank, default=None)
 
 
-def _one_by_one(pair: Pair, inside: Sequence[Call], stream: torch.Tensor, m: Matcher) -> bool:
+def _one_by_one(pair: MatchPair, inside: Sequence[ModuleCall], stream: torch.Tensor, m: Matcher) -> bool:
     """Whether something is given the stream with the first of the two added: then they are two additions."""
     first = min((pair.one, pair.other), key=lambda found: found.source.time)
     between = stream + first.scale * first.source.value
     return any(m.same(given, between) for *_, given in _given(inside, first.source.time))
 
 
-def _within(outs: Sequence[Source], mixed: Sequence[Call]) -> tuple[list[Source], list[Source]]:
+def _within(
+    outs: Sequence[CandidateTensor], mixed: Sequence[ModuleCall]
+) -> tuple[list[CandidateTensor], list[CandidateTensor]]:
     """Sources by whether they belong to the attention, where one part of the block holds attention and MLP."""
     core = mixed[0]
     names = core.local.split(".")
@@ -228,14 +238,16 @@ def _within(outs: Sequence[Source], mixed: Sequence[Call]) -> tuple[list[Source]
     return inside, beside
 
 
-def _parallel(points: Points, attention: Sequence[Source], rest: Sequence[Source], delta, m: Matcher) -> bool:
+def _parallel(
+    points: BlockPoints, attention: Sequence[CandidateTensor], rest: Sequence[CandidateTensor], delta, m: Matcher
+) -> bool:
     """``post = pre + a + o``, where `a` comes from the part that holds the attention and `o` does not."""
     found = []
     for a in attention:
         for o in rest:
             both = m.factors(a.value, o.value, delta)
             if both is not None:
-                found.append((rank(Found(a, both[0])), rank(Found(o, both[1])), a, o, both))
+                found.append((rank(Match(a, both[0])), rank(Match(o, both[1])), a, o, both))
     if not found:
         return False
     _, _, a, o, (c, d) = min(found, key=lambda f: f[:2])
@@ -247,7 +259,9 @@ def _parallel(points: Points, attention: Sequence[Source], rest: Sequence[Source
     return True
 
 
-def _given(calls: Sequence[Call], after: int) -> Iterator[tuple[Call, Key, Key | None, torch.Tensor]]:
+def _given(
+    calls: Sequence[ModuleCall], after: int
+) -> Iterator[tuple[ModuleCall, TensorKey, TensorKey | None, torch.Tensor]]:
     """What modules called after a moment are given: single tensors, and the sums of pairs."""
     for call in sorted(calls, key=lambda c: c.start):
         if call.start < after:
@@ -259,29 +273,29 @@ def _given(calls: Sequence[Call], after: int) -> Iterator[tuple[Call, Key, Key |
             yield call, key, None, call.args[key]
 
 
-def _left(call: Call) -> Iterator[Source]:
+def _left(call: ModuleCall) -> Iterator[CandidateTensor]:
     for key, value in call.left.items():
-        yield Source(call, "after", key, value)
+        yield CandidateTensor(call, "after", key, value)
         for vector, offset in call.offsets.items():
-            yield Source(call, "after", key, value + offset, vector)
+            yield CandidateTensor(call, "after", key, value + offset, vector)
 
 
-def _best(sources: Sequence[Source], delta: torch.Tensor, m: Matcher) -> Found | None:
+def _best(sources: Sequence[CandidateTensor], delta: torch.Tensor, m: Matcher) -> Match | None:
     """The source that makes up `delta`: unscaled before scaled, then the outermost, then the earliest."""
     if rms(delta) <= FAINT:
         return None
-    found = [Found(s, c) for s in sources if (c := m.factor(s.value, delta)) is not None]
+    found = [Match(s, c) for s in sources if (c := m.factor(s.value, delta)) is not None]
     return min(found, key=rank, default=None)
 
 
-def alike(key: Key, tensors: Mapping[Key, torch.Tensor]) -> Key:
+def alike(key: TensorKey, tensors: Mapping[TensorKey, torch.Tensor]) -> TensorKey:
     """`key`, or the one of the same name among `tensors`."""
     if key in tensors or not key.name:
         return key
     return next((k for k in tensors if k.kind == key.kind and k.name == key.name), key)
 
 
-def _stream(tensors, hidden: Key, residual: Key | None) -> torch.Tensor | None:
+def _stream(tensors, hidden: TensorKey, residual: TensorKey | None) -> torch.Tensor | None:
     if tensors.get(hidden) is None:
         return None
     if residual is None or tensors.get(residual) is None:

@@ -14,25 +14,27 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import BLOCK_HOOKS, INNER_HOOKS, MODEL_HOOKS
-from vllm_weir.worker.discovery.anchors import Key, parameters_of
-from vllm_weir.worker.discovery.block_types import Makes
+from vllm_weir.worker.discovery.anchors import TensorKey, parameters_of
+from vllm_weir.worker.discovery.block_types import BlockTypes
 from vllm_weir.worker.discovery.matcher import Matcher
-from vllm_weir.worker.discovery.module_tree import Scene
+from vllm_weir.worker.discovery.module_tree import ModuleTree
 from vllm_weir.worker.discovery.noise import enter_noise, fill, leave_noise, noise
-from vllm_weir.worker.discovery.overrides import Family
-from vllm_weir.worker.discovery.recorder import Call, Recorder, Trace
-from vllm_weir.worker.discovery.resolve import Points, Ports, holds
+from vllm_weir.worker.discovery.overrides import ModelDescription
+from vllm_weir.worker.discovery.recorder import ModuleCall, Recorder, Trace
+from vllm_weir.worker.discovery.resolve import BlockPoints, StreamPorts, holds
 from vllm_weir.worker.discovery.site_map import SiteMap
-from vllm_weir.worker.discovery.stream_check import Carried
-from vllm_weir.worker.discovery.verification import Proof
+from vllm_weir.worker.discovery.stream_check import StreamCheck
+from vllm_weir.worker.discovery.verification import Verification
 
-Choice = tuple[Ports, dict[int, Points], dict[int, Trace]]
+Choice = tuple[StreamPorts, dict[int, BlockPoints], dict[int, Trace]]
 """What carries the stream, the points found with it, and the passes in which they were."""
 Run = Callable[[], None]
 """Runs the model once, uncompiled, over a few tokens."""
 
 
-def find_scene(model, width: int, num_layers: int, family: Family, is_core, is_embedding, run: Run) -> Scene:
+def find_tree(
+    model, width: int, num_layers: int, family: ModelDescription, is_core, is_embedding, run: Run
+) -> ModuleTree:
     """The decoder blocks of a model; raises WeirError saying why there are none to tap. Runs it only for that."""
     name = type(model).__name__
     stacks: dict[str, torch.nn.ModuleList] = {}
@@ -52,10 +54,10 @@ def find_scene(model, width: int, num_layers: int, family: Family, is_core, is_e
         raise WeirError(f"{name} has {_no_stack(stacks, family, run)}", "model")
     stack, modules = next(iter(stacks.items()))
     blocks = {i: m for i, m in enumerate(modules) if type(m).__name__ != "PPMissingLayer"}
-    return Scene(model, stack, blocks, len(modules), width, is_core, is_embedding)
+    return ModuleTree(model, stack, blocks, len(modules), width, is_core, is_embedding)
 
 
-def _no_stack(stacks: dict[str, torch.nn.ModuleList], family: Family, run: Run) -> str:
+def _no_stack(stacks: dict[str, torch.nn.ModuleList], family: ModelDescription, run: Run) -> str:
     """Why none of these lists holds the blocks, and what to do."""
     if not stacks:
         named = f" called {family.stack!r}, as its description says" if family.stack else " with attention"
@@ -88,58 +90,58 @@ def _runs(stacks: dict[str, torch.nn.ModuleList], run: Run) -> dict[str, int]:
     return {path: max((count[0] for p, _, count in times if p == path), default=0) for path in stacks}
 
 
-def map_sites(scene: Scene, run: Run, dtype: torch.dtype, family: Family) -> SiteMap:
+def map_sites(tree: ModuleTree, run: Run, dtype: torch.dtype, family: ModelDescription) -> SiteMap:
     """Find and prove every site of a model."""
-    sites = SiteMap(scene.num_layers)
-    if not scene.blocks:
+    sites = SiteMap(tree.num_layers)
+    if not tree.blocks:
         return sites
-    name = type(scene.model).__name__
-    cores = {path for block, path, _, module in scene.members() if block >= 0 and scene.is_core(module)}
+    name = type(tree.model).__name__
+    cores = {path for block, path, _, module in tree.members() if block >= 0 and tree.is_core(module)}
 
-    def mix(_block: int, path: str, call: Call, live) -> None:
+    def mix(_block: int, path: str, call: ModuleCall, live) -> None:
         # Without a key-value cache attention returns nothing of use, and all the tokens of the pass are the same.
-        if path in cores or scene.is_embedding(scene.modules[path]):
+        if path in cores or tree.is_embedding(tree.modules[path]):
             fill(path, call, live)
 
-    own = _record(Recorder(scene, leave=mix), run)
+    own = _record(Recorder(tree, leave=mix), run)
     missed = cores - {c.path for calls in own.blocks for c in calls}
     if missed:
         # The Transformers backend calls attention past its module: then the part that holds it mixes tokens.
-        whole = len(scene.stack.split(".")) + 2
+        whole = len(tree.stack.split(".")) + 2
         cores |= {".".join(path.split(".")[:whole]) for path in missed}
-        own = _record(Recorder(scene, leave=mix), run)
+        own = _record(Recorder(tree, leave=mix), run)
     matcher = Matcher(dtype)
-    unfit = _unfit(own, scene)
-    choices = [] if unfit else _ports(own, scene)
+    unfit = _unfit(own, tree)
+    choices = [] if unfit else _ports(own, tree)
     if not choices:
-        shapes = {str(k): s for k, s in own.blocks[min(scene.blocks)][0].shapes.items()}
-        why = f"the blocks of {name} do not hand on one stream of width {scene.width}: they are given {shapes}"
-        sites.refuse((*BLOCK_HOOKS, *MODEL_HOOKS), range(scene.num_layers), unfit or why)
+        shapes = {str(k): s for k, s in own.blocks[min(tree.blocks)][0].shapes.items()}
+        why = f"the blocks of {name} do not hand on one stream of width {tree.width}: they are given {shapes}"
+        sites.refuse((*BLOCK_HOOKS, *MODEL_HOOKS), range(tree.num_layers), unfit or why)
         return sites
-    noisy = {"children": _noisy(scene, run, choices[0], "children", cores)}
+    noisy = {"children": _noisy(tree, run, choices[0], "children", cores)}
 
-    def points(ports: Ports) -> Choice:
-        found, traces = _resolve(scene, noisy, ports, cores, family, matcher)
+    def points(ports: StreamPorts) -> Choice:
+        found, traces = _resolve(tree, noisy, ports, cores, family, matcher)
         if not all(p.complete for p in found.values()):
             if "leaves" not in noisy:
-                noisy["leaves"] = _noisy(scene, run, choices[0], "leaves", cores)
-            found, traces = _resolve(scene, noisy, ports, cores, family, matcher)
+                noisy["leaves"] = _noisy(tree, run, choices[0], "leaves", cores)
+            found, traces = _resolve(tree, noisy, ports, cores, family, matcher)
         return ports, found, traces
 
-    def astray(ports: Ports) -> dict[int, str]:
-        return Carried(scene, run, matcher, ports, own, mix).failures()
+    def astray(ports: StreamPorts) -> dict[int, str]:
+        return StreamCheck(tree, run, matcher, ports, own, mix).failures()
 
-    (ports, found, traces), failures = _choose(scene, choices, points, astray)
-    failures = failures or _left_open(scene, own, ports, found)
-    proof = Proof(scene, run, matcher, ports, found, traces, own, sites, noisy["children"], mix)
+    (ports, found, traces), failures = _choose(tree, choices, points, astray)
+    failures = failures or _left_open(tree, own, ports, found)
+    proof = Verification(tree, run, matcher, ports, found, traces, own, sites, noisy["children"], mix)
     proof.conclude(cores, failures)
     return sites
 
 
-def _unfit(own: Trace, scene: Scene) -> str:
+def _unfit(own: Trace, tree: ModuleTree) -> str:
     """Why no position has a row of its own in a model's blocks; "" if nothing is against it."""
-    name = type(scene.model).__name__
-    for block in scene.blocks:
+    name = type(tree.model).__name__
+    for block in tree.blocks:
         calls = [c for c in own.blocks[block] if c.local == ""]
         if len(calls) != 1:
             return f"block {block} of {name} runs {len(calls)} times in one pass, so a position has no single row there"
@@ -152,10 +154,10 @@ def _unfit(own: Trace, scene: Scene) -> str:
 
 
 def _choose(
-    scene: Scene,
-    choices: Sequence[Ports],
-    points: Callable[[Ports], Choice],
-    astray: Callable[[Ports], dict[int, str]],
+    tree: ModuleTree,
+    choices: Sequence[StreamPorts],
+    points: Callable[[StreamPorts], Choice],
+    astray: Callable[[StreamPorts], dict[int, str]],
 ) -> tuple[Choice, dict[int, str]]:
     """The choice with most points among those whose stream is all that the blocks hand on, and what is astray in it."""
     ranked: list[tuple[tuple[int, int], Choice, dict[int, str] | None]] = []
@@ -163,7 +165,7 @@ def _choose(
         choice = points(ports)
         found = choice[1]
         # Where a tensor too many is taken for part of the stream, the block's own result seems to be added to it.
-        own = sum(a.module == f"{scene.stack}.{block}" for block, p in found.items() for a in p.anchors.values())
+        own = sum(a.module == f"{tree.stack}.{block}" for block, p in found.items() for a in p.anchors.values())
         full = not own and all(p.complete and p.kind == "sequential" for p in found.values())
         failures = astray(ports) if full else None
         ranked.append(((sum(len(p.anchors) + p.proven for p in found.values()), -own), choice, failures))
@@ -178,15 +180,16 @@ def _choose(
     return tried[0]
 
 
-def _left_open(scene: Scene, own: Trace, ports: Ports, found: dict[int, Points]) -> dict[int, str]:
-    """As `Carried.failures`: of a pipeline stage's only block, which results are the stream its points alone tell."""
-    block, *others = scene.blocks
+def _left_open(tree: ModuleTree, own: Trace, ports: StreamPorts, found: dict[int, BlockPoints]) -> dict[int, str]:
+    """As `StreamCheck.failures`: of a pipeline stage's only block, which results are the stream its points alone
+    tell."""
+    block, *others = tree.blocks
     call = own.blocks[block][0]
     stream = {call.pointers.get(key) for key in (ports.of(call).hidden_out, ports.of(call).residual_out) if key}
     rest = [key for key in call.out if call.pointers[key] not in stream]
     points = found[block]
     told = points.kind != "sequential" or "mlp_out" in points.anchors
-    if others or block + 1 == scene.num_layers or not rest or (points.proven and told):
+    if others or block + 1 == tree.num_layers or not rest or (points.proven and told):
         return {}
     why = (
         f"block {block} hands on {len(call.out)} tensors, and nothing in its pipeline stage tells which are the stream"
@@ -194,22 +197,22 @@ def _left_open(scene: Scene, own: Trace, ports: Ports, found: dict[int, Points])
     return {block: why}
 
 
-def _resolve(scene: Scene, noisy, ports: Ports, cores: set[str], family: Family, matcher: Matcher):
+def _resolve(tree: ModuleTree, noisy, ports: StreamPorts, cores: set[str], family: ModelDescription, matcher: Matcher):
     """Points of every block, by the pass in which most were found, and that pass."""
-    found: dict[int, Points] = {}
+    found: dict[int, BlockPoints] = {}
     traces: dict[int, Trace] = {}
 
     def plain(path: str) -> bool:
-        return all(p.dim() < 2 for p in scene.modules[path].parameters())
+        return all(p.dim() < 2 for p in tree.modules[path].parameters())
 
-    makes = {mode: Makes(ports, cores, plain, matcher) for mode in noisy}
-    for block in scene.blocks:
+    makes = {mode: BlockTypes(ports, cores, plain, matcher) for mode in noisy}
+    for block in tree.blocks:
         for mode, trace in noisy.items():
             calls = trace.blocks[block]
             if family.points:
-                points = _from_family(scene, block, calls, family)
+                points = _from_family(tree, block, calls, family)
                 if not holds(points.anchors, calls, ports, matcher):
-                    points = Points(
+                    points = BlockPoints(
                         refused=dict.fromkeys(INNER_HOOKS, "what the model's description names does not add up")
                     )
             else:
@@ -219,9 +222,9 @@ def _resolve(scene: Scene, noisy, ports: Ports, cores: set[str], family: Family,
     return found, traces
 
 
-def _from_family(scene: Scene, block: int, calls: list[Call], family: Family) -> Points:
-    path = f"{scene.stack}.{block}"
-    points = Points(kind="described")
+def _from_family(tree: ModuleTree, block: int, calls: list[ModuleCall], family: ModelDescription) -> BlockPoints:
+    path = f"{tree.stack}.{block}"
+    points = BlockPoints(kind="described")
     for hook in INNER_HOOKS:
         anchor = family.anchor(hook, path, calls)
         if anchor is None:
@@ -231,12 +234,12 @@ def _from_family(scene: Scene, block: int, calls: list[Call], family: Family) ->
     return points
 
 
-def _ports(own: Trace, scene: Scene) -> list[Ports]:
+def _ports(own: Trace, tree: ModuleTree) -> list[StreamPorts]:
     """What may carry the stream, likeliest first: the tensors that one block hands on and the next is given."""
     pairs: dict[tuple, int] = {}
-    for block in scene.blocks:
+    for block in tree.blocks:
         call = own.blocks[block][0]
-        before = own.blocks[block - 1][0] if block - 1 in scene.blocks else None
+        before = own.blocks[block - 1][0] if block - 1 in tree.blocks else None
         if before is None:
             continue
         given = {call.pointers[k]: k for k in call.args}
@@ -244,30 +247,30 @@ def _ports(own: Trace, scene: Scene) -> list[Ports]:
         if links:
             pairs[links] = pairs.get(links, 0) + 1
     if not pairs:
-        call = own.blocks[min(scene.blocks)][0]
+        call = own.blocks[min(tree.blocks)][0]
         named = {k.name: k for k in call.args}
         hidden = named.get("hidden_states") or (next(iter(call.args)) if len(call.args) == 1 else None)
         outs = call.handed
         if hidden is None or not outs:
             return []
-        residual = named.get("residual") or _residual_of(scene, min(scene.blocks))
+        residual = named.get("residual") or _residual_of(tree, min(tree.blocks))
         second = residual if residual in outs else outs[1] if len(outs) > 1 else None
-        pair = Ports(hidden, outs[0], residual, second) if residual and second else None
-        return [*([pair] if pair else []), Ports(hidden, outs[0])]
+        pair = StreamPorts(hidden, outs[0], residual, second) if residual and second else None
+        return [*([pair] if pair else []), StreamPorts(hidden, outs[0])]
     links = max(pairs, key=lambda p: (pairs[p], len(p)))
     (hidden_out, hidden_in), *more = links
-    found = [Ports(hidden_in, hidden_out, more[0][1], more[0][0])] if more else []
-    return [*found, Ports(hidden_in, hidden_out), *(Ports(i, o) for o, i in more)]
+    found = [StreamPorts(hidden_in, hidden_out, more[0][1], more[0][0])] if more else []
+    return [*found, StreamPorts(hidden_in, hidden_out), *(StreamPorts(i, o) for o, i in more)]
 
 
-def _residual_of(scene: Scene, block: int) -> Key | None:
-    names = parameters_of(scene.blocks[block])
-    return Key("arg", names.index("residual"), "residual") if "residual" in names else None
+def _residual_of(tree: ModuleTree, block: int) -> TensorKey | None:
+    names = parameters_of(tree.blocks[block])
+    return TensorKey("arg", names.index("residual"), "residual") if "residual" in names else None
 
 
-def _noisy(scene: Scene, run: Run, ports: Ports, mode: str, cores: set[str]) -> Trace:
+def _noisy(tree: ModuleTree, run: Run, ports: StreamPorts, mode: str, cores: set[str]) -> Trace:
     """A pass with noise at every block's entrance and wherever a part of it ends."""
-    return _record(Recorder(scene, enter_noise(ports), leave_noise(scene, mode, cores), offset=noise), run)
+    return _record(Recorder(tree, enter_noise(ports), leave_noise(tree, mode, cores), offset=noise), run)
 
 
 def _record(recorder: Recorder, run: Run) -> Trace:

@@ -12,18 +12,18 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from vllm_weir.worker.discovery.anchors import Anchor, Key
+from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.matcher import Matcher, rms
-from vllm_weir.worker.discovery.module_tree import Scene
+from vllm_weir.worker.discovery.module_tree import ModuleTree
 from vllm_weir.worker.discovery.noise import noise
-from vllm_weir.worker.discovery.recorder import Call, Override, Recorder, Trace, value_at
-from vllm_weir.worker.discovery.resolve import Ports
+from vllm_weir.worker.discovery.recorder import ModuleCall, Override, Recorder, Trace, value_at
+from vllm_weir.worker.discovery.resolve import StreamPorts
 
 ROUNDINGS = 2
 """Units of rounding, of the magnitudes that make up the stream, that it may be off after it was summed differently."""
 
 
-class Carried:
+class StreamCheck:
     """The test, for one choice of what carries the stream.
 
     Args:
@@ -34,38 +34,44 @@ class Carried:
     """
 
     def __init__(
-        self, scene: Scene, run: Callable[[], None], matcher: Matcher, ports: Ports, own: Trace, mix: Override
+        self,
+        tree: ModuleTree,
+        run: Callable[[], None],
+        matcher: Matcher,
+        ports: StreamPorts,
+        own: Trace,
+        mix: Override,
     ) -> None:
-        self._scene, self._run, self._m, self._ports, self._own, self._mix = scene, run, matcher, ports, own, mix
-        self._spare = {block: self._spare_of(block) for block in scene.blocks}
+        self._tree, self._run, self._m, self._ports, self._own, self._mix = tree, run, matcher, ports, own, mix
+        self._spare = {block: self._spare_of(block) for block in tree.blocks}
         # What one rounding of what enters a block may grow to, relative to what the block adds.
         self._part = 0.01 if matcher.tolerance < 1e-3 else 0.2
 
     def failures(self) -> dict[int, str]:
         """Block -> why its stream cannot be what was chosen; one more pass, where blocks hand on several tensors."""
-        last = self._scene.num_layers - 1
-        besides = last in self._scene.blocks and bool(self._unclaimed(last))
+        last = self._tree.num_layers - 1
+        besides = last in self._tree.blocks and bool(self._unclaimed(last))
         if self._ports.residual_in is None and not any(self._spare.values()) and not besides:
             return {}
-        recorder = Recorder(self._scene, self._enter, self._mix, self._behind(last))
+        recorder = Recorder(self._tree, self._enter, self._mix, self._behind(last))
         with recorder.recording() as trace:
             self._run()
         names = " and ".join(str(k) for k in (self._ports.hidden_in, self._ports.residual_in) if k is not None)
         what = f"the blocks hand on several tensors, and it could not be shown that the stream is {names}"
-        if last in self._scene.blocks and self._own.root is not None:
+        if last in self._tree.blocks and self._own.root is not None:
             root, was = trace.root, self._own.root
             if root is None or not self._agree(root, was, was, 0 * was):
                 finite = root is not None and bool(root.isfinite().all() and was.isfinite().all())
                 more = "what the model returns depends on more" if finite else "what the model returns is not finite"
                 why = f"{what}: {more}"
-                return dict.fromkeys(self._scene.blocks, why)
+                return dict.fromkeys(self._tree.blocks, why)
         return {
-            b: f"{what}: what leaves block {b} depends on more" for b in self._scene.blocks if not self._alike(b, trace)
+            b: f"{what}: what leaves block {b} depends on more" for b in self._tree.blocks if not self._alike(b, trace)
         }
 
-    def _spare_of(self, block: int) -> dict[Key, Key]:
+    def _spare_of(self, block: int) -> dict[TensorKey, TensorKey]:
         """What the block before this one hands on that is not part of the stream: results -> arguments."""
-        if block - 1 not in self._scene.blocks:
+        if block - 1 not in self._tree.blocks:
             return {}
         before, call = self._own.blocks[block - 1][0], self._own.blocks[block][0]
         ports = self._ports.of(call)
@@ -74,7 +80,7 @@ class Carried:
         given = {call.pointers[k]: k for k in call.args if k not in stream and call.pointers[k] not in taken}
         return {o: given[before.pointers[o]] for o in before.handed if before.pointers[o] in given}
 
-    def _enter(self, block: int, path: str, call: Call, live: Mapping[Key, torch.Tensor]) -> None:
+    def _enter(self, block: int, path: str, call: ModuleCall, live: Mapping[TensorKey, torch.Tensor]) -> None:
         anchor = self._anchor(block, "before")
         own = value_at(self._own.blocks[block], anchor)
         if own is None or anchor.hidden not in live:
@@ -88,9 +94,9 @@ class Carried:
 
     def _behind(self, block: int) -> dict[Anchor, torch.Tensor]:
         """What to add behind the last block: to one part of the stream what is taken from the other, and noise."""
-        if block not in self._scene.blocks:
+        if block not in self._tree.blocks:
             return {}
-        anchor, path = self._anchor(block, "after"), f"{self._scene.stack}.{block}"
+        anchor, path = self._anchor(block, "after"), f"{self._tree.stack}.{block}"
         stream, call = value_at(self._own.blocks[block], anchor), self._own.blocks[block][0]
         if stream is None:
             return {}
@@ -103,7 +109,7 @@ class Carried:
             writes[Anchor(path, "after", key)] = size * noise(f"{path}:{key.index}:spare", stream)
         return writes
 
-    def _unclaimed(self, block: int) -> list[Key]:
+    def _unclaimed(self, block: int) -> list[TensorKey]:
         """What a block hands on besides its stream."""
         anchor, call = self._anchor(block, "after"), self._own.blocks[block][0]
         stream = {call.pointers[k] for k in (anchor.hidden, anchor.residual) if k is not None and k in call.behind}
@@ -130,7 +136,7 @@ class Carried:
         return bool((_row_rms(now - was) <= bound).float().mean() > 0.5)
 
     def _anchor(self, block: int, when: str) -> Anchor:
-        path, call = f"{self._scene.stack}.{block}", self._own.blocks[block][0]
+        path, call = f"{self._tree.stack}.{block}", self._own.blocks[block][0]
         ports = self._ports.of(call)
         if when == "after":
             return Anchor(
@@ -138,7 +144,7 @@ class Carried:
             )
         return Anchor(path, "before", ports.hidden_in, ports.residual_in if ports.residual_in in call.args else None)
 
-    def _magnitude(self, call: Call, anchor: Anchor) -> torch.Tensor:
+    def _magnitude(self, call: ModuleCall, anchor: Anchor) -> torch.Tensor:
         tensors = call.args if anchor.when == "before" else call.behind
         return sum(
             (tensors[k].abs() for k in (anchor.hidden, anchor.residual) if k is not None), start=torch.tensor(0.0)

@@ -10,12 +10,12 @@ import torch
 
 from vllm_weir.schema.hooks import BLOCK_HOOKS, INNER_HOOKS, Site
 from vllm_weir.worker.discovery.anchors import Anchor
-from vllm_weir.worker.discovery.boundary_sites import Ends, runs_again
+from vllm_weir.worker.discovery.boundary_sites import BoundarySites, runs_again
 from vllm_weir.worker.discovery.matcher import Matcher, rms
-from vllm_weir.worker.discovery.module_tree import Scene
+from vllm_weir.worker.discovery.module_tree import ModuleTree
 from vllm_weir.worker.discovery.noise import enter_noise, leave_noise, noise
 from vllm_weir.worker.discovery.recorder import Override, Recorder, Trace, terms_at, value_at
-from vllm_weir.worker.discovery.resolve import Points, Ports, stream_through
+from vllm_weir.worker.discovery.resolve import BlockPoints, StreamPorts, stream_through
 
 if TYPE_CHECKING:
     from vllm_weir.worker.discovery.site_map import SiteMap
@@ -24,7 +24,7 @@ ROUNDINGS = 4
 """Units of rounding that a sum of three tensors may be off."""
 
 
-class Proof:
+class Verification:
     """Turns what was found into verdicts.
 
     Args:
@@ -39,21 +39,21 @@ class Proof:
 
     def __init__(
         self,
-        scene: Scene,
+        tree: ModuleTree,
         run: Callable[[], None],
         matcher: Matcher,
-        ports: Ports,
-        found: Mapping[int, Points],
+        ports: StreamPorts,
+        found: Mapping[int, BlockPoints],
         noisy: Mapping[int, Trace],
         own: Trace,
         sites: SiteMap,
         outer: Trace,
         mix: Override,
     ) -> None:
-        self._scene, self._run, self._m, self._ports = scene, run, matcher, ports
+        self._tree, self._run, self._m, self._ports = tree, run, matcher, ports
         self._found, self._noisy, self._own, self._sites, self._outer = found, noisy, own, sites, outer
-        self._mix, self._shared = mix, scene.shared()
-        self._ends = Ends(scene, matcher, own, outer, sites)
+        self._mix, self._shared = mix, tree.shared()
+        self._ends = BoundarySites(tree, matcher, own, outer, sites)
 
     def conclude(self, cores: set[str], astray: Mapping[int, str]) -> None:
         """Fill the map; `astray`: block -> why what was taken for its stream is not."""
@@ -75,10 +75,10 @@ class Proof:
                     self._sites.refuse((hook,), (block,), runs_again(again[0], times[again[0]]))
                 else:
                     self._sites.anchors[Site(hook, block)] = anchor
-        if 0 in self._scene.blocks:
+        if 0 in self._tree.blocks:
             self._ends.find_embed()
-        if self._scene.num_layers - 1 in self._scene.blocks:
-            self._ends.find_final_norm(self._scene.num_layers - 1)
+        if self._tree.num_layers - 1 in self._tree.blocks:
+            self._ends.find_final_norm(self._tree.num_layers - 1)
         self._check_own()
         self._check_writes(cores)
         self._check_embed()
@@ -86,12 +86,12 @@ class Proof:
 
     def _hand_over(self) -> None:
         """Between two pipeline stages the earlier one, where the stream leaves its last block, serves both names."""
-        for block in self._scene.blocks:
+        for block in self._tree.blocks:
             following = Site("resid_pre", block + 1)
-            if block and block - 1 not in self._scene.blocks:
+            if block and block - 1 not in self._tree.blocks:
                 self._sites.anchors.pop(Site("resid_pre", block), None)
                 self._sites.refused.pop(Site("resid_pre", block), None)
-            if block + 1 in self._scene.blocks or block + 1 == self._scene.num_layers:
+            if block + 1 in self._tree.blocks or block + 1 == self._tree.num_layers:
                 continue
             post = Site("resid_post", block)
             if post in self._sites.anchors:
@@ -100,7 +100,7 @@ class Proof:
                 self._sites.refused[following] = self._sites.refused[post]
 
     def _resolve_stream(self, astray: Mapping[int, str]) -> None:
-        ports, stack = self._ports, self._scene.stack
+        ports, stack = self._ports, self._tree.stack
         for block in self._found:
             if block in astray:
                 self._sites.refuse(BLOCK_HOOKS, (block,), astray[block])
@@ -111,8 +111,8 @@ class Proof:
             before = at.residual_in if at.residual_in in call.args else None
             self._sites.anchors[Site("resid_post", block)] = Anchor(path, "after", at.hidden_out, after)
             self._sites.anchors[Site("resid_pre", block)] = Anchor(path, "before", at.hidden_in, before)
-        for block in self._scene.blocks:
-            if block - 1 not in self._scene.blocks:
+        for block in self._tree.blocks:
+            if block - 1 not in self._tree.blocks:
                 continue
             left = self._value(self._own, block - 1, self._sites.anchors.get(Site("resid_post", block - 1)))
             given = self._value(self._own, block, self._sites.anchors.get(Site("resid_pre", block)))
@@ -168,8 +168,8 @@ class Proof:
             if not writes:
                 continue
             added = {anchor: torch.stack(parts).sum(0) for anchor, parts in writes.items()}
-            enter, leave = enter_noise(self._ports), leave_noise(self._scene, mode, cores)
-            recorder = Recorder(self._scene, enter, leave, added, noise)
+            enter, leave = enter_noise(self._ports), leave_noise(self._tree, mode, cores)
+            recorder = Recorder(self._tree, enter, leave, added, noise)
             with recorder.recording() as trace:
                 self._run()
             for block in blocks:
@@ -226,12 +226,12 @@ class Proof:
     def _check_embed(self) -> None:
         """Add something to the embedding, with the model's own weights."""
         anchor, into = (self._sites.anchors.get(Site(hook, 0)) for hook in ("embed", "resid_pre"))
-        stream = None if 0 not in self._scene.blocks else self._value(self._own, 0, into)
+        stream = None if 0 not in self._tree.blocks else self._value(self._own, 0, into)
         if anchor is None or stream is None:
             return
         # As large as the stream there: next to a large multiplier little things are lost in rounding.
         what = self._what(Site("embed", 0))[: len(stream)] * rms(stream)
-        recorder = Recorder(self._scene, leave=self._mix, writes={anchor: what})
+        recorder = Recorder(self._tree, leave=self._mix, writes={anchor: what})
         with recorder.recording() as trace:
             self._run()
         self._ends.check_embed(trace, what)
@@ -247,7 +247,7 @@ class Proof:
 
     def _what(self, site: Site) -> torch.Tensor:
         """What is added at a site to see where it arrives."""
-        width = self._scene.width
+        width = self._tree.width
         call = next(c for calls in self._own.blocks for c in calls[:1])
         like = call.args[self._ports.of(call).hidden_in]
         return noise(f"write {site}", like.new_zeros(len(like), width))

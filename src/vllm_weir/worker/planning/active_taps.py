@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.taps import tap_of
-from vllm_weir.util.identity_cache import Known
+from vllm_weir.util.identity_cache import IdentityCache
 
 
-class LiveRequests:
+class ActiveTaps:
     """The requests that read or steer something, each with the taps that it needs."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class LiveRequests:
         self._lengths: Counter[int] = Counter()
         """The same lengths, and how often each."""
         self._longest = 0
-        self._mask_of = Known(_mask_of)
+        self._mask_of = IdentityCache(_mask_of)
 
     def join(self, request_id: str, spec: EngineSpec, prompt_len: int) -> None:
         """A request enters."""

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_weir.schema.reductions import COMPLETE, CONTINUED, GROUP
-from vllm_weir.schema.request import Treatment, cell_rows
+from vllm_weir.schema.request import Postprocess, cell_rows
 from vllm_weir.schema.selectors import Selectors, distinct
-from vllm_weir.worker.planning.plan_builder import Draft
-from vllm_weir.worker.planning.row_sequences import Cell, Strand, Strands
-from vllm_weir.worker.planning.site_sets import Profiles
+from vllm_weir.worker.planning.plan_builder import PlanBuilder
+from vllm_weir.worker.planning.row_sequences import ResultCell, RowSequence, RowSequences
+from vllm_weir.worker.planning.site_sets import SiteSets
 
 
 @dataclass
-class Reading:
+class CapturingRequest:
     """A live request's captures."""
 
     request_id: str
@@ -25,14 +25,14 @@ class Reading:
     """Per selector, the columns it wants that this worker fills."""
     most: int
     """Tokens that the request can generate."""
-    treatment: Treatment | None
+    postprocess: Postprocess | None
     directions: int
     """Number of the treatment's directions or codec, -1 for none."""
     profiles: dict[int, int] = field(default_factory=dict)
     """Code -> profile."""
-    strands: dict[int, Strand] = field(default_factory=dict)
+    row_seqs: dict[int, RowSequence] = field(default_factory=dict)
     """Profile -> strand."""
-    fold: Strand | None = None
+    fold: RowSequence | None = None
     """What the prompt's rows are reduced into."""
     fold_profile: int = -1
     folded: int = 0
@@ -41,10 +41,10 @@ class Reading:
     @property
     def folds(self) -> bool:
         """Whether the prompt's rows are reduced."""
-        return self.treatment is not None and self.treatment.folds
+        return self.postprocess is not None and self.postprocess.folds
 
 
-class Reader:
+class CapturePlanner:
     """Plans what readings have recorded.
 
     Args:
@@ -55,11 +55,13 @@ class Reader:
         row_bytes: bytes of a row in ring and arena.
     """
 
-    def __init__(self, profiles: Profiles, strands: Strands, d_model: int) -> None:
-        self._profiles, self._strands, self._d_model = profiles, strands, d_model
+    def __init__(self, profiles: SiteSets, row_seqs: RowSequences, d_model: int) -> None:
+        self._profiles, self._row_seqs, self._d_model = profiles, row_seqs, d_model
         self.row_bytes = 4
 
-    def plan(self, draft: Draft, reading: Reading, reply: int, first: int, start: int, count: int) -> None:
+    def plan(
+        self, draft: PlanBuilder, reading: CapturingRequest, reply: int, first: int, start: int, count: int
+    ) -> None:
         """The request's `count` tokens from position `start` on, tokens `first`, ... of the step."""
         if reading.folds and start < reading.selectors.prompt_len:
             end = min(start + count, reading.selectors.prompt_len)
@@ -69,30 +71,30 @@ class Reader:
         if runs is None:
             self._plan_scattered(draft, reading, reply, first, np.arange(start, start + count))
             return
-        strands = self._strands
+        row_seqs = self._row_seqs
         for code, a, b in runs:
             profile = self.profile(reading, code)
-            strand = self._strand(reading, code, profile, a)
+            row_seq = self._row_seq(reading, code, profile, a)
             token, position = first + a - start, a
-            for rank, row, n in strands.place(strand, b - a):
-                draft.take_run(reply, strand, rank, row, token, position, n, profile)
+            for rank, row, n in row_seqs.place(row_seq, b - a):
+                draft.take_run(reply, row_seq, rank, row, token, position, n, profile)
                 token, position = token + n, position + n
-            strands.last[strand.index] = b - 1
+            row_seqs.last[row_seq.index] = b - 1
             if position < b:
-                draft.drop(reply, strand.number, np.arange(position, b))
+                draft.drop(reply, row_seq.number, np.arange(position, b))
 
-    def leave(self, reading: Reading) -> None:
+    def leave(self, reading: CapturingRequest) -> None:
         """The request has left."""
-        for strand in reading.strands.values():
-            self._strands.close(strand)
+        for row_seq in reading.row_seqs.values():
+            self._row_seqs.close(row_seq)
         if reading.fold is not None:
-            self._strands.close(reading.fold)
+            self._row_seqs.close(reading.fold)
         for profile in reading.profiles.values():
             self._profiles.give_back(profile)
         if reading.fold_profile >= 0:
             self._profiles.give_back(reading.fold_profile)
 
-    def profile(self, reading: Reading, code: int) -> int:
+    def profile(self, reading: CapturingRequest, code: int) -> int:
         """The profile of tokens with `code`; raises WeirError if there are too many."""
         profile = reading.profiles.get(code)
         if profile is None:
@@ -104,24 +106,28 @@ class Reader:
             profile = reading.profiles[code] = self._profiles.take(columns)
         return profile
 
-    def _plan_scattered(self, draft: Draft, reading: Reading, reply: int, first: int, positions: np.ndarray) -> None:
+    def _plan_scattered(
+        self, draft: PlanBuilder, reading: CapturingRequest, reply: int, first: int, positions: np.ndarray
+    ) -> None:
         """As `plan`, of any positions."""
         codes = reading.selectors.codes(positions)
-        strands = self._strands
+        row_seqs = self._row_seqs
         for code in distinct(codes):
             profile = self.profile(reading, int(code))
             at = np.flatnonzero(codes == code)
-            strand = self._strand(reading, int(code), profile, int(positions[at[0]]))
+            row_seq = self._row_seq(reading, int(code), profile, int(positions[at[0]]))
             done = 0
-            for rank, row, count in strands.place(strand, len(at)):
+            for rank, row, count in row_seqs.place(row_seq, len(at)):
                 some = at[done : done + count]
-                draft.take_some(reply, strand, rank, row, first + some, positions[some], profile)
+                draft.take_some(reply, row_seq, rank, row, first + some, positions[some], profile)
                 done += count
-            strands.last[strand.index] = positions[at[-1]]
+            row_seqs.last[row_seq.index] = positions[at[-1]]
             if done < len(at):
-                draft.drop(reply, strand.number, positions[at[done:]])
+                draft.drop(reply, row_seq.number, positions[at[done:]])
 
-    def _fold(self, draft: Draft, reading: Reading, reply: int, offset: int, start: int, end: int) -> None:
+    def _fold(
+        self, draft: PlanBuilder, reading: CapturingRequest, reply: int, offset: int, start: int, end: int
+    ) -> None:
         """Reduce rows of the prompt, at those of the positions from `start` to `end` (not included) that are wanted,
         which are tokens ``offset + position``; all want the same columns."""
         runs = reading.selectors.runs(start, end)
@@ -130,31 +136,31 @@ class Reader:
             positions = positions[reading.selectors.codes(positions) > 0]
         else:
             positions = np.arange(runs[0][1], runs[0][2]) if runs else np.zeros(0, np.int64)
-        assert reading.treatment is not None
-        how, later = reading.treatment.reduce, reading.selectors.count(1, end, reading.selectors.prompt_len)[0]
+        assert reading.postprocess is not None
+        how, later = reading.postprocess.reduce, reading.selectors.count(1, end, reading.selectors.prompt_len)[0]
         if how == "last":
             positions = positions[:0] if later else positions[-1:]
         if not len(positions):
             return
-        strands, columns = self._strands, reading.columns[0]
-        if reading.fold is not None and strands.last[reading.fold.index] >= positions[0]:
-            strands.close(reading.fold)  # computed again after a preemption: all of it
+        row_seqs, columns = self._row_seqs, reading.columns[0]
+        if reading.fold is not None and row_seqs.last[reading.fold.index] >= positions[0]:
+            row_seqs.close(reading.fold)  # computed again after a preemption: all of it
             reading.fold = None
         resumed = 0
         if reading.fold is None:
-            cell = Cell("fold", self._d_model, cell_rows(len(columns), self._d_model, self.row_bytes))
-            reading.fold = strands.open(reading.request_id, reading.reply, columns, 1, 1, cell)
+            cell = ResultCell("fold", self._d_model, cell_rows(len(columns), self._d_model, self.row_bytes))
+            reading.fold = row_seqs.open(reading.request_id, reading.reply, columns, 1, 1, cell)
             reading.folded = 0
         else:
-            same = strands.last[reading.fold.index] // GROUP == positions[0] // GROUP
+            same = row_seqs.last[reading.fold.index] // GROUP == positions[0] // GROUP
             resumed = CONTINUED if same else COMPLETE
         if reading.fold_profile < 0:
             reading.fold_profile = self._profiles.take(columns, folded=True)
-        strands.last[reading.fold.index] = positions[-1]
+        row_seqs.last[reading.fold.index] = positions[-1]
         reading.folded += len(positions)
         row = None
         if not later:
-            placed = strands.place(reading.fold, 1)
+            placed = row_seqs.place(reading.fold, 1)
             if not placed:
                 draft.drop(reply, reading.fold.number, positions[-1:])
                 return
@@ -164,25 +170,27 @@ class Reader:
             how == "max", row,
         )  # fmt: skip
 
-    def _strand(self, reading: Reading, code: int, profile: int, position: int) -> Strand:
-        strand = reading.strands.get(profile)
-        if strand is not None and self._strands.last[strand.index] >= position:
+    def _row_seq(self, reading: CapturingRequest, code: int, profile: int, position: int) -> RowSequence:
+        row_seq = reading.row_seqs.get(profile)
+        if row_seq is not None and self._row_seqs.last[row_seq.index] >= position:
             # Computed again after a preemption: a new strand, so that rows already handed out do not change.
-            self._strands.close(strand)
-            strand = None
-        if strand is None:
+            self._row_seqs.close(row_seq)
+            row_seq = None
+        if row_seq is None:
             prompt_len = reading.selectors.prompt_len
             in_prompt, rows = reading.selectors.count(code, position, prompt_len + reading.most - 1)
             columns, cell = self._profiles.columns_of[profile], None
-            if reading.treatment is not None:
-                if reading.treatment.compression is not None:
-                    record = reading.treatment.compression.record_bytes(self._d_model)
-                    cell = Cell("packed", record, record * len(columns), reading.directions, self.row_bytes)
-                elif reading.treatment.directions:
-                    values = len(reading.treatment.directions)
-                    cell = Cell("scores", values, cell_rows(len(columns), values, self.row_bytes), reading.directions)
+            if reading.postprocess is not None:
+                if reading.postprocess.compression is not None:
+                    record = reading.postprocess.compression.record_bytes(self._d_model)
+                    cell = ResultCell("packed", record, record * len(columns), reading.directions, self.row_bytes)
+                elif reading.postprocess.directions:
+                    values = len(reading.postprocess.directions)
+                    cell = ResultCell(
+                        "scores", values, cell_rows(len(columns), values, self.row_bytes), reading.directions
+                    )
                 else:
                     in_prompt, rows = 0, rows - in_prompt
-            strand = self._strands.open(reading.request_id, reading.reply, columns, in_prompt, max(rows, 1), cell)
-            reading.strands[profile] = strand
-        return strand
+            row_seq = self._row_seqs.open(reading.request_id, reading.reply, columns, in_prompt, max(rows, 1), cell)
+            reading.row_seqs[profile] = row_seq
+        return row_seq

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_weir.schema.reductions import CELL, COLUMNS, CONTINUED, DONE, FIELDS, GROUP, MAXIMUM, SEEDED
-from vllm_weir.worker.planning.row_sequences import Strand, Strands
-from vllm_weir.worker.planning.step_plan import PACKED, Lookup, StepPlan
+from vllm_weir.worker.planning.row_sequences import RowSequence, RowSequences
+from vllm_weir.worker.planning.step_plan import PACKED, StepPlan, TokenLookup
 
 
 class _Fold(NamedTuple):
@@ -39,11 +39,11 @@ _NO_FOLDS, _NO_RESULTS = np.zeros((0, len(FIELDS)), np.int64), np.zeros((0, 3), 
 
 
 @dataclass
-class Draft:
-    """What the tokens of one step do; numbers of replies are those of `Seats.replies`."""
+class PlanBuilder:
+    """What the tokens of one step do; numbers of replies are those of `SteadyState.replies`."""
 
     size: int
-    lookups: list[Lookup] = field(default_factory=list)
+    lookups: list[TokenLookup] = field(default_factory=list)
     failures: list[tuple[str, str, str]] = field(default_factory=list)
     _tokens: list[np.ndarray] = field(default_factory=list)
     _totals: list[np.ndarray] = field(default_factory=list)
@@ -64,29 +64,29 @@ class Draft:
         self.profiles = np.full(self.size, -1, np.int32)
         self.programs = np.full(self.size, -1, np.int32)
 
-    def take(self, replies, strands: Strands, x: np.ndarray, ranks, tokens, positions) -> None:
+    def take(self, replies, row_seqs: RowSequences, x: np.ndarray, ranks, tokens, positions) -> None:
         """One token each of the strands `x` (by index); all arrays [n]."""
         n = len(tokens)
         jobs = np.empty((n, 5), np.int64)
-        width = strands.width[x]
-        jobs[:, 0], jobs[:, 1], jobs[:, 2] = tokens, strands.origin[x] + ranks * width, width
-        jobs[:, 3], jobs[:, 4] = strands.lead[x], strands.directions[x]
-        self._add(tokens, strands.taken[x], jobs)
+        width = row_seqs.width[x]
+        jobs[:, 0], jobs[:, 1], jobs[:, 2] = tokens, row_seqs.origin[x] + ranks * width, width
+        jobs[:, 3], jobs[:, 4] = row_seqs.lead[x], row_seqs.directions[x]
+        self._add(tokens, row_seqs.taken[x], jobs)
         marks = np.ones((n, 6), np.int64)
-        marks[:, 0], marks[:, 1], marks[:, 2], marks[:, 3] = replies, strands.number[x], ranks, positions
+        marks[:, 0], marks[:, 1], marks[:, 2], marks[:, 3] = replies, row_seqs.number[x], ranks, positions
         self._marks.append(marks)
 
     def take_run(
-        self, reply: int, strand: Strand, rank: int, row: int, token: int, position: int, count: int, profile: int
+        self, reply: int, row_seq: RowSequence, rank: int, row: int, token: int, position: int, count: int, profile: int
     ) -> None:
         """Rows `rank`.. of one strand, to arena row `row` and on; tokens and positions follow each other."""
         self.profiles[token : token + count] = profile
-        self._rows.append((token, count, row, *strand.shape, reply, strand.number, rank, position))
+        self._rows.append((token, count, row, *row_seq.shape, reply, row_seq.number, rank, position))
 
-    def take_some(self, reply: int, strand: Strand, rank: int, row: int, tokens, positions, profile: int) -> None:
+    def take_some(self, reply: int, row_seq: RowSequence, rank: int, row: int, tokens, positions, profile: int) -> None:
         """As `take_run`, of any `tokens` and `positions` [n] (ascending)."""
         n = len(tokens)
-        width, lead, directions, taken = strand.shape
+        width, lead, directions, taken = row_seq.shape
         self.profiles[tokens] = profile
         jobs = np.empty((n, 5), np.int64)
         jobs[:, 0], jobs[:, 1] = tokens, row + np.arange(n) * width
@@ -96,13 +96,21 @@ class Draft:
                 self._runs.append((self._taken + start, self._taken + end))
         self._add(tokens, np.full(n, taken), jobs)
         self._marks.append(
-            np.array([(reply, strand.number, rank + a, positions[a], b - a, s) for a, b, s in _even(positions)])
+            np.array([(reply, row_seq.number, rank + a, positions[a], b - a, s) for a, b, s in _even(positions)])
         )
 
     def fold(
-        self, reply: int, strand: Strand, profile: int, tokens, positions, resumed: int, count: int, maximum: bool,
+        self,
+        reply: int,
+        row_seq: RowSequence,
+        profile: int,
+        tokens,
+        positions,
+        resumed: int,
+        count: int,
+        maximum: bool,
         row: int | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Reduce the rows of `tokens` at `positions` [n] (ascending), `count` with those before; the result goes to
         arena row `row`, if there are no more to come. `resumed`: as in `vllm_weir.worker.tap.reductions`."""
         groups = positions // GROUP
@@ -114,11 +122,11 @@ class Draft:
             spans[0] += SEEDED
         of = np.arange(len(heads)).repeat(lasts - heads + 1)
         self.profiles[tokens] = profile
-        columns, width = len(strand.columns), strand.shape[0]
-        numbers = (strand.number, 0, len(heads), columns, resumed, count, row is not None, maximum)
+        columns, width = len(row_seq.columns), row_seq.shape[0]
+        numbers = (row_seq.number, 0, len(heads), columns, resumed, count, row is not None, maximum)
         self._folds.append(_Fold(tokens, spans, of * width, numbers, len(heads) * width, row, width))
         if row is not None:
-            self._marks.append(np.array([(reply, strand.number, 0, positions[-1], 1, 1)]))
+            self._marks.append(np.array([(reply, row_seq.number, 0, positions[-1], 1, 1)]))
 
     def drop(self, reply: int, number: int, positions) -> None:
         """Rows that found no room."""
@@ -174,9 +182,23 @@ class Draft:
             packs, jobs, runs = jobs[packed & (jobs[:, 2] > 0)], jobs[~packed], []
         marks, steered = _by_reply(self._marks, replies), _by_reply(self._steered, replies)
         return StepPlan(
-            slots, self.profiles, self.programs, rows, tokens, jobs, runs, marks, steered, self.lookups,
-            self.failures, packs, spans, cells, folds, results,
-        )  # fmt: skip
+            slots,
+            self.profiles,
+            self.programs,
+            rows,
+            tokens,
+            jobs,
+            runs,
+            marks,
+            steered,
+            self.lookups,
+            self.failures,
+            packs,
+            spans,
+            cells,
+            folds,
+            results,
+        )
 
     def _place_folds(self, slots: np.ndarray, spans: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
         """Ring rows that groups take, and `folds` and `results` of the plan."""

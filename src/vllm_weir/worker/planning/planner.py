@@ -5,8 +5,8 @@ first wanted column); the column at place k of the profile goes to ring row ``sl
 written. A token that is steered gets a *program*. Where the rows go from the ring is said by `jobs`.
 
 Most tokens of most steps are the one new token of a request for which nothing changes any more from token to token:
-those are planned all at once from the arrays of `Seats`, and a step that only repeats the last one is not planned at
-all. The others are planned one request after the other.
+those are planned all at once from the arrays of `SteadyState`, and a step that only repeats the last one is not
+planned at all. The others are planned one request after the other.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.interventions import Move
+from vllm_weir.schema.interventions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec
-from vllm_weir.schema.selectors import Choice
+from vllm_weir.schema.selectors import SelectorSet
 from vllm_weir.schema.taps import column_of
-from vllm_weir.util.identity_cache import Known
+from vllm_weir.util.identity_cache import IdentityCache
 from vllm_weir.worker.planning.arena import Arena
-from vllm_weir.worker.planning.capture_planner import Reader, Reading
-from vllm_weir.worker.planning.plan_builder import Draft
-from vllm_weir.worker.planning.row_sequences import Strands
-from vllm_weir.worker.planning.site_sets import Profiles
-from vllm_weir.worker.planning.steady_state import Seats
-from vllm_weir.worker.planning.steering_planner import Steerer, Steering
-from vllm_weir.worker.planning.step_plan import Repeat, StepPlan
+from vllm_weir.worker.planning.capture_planner import CapturePlanner, CapturingRequest
+from vllm_weir.worker.planning.plan_builder import PlanBuilder
+from vllm_weir.worker.planning.row_sequences import RowSequences
+from vllm_weir.worker.planning.site_sets import SiteSets
+from vllm_weir.worker.planning.steady_state import SteadyState
+from vllm_weir.worker.planning.steering_planner import SteeredRequest, SteeringPlanner
+from vllm_weir.worker.planning.step_plan import RepeatedSteps, StepPlan
 from vllm_weir.worker.steering.programs import ProgramTable
 
 ESTIMATE = 4096
@@ -58,18 +58,18 @@ class Planner:
         num_columns: int,
         max_profiles: int,
         table: ProgramTable,
-        strands: Strands | None = None,
+        row_seqs: RowSequences | None = None,
     ) -> None:
         self.columns = columns
-        self.strands = strands or Strands(Arena(1 << 50))
-        self.profiles = Profiles(max_profiles, num_columns)
-        self.reader = Reader(self.profiles, self.strands, table.vectors.shape[1])
-        self.steerer = Steerer(table, self.strands)
-        self.reading: dict[str, Reading] = {}
-        self.steering: dict[str, Steering] = {}
-        self.seats = Seats()
-        self._repeat: Repeat | None = None
-        self._wanted = Known(self._wanted_of)
+        self.row_seqs = row_seqs or RowSequences(Arena(1 << 50))
+        self.profiles = SiteSets(max_profiles, num_columns)
+        self.reader = CapturePlanner(self.profiles, self.row_seqs, table.vectors.shape[1])
+        self.steering_planner = SteeringPlanner(table, self.row_seqs)
+        self.reading: dict[str, CapturingRequest] = {}
+        self.steering: dict[str, SteeredRequest] = {}
+        self.seats = SteadyState()
+        self._repeat: RepeatedSteps | None = None
+        self._wanted = IdentityCache(self._wanted_of)
 
     def read(
         self,
@@ -90,36 +90,38 @@ class Planner:
         if wanted is not None:
             choice, columns = wanted
             selectors = choice.of(prompt_len, prompt_ids)
-            self.reading[request_id] = Reading(
-                request_id, reply, selectors, columns, min(most, ESTIMATE), spec.treatment, directions
+            self.reading[request_id] = CapturingRequest(
+                request_id, reply, selectors, columns, min(most, ESTIMATE), spec.postprocess, directions
             )
             self.seats.take(request_id, reply)
 
-    def _wanted_of(self, spec: ResolvedSpec) -> tuple[Choice, list[tuple[int, ...]]] | None:
+    def _wanted_of(self, spec: ResolvedSpec) -> tuple[SelectorSet, list[tuple[int, ...]]] | None:
         """The selectors of a spec, and the columns that each wants of this worker; thousands of requests share one."""
         by_positions: dict[Positions, set[int]] = {}
-        for wish in spec.wishes:
-            column = column_of(wish.site, wish.before)
+        for site_request in spec.site_requests:
+            column = column_of(site_request.site, site_request.before)
             if column in self.columns:
-                by_positions.setdefault(wish.positions, set()).add(column)
+                by_positions.setdefault(site_request.positions, set()).add(column)
         if not by_positions:
             return None
-        return Choice(tuple(by_positions)), [tuple(sorted(columns)) for columns in by_positions.values()]
+        return SelectorSet(tuple(by_positions)), [tuple(sorted(columns)) for columns in by_positions.values()]
 
     def steer(
         self,
         request_id: str,
         reply: str,
-        moves: Sequence[Move],
+        moves: Sequence[ResolvedIntervention],
         prompt_len: int,
         prompt_ids: Sequence[int] | None,
         fetch: Callable,
         salt: str = "",
     ) -> None:
         """Start steering a request; raises WeirError if the tables cannot hold it. `fetch`, `salt`: as for
-        `Steerer.join`."""
+        `SteeringPlanner.join`."""
         self._end_repeat()
-        self.steering[request_id] = self.steerer.join(request_id, reply, moves, prompt_len, prompt_ids, fetch, salt)
+        self.steering[request_id] = self.steering_planner.join(
+            request_id, reply, moves, prompt_len, prompt_ids, fetch, salt
+        )
         self.seats.take(request_id, reply)
 
     def resume(self, request_ids: Iterable[str]) -> None:
@@ -138,7 +140,7 @@ class Planner:
         if reading is not None:
             self.reader.leave(reading)
         if steering is not None:
-            self.steerer.leave(steering)
+            self.steering_planner.leave(steering)
         self.seats.leave(request_id)
 
     def plan(
@@ -157,7 +159,7 @@ class Planner:
         if self._repeat is not None and self._repeat.goes_on(request_ids, counts, computed):
             return self._repeat.next()
         self._end_repeat()
-        draft = Draft(int(counts.sum()))
+        draft = PlanBuilder(int(counts.sum()))
         firsts = np.cumsum(counts) - counts
         seats = self.seats.of(request_ids)
         steady = (counts == 1) & (computed >= self.seats.ready[seats])
@@ -172,31 +174,31 @@ class Planner:
             self._plan_one(draft, request_ids[k], *at)
         plan = draft.finish(self.seats.replies)
         if not len(others) and len(counts) == draft.size:
-            x = self.seats.strand[seats[followed]]
-            self._repeat = Repeat(request_ids, computed, plan, self.strands, x[x >= 0])
+            x = self.seats.row_seq[seats[followed]]
+            self._repeat = RepeatedSteps(request_ids, computed, plan, self.row_seqs, x[x >= 0])
         return plan
 
     def _end_repeat(self) -> None:
         self._repeat = None
-        self.strands.catch_up()
+        self.row_seqs.catch_up()
 
-    def _plan_steady(self, draft: Draft, seats, firsts, computed) -> np.ndarray:
+    def _plan_steady(self, draft: PlanBuilder, seats, firsts, computed) -> np.ndarray:
         """Plan tokens of requests that go on as they did; returns for which of them that was possible."""
-        of, strands = self.seats, self.strands
-        at = of.strand[seats]
+        of, row_seqs = self.seats, self.row_seqs
+        at = of.row_seq[seats]
         reads = at >= 0
         x = at[reads]
         fits = np.ones(len(seats), bool)
-        fits[reads] = (strands.rank[x] < strands.limit[x]) & (strands.last[x] < computed[reads])
+        fits[reads] = (row_seqs.rank[x] < row_seqs.limit[x]) & (row_seqs.last[x] < computed[reads])
         if not fits.all():
             seats, firsts, computed, reads = seats[fits], firsts[fits], computed[fits], reads[fits]
-            x = of.strand[seats][reads]
+            x = of.row_seq[seats][reads]
         if len(x):
-            rank, tokens, positions = strands.rank[x], firsts[reads], computed[reads]
+            rank, tokens, positions = row_seqs.rank[x], firsts[reads], computed[reads]
             draft.profiles[tokens] = of.profile[seats[reads]]
-            draft.take(of.reply[seats[reads]], strands, x, rank, tokens, positions)
-            strands.rank[x] += 1
-            strands.last[x] = positions
+            draft.take(of.reply[seats[reads]], row_seqs, x, rank, tokens, positions)
+            row_seqs.rank[x] += 1
+            row_seqs.last[x] = positions
         programs = of.program[seats]
         draft.programs[firsts] = programs
         vouched = of.group[seats] >= 0
@@ -204,7 +206,7 @@ class Planner:
             draft.steer(of.reply[seats[vouched]], of.group[seats[vouched]], computed[vouched])
         return fits
 
-    def _plan_one(self, draft: Draft, request_id: str, first: int, computed: int, count: int) -> None:
+    def _plan_one(self, draft: PlanBuilder, request_id: str, first: int, computed: int, count: int) -> None:
         """One request's tokens; if that fails, it is followed no longer."""
         reading, steering = self.reading.get(request_id), self.steering.get(request_id)
         seat = self.seats.number(request_id)
@@ -213,31 +215,33 @@ class Planner:
             if reading is not None:
                 self.reader.plan(draft, reading, reply, first, computed, count)
             if steering is not None:
-                self.steerer.plan(draft, steering, reply, first, computed, count)
+                self.steering_planner.plan(draft, steering, reply, first, computed, count)
             self._settle(seat, reading, steering, computed + count)
         except WeirError as e:
             draft.failures.append((self.seats.replies[reply], request_id, str(e)))
             draft.forget(first, count)
             self.remove(request_id)
             if steering is not None:
-                self.steerer.leftovers.add(steering.keyed, computed)
+                self.steering_planner.leftovers.add(steering.keyed, computed)
 
-    def _settle(self, seat: int, reading: Reading | None, steering: Steering | None, following: int) -> None:
+    def _settle(
+        self, seat: int, reading: CapturingRequest | None, steering: SteeredRequest | None, following: int
+    ) -> None:
         """Let the next tokens be planned with everybody's, if nothing changes any more from `following` on."""
-        strand = profile = program = group = -1
+        row_seq = profile = program = group = -1
         if reading is not None:
             start, code = reading.selectors.steady
             if following < start:
                 return self.seats.wait(seat)
             if code:
                 profile = reading.profiles.get(code, -1)
-                if profile not in reading.strands:
+                if profile not in reading.row_seqs:
                     return self.seats.wait(seat)
-                strand = reading.strands[profile].index
+                row_seq = reading.row_seqs[profile].index
         if steering is not None:
             start, code = steering.selectors.steady
             if following < start or steering.recipe.varies(code):
                 return self.seats.wait(seat)
-            group, program = self.steerer.at(steering, code)
-        self.seats.settle(seat, following, strand, profile, program, group)
+            group, program = self.steering_planner.at(steering, code)
+        self.seats.settle(seat, following, row_seq, profile, program, group)
         return None

@@ -28,8 +28,8 @@ PROMPT_SHARE = 2
 
 
 @dataclass
-class Strand:
-    """One strand; its counters stand in the arrays of `Strands` at `index`."""
+class RowSequence:
+    """One strand; its counters stand in the arrays of `RowSequences` at `index`."""
 
     number: int
     index: int
@@ -45,7 +45,7 @@ class Strand:
 
 
 @dataclass(frozen=True)
-class Cell:
+class ResultCell:
     """What a strand holds of a token (or of all of them) instead of rows: [columns, values] float32.
 
     Attributes:
@@ -63,7 +63,7 @@ class Cell:
     grain: int = 1
 
 
-class Strands:
+class RowSequences:
     """The live strands of one worker.
 
     Attributes:
@@ -76,8 +76,8 @@ class Strands:
     def __init__(self, arena: Arena, patience: float | None = 0.0) -> None:
         self.arena = arena
         self.patience = patience
-        self.live: dict[int, Strand] = {}
-        self.news: dict[str, messages.News] = {}
+        self.live: dict[int, RowSequence] = {}
+        self.layout_updates: dict[str, messages.LayoutUpdate] = {}
         self.grant: Callable[[str, int, int], None] = lambda reply, start, rows: None
         self.epoch = 0
         self._lag: tuple[np.ndarray, int] | None = None
@@ -110,7 +110,7 @@ class Strands:
     grain: np.ndarray
     """Units of `width` in an arena row: 1, or the bytes of a row for a packed strand."""
     directions: np.ndarray
-    """Number of the directions that a cell's products are with, -1 for none; see `Cell`."""
+    """Number of the directions that a cell's products are with, -1 for none; see `ResultCell`."""
     last: np.ndarray
     """Position of the latest row."""
 
@@ -121,8 +121,8 @@ class Strands:
         columns: tuple[int, ...],
         prompt_rows: int,
         most_rows: int,
-        cell: Cell | None = None,
-    ) -> Strand:
+        cell: ResultCell | None = None,
+    ) -> RowSequence:
         """A new strand, still without room; with a `cell` it holds that instead of rows."""
         self.catch_up()
         if not self._free:
@@ -133,32 +133,32 @@ class Strands:
         else:
             taken = len(columns) + (0 if cell.kind == "packed" else cell.rows)
             shape = (cell.rows, len(columns), cell.directions, taken)
-        strand = Strand(next(self._numbers), index, request_id, reply, columns, prompt_rows, most_rows, shape)
-        self.live[index] = strand
-        self.number[index] = strand.number
+        row_seq = RowSequence(next(self._numbers), index, request_id, reply, columns, prompt_rows, most_rows, shape)
+        self.live[index] = row_seq
+        self.number[index] = row_seq.number
         self.rank[index] = self.limit[index] = self.origin[index] = 0
         self.width[index], self.lead[index], self.directions[index], self.taken[index] = shape
         self.grain[index] = cell.grain if cell else 1
         self.last[index] = -1
-        self.news_for(reply).opened.append(
-            messages.Opened(
-                strand.number,
+        self.layout_updates_for(reply).opened.append(
+            messages.SequenceOpened(
+                row_seq.number,
                 request_id,
                 list(columns),
                 *((cell.kind, cell.values, cell.rows) if cell else ()),
             )
         )
-        return strand
+        return row_seq
 
-    def close(self, strand: Strand) -> None:
+    def close(self, row_seq: RowSequence) -> None:
         """No more rows will come."""
         self.catch_up()
-        self._retire(strand)
-        self.news_for(strand.reply).closed.append(strand.number)
-        del self.live[strand.index]
-        self._free.append(strand.index)
+        self._retire(row_seq)
+        self.layout_updates_for(row_seq.reply).closed.append(row_seq.number)
+        del self.live[row_seq.index]
+        self._free.append(row_seq.index)
 
-    def place(self, strand: Strand, rows: int) -> list[tuple[int, int, int]]:
+    def place(self, row_seq: RowSequence, rows: int) -> list[tuple[int, int, int]]:
         """Room for the next `rows` ranks: (first rank, its arena row (byte if packed), count) per extent.
 
         Fewer ranks than asked for are placed if there is no room for the rest and rows may be dropped.
@@ -168,9 +168,9 @@ class Strands:
         """
         self.catch_up()
         placed = []
-        i = strand.index
+        i = row_seq.index
         while rows:
-            if self.rank[i] == self.limit[i] and not self._extend(strand, rows):
+            if self.rank[i] == self.limit[i] and not self._extend(row_seq, rows):
                 if self.patience is None:
                     break
                 raise WeirError(
@@ -188,8 +188,8 @@ class Strands:
     def retire_all(self) -> None:
         """Close every extent, so that readers can take their rows out; strands go on in new ones."""
         self.catch_up()
-        for strand in self.live.values():
-            self._retire(strand)
+        for row_seq in self.live.values():
+            self._retire(row_seq)
 
     def lag_by(self, x: np.ndarray, rows: int) -> None:
         """The strands `x` (by index) have so many rows more than `rank` and `last` say, until `catch_up`.
@@ -207,19 +207,19 @@ class Strands:
             self.rank[x] += rows
             self.last[x] += rows
 
-    def take_news(self) -> dict[str, messages.News]:
+    def take_layout_updates(self) -> dict[str, messages.LayoutUpdate]:
         """What readers must be told; it is told once."""
-        news, self.news = self.news, {}
-        return news
+        layout_updates, self.layout_updates = self.layout_updates, {}
+        return layout_updates
 
-    def _extend(self, strand: Strand, rows: int) -> bool:
-        i, width, share = strand.index, int(self.width[strand.index]), EXTENT_SHARE
+    def _extend(self, row_seq: RowSequence, rows: int) -> bool:
+        i, width, share = row_seq.index, int(self.width[row_seq.index]), EXTENT_SHARE
         rank = int(self.rank[i])
-        if rank < strand.prompt_rows:
-            generous = strand.prompt_rows - rank + min(FIRST_GENERATED, strand.most_rows - strand.prompt_rows)
+        if rank < row_seq.prompt_rows:
+            generous = row_seq.prompt_rows - rank + min(FIRST_GENERATED, row_seq.most_rows - row_seq.prompt_rows)
             share = PROMPT_SHARE
         else:
-            generous = min(max(FIRST_GENERATED, rank), strand.most_rows - rank)
+            generous = min(max(FIRST_GENERATED, rank), row_seq.most_rows - rank)
         if self.arena.pressure > CROWDED:
             generous = max(rows, 16)
         grain = int(self.grain[i])
@@ -232,24 +232,24 @@ class Strands:
             start = self.arena.allocate(-(-size * width // grain), self.patience)
         if start is None:
             return False
-        self.grant(strand.reply, start, -(-size * width // grain))
-        self._retire(strand)
-        strand.extents.append((start, rank, size))
+        self.grant(row_seq.reply, start, -(-size * width // grain))
+        self._retire(row_seq)
+        row_seq.extents.append((start, rank, size))
         self.limit[i], self.origin[i] = rank + size, start * grain - rank * width
-        self.news_for(strand.reply).placed.append(messages.Placed(strand.number, rank, size, start))
+        self.layout_updates_for(row_seq.reply).placed.append(messages.ExtentPlaced(row_seq.number, rank, size, start))
         return True
 
-    def _retire(self, strand: Strand) -> None:
-        if strand.extents:
-            rank, news = int(self.rank[strand.index]), self.news_for(strand.reply)
-            for start, first, _ in strand.extents:
-                news.retired.append(messages.Retired(strand.number, first, rank - first, start))
-            strand.extents.clear()
-            self.limit[strand.index] = rank
+    def _retire(self, row_seq: RowSequence) -> None:
+        if row_seq.extents:
+            rank, layout_updates = int(self.rank[row_seq.index]), self.layout_updates_for(row_seq.reply)
+            for start, first, _ in row_seq.extents:
+                layout_updates.retired.append(messages.ExtentRetired(row_seq.number, first, rank - first, start))
+            row_seq.extents.clear()
+            self.limit[row_seq.index] = rank
 
-    def news_for(self, reply: str) -> messages.News:
+    def layout_updates_for(self, reply: str) -> messages.LayoutUpdate:
         """What this reader will be told."""
-        news = self.news.get(reply)
-        if news is None:
-            news = self.news[reply] = messages.News()
-        return news
+        layout_updates = self.layout_updates.get(reply)
+        if layout_updates is None:
+            layout_updates = self.layout_updates[reply] = messages.LayoutUpdate()
+        return layout_updates

@@ -7,7 +7,7 @@ import numpy as np
 from vllm_weir.errors import WeirError
 
 
-class Profiles:
+class SiteSets:
     """Profiles by content, counted by the requests that use them.
 
     Attributes:

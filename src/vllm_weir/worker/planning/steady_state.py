@@ -10,7 +10,7 @@ import numpy as np
 from vllm_weir.schema.selectors import NEVER
 
 
-class Seats:
+class SteadyState:
     """One seat for every live request with Weir's keys; seat 0 stands for all the others.
 
     Attributes (arrays by seat):
@@ -30,7 +30,7 @@ class Seats:
         self._grow(64)
 
     ready: np.ndarray
-    strand: np.ndarray
+    row_seq: np.ndarray
     profile: np.ndarray
     program: np.ndarray
     group: np.ndarray
@@ -73,14 +73,14 @@ class Seats:
         """What follows is not the same for every token."""
         self.ready[seat] = NEVER
 
-    def settle(self, seat: int, ready: int, strand: int, profile: int, program: int, group: int) -> None:
+    def settle(self, seat: int, ready: int, row_seq: int, profile: int, program: int, group: int) -> None:
         """This holds for every token from position `ready` on."""
-        self.ready[seat], self.strand[seat], self.profile[seat] = ready, strand, profile
+        self.ready[seat], self.row_seq[seat], self.profile[seat] = ready, row_seq, profile
         self.program[seat], self.group[seat] = program, group
 
     def _grow(self, size: int) -> None:
         old = len(self.ready) if self._of else 1
-        for name in ("ready", "strand", "profile", "program", "group", "reply"):
+        for name in ("ready", "row_seq", "profile", "program", "group", "reply"):
             array = np.full(size, NEVER if name == "ready" else -1, np.int64)
             if self._of:
                 array[:old] = getattr(self, name)

@@ -10,20 +10,20 @@ import numpy as np
 
 from vllm_weir import messages
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.interventions import Move
-from vllm_weir.schema.selectors import Choice, Selectors, distinct
-from vllm_weir.util.identity_cache import Known
-from vllm_weir.worker.planning.plan_builder import Draft
-from vllm_weir.worker.planning.row_sequences import Strands
-from vllm_weir.worker.planning.step_plan import Lookup
+from vllm_weir.schema.interventions import ResolvedIntervention
+from vllm_weir.schema.selectors import Selectors, SelectorSet, distinct
+from vllm_weir.util.identity_cache import IdentityCache
+from vllm_weir.worker.planning.plan_builder import PlanBuilder
+from vllm_weir.worker.planning.row_sequences import RowSequences
+from vllm_weir.worker.planning.step_plan import TokenLookup
 from vllm_weir.worker.steering.programs import ProgramTable
-from vllm_weir.worker.steering.unsteered_kv import Keyed, Leftovers
+from vllm_weir.worker.steering.unsteered_kv import SteeredKeys, UnsteeredKV
 
 FEW = 64
 """Instructions of moves whose recipe is remembered: there are up to `known.MOST` such."""
 
 
-class Recipe:
+class SteeringRecipe:
     """What requests with the same moves have in common on this worker.
 
     Attributes:
@@ -34,16 +34,16 @@ class Recipe:
         by_position: whether a move has an instruction for each position.
     """
 
-    def __init__(self, moves: tuple[Move, ...], table: ProgramTable) -> None:
+    def __init__(self, moves: tuple[ResolvedIntervention, ...], table: ProgramTable) -> None:
         bits = {positions: bit for bit, positions in enumerate(dict.fromkeys(m.positions for m in moves))}
-        self.choice = Choice(tuple(bits))
+        self.choice = SelectorSet(tuple(bits))
         self.moves = [(m, m.digest, bits[m.positions]) for m in moves]
         self.local = frozenset(k for k, m in enumerate(moves) if table.local(m))
         self.vectors = tuple(sorted({d for k in self.local for d in moves[k].vectors}))
         self.by_position = any(m.per_position for m in moves)
         self._by_token = any(m.positions.needs_token_ids for m in moves)
         self._active: dict[int, tuple[int, ...]] = {}
-        self._programs: dict[int, tuple[tuple, list[tuple[Move, str, int]]]] = {}
+        self._programs: dict[int, tuple[tuple, list[tuple[ResolvedIntervention, str, int]]]] = {}
 
     def active(self, code: int) -> tuple[int, ...]:
         """The moves that apply at positions with `code`."""
@@ -59,7 +59,7 @@ class Recipe:
         moves = [self.moves[k][0] for k in self.active(code)]
         return any(move.per_position or move.positions.needs_token_ids for move in moves)
 
-    def program(self, code: int) -> tuple[tuple, list[tuple[Move, str, int]]]:
+    def program(self, code: int) -> tuple[tuple, list[tuple[ResolvedIntervention, str, int]]]:
         """(identity, moves with their digests and ranks) of what is done at all positions with `code`."""
         found = self._programs.get(code)
         if found is None:
@@ -69,14 +69,14 @@ class Recipe:
 
 
 @dataclass
-class Steering:
+class SteeredRequest:
     """A live request's moves."""
 
     request_id: str
     reply: str
     selectors: Selectors
-    recipe: Recipe
-    keyed: Keyed
+    recipe: SteeringRecipe
+    keyed: SteeredKeys
     entered: bool = False
     """Whether it is known from where on its positions are computed here."""
     programs: dict[tuple, tuple[object, int]] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Steering:
     """Code -> (group, program) at all positions with it, as far as they follow from it."""
 
 
-class Steerer:
+class SteeringPlanner:
     """Plans what steerings change.
 
     Args:
@@ -99,39 +99,43 @@ class Steerer:
         leftovers: what is in the prefix cache without having been steered as its keys say.
     """
 
-    def __init__(self, table: ProgramTable, strands: Strands) -> None:
-        self.table, self._strands = table, strands
+    def __init__(self, table: ProgramTable, row_seqs: RowSequences) -> None:
+        self.table, self._row_seqs = table, row_seqs
         self.vouches = True
-        self.leftovers = Leftovers()
+        self.leftovers = UnsteeredKV()
         self._group_numbers = itertools.count()
-        self._recipes: Known[tuple[Move, ...], Recipe] = Known(lambda moves: Recipe(moves, self.table))
+        self._recipes: IdentityCache[tuple[ResolvedIntervention, ...], SteeringRecipe] = IdentityCache(
+            lambda moves: SteeringRecipe(moves, self.table)
+        )
 
     def join(
         self,
         request_id: str,
         reply: str,
-        moves: Sequence[Move],
+        moves: Sequence[ResolvedIntervention],
         prompt_len: int,
         prompt_ids: Sequence[int] | None,
         fetch: Callable,
         salt: str = "",
-    ) -> Steering:
+    ) -> SteeredRequest:
         """A request's steering; raises WeirError if the tables cannot hold it. `fetch`: digests -> rows; `salt`: of its
         keys in the prefix cache."""
         moves = tuple(moves)
         few = sum(len(m.instructions) for m in moves) <= FEW
-        recipe = self._recipes[moves] if few else Recipe(moves, self.table)
+        recipe = self._recipes[moves] if few else SteeringRecipe(moves, self.table)
         selectors = recipe.choice.of(prompt_len, prompt_ids)
         self.table.hold_vectors(recipe.vectors, fetch)
-        return Steering(request_id, reply, selectors, recipe, Keyed(moves, prompt_len, prompt_ids, salt))
+        return SteeredRequest(request_id, reply, selectors, recipe, SteeredKeys(moves, prompt_len, prompt_ids, salt))
 
-    def leave(self, steering: Steering) -> None:
+    def leave(self, steering: SteeredRequest) -> None:
         """The request has left."""
         for key, _ in steering.programs.values():
             self.table.give_back(key)
         self.table.drop_vectors(steering.recipe.vectors)
 
-    def plan(self, draft: Draft, steering: Steering, reply: int, first: int, start: int, count: int) -> None:
+    def plan(
+        self, draft: PlanBuilder, steering: SteeredRequest, reply: int, first: int, start: int, count: int
+    ) -> None:
         """The request's `count` tokens from position `start` on, tokens `first`, ... of the step."""
         if not steering.entered and start:
             self._take_over(draft, steering, reply, start)
@@ -146,7 +150,7 @@ class Steerer:
                 draft.steer_run(reply, group, a, b - a)
             draft.programs[first + a - start : first + b - start] = program
 
-    def _take_over(self, draft: Draft, steering: Steering, reply: int, start: int) -> None:
+    def _take_over(self, draft: PlanBuilder, steering: SteeredRequest, reply: int, start: int) -> None:
         """Positions before `start` come from the prefix cache, where their keys say that they were steered alike."""
         if self.leftovers.reach(steering.keyed, start):
             raise WeirError(
@@ -161,7 +165,9 @@ class Steerer:
             if group >= 0:
                 draft.steer_some(reply, group, positions[codes == code])
 
-    def _plan_scattered(self, draft: Draft, steering: Steering, reply: int, first: int, positions: np.ndarray) -> None:
+    def _plan_scattered(
+        self, draft: PlanBuilder, steering: SteeredRequest, reply: int, first: int, positions: np.ndarray
+    ) -> None:
         """As `plan`, of any positions, of those chosen by token, and with an instruction for each position."""
         selectors = steering.selectors
         codes = selectors.codes(positions)
@@ -181,14 +187,14 @@ class Steerer:
                 if open_bits and len(unknown):
                     draft.lookups.append(self._lookup(steering, code, open_bits, first + unknown, position))
 
-    def at(self, steering: Steering, code: int) -> tuple[int, int]:
+    def at(self, steering: SteeredRequest, code: int) -> tuple[int, int]:
         """(group, program) of all tokens with `code`, of which that is known to be alike."""
         known = steering.at_code.get(code)
         if known is None:
             known = steering.at_code[code] = self.group(steering, code), self.program(steering, code)
         return known
 
-    def group(self, steering: Steering, code: int) -> int:
+    def group(self, steering: SteeredRequest, code: int) -> int:
         """The number of the moves at positions with `code` that this worker vouches for, or -1 if there are none."""
         if not self.vouches:
             return -1
@@ -200,11 +206,11 @@ class Steerer:
         group = steering.groups.get(vouched)
         if group is None:
             group = steering.groups[vouched] = next(self._group_numbers)
-            news = self._strands.news_for(steering.reply)
-            news.groups.append(messages.Group(group, steering.request_id, list(vouched)))
+            layout_updates = self._row_seqs.layout_updates_for(steering.reply)
+            layout_updates.groups.append(messages.GroupDefined(group, steering.request_id, list(vouched)))
         return group
 
-    def program(self, steering: Steering, code: int, position: int = -1) -> int:
+    def program(self, steering: SteeredRequest, code: int, position: int = -1) -> int:
         """The program of tokens with `code` (at `position`, if that matters), -1 for none; raises WeirError if the
         tables are full."""
         if steering.recipe.by_position:
@@ -219,8 +225,10 @@ class Steerer:
         return held[1]
 
     @staticmethod
-    def _at(steering: Steering, code: int, position: int) -> tuple[tuple, list[tuple[Move, str, int]]]:
-        """As `Recipe.program`, at one position."""
+    def _at(
+        steering: SteeredRequest, code: int, position: int
+    ) -> tuple[tuple, list[tuple[ResolvedIntervention, str, int]]]:
+        """As `SteeringRecipe.program`, at one position."""
         active = []
         for k in steering.recipe.active(code):
             move, digest, _ = steering.recipe.moves[k]
@@ -232,7 +240,9 @@ class Steerer:
             active.append((move, digest, rank))
         return tuple((digest, rank) for _, digest, rank in active), active
 
-    def _lookup(self, steering: Steering, code: int, open_bits: list[int], tokens: np.ndarray, position: int) -> Lookup:
+    def _lookup(
+        self, steering: SteeredRequest, code: int, open_bits: list[int], tokens: np.ndarray, position: int
+    ) -> TokenLookup:
         by_token = [steering.selectors.distinct[bit] for bit in open_bits]
         choices = []
         for combination in range(1 << len(open_bits)):
@@ -243,4 +253,4 @@ class Steerer:
                     chosen &= ~(1 << bit)
             choices.append(self.program(steering, chosen, position) if chosen else -1)
         sets = tuple(selector.numbers for selector in by_token)
-        return Lookup(tokens, sets, np.asarray(choices, np.int32))
+        return TokenLookup(tokens, sets, np.asarray(choices, np.int32))

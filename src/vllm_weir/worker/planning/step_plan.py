@@ -10,14 +10,14 @@ import numpy as np
 
 from vllm_weir.schema.positions import ENDLESS
 from vllm_weir.schema.reductions import FIELDS
-from vllm_weir.worker.planning.row_sequences import Strands
+from vllm_weir.worker.planning.row_sequences import RowSequences
 
 PACKED = -2
 """A job whose number of directions is this or less is sent compressed, by codec ``PACKED - number``."""
 
 
 @dataclass(frozen=True)
-class Lookup:
+class TokenLookup:
     """Tokens whose program hangs on which token they are: bit j of the index into `programs` says whether it is in
     `token_sets` [j]."""
 
@@ -60,7 +60,7 @@ class StepPlan:
     runs: list[tuple[int, int]]
     marks: dict[str, np.ndarray]
     steered: dict[str, np.ndarray]
-    lookups: list[Lookup]
+    lookups: list[TokenLookup]
     failures: list[tuple[str, str, str]]
     packs: np.ndarray = field(default_factory=lambda: np.zeros((0, 5), np.int64))
     spans: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -113,7 +113,7 @@ class StepPlan:
         return self.whole or len(self.packs) > 0
 
 
-class Later(StepPlan):
+class AdvancedPlan(StepPlan):
     """The plan of the `times`-th step after one from which everybody goes on by one position a step.
 
     What hardly any step needs is made when it is looked at.
@@ -175,7 +175,7 @@ def segments_of(jobs: np.ndarray) -> np.ndarray:
     return np.stack([slots[first], rows[first], slots[ends] + widths[ends] - slots[first]], 1)
 
 
-class Repeat:
+class RepeatedSteps:
     """Steps in which everybody goes on as before, one token each: they differ by ones.
 
     Args:
@@ -185,19 +185,19 @@ class Repeat:
     """
 
     def __init__(
-        self, ids: Sequence[str], computed: np.ndarray, plan: StepPlan | None, strands: Strands, x: np.ndarray
+        self, ids: Sequence[str], computed: np.ndarray, plan: StepPlan | None, row_seqs: RowSequences, x: np.ndarray
     ) -> None:
         self._ids, self._following, self._plan = list(ids), computed + 1, plan
         self._ones = np.ones(len(computed), np.int64).tobytes()
-        self._strands, self._x, self._epoch = strands, x, strands.epoch
+        self._row_seqs, self._x, self._epoch = row_seqs, x, row_seqs.epoch
         self._times = 0
-        self._room = int((strands.limit[x] - strands.rank[x]).min()) if len(x) else ENDLESS
+        self._room = int((row_seqs.limit[x] - row_seqs.rank[x]).min()) if len(x) else ENDLESS
 
     def goes_on(self, ids: Sequence[str], counts: np.ndarray, computed: np.ndarray) -> bool:
         """Whether the batch, with int64 arrays, is the last one's, one position on."""
         return (
             self._times < self._room
-            and self._epoch == self._strands.epoch  # else an extent may have been retired
+            and self._epoch == self._row_seqs.epoch  # else an extent may have been retired
             and computed.tobytes() == self._following.tobytes()
             and counts.tobytes() == self._ones
             and self._ids == ids
@@ -208,5 +208,5 @@ class Repeat:
         self._times += 1
         self._following += 1
         if len(self._x):
-            self._strands.lag_by(self._x, self._times)
-        return None if self._plan is None else Later(self._plan, self._times)
+            self._row_seqs.lag_by(self._x, self._times)
+        return None if self._plan is None else AdvancedPlan(self._plan, self._times)

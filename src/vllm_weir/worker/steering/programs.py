@@ -14,8 +14,8 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.interventions import Move
-from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.schema.interventions import ResolvedIntervention
+from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import tap_of
 
 LAST, AFTER_POST = 1, 2
@@ -79,7 +79,7 @@ class ProgramTable:
         vectors: float32 [vectors, d_model].
     """
 
-    def __init__(self, sizes: Sizes, num_taps: int, local_taps: Iterable[int], d_model: int) -> None:
+    def __init__(self, sizes: TableSizes, num_taps: int, local_taps: Iterable[int], d_model: int) -> None:
         self.heads = np.full((sizes.programs, num_taps), -1, np.int32)
         self.ints = np.full((sizes.nodes, len(INT_FIELDS)), -1, np.int32)
         self.floats = np.zeros((sizes.nodes, len(FLOAT_FIELDS)), np.float32)
@@ -92,7 +92,7 @@ class ProgramTable:
         self._free_nodes = list(range(sizes.nodes - 1, -1, -1))
         self._nodes_of: dict[object, list[int]] = {}
 
-    def local(self, move: Move) -> bool:
+    def local(self, move: ResolvedIntervention) -> bool:
         """Whether a move has a site at one of this worker's taps."""
         return bool(self._taps(move.hook, move.layers))
 
@@ -131,7 +131,7 @@ class ProgramTable:
         for digest in digests:
             self._vector_slots.drop(digest)
 
-    def take(self, active: Sequence[tuple[Move, str, int]]) -> tuple[object, int]:
+    def take(self, active: Sequence[tuple[ResolvedIntervention, str, int]]) -> tuple[object, int]:
         """(key, number) of the program for moves in the order given, each with its digest and rank.
 
         A rank is a selected position's number for a move with an instruction per position, else -1. Each `take` needs
@@ -170,7 +170,7 @@ class ProgramTable:
             rows.clear()
         return out
 
-    def _write(self, key: object, number: int, active: Sequence[tuple[Move, str, int]]) -> None:
+    def _write(self, key: object, number: int, active: Sequence[tuple[ResolvedIntervention, str, int]]) -> None:
         chains = self._chains(active)
         if sum(map(len, chains)) > len(self._free_nodes):
             raise IndexError
@@ -193,7 +193,7 @@ class ProgramTable:
         self.changed["ints"].update(used)
         self.changed["floats"].update(used)
 
-    def _chains(self, active: Sequence[tuple[Move, str, int]]) -> dict[tuple, list[int]]:
+    def _chains(self, active: Sequence[tuple[ResolvedIntervention, str, int]]) -> dict[tuple, list[int]]:
         """What happens at a tap, as (instruction, flags) in order -> the taps at which it does."""
         if len(active) == 1:
             ((move, _, rank),) = active
@@ -216,7 +216,7 @@ class ProgramTable:
         return [tap for tap in taps if tap in self._local]
 
 
-def _nodes(move: Move, rank: int) -> tuple:
+def _nodes(move: ResolvedIntervention, rank: int) -> tuple:
     """What a move does at each of its taps (with its `rank`-th instruction alone, or all), as in `_chains`."""
     terms = move.instructions if rank < 0 else move.instructions[rank : rank + 1]
     flags = AFTER_POST if move.hook == "resid_pre" else 0

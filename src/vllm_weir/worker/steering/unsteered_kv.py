@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_weir.core.cache_keys import CacheKeys
-from vllm_weir.schema.interventions import Move
+from vllm_weir.schema.interventions import ResolvedIntervention
 
 MOST = 256
 """Requests that are remembered one by one."""
 
 
 @dataclass(frozen=True)
-class Keyed:
+class SteeredKeys:
     """What the keys of a steered request's KV are made of; `salt`: see `Store.salt`."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[ResolvedIntervention, ...]
     prompt_len: int
     prompt_ids: Sequence[int] | None
     salt: str = ""
@@ -42,28 +42,28 @@ class Keyed:
         return self.prompt_ids[position] if self.prompt_ids is not None and position < self.prompt_len else None
 
 
-class Leftovers:
+class UnsteeredKV:
     """What failed requests have left."""
 
     def __init__(self) -> None:
-        self._left: deque[tuple[Keyed, int]] = deque()
+        self._left: deque[tuple[SteeredKeys, int]] = deque()
         self._forgotten = False
 
-    def add(self, request: Keyed, start: int) -> None:
+    def add(self, request: SteeredKeys, start: int) -> None:
         """The request failed: from position `start` on it was not steered."""
         self._left.append((request, start))
         if len(self._left) > MOST:
             # A salt belongs to one process, which has taken another since; none is what all processes begin with.
             self._forgotten |= not self._left.popleft()[0].salt
 
-    def reach(self, request: Keyed, end: int) -> bool:
+    def reach(self, request: SteeredKeys, end: int) -> bool:
         """Whether any of it may be among the first `end` positions of a request, which came from the cache."""
         if self._forgotten and not request.salt:
             return True
         return any(left.salt == request.salt and _meet(left, start, request, end) for left, start in self._left)
 
 
-def _meet(left: Keyed, start: int, request: Keyed, end: int) -> bool:
+def _meet(left: SteeredKeys, start: int, request: SteeredKeys, end: int) -> bool:
     """Whether keys are equal up to a position before `end` at which `left` was not steered, though it was to be."""
     for position in range(end if start < end else 0):
         known = [t for t in (request.token(position), left.token(position)) if t is not None]

@@ -18,7 +18,7 @@ MOST_AT_ONCE = 1024
 """Vectors in one message."""
 
 
-class Fetcher:
+class VectorFetcher:
     """One request-reply socket per caller, opened when first needed."""
 
     def __init__(self, d_model: int) -> None:
@@ -68,10 +68,10 @@ class Fetcher:
 
     def _ask(self, reply: str, digests: list[str]) -> dict[str, np.ndarray]:
         """Those of the rows that the caller's process has; raises ValueError if it does not answer."""
-        to = messages.Reply.parse(reply)
+        to = messages.ReaderEndpoint.parse(reply)
         try:
             line = self._line(to.vectors)
-            line.send(messages.encode(messages.Wanted(to.token, digests)))
+            line.send(messages.encode(messages.VectorQuery(to.token, digests)))
             frames = line.recv_multipart()
         except zmq.ZMQError as e:
             self._hang_up(to.vectors)

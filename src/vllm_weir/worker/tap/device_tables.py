@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm_weir.util.h2d import upload
-from vllm_weir.worker.planning.step_plan import Lookup, StepPlan
+from vllm_weir.worker.planning.step_plan import StepPlan, TokenLookup
 from vllm_weir.worker.steering.programs import ProgramTable
 
 STAGING = 4
@@ -59,7 +59,7 @@ class PlanWriter:
         if self._cuda:
             self._copied[self._turn].record()
 
-    def _resolve(self, lookup: Lookup, input_ids: torch.Tensor) -> None:
+    def _resolve(self, lookup: TokenLookup, input_ids: torch.Tensor) -> None:
         """Choose programs by the tokens that only the device knows."""
         device = self._plan.device
         tokens = upload(lookup.tokens, device)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from vllm_weir.worker.discovery.anchors import Anchor, Key, pick
-from vllm_weir.worker.tap.op import Switch, numbered
+from vllm_weir.worker.discovery.anchors import Anchor, TensorKey, pick
+from vllm_weir.worker.tap.op import TapSwitch, numbered
 
 _LAYERS, _TAP = "weir_layers", "weir_tap_"
 Forward = Callable[..., Any]
@@ -19,7 +19,7 @@ Layer = Callable[[Forward], Forward]
 """What is done around a call: makes of a forward one that does it too."""
 
 
-def place(model: torch.nn.Module, anchor: Anchor, tap: int, switch: Switch) -> None:
+def place(model: torch.nn.Module, anchor: Anchor, tap: int, switch: TapSwitch) -> None:
     """Tap the stream at `anchor`; taps at one place act in the order in which they are placed.
 
     A pass that is not compiled does not even ask a tap that does not act.
@@ -37,7 +37,7 @@ def place(model: torch.nn.Module, anchor: Anchor, tap: int, switch: Switch) -> N
         _wrap(module, anchor.when, _tap(anchor, name, switch, tap))
 
 
-class Links:
+class ModulePath:
     """Every step on the way from a model to its tapped modules.
 
     Whoever puts another module in the place of one of them (a pruned one, say) puts it where there is no tap.
@@ -103,7 +103,7 @@ def _unbound(module: torch.nn.Module, own: Callable[..., Any]) -> Forward:
     return lambda _self, *args, **kwargs: own(*args, **kwargs)
 
 
-def _tap(anchor: Anchor, name: str, switch: Switch, tap: int) -> Layer:
+def _tap(anchor: Anchor, name: str, switch: TapSwitch, tap: int) -> Layer:
     """The tap at an anchor with nothing beside it, in little code: Dynamo goes through it for every tap."""
     alone, pair = torch.ops.weir.tap.default, torch.ops.weir.tap_residual.default
     both = pair if anchor.offset is None else torch.ops.weir.tap_offset.default
@@ -190,7 +190,7 @@ def _around(when: str, act: Callable[[torch.nn.Module, tuple, dict, Any], None])
     return layer
 
 
-def _beside(anchor: Anchor, name: str, switch: Switch, tap: int, kept: list[torch.Tensor]) -> Layer:
+def _beside(anchor: Anchor, name: str, switch: TapSwitch, tap: int, kept: list[torch.Tensor]) -> Layer:
     """The tap at an anchor beside which stands what an earlier call has left in `kept`."""
 
     def act(module, args, kwargs, output):
@@ -201,7 +201,7 @@ def _beside(anchor: Anchor, name: str, switch: Switch, tap: int, kept: list[torc
     return _around(anchor.when, act)
 
 
-def _keep(key: Key, kept: list[torch.Tensor]) -> Layer:
+def _keep(key: TensorKey, kept: list[torch.Tensor]) -> Layer:
     """Keeps what stands beside, from the call that returns it to the one that is tapped."""
 
     def act(_module, args, kwargs, output):

@@ -46,7 +46,7 @@ ALL = -1
 """Mask of every tap; bit t of a mask stands for tap t."""
 
 
-class Switch:
+class TapSwitch:
     """An engine's taps, and which of them act: in a CUDA graph as they are captured, elsewhere as they run.
 
     A silent tap returns before it launches anything, so a graph captured silently has no trace of it. Must not be
@@ -93,7 +93,7 @@ class Switch:
         return self.mask == ALL or bool(self.mask >> tap & 1)
 
 
-_switches: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionary()
+_switches: weakref.WeakValueDictionary[int, TapSwitch] = weakref.WeakValueDictionary()
 """By the address of a tap's number, the one thing of its engine that an op can be sure of."""
 
 

@@ -15,7 +15,7 @@ from vllm_weir.schema.reductions import CELL, COLUMNS, COMPLETE, CONTINUED, DONE
 from vllm_weir.util.h2d import upload
 
 
-class Folder:
+class TapReducer:
     """Joins what the taps have left in the ring's cells, on CUDA on the current stream.
 
     Args:
@@ -61,9 +61,9 @@ class Folder:
         join(work, self._cells, self._kept)
         self.forget(n for n, over in zip(numbers, done.tolist(), strict=True) if over)
 
-    def forget(self, strands) -> None:
+    def forget(self, row_seqs) -> None:
         """These have ended."""
-        for number in strands:
+        for number in row_seqs:
             if (place := self._places.pop(number, None)) is not None:
                 self._free.setdefault(place[1], []).append(place[0])
         if not self._places:

@@ -10,7 +10,7 @@ from vllm_weir.schema.reductions import FIELDS
 from vllm_weir.worker.tap.op import numbered
 
 
-class Warming:
+class TapWarmup:
     """Compiles what live steps launch: a few kernels, seconds each, most of them spent waiting for ptxas."""
 
     def __init__(self, d_model: int, dtype: torch.dtype, device: torch.device) -> None:

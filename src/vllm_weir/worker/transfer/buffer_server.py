@@ -17,7 +17,7 @@ TIMEOUT = 10.0
 START = struct.Struct("<q")
 
 
-class Link:
+class BufferServer:
     """One stream socket to each reader. It carries the buffer's file descriptor there, and back the starts of pieces
     that the reader has dropped; when it closes, the reader has dropped everything."""
 
@@ -41,7 +41,7 @@ class Link:
     def maps(self, reply: str) -> bool:
         """Whether the reader needs no rows in messages; asked for the first time, the buffer is lent to it."""
         if reply not in self._lent and reply not in self._gone:
-            lent = self._lend(reply, messages.Reply.parse(reply))
+            lent = self._lend(reply, messages.ReaderEndpoint.parse(reply))
             with self._lock:
                 if reply not in self._gone:
                     self._lent.setdefault(reply, set() if lent else None)
@@ -63,14 +63,14 @@ class Link:
         self._wake.send(b"x")
         self._thread.join(timeout=5)
 
-    def _lend(self, reply: str, to: messages.Reply) -> bool:
+    def _lend(self, reply: str, to: messages.ReaderEndpoint) -> bool:
         if not to.arenas:
             return False
         line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         line.settimeout(TIMEOUT)
         try:
             line.connect(to.arenas)
-            hello = messages.encode(messages.Hello(to.token, self._worker, self._host.rows, self._host.row_bytes))
+            hello = messages.encode(messages.WorkerHello(to.token, self._worker, self._host.rows, self._host.row_bytes))
             socket.send_fds(line, [struct.pack("<I", len(hello)) + hello], [self._host.fd])
             if line.recv(1) != b"k":
                 raise OSError("it did not take the buffer")

@@ -10,17 +10,17 @@ import torch
 from vllm_weir.worker.planning.step_plan import StepPlan
 from vllm_weir.worker.transfer.cuda_memcpy import copy_pieces, copy_runs
 from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
-from vllm_weir.worker.transfer.postprocess import Packet
+from vllm_weir.worker.transfer.postprocess import CompressedRecords
 from vllm_weir.worker.transfer.ring import Ring
 
-Treat = Callable[[], list[Packet]]
+Treat = Callable[[], list[CompressedRecords]]
 
 
 def at_once() -> None:
     """What to call for rows that are there already."""
 
 
-class CpuOutlet:
+class CpuCopyOut:
     """Copies at once."""
 
     def __init__(self, ring: Ring, host: HostBuffer) -> None:
@@ -43,7 +43,7 @@ class CpuOutlet:
         return at_once
 
 
-class CudaOutlet:
+class CudaCopyOut:
     """Copies on a side stream; the main stream does not wait.
 
     What is quick is done on the main stream: beside the model's kernels it has cost a step several times what it needs
@@ -57,7 +57,7 @@ class CudaOutlet:
         self._source, self._target = ring.buffer.data_ptr(), host.bytes.data_ptr()
 
     def ship(self, plan: StepPlan, start: int, quick: Treat, treat: Treat) -> Callable[[], None]:
-        """As `CpuOutlet.ship`."""
+        """As `CpuCopyOut.ship`."""
         written, copied = torch.cuda.Event(), torch.cuda.Event()
         packed = quick() if plan.treated else ()
         written.record()
@@ -88,7 +88,7 @@ class CudaOutlet:
             self.stream.cuda_stream,
         )
 
-    def send_packet(self, packet: Packet) -> None:
+    def send_packet(self, packet: CompressedRecords) -> None:
         """Copy compressed records."""
         parts = self._host.split_bytes(packet.pieces)
         source = packet.records.data_ptr()

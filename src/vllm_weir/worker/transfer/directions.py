@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vllm_weir.util.h2d import upload
-from vllm_weir.worker.steering.vector_fetch import Fetcher
+from vllm_weir.worker.steering.vector_fetch import VectorFetcher
 
 
 class Directions:
@@ -18,7 +18,7 @@ class Directions:
         tensors: number -> float32 [m, d_model].
     """
 
-    def __init__(self, fetcher: Fetcher, device: torch.device) -> None:
+    def __init__(self, fetcher: VectorFetcher, device: torch.device) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
         self._fetcher, self._device = fetcher, device
         self._numbers = itertools.count()

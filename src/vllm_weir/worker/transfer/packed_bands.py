@@ -8,10 +8,10 @@ import torch
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.planning.step_plan import PACKED, StepPlan
 from vllm_weir.worker.transfer.codecs import Codec, Codecs
-from vllm_weir.worker.transfer.postprocess import Packet, pieces_of
+from vllm_weir.worker.transfer.postprocess import CompressedRecords, pieces_of
 
 
-class Pack:
+class PackGroup:
     """The tokens of a step that share codec and profile.
 
     Args:
@@ -47,13 +47,13 @@ class Pack:
         records = self._codec.encode(some.reshape(-1, width)).view(tokens, columns, -1)
         self._records[:, place : place + columns] = records
 
-    def packet(self) -> Packet:
+    def packet(self) -> CompressedRecords:
         """All columns' records."""
         size = self._records[0].numel()
-        return Packet(self._records.view(-1), pieces_of(self._places, np.full(len(self._places), size)))
+        return CompressedRecords(self._records.view(-1), pieces_of(self._places, np.full(len(self._places), size)))
 
 
-def packs_of(plan: StepPlan, codecs: Codecs, device: torch.device) -> list[Pack]:
+def packs_of(plan: StepPlan, codecs: Codecs, device: torch.device) -> list[PackGroup]:
     """What a step sends compressed; on CUDA its memory belongs to the current stream."""
     if not len(plan.packs):
         return []
@@ -65,5 +65,5 @@ def packs_of(plan: StepPlan, codecs: Codecs, device: torch.device) -> list[Pack]
         some = np.flatnonzero((numbers == number) & (profiles == profile))
         some = some[np.argsort(lanes[some], kind="stable")]
         width = int(columns[some[0]])
-        packs.append(Pack(codecs[PACKED - number], profile, width, lanes[some], places[some], device))
+        packs.append(PackGroup(codecs[PACKED - number], profile, width, lanes[some], places[some], device))
     return packs

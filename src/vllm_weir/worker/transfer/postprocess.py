@@ -14,7 +14,7 @@ from vllm_weir.worker.transfer.codecs import Codecs
 
 
 @dataclass(frozen=True)
-class Packet:
+class CompressedRecords:
     """Compressed records on their way to the host.
 
     Attributes:
@@ -26,7 +26,7 @@ class Packet:
     pieces: np.ndarray
 
 
-class Treater:
+class Postprocessor:
     """Works on a step's rows in the ring; on CUDA on the current stream.
 
     Args:
@@ -49,7 +49,7 @@ class Treater:
                 directions[number].record_stream(torch.cuda.current_stream())
             self._leave(some, cell, (rows @ directions[number].T).view(len(some), -1))
 
-    def pack(self, plan: StepPlan, start: int, codecs: Codecs, quick: bool) -> list[Packet]:
+    def pack(self, plan: StepPlan, start: int, codecs: Codecs, quick: bool) -> list[CompressedRecords]:
         """The records that the plan wants of the rows from ring row `start` on, a packet for each codec: of those that
         are quick, or of the others."""
         packets = []
@@ -63,7 +63,7 @@ class Treater:
             else:
                 rows = self._ring[self._ranges(firsts, columns)]
             records = codecs[PACKED - number].encode(rows)
-            packets.append(Packet(records, pieces_of(places, sizes)))
+            packets.append(CompressedRecords(records, pieces_of(places, sizes)))
         return packets
 
     def _index(self, slots: np.ndarray, width: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ class Treater:
 
 
 def pieces_of(places: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """As `Packet.pieces`, the fewest: records that follow each other go together."""
+    """As `CompressedRecords.pieces`, the fewest: records that follow each other go together."""
     ends = sizes.cumsum()
     first = np.concatenate([[0], np.flatnonzero(places[1:] != places[:-1] + sizes[:-1]) + 1])
     last = np.concatenate([first[1:], [len(sizes)]]) - 1

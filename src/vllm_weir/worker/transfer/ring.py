@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 
-class Event(Protocol):
+class GpuEvent(Protocol):
     """What is needed of ``torch.cuda.Event``."""
 
     def query(self) -> bool: ...
@@ -27,7 +27,7 @@ class Ring:
         self.capacity = capacity
         self._cursor = self._base = 0
         self._grain = max(1, 4 // self.buffer.element_size())
-        self._leaving: deque[tuple[int, int, Event]] = deque()
+        self._leaving: deque[tuple[int, int, GpuEvent]] = deque()
 
     def take(self, rows: int) -> int:
         """Start of the next piece of `rows` contiguous rows."""
@@ -53,7 +53,7 @@ class Ring:
             for _ in range(last + 1):
                 self._leaving.popleft()
 
-    def leaves(self, start: int, rows: int, copied: Event) -> None:
+    def leaves(self, start: int, rows: int, copied: GpuEvent) -> None:
         """The piece's rows will have left once `copied` has happened."""
         while self._leaving and self._leaving[0][2].query():
             self._leaving.popleft()

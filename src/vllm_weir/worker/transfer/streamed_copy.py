@@ -17,8 +17,8 @@ from vllm_weir.util.h2d import upload
 from vllm_weir.worker.planning.step_plan import StepPlan
 from vllm_weir.worker.tap.triton_kernel import launch
 from vllm_weir.worker.transfer.codecs import Codecs
-from vllm_weir.worker.transfer.copy_out import CudaOutlet
-from vllm_weir.worker.transfer.packed_bands import Pack, packs_of
+from vllm_weir.worker.transfer.copy_out import CudaCopyOut
+from vllm_weir.worker.transfer.packed_bands import PackGroup, packs_of
 from vllm_weir.worker.transfer.ring import Ring
 
 ROWS_IN_A_RUN = 2
@@ -35,7 +35,7 @@ MOST_ORDERS = 8
 
 
 @dataclass(eq=False)
-class Band:
+class ColumnBand:
     """Columns that are sent together: a token's rows of them stand side by side in the ring and in the arena.
 
     Attributes:
@@ -52,10 +52,10 @@ class Band:
     waiting: set[int]
     runs: np.ndarray
     rest: np.ndarray
-    packs: list[tuple[Pack, int]]
+    packs: list[tuple[PackGroup, int]]
 
 
-class Streamer:
+class StreamedCopy:
     """Carries out the taps of one step at a time.
 
     Args:
@@ -70,14 +70,14 @@ class Streamer:
     """
 
     def __init__(
-        self, ring: Ring, outlet: CudaOutlet, ranks: torch.Tensor, taps: dict[int, int], codecs: Codecs
+        self, ring: Ring, outlet: CudaCopyOut, ranks: torch.Tensor, taps: dict[int, int], codecs: Codecs
     ) -> None:
         self._ring, self._outlet, self._taps, self._codecs = ring, outlet, taps, codecs
         self._regions = torch.full_like(ranks, -1)
-        self._bands: dict[int, list[Band]] = {}
-        self._open: list[Band] = []
+        self._bands: dict[int, list[ColumnBand]] = {}
+        self._open: list[ColumnBand] = []
         """Bands that have been begun and are not complete."""
-        self._packs: list[Pack] = []
+        self._packs: list[PackGroup] = []
         self._lanes = 0
         self._listed: torch.Tensor | None = None
         self.stride, self.cells = 1, 0
@@ -98,7 +98,7 @@ class Streamer:
         device = self._regions.device
         with torch.cuda.stream(self._outlet.stream):
             self._packs = packs_of(plan, self._codecs, device)
-        pieces = Pieces(plan)
+        pieces = BandCopies(plan)
         wanted = max(pieces.columns_worth_a_piece, PACKED_TOGETHER if self._packs else 1)
         taps = {column // STAGES for columns in members.values() for column in columns}
         order = next((order for order in self._orders if taps.issubset(order)), ())
@@ -117,7 +117,7 @@ class Streamer:
                 of[p][list(columns)] = np.arange(start, start + len(columns))
             packs = [(pack, places[pack.profile]) for pack in self._packs if pack.profile in places]
             waiting = {column // STAGES for column in columns}
-            band = Band(start, len(columns), waiting, *pieces.of(places, len(columns)), packs)
+            band = ColumnBand(start, len(columns), waiting, *pieces.of(places, len(columns)), packs)
             for tap in waiting:
                 self._bands.setdefault(tap, []).append(band)
         folded = np.unique(plan.profiles[plan.spans != 0]).tolist()
@@ -139,7 +139,7 @@ class Streamer:
             band.waiting.discard(number)
         self._send([band for band in bands if not band.waiting])
 
-    def _claim(self, band: Band) -> None:
+    def _claim(self, band: ColumnBand) -> None:
         if band in self._open:
             return
         rows = self._lanes * self.stride
@@ -148,7 +148,7 @@ class Streamer:
         self._ring.claim(band.start, rows)
         self._open.append(band)
 
-    def _send(self, bands: Sequence[Band]) -> None:
+    def _send(self, bands: Sequence[ColumnBand]) -> None:
         """Let rows that are complete leave."""
         if not bands:
             return
@@ -260,7 +260,7 @@ def _most_at_once(bands: Iterable[tuple[int, ...]]) -> int:
     return max(map(taps.count, taps), default=0)
 
 
-class Pieces:
+class BandCopies:
     """What is sent of a step as it is, band by band."""
 
     def __init__(self, plan: StepPlan) -> None:
@@ -284,7 +284,7 @@ class Pieces:
         return -(-WORTH_A_PIECE * pieces // tokens) if tokens else 1
 
     def of(self, places: Mapping[int, int], columns: int) -> tuple[np.ndarray, np.ndarray]:
-        """Runs and rest of a band, as in `Band`; `places`: profile -> the first column's place in it."""
+        """Runs and rest of a band, as in `ColumnBand`; `places`: profile -> the first column's place in it."""
         place = np.full(len(self._jobs), -1, np.int64)
         for profile, k in places.items():
             place[self._profiles == profile] = k

@@ -10,26 +10,26 @@ from hypothesis import strategies as st
 from tests.unit.request_strategies import any_extra_args, sensible_captures, served
 from vllm_weir import Add, Capture, Clamp, LowRank, Replace, Site, WeirError
 from vllm_weir.frontend.admission.admit import admit
-from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import engine_form
 from vllm_weir.frontend.engine_frontend import _check_rows
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import HOOKS, place_of
 from vllm_weir.schema.keys import carries_keys
 from vllm_weir.schema.request import RequestSpec, selected
-from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.schema.table_sizes import TableSizes
 
 LAYERS = 4
-FACTS = EngineFacts(served(LAYERS), LAYERS, 128, "float32", 1024)
-SIZES = Sizes(64, 64, 1024)
+FACTS = EngineCapabilities(served(LAYERS), LAYERS, 128, "float32", 1024)
+SIZES = TableSizes(64, 64, 1024)
 FUZZ = settings(max_examples=800, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
-def attempt(extra_args, facts=FACTS):
+def attempt(extra_args, capabilities=FACTS):
     """What the engine would receive, or the refusal."""
     try:
-        admitted = admit(extra_args, facts)
-        return admitted, engine_form(admitted, "reply", [1, 2, 3, 4, 5, 6], 6, 8, facts, True, SIZES)
+        admitted = admit(extra_args, capabilities)
+        return admitted, engine_form(admitted, "reply", [1, 2, 3, 4, 5, 6], 6, 8, capabilities, True, SIZES)
     except WeirError as e:
         assert e.field, e
         assert e.message
@@ -42,18 +42,21 @@ def test_fuzzed_wishes_are_refused_by_field_or_resolved(extra_args):
     admitted, wire = attempt(extra_args)
     if admitted is None:
         return
-    for wish in admitted.spec.wishes:
-        assert wish.site.hook in HOOKS and 0 <= wish.site.layer < LAYERS
-        given = [part.dtypes[wish.site] for part in admitted.parts if wish.site in part.dtypes]
+    for site_request in admitted.spec.site_requests:
+        assert site_request.site.hook in HOOKS and 0 <= site_request.site.layer < LAYERS
+        given = [part.dtypes[site_request.site] for part in admitted.parts if site_request.site in part.dtypes]
         assert given and set(given) <= {"float32", "float16", "bfloat16"}
     if wire is None:
-        assert not admitted.spec.wishes and not admitted.effective
+        assert not admitted.spec.site_requests and not admitted.effective
         return
     again = EngineSpec.from_wire(wire["spec"])
-    assert set(again.captures.wishes) == set(admitted.spec.wishes) and list(again.moves) == admitted.effective
-    assert again.captures.treatment == admitted.spec.treatment and EngineSpec.from_wire(wire["spec"]) is again
+    assert (
+        set(again.captures.site_requests) == set(admitted.spec.site_requests)
+        and list(again.moves) == admitted.effective
+    )
+    assert again.captures.postprocess == admitted.spec.postprocess and EngineSpec.from_wire(wire["spec"]) is again
     assert wire["first"] is None or wire["first"] >= 0
-    assert wire["width"] == len({(w.site, w.before) for w in admitted.spec.wishes})
+    assert wire["width"] == len({(w.site, w.before) for w in admitted.spec.site_requests})
 
 
 @settings(max_examples=300, deadline=None)
@@ -180,11 +183,11 @@ def test_vllm_lens_s_fields_are_named_as_they_were_written(value, field):
 
 def test_an_untapped_site_is_refused():
     gone = {Site("resid_post", 1), *(Site("attn_out", layer) for layer in range(LAYERS))}
-    facts = EngineFacts(served(LAYERS, gone), LAYERS, 128, "float32", 1024)
+    capabilities = EngineCapabilities(served(LAYERS, gone), LAYERS, 128, "float32", 1024)
     for hook, layer in (("resid_post", 0), ("resid_pre", 1), ("mlp_out", 1), ("embed", "all"), ("final_norm", 0)):
-        assert attempt(weir(hook=hook, layers=layer), facts)[0] is not None
+        assert attempt(weir(hook=hook, layers=layer), capabilities)[0] is not None
     for hook, layers, field in (("resid_post", [0, 1], "layers"), ("attn_out", 0, "hook"), ("embed", 1, "layers")):
-        admitted, refusal = attempt(weir(hook=hook, layers=layers), facts)
+        admitted, refusal = attempt(weir(hook=hook, layers=layers), capabilities)
         assert admitted is None and refusal.field == f"capture[0].{field}"
         assert "it is not there" in refusal.message or "has one embed" in refusal.message
 
@@ -206,7 +209,7 @@ ROW = np.linspace(-1, 1, 128, dtype=np.float32)
 def test_what_no_row_can_hold_is_refused(intervention, field):
     def asked(dtype):
         given = {"weir": {"v": 1, "interventions": [intervention.to_json()]}}
-        return attempt(given, EngineFacts(served(LAYERS), LAYERS, 128, dtype, 1024))
+        return attempt(given, EngineCapabilities(served(LAYERS), LAYERS, 128, dtype, 1024))
 
     admitted, refusal = asked("float16")
     assert (
@@ -229,9 +232,11 @@ def test_what_is_made_of_rows_may_differ_by_where_they_go():
         ([plain], (Capture(layers=2, sink="kept"),), False, [False, False]),
     ):
         admitted = admit({"weir": {"v": 1, "capture": own}}, FACTS, everyone=everyone, sinks=("kept", "norms"))
-        assert (admitted.spec.treatment is not None) == device
+        assert (admitted.spec.postprocess is not None) == device
         assert [part.late for part in admitted.parts] == late
-        assert all(part.spec.treatment == admitted.spec.treatment for part in admitted.parts if device and part.dtypes)
+        assert all(
+            part.spec.postprocess == admitted.spec.postprocess for part in admitted.parts if device and part.dtypes
+        )
 
 
 def test_token_ids_need_tokens():
@@ -260,13 +265,13 @@ def test_facts_from_reports():
         "ring_rows": 10,
     }
     later = [("resid_post", 1, ""), ("resid_post", 0, "not on this rank")]
-    merged = EngineFacts.merge([good, good | {"sites": later, "ring_rows": 0}, good | {"ring_rows": 7}])
+    merged = EngineCapabilities.merge([good, good | {"sites": later, "ring_rows": 0}, good | {"ring_rows": 7}])
     verdicts = {Site("resid_pre", 0): "", Site("resid_post", 0): "not on this rank", Site("resid_post", 1): ""}
-    assert merged == EngineFacts(verdicts, 2, 8, "float32", 7)
+    assert merged == EngineCapabilities(verdicts, 2, 8, "float32", 7)
     with pytest.raises(WeirError, match="because"):
-        EngineFacts.merge([good, {"ok": False, "reason": "because"}])
+        EngineCapabilities.merge([good, {"ok": False, "reason": "because"}])
     with pytest.raises(WeirError):
-        EngineFacts.merge([])
+        EngineCapabilities.merge([])
 
 
 @settings(max_examples=50)
@@ -276,31 +281,44 @@ def test_other_keys_are_not_ours(extra_args):
     assert not carries_keys(None) and not carries_keys({"weir": None})
 
 
-def wish(**more):
+def site_request(**more):
     return {"weir": {"v": 1, "capture": [{"hook": "resid_post", "layers": [1], **more}]}}
 
 
 def test_what_is_remembered_of_an_admission():
     """Equal wishes share it; what JSON tells apart, and what Python would take for equal, does not."""
-    from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, _same_wish
+    from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, _same_site_request
 
     def key(extra, ids=True, names=0):
-        found = _same_wish(extra, ids, names)
+        found = _same_site_request(extra, ids, names)
         return found and found.key
 
-    assert key(wish()) == key(wish()) is not None
-    apart = [wish(), wish(before=True), wish(before=1), wish(before=1.0), wish(before="1"), wish(before=None)]
-    apart += [wish(before=[]), wish(before={}), wish(before=["a", "b"]), wish(before={"a": "b"}), wish(layers="all")]
-    keys = [key(w) for w in apart] + [key(wish(), False)]
+    assert key(site_request()) == key(site_request()) is not None
+    apart = [
+        site_request(),
+        site_request(before=True),
+        site_request(before=1),
+        site_request(before=1.0),
+        site_request(before="1"),
+        site_request(before=None),
+    ]
+    apart += [
+        site_request(before=[]),
+        site_request(before={}),
+        site_request(before=["a", "b"]),
+        site_request(before={"a": "b"}),
+        site_request(layers="all"),
+    ]
+    keys = [key(w) for w in apart] + [key(site_request(), False)]
     assert len(set(keys)) == len(keys) and None not in keys
-    for named in (wish(project={"ref": "name"}), wish(project="name")):  # what a name means can change
+    for named in (site_request(project={"ref": "name"}), site_request(project="name")):  # what a name means can change
         assert key(named) == key(named) != key(named, names=1)
-    assert key(wish(before=object())) is None
-    assert key(wish() | {"apply_steering_vectors": []}) is None and key({"weir": "x"}) is None
-    assert key(wish(before="x" * LONGEST_KNOWN)) is None
+    assert key(site_request(before=object())) is None
+    assert key(site_request() | {"apply_steering_vectors": []}) is None and key({"weir": "x"}) is None
+    assert key(site_request(before="x" * LONGEST_KNOWN)) is None
     endless = []
     endless.append(endless)
-    assert key(wish(before=endless)) is None
+    assert key(site_request(before=endless)) is None
 
 
 def test_refusals_say_what_to_write():
@@ -315,6 +333,6 @@ def test_directions_of_captures_take_no_room_among_steering_vectors():
     directions = [[float(k == i) for i in range(128)] for k in range(9)]
     spec = RequestSpec((Capture("resid_post", 1, project=directions),), (Add(directions[0], 1), Add([2.0] * 128, 2)))
     admitted = admit({"weir": spec.to_json()}, FACTS)
-    wire = engine_form(admitted, "reply", [1, 2, 3], 3, 8, FACTS, True, Sizes(2, 64, 1024))
+    wire = engine_form(admitted, "reply", [1, 2, 3], 3, 8, FACTS, True, TableSizes(2, 64, 1024))
     assert wire["needs"][0] == sorted({d for move in admitted.effective for d in move.vectors})
     assert len(wire["needs"][0]) == 2 and len(admitted.rows) == 10

@@ -16,34 +16,34 @@ from tests.unit.request_strategies import selectors, served
 from vllm_weir import Ablate, Add, Capture, SteeringVector, WeirError
 from vllm_weir.config.settings import Settings
 from vllm_weir.frontend.admission.admit import admit
-from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import MAX_TOKEN_SELECTORS
 from vllm_weir.frontend.admission.reach import Vocabulary, tokens_of
-from vllm_weir.frontend.admission.vector_registry import Contents
-from vllm_weir.frontend.engine_frontend import Desk
+from vllm_weir.frontend.admission.vector_registry import RegistryContents
+from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import RequestSpec
 
-FACTS = EngineFacts(served(4), 4, 8, "float32", 1024)
+FACTS = EngineCapabilities(served(4), 4, 8, "float32", 1024)
 ROW = np.arange(1.0, 9.0)
 TOKENIZER = SimpleNamespace(all_special_ids=[2, 0, None, 1], max_token_id=98)
 WORDS = Vocabulary(100, TOKENIZER)
 
 
 @pytest.fixture
-def desk():
-    made = Desk(Settings(), chunked=True, vocabulary=WORDS, max_model_len=64)
-    made.facts = FACTS
+def frontend():
+    made = EngineFrontend(Settings(), chunked=True, vocabulary=WORDS, max_model_len=64)
+    made.capabilities = FACTS
     yield made
     made.close()
 
 
-def ask(desk: Desk, *items: Any, P: int = 6, max_tokens: int = 4, **more: Any) -> Any:
+def ask(frontend: EngineFrontend, *items: Any, P: int = 6, max_tokens: int = 4, **more: Any) -> Any:
     """Admit a request with these captures and interventions."""
     captures = tuple(item for item in items if isinstance(item, Capture))
     spec = RequestSpec(captures, tuple(item for item in items if not isinstance(item, Capture)))
     extra = {"weir": spec.to_json()} if items else {}
-    return desk.admit(f"r{next(_numbers)}", extra | more, [5] * P, P, max_tokens)
+    return frontend.admit(f"r{next(_numbers)}", extra | more, [5] * P, P, max_tokens)
 
 
 _numbers = iter(range(10**9))
@@ -53,8 +53,8 @@ _numbers = iter(range(10**9))
 @given(selector=selectors(), P=st.integers(1, 40), max_tokens=st.integers(1, 40))
 def test_refused_just_where_no_row_is_selected(selector, P, max_tokens):
     """Tokens may be any; what could be selected by another token is there."""
-    desk = Desk(Settings(), chunked=True, vocabulary=WORDS, max_model_len=64)
-    desk.facts = FACTS
+    frontend = EngineFrontend(Settings(), chunked=True, vocabulary=WORDS, max_model_len=64)
+    frontend.capabilities = FACTS
     try:
         G = min(max_tokens, 64 - P)
         reached = isinstance(selector, dict) or bool(expected_positions(selector, P, G))
@@ -63,19 +63,19 @@ def test_refused_just_where_no_row_is_selected(selector, P, max_tokens):
             (Add(ROW, 1, positions=selector), "interventions[0]"),
         ):
             if reached:
-                ask(desk, item, P=P, max_tokens=max_tokens)
+                ask(frontend, item, P=P, max_tokens=max_tokens)
                 continue
             with pytest.raises(WeirError) as e:
-                ask(desk, item, P=P, max_tokens=max_tokens)
+                ask(frontend, item, P=P, max_tokens=max_tokens)
             assert e.value.field == f"{field}.positions"
             assert f"max_tokens={max_tokens}" in e.value.message and "raise max_tokens" in e.value.message
             assert selector == "generated" or f"the last position that has one is {P + G - 2};" in e.value.message
-        assert not len(desk.store) or reached
+        assert not len(frontend.store) or reached
     finally:
-        desk.close()
+        frontend.close()
 
 
-def test_refusals_say_what_to_write(desk):
+def test_refusals_say_what_to_write(frontend):
     for selector, max_tokens, words in (
         ("generated", 1, "with max_tokens=1 the one generated token never enters the model; use 'sampled'"),
         ([600, 700], 4, "[600, 700] selects no row: with 6 tokens in the prompt and max_tokens=4 the last position"),
@@ -83,11 +83,11 @@ def test_refusals_say_what_to_write(desk):
         ("63:", 1000, "max_tokens=1000, of which max_model_len leaves room for 58, the last position that has one"),
     ):
         with pytest.raises(WeirError) as e:
-            ask(desk, Capture(positions=selector), max_tokens=max_tokens)
+            ask(frontend, Capture(positions=selector), max_tokens=max_tokens)
         assert words in e.value.message, e.value.message
 
 
-def test_the_first_one_that_selects_nothing_is_named(desk):
+def test_the_first_one_that_selects_nothing_is_named(frontend):
     good, bad = Capture(positions=[0, 900]), Capture("resid_pre", positions=900)
     for items, field in (
         ([good, bad], "capture[1]"),
@@ -96,23 +96,25 @@ def test_the_first_one_that_selects_nothing_is_named(desk):
         ([Add(ROW, 1, 0.0, positions="generated")], "interventions[0]"),
     ):
         with pytest.raises(WeirError) as e:
-            ask(desk, *items, max_tokens=1)
+            ask(frontend, *items, max_tokens=1)
         assert e.value.field == f"{field}.positions"
-    ask(desk, good, Add(ROW, 1, positions=[-1, 900]), max_tokens=1)
+    ask(frontend, good, Add(ROW, 1, positions=[-1, 900]), max_tokens=1)
 
 
-def test_vllm_lens_s_fields(desk):
+def test_vllm_lens_s_fields(frontend):
     for indices in ([900], []):
         vector = {"activations": [ROW.tolist()], "layer_indices": [1], "position_indices": indices}
         with pytest.raises(WeirError) as e:
-            ask(desk, apply_steering_vectors=[vector])
+            ask(frontend, apply_steering_vectors=[vector])
         assert e.value.field == "apply_steering_vectors[0].position_indices"
-    ask(desk, apply_steering_vectors=[SteeringVector(np.ones((1, 40, 8)), [1])])  # 0 .. 39, of which some are reached
+    ask(
+        frontend, apply_steering_vectors=[SteeringVector(np.ones((1, 40, 8)), [1])]
+    )  # 0 .. 39, of which some are reached
     for nothing in ([], (), False, "[]", "false", np.zeros(0, int), range(0)):
-        tracker, wire = ask(desk, output_residual_stream=nothing)
-        assert wire is None and not tracker.pending.memory.spec.wishes
+        tracker, wire = ask(frontend, output_residual_stream=nothing)
+        assert wire is None and not tracker.pending.memory.spec.site_requests
     with pytest.raises(WeirError, match="expected true, a list"):
-        ask(desk, output_residual_stream="x")
+        ask(frontend, output_residual_stream="x")
 
 
 def test_max_model_len_bounds_what_is_generated():
@@ -120,34 +122,44 @@ def test_max_model_len_bounds_what_is_generated():
     assert tokens_of(6, 10**9, None) == 10**9 and tokens_of(63, 4, 64) == tokens_of(64, 4, 64) == 1
 
 
-def test_rows_by_position_count_positions_that_are_never_reached(desk):
+def test_rows_by_position_count_positions_that_are_never_reached(frontend):
     """As a list's do: which of them generation reaches is not known, and receipts tell."""
-    ask(desk, Add(np.tile(ROW, (58, 1)), 1, positions="6:64"), max_tokens=1000)
+    ask(frontend, Add(np.tile(ROW, (58, 1)), 1, positions="6:64"), max_tokens=1000)
     with pytest.raises(WeirError, match="57 rows for 58 positions"):
-        ask(desk, Add(np.tile(ROW, (57, 1)), 1, positions="6:64"), max_tokens=1000)
+        ask(frontend, Add(np.tile(ROW, (57, 1)), 1, positions="6:64"), max_tokens=1000)
 
 
 def test_what_the_engine_adds_to_every_request_may_select_nothing():
     sinks = {
         "norms": {"logging": {}, "capture": [{"positions": "generated"}, {"hook": "resid_pre", "positions": [900]}]}
     }
-    desk = Desk(Settings(sinks=sinks), chunked=True, vocabulary=WORDS, max_model_len=64)
+    frontend = EngineFrontend(Settings(sinks=sinks), chunked=True, vocabulary=WORDS, max_model_len=64)
     try:
-        desk.learn([{"ok": True, "sites": [(*s, why) for s, why in FACTS.sites.items()], "num_layers": 4, "d_model": 8,
-                     "dtype": "float32", "ring_rows": 1024}])  # fmt: skip
+        frontend.learn(
+            [
+                {
+                    "ok": True,
+                    "sites": [(*s, why) for s, why in FACTS.sites.items()],
+                    "num_layers": 4,
+                    "d_model": 8,
+                    "dtype": "float32",
+                    "ring_rows": 1024,
+                }
+            ]
+        )
         always = [Add(ROW, 1, positions=p) for p in ("generated", [900], "50:", {"token_ids": [7]})]
-        desk.set_always(always)
-        contents = Contents(modules={"mood": tuple(always)})
-        desk.shelf.load(contents)
-        _, wire = ask(desk, max_tokens=1)
+        frontend.set_always(always)
+        contents = RegistryContents(modules={"mood": tuple(always)})
+        frontend.registry.load(contents)
+        _, wire = ask(frontend, max_tokens=1)
         assert wire is not None and wire["needs"] is not None
         named = {"weir": {"v": 1, "modules": ["mood"], "capture": [{"positions": "sampled"}]}}
-        desk.admit("with a module", named, [5] * 6, 6, 1)
+        frontend.admit("with a module", named, [5] * 6, 6, 1)
         with pytest.raises(WeirError) as e:
-            ask(desk, Capture(positions="generated"), max_tokens=1)
+            ask(frontend, Capture(positions="generated"), max_tokens=1)
         assert e.value.field == "capture[0].positions"
     finally:
-        desk.close()
+        frontend.close()
 
 
 # ---- vocabulary and special tokens ---------------------------------------------------------------------------------
@@ -186,7 +198,7 @@ def test_tokens_that_the_model_does_not_have(make):
 def test_special_tokens_are_named_at_admission():
     steer = Add(ROW, 1, positions={"special": False})
     made = admitted(Capture(positions={"special": True}), Capture("embed", positions={"special": False}), steer)
-    assert {w.site.hook: w.positions.to_json() for w in made.spec.wishes} == {
+    assert {w.site.hook: w.positions.to_json() for w in made.spec.site_requests} == {
         "resid_post": {"token_ids": [0, 1, 2]},
         "embed": {"not_token_ids": [0, 1, 2]},
     }
@@ -195,7 +207,9 @@ def test_special_tokens_are_named_at_admission():
     told = [entry["positions"] for entry in made.parts[0].told]
     assert told == [{"token_ids": [0, 1, 2]}, {"not_token_ids": [0, 1, 2]}] and json.dumps(told)
     always = admit({}, FACTS, vocabulary=WORDS, always=[steer], everyone=[Capture(positions={"special": False})])
-    assert always.effective[0].positions == always.spec.wishes[0].positions == Positions("not_token_ids", (0, 1, 2))
+    assert (
+        always.effective[0].positions == always.spec.site_requests[0].positions == Positions("not_token_ids", (0, 1, 2))
+    )
 
 
 @pytest.mark.parametrize("make", [lambda p: Capture(positions=p), lambda p: Add(ROW, 1, positions=p)])
@@ -215,39 +229,39 @@ def test_special_tokens_need_a_tokenizer_that_has_some(make):
     with pytest.raises(WeirError, match="has no special tokens"):
         admitted(make({"special": True}), words=none)
     made = admitted(make({"special": False}), words=none)
-    (positions,) = {*(w.positions for w in made.spec.wishes), *(m.positions for m in made.effective)}
+    (positions,) = {*(w.positions for w in made.spec.site_requests), *(m.positions for m in made.effective)}
     assert positions.mask(np.arange(3), 3, np.arange(3)).all()
 
 
-def test_global_interventions_are_checked_against_the_tokenizer_when_they_are_set(desk):
-    desk.set_always([Add(ROW, 1, positions={"special": False})])
-    desk._vocabulary = Vocabulary(100)
+def test_global_interventions_are_checked_against_the_tokenizer_when_they_are_set(frontend):
+    frontend.set_always([Add(ROW, 1, positions={"special": False})])
+    frontend._vocabulary = Vocabulary(100)
     for selector in ({"special": False}, {"token_ids": [100]}):
         with pytest.raises(WeirError) as e:
-            desk.set_always([Add(ROW, 1, positions=selector)])
+            frontend.set_always([Add(ROW, 1, positions=selector)])
         assert e.value.field.startswith("intervention.positions.")
 
 
-def test_so_many_selectors_by_token_can_steer(desk):
+def test_so_many_selectors_by_token_can_steer(frontend):
     kinds = [{"token_ids": [5]}, {"not_token_ids": [5]}, {"special": False}, {"special": True}, {"token_ids": [6]}]
     items = [Add(ROW, 1, positions=kind) for kind in kinds]
-    ask(desk, *items[:MAX_TOKEN_SELECTORS])
-    ask(desk, *items[:3], Add(ROW, 2, positions={"not_token_ids": [0, 1, 2]}), items[3])  # two of them are the same
+    ask(frontend, *items[:MAX_TOKEN_SELECTORS])
+    ask(frontend, *items[:3], Add(ROW, 2, positions={"not_token_ids": [0, 1, 2]}), items[3])  # two of them are the same
     with pytest.raises(WeirError, match="at most 4 different selectors by token"):
-        ask(desk, *items)
+        ask(frontend, *items)
 
 
 @pytest.mark.parametrize("selector", ["prompt", [0, -1], "-2:", "-2:-1", ":-1", "last_prompt", "all"])
-def test_rows_by_position_for_everyone_do_not_depend_on_a_prompt(desk, selector):
+def test_rows_by_position_for_everyone_do_not_depend_on_a_prompt(frontend, selector):
     """Else a plain request whose prompt selects more or fewer positions would be refused for what it did not ask."""
     with pytest.raises(WeirError) as e:
-        desk.set_always([Add(np.ones((2, 8)), 1, positions=selector)])
+        frontend.set_always([Add(np.ones((2, 8)), 1, positions=selector)])
     assert e.value.field.endswith("positions")
 
 
 @pytest.mark.parametrize("selector", [[0, 3], "1:3"])
 @pytest.mark.parametrize("P", [1, 2, 9])
-def test_rows_by_position_for_everyone_refuse_nobody(desk, selector, P):
-    desk.set_always([Add(np.ones((2, 8)), 1, positions=selector)])
-    _, wire = ask(desk, P=P, max_tokens=1)
+def test_rows_by_position_for_everyone_refuse_nobody(frontend, selector, P):
+    frontend.set_always([Add(np.ones((2, 8)), 1, positions=selector)])
+    _, wire = ask(frontend, P=P, max_tokens=1)
     assert wire is not None and wire["needs"] is not None

@@ -13,9 +13,9 @@ from tests.unit.delivery_harness import Post
 from tests.unit.frontend.receive.test_delivery import FACTS, LAYERS, D, Request, content, opened
 from vllm_weir import Capture, Site, messages
 from vllm_weir.frontend.admission.admit import admit
-from vllm_weir.frontend.receive.mapped_buffer import Mirror
-from vllm_weir.frontend.receive.pending_sequence import Pending, Taken
-from vllm_weir.frontend.receive.row_store import Store
+from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
+from vllm_weir.frontend.receive.pending_sequence import PendingSequence, TakenRows
+from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.schema.request import RequestSpec
 
@@ -34,15 +34,15 @@ def switching():
 @pytest.mark.parametrize("header", [{}, {"broken": "it broke"}, {"spill": True}])
 def test_requests_may_be_opened_while_rows_arrive(header, switching):
     """A message that is half taken in would keep its rows from whoever waits for them."""
-    store, kept = Store(), []
+    store, kept = RowStore(), []
     first, _ = opened(store, LAST, [1] * 4, "first")
-    full = messages.Header("t", "w", D, "float32", messages.News(), **header)
+    full = messages.MessageHeader("t", "w", D, "float32", messages.LayoutUpdate(), **header)
     marks = np.array([[0, -1, 0, 1, 1]], np.int32)
     stop = threading.Event()
 
     def admitting():
         while not stop.is_set():
-            pending = Pending(f"r{len(kept)}", first.admitted, [1] * 4, store)
+            pending = PendingSequence(f"r{len(kept)}", first.admitted, [1] * 4, store)
             kept.append(pending)
             store.open(pending)
             store.early.add(pending, D)
@@ -53,7 +53,7 @@ def test_requests_may_be_opened_while_rows_arrive(header, switching):
     thread.start()
     try:
         for _ in range(400):
-            store.receive(full, Mirror(), marks, np.zeros((0, 4), np.int32), b"")
+            store.receive(full, MappedBuffer(), marks, np.zeros((0, 4), np.int32), b"")
     finally:
         stop.set()
         thread.join()
@@ -65,7 +65,7 @@ def test_marks_that_come_while_an_aborted_output_is_looked_at_are_not_lost():
     request.join()
     post.step([("r0", 4, 0)], content)
     _, late = post.step([("r0", 1, 4)], content, deliver=False)
-    (strip,) = request.pending.strips
+    (row_view,) = request.pending.row_views
     threads = []
 
     class Parts(list):
@@ -79,7 +79,7 @@ def test_marks_that_come_while_an_aborted_output_is_looked_at_are_not_lost():
             super().clear()
 
     post.store.fold()
-    strip._parts = Parts(strip._parts)
+    row_view._parts = Parts(row_view._parts)
     assert request.tracker.view([1], False, "abort", 0).activations().positions.tolist()[:4] == [0, 1, 2, 3]
     if not threads:
         pytest.fail("nothing came meanwhile")
@@ -87,7 +87,7 @@ def test_marks_that_come_while_an_aborted_output_is_looked_at_are_not_lost():
     assert request.tracker.view([1, 1], False, None, 0).activations().positions.tolist() == [0, 1, 2, 3, 4]
 
 
-class Few(Pending):
+class Few(PendingSequence):
     """Of the positions asked for, the worker had no room for some."""
 
     lost: frozenset = frozenset()
@@ -96,7 +96,7 @@ class Few(Pending):
         out = []
         for k, site in enumerate(sites):
             at = np.array([p for p in positions if k or p not in self.lost], np.int64)
-            out.append(Taken([site], at, {site: torch.ones(len(at), D) * at[:, None]} if len(at) else {}))
+            out.append(TakenRows([site], at, {site: torch.ones(len(at), D) * at[:, None]} if len(at) else {}))
         return out
 
 
@@ -105,7 +105,7 @@ class Few(Pending):
 def test_a_reduction_of_which_rows_are_missing_is_no_reduction(how, lost):
     """Position 3 is where the prompt's, reduced in the worker, come; 4 to 6 are generated."""
     spec = RequestSpec((Capture("resid_post", [0, 1], "all", reduce=how),))
-    pending = Few("r0", admit({"weir": spec.to_json()}, FACTS), [1] * 4, Store())
+    pending = Few("r0", admit({"weir": spec.to_json()}, FACTS), [1] * 4, RowStore())
     pending.lost = frozenset(lost)
     view = Tracker(pending, 0, D, 0.2).view([1] * 4, False, "length", 0)
     receipt, acts = view.receipt(), view.activations()

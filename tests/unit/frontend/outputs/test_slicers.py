@@ -14,23 +14,23 @@ from hypothesis import strategies as st
 
 from tests.unit.delivery_harness import Post
 from tests.unit.frontend.receive.test_delivery import LAYERS, Request, content
-from tests.unit.frontends import desk_of
+from tests.unit.frontends import frontend_of
 from tests.unit.request_strategies import selectors, served
 from vllm_weir import Site
 from vllm_weir import messages as mail
-from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.outputs import preslicer
-from vllm_weir.frontend.outputs.view import View
-from vllm_weir.frontend.receive.pending_sequence import Group, Pending, _covers
+from vllm_weir.frontend.outputs.view import OutputView
+from vllm_weir.frontend.receive.pending_sequence import InterventionGroup, PendingSequence, _covers
 from vllm_weir.frontend.receive.row_sequence_view import spread
 from vllm_weir.frontend.receive.row_store import merged
-from vllm_weir.frontend.receive.tokens import Prompt, TokenIds, Tokens
-from vllm_weir.results.site_slices import Block
+from vllm_weir.frontend.receive.tokens import PromptTokens, SequenceTokens, TokenIds
+from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import selected
 from vllm_weir.worker.planning.arena import Arena
-from vllm_weir.worker.planning.row_sequences import Strands
+from vllm_weir.worker.planning.row_sequences import RowSequences
 
 ON = {5: np.array((0, 1, 1, 0, 0)), 4: np.array((0, 1, 0, 0))}
 
@@ -75,7 +75,7 @@ def test_runs_of_positions_are_spread(runs):
     marks = np.array(runs, np.int32)
     assert spread(*marks.T).tolist() == positions
     steered = [np.zeros(0, bool)]
-    Group(steered, [0]).mark(marks)
+    InterventionGroup(steered, [0]).mark(marks)
     assert np.flatnonzero(steered[0]).tolist() == sorted(set(positions))
 
 
@@ -108,24 +108,26 @@ def test_token_ids_are_made_when_asked_for():
 
     one, other = torch.tensor([0, 3]), torch.tensor([4])
     sites = [Site("resid_post", k) for k in range(3)]
-    tokens = Tokens(Prompt([5, 6, 7]), Watched([8, 9, 10]))
+    tokens = SequenceTokens(PromptTokens([5, 6, 7]), Watched([8, 9, 10]))
     ids = TokenIds(tokens, {sites[0]: one, sites[1]: one, sites[2]: other})
     assert list(ids) == sites and len(ids) == 3 and not Watched.reads
     assert ids[sites[0]].tolist() == [5, 8] and ids[sites[0]] is ids[sites[1]] and ids[sites[2]].tolist() == [9]
-    assert Watched.reads == 1 and len(Tokens(Prompt([1]), [])) == 1 == len(Tokens(Prompt([1]), [2]))
+    assert Watched.reads == 1 and len(SequenceTokens(PromptTokens([1]), [])) == 1 == len(
+        SequenceTokens(PromptTokens([1]), [2])
+    )
 
 
 def test_a_block_is_cut_when_it_is_looked_at():
     sites = [Site("resid_post", k) for k in range(3)]
     rows = torch.arange(24.0).view(2, 3, 4)
-    block = Block(sites, None, rows)
+    block = SiteSlices(sites, None, rows)
     assert len(block) == 3 and sites[2] in block and Site("resid_pre", 0) not in block and list(block) == sites
     assert "every" not in vars(block)
     assert all(
         block[site].equal(rows[:, k]) and block[site].data_ptr() == rows[0, k].data_ptr()
         for k, site in enumerate(sites)
     )
-    swapped = Block(sites[:2], [2, 0], rows)
+    swapped = SiteSlices(sites[:2], [2, 0], rows)
     assert swapped[sites[0]].equal(rows[:, 2]) and swapped[sites[1]].equal(rows[:, 0])
 
 
@@ -164,8 +166,8 @@ def test_every_position_that_is_meant_must_have_been_steered(selector, P, G, cac
         admitted=SimpleNamespace(moves=[move]), await_steered=lambda number, own, timeout: told.append(own)
     )
     ids = list(range(P + G))
-    tokens = Tokens(Prompt(ids[:P]), ids[P:])
-    view = View(pending, None, tokens, 0, True, False, cached, None, 4, 1.0)
+    tokens = SequenceTokens(PromptTokens(ids[:P]), ids[P:])
+    view = OutputView(pending, None, tokens, 0, True, False, cached, None, 4, 1.0)
     ((_, changed, shared),) = view.verify()
     (own,) = told
     own = np.arange(*own) if isinstance(own, tuple) else own
@@ -189,8 +191,8 @@ def test_whoever_has_nothing_to_wait_for_is_not_made_to():
 
     moves = [SimpleNamespace(per_position=False, positions=Positions.parse(p)) for p in ("prompt", "generated")]
     admitted = SimpleNamespace(effective=moves, moves=[moves[0], None, moves[1]])
-    pending = Pending("r", admitted, [1, 2, 3], SimpleNamespace(wait=wait))
-    view = View(pending, None, Tokens(Prompt([1, 2, 3]), [4, 5]), 0, True, False, 0, None, 4, 9.0)
+    pending = PendingSequence("r", admitted, [1, 2, 3], SimpleNamespace(wait=wait))
+    view = OutputView(pending, None, SequenceTokens(PromptTokens([1, 2, 3]), [4, 5]), 0, True, False, 0, None, 4, 9.0)
     steered = np.array([True, True, False])
     assert not view.concluded() and asked == [0.0], "position 2 has not been steered"
     steered = np.ones(3, bool)
@@ -251,9 +253,9 @@ def test_only_sequences_that_got_rows_are_looked_at():
 def test_a_long_prompt_lies_in_one_extent():
     """Rows that lie in several are handed out as a copy."""
     arena = Arena(1000)
-    strands = Strands(arena)
-    strand = strands.open("r", "a", (0, 1), 240, 241)
-    assert len(strands.place(strand, 60)) == len(strand.extents) == 1 and strand.extents[0][2] >= 240
+    row_seqs = RowSequences(arena)
+    row_seq = row_seqs.open("r", "a", (0, 1), 240, 241)
+    assert len(row_seqs.place(row_seq, 60)) == len(row_seq.extents) == 1 and row_seq.extents[0][2] >= 240
 
 
 def test_early_hand_outs_do_not_hold_a_full_buffer():
@@ -263,7 +265,7 @@ def test_early_hand_outs_do_not_hold_a_full_buffer():
     request.join()
     post.step([("r0", 5, 0)], content)
     assert request.pending.early is not None and post.arena.used > 0
-    post.strands.retire_all()
+    post.row_seqs.retire_all()
     post.deliver(post.step([], content, deliver=False)[1], spill=True)
     gc.collect()
     assert request.pending.early is None and post.arena.used == 0
@@ -311,16 +313,16 @@ def test_rows_are_cut_before_they_come(at_once, positions, compress, near, monke
     for p in range(5, 13):
         post.step([("r0", 1, p)], content)
         if p == 6:
-            (strip,) = request.pending.strips
-            tensors = dict(strip.ready.block.every)
+            (row_view,) = request.pending.row_views
+            tensors = dict(row_view.ready.block.every)
     request.version = dict.fromkeys(range(13), 0)
     view = request.tracker.view([1] * 9, False, "length", 0)
-    monkeypatch.setattr(View, "_assemble", lambda self: pytest.fail("all that is handed out was made before"))
+    monkeypatch.setattr(OutputView, "_assemble", lambda self: pytest.fail("all that is handed out was made before"))
     acts = view.activations()
     monkeypatch.undo()
     got = {site: acts.compressed(site)[0] if compress else acts[site] for site in acts.sites}
     assert {site: id(rows) for site, rows in got.items()} == {site: id(rows) for site, rows in tensors.items()}
-    strip.ready = None
+    row_view.ready = None
     fresh = request.tracker.view([1] * 9, False, "length", 0).activations()
     assert acts.sites == fresh.sites and acts.positions.equal(fresh.positions) and acts.token_ids.equal(fresh.token_ids)
     for site, rows in got.items():
@@ -356,10 +358,10 @@ def inside(post, rows):
 def test_what_was_cut_is_handed_out_when_all_of_it_is_there(foreseen):
     post, request, deliver = foreseen
     sites = request.pending.memory.spec.sites
-    assert request.pending.strips[0].ready is not None and request.pending.whole(sites) is None
+    assert request.pending.row_views[0].ready is not None and request.pending.whole(sites) is None
     deliver()
     cut = request.pending.whole(sites)
-    assert cut is request.pending.strips[0].ready and request.pending.whole(sites[:1]) is None
+    assert cut is request.pending.row_views[0].ready and request.pending.whole(sites[:1]) is None
     acts = hand_out(request)
     assert all(acts[site] is cut.block[site] and inside(post, acts[site]) for site in sites)
     assert acts.positions.tolist() == list(range(8)) == acts["resid_post", 2][:, 1].tolist()
@@ -369,14 +371,14 @@ def test_what_was_cut_is_handed_out_when_all_of_it_is_there(foreseen):
 def test_what_was_cut_is_not_handed_out_as_it_is(foreseen, why):
     post, request, deliver = foreseen
     deliver()
-    (strip,) = request.pending.strips
-    cut = strip.ready
+    (row_view,) = request.pending.row_views
+    cut = row_view.ready
     if why.startswith("others"):
         request.pending.admitted.__dict__["shared"] = frozenset(request.pending.memory.spec.sites)
     elif why.startswith("the buffer"):
-        strip.mirror.pressure = 0.9
+        row_view.mapped.pressure = 0.9
     else:
-        strip.extents[0].rows = strip.extents[0].rows.clone()
+        row_view.extents[0].rows = row_view.extents[0].rows.clone()
     acts = hand_out(request)
     for site in acts.sites:
         assert not inside(post, acts[site]) and acts[site].equal(cut.block[site])
@@ -393,7 +395,7 @@ def test_a_site_without_rows_is_handed_out_beside_those_that_were_cut(at_once):
         post.step([("r0", 1, p)], content)
     request.version = dict.fromkeys(range(8), 0)
     acts = hand_out(request)
-    assert request.pending.strips[0].ready is not None and len(request.pending.strips) == 1
+    assert request.pending.row_views[0].ready is not None and len(request.pending.row_views) == 1
     assert [tuple(acts[s].shape) for s in acts.sites] == [(8, 4), (0, 4)]
 
 
@@ -405,7 +407,7 @@ def test_a_sequence_that_ends_before_its_time_has_only_its_rows(at_once, generat
     post.step([("r0", 5, 0)], content)
     for p in range(5, 4 + generated):
         post.step([("r0", 1, p)], content)
-    assert request.pending.strips[0].ready is not None
+    assert request.pending.row_views[0].ready is not None
     for view in (request.tracker.view([1] * generated, False, reason, 0) for reason in ("stop", "abort")):
         acts = view.activations()
         assert all(acts[site][:, 1].tolist() == list(range(4 + generated)) for site in acts.sites)
@@ -417,7 +419,7 @@ def test_what_was_cut_is_forgotten_when_the_rows_move(at_once):
     request = Request(post, "r0", [("resid_post", "all", "all")], 5, 3, [1] * 8)
     request.join()
     post.step([("r0", 5, 0)], content)
-    assert request.pending.strips[0].ready is not None
+    assert request.pending.row_views[0].ready is not None
     post.planner.remove("r0")
     request.join()
     post.step([("r0", 6, 0)], lambda *at: content(*at) + 1)
@@ -429,12 +431,12 @@ def test_what_was_cut_is_forgotten_when_the_rows_move(at_once):
     post.step([("r1", 5, 0)], content)
     post.step([("r1", 1, 5)], content)
     post.step([("r1", 1, 6)], content)
-    assert other.pending.strips[0].ready is not None
-    post.strands.retire_all()
+    assert other.pending.row_views[0].ready is not None
+    post.row_seqs.retire_all()
     post.deliver(post.step([], content, deliver=False)[1], spill=True)
     del acts, request
     gc.collect()
-    assert other.pending.strips[0].ready is None and post.arena.used == 0
+    assert other.pending.row_views[0].ready is None and post.arena.used == 0
     acts = other.tracker.view([1] * 3, False, "length", 0).activations()
     assert acts["resid_post", 2][:, 1].tolist() == list(range(7))
 
@@ -448,7 +450,7 @@ def test_sequences_are_cut_a_few_at_a_time_once_they_are_under_way():
         request.join()
 
     def cut():
-        return sum(request.pending.strips[0].ready is not None for request in requests)
+        return sum(request.pending.row_views[0].ready is not None for request in requests)
 
     post.step([(r.name, 2, 0) for r in requests], content)
     for message in range(1, preslicer.LATER + 3):
@@ -465,7 +467,7 @@ def test_a_sequence_s_strips_are_cut_in_one_go():
     for message in range(1, preslicer.LATER + 1):
         post.step([("r0", 1, 4 + message)], content)
         assert len(post.store.ahead._queue) == (message + 1 < preslicer.LATER)
-    assert [strip.ready is not None for strip in request.pending.strips] == [True, True]
+    assert [row_view.ready is not None for row_view in request.pending.row_views] == [True, True]
 
 
 def test_sequences_that_have_gone_leave_nothing_behind():
@@ -485,9 +487,9 @@ def test_sequences_that_have_gone_leave_nothing_behind():
 
 def test_whose_rows_are_cut_ahead():
     """Requests without outputs before the last whose rows are handed out as the worker sends them."""
-    facts = EngineFacts(served(LAYERS), LAYERS, 4, "float32", 1000)
+    capabilities = EngineCapabilities(served(LAYERS), LAYERS, 4, "float32", 1000)
     capture, found = {"hook": "resid_post"}, {}
-    wishes = {
+    site_requests = {
         "plain": capture,
         "packed": capture | {"compress": "full8"},
         "cast": capture | {"dtype": "bfloat16"},
@@ -495,15 +497,15 @@ def test_whose_rows_are_cut_ahead():
         "reduced": capture | {"reduce": "mean"},
         "of the prompt": capture | {"positions": "prompt"},
     }
-    desk = desk_of(facts)
+    frontend = frontend_of(capabilities)
     try:
-        for name, wish in wishes.items():
+        for name, site_request in site_requests.items():
             for streams in (False, True):
-                extra = {"weir": {"v": 1, "capture": [wish]}}
-                tracker, _ = desk.admit(f"{name} {streams}", extra, [1, 2, 3], 3, 8, streams)
+                extra = {"weir": {"v": 1, "capture": [site_request]}}
+                tracker, _ = frontend.admit(f"{name} {streams}", extra, [1, 2, 3], 3, 8, streams)
                 found[name, streams] = tracker.pending.foreseen
     finally:
-        desk.close()
+        frontend.close()
     assert {key for key, end in found.items() if end} == {
         ("plain", False),
         ("packed", False),

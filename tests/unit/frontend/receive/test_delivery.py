@@ -19,15 +19,15 @@ from tests.unit.delivery_harness import Post
 from tests.unit.request_strategies import sensible_captures, served
 from vllm_weir import Capture, Site, WeirError, codec, messages
 from vllm_weir.frontend.admission.admit import admit
-from vllm_weir.frontend.admission.engine_info import EngineFacts
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.outputs import preslicer
 from vllm_weir.frontend.outputs.preslicer import kind_ahead
 from vllm_weir.frontend.outputs.prompt_slicer import ends_with_the_prompt
-from vllm_weir.frontend.receive.mapped_buffer import Mirror
-from vllm_weir.frontend.receive.pending_sequence import Pending
+from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
+from vllm_weir.frontend.receive.pending_sequence import PendingSequence
 from vllm_weir.frontend.receive.receiver import deliver
-from vllm_weir.frontend.receive.release import Holding
-from vllm_weir.frontend.receive.row_store import Store
+from vllm_weir.frontend.receive.release import HeldSequences
+from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.request import RequestSpec
@@ -35,13 +35,13 @@ from vllm_weir.schema.taps import column_of
 from vllm_weir.worker.planning.step_plan import PACKED
 
 LAYERS, D = 3, 4
-FACTS = EngineFacts(served(LAYERS), LAYERS, D, "float32", 1000)
+FACTS = EngineCapabilities(served(LAYERS), LAYERS, D, "float32", 1000)
 
 
 def opened(store, captures, prompt_ids, name="r", timeout=0.2, compress=None):
     spec = RequestSpec(tuple(Capture(h, layers, p, compress=compress) for h, layers, p in captures))
     admitted = admit({"weir": spec.to_json()}, FACTS)
-    pending = Pending(name, admitted, np.asarray(prompt_ids), store)
+    pending = PendingSequence(name, admitted, np.asarray(prompt_ids), store)
     store.open(pending)
     if ends_with_the_prompt(pending.memory, len(prompt_ids)):
         store.early.add(pending, D)
@@ -151,7 +151,7 @@ def test_every_wanted_row_exactly_once(cut_at_once, near, rows, how, data):
                 post.planner.remove(name)
         late.append(post.step([], content, deliver=False)[1])
         if post.arena.pressure > 0.4:
-            post.strands.retire_all()
+            post.row_seqs.retire_all()
             late.append(post.step([], content, deliver=False)[1])
         if data.draw(st.booleans()) or post.arena.pressure > 0.4:
             flush()
@@ -159,7 +159,7 @@ def test_every_wanted_row_exactly_once(cut_at_once, near, rows, how, data):
     for r in requests.values():
         if r.captures is not None:
             r.verify()
-    assert not post.planner.reading and not len(post.planner.profiles) and not post.strands.live
+    assert not post.planner.reading and not len(post.planner.profiles) and not post.row_seqs.live
     requests.clear()
     del r
     gc.collect()
@@ -213,8 +213,8 @@ def test_an_output_that_was_pickled_or_copied_has_its_rows_and_its_receipt(copie
 
 @pytest.mark.parametrize("how", [None, "full8"])
 @pytest.mark.parametrize("looked", [False, True])
-@pytest.mark.parametrize("wishes", ["all", "some", "several"])
-def test_a_pickle_is_about_as_large_as_its_rows(how, looked, wishes):
+@pytest.mark.parametrize("site_requests", ["all", "some", "several"])
+def test_a_pickle_is_about_as_large_as_its_rows(how, looked, site_requests):
     """A tensor is pickled with all the memory that it is a part of: the extent of its strand, once for each block."""
     post = Post(LAYERS)
     post.compression = how and Compression.parse(how, "compress")
@@ -222,7 +222,7 @@ def test_a_pickle_is_about_as_large_as_its_rows(how, looked, wishes):
         "all": [("resid_post", "all", "all")],
         "some": [("resid_post", [0, 2], "prompt")],
         "several": [("resid_post", [0, 1], "all"), ("resid_post", [2], "prompt")],
-    }[wishes]
+    }[site_requests]
     request = Request(post, "r0", asked, 40, 300, [1] * 40)
     request.join()
     post.step([("r0", 40, 0)], content)
@@ -277,7 +277,7 @@ def test_rows_nobody_looked_at_are_taken_out_when_the_worker_asks():
     request = Request(post, "r0", [("resid_post", "all", "all")], 6, 1, [1] * 7)
     request.join()
     (_, message) = post.step([("r0", 6, 0)], content, deliver=False)
-    post.strands.retire_all()
+    post.row_seqs.retire_all()
     post.deliver(message)
     post.deliver(post.step([], content, deliver=False)[1], spill=True)
     post.rows.zero_()
@@ -336,20 +336,20 @@ def frames(header, marks=b"", steered=b"", *rest):
 
 
 def test_a_failure_is_raised_not_waited_for():
-    store = Store()
+    store = RowStore()
     pending, _ = opened(store, [("resid_post", [0], "all")], [1])
-    header = messages.Header("t", "w", D, "float32", failures={"r": "the disc is full", "x": "-"})
-    deliver(store, "t", frames(header), lambda w: Mirror())
+    header = messages.MessageHeader("t", "w", D, "float32", failures={"r": "the disc is full", "x": "-"})
+    deliver(store, "t", frames(header), lambda w: MappedBuffer())
     with pytest.raises(WeirError, match="the disc is full"):
         pending.take([Site("resid_post", 0)], np.arange(1), 60)
 
 
 @pytest.mark.parametrize("token", ["", "T", "tt", "é", "\ud7ff"])
 def test_strangers_are_turned_away(token):
-    store = Store()
+    store = RowStore()
     opened(store, [("resid_post", [0], "all")], [1])
     with pytest.raises(ValueError, match="token"):
-        deliver(store, "t", frames(messages.Header(token, "w", D, "float32")), lambda w: Mirror())
+        deliver(store, "t", frames(messages.MessageHeader(token, "w", D, "float32")), lambda w: MappedBuffer())
 
 
 def test_the_store_holds_nothing_by_itself():
@@ -361,10 +361,10 @@ def test_the_store_holds_nothing_by_itself():
     view = request.tracker.view([1], False, "stop", 0)
     request.tracker = request.pending = None
     gc.collect()
-    assert len(post.store) == 1 and len(post.store._strips) == 1
+    assert len(post.store) == 1 and len(post.store._row_views) == 1
     del view
     gc.collect()
-    assert len(post.store) == 0 and not post.store._strips and not post.store._groups
+    assert len(post.store) == 0 and not post.store._row_views and not post.store._groups
 
 
 @settings(max_examples=100, deadline=None)
@@ -375,17 +375,22 @@ def test_the_store_holds_nothing_by_itself():
     failures=st.dictionaries(st.text(), st.text(), max_size=3),
 )
 def test_mail_round_trip(name, columns, numbers, failures):
-    news = messages.News(
-        [messages.Opened(1, name, columns)], [messages.Placed(*numbers)], [messages.Retired(*numbers)], [3]
+    layout_updates = messages.LayoutUpdate(
+        [messages.SequenceOpened(1, name, columns)],
+        [messages.ExtentPlaced(*numbers)],
+        [messages.ExtentRetired(*numbers)],
+        [3],
     )
-    header = messages.decode(messages.encode(messages.Header("token", "w", D, "bfloat16", news, failures, 0.5, True)))
+    header = messages.decode(
+        messages.encode(messages.MessageHeader("token", "w", D, "bfloat16", layout_updates, failures, 0.5, True))
+    )
     assert (header.token, header.worker, header.dtype, header.failures) == ("token", "w", "bfloat16", failures)
-    assert header.news == news and header.pressure == 0.5 and header.spill
+    assert header.layout_updates == layout_updates and header.pressure == 0.5 and header.spill
 
 
 def test_reply_addresses():
-    reply = messages.Reply("ipc:///a#b/rows", "ipc:///a#b/vectors", "/a#b/arenas", "secret")
-    assert messages.Reply.parse(str(reply)) == reply
+    reply = messages.ReaderEndpoint("ipc:///a#b/rows", "ipc:///a#b/vectors", "/a#b/arenas", "secret")
+    assert messages.ReaderEndpoint.parse(str(reply)) == reply
 
 
 @pytest.mark.parametrize("claims", [0, 2])
@@ -397,14 +402,14 @@ def test_rows_are_let_go_when_nobody_needs_them_whoever_holds_the_output(claims)
     post.step([("r0", 4, 0)], content)
     view, pending = request.tracker.view([1], False, "length", 0), post.store.get("r0")
     pending.claim(claims)
-    held = Holding()
+    held = HeldSequences()
     held.add(post.store, pending)
     held.let_go()
     held.let_go()
     if claims:
         assert len(post.store) == 1 and len(view.activations()["resid_post", 0]) == 4
         pending.unclaim()
-    assert not pending.strips
+    assert not pending.row_views
     with pytest.raises(WeirError):
         replace(view, timeout=0.01, _made=None).activations()
     assert len(post.store) == 0
@@ -416,7 +421,7 @@ def test_who_waits_for_rows_that_are_let_go_waits_no_longer():
     request.join()
     view = request.tracker.view([1], False, "length", 0)
     view.timeout = 60.0
-    held = Holding()
+    held = HeldSequences()
     held.add(post.store, post.store.get("r0"))
     timer = threading.Timer(0.2, held.let_go)
     timer.start()
@@ -426,7 +431,7 @@ def test_who_waits_for_rows_that_are_let_go_waits_no_longer():
 
 
 def test_one_that_nobody_holds_any_more_is_let_go_of_by_itself():
-    post, held = Post(LAYERS), Holding()
+    post, held = Post(LAYERS), HeldSequences()
     request = Request(post, "r0", [("resid_post", "all", "all")], 4, 1, [1] * 4)
     held.add(post.store, post.store.get("r0"))
     del request

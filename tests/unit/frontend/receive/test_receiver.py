@@ -22,9 +22,9 @@ from tests.unit.delivery_harness import Post
 from tests.unit.frontend.receive.test_delivery import LAYERS, D, Request, content
 from vllm_weir import messages
 from vllm_weir.frontend.outputs.prompt_slicer import FEW
-from vllm_weir.frontend.receive.mapped_buffer import Mirror
-from vllm_weir.frontend.receive.receiver import Inbox, deliver
-from vllm_weir.frontend.receive.row_store import Store
+from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
+from vllm_weir.frontend.receive.receiver import Receiver, deliver
+from vllm_weir.frontend.receive.row_store import RowStore
 
 SCRIPT = """
 import os, sys, tempfile
@@ -52,7 +52,7 @@ def test_a_child_that_ends_leaves_the_sockets_of_its_parent(tmp_path):
 def test_a_worker_that_ends_while_it_introduces_itself_stops_nobody(said, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = set(threading.enumerate())
-    inbox = Inbox(Store())
+    receiver = Receiver(RowStore())
     (thread,) = set(threading.enumerate()) - before
     (arenas,) = glob.glob(f"{tmp_path}/*/arenas")
     for _ in range(2):
@@ -64,7 +64,7 @@ def test_a_worker_that_ends_while_it_introduces_itself_stops_nobody(said, tmp_pa
             assert line.recv(1) == b"", "turned away"
     thread.join(0.2)
     assert thread.is_alive()
-    inbox.close()
+    receiver.close()
     assert not os.listdir(tmp_path)
 
 
@@ -72,10 +72,10 @@ def test_what_rings_while_the_thread_ends_rings_nothing_else(tmp_path, monkeypat
     """A busy thread sees that it is to stop before it is woken for that: the bell was closed then, its number free."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before, make, write, bells = set(threading.enumerate()), os.eventfd, os.eventfd_write, []
-    store = Store()
+    store = RowStore()
     monkeypatch.setattr(store, "prepare", lambda: time.sleep(0.001) or True)
     monkeypatch.setattr(os, "eventfd", lambda *args: bells.append(make(*args)) or bells[-1])
-    inbox = Inbox(store)
+    receiver = Receiver(store)
     (thread,) = set(threading.enumerate()) - before
 
     def late(fd, value):
@@ -84,7 +84,7 @@ def test_what_rings_while_the_thread_ends_rings_nothing_else(tmp_path, monkeypat
         write(fd, value)
 
     monkeypatch.setattr(os, "eventfd_write", late)
-    inbox.close()
+    receiver.close()
     assert not os.listdir(tmp_path)
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -93,7 +93,7 @@ def test_what_rings_while_the_thread_ends_rings_nothing_else(tmp_path, monkeypat
 
 def test_files_of_strangers_are_closed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    inbox = Inbox(Store())
+    receiver = Receiver(RowStore())
     (arenas,) = glob.glob(f"{tmp_path}/*/arenas")
     (tmp_path / "theirs").write_bytes(b"x" * 64)
     said = msgspec.msgpack.encode({"token": "no", "worker": "w", "rows": 1, "row_bytes": 64})
@@ -102,7 +102,7 @@ def test_files_of_strangers_are_closed(tmp_path, monkeypatch):
         socket.send_fds(line, [struct.pack("<I", len(said)) + said], [theirs.fileno()] * 2)
         line.settimeout(10)
         assert line.recv(1) == b""
-        inbox.close()  # and with it the thread
+        receiver.close()  # and with it the thread
         held = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
         assert list(held).count(os.path.realpath(tmp_path / "theirs")) == 1
 
@@ -120,11 +120,11 @@ def test_rows_of_a_worker_that_did_not_wait_for_its_answer_come_in_messages(tmp_
     post = Post(LAYERS, near=False)
     one = Request(post, "r", [("resid_post", "all", "prompt")], 4, 1, [1] * 5)
     one.join()
-    _, (news, marks, steered) = post.step([("r", 4, 0)], content, deliver=False)
-    (own,) = news.values()
-    inbox, context = Inbox(post.store), zmq.Context()
-    reply = messages.Reply.parse(inbox.reply)
-    said = messages.encode(messages.Hello(reply.token, "w", 100, 4 * D))
+    _, (layout_updates, marks, steered) = post.step([("r", 4, 0)], content, deliver=False)
+    (own,) = layout_updates.values()
+    receiver, context = Receiver(post.store), zmq.Context()
+    reply = messages.ReaderEndpoint.parse(receiver.reply)
+    said = messages.encode(messages.WorkerHello(reply.token, "w", 100, 4 * D))
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line, open(tmp_path / "rows", "w+b") as rows:
             rows.truncate(100 * 4 * D)
@@ -133,19 +133,19 @@ def test_rows_of_a_worker_that_did_not_wait_for_its_answer_come_in_messages(tmp_
         goes_on.set()
         with context.socket(zmq.PUSH) as worker:
             worker.connect(reply.rows)
-            header = messages.encode(messages.Header(reply.token, "w", D, "float32", own))
+            header = messages.encode(messages.MessageHeader(reply.token, "w", D, "float32", own))
             worker.send_multipart([header, marks.tobytes(), steered.tobytes(), post._fetch(own, marks)])
             eventually(lambda: one.pending.early is not None, True, 30)  # or its rows were not understood
     finally:
-        inbox.close()
+        receiver.close()
         context.term()
 
 
 def test_a_message_with_parts_missing_is_malformed():
-    header = messages.encode(messages.Header("t", "w", D, "float32", messages.News()))
+    header = messages.encode(messages.MessageHeader("t", "w", D, "float32", messages.LayoutUpdate()))
     for frames in ([header], [header, b""]):
         with pytest.raises(ValueError, match="parts"):
-            deliver(Store(), "t", frames, lambda _: Mirror())
+            deliver(RowStore(), "t", frames, lambda _: MappedBuffer())
 
 
 def test_rows_whose_place_was_lost_on_the_way_are_the_asker_s_error_alone():
@@ -153,10 +153,10 @@ def test_rows_whose_place_was_lost_on_the_way_are_the_asker_s_error_alone():
     post = Post(LAYERS)
     lost, whole = (Request(post, name, [("resid_post", "all", "prompt")], 4, 1, [1] * 5) for name in ("r0", "r1"))
     lost.join()
-    _, (news, marks, steered) = post.step([("r0", 4, 0)], content, deliver=False)
-    for one in news.values():
+    _, (layout_updates, marks, steered) = post.step([("r0", 4, 0)], content, deliver=False)
+    for one in layout_updates.values():
         one.placed.clear()
-    post.deliver((news, marks, steered))
+    post.deliver((layout_updates, marks, steered))
     whole.join()
     post.step([("r1", 4, 0)], content)
     assert whole.pending.early is not None and lost.pending.early is None
@@ -173,11 +173,11 @@ def test_hand_outs_are_made_early_by_the_thread_that_receives_the_rows(tmp_path,
     requests = [Request(post, f"r{i}", [("resid_post", "all", "prompt")], 4, 1, [1] * 5) for i in range(count)]
     for one in requests:
         one.join()
-    _, (news, marks, steered) = post.step([(one.name, 4, 0) for one in requests], content, deliver=False)
-    (own,) = news.values()
-    inbox, context = Inbox(post.store), zmq.Context()
-    reply = messages.Reply.parse(inbox.reply)
-    header = messages.encode(messages.Header(reply.token, "w", D, "float32", own))
+    _, (layout_updates, marks, steered) = post.step([(one.name, 4, 0) for one in requests], content, deliver=False)
+    (own,) = layout_updates.values()
+    receiver, context = Receiver(post.store), zmq.Context()
+    reply = messages.ReaderEndpoint.parse(receiver.reply)
+    header = messages.encode(messages.MessageHeader(reply.token, "w", D, "float32", own))
     try:
         with context.socket(zmq.PUSH) as worker:
             worker.connect(reply.rows)
@@ -188,5 +188,5 @@ def test_hand_outs_are_made_early_by_the_thread_that_receives_the_rows(tmp_path,
         for one, early in zip(requests, made, strict=True):
             assert one.tracker.view([1], False, "length", 0).activations() is early
     finally:
-        inbox.close()
+        receiver.close()
         context.destroy(linger=0)

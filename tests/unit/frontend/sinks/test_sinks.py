@@ -28,12 +28,12 @@ from vllm_weir.config.mi_patch_env import act_sink
 from vllm_weir.config.settings import Settings
 from vllm_weir.consumers import Consumer, EngineInfo, Finished, Rows
 from vllm_weir.frontend.outputs.ticket import Ticket, labels_of
-from vllm_weir.frontend.sinks.delivery import Job
-from vllm_weir.frontend.sinks.manager import Board, check_sinks
+from vllm_weir.frontend.sinks.delivery import Delivery
+from vllm_weir.frontend.sinks.manager import SinkManager, check_sinks
 from vllm_weir.frontend.sinks.mark_buffer import MarkBuffer
 from vllm_weir.frontend.sinks.queue import BoundedQueue
-from vllm_weir.frontend.sinks.runner import Runner
-from vllm_weir.results.activations import Activations, Packed
+from vllm_weir.frontend.sinks.runner import SinkRunner
+from vllm_weir.results.activations import Activations, CompressedRows
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.sinks import Sink, SinkDefinition, parse_sinks
 from vllm_weir.storage import LAYOUTS, load
@@ -173,7 +173,7 @@ def test_act_environment():
     ):
         with pytest.raises(WeirError, match=f"VLLM_ACT_{next(iter(bad))}"):
             act(**{"CAPTURE": "1", **bad})
-    narrow = Board(parse_sinks({"VLLM_ACT": act(CAPTURE="1", MODE="topk8")}, "VLLM_ACT"), 1 << 20, 60.0, 1.0)
+    narrow = SinkManager(parse_sinks({"VLLM_ACT": act(CAPTURE="1", MODE="topk8")}, "VLLM_ACT"), 1 << 20, 60.0, 1.0)
     narrow.open(ENGINE)
     (capture,) = narrow.everyone
     assert capture.compress.k == ENGINE.d_model, "Vllm_mi_patch keeps what there is"
@@ -408,7 +408,7 @@ def recorder(monkeypatch):
 def runner(**options):
     policy = options.pop("policy", "block")
     definition = SinkDefinition.parse({"recorder": options, "policy": policy, "queue_bytes": 1}, "s")
-    return Runner("s", definition, ENGINE, "s")
+    return SinkRunner("s", definition, ENGINE, "s")
 
 
 def test_a_runner_feeds_its_consumer():
@@ -460,26 +460,26 @@ def test_a_consumer_that_cannot_even_end(trouble):
 
 def test_every_sink_is_flushed_whatever_becomes_of_the_others():
     sinks = {name: {"recorder": {"trouble": "flush" if name in "bd" else ""}} for name in "abcde"}
-    board = Board({name: SinkDefinition.parse(one, name) for name, one in sinks.items()}, 1, 1.0, 1.0)
-    board.open(ENGINE)
+    manager = SinkManager({name: SinkDefinition.parse(one, name) for name, one in sinks.items()}, 1, 1.0, 1.0)
+    manager.open(ENGINE)
     with pytest.raises(WeirError) as e:
-        board.flush(5)
+        manager.flush(5)
     assert [calls_of(made).count("flush") for made in Recorder.made] == [1] * 5
     assert "'b' could not" in str(e.value) and "'d' could not" in str(e.value) and "'a'" not in str(e.value)
-    board.close()
+    manager.close()
 
 
 @pytest.mark.parametrize("name", ["x" * 4001, "\ud800"])
 def test_an_id_under_which_nothing_can_be_kept_is_refused_before_anything_is_generated(name):
     to = SimpleNamespace(sink=sink_of("a"))
-    board = Board({}, 1, 1.0, 1.0)
-    board.open(ENGINE)
+    manager = SinkManager({}, 1, 1.0, 1.0)
+    manager.open(ENGINE)
     with pytest.raises(WeirError) as e:
-        board.prepare([to], name)
+        manager.prepare([to], name)
     assert e.value.field == "request_id" and not Recorder.made
-    board.prepare([SimpleNamespace(sink=Sink.parse("memory", "s"))], name)
-    board.prepare([to], "x" * 4000)
-    board.close()
+    manager.prepare([SimpleNamespace(sink=Sink.parse("memory", "s"))], name)
+    manager.prepare([to], "x" * 4000)
+    manager.close()
 
 
 def test_a_slow_consumer_drops_or_holds():
@@ -516,17 +516,17 @@ def test_a_slow_consumer_drops_or_holds():
 )
 def test_sinks_that_cannot_be_set_up(definition, field):
     with pytest.raises(WeirError) as e:
-        board = Board(parse_sinks({"x": definition}), 1, 1.0, 1.0)
-        board.open(ENGINE)
+        manager = SinkManager(parse_sinks({"x": definition}), 1, 1.0, 1.0)
+        manager.open(ENGINE)
     assert e.value.field == field
 
 
 def test_a_board_closes_its_sinks():
-    board = Board(parse_sinks({"x": {"recorder": {}}}), 1, 1.0, 1.0)
-    board.open(ENGINE)
-    assert board.report()["x"]["consumer"] == "recorder" and not board.everyone
-    board.flush(1)
-    del board
+    manager = SinkManager(parse_sinks({"x": {"recorder": {}}}), 1, 1.0, 1.0)
+    manager.open(ENGINE)
+    assert manager.report()["x"]["consumer"] == "recorder" and not manager.everyone
+    manager.flush(1)
+    del manager
     assert [call[0] for call in Recorder.made[0].calls] == ["open", "flush", "close"]
 
 
@@ -534,20 +534,20 @@ def test_a_board_closes_its_sinks():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_kept_always_and_rows_that_are_marked_go_to_one_sink(tmp_path, layout, ids):
     """The second of them found its name taken, and was lost."""
-    board = Board(
+    manager = SinkManager(
         parse_sinks({"x": {"filesystem": {"url": str(tmp_path), "layout": layout, "ids": ids}}}), 1 << 20, 60.0, 1.0
     )
-    board.open(ENGINE)
+    manager.open(ENGINE)
     views = [Looked(acts_of()), Looked(acts_of())]
     for view, keep in zip(views, ("always", "marked"), strict=True):
         view.part = SimpleNamespace(sink=Sink("x"), keep=keep, told=())
-    board.marks.join("r-1", "r")
+    manager.marks.join("r-1", "r")
     request = Finished("r", 1, "r-1", 1, 3, "stop")
-    tickets = board.deliver("r-1", views, request, lambda: None, False)
-    board.mark("r", {"reason": "odd"})
+    tickets = manager.deliver("r-1", views, request, lambda: None, False)
+    manager.mark("r", {"reason": "odd"})
     for ticket in tickets:
         ticket.wait(10)
-    board.close()
+    manager.close()
     found, name = load(tmp_path), "r-1" if ids == "unique" else "r.1"
     assert sorted(found) == [name, f"{name}.marked"]
     assert found.metadata(f"{name}.marked")["mark"] == {"reason": "odd"} and "mark" not in found.metadata(name)
@@ -560,7 +560,7 @@ def test_a_sink_that_is_slow_to_end_holds_nobody_up(monkeypatch):
     may_end, asked = threading.Event(), [SimpleNamespace(sink=sink_of(x)) for x in "abc"]
     monkeypatch.setattr("vllm_weir.frontend.sinks.manager.MOST_OWN", 1)
     monkeypatch.setattr(Recorder, "close", lambda self: (may_end.wait(20), self._note("close")))
-    one = Board({}, 1, 1.0, 1.0)
+    one = SinkManager({}, 1, 1.0, 1.0)
     one.open(ENGINE)
     one.prepare(asked[:1])
     began = time.monotonic()
@@ -612,13 +612,13 @@ def acts_of(packed=False):
     how = Compression("full8")
     records = {site: codec.encode(r, how) for site, r in rows.items()}
     dtypes = dict.fromkeys(sites, "float32")
-    return Activations({}, at, at, (), Packed(how.header(4, "bfloat16"), records, dtypes))
+    return Activations({}, at, at, (), CompressedRows(how.header(4, "bfloat16"), records, dtypes))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_spilled_rows_are_the_same(tmp_path, packed):
     acts, released = acts_of(packed), []
-    jobs = [Job(Looked(acts), Box().request, Ticket("s", True), lambda: released.append(1)) for _ in range(2)]
+    jobs = [Delivery(Looked(acts), Box().request, Ticket("s", True), lambda: released.append(1)) for _ in range(2)]
     jobs[1].spill(tmp_path)
     jobs[1].spill(tmp_path)
     assert released == [1] and len(list(tmp_path.iterdir())) == 1
@@ -634,7 +634,7 @@ def test_spilled_rows_are_the_same(tmp_path, packed):
 
 
 def test_rows_that_cannot_be_spilled_stay(tmp_path):
-    job = Job(Looked(WeirError("lost")), Box().request, Ticket("s", True), lambda: None)
+    job = Delivery(Looked(WeirError("lost")), Box().request, Ticket("s", True), lambda: None)
     with pytest.raises(WeirError, match="lost"):
         job.spill(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -643,7 +643,7 @@ def test_rows_that_cannot_be_spilled_stay(tmp_path):
 
 
 def test_a_temporary_file_that_cannot_be_removed_ends_no_sink(tmp_path, monkeypatch, caplog):
-    job = Job(Looked(acts_of()), Box(name="r7").request, Ticket("s", True), lambda: None)
+    job = Delivery(Looked(acts_of()), Box(name="r7").request, Ticket("s", True), lambda: None)
     job.spill(tmp_path)
     monkeypatch.setattr("pathlib.Path.unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "I/O error")))
     job.over()
@@ -655,7 +655,7 @@ def test_a_runner_spills():
     slow = runner(policy="spill", wait=0.02)
     released = []
     jobs = [
-        Job(
+        Delivery(
             Looked(acts_of()),
             Finished(f"r{k}", 0, f"r{k}", 1, 1, "stop"),
             Ticket("s", True),
@@ -684,7 +684,7 @@ def test_a_disk_that_is_full_for_a_while_does_not_end_spilling(monkeypatch, capl
     monkeypatch.setattr("vllm_weir.frontend.sinks.delivery.save_file", save)
     slow = runner(policy="spill", wait=0.1)
     jobs = [
-        Job(Looked(acts_of()), Finished(f"r{k}", 0, f"r{k}", 1, 1, "stop"), Ticket("s", True), lambda: None)
+        Delivery(Looked(acts_of()), Finished(f"r{k}", 0, f"r{k}", 1, 1, "stop"), Ticket("s", True), lambda: None)
         for k in range(8)
     ]
     for job in jobs:
@@ -770,7 +770,7 @@ def full(*_):
 
 def files_into(path, layout, **options):
     definition = SinkDefinition.parse({"filesystem": {"url": str(path), "layout": layout, **options}}, "s")
-    return Runner("s", definition, ENGINE, "s")
+    return SinkRunner("s", definition, ENGINE, "s")
 
 
 def served(one, name, kind=Box):
@@ -912,13 +912,13 @@ def test_an_explicit_flush_joins_the_manifest(tmp_path, monkeypatch):
 
 
 def test_npz_by_name(tmp_path):
-    one = Runner("s", SinkDefinition.parse({"npz": {"url": str(tmp_path)}}, "s"), ENGINE, "s")
+    one = SinkRunner("s", SinkDefinition.parse({"npz": {"url": str(tmp_path)}}, "s"), ENGINE, "s")
     assert one.required and served(one, "a").wait(0) == (str(tmp_path),)
     one.close()
     assert load(tmp_path).layout == "npz" and list(tmp_path.glob("req_a/*.npz"))
     for options, field in (({"layout": "sharded"}, "s.npz.layout"), ({}, "s.npz.url")):
         with pytest.raises(WeirError) as e:
-            Runner(
+            SinkRunner(
                 "s",
                 SinkDefinition.parse({"npz": {"url": str(tmp_path), **options} if options else {}}, "s"),
                 ENGINE,

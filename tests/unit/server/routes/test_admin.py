@@ -22,7 +22,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.schema.keys import asks
 from vllm_weir.schema.vector_files import read_vectors
-from vllm_weir.server.request import Ask
+from vllm_weir.server.request import WeirRequest
 
 ADMIN = {"X-Weir-Admin-Key": KEY}
 V = [0.5, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0]
@@ -55,13 +55,17 @@ def pair(tmp_path):
         yield [TestClient(app_of(s), headers=ADMIN) for s in servers], servers
 
 
-def lowered(server, wish):
+def lowered(server, site_request):
     """What a request would undergo: (hook, layers, positions, scale x vector of additions)."""
-    server.desk.refresh()
+    server.frontend.refresh()
     admitted = admit(
-        {"weir": {"v": 1, **wish}}, server.desk.facts, True, server.desk.shelf.find, server.desk.always,
-        module=server.desk.shelf.module,
-    )  # fmt: skip
+        {"weir": {"v": 1, **site_request}},
+        server.frontend.capabilities,
+        True,
+        server.frontend.registry.find,
+        server.frontend.always,
+        module=server.frontend.registry.module,
+    )
     return [
         (m.hook, m.layers, m.positions.to_json(), [(admitted.rows[i.u] * i.a).tolist() for i in m.instructions])
         for m in admitted.effective
@@ -88,18 +92,20 @@ def test_a_vector_is_kept_used_and_forgotten_in_every_process(pair):
     file = two.get("/v1/vectors/happy", params={"format": "safetensors"})
     assert file.headers["content-type"] == "application/vnd.safetensors"
     assert read_vectors(file.content, "safetensors", "v")[None].array.tolist() == V
-    wish = {"interventions": [{"op": "add", "vector": {"ref": "happy"}, "layers": [1]}]}
+    site_request = {"interventions": [{"op": "add", "vector": {"ref": "happy"}, "layers": [1]}]}
     for server in servers:
-        assert lowered(server, wish) == [("resid_post", (1,), "all", [V])]
-    assert lowered(servers[1], {"interventions": [{**wish["interventions"][0], "vector": {"ref": info["digest"]}}]})
+        assert lowered(server, site_request) == [("resid_post", (1,), "all", [V])]
+    assert lowered(
+        servers[1], {"interventions": [{**site_request["interventions"][0], "vector": {"ref": info["digest"]}}]}
+    )
     assert two.put("/v1/vectors/happy", json={"vector": OTHER}).json()["digest"] != info["digest"]
-    assert lowered(servers[0], wish) == [("resid_post", (1,), "all", [OTHER])]
+    assert lowered(servers[0], site_request) == [("resid_post", (1,), "all", [OTHER])]
     assert one.delete("/v1/vectors/happy").status_code == 204
     assert two.get("/v1/vectors").json() == {"vectors": []}
     refused(two.get("/v1/vectors/happy"), 404, "name")
     refused(two.delete("/v1/vectors/happy"), 404, "name")
     with pytest.raises(WeirError, match="no vector is registered under 'happy'"):
-        lowered(servers[1], wish)
+        lowered(servers[1], site_request)
 
 
 CHANGES = [
@@ -159,8 +165,8 @@ def test_directions_of_blocks_are_a_module_and_each_has_a_name(pair, media):
     assert lowered(servers[1], {"modules": ["mood"]}) == expected
     twice = lowered(servers[1], {"modules": [{"name": "mood", "scale": 2}]})
     assert [m[3][0] for m in twice] == [[2 * x for x in V], [2 * x for x in OTHER]]
-    wish = {"interventions": [{"op": "add", "vector": "mood[3]", "layers": [0]}]}
-    assert lowered(servers[1], wish) == [("resid_post", (0,), "all", [OTHER])]
+    site_request = {"interventions": [{"op": "add", "vector": "mood[3]", "layers": [0]}]}
+    assert lowered(servers[1], site_request) == [("resid_post", (0,), "all", [OTHER])]
     with pytest.raises(WeirError, match=r'"modules": \["mood"\]') as caught:
         lowered(servers[1], {"interventions": [{"op": "add", "vector": {"ref": "mood"}, "layers": [0]}]})
     assert caught.value.field == "interventions[0].vector"
@@ -368,19 +374,21 @@ def test_steering_of_every_request(pair):
         ("resid_pre", (2,), "all", [doubled]),
         ("resid_post", (1,), "generated", [OTHER]),
     ]
-    assert all(lowered(s, plain) == first for s in servers) and all(s.desk.universal for s in servers)
+    assert all(lowered(s, plain) == first for s in servers) and all(s.frontend.universal for s in servers)
     two.post("/v1/steering/set", json={"vectors": {"resid_post": {"1": OTHER}}})
     assert lowered(servers[0], plain) == [first[1], first[2], ("resid_post", (1,), "all", [OTHER])]
     active = one.get("/v1/steering").json()
     assert active["active_layers"]["1"]["resid_post"] == {
-        "norm": pytest.approx(D**0.5), "decode_norm": pytest.approx(D**0.5), "clamps": 0
-    }  # fmt: skip
+        "norm": pytest.approx(D**0.5),
+        "decode_norm": pytest.approx(D**0.5),
+        "clamps": 0,
+    }
     assert active["active_layers"]["2"]["resid_pre"]["norm"] == pytest.approx(2 * np.linalg.norm(V))
     assert len(active["interventions"]) == 3 and "b64" not in json.dumps(active)
     one.post("/v1/steering/set", json={"prefill_vectors": {"resid_post": {"0": V}}, "replace": True})
     assert lowered(servers[1], plain) == [("resid_post", (0,), "prompt", [V])]
     assert two.post("/v1/steering/clear").json() == {"status": "ok"}
-    assert lowered(servers[0], plain) == [] and not servers[0].desk.universal
+    assert lowered(servers[0], plain) == [] and not servers[0].frontend.universal
     assert one.get("/v1/steering").json() == {"active_layers": {}, "interventions": []}
 
 
@@ -391,15 +399,15 @@ def test_clamps_and_own_interventions_of_every_request(pair):
     own = [{"op": "ablate", "directions": OTHER, "layers": [0, 2]}]
     assert one.post("/v1/steering/set", json={**body, "interventions": own}).status_code == 200
     two.post("/v1/steering/set", json={"vectors": {"resid_post": {"1": V}}})
-    servers[0].desk.refresh()
-    kinds = [(i.op, i.layers) for i in servers[0].desk.always]
+    servers[0].frontend.refresh()
+    kinds = [(i.op, i.layers) for i in servers[0].frontend.always]
     assert kinds == [("add", (1,)), ("clamp", (1,)), ("clamp", (1,)), ("ablate", (0, 2))]
-    low, fixed = servers[0].desk.always[1:3]
+    low, fixed = servers[0].frontend.always[1:3]
     assert (low.min, low.max, low.strength, fixed.value, fixed.min) == (-1.0, 2.0, 0.5, 3.0, None)
     assert one.get("/v1/steering").json()["active_layers"]["1"]["resid_post"]["clamps"] == 2
     two.post("/v1/steering/set", json={"interventions": [{"op": "add", "vector": V, "layers": "all"}]})
-    servers[0].desk.refresh()
-    assert [i.op for i in servers[0].desk.always] == ["add", "clamp", "clamp", "add"]
+    servers[0].frontend.refresh()
+    assert [i.op for i in servers[0].frontend.always] == ["add", "clamp", "clamp", "add"]
 
 
 def test_packed_vectors_and_clamps(pair):
@@ -413,12 +421,15 @@ def test_packed_vectors_and_clamps(pair):
     }
     made = one.post("/v1/steering/set", json=body)
     assert made.status_code == 200, made.text
-    servers[0].desk.refresh()
-    assert [(i.op, i.layers, i.positions.kind) for i in servers[0].desk.always] == [
-        ("add", (3,), "all"), ("add", (0,), "all"), ("clamp", (3,), "generated"), ("clamp", (0,), "generated")
-    ]  # fmt: skip
-    assert [i.scale for i in servers[0].desk.always[:2]] == [2.0, -1.0]
-    assert [(i.min, i.max, i.strength) for i in servers[0].desk.always[2:]] == [(None, 1.0, 1.0), (0.5, 0.5, 0.5)]
+    servers[0].frontend.refresh()
+    assert [(i.op, i.layers, i.positions.kind) for i in servers[0].frontend.always] == [
+        ("add", (3,), "all"),
+        ("add", (0,), "all"),
+        ("clamp", (3,), "generated"),
+        ("clamp", (0,), "generated"),
+    ]
+    assert [i.scale for i in servers[0].frontend.always[:2]] == [2.0, -1.0]
+    assert [(i.min, i.max, i.strength) for i in servers[0].frontend.always[2:]] == [(None, 1.0, 1.0), (0.5, 0.5, 0.5)]
     half = np.float16([V, OTHER]).tobytes()
     body = {"vectors": {"resid_post": {**packed, "dtype": "float16", "data": base64.b64encode(half).decode()}}}
     assert one.post("/v1/steering/set", json=body | {"replace": True}).status_code == 200
@@ -483,7 +494,7 @@ def test_modules(pair):
     clamp = {"name": "c", "clamps": {"resid_post": {"1": [{"vector": V, "value": 1.0}]}}}
     assert two.post("/v1/steering/modules/register", json=clamp).json()["modules"] == ["c", "m"]
     assert lowered(servers[0], {"modules": ["c"]})
-    for wish, field in (
+    for site_request, field in (
         ({"modules": [{"name": "c", "scale": 2.0}]}, "modules[0].scale"),
         ({"modules": ["m", "gone"]}, "modules[1]"),
         ({"modules": ["happy"]}, "modules[0]"),
@@ -492,7 +503,7 @@ def test_modules(pair):
         ({"modules": ["m"] * 65}, "modules"),
     ):
         with pytest.raises(WeirError) as caught:
-            lowered(servers[0], wish)
+            lowered(servers[0], site_request)
         assert caught.value.field == field
     refused(one.post("/v1/steering/modules/register", json={**module, "name": "happy"}), 400, "name")
     refused(one.put("/v1/vectors/m", json=V), 400, "name")
@@ -544,8 +555,9 @@ def test_a_row_as_a_matrix_is_that_row_in_every_body(pair):
     two.put("/v1/vectors/row", json=[V])
     two.put("/v1/vectors/blocks", json={"directions": {"1": [V], "2": OTHER}})
     assert lowered(servers[0], {"modules": ["blocks"]}) == [
-        ("resid_post", (1,), "all", [V]), ("resid_post", (2,), "all", [OTHER])
-    ]  # fmt: skip
+        ("resid_post", (1,), "all", [V]),
+        ("resid_post", (2,), "all", [OTHER]),
+    ]
     for vector in (V, [V], {"ref": "flat"}, {"ref": "row"}, {"ref": "blocks[1]"}):
         entry = {"vector": vector, "scale": 2.0}
         body = {
@@ -586,18 +598,18 @@ def test_requests_of_the_fork(pair):
 
     def asked(body):
         assert asks(None, body)
-        wish = dict(Ask.parse(None, body, server.limits).extra_args["weir"])
-        assert json.loads(json.dumps(wish)) == wish and wish.pop("v") == 1
-        return lowered(server, wish)
+        site_request = dict(WeirRequest.parse(None, body, server.limits).extra_args["weir"])
+        assert json.loads(json.dumps(site_request)) == site_request and site_request.pop("v") == 1
+        return lowered(server, site_request)
 
     assert asked(body) == first
     assert asked(body | {"weir": own}) == [first[0], *first, ("resid_post", (3,), "all", [V])]
     assert asked({"prefill_steering_vectors": {"post_mlp": {"0": V}}}) == [("resid_post", (0,), "prompt", [V])]
     clamp = {"resid_mid": {"1": [{"vector": V, "max": 4.0}]}}
-    clamped = Ask.parse(None, {"prefill_steering_clamps": clamp} | body, server.limits).extra_args["weir"]
+    clamped = WeirRequest.parse(None, {"prefill_steering_clamps": clamp} | body, server.limits).extra_args["weir"]
     assert [(i["op"], i["positions"]) for i in clamped["interventions"]] == [("add", "generated"), ("clamp", "prompt")]
     assert asks(None, {"steering_clamps": clamp}) and clamped["interventions"][1]["max"] == 4.0
-    assert not asks(None, {"steering_name": None}) and Ask.parse(None, {}, server.limits) is None
+    assert not asks(None, {"steering_name": None}) and WeirRequest.parse(None, {}, server.limits) is None
     for bad, field in (
         ({"steering_name": 1}, "steering_name"),
         ({"steering_vectors": {"post_mlp": {**packed, "shape": [2, D]}}}, "steering_vectors.post_mlp.data.b64"),
@@ -605,7 +617,7 @@ def test_requests_of_the_fork(pair):
         ({"decode_steering_clamps": {"resid_post": {"1": V}}}, "decode_steering_clamps.resid_post.1[0]"),
     ):
         with pytest.raises(WeirError) as caught:
-            Ask.parse(None, bad, server.limits)
+            WeirRequest.parse(None, bad, server.limits)
         assert caught.value.field == field
     entry = {"op": "add", "vector": V, "layers": [3]}
     for bad, field in (
@@ -615,7 +627,7 @@ def test_requests_of_the_fork(pair):
         (body | {"weir": {"v": 1, "interventions": [entry, entry | {"layers": [99]}]}}, "interventions[1].layers"),
         ({"weir": {"v": 1, "modules": ["gone"]}}, "modules[0]"),
     ):
-        ask = Ask.parse(None, bad, server.limits)
+        ask = WeirRequest.parse(None, bad, server.limits)
         with pytest.raises(WeirError) as caught:
             lowered(server, {key: value for key, value in ask.extra_args["weir"].items() if key != "v"})
         sent = ask.sent(caught.value)
@@ -645,14 +657,14 @@ def test_layers(pair):
 def test_equal_wishes_are_remembered_under_steering_and_by_name(pair):
     """Admission is looked up, not repeated, until a name changes its meaning."""
     (one, two), servers = pair
-    desk = servers[0].desk
+    frontend = servers[0].frontend
     one.post("/v1/steering/set", json={"vectors": {"resid_post": {"0": V}}})
     one.put("/v1/vectors/happy", json=V)
 
     def admitted():
-        wish = {"v": 1, "interventions": [{"op": "add", "vector": "happy", "layers": [1]}]}
-        desk.refresh()
-        return desk._admitted({"weir": wish}, True), desk._admitted({}, True)
+        site_request = {"v": 1, "interventions": [{"op": "add", "vector": "happy", "layers": [1]}]}
+        frontend.refresh()
+        return frontend._admitted({"weir": site_request}, True), frontend._admitted({}, True)
 
     assert all(a is b for a, b in zip(admitted(), admitted()))
     first = admitted()

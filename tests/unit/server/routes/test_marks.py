@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.unit.admin_app import app_of, serving
-from vllm_weir.server.errors import Unanswered
+from vllm_weir.server.errors import PeerUnanswered
 
 NOBODY = {"known": False, "sinks": [], "gone": []}
 GONE = {"known": False, "sinks": [], "gone": ["request 'cmpl-1-0' was marked already"]}
@@ -45,7 +45,7 @@ def test_the_process_that_knows_it_is_believed(tmp_path, others, code, what):
 
 def test_a_process_that_does_not_answer_is_the_server_s_fault(tmp_path):
     async def ask(_question, _seconds):
-        raise Unanswered("one of the server's processes is too busy to answer; send it again")
+        raise PeerUnanswered("one of the server's processes is too busy to answer; send it again")
 
     answer = told(tmp_path, ask)
     assert answer.status_code == 500 and "send it again" in answer.json()["error"]["message"]

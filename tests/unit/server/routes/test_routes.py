@@ -14,14 +14,14 @@ from fastapi import Body, Depends, FastAPI
 
 from vllm_weir.errors import WeirError
 from vllm_weir.patches import registry
-from vllm_weir.patches.registry import SEAMS, Status
+from vllm_weir.patches.registry import PATCHES, PatchStatus
 from vllm_weir.results.activations import Activations
 from vllm_weir.schema.hooks import Site
 from vllm_weir.server.errors import weir_error
 from vllm_weir.server.routes import activations
 from vllm_weir.server.routes.auth import require_admin
 from vllm_weir.server.routes.body_limit import BodyLimit
-from vllm_weir.server.shared.result_files import Spool
+from vllm_weir.server.shared.result_files import ResultFiles
 
 SITE = Site("resid_post", 1)
 
@@ -32,7 +32,7 @@ def app(tmp_path):
     app.include_router(activations.router())
     app.add_middleware(BodyLimit, most=1000)
     app.add_exception_handler(WeirError, weir_error)
-    app.state.weir = SimpleNamespace(spool=Spool(tmp_path, 1 << 20, 60.0), admin_key="sesame")
+    app.state.weir = SimpleNamespace(spool=ResultFiles(tmp_path, 1 << 20, 60.0), admin_key="sesame")
 
     @app.post("/echo")
     async def echo(body: Annotated[dict, Body()]) -> int:
@@ -174,7 +174,7 @@ def test_the_schema_declares_the_errors(app):
 
 
 def test_a_route_that_this_vllm_does_not_have_is_no_missing_seam(monkeypatch):
-    modules = {s.module for s in SEAMS if s.recent}
+    modules = {s.module for s in PATCHES if s.recent}
     exists = registry._module_exists
     monkeypatch.setattr(registry, "_module_exists", lambda name: name not in modules and exists(name))
     monkeypatch.setattr(registry, "when_imported", lambda name, hold: None)
@@ -183,12 +183,12 @@ def test_a_route_that_this_vllm_does_not_have_is_no_missing_seam(monkeypatch):
 
 
 def test_a_missing_serving_seam_refuses_over_http_only():
-    status = Status(active=True)
-    seam = next(s for s in SEAMS if s.serving)
+    status = PatchStatus(active=True)
+    seam = next(s for s in PATCHES if s.serving)
     status.note(seam, "gone")
     assert status.refusal is None
     assert re.search(r"could not hold .* \(gone\)", status.serving_refusal or "")
-    status = Status(active=True)
-    status.note(next(s for s in SEAMS if not s.serving), "gone")
+    status = PatchStatus(active=True)
+    status.note(next(s for s in PATCHES if not s.serving), "gone")
     assert status.refusal and status.serving_refusal == status.refusal
-    assert Status(active=False).serving_refusal
+    assert PatchStatus(active=False).serving_refusal

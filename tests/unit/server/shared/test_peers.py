@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from vllm_weir.errors import WeirError
-from vllm_weir.server.errors import Unanswered
+from vllm_weir.server.errors import PeerUnanswered
 from vllm_weir.server.shared.peers import Peers
 
 
@@ -75,8 +75,8 @@ def test_who_does_not_answer_is_told_of(tmp_path, caplog):
     async def fails(_question):
         raise RuntimeError("no")
 
-    with pytest.raises(Unanswered, match="too busy"):
+    with pytest.raises(PeerUnanswered, match="too busy"):
         within(tmp_path, doubled, doubled, late, ask={"x": 1}, seconds=0.2)
-    with pytest.raises(Unanswered, match="failed to answer"):
+    with pytest.raises(PeerUnanswered, match="failed to answer"):
         within(tmp_path, doubled, fails, ask={"x": 1})
     assert "RuntimeError" in caplog.text, "its log says why"

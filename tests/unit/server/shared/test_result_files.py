@@ -15,10 +15,10 @@ import torch
 from vllm_weir.errors import WeirError
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.receipt import Receipt
-from vllm_weir.results.site_slices import Block
+from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.hooks import Site
-from vllm_weir.server.shared.directory import Home, clear
-from vllm_weir.server.shared.result_files import Spool
+from vllm_weir.server.shared.directory import SharedDirectory, clear
+from vllm_weir.server.shared.result_files import ResultFiles
 
 
 def acts(rows=4, width=64, value=0.0):
@@ -32,7 +32,7 @@ SIZE = 4 * 64 * 4
 
 @pytest.fixture
 def spool(tmp_path):
-    return Spool(tmp_path, 10_000, 60.0)
+    return ResultFiles(tmp_path, 10_000, 60.0)
 
 
 def test_what_is_kept_is_what_save_writes(spool, tmp_path):
@@ -107,7 +107,7 @@ def test_a_file_has_every_sites_rows_also_where_they_lie_together_in_another_ord
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for places in (None, [2, 0, 1]):
             memory = torch.randn(5, 4, 16).to(dtype)[:, :3]  # rows of a wider block
-            block = Block(sites, places, memory)
+            block = SiteSlices(sites, places, memory)
             at = {site: torch.arange(5) for site in sites}
             rows = Activations(block, at, {site: at[site] + 10 for site in sites})
             rows[sites[1]][2] = 3.0  # what the caller changed is what is saved
@@ -215,9 +215,9 @@ def test_only_ids_name_files(spool, key):
 
 
 def test_processes_share_a_directory_and_the_last_removes_it(tmp_path):
-    first = Home(1234567, str(tmp_path))
+    first = SharedDirectory(1234567, str(tmp_path))
     assert first.path.stat().st_mode & 0o777 == 0o700
-    second = Home(1234567, str(tmp_path))
+    second = SharedDirectory(1234567, str(tmp_path))
     assert first.path == second.path
     (first.room("spool") / "x").write_text("x")
     first.close()
@@ -236,13 +236,18 @@ def test_what_a_killed_server_left_is_removed(tmp_path):
         subprocess.run([sys.executable, "-c", code.replace("KEY", str(key))], check=False, timeout=60)
     assert [p.name[-2:] for p in tmp_path.iterdir()] == ["12"], "the second one has removed the first"
     assert (next(tmp_path.iterdir()) / "spool" / "old").exists()
-    home = Home(12, str(tmp_path))  # the same number again: nothing of the other server is in it
+    home = SharedDirectory(12, str(tmp_path))  # the same number again: nothing of the other server is in it
     assert [p.name for p in tmp_path.iterdir()] == [home.path.name] and not list(home.room("spool").iterdir())
     home.close()
 
 
 def test_the_parent_clears_up_after_children_that_were_killed(tmp_path):
-    code = f"from vllm_weir.server.shared.directory import Home; h = Home(13, {str(tmp_path)!r}); print('up', flush=True); input()"
+    code = f"""
+from vllm_weir.server.shared.directory import SharedDirectory
+h = SharedDirectory(13, {str(tmp_path)!r})
+print('up', flush=True)
+input()
+"""
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout.readline() == b"up\n"
     clear(13, str(tmp_path), patience=0.1)
@@ -258,13 +263,13 @@ def test_a_directory_that_others_could_write_is_not_used(tmp_path):
     (tmp_path / name).symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").mkdir()
     with pytest.raises(WeirError, match="not this user's alone"):
-        Home(99, str(tmp_path))
+        SharedDirectory(99, str(tmp_path))
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_what_a_file_holds_beside_the_rows_counts(tmp_path):
     size = len(acts().to_bytes())
-    spool = Spool(tmp_path, 2 * size - 1, 60.0)
+    spool = ResultFiles(tmp_path, 2 * size - 1, 60.0)
     spool.put(acts(), SIZE)
     assert SIZE + size < spool.budget, "by its rows alone another would have room"
     kept = spool.put(acts(), SIZE)

@@ -16,12 +16,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from vllm_weir.frontend.admission.vector_registry import Contents, Named
+from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryContents
 from vllm_weir.schema.interventions import Add, Clamp
 from vllm_weir.schema.vectors import Vector
-from vllm_weir.server.errors import NotKept
+from vllm_weir.server.errors import StateNotSaved
 from vllm_weir.server.shared import state_files as shared
-from vllm_weir.server.shared.state_files import Shared
+from vllm_weir.server.shared.state_files import SharedState
 
 NAMES = st.sampled_from(["a", "b", "c"])
 
@@ -30,7 +30,7 @@ def vector(value: float, width: int = 4) -> Vector:
     return Vector.parse(np.full(width, value), "vector")
 
 
-def plain(contents: Contents) -> dict:
+def plain(contents: RegistryContents) -> dict:
     """What contents say, comparable."""
     return {
         "vectors": {
@@ -44,7 +44,7 @@ def plain(contents: Contents) -> dict:
 
 
 def with_vector(name: str, value: float):
-    return lambda c: replace(c, vectors={**c.vectors, name: Named({None: vector(value), 3: vector(-value)})})
+    return lambda c: replace(c, vectors={**c.vectors, name: NamedVector({None: vector(value), 3: vector(-value)})})
 
 
 def without(name: str):
@@ -68,8 +68,8 @@ class Readers(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.path = self.folder / str(time.monotonic_ns())
-        self.users = [Shared(self.path) for _ in range(3)]
-        self.model = Contents()
+        self.users = [SharedState(self.path) for _ in range(3)]
+        self.model = RegistryContents()
 
     def _change(self, who: int, edit) -> None:
         before = self.users[who].read().generation
@@ -107,7 +107,7 @@ class Readers(RuleBasedStateMachine):
 
     @rule()
     def newcomer(self):
-        self.users[0] = Shared(self.path)
+        self.users[0] = SharedState(self.path)
 
     @invariant()
     def all_agree(self):
@@ -125,24 +125,24 @@ def test_every_user_sees_every_change(tmp_path):
 
 
 def _count(folder: str, name: str, times: int, start) -> None:
-    shared = Shared(folder)
+    shared = SharedState(folder)
     start.wait(30)
     for k in range(times):
         shared.change(
             lambda c: replace(
                 c,
-                vectors={**c.vectors, name: Named({None: vector(k + 1, 2048)})},  # noqa: B023
+                vectors={**c.vectors, name: NamedVector({None: vector(k + 1, 2048)})},  # noqa: B023
                 modules={**c.modules, "sum": (Add(vector(1 + _total(c)), 0),)},
             )
         )
 
 
-def _total(contents: Contents) -> float:
+def _total(contents: RegistryContents) -> float:
     return float(contents.modules["sum"][0].vector.array[0]) if "sum" in contents.modules else 0.0
 
 
 def _watch(folder: str, start, stop, errors) -> None:
-    shared, last, looks = Shared(folder), 0, 0
+    shared, last, looks = SharedState(folder), 0, 0
     start.wait(30)
     while not stop.is_set():
         contents = shared.read()
@@ -176,12 +176,12 @@ def test_processes_lose_no_change_and_see_no_torn_one(tmp_path):
         process.join(60)
         assert process.exitcode == 0
     assert errors.empty() and all(isinstance(looks, int) and looks > 0 for looks in said), said
-    contents = Shared(tmp_path).read()
+    contents = SharedState(tmp_path).read()
     assert contents.generation == 1 + 3 * times and _total(contents) == 3 * times
 
 
 def test_an_unchanged_state_costs_one_stat(tmp_path, monkeypatch):
-    shared = Shared(tmp_path)
+    shared = SharedState(tmp_path)
     shared.change(with_vector("a", 1.0))
     first = shared.read()
     stats = []
@@ -193,18 +193,18 @@ def test_an_unchanged_state_costs_one_stat(tmp_path, monkeypatch):
 
 def test_changes_within_one_tick_of_the_clock_are_told_apart(tmp_path):
     """Same size, and soon the same inode: only the generation differs."""
-    ours, other = Shared(tmp_path), Shared(tmp_path)
+    ours, other = SharedState(tmp_path), SharedState(tmp_path)
     for k in range(200):
         other.change(with_always(float(k % 10)))
         assert ours.read().always[0].vector.array[0] == k % 10
 
 
 def test_what_a_dead_writer_left_is_cleaned(tmp_path):
-    shared = Shared(tmp_path)
+    shared = SharedState(tmp_path)
     shared.change(with_vector("a", 1.0))
     (tmp_path / "state.json.tmp").write_text("{")
     (tmp_path / f"{'0' * 32}.safetensors").write_bytes(b"x")
-    assert plain(Shared(tmp_path).read()) == plain(shared.read())
+    assert plain(SharedState(tmp_path).read()) == plain(shared.read())
     after = shared.change(with_vector("b", 2.0))
     assert set(after.vectors) == {"a", "b"}
     assert sorted(f.suffix for f in tmp_path.iterdir()) == ["", ".json"] + [".safetensors"] * 4
@@ -212,26 +212,26 @@ def test_what_a_dead_writer_left_is_cleaned(tmp_path):
 
 def test_only_the_owner_reads_it(tmp_path):
     folder = tmp_path / "shared"
-    Shared(folder).change(with_vector("a", 1.0))
+    SharedState(folder).change(with_vector("a", 1.0))
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {f.stat().st_mode & 0o077 for f in folder.iterdir()} == {0}
 
 
 def test_a_removed_directory_keeps_what_is_known(tmp_path, caplog):
     folder = tmp_path / "shared"
-    shared = Shared(folder)
+    shared = SharedState(folder)
     known = shared.change(with_always(1.0))
     for file in folder.iterdir():
         file.unlink()
     folder.rmdir()
     assert shared.read() is known and shared.read() is known
     assert len([r for r in caplog.records if "was removed" in r.message]) == 1
-    with pytest.raises(NotKept, match="No such file"):
+    with pytest.raises(StateNotSaved, match="No such file"):
         shared.change(with_always(2.0))
 
 
 def test_the_state_is_json_without_content(tmp_path):
-    Shared(tmp_path).change(with_module("m", 1.0))
+    SharedState(tmp_path).change(with_module("m", 1.0))
     state = json.loads((tmp_path / "state.json").read_text())
     assert state["generation"] == 2 and "b64" not in json.dumps(state)
 
@@ -239,7 +239,7 @@ def test_the_state_is_json_without_content(tmp_path):
 @pytest.mark.parametrize("room", [0, 300])
 def test_a_change_that_the_disk_refuses_leaves_nothing_behind(tmp_path, monkeypatch, room):
     """Without room for the first file, or for the second: later changes must find the disk as it was."""
-    kept = Shared(tmp_path)
+    kept = SharedState(tmp_path)
     kept.change(with_vector("a", 1.0))
     files, left, real = sorted(os.listdir(tmp_path)), [room], open
 
@@ -261,9 +261,9 @@ def test_a_change_that_the_disk_refuses_leaves_nothing_behind(tmp_path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(shared, "open", lambda *a, **k: Full(real(*a, **k)), raising=False)
-        with pytest.raises(NotKept, match=r"\(No space left on device\)"):
-            kept.change(lambda c: replace(c, vectors={"b": Named({None: vector(2.0), 1: vector(3.0, 64)})}))
+        with pytest.raises(StateNotSaved, match=r"\(No space left on device\)"):
+            kept.change(lambda c: replace(c, vectors={"b": NamedVector({None: vector(2.0), 1: vector(3.0, 64)})}))
     assert sorted(os.listdir(tmp_path)) == files
-    assert set(kept.read().vectors) == set(Shared(tmp_path).read().vectors) == {"a"}
+    assert set(kept.read().vectors) == set(SharedState(tmp_path).read().vectors) == {"a"}
     kept.change(with_vector("b", 2.0))
-    assert set(Shared(tmp_path).read().vectors) == {"a", "b"}
+    assert set(SharedState(tmp_path).read().vectors) == {"a", "b"}

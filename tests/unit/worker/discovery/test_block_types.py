@@ -55,7 +55,7 @@ def of_many(kinds, fused=False):
 
 def searching_each(monkeypatch):
     """From here on every block is searched."""
-    monkeypatch.setattr(block_types.Makes, "_make", lambda self, calls: calls[0].path)
+    monkeypatch.setattr(block_types.BlockTypes, "_make", lambda self, calls: calls[0].path)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -26,7 +26,7 @@ from tests.unit.blocks import (
     supported,
 )
 from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
-from vllm_weir.worker.discovery.anchors import Anchor, Key
+from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -46,7 +46,7 @@ def test_a_bias_that_is_handed_over_belongs_to_the_point(dtype):
     sites = mapped(Model([BiasedParallel] * LAYERS), dtype)
     assert supported(sites) == {"resid_pre", "attn_out", "mlp_out", "resid_post"}
     for found in (sites, mapped(Model([Biased] * LAYERS), dtype)):
-        assert all(found.anchors[Site(h, 1)].offset == Key("out", 1) for h in ("attn_out", "mlp_out"))
+        assert all(found.anchors[Site(h, 1)].offset == TensorKey("out", 1) for h in ("attn_out", "mlp_out"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -113,7 +113,7 @@ def test_what_comes_after_the_final_norm():
 
     for kind in (Divides, Projects, CallsItself):
         assert mapped(kind([Sequential] * LAYERS)).anchors[Site("final_norm", 0)] == Anchor(
-            "norm", "after", Key("out", -1)
+            "norm", "after", TensorKey("out", -1)
         )
     assert "changes what norm returns" in mapped(Doubles([Sequential] * LAYERS)).refused[Site("final_norm", 0)]
 
@@ -152,7 +152,7 @@ def test_what_comes_before_the_final_norm_or_instead_of_it(dtype):
 
     for kind in (Drops, Looks):
         sites = mapped(kind([Sequential] * LAYERS).eval(), dtype)
-        assert sites.anchors[Site("final_norm", 0)] == Anchor("norm", "after", Key("out", -1))
+        assert sites.anchors[Site("final_norm", 0)] == Anchor("norm", "after", TensorKey("out", -1))
     for kind in (Projects, ProjectsFirst):
         sites = mapped(kind([Sequential] * LAYERS).eval(), dtype)
         assert "linear, which is given what leaves the last block, is no norm" in sites.refused[Site("final_norm", 0)]
@@ -195,7 +195,7 @@ def test_a_norm_of_the_embeddings_own_belongs_to_it(dtype):
             return self.norm(hidden)
 
     sites = mapped(Normed([Sequential] * LAYERS), dtype)
-    assert sites.anchors[Site("embed", 0)] == Anchor("embed_norm", "after", Key("out", -1)) and not sites.refused
+    assert sites.anchors[Site("embed", 0)] == Anchor("embed_norm", "after", TensorKey("out", -1)) and not sites.refused
 
 
 def test_a_final_norm_outside_the_pass_is_refused():

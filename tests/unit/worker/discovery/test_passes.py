@@ -9,7 +9,7 @@ import torch
 
 from tests.unit.blocks import LAYERS, TOKENS, D, Model, Sequential
 from vllm_weir.config.settings import Settings
-from vllm_weir.worker.runtime import ModelFacts
+from vllm_weir.worker.runtime import ModelInfo
 
 pytest.importorskip("vllm")
 
@@ -42,9 +42,9 @@ def test_parts_that_are_compiled_by_themselves_are_not_in_the_probe(v2):
         model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: LAYERS),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=TOKENS),
     )
-    facts = ModelFacts(D, torch.float32, torch.device("cpu"), TOKENS)
+    capabilities = ModelInfo(D, torch.float32, torch.device("cpu"), TOKENS)
     with config.patch(disable=False):  # engines in the same process may have left it otherwise
-        find_sites(runner, setup, facts, Settings(describe={"stack": "layers"}), v2)
+        find_sites(runner, setup, capabilities, Settings(describe={"stack": "layers"}), v2)
         assert passes and not compiled
         assert {p[:2] for p in passes} == {(TOKENS, True)}
         assert all(("skip_attn" in options) is v2 for *_, options in passes)

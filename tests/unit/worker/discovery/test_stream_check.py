@@ -31,9 +31,9 @@ from tests.unit.more_blocks import (
     WrittenInto,
 )
 from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
-from vllm_weir.worker.discovery.overrides import Family
+from vllm_weir.worker.discovery.overrides import ModelDescription
 from vllm_weir.worker.discovery.recorder import Recorder, value_at
-from vllm_weir.worker.discovery.sites import find_scene, map_sites
+from vllm_weir.worker.discovery.sites import find_tree, map_sites
 
 DTYPES = (torch.float32, torch.bfloat16)
 MEMORY = {
@@ -51,11 +51,11 @@ def kind_of(mixer, holds):
 
 def worst_error(model, sites):
     """Of what the supported points of a block hold in a pass in which the mixers write: max |d|."""
-    scene = find_scene(
-        model, D, LAYERS, Family(), lambda m: isinstance(m, Core),
+    tree = find_tree(
+        model, D, LAYERS, ModelDescription(), lambda m: isinstance(m, Core),
         lambda m: m is getattr(model, "embed_tokens", None), lambda: None,
     )  # fmt: skip
-    with torch.inference_mode(), Recorder(scene).recording() as trace:
+    with torch.inference_mode(), Recorder(tree).recording() as trace:
         model(torch.arange(TOKENS))
     return max(
         float((value_at(trace.blocks[site.layer], anchor) - model.layers[site.layer].true[site.hook]).abs().max())
@@ -241,9 +241,9 @@ def test_embeddings_given_in_a_buffer_of_zeros_that_blocks_write_into(kind, dtyp
     def is_embedding(module) -> bool:
         return module is model.embed_tokens
 
-    scene = find_scene(model, D, LAYERS, Family(), lambda m: isinstance(m, Core), is_embedding, run)
+    tree = find_tree(model, D, LAYERS, ModelDescription(), lambda m: isinstance(m, Core), is_embedding, run)
     with torch.inference_mode():
-        sites = map_sites(scene, run, dtype, Family())
+        sites = map_sites(tree, run, dtype, ModelDescription())
     assert all(supported(sites, layer) == set(BLOCK_HOOKS) for layer in range(LAYERS))
     assert list(sites.refused) == [Site("embed", 0)]
     assert not buffer.any()

@@ -10,9 +10,9 @@ from tests.unit.request_strategies import sensible_captures
 from vllm_weir import Site
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.request import ResolvedSpec, Treatment, Wish
+from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
 from vllm_weir.schema.selectors import NEVER
-from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, column_of, num_taps, tap_of
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.step_plan import PACKED
@@ -24,11 +24,11 @@ COLUMNS = frozenset(range(num_taps(LAYERS) * STAGES))
 
 
 def spec_of(captures, compress=None) -> ResolvedSpec:
-    wishes = []
+    site_requests = []
     for hook, layers, positions in captures:
         for layer in range(LAYERS) if layers == "all" else layers:
-            wishes.append(Wish(Site(hook, layer), Positions.parse(positions), False))
-    return ResolvedSpec(tuple(wishes), compress and Treatment(None, (), Compression.parse(compress)))
+            site_requests.append(SiteRequest(Site(hook, layer), Positions.parse(positions), False))
+    return ResolvedSpec(tuple(site_requests), compress and Postprocess(None, (), Compression.parse(compress)))
 
 
 def places_of(plan):
@@ -64,7 +64,7 @@ def rows_of(plan, planner, batch):
 
 def planner_of(columns, profiles):
     taps = num_taps(LAYERS)
-    return Planner(columns, taps * STAGES, profiles, ProgramTable(Sizes(4, 4, 4), taps, range(taps), 8))
+    return Planner(columns, taps * STAGES, profiles, ProgramTable(TableSizes(4, 4, 4), taps, range(taps), 8))
 
 
 def step(planner, batch):
@@ -121,8 +121,8 @@ def test_planning_everybody_at_once_changes_nothing(data):
 def flat(marks):
     """(strand, rank, position) of every row."""
     return [
-        (strand, rank + k, position + k * stride)
-        for strand, rank, position, count, stride in marks.tolist()
+        (row_seq, rank + k, position + k * stride)
+        for row_seq, rank, position, count, stride in marks.tolist()
         for k in range(count)
     ]
 
@@ -139,8 +139,8 @@ def test_a_step_that_repeats_the_last_one_is_recognised():
         batch = [(name, 1, position) for name in names]
         if position == 6:
             assert planner._repeat is not None
-    planner.strands.catch_up()
-    assert planner.strands.last[[s.index for s in planner.strands.live.values()]].tolist() == [298] * 20
+    planner.row_seqs.catch_up()
+    assert planner.row_seqs.last[[s.index for s in planner.row_seqs.live.values()]].tolist() == [298] * 20
 
 
 def assert_free(planner, size):
@@ -161,9 +161,9 @@ def test_columns_are_distinct_and_of_their_tap():
 
 def test_profiles_are_shared_and_freed():
     planner = planner_of(COLUMNS, 2)
-    wish = spec_of([("resid_post", [1], "all")])
+    site_request = spec_of([("resid_post", [1], "all")])
     for i in range(50):
-        planner.read(f"r{i}", "a", wish, 5, None)
+        planner.read(f"r{i}", "a", site_request, 5, None)
     batch = [(f"r{i}", 1, 0) for i in range(50)]
     assert len({int(p) for p in step(planner, batch).profiles}) == 1
     planner.remove("r0")
@@ -212,8 +212,8 @@ def test_a_repeated_step_does_not_write_where_an_extent_was_retired():
     for batch in ([("r", 3, 0)], [("r", 1, 3)], [("r", 1, 4)]):
         step(planner, batch)
     assert planner._repeat is not None
-    planner.strands.retire_all()
-    (retired,) = planner.strands.take_news()["a"].retired
+    planner.row_seqs.retire_all()
+    (retired,) = planner.row_seqs.take_layout_updates()["a"].retired
     plan = step(planner, [("r", 1, 5)])
-    (placed,) = planner.strands.take_news()["a"].placed
+    (placed,) = planner.row_seqs.take_layout_updates()["a"].placed
     assert (retired.rank, retired.filled) == (0, 5) and (placed.rank, plan.jobs[0, 1]) == (5, placed.start)

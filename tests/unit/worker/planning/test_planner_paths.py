@@ -12,9 +12,9 @@ from tests.unit.request_strategies import selectors, sensible_captures
 from tests.unit.schema.test_lowering import REPLY, Bench, D
 from tests.unit.worker.planning.test_planner import COLUMNS, LAYERS, flat, places_of, planner_of, spec_of, step
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.selectors import MOST_STEPS, NEVER, Choice, Selectors
+from vllm_weir.schema.selectors import MOST_STEPS, NEVER, Selectors, SelectorSet
 from vllm_weir.worker.planning.arena import Arena
-from vllm_weir.worker.planning.step_plan import Later, Lookup, StepPlan
+from vllm_weir.worker.planning.step_plan import AdvancedPlan, StepPlan, TokenLookup
 from vllm_weir.worker.tap.device_tables import PlanWriter
 
 
@@ -50,7 +50,7 @@ def test_stretches_are_those_of_the_codes(chosen, P, start, data):
     distinct = tuple(dict.fromkeys(map(Positions.parse, chosen)))
     ids = data.draw(st.lists(st.integers(0, 20), min_size=P, max_size=P))
     end = start + data.draw(st.integers(1, 50))
-    some = Choice(distinct).of(P, ids)
+    some = SelectorSet(distinct).of(P, ids)
     codes = some.codes(np.arange(start, end))
     runs = some.runs(start, end)
     if runs is not None:
@@ -62,16 +62,16 @@ def test_stretches_are_those_of_the_codes(chosen, P, start, data):
     for code in set(codes.tolist()):
         assert some.count(code, start, end) == Scattered(some, ids).count(code, start, end) or not code
     if not some.by_token:
-        assert Choice(distinct).of(P, None) is some
+        assert SelectorSet(distinct).of(P, None) is some
 
 
 def test_what_a_choice_comes_to_belongs_to_its_prompt_length():
-    choice, other = (Choice((Positions.parse("-2:"), Positions.parse("sampled"))) for _ in range(2))
+    choice, other = (SelectorSet((Positions.parse("-2:"), Positions.parse("sampled"))) for _ in range(2))
     for P in (3, 9, 3, *range(1, 3 * MOST_STEPS), 3):
         some = choice.of(P, None)
         assert some.prompt_len == P and some is other.of(P, [5] * P)
         assert [int(x) for x in some.codes(np.arange(P + 1))] == [0] * (P - 2) + [1] * min(P - 1, 1) + [3, 3]
-    by_token = Choice((Positions.parse({"token_ids": [7]}),))
+    by_token = SelectorSet((Positions.parse({"token_ids": [7]}),))
     assert by_token.of(2, [7, 1]).codes(np.arange(2)).tolist() == [1, 0]
     assert by_token.of(2, [1, 7]).codes(np.arange(2)).tolist() == [0, 1]
 
@@ -157,8 +157,8 @@ def test_steering_by_stretches_changes_nothing(wanted, P, cuts):
                 slow.planner.seats.ready[:] = NEVER
                 slow.planner._repeat = None
             plan = bench.planner.plan([f"r{i}" for i in range(len(wanted))], [n] * len(wanted), [at] * len(wanted))
-            for news in bench.planner.strands.take_news().values():
-                known.update({g.group: (g.request_id, *g.moves) for g in news.groups})
+            for layout_updates in bench.planner.row_seqs.take_layout_updates().values():
+                known.update({g.group: (g.request_id, *g.moves) for g in layout_updates.groups})
             keys = {number: key for key, number in bench.table._program_slots.of.items()}
             programs = [keys.get(p) for p in ([] if plan is None else plan.programs.tolist())]
             marks = [] if plan is None else plan.steered.get(REPLY, np.zeros((0, 4), int)).tolist()
@@ -194,7 +194,7 @@ def test_a_batch_in_another_order_or_of_others_is_no_repetition():
         plan = step(planner, batch)
         told = sorted(p for _, _, p in flat(plan.marks["a"]))
         assert told == sorted(p + k for _, n, p in batch for k in range(n))
-        assert plan.rows == sum(n for _, n, _ in batch) and isinstance(plan, Later) == (batch[0] == ("s", 1, 6))
+        assert plan.rows == sum(n for _, n, _ in batch) and isinstance(plan, AdvancedPlan) == (batch[0] == ("s", 1, 6))
 
 
 @settings(max_examples=60, deadline=None)
@@ -237,7 +237,7 @@ def test_programs_are_chosen_by_the_tokens_that_only_the_device_knows(ids, sets)
     n = len(ids)
     nothing = np.full(n, -1, np.int32)
     programs = np.arange(100, 100 + (1 << len(sets)), dtype=np.int32)
-    lookup = Lookup(np.arange(n), tuple(map(tuple, sets)), programs)
+    lookup = TokenLookup(np.arange(n), tuple(map(tuple, sets)), programs)
     none = np.zeros(0, np.int64)
     jobs = np.zeros((0, 5), np.int64)
     plan = StepPlan(nothing, nothing, nothing, 0, none, jobs, [], {}, {}, [lookup], [], spans=nothing)
@@ -249,7 +249,7 @@ def test_programs_are_chosen_by_the_tokens_that_only_the_device_knows(ids, sets)
 
 def test_the_only_request_fails_after_some_of_its_rows_were_placed():
     planner = planner_of(COLUMNS, 8)
-    planner.strands.arena = Arena(2 * LAYERS)
+    planner.row_seqs.arena = Arena(2 * LAYERS)
     planner.read("r", "a", spec_of([("resid_post", "all", "0:2"), ("resid_post", [1], "2:")]), 3, None, 1)
     plan = step(planner, [("r", 3, 0)])
     ((reply, name, reason),) = plan.failures
@@ -263,8 +263,8 @@ def test_a_step_that_is_streamed_leaves_its_successors_their_slots():
     for name in "rs":
         planner.read(name, "a", spec_of([("resid_post", "all", "all")]), 1, None, 400)
     plans = [step(planner, [("r", 1, p), ("s", 1, p)]) for p in range(4)]
-    assert isinstance(plans[-1], Later)
+    assert isinstance(plans[-1], AdvancedPlan)
     lanes = plans[-1].in_lanes(2)
     assert lanes.slots.tolist() == [0, 2] and lanes.jobs.tolist() == plans[-1].jobs.tolist()
     again = step(planner, [("r", 1, 4), ("s", 1, 4)])
-    assert isinstance(again, Later) and again.slots.tolist() == [0, LAYERS]
+    assert isinstance(again, AdvancedPlan) and again.slots.tolist() == [0, LAYERS]

@@ -14,10 +14,10 @@ import vllm_weir as weir
 from tests.unit.request_strategies import selectors
 from tests.unit.schema.test_lowering import REPLY, Bench, D, admitted, move_of
 from vllm_weir.core.cache_keys import CacheKeys
-from vllm_weir.core.waiting_queue import WaitingRoom
+from vllm_weir.core.waiting_queue import WaitingQueue
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.table_sizes import Sizes
-from vllm_weir.worker.steering.unsteered_kv import MOST, Keyed, Leftovers
+from vllm_weir.schema.table_sizes import TableSizes
+from vllm_weir.worker.steering.unsteered_kv import MOST, SteeredKeys, UnsteeredKV
 
 ROWS = torch.eye(D)
 ITEMS = [weir.Add(ROWS[k % D] * (1 + k // D), k % 3, 1.0 + k % 2) for k in range(16)] + [
@@ -251,8 +251,8 @@ needs = st.tuples(st.sets(st.sampled_from("abcdefgh"), max_size=4), st.integers(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(needs, min_size=1, max_size=20), st.lists(st.integers(0, 30), max_size=60))
 def test_the_waiting_room_is_fair_and_never_over_capacity(wanted, choices):
-    sizes = Sizes(vectors=5, programs=6, nodes=12)
-    room = WaitingRoom(sizes)
+    sizes = TableSizes(vectors=5, programs=6, nodes=12)
+    room = WaitingQueue(sizes)
     inside: dict[str, tuple] = {}
     let_in: list[str] = []
     waiting = [f"r{k}" for k in range(len(wanted))]
@@ -284,7 +284,7 @@ def test_the_waiting_room_is_fair_and_never_over_capacity(wanted, choices):
 
 
 def test_who_leaves_the_waiting_room_lets_the_next_in():
-    room = WaitingRoom(Sizes(2, 10, 10))
+    room = WaitingQueue(TableSizes(2, 10, 10))
     assert room.enter("a", 1, [["x", "y"], 1, 1])
     assert not room.enter("b", 2, [["z"], 1, 1])
     assert not room.enter("c", 3, [["x"], 1, 1])  # would fit, but does not overtake
@@ -296,13 +296,13 @@ def test_who_leaves_the_waiting_room_lets_the_next_in():
 
 
 def keyed(items, ids, salt=""):
-    return Keyed(tuple(move_of(item)[0] for item in items), len(ids), ids, salt)
+    return SteeredKeys(tuple(move_of(item)[0] for item in items), len(ids), ids, salt)
 
 
 def test_what_a_failed_request_left_reaches_those_with_its_keys_only():
     """Equal keys, that is: the same done to the same tokens, however it was written down."""
     ids = list(range(40))
-    left = Leftovers()
+    left = UnsteeredKV()
     left.add(keyed([weir.Add(A, 1)], ids), 20)
 
     def reaches(items, ids=ids, end=32, salt=""):
@@ -315,7 +315,7 @@ def test_what_a_failed_request_left_reaches_those_with_its_keys_only():
     assert not reaches([weir.Add(A, 1)], [*ids[:20], 99, *ids[21:]]) and reaches([weir.Add(A, 1)], [*ids[:21], 99] * 2)
     assert not reaches([weir.Add(A, 1)], salt="another")
     assert reaches([weir.Add(A, 1)], [*ids, 7, 7, 7], end=43), "its answer may be part of another's prompt"
-    in_prompt = Leftovers()
+    in_prompt = UnsteeredKV()
     in_prompt.add(keyed([weir.Add(A, 1, positions=":10")], ids), 20)
     assert not in_prompt.reach(keyed([weir.Add(A, 1, positions=":10")], ids), 32), "all that was to be done was done"
     for k in range(MOST):
@@ -325,7 +325,7 @@ def test_what_a_failed_request_left_reaches_those_with_its_keys_only():
 
 def test_what_is_left_is_found_whichever_way_its_tokens_were_chosen():
     """Of a generated position nobody here knows the token: with some tokens the keys are equal."""
-    left = Leftovers()
+    left = UnsteeredKV()
     left.add(keyed([weir.Add(A, 1, positions={"token_ids": [7]})], [1, 2]), 2)
     taker = keyed([weir.Add(A, 1, positions={"not_token_ids": [1, 2]})], [1, 2])
     assert left.reach(taker, 3), "both steer a 7 that the first one generated"
@@ -340,14 +340,14 @@ def test_a_failure_in_a_step_is_known_to_those_that_take_from_it():
     bench, ids = Bench(), list(range(40))
     for name in ("taker", "other", "fails"):
         bench.join(name, [weir.Add(A if name != "other" else B, 1)], 40, ids)
-    make = bench.planner.steerer.program
+    make = bench.planner.steering_planner.program
 
     def program(steering, *args):
         if steering.request_id == "fails":
             raise WeirError("the program table is full", "interventions")
         return make(steering, *args)
 
-    bench.planner.steerer.program = program
+    bench.planner.steering_planner.program = program
     plan = bench.planner.plan(["taker", "other", "fails"], [8, 8, 32], [32, 32, 0])
     assert [name for _, name, _ in plan.failures] == ["fails", "taker"]
     assert (plan.programs >= 0).nonzero()[0].tolist() == list(range(8, 16))
@@ -361,7 +361,7 @@ def test_what_a_request_computed_itself_is_not_taken_for_what_another_left():
     bench.planner.plan(["goes on"], [40], [0])
     for position in range(40, 50):
         bench.planner.plan(["goes on"], [1], [position])
-    bench.planner.steerer.leftovers.add(keyed([weir.Add(A, 1)], ids), 20)
+    bench.planner.steering_planner.leftovers.add(keyed([weir.Add(A, 1)], ids), 20)
     plan = bench.planner.plan(["goes on"], [2], [50])
     assert not plan.failures and (plan.programs >= 0).all()
     assert plan.steered[REPLY][:, 1:].tolist() == [[50, 2, 1]]

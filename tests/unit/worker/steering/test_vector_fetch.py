@@ -16,28 +16,28 @@ from tests.unit.request_strategies import served
 from vllm_weir import messages
 from vllm_weir.frontend.admission import inline_vectors
 from vllm_weir.frontend.admission.admit import admit
-from vllm_weir.frontend.admission.engine_info import EngineFacts
-from vllm_weir.frontend.admission.inline_vectors import Along, row_bytes
-from vllm_weir.frontend.receive.pending_sequence import Pending
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.inline_vectors import InlineVectors, row_bytes
+from vllm_weir.frontend.receive.pending_sequence import PendingSequence
 from vllm_weir.frontend.receive.receiver import lend
-from vllm_weir.frontend.receive.row_store import Store
+from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.worker.steering import vector_fetch
-from vllm_weir.worker.steering.vector_fetch import Fetcher
+from vllm_weir.worker.steering.vector_fetch import VectorFetcher
 
 D = 8
-FACTS = EngineFacts(served(2), 2, D, "float32", 100)
+FACTS = EngineCapabilities(served(2), 2, D, "float32", 100)
 
 
 class Caller:
     """Answers as the inbox does, and counts the questions."""
 
     def __init__(self, folder):
-        self.store, self.asked, self.pending = Store(), [], []
+        self.store, self.asked, self.pending = RowStore(), [], []
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.bind(f"ipc://{folder}/vectors")
-        self.reply = str(messages.Reply("", f"ipc://{folder}/vectors", "", "t"))
+        self.reply = str(messages.ReaderEndpoint("", f"ipc://{folder}/vectors", "", "t"))
         self.thread = threading.Thread(target=self.serve, daemon=True)
         self.silent = False
         self.thread.start()
@@ -57,14 +57,14 @@ class Caller:
         for vector in vectors:
             spec = RequestSpec((), (weir.Add(torch.as_tensor(vector), 1),))
             admitted = admit({"weir": spec.to_json()}, FACTS)
-            self.pending.append(Pending(f"r{len(self.pending)}", admitted, np.zeros(1, np.int64), self.store))
+            self.pending.append(PendingSequence(f"r{len(self.pending)}", admitted, np.zeros(1, np.int64), self.store))
             self.store.open(self.pending[-1])
             digests += admitted.digests
         return digests
 
     def close(self):
         socket = self.context.socket(zmq.REQ)
-        socket.connect(messages.Reply.parse(self.reply).vectors)
+        socket.connect(messages.ReaderEndpoint.parse(self.reply).vectors)
         socket.send(b"end")
         self.thread.join(timeout=5)
         socket.close(0)
@@ -86,7 +86,7 @@ def rows(n, first=1.0):
 def test_many_requests_ask_once(caller, monkeypatch):
     vectors = rows(50)
     digests = caller.use(*vectors)
-    fetcher = Fetcher(D)
+    fetcher = VectorFetcher(D)
     fetcher.fetch_ahead({caller.reply: [*digests, *digests[:7]]})
     for digest, vector in zip(digests, vectors, strict=True):
         assert fetcher.fetch(caller.reply, [digest])[digest].tolist() == vector.tolist()
@@ -102,7 +102,7 @@ def test_many_requests_ask_once(caller, monkeypatch):
 def test_what_came_along_is_not_asked_for(caller):
     vectors = rows(4)
     digests = caller.use(*vectors)
-    fetcher = Fetcher(D)
+    fetcher = VectorFetcher(D)
     fetcher.take(caller.reply, {d: row_bytes(v) for d, v in zip(digests[:2], vectors, strict=False)})
     fetcher.take(caller.reply, {digests[2]: row_bytes(vectors[2]) + b"more", digests[3]: b""})  # no vectors
     fetcher.fetch_ahead({caller.reply: digests})
@@ -115,55 +115,57 @@ def test_what_came_along_is_not_asked_for(caller):
     assert caller.asked[1:] == [digests[:1]], "it is kept for one step"
 
 
-def wish(vectors, capture=()):
+def site_request(vectors, capture=()):
     spec = RequestSpec(capture, tuple(weir.Add(torch.as_tensor(v), 1) for v in vectors))
     return admit({"weir": spec.to_json()}, FACTS)
 
 
 def test_a_vector_travels_along_once_in_a_while():
-    sender, (a, b, c, d) = Along(6 * D * 4), [wish([v]) for v in rows(4)]
+    sender, (a, b, c, d) = InlineVectors(6 * D * 4), [site_request([v]) for v in rows(4)]
     assert sender.of(a) == {a.digests[0]: rows(1)[0].tobytes()}
     assert not sender.of(a) and sender.of(b) and sender.of(c) and not sender.of(a)
     assert list(sender.of(d)) == d.digests, "half of the table may be others'"
     assert not sender.of(a) and not sender.of(c) and list(sender.of(b)) == b.digests, "the longest unused is forgotten"
-    assert list(sender.of(wish([*rows(1), *rows(1, 9.0)]))) == wish(rows(1, 9.0)).digests, "only what is new"
+    assert list(sender.of(site_request([*rows(1), *rows(1, 9.0)]))) == site_request(rows(1, 9.0)).digests, (
+        "only what is new"
+    )
 
 
 def test_more_than_so_much_does_not_travel_along(monkeypatch):
     monkeypatch.setattr(inline_vectors, "MOST", 4 * D * 4)
-    sender, many = Along(100 * D * 4), rows(5)
-    assert not sender.of(wish(many)) and not sender.of(wish(many))
-    assert len(sender.of(wish(many[:4]))) == 4, "what did not travel does not count as sent"
-    assert len(sender.of(wish(many))) == 1
+    sender, many = InlineVectors(100 * D * 4), rows(5)
+    assert not sender.of(site_request(many)) and not sender.of(site_request(many))
+    assert len(sender.of(site_request(many[:4]))) == 4, "what did not travel does not count as sent"
+    assert len(sender.of(site_request(many))) == 1
 
 
 def test_directions_always_travel_along():
     directions = torch.arange(2.0 * D).view(2, D)
-    admitted = wish(rows(1), (weir.Capture("resid_post", 1, project=directions),))
-    sender = Along(100 * D * 4)
+    admitted = site_request(rows(1), (weir.Capture("resid_post", 1, project=directions),))
+    sender = InlineVectors(100 * D * 4)
     assert len(sender.of(admitted)) == 3
     again = sender.of(admitted)
     assert [np.frombuffer(row, "<f4").tolist() for row in again.values()] == directions.tolist()
-    plain = wish([], (weir.Capture("resid_post", 1),))
+    plain = site_request([], (weir.Capture("resid_post", 1),))
     assert not sender.of(plain)
 
 
 def test_an_unknown_vector_fails_its_own_request(caller):
     (known,) = caller.use(*rows(1))
-    fetcher = Fetcher(D)
+    fetcher = VectorFetcher(D)
     fetcher.fetch_ahead({caller.reply: ["0" * 32, known]})
     assert fetcher.fetch(caller.reply, [known])[known].tolist() == rows(1)[0].tolist()
     with pytest.raises(ValueError, match="does not know vector 0000"):
         fetcher.fetch(caller.reply, [known, "0" * 32])
     caller.pending.clear()
     with pytest.raises(ValueError, match="does not know"):
-        Fetcher(D).fetch(caller.reply, [known])
+        VectorFetcher(D).fetch(caller.reply, [known])
 
 
 def test_a_caller_that_is_silent_is_waited_for_once_in_a_step(caller, monkeypatch):
     monkeypatch.setattr(vector_fetch, "TIMEOUT_MS", 200)
-    digests, other = caller.use(*rows(20)), str(messages.Reply("", "ipc:///nowhere/at/all", "", "t"))
-    fetcher, caller.silent = Fetcher(D), True
+    digests, other = caller.use(*rows(20)), str(messages.ReaderEndpoint("", "ipc:///nowhere/at/all", "", "t"))
+    fetcher, caller.silent = VectorFetcher(D), True
     before = time.monotonic()
     fetcher.fetch_ahead({caller.reply: digests, other: digests})
     for reply in (caller.reply, other):
@@ -181,15 +183,15 @@ def test_lines_are_kept_and_bounded(caller, monkeypatch):
     monkeypatch.setattr(vector_fetch, "TIMEOUT_MS", 10)
     monkeypatch.setattr(vector_fetch, "MOST_LINES", 3)
     (digest,) = caller.use(*rows(1))
-    fetcher = Fetcher(D)
+    fetcher = VectorFetcher(D)
     for k in range(6):
         fetcher._line(f"ipc:///nowhere/{k}")
     assert len(fetcher._lines) == 3
     monkeypatch.setattr(vector_fetch, "TIMEOUT_MS", 5000)
     fetcher.fetch(caller.reply, [digest])
-    line = fetcher._lines[messages.Reply.parse(caller.reply).vectors]
+    line = fetcher._lines[messages.ReaderEndpoint.parse(caller.reply).vectors]
     fetcher.fetch(caller.reply, [digest])
-    assert fetcher._lines[messages.Reply.parse(caller.reply).vectors] is line and len(fetcher._lines) == 3
+    assert fetcher._lines[messages.ReaderEndpoint.parse(caller.reply).vectors] is line and len(fetcher._lines) == 3
 
 
 def test_vectors_are_found_while_requests_come_and_go(caller):
@@ -208,14 +210,14 @@ def test_vectors_are_found_while_requests_come_and_go(caller):
     thread.start()
     admitted = caller.pending[0].admitted
     for k in range(3000):
-        caller.store.open(Pending(f"x{k}", admitted, np.zeros(1, np.int64), caller.store))
+        caller.store.open(PendingSequence(f"x{k}", admitted, np.zeros(1, np.int64), caller.store))
     stop.set()
     thread.join()
     assert not broken
 
 
 def test_a_fetcher_that_is_dropped_hangs_up(caller):
-    fetcher = Fetcher(D)
+    fetcher = VectorFetcher(D)
     fetcher.fetch(caller.reply, caller.use(*rows(1)))
     context, fetcher.itself = fetcher._context, fetcher
     del fetcher

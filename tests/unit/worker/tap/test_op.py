@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from vllm_weir.schema.interventions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
 from vllm_weir.schema.taps import STAGES
-from vllm_weir.worker.discovery.anchors import Anchor, Beside, Key
-from vllm_weir.worker.planning.site_sets import Profiles
+from vllm_weir.worker.discovery.anchors import AddedTerm, Anchor, TensorKey
+from vllm_weir.worker.planning.site_sets import SiteSets
 from vllm_weir.worker.steering.programs import AFTER_POST, LAST
 from vllm_weir.worker.tap import cpu_kernel
 from vllm_weir.worker.tap import install as place_module
 from vllm_weir.worker.tap import op as tap_module
 from vllm_weir.worker.tap.install import place
-from vllm_weir.worker.tap.op import Switch, TapTensors, numbered
+from vllm_weir.worker.tap.op import TapSwitch, TapTensors, numbered
 
 
 @settings(max_examples=300, deadline=None)
@@ -81,7 +81,7 @@ def test_tap_equals_a_naive_loop(seed, tokens, d, beside, dtype, scale, ratio):
 
 def live(tensors):
     """A switch of which all taps act."""
-    switch = Switch(tensors)
+    switch = TapSwitch(tensors)
     switch.pin()
     return switch
 
@@ -115,9 +115,9 @@ def captured(block, call):
     ring = torch.zeros(4, 3)
     tensors = TapTensors(plan, ranks, ring, *no_programs(2, 3))
     model, switch = torch.nn.ModuleDict({"block": block}), live(tensors)
-    residual = Key("arg", 2, "residual")
-    place(model, Anchor("block", "before", Key("arg", 1, "hidden_states"), residual), 0, switch)
-    both = (Key("out", 0), Key("out", 1)) if block.two else (Key("out", -1), None)
+    residual = TensorKey("arg", 2, "residual")
+    place(model, Anchor("block", "before", TensorKey("arg", 1, "hidden_states"), residual), 0, switch)
+    both = (TensorKey("out", 0), TensorKey("out", 1)) if block.two else (TensorKey("out", -1), None)
     place(model, Anchor("block", "after", *both), 1, switch)
     call(block)
     return ring.view(2, 2, 3)
@@ -174,9 +174,11 @@ def test_points_made_of_two_tensors(bias, compiled):
     heads = torch.zeros(1, 1, dtype=torch.int32)
     tensors = TapTensors(plan, ranks, ring, heads, ints, torch.ones(1, 4), torch.full((1, 3), 9.0))
     if bias:
-        anchor = Anchor("block.one", "after", Key("out", 0), scale=2.0, offset=Key("out", 1))
+        anchor = Anchor("block.one", "after", TensorKey("out", 0), scale=2.0, offset=TensorKey("out", 1))
     else:
-        anchor = Anchor("block.two", "after", Key("out", -1), None, 4.0, Beside("block.one", Key("out", -1), 2.0))
+        anchor = Anchor(
+            "block.two", "after", TensorKey("out", -1), None, 4.0, AddedTerm("block.one", TensorKey("out", -1), 2.0)
+        )
     switch = live(tensors)
     place(model, anchor, 0, switch)
     x = torch.arange(6.0).view(2, 3)
@@ -190,7 +192,7 @@ def test_points_made_of_two_tensors(bias, compiled):
 
 
 def test_the_planner_s_tables_are_what_the_tap_reads():
-    ranks = Profiles(4, 6).ranks
+    ranks = SiteSets(4, 6).ranks
     assert ranks.shape == (4, 6) and ranks.dtype == np.int32 and (ranks == -1).all()
 
 
@@ -200,9 +202,9 @@ def test_a_silent_tap_is_not_asked_in_a_pass_that_is_not_compiled(beside, monkey
     calls = []
     monkeypatch.setattr(tap_module, "_act", lambda usual, hidden, *_: calls.append(hidden))
     model = torch.nn.ModuleDict({"block": torch.nn.Identity(), "before": torch.nn.Identity()})
-    switch = Switch(TapTensors(*(torch.full((4, 4), -1, dtype=torch.int32) for _ in range(7))))
-    out = Key("out", -1)
-    place(model, Anchor("block", "after", out, beside=Beside("before", out, 1.0) if beside else None), 5, switch)
+    switch = TapSwitch(TapTensors(*(torch.full((4, 4), -1, dtype=torch.int32) for _ in range(7))))
+    out = TensorKey("out", -1)
+    place(model, Anchor("block", "after", out, beside=AddedTerm("before", out, 1.0) if beside else None), 5, switch)
     for mask, asked in ((0, 0), (1 << 4, 0), (1 << 5, 1), (tap_module.ALL, 2), (0, 2)):
         switch.turn(mask)
         model["block"](model["before"](torch.ones(2, 3)))
@@ -216,7 +218,7 @@ def test_a_tapped_module_is_called_as_others_are():
     """Dynamo goes around the code of `torch.nn.Module` that looks for hooks, unless it finds one or a forward of it."""
     model, switch = torch.nn.ModuleDict({"block": torch.nn.Linear(3, 3)}), live(TapTensors(*[torch.zeros(1, 3)] * 7))
     block = model["block"]
-    for when, key in (("before", Key("arg", 0, "input")), ("after", Key("out", -1))):
+    for when, key in (("before", TensorKey("arg", 0, "input")), ("after", TensorKey("out", -1))):
         place(model, Anchor("block", when, key), 0, switch)
     assert "forward" not in vars(block) and not (block._forward_hooks or block._forward_pre_hooks)
     assert type(block).__call__ is torch.nn.Module.__call__
@@ -246,7 +248,7 @@ def test_copies_and_pickles_of_a_tapped_module_have_no_taps(protocol):
     ranks[0, 0], ranks[0, STAGES] = 0, 1
     switch = live(TapTensors(torch.tensor([[0, 0, -1, 0]], dtype=torch.int32), ranks, ring, *no_programs(2, 3)))
     for tap in (0, 1):
-        place(model, Anchor("block", "after", Key("out", -1)), tap, switch)
+        place(model, Anchor("block", "after", TensorKey("out", -1)), tap, switch)
     block = model["block"]
     twin = copy.deepcopy(block) if protocol is None else pickle.loads(pickle.dumps(block, protocol))  # noqa: S301
     assert type(twin) is Counting and [name for name, _ in twin.named_buffers()] == ["table"]
@@ -264,7 +266,7 @@ def test_a_copy_keeps_the_forward_that_was_on_the_instance():
     block.forward = types.MethodType(doubled, block)
     model = torch.nn.ModuleDict({"block": block})
     switch = live(TapTensors(*[torch.zeros(1, 3)] * 7))
-    place(model, Anchor("block", "after", Key("out", -1)), 0, switch)
+    place(model, Anchor("block", "after", TensorKey("out", -1)), 0, switch)
     twin = copy.deepcopy(model)["block"]
     assert type(twin) is Written and twin.forward.__self__ is twin
     assert twin(torch.ones(1)).tolist() == [2.0]
@@ -273,7 +275,7 @@ def test_a_copy_keeps_the_forward_that_was_on_the_instance():
 def test_a_tap_whose_engine_is_gone_says_so():
     """It cannot know what it was to do; to do nothing would be silently wrong."""
     model, switch = torch.nn.ModuleDict({"block": torch.nn.Identity()}), live(TapTensors(*[torch.zeros(1, 3)] * 7))
-    place(model, Anchor("block", "after", Key("out", -1)), 0, switch)
+    place(model, Anchor("block", "after", TensorKey("out", -1)), 0, switch)
     (number,) = [tensor for name, tensor in model.named_buffers()]
     del switch
     model["block"] = torch.nn.Identity()  # what is around the old one's forward holds the switch
@@ -303,8 +305,8 @@ def test_a_forward_that_was_replaced_before_is_tapped_too(bound, compiled):
     ranks = torch.full((1, 2 * STAGES), -1, dtype=torch.int32)
     ranks[0, 0], ranks[0, STAGES] = 0, 1
     switch = live(TapTensors(torch.tensor([[0, 0, -1, 0]], dtype=torch.int32), ranks, ring, *no_programs(2, 3)))
-    place(model, Anchor("block", "before", Key("arg", 0, "x")), 0, switch)
-    place(model, Anchor("block", "after", Key("out", -1)), 1, switch)
+    place(model, Anchor("block", "before", TensorKey("arg", 0, "x")), 0, switch)
+    place(model, Anchor("block", "after", TensorKey("out", -1)), 1, switch)
     run = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
     with torch.inference_mode():
         assert run(torch.ones(1, 3)).tolist() == [[2.0] * 3]
@@ -324,7 +326,7 @@ def test_taps_at_one_place_act_in_the_order_in_which_they_are_placed(when, compi
     )
     plan = torch.tensor([[0, 0, 0, 0]], dtype=torch.int32)
     switch = live(TapTensors(plan, ranks, ring, heads, ints, torch.ones(1, 4), torch.full((1, 3), 9.0)))
-    key = Key("arg", 0, "input") if when == "before" else Key("out", -1)
+    key = TensorKey("arg", 0, "input") if when == "before" else TensorKey("out", -1)
     for tap in (0, 1):
         place(model, Anchor("block", when, key), tap, switch)
     run = torch.compile(model["block"], backend="aot_eager", fullgraph=True) if compiled else model["block"]
@@ -333,25 +335,25 @@ def test_taps_at_one_place_act_in_the_order_in_which_they_are_placed(when, compi
     assert ring.tolist() == [[1.0] * 3, [9.0] * 3], "the first steers what the second records"
 
 
-_IN, _OUT = Key("arg", 1, "hidden_states"), Key("out", 0)
+_IN, _OUT = TensorKey("arg", 1, "hidden_states"), TensorKey("out", 0)
 
 
 @pytest.mark.parametrize(
     ("anchor", "keys"),
     [
         (Anchor("m", "before", _IN), "given"),
-        (Anchor("m", "before", _IN, Key("arg", 2, "residual")), "given"),
-        (Anchor("m", "before", Key("arg", -1, "hidden_states")), "given"),
-        (Anchor("m", "after", Key("out", -1)), "one"),
+        (Anchor("m", "before", _IN, TensorKey("arg", 2, "residual")), "given"),
+        (Anchor("m", "before", TensorKey("arg", -1, "hidden_states")), "given"),
+        (Anchor("m", "after", TensorKey("out", -1)), "one"),
         (Anchor("m", "after", _OUT), "one"),
-        (Anchor("m", "after", _OUT, Key("out", 1)), "two"),
-        (Anchor("m", "after", Key("out", 1), Key("out", 0)), "two"),
-        (Anchor("m", "after", _OUT, Key("out", 1)), "one"),
-        (Anchor("m", "after", _OUT, Key("out", 1)), "none"),
-        (Anchor("m", "after", _OUT, Key("out", 1)), "list"),
-        (Anchor("m", "after", _OUT, Key("out", 2)), "two"),
+        (Anchor("m", "after", _OUT, TensorKey("out", 1)), "two"),
+        (Anchor("m", "after", TensorKey("out", 1), TensorKey("out", 0)), "two"),
+        (Anchor("m", "after", _OUT, TensorKey("out", 1)), "one"),
+        (Anchor("m", "after", _OUT, TensorKey("out", 1)), "none"),
+        (Anchor("m", "after", _OUT, TensorKey("out", 1)), "list"),
+        (Anchor("m", "after", _OUT, TensorKey("out", 2)), "two"),
         (Anchor("m", "after", _OUT, _IN), "two"),
-        (Anchor("m", "after", _OUT, offset=Key("out", 1)), "offset"),
+        (Anchor("m", "after", _OUT, offset=TensorKey("out", 1)), "offset"),
     ],
 )
 @pytest.mark.parametrize("by_name", [False, True])
@@ -368,7 +370,9 @@ def test_the_quick_way_finds_the_tensors_of_an_anchor(anchor, keys, by_name, mon
         assert (got is None and wanted is None) or (got.data_ptr() == wanted.data_ptr() and got.shape == wanted.shape)
 
 
-@pytest.mark.parametrize("anchor", [Anchor("m", "after", Key("out", 1)), Anchor("m", "after", Key("out", 1), _OUT)])
+@pytest.mark.parametrize(
+    "anchor", [Anchor("m", "after", TensorKey("out", 1)), Anchor("m", "after", TensorKey("out", 1), _OUT)]
+)
 def test_a_call_that_does_not_return_what_is_tapped_is_an_error(anchor, monkeypatch):
     for output in (torch.zeros(3, 4), (torch.zeros(3, 4),)):
         with pytest.raises((AttributeError, IndexError)):

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.reductions import GROUP
-from vllm_weir.schema.request import ResolvedSpec, Treatment, Wish
-from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
+from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, num_taps, tap_of
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner
-from vllm_weir.worker.planning.row_sequences import Strands
+from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.tap import cpu_kernel
 from vllm_weir.worker.tap.op import numbered
-from vllm_weir.worker.tap.reductions import Folder
+from vllm_weir.worker.tap.reductions import TapReducer
 
 LAYERS, D = 2, 6
 TAPS = num_taps(LAYERS)
@@ -36,21 +36,21 @@ class Worker:
     def __init__(self, dtype=torch.float32, device="cpu", width=D, launch=cpu_kernel.launch):
         self.dtype, self.words, self.device, self.width, self.launch = dtype, 4 // dtype.itemsize, device, width, launch
         columns = frozenset(range(TAPS * STAGES))
-        table = ProgramTable(Sizes(4, 4, 4), TAPS, range(TAPS), width)
-        self.planner = Planner(columns, TAPS * STAGES, 64, table, Strands(Arena(4000)))
+        table = ProgramTable(TableSizes(4, 4, 4), TAPS, range(TAPS), width)
+        self.planner = Planner(columns, TAPS * STAGES, 64, table, RowSequences(Arena(4000)))
         self.planner.reader.row_bytes = width * dtype.itemsize
         self.ring = torch.full((3000, width), float("nan"), dtype=dtype, device=device)
-        self.folder = Folder(self.ring)
+        self.folder = TapReducer(self.ring)
         self.host = torch.zeros(4000, width, dtype=dtype)
 
     def read(self, name, how, positions, length):
-        wishes = tuple(Wish(site, Positions.parse(positions), False) for site in SITES)
-        self.planner.read(name, "a", ResolvedSpec(wishes, Treatment(how)), length, None, 1)
+        site_requests = tuple(SiteRequest(site, Positions.parse(positions), False) for site in SITES)
+        self.planner.read(name, "a", ResolvedSpec(site_requests, Postprocess(how)), length, None, 1)
 
     def forget(self):
         """What the station does after each step."""
-        for news in self.planner.strands.take_news().values():
-            self.folder.forget(news.closed)
+        for layout_updates in self.planner.row_seqs.take_layout_updates().values():
+            self.folder.forget(layout_updates.closed)
 
     def step(self, batch, content):
         """`content(request, tap, position)` -> row; returns request -> float32 [columns, d] of what is complete."""
@@ -77,13 +77,13 @@ class Worker:
             self.host[row : row + rows] = self.ring[start + slot : start + slot + rows]
         found = {}
         self.forget()
-        strands = {s.number: s for s in self.planner.strands.live.values()}
+        row_seqs = {s.number: s for s in self.planner.row_seqs.live.values()}
         for number, rank, *_ in plan.marks.get("a", np.zeros((0, 5), int)).tolist():
-            strand = strands[number]
-            if rank == 0 and strand.shape[0] == len(SITES) * self.words:
-                at = strand.extents[0][0]
-                cells = self.host[at : at + strand.shape[0]].view(-1).view(torch.float32)
-                found[strand.request_id] = cells.view(len(SITES), self.width).clone()
+            row_seq = row_seqs[number]
+            if rank == 0 and row_seq.shape[0] == len(SITES) * self.words:
+                at = row_seq.extents[0][0]
+                cells = self.host[at : at + row_seq.shape[0]].view(-1).view(torch.float32)
+                found[row_seq.request_id] = cells.view(len(SITES), self.width).clone()
         return found
 
 

@@ -14,11 +14,11 @@ import torch
 from vllm_weir.config.settings import Settings
 from vllm_weir.patches.worker import _hold_warm_up
 from vllm_weir.schema.hooks import Site
-from vllm_weir.worker.discovery.anchors import Anchor, Key
+from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.site_map import SiteMap
-from vllm_weir.worker.runtime import ModelFacts, Station
+from vllm_weir.worker.runtime import ModelInfo, WorkerRuntime
 from vllm_weir.worker.tap.op import TapTensors
-from vllm_weir.worker.tap.warmup import Warming, stand_ins
+from vllm_weir.worker.tap.warmup import TapWarmup, stand_ins
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def test_an_engine_that_fails_to_start_can_be_collected(fails):
 
 
 def test_nothing_is_compiled_for_a_cpu():
-    Warming(128, torch.float32, torch.device("cpu")).wait()
+    TapWarmup(128, torch.float32, torch.device("cpu")).wait()
 
 
 def test_a_kernel_that_cannot_be_compiled_is_heard_of_in_time(monkeypatch):
@@ -91,7 +91,7 @@ def test_a_kernel_that_cannot_be_compiled_is_heard_of_in_time(monkeypatch):
         raise RuntimeError("no ptxas")
 
     monkeypatch.setattr(warmup, "_launch", fails)
-    made = Warming(128, torch.float32, torch.device("cuda"))
+    made = TapWarmup(128, torch.float32, torch.device("cuda"))
     with pytest.raises(RuntimeError, match="no ptxas"):
         made.wait()
 
@@ -99,17 +99,17 @@ def test_a_kernel_that_cannot_be_compiled_is_heard_of_in_time(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_are_compiled_for_what_stations_have(dtype):
     """Whatever torch's default dtype is meanwhile: it belongs to all threads, and vLLM sets it while it loads."""
-    sites = SiteMap(1, {Site("resid_post", 0): Anchor("0", "after", Key("out", -1))})
-    facts = ModelFacts(64, dtype, torch.device("cpu"), 8)
-    station = Station(torch.nn.Sequential(torch.nn.Identity()), facts, Settings.load({}), sites)
+    sites = SiteMap(1, {Site("resid_post", 0): Anchor("0", "after", TensorKey("out", -1))})
+    capabilities = ModelInfo(64, dtype, torch.device("cpu"), 8)
+    runtime = WorkerRuntime(torch.nn.Sequential(torch.nn.Identity()), capabilities, Settings.load({}), sites)
     torch.set_default_dtype(torch.bfloat16)
     try:
         made = stand_ins(64, dtype, torch.device("cpu"))
     finally:
         torch.set_default_dtype(torch.float32)
-        station.close()
+        runtime.close()
     for hidden, other, number, *tables in made:
         assert hidden.dtype == dtype and (other is None or other.dtype == dtype) and number.dtype == torch.int32
         for table, entry in zip(tables, fields(TapTensors), strict=True):
-            assert table.dtype == getattr(station.tensors, entry.name).dtype, entry.name
+            assert table.dtype == getattr(runtime.tensors, entry.name).dtype, entry.name
     assert [other is None for _, other, *_ in made] == [True, False]

@@ -8,11 +8,11 @@ import torch
 import zmq
 
 from vllm_weir import messages
-from vllm_weir.frontend.receive.mapped_buffer import Mirror
+from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
 from vllm_weir.frontend.receive.receiver import deliver
-from vllm_weir.frontend.receive.row_store import Store
+from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.worker.planning.arena import Arena
-from vllm_weir.worker.transfer.notifier import Drain, Parcel
+from vllm_weir.worker.transfer.notifier import Notifier, StepNotice
 
 D = 4
 
@@ -37,18 +37,20 @@ class Reader:
         self.socket = self.context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVTIMEO, 5000)
         self.socket.bind(f"ipc://{folder}/rows")
-        self.reply = str(messages.Reply(f"ipc://{folder}/rows", "", "", "t"))
+        self.reply = str(messages.ReaderEndpoint(f"ipc://{folder}/rows", "", "", "t"))
         self.rows = torch.arange(80.0).view(20, D)
         self.arena, self.link = Arena(20), FakeLink(near)
-        self.drain = Drain(self.rows, self.arena, self.link, "w")
+        self.drain = Notifier(self.rows, self.arena, self.link, "w")
 
     def hear(self):
         frames = self.socket.recv_multipart()
         return messages.decode(frames[0]), [len(f) for f in frames[1:]], frames
 
-    def parcel(self, arrived=lambda: None, **news):
+    def parcel(self, arrived=lambda: None, **layout_updates):
         mark = np.array([[1, 0, 0, 1, 1]], np.int32)
-        return Parcel(arrived, news={self.reply: messages.News(**news)}, marks={self.reply: mark})
+        return StepNotice(
+            arrived, layout_updates={self.reply: messages.LayoutUpdate(**layout_updates)}, marks={self.reply: mark}
+        )
 
     def close(self):
         self.drain.close()
@@ -68,14 +70,14 @@ def fail():
 
 
 def opening(start):
-    return {"opened": [messages.Opened(1, "r", [3, 6])], "placed": [messages.Placed(1, 0, 2, start)]}
+    return {"opened": [messages.SequenceOpened(1, "r", [3, 6])], "placed": [messages.ExtentPlaced(1, 0, 2, start)]}
 
 
 def test_a_copy_that_failed_is_told_and_the_next_step_is_served(reader):
     start = reader.arena.allocate(4)
     reader.drain.send(reader.parcel(fail, **opening(start)))
     header, sizes, _ = reader.hear()
-    assert "the device is lost" in header.broken and sizes[:2] == [0, 0] and header.news.opened
+    assert "the device is lost" in header.broken and sizes[:2] == [0, 0] and header.layout_updates.opened
     reader.drain.send(reader.parcel())
     header, sizes, frames = reader.hear()
     assert not header.broken and sizes[0] == 20
@@ -87,9 +89,9 @@ def test_what_cannot_be_announced_is_excused_and_its_memory_let_go(reader):
     start = reader.arena.allocate(4)
     reader.arena.let_go(start)  # the reader's hold
     reader.link.error = ValueError("no such reader")
-    reader.drain.send(reader.parcel(retired=[messages.Retired(1, 0, 1, start)]))
+    reader.drain.send(reader.parcel(retired=[messages.ExtentRetired(1, 0, 1, start)]))
     header, _, _ = reader.hear()
-    assert "no such reader" in header.broken and header.news.retired
+    assert "no such reader" in header.broken and header.layout_updates.retired
     reader.link.error = None
     reader.drain.fail(reader.reply, "r", "because")
     assert reader.hear()[0].failures == {"r": "because"}
@@ -97,7 +99,7 @@ def test_what_cannot_be_announced_is_excused_and_its_memory_let_go(reader):
 
 
 def test_an_address_that_nobody_can_read_stops_nothing(reader):
-    reader.drain.send(Parcel(lambda: None, failures={"nonsense": {"r": "x"}}))
+    reader.drain.send(StepNotice(lambda: None, failures={"nonsense": {"r": "x"}}))
     reader.drain.fail(reader.reply, "r", "because")
     assert reader.hear()[0].failures == {"r": "because"}
 
@@ -106,9 +108,9 @@ def test_the_reader_fails_every_request_that_it_waits_for():
     class Waiting:
         failure = None
 
-    store, one, other = Store(), Waiting(), Waiting()
+    store, one, other = RowStore(), Waiting(), Waiting()
     other.failure = "its own reason"
     store._pending["one"], store._pending["other"] = one, other
-    header = messages.Header("t", "w", D, "float32", broken="lost")
-    deliver(store, "t", [messages.encode(header), b"", b""], lambda worker: Mirror())
+    header = messages.MessageHeader("t", "w", D, "float32", broken="lost")
+    deliver(store, "t", [messages.encode(header), b"", b""], lambda worker: MappedBuffer())
     assert (one.failure, other.failure) == ("lost", "its own reason")

@@ -16,7 +16,7 @@ from vllm_weir.worker.planning.step_plan import PACKED, StepPlan
 from vllm_weir.worker.transfer import codecs as codecs_module
 from vllm_weir.worker.transfer.codecs import IDLE, Codec, Codecs
 from vllm_weir.worker.transfer.pinned_buffer import _split
-from vllm_weir.worker.transfer.postprocess import Treater
+from vllm_weir.worker.transfer.postprocess import Postprocessor
 
 D, RING = 16, 400
 HOW = Compression.parse("full8", "compress")
@@ -51,7 +51,7 @@ def test_records_go_to_their_places(tokens, chunk):
     host = torch.zeros(place + 1, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codecs_module, "CHUNK", chunk)
-        plan, treater = plan_of(np.array(packs, np.int64)), Treater(ring)
+        plan, treater = plan_of(np.array(packs, np.int64)), Postprocessor(ring)
         quick, other = (treater.pack(plan, 7, codecs, quick) for quick in (True, False))
     for packets, which in ((quick, 0), (other, 1)):
         assert all(p.records.shape[-1] == record[which] for p in packets), "each codec has its turn"
@@ -67,7 +67,7 @@ def test_records_go_to_their_places(tokens, chunk):
 
 def test_nothing_to_pack():
     nothing, codecs = plan_of(np.zeros((0, 5), np.int64)), Codecs(D, torch.device("cpu"))
-    assert all(Treater(torch.zeros(4, D)).pack(nothing, 0, codecs, quick) == [] for quick in (True, False))
+    assert all(Postprocessor(torch.zeros(4, D)).pack(nothing, 0, codecs, quick) == [] for quick in (True, False))
 
 
 def test_one_piece_for_what_lies_together():
@@ -75,7 +75,7 @@ def test_one_piece_for_what_lies_together():
     number = codecs.hold("r", HOW)
     size = 3 * codecs[number].record_bytes
     packs = np.array([(3 + 3 * k, 100 + size * k, size, 3, PACKED - number) for k in range(50)], np.int64)
-    (packet,) = Treater(torch.randn(RING, D)).pack(plan_of(packs), 0, codecs, True)
+    (packet,) = Postprocessor(torch.randn(RING, D)).pack(plan_of(packs), 0, codecs, True)
     assert packet.pieces.tolist() == [[0, 100, 50 * size]]
 
 

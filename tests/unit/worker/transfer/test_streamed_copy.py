@@ -17,22 +17,22 @@ from tests.unit.worker.planning.test_planner import COLUMNS, LAYERS, spec_of, st
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.request import ResolvedSpec, Treatment, Wish
-from vllm_weir.schema.table_sizes import Sizes
+from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
+from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, is_boundary, num_taps, tap_of
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner
-from vllm_weir.worker.planning.row_sequences import Strands
+from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.planning.step_plan import PACKED
 from vllm_weir.worker.steering.programs import ProgramTable
-from vllm_weir.worker.tap.reductions import Folder
+from vllm_weir.worker.tap.reductions import TapReducer
 from vllm_weir.worker.transfer import streamed_copy as stream
 from vllm_weir.worker.transfer.codecs import Codecs
 from vllm_weir.worker.transfer.packed_bands import packs_of
 from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
-from vllm_weir.worker.transfer.postprocess import Treater
+from vllm_weir.worker.transfer.postprocess import Postprocessor
 from vllm_weir.worker.transfer.ring import Ring
-from vllm_weir.worker.transfer.streamed_copy import Streamer, layout, learned
+from vllm_weir.worker.transfer.streamed_copy import StreamedCopy, layout, learned
 
 D, ROW = 8, 32
 CPU = torch.device("cpu")
@@ -40,8 +40,8 @@ CPU = torch.device("cpu")
 
 def planner_of(arena_rows):
     taps = num_taps(LAYERS)
-    table = ProgramTable(Sizes(4, 4, 4), taps, range(taps), D)
-    planner = Planner(COLUMNS, taps * STAGES, 64, table, Strands(Arena(arena_rows)))
+    table = ProgramTable(TableSizes(4, 4, 4), taps, range(taps), D)
+    planner = Planner(COLUMNS, taps * STAGES, 64, table, RowSequences(Arena(arena_rows)))
     planner.reader.row_bytes = ROW
     return planner
 
@@ -69,12 +69,12 @@ def whole(plan, planner, codecs, host):
     for token in np.flatnonzero(plan.profiles >= 0).tolist():
         for rank, column in enumerate(planner.profiles.columns_of[int(plan.profiles[token])]):
             record(ring, plan, token, int(plan.slots[token]) + rank, column)
-    Folder(ring).settle(plan.folds, 0)
+    TapReducer(ring).settle(plan.folds, 0)
     rows = host.view(torch.float32).view(-1, D)
     for slot, row, count in plan.segments.tolist():
         rows[row : row + count] = ring[slot : slot + count]
     for quick in (True, False):
-        for packet in Treater(ring).pack(plan, 0, codecs, quick):
+        for packet in Postprocessor(ring).pack(plan, 0, codecs, quick):
             deliver(host, packet)
 
 
@@ -110,7 +110,7 @@ class Model:
         self.numbers = [torch.tensor([tap]) for tap in range(num_taps(LAYERS))]
         taps = {number.data_ptr(): tap for tap, number in enumerate(self.numbers)}
         ranks = torch.zeros(64, num_taps(LAYERS) * STAGES, dtype=torch.int32)
-        self.streamer = Streamer(self.ring, Outlet(self.ring, self.host), ranks, taps, codecs)
+        self.streamer = StreamedCopy(self.ring, Outlet(self.ring, self.host), ranks, taps, codecs)
         leaves = self.ring.leaves
 
         def overwritten(start, rows, copied):
@@ -130,7 +130,7 @@ class Model:
         laid = plan.in_lanes(self.streamer.stride)
         for tap in order:
             self.streamer.tap(None, None, self.numbers[tap], laid, None, self.ring.buffer)
-        Folder(self.ring.buffer).settle(plan.folds, self.streamer.cells)
+        TapReducer(self.ring.buffer).settle(plan.folds, self.streamer.cells)
         return self.streamer.end(plan)
 
     def _launch(self, hidden, other, number, laid, regions, ring, listed):
@@ -175,8 +175,8 @@ def test_the_same_bytes_come_to_the_same_places(data, monkeypatch):
 def test_groups_of_reduced_rows_stay_while_bands_come_and_go(monkeypatch):
     """A request whose prompt is reduced beside one whose rows stream through what is left of the ring."""
     planner, codecs = planner_of(4000), Codecs(D, CPU)
-    sites = tuple(Wish(Site("resid_post", layer), Positions.parse("all"), False) for layer in range(LAYERS))
-    planner.read("mean", "a", ResolvedSpec(sites, Treatment("mean")), 200, None, 30, -1)
+    sites = tuple(SiteRequest(Site("resid_post", layer), Positions.parse("all"), False) for layer in range(LAYERS))
+    planner.read("mean", "a", ResolvedSpec(sites, Postprocess("mean")), 200, None, 30, -1)
     planner.read("rows", "a", ResolvedSpec(sites), 9, None, 30, -1)
     model = Model(2 * LAYERS + 3 * 9, codecs, 4000, monkeypatch)
     order = list(range(num_taps(LAYERS)))
@@ -229,7 +229,7 @@ def test_taps_that_no_step_before_has_met_take_no_room_of_a_band(monkeypatch):
 def test_the_stages_of_one_tap_share_no_rows_of_the_ring(monkeypatch):
     """A ring of a little more than three regions, wherever the steps before have left off."""
     places = ((Site("resid_post", 0), True), (Site("resid_post", 0), False), (Site("resid_pre", 1), False))
-    spec = ResolvedSpec(tuple(Wish(site, Positions.parse("all"), before) for site, before in places), None)
+    spec = ResolvedSpec(tuple(SiteRequest(site, Positions.parse("all"), before) for site, before in places), None)
     for used in range(22):
         planner, codecs = planner_of(4000), Codecs(D, CPU)
         planner.read("r", "a", spec, 6, None, 30, -1)

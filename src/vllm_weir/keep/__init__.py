@@ -1,0 +1,13 @@
+"""`vllm_weir.storage` under the name that programs for earlier versions import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_weir import storage
+
+_NAMES = {"Rows": "DatasetRows"}
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(storage, _NAMES.get(name, name))
