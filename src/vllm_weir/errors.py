@@ -37,7 +37,7 @@ class WeirError(ValueError):
         self.message = message = _printable(message)
         super().__init__(f"{field}: {message}" if field else message)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[WeirError], tuple[object, ...]]:
         return type(self), (self.message, self.field)
 
 

@@ -11,13 +11,16 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_weir.config.env import disabled
 from vllm_weir.errors import WeirError
 from vllm_weir.guard import refuse
+
+if TYPE_CHECKING:
+    from vllm_weir.patches.registry import Patch
 
 BOUND_FP32 = 1e-5
 PROMPT = "Anna walked to the harbor in the morning ."
@@ -97,7 +100,7 @@ def _check_dependencies() -> list[str]:
     return problems
 
 
-def _check_seams(probed) -> tuple[list[dict[str, str]], list[str]]:
+def _check_seams(probed: Iterable[tuple[Patch, str]]) -> tuple[list[dict[str, str]], list[str]]:
     rows, missing = [], []
     runner_ok = {"V1": True, "V2": True}
     for seam, problem in probed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from os import PathLike, fspath
 from typing import Any, TypeVar
@@ -155,7 +155,15 @@ class AsyncClient:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def _each(self, one, several: list[Any] | None, wish, fields, concurrency: int, progress: Progress) -> Any:
+    async def _each(
+        self,
+        one: Any,
+        several: list[Any] | None,
+        wish: RequestFields,
+        fields: dict[str, Any],
+        concurrency: int,
+        progress: Progress,
+    ) -> Any:
         asked = [asked_of(p, wish, fields) for p in ([one] if several is None else several)]
         if not asked:
             return []
@@ -185,7 +193,7 @@ class AsyncClient:
         finally:
             doing.close()
 
-    async def _emitted(self, doing: protocol.Flow[None]):
+    async def _emitted(self, doing: protocol.Flow[None]) -> AsyncGenerator[Any, None]:
         """Carry out a flow, and hand on what it emits."""
         line = _OpenResponse(self)
         try:

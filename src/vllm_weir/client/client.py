@@ -199,7 +199,15 @@ class Client:
     def _model_for(self, fields: dict[str, Any]) -> str:
         return fields.get("model") or self.model
 
-    def _each(self, one: Any, several: list[Any] | None, wish, fields, concurrency: int, progress: Progress) -> Any:
+    def _each(
+        self,
+        one: Any,
+        several: list[Any] | None,
+        wish: RequestFields,
+        fields: dict[str, Any],
+        concurrency: int,
+        progress: Progress,
+    ) -> Any:
         prompts = [one] if several is None else several
         asked = [asked_of(p, wish, fields) for p in prompts]
         model = self._model_for(fields) if asked else ""

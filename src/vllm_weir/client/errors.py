@@ -19,7 +19,7 @@ class ServiceError(WeirError):
         super().__init__(message, field)
         self.status = status
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[WeirError], tuple[object, ...]]:
         return type(self), (self.message, self.field, self.status)
 
 

@@ -82,7 +82,7 @@ class Settings(BaseModel):
     marked_seconds: Annotated[float, Field(gt=0, le=604_800)] = 600.0
 
     @classmethod
-    def load(cls, additional_config: object, environ: Mapping[str, str] = os.environ) -> Settings:
+    def load(cls, additional_config: object, environ: Mapping[str, str] = os.environ) -> Settings:  # noqa: C901
         """Settings of an engine; raises WeirError naming the bad one."""
         given: dict[str, Any] = {}
         warn_of_unknown(environ, "WEIR_", {*map(str.upper, cls.model_fields), *OTHER_VARIABLES}, ("SERVE_", "TEST_"))

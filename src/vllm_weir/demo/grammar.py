@@ -190,7 +190,7 @@ def _names() -> Iterator[tuple[str, str, str]]:
 NAMES = tuple(_names())
 
 
-def _fillers(slot: str) -> Iterator[tuple[str, Agreement]]:
+def _fillers(slot: str) -> Iterator[tuple[str, Agreement]]:  # noqa: C901
     """All phrases that may fill a slot, of either sentiment."""
     if slot == "P":
         for name, gender, register in NAMES:

@@ -7,7 +7,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -205,7 +205,7 @@ def _draw(
 
 
 def _steer(
-    llm, seen: StoryRows, probes: list[pr.Probe], labels: torch.Tensor, shipped: bool
+    llm: Any, seen: StoryRows, probes: list[pr.Probe], labels: torch.Tensor, shipped: bool
 ) -> list[steering.DoseResult]:
     """Stories steered along the difference of the two moods' mean rows at the middle block, printed."""
     layer = len(probes) // 2

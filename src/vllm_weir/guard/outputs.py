@@ -30,7 +30,7 @@ def _give(outputs: ModuleType) -> None:
 
 
 def _completion_part(part: str) -> Any:
-    def get(self):
+    def get(self: Any) -> Any:
         view = getattr(self, VIEW, None)
         if view is None or (part == "activations" and not view.asked):
             return None
@@ -40,7 +40,7 @@ def _completion_part(part: str) -> Any:
 
 
 def _request_part(part: str) -> Any:
-    def get(self):
+    def get(self: Any) -> Any:
         first = min(self.outputs, key=lambda o: o.index, default=None)
         return None if first is None else getattr(first, part)
 

@@ -96,7 +96,7 @@ def cause_of(e: BaseException) -> str:
 def add_request(original: Any, status: Status) -> Any:
     """Of ``OutputProcessor.add_request``, which every request passes on its way into an engine."""
 
-    def wrapper(self, request, *args, **kwargs):
+    def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         params = request.sampling_params
         if params is not None and params.extra_args:
             _check(params.extra_args, status)
@@ -119,7 +119,7 @@ def _check(extra_args: Mapping[str, Any], status: Status) -> None:
 def create(original: Any, status: Status) -> Any:
     """Of ``create_completion`` and ``create_chat_completion``."""
 
-    async def wrapper(self, request, *args, **kwargs):
+    async def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         xargs, body = request.vllm_xargs, request.model_extra or {}
         if body.get(LORA_KEY) is not None or asks(xargs, body):
             error = WeirError(_why(status.serving_refusal), WIRE_KEY)
@@ -132,7 +132,7 @@ def create(original: Any, status: Status) -> Any:
 def to_sampling_params(original: Any, status: Status) -> Any:
     """Of the request models that become SamplingParams."""
 
-    def wrapper(self, *args, **kwargs):
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if asks(self.vllm_xargs, self.model_extra):
             from vllm_weir.guard.request_errors import WeirRequestError
 
@@ -145,7 +145,7 @@ def to_sampling_params(original: Any, status: Status) -> Any:
 def without_room(original: Any, _status: Status | None) -> Any:
     """Of routes that pass over fields that they do not know: these are read off the body itself."""
 
-    async def wrapper(self, request, raw_request=None, *args, **kwargs):
+    async def wrapper(self: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any) -> Any:
         known = type(request).model_fields
         body = {} if raw_request is None else await raw_request.json()
         xargs = None if "vllm_xargs" in known else body.get("vllm_xargs")
@@ -165,7 +165,7 @@ def without_room(original: Any, _status: Status | None) -> Any:
 def init_device(original: Any, status: Status) -> Any:
     """Of ``WorkerWrapperBase.init_device``: the worker tells the caller's process why it does not serve it."""
 
-    def wrapper(self):
+    def wrapper(self: Any) -> None:
         original(self)
         self.worker.weir_report = functools.partial(_report, status)
 

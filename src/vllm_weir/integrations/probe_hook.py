@@ -33,7 +33,12 @@ class HiddenStateRequest:
 
     @classmethod
     def parse(
-        cls, layers: Layers, include_prefill, include_decode, last_prefill_token, last_decode_token
+        cls,
+        layers: Layers,
+        include_prefill: bool,
+        include_decode: bool,
+        last_prefill_token: bool,
+        last_decode_token: bool,
     ) -> HiddenStateRequest:
         """From the constructor's arguments; ``["all"]`` means ``"all"``."""
         if isinstance(layers, (list, tuple)) and len(layers) == 1 and isinstance(layers[0], str) and layers[0] == "all":
@@ -149,25 +154,25 @@ class LLM(vllm.LLM):
         )
         super().__init__(model=model, dtype=dtype, **engine_args)
 
-    def generate(self, prompts, sampling_params=None, *args, **kwargs):
+    def generate(self, prompts: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> list[Any]:
         """``vllm.LLM.generate``; outputs carry hidden states."""
         outputs = super().generate(prompts, self._ask(sampling_params), *args, **kwargs)
         return [self._wanted.attach(o) for o in outputs]
 
-    def chat(self, messages, sampling_params=None, *args, **kwargs):
+    def chat(self, messages: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> list[Any]:
         """``vllm.LLM.chat``; outputs carry hidden states."""
         outputs = super().chat(messages, self._ask(sampling_params), *args, **kwargs)
         return [self._wanted.attach(o) for o in outputs]
 
-    def enqueue(self, prompts, sampling_params=None, *args, **kwargs):
+    def enqueue(self, prompts: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> Any:
         """``vllm.LLM.enqueue``; `wait_for_completion` gives outputs with hidden states."""
         return super().enqueue(prompts, self._ask(sampling_params), *args, **kwargs)
 
-    def enqueue_chat(self, messages, sampling_params=None, *args, **kwargs):
+    def enqueue_chat(self, messages: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> Any:
         """``vllm.LLM.enqueue_chat``, as `enqueue`."""
         return super().enqueue_chat(messages, self._ask(sampling_params), *args, **kwargs)
 
-    def wait_for_completion(self, *args, **kwargs):
+    def wait_for_completion(self, *args: Any, **kwargs: Any) -> list[Any]:
         """``vllm.LLM.wait_for_completion``; outputs of generation carry hidden states."""
         outputs = super().wait_for_completion(*args, **kwargs)
         return [self._wanted.attach(o) if isinstance(o, vllm.RequestOutput) else o for o in outputs]
@@ -176,7 +181,7 @@ class LLM(vllm.LLM):
         """Stop capturing; later outputs carry empty dicts."""
         self._wanted = HiddenStateRequest((), False, False, False, False)
 
-    def _ask(self, sampling_params):
+    def _ask(self, sampling_params: Any) -> Any:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, Sequence):
@@ -208,7 +213,7 @@ class AsyncLLM:
         self.engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=model, dtype=dtype, **engine_args))
 
     async def generate(
-        self, prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, **kwargs: Any
+        self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
         """Stream outputs; each carries the hidden states of the tokens in it (with vLLM's default, all so far)."""
         asked = self._wanted.ask(sampling_params or SamplingParams())

@@ -132,7 +132,7 @@ def merge_outputs(original: Callable[..., Any], _status: PatchStatus) -> Callabl
     return wrapper
 
 
-def _make_frontend(engine, status, hold: bool) -> EngineFrontend:
+def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFrontend:
     config = engine.vllm_config
     settings = Settings.load(config.additional_config)
     parallel = config.parallel_config
@@ -166,8 +166,8 @@ def llm_engine_init(original: Callable[..., Any], status: PatchStatus) -> Callab
     return wrapper
 
 
-def async_llm_init(original, status):
-    def wrapper(self, *args, **kwargs):
+def async_llm_init(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         _check_settings(args, kwargs)
         original(self, *args, **kwargs)
         _make_frontend(self, status, hold=False)  # its outputs are handed over in an event loop

@@ -131,8 +131,8 @@ def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) ->
     return wrapper
 
 
-def scheduler_add_request(original, status):
-    def wrapper(self, request, *args, **kwargs):
+def scheduler_add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
+    def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         wire = wire_of(request)
         if wire is None:
             return original(self, request, *args, **kwargs)

@@ -132,14 +132,14 @@ def _hold_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
     runner.execute_model = wrapper
 
 
-def _checked(wire):
+def _checked(wire: dict[str, Any]) -> dict[str, Any]:
     """The wire form, which says so if the process that schedules does not do its part: caches of other requests would
     get what is steered, and rows of cached positions would be missing."""
     why = wire.get("core")
     return {**wire, "refused": f"Weir does not work in the engine core: {why}"} if why else wire
 
 
-def _starts(scheduler_output) -> Iterator[tuple[list[str], list[int]]]:
+def _starts(scheduler_output: Any) -> Iterator[tuple[list[str], list[int]]]:
     """The scheduled requests, and the positions of their first tokens in the step: all ranks are told the same."""
     cached, new = scheduler_output.scheduled_cached_reqs, scheduler_output.scheduled_new_reqs
     yield cached.req_ids, cached.num_computed_tokens

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -334,7 +335,7 @@ def _listed(values: object) -> object:
     return values.tolist() if getattr(values, "ndim", None) == 1 and hasattr(values, "tolist") else values
 
 
-def _in_range(value, field: str) -> int:
+def _in_range(value: Any, field: str) -> int:
     if not -_LIMIT <= value <= _LIMIT:
         raise WeirError(f"position {brief(value)} is out of range", field)
     return int(value)

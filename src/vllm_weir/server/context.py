@@ -34,7 +34,7 @@ def served_name(engine_client: Any) -> str:
     return engine_client.vllm_config.model_config.served_model_name
 
 
-def check_answered(params) -> None:
+def check_answered(params: Any) -> None:
     """Refuse a request whose rows would come back on an answer that has no room for them."""
     extra = getattr(params, "extra_args", None)
     if _reply.get() is not None or not extra or not asks(extra, None):

@@ -212,7 +212,7 @@ class WorkerRuntime:
         self.switch.turn(self._live.taps_in(*groups))
         self.alone = len(self._live) >= sum(len(request_ids) for request_ids, _ in groups)
 
-    def plan_step(
+    def plan_step(  # noqa: C901
         self,
         request_ids: Sequence[str],
         num_tokens: Sequence[int],
@@ -344,7 +344,7 @@ class WorkerRuntime:
         return {"requests": len(live), "host_rows": self.arena.used, **self.table.usage()}
 
 
-def _launch_listed(listed: torch.Tensor, *arguments) -> None:
+def _launch_listed(listed: torch.Tensor, *arguments: Any) -> None:
     from vllm_weir.worker.tap.triton_kernel import launch
 
     launch(*arguments, listed=listed)

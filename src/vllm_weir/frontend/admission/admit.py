@@ -148,15 +148,15 @@ def admit(
 
 
 def _admit(
-    extra_args,
+    extra_args: Mapping[str, Any],
     capabilities: EngineCapabilities,
     has_token_ids: bool,
-    lookup,
-    always,
-    everyone,
-    sinks,
-    module,
-    vocabulary,
+    lookup: Callable[[str, str], np.ndarray],
+    always: Sequence[Intervention],
+    everyone: Sequence[Capture],
+    sinks: Collection[str],
+    module: Callable[[str, str], Sequence[Intervention]],
+    vocabulary: Vocabulary,
 ) -> AdmittedRequest:
     refuse_lens(extra_args)
     spec = RequestSpec.parse(extra_args[WIRE_KEY]) if extra_args.get(WIRE_KEY) is not None else RequestSpec()
@@ -219,7 +219,12 @@ class _Changes:
     by_position: list[ByPosition] = field(default_factory=list)
 
 
-def _lower(interventions, capabilities: EngineCapabilities, lookup, has_token_ids: bool) -> _Changes:
+def _lower(
+    interventions: Sequence[Intervention],
+    capabilities: EngineCapabilities,
+    lookup: Callable[[str, str], np.ndarray],
+    has_token_ids: bool,
+) -> _Changes:
     out = _Changes()
     for intervention in interventions:
         if intervention.positions.needs_token_ids and not has_token_ids:
@@ -235,7 +240,10 @@ def _lower(interventions, capabilities: EngineCapabilities, lookup, has_token_id
 
 
 def _moves(
-    intervention: Intervention, capabilities: EngineCapabilities, lookup, out: _Changes
+    intervention: Intervention,
+    capabilities: EngineCapabilities,
+    lookup: Callable[[str, str], np.ndarray],
+    out: _Changes,
 ) -> list[ResolvedIntervention]:
     """One for the layers at which an intervention does the same; none if it changes nothing. Rows go into `out`."""
     alike: dict[tuple[tuple[Instruction, ...], bool], list[int]] = {}

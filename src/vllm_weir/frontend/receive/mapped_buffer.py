@@ -22,7 +22,7 @@ class MappedBuffer:
 
     def __init__(
         self, fd: int | None = None, rows: int = 0, row_bytes: int = 0, wake: Callable[[], None] = lambda: None
-    ):
+    ) -> None:
         self.dropped: deque[int] = deque()
         self.pressure = 0.0
         self._wake = wake

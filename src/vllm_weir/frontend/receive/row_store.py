@@ -103,7 +103,7 @@ class RowStore:
                     return False
                 self._changed.wait(left)
 
-    def receive(
+    def receive(  # noqa: C901
         self,
         header: mail.MessageHeader,
         mapped: MappedBuffer,

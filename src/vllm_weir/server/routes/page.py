@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
 from fastapi import APIRouter
@@ -32,7 +33,7 @@ def router() -> APIRouter:
     return out
 
 
-def _sender(name: str, kind: str):
+def _sender(name: str, kind: str) -> Callable[[], Awaitable[Response]]:
     body = (files("vllm_weir.server") / "static" / name).read_bytes()
 
     async def send() -> Response:

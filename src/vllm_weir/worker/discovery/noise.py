@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 
 import torch
 
+from vllm_weir.worker.discovery.anchors import TensorKey
 from vllm_weir.worker.discovery.module_tree import ModuleTree
-from vllm_weir.worker.discovery.recorder import ModuleCall
+from vllm_weir.worker.discovery.recorder import ModuleCall, Override
 from vllm_weir.worker.discovery.resolve import StreamPorts, alike
 
 
@@ -17,10 +19,10 @@ def noise(name: str, like: torch.Tensor) -> torch.Tensor:
     return torch.randn(like.shape, generator=generator).to(like.device)
 
 
-def enter_noise(ports: StreamPorts):
+def enter_noise(ports: StreamPorts) -> Override:
     """Noise instead of a block's stream."""
 
-    def enter(_block: int, path: str, call: ModuleCall, live) -> None:
+    def enter(_block: int, path: str, call: ModuleCall, live: Mapping[TensorKey, torch.Tensor]) -> None:
         for port in (ports.hidden_in, ports.residual_in):
             key = alike(port, live) if port is not None else None
             if key is not None and key in live:
@@ -29,14 +31,14 @@ def enter_noise(ports: StreamPorts):
     return enter
 
 
-def leave_noise(tree: ModuleTree, mode: str, cores: set[str]):
+def leave_noise(tree: ModuleTree, mode: str, cores: set[str]) -> Override:
     """Noise instead of what parts of a block, the embedding and the final norm leave behind.
 
     Parts are the block's children, or with ``mode="leaves"`` modules that have no parts themselves: some blocks make
     their additions deeper down.
     """
 
-    def leave(block: int, path: str, call: ModuleCall, live) -> None:
+    def leave(block: int, path: str, call: ModuleCall, live: Mapping[TensorKey, torch.Tensor]) -> None:
         module = tree.modules[path]
         if block < 0:
             part = tree.is_embedding(module) or next(module.children(), None) is None
@@ -50,7 +52,7 @@ def leave_noise(tree: ModuleTree, mode: str, cores: set[str]):
     return leave
 
 
-def fill(path: str, call: ModuleCall, live) -> None:
+def fill(path: str, call: ModuleCall, live: Mapping[TensorKey, torch.Tensor]) -> None:
     """Noise instead of what a call leaves behind: what it wrote into, or the first of its results.
 
     Which it is goes by the module's own calls: a pass may have calls of others that the next has not (warm-ups).

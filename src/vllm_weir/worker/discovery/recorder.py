@@ -154,7 +154,7 @@ class Recorder:
         forward, own = model.forward, model.__dict__.get("forward")
 
         @functools.wraps(forward)
-        def watched(*args, **kwargs):
+        def watched(*args: Any, **kwargs: Any) -> Any:
             with _noise_in(kwargs.get("inputs_embeds")):
                 output = forward(*args, **kwargs)
                 first = output[0] if isinstance(output, (tuple, list)) else output
@@ -174,7 +174,7 @@ class Recorder:
     def _watch(self, block: int, path: str, local: str, module: torch.nn.Module) -> None:
         names = parameters_of(module)
 
-        def before(module, args, kwargs):
+        def before(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
             given = arguments(names, args, kwargs)
             call = ModuleCall(path, local, self._tick(), self._pacing[path])
             self._pacing[path] += 1
@@ -194,7 +194,7 @@ class Recorder:
             (self.trace.outside if inside == OUTSIDE else self.trace.blocks[inside]).append(call)
             self._open.setdefault(id(module), []).append(call)
 
-        def after(module, args, kwargs, output):
+        def after(module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             call = self._open[id(module)].pop()
             given = self._wide(arguments(names, args, kwargs))
             output = self._with_offsets(path, call, output)
@@ -238,7 +238,7 @@ class Recorder:
         call.offsets = {k: v.float() for k, v in found.items()}
         return output
 
-    def _write(self, path: str, when: str, args, kwargs, output) -> None:
+    def _write(self, path: str, when: str, args: tuple, kwargs: dict, output: Any) -> None:
         for anchor, what in self._writes.items():
             if anchor.module != path or anchor.when != when:
                 continue

@@ -68,7 +68,7 @@ class BlockPoints:
 
 def resolve_block(
     calls: Sequence[ModuleCall], ports: StreamPorts, cores: set[str], is_plain: Callable[[str], bool], m: Matcher
-):
+) -> BlockPoints:
     """The points of one block.
 
     Args:
@@ -150,7 +150,16 @@ def holds(anchors: Mapping[str, Anchor], calls: Sequence[ModuleCall], ports: Str
     return m.same(pre + sum(t for t in (a, o) if t is not None), post)
 
 
-def _sequential(points: BlockPoints, inside, outs, pre, post, mixing: tuple[int, int], subtree: set[str], m: Matcher):
+def _sequential(
+    points: BlockPoints,
+    inside: Sequence[ModuleCall],
+    outs: Sequence[CandidateTensor],
+    pre: torch.Tensor,
+    post: torch.Tensor,
+    mixing: tuple[int, int],
+    subtree: set[str],
+    m: Matcher,
+) -> bool:
     """``mid = pre + a`` and ``post = mid + o``; whether it is so."""
     for call, hidden, residual, mid in _given(inside, after=mixing[1]):
         if mid.shape != pre.shape or m.same(mid, pre) or m.same(mid, post):
@@ -239,7 +248,11 @@ def _within(
 
 
 def _parallel(
-    points: BlockPoints, attention: Sequence[CandidateTensor], rest: Sequence[CandidateTensor], delta, m: Matcher
+    points: BlockPoints,
+    attention: Sequence[CandidateTensor],
+    rest: Sequence[CandidateTensor],
+    delta: torch.Tensor,
+    m: Matcher,
 ) -> bool:
     """``post = pre + a + o``, where `a` comes from the part that holds the attention and `o` does not."""
     found = []
@@ -295,7 +308,9 @@ def alike(key: TensorKey, tensors: Mapping[TensorKey, torch.Tensor]) -> TensorKe
     return next((k for k in tensors if k.kind == key.kind and k.name == key.name), key)
 
 
-def _stream(tensors, hidden: TensorKey, residual: TensorKey | None) -> torch.Tensor | None:
+def _stream(
+    tensors: Mapping[TensorKey, torch.Tensor], hidden: TensorKey, residual: TensorKey | None
+) -> torch.Tensor | None:
     if tensors.get(hidden) is None:
         return None
     if residual is None or tensors.get(residual) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vllm_weir.config.settings import Settings
@@ -25,7 +26,7 @@ class SiteMap:
     anchors: dict[Site, Anchor] = field(default_factory=dict)
     refused: dict[Site, str] = field(default_factory=dict)
 
-    def refuse(self, hooks, layers, why: str) -> None:
+    def refuse(self, hooks: Iterable[str], layers: Iterable[int], why: str) -> None:
         """These sites are not supported, whatever was found."""
         for layer in layers:
             for hook in hooks:

@@ -8,7 +8,7 @@ that fails any of it is refused, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -33,7 +33,13 @@ Run = Callable[[], None]
 
 
 def find_tree(
-    model, width: int, num_layers: int, family: ModelDescription, is_core, is_embedding, run: Run
+    model: torch.nn.Module,
+    width: int,
+    num_layers: int,
+    family: ModelDescription,
+    is_core: Callable[[torch.nn.Module], bool],
+    is_embedding: Callable[[torch.nn.Module], bool],
+    run: Run,
 ) -> ModuleTree:
     """The decoder blocks of a model; raises WeirError saying why there are none to tap. Runs it only for that."""
     name = type(model).__name__
@@ -98,7 +104,7 @@ def map_sites(tree: ModuleTree, run: Run, dtype: torch.dtype, family: ModelDescr
     name = type(tree.model).__name__
     cores = {path for block, path, _, module in tree.members() if block >= 0 and tree.is_core(module)}
 
-    def mix(_block: int, path: str, call: ModuleCall, live) -> None:
+    def mix(_block: int, path: str, call: ModuleCall, live: Mapping[TensorKey, torch.Tensor]) -> None:
         # Without a key-value cache attention returns nothing of use, and all the tokens of the pass are the same.
         if path in cores or tree.is_embedding(tree.modules[path]):
             fill(path, call, live)
@@ -197,7 +203,14 @@ def _left_open(tree: ModuleTree, own: Trace, ports: StreamPorts, found: dict[int
     return {block: why}
 
 
-def _resolve(tree: ModuleTree, noisy, ports: StreamPorts, cores: set[str], family: ModelDescription, matcher: Matcher):
+def _resolve(
+    tree: ModuleTree,
+    noisy: Mapping[str, Trace],
+    ports: StreamPorts,
+    cores: set[str],
+    family: ModelDescription,
+    matcher: Matcher,
+) -> tuple[dict[int, BlockPoints], dict[int, Trace]]:
     """Points of every block, by the pass in which most were found, and that pass."""
     found: dict[int, BlockPoints] = {}
     traces: dict[int, Trace] = {}

@@ -177,7 +177,7 @@ class Verification:
             if outer:
                 self._ends.check_final_norm(trace)
 
-    def _check_block(self, block: int, trace: Trace) -> None:
+    def _check_block(self, block: int, trace: Trace) -> None:  # noqa: C901
         points, before = self._found[block], self._noisy[block]
         at = {h: self._sites.anchors.get(Site(h, block)) for h in BLOCK_HOOKS}
 

@@ -64,7 +64,15 @@ class PlanBuilder:
         self.profiles = np.full(self.size, -1, np.int32)
         self.programs = np.full(self.size, -1, np.int32)
 
-    def take(self, replies, row_seqs: RowSequences, x: np.ndarray, ranks, tokens, positions) -> None:
+    def take(
+        self,
+        replies: np.ndarray,
+        row_seqs: RowSequences,
+        x: np.ndarray,
+        ranks: np.ndarray,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+    ) -> None:
         """One token each of the strands `x` (by index); all arrays [n]."""
         n = len(tokens)
         jobs = np.empty((n, 5), np.int64)
@@ -83,7 +91,16 @@ class PlanBuilder:
         self.profiles[token : token + count] = profile
         self._rows.append((token, count, row, *row_seq.shape, reply, row_seq.number, rank, position))
 
-    def take_some(self, reply: int, row_seq: RowSequence, rank: int, row: int, tokens, positions, profile: int) -> None:
+    def take_some(
+        self,
+        reply: int,
+        row_seq: RowSequence,
+        rank: int,
+        row: int,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        profile: int,
+    ) -> None:
         """As `take_run`, of any `tokens` and `positions` [n] (ascending)."""
         n = len(tokens)
         width, lead, directions, taken = row_seq.shape
@@ -104,8 +121,8 @@ class PlanBuilder:
         reply: int,
         row_seq: RowSequence,
         profile: int,
-        tokens,
-        positions,
+        tokens: np.ndarray,
+        positions: np.ndarray,
         resumed: int,
         count: int,
         maximum: bool,
@@ -128,11 +145,11 @@ class PlanBuilder:
         if row is not None:
             self._marks.append(np.array([(reply, row_seq.number, 0, positions[-1], 1, 1)]))
 
-    def drop(self, reply: int, number: int, positions) -> None:
+    def drop(self, reply: int, number: int, positions: np.ndarray) -> None:
         """Rows that found no room."""
         self._marks.append(np.array([(reply, number, -1, positions[a], b - a, s) for a, b, s in _even(positions)]))
 
-    def steer(self, replies, groups, positions) -> None:
+    def steer(self, replies: np.ndarray, groups: np.ndarray, positions: np.ndarray) -> None:
         """One position of each group, all arrays [n]."""
         marks = np.ones((len(groups), 5), np.int64)
         marks[:, 0], marks[:, 1], marks[:, 2] = replies, groups, positions
@@ -142,7 +159,7 @@ class PlanBuilder:
         """`count` positions of one group that follow each other."""
         self._moves.append((reply, group, position, count, 1))
 
-    def steer_some(self, reply: int, group: int, positions) -> None:
+    def steer_some(self, reply: int, group: int, positions: np.ndarray) -> None:
         """Any positions of one group, ascending."""
         self._moves.extend((reply, group, int(positions[a]), b - a, s) for a, b, s in _even(positions))
 
@@ -234,7 +251,7 @@ class PlanBuilder:
         marks[:, :4], marks[:, 4] = rows[:, 7:], count
         self._marks.append(marks)
 
-    def _add(self, tokens, totals, jobs) -> None:
+    def _add(self, tokens: np.ndarray, totals: np.ndarray, jobs: np.ndarray) -> None:
         self._tokens.append(tokens)
         self._totals.append(totals)
         self._jobs.append(jobs)

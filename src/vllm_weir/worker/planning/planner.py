@@ -182,7 +182,9 @@ class Planner:
         self._repeat = None
         self.row_seqs.catch_up()
 
-    def _plan_steady(self, draft: PlanBuilder, seats, firsts, computed) -> np.ndarray:
+    def _plan_steady(
+        self, draft: PlanBuilder, seats: np.ndarray, firsts: np.ndarray, computed: np.ndarray
+    ) -> np.ndarray:
         """Plan tokens of requests that go on as they did; returns for which of them that was possible."""
         of, row_seqs = self.seats, self.row_seqs
         at = of.row_seq[seats]

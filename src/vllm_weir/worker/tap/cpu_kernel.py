@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -14,14 +16,25 @@ FEW = 6
 """Different chains that are followed one after the other."""
 
 
-def launch(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors) -> None:
+def launch(
+    hidden: torch.Tensor,
+    other: torch.Tensor | None,
+    tap: torch.Tensor,
+    plan: torch.Tensor,
+    ranks: torch.Tensor,
+    ring: torch.Tensor,
+    heads: torch.Tensor,
+    ints: torch.Tensor,
+    floats: torch.Tensor,
+    vectors: torch.Tensor,
+) -> None:
     """Record and steer rows of `hidden` and what stands beside it, both [tokens, d_model], as the plan says."""
     number = tap.numpy()  # the tables are small: numpy looks things up in a fifth of torch's time
-    tap, fixed = int(number[0]), bool(number[3])
+    index, fixed = int(number[0]), bool(number[3])
     scale, other_scale = number[1:3].view(np.float32).tolist()
     slots, profiles, programs, spans = plan.numpy()[: hidden.shape[0]].T
-    nodes = np.where(programs >= 0, heads.numpy()[programs, tap], -1)
-    ranked = ranks.numpy()[:, tap * STAGES : (tap + 1) * STAGES][profiles]
+    nodes = np.where(programs >= 0, heads.numpy()[programs, index], -1)
+    ranked = ranks.numpy()[:, index * STAGES : (index + 1) * STAGES][profiles]
     ranked = np.where((slots >= 0)[:, None], ranked, -1)
     wanted = ((nodes >= 0) | (ranked >= 0).any(1)).nonzero()[0]
     if not len(wanted):
@@ -50,13 +63,16 @@ def launch(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors) 
     if len(steered):
         tokens, written = tokens[torch.from_numpy(steered)], h[torch.from_numpy(steered)] / scale
         if fixed:
+            assert other is not None
             written -= other[tokens]
         hidden[tokens] = written.to(hidden.dtype)
         if other is not None and not fixed:
             other[tokens] = 0
 
 
-def _fold(ring: torch.Tensor, slots, ranks, spans, rows: torch.Tensor, at: np.ndarray):
+def _fold(
+    ring: torch.Tensor, slots: np.ndarray, ranks: np.ndarray, spans: np.ndarray, rows: torch.Tensor, at: np.ndarray
+) -> tuple[np.ndarray, torch.Tensor]:
     """Join the rows of groups of tokens into their cells; returns what is left of `at` and `rows`."""
     words = 4 // ring.element_size()
     cells = ring[: len(ring) // words * words].view(-1).view(torch.float32).view(-1, ring.shape[1])
@@ -85,7 +101,9 @@ def _index(numbers: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(numbers.astype(np.int64))
 
 
-def _run(nodes: np.ndarray, h: torch.Tensor, past_post: bool, ints: np.ndarray, floats, vectors):
+def _run(
+    nodes: np.ndarray, h: torch.Tensor, past_post: bool, ints: np.ndarray, floats: torch.Tensor, vectors: torch.Tensor
+) -> tuple[np.ndarray, torch.Tensor]:
     """Follow each row's chain as far as the stage goes; returns where it stopped, and the new rows (float32)."""
     nodes, h = nodes.copy(), h.clone()
     starts = np.unique(nodes[nodes >= 0]).tolist()
@@ -109,7 +127,9 @@ def _run(nodes: np.ndarray, h: torch.Tensor, past_post: bool, ints: np.ndarray, 
     return nodes, h
 
 
-def _together(nodes: np.ndarray, h: torch.Tensor, past_post: bool, ints: np.ndarray, floats, vectors) -> None:
+def _together(
+    nodes: np.ndarray, h: torch.Tensor, past_post: bool, ints: np.ndarray, floats: torch.Tensor, vectors: torch.Tensor
+) -> None:
     """All rows take a step of their chains at once, in place; the same to the bit."""
     delta = torch.zeros_like(h)
     going = (nodes >= 0).nonzero()[0]
@@ -131,7 +151,16 @@ def _together(nodes: np.ndarray, h: torch.Tensor, past_post: bool, ints: np.ndar
         going = going[following >= 0]
 
 
-def _change(kind: int, rows, into, w, a, b, lo, hi):
+def _change(
+    kind: int,
+    rows: torch.Tensor,
+    into: torch.Tensor,
+    w: torch.Tensor | None,
+    a: float | torch.Tensor,
+    b: float | torch.Tensor,
+    lo: Any,
+    hi: Any,
+) -> torch.Tensor:
     """What an instruction adds to rows [n, d]; vectors are [d] or [n, d], coefficients are floats or [n, 1]."""
     if kind == BLEND:
         return a * (into - rows)
@@ -144,6 +173,7 @@ def _change(kind: int, rows, into, w, a, b, lo, hi):
         turned = rows + (a + b * norm) * into
         length = turned.norm(dim=1, keepdim=True)
         return torch.where(length > 0, turned * (norm / length) - rows, 0.0)
+    assert w is not None
     along = (rows * w).sum(1, keepdim=True)
     if kind == AFFINE:
         return (a * along + b) * into

@@ -103,12 +103,12 @@ def _unbound(module: torch.nn.Module, own: Callable[..., Any]) -> Forward:
     return lambda _self, *args, **kwargs: own(*args, **kwargs)
 
 
-def _tap(anchor: Anchor, name: str, switch: TapSwitch, tap: int) -> Layer:
+def _tap(anchor: Anchor, name: str, switch: TapSwitch, tap: int) -> Layer:  # noqa: C901
     """The tap at an anchor with nothing beside it, in little code: Dynamo goes through it for every tap."""
     alone, pair = torch.ops.weir.tap.default, torch.ops.weir.tap_residual.default
     both = pair if anchor.offset is None else torch.ops.weir.tap_offset.default
 
-    def act(module, args, kwargs, output):
+    def act(module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         if is_compiling() or switch.wants(tap):
             hidden, other = anchor.tensors(args, kwargs, output)
             if other is None:
@@ -120,8 +120,8 @@ def _tap(anchor: Anchor, name: str, switch: TapSwitch, tap: int) -> Layer:
     first, second = keys[0].index, keys[-1].index
     most = max(first, second)
 
-    def one_after(forward):
-        def tapped(self, *args, **kwargs):
+    def one_after(forward: Forward) -> Forward:
+        def tapped(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             output = forward(self, *args, **kwargs)
             if not isinstance(output, torch.Tensor):
                 act(self, args, kwargs, output)
@@ -131,8 +131,8 @@ def _tap(anchor: Anchor, name: str, switch: TapSwitch, tap: int) -> Layer:
 
         return tapped
 
-    def pair_after(forward):
-        def tapped(self, *args, **kwargs):
+    def pair_after(forward: Forward) -> Forward:
+        def tapped(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             output = forward(self, *args, **kwargs)
             if not isinstance(output, tuple) or len(output) <= most or output[second] is None:
                 act(self, args, kwargs, output)
@@ -142,8 +142,8 @@ def _tap(anchor: Anchor, name: str, switch: TapSwitch, tap: int) -> Layer:
 
         return tapped
 
-    def one_before(forward):
-        def tapped(self, *args, **kwargs):
+    def one_before(forward: Forward) -> Forward:
+        def tapped(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if len(args) <= first:
                 act(self, args, kwargs, None)
             elif is_compiling() or switch.wants(tap):
@@ -152,8 +152,8 @@ def _tap(anchor: Anchor, name: str, switch: TapSwitch, tap: int) -> Layer:
 
         return tapped
 
-    def pair_before(forward):
-        def tapped(self, *args, **kwargs):
+    def pair_before(forward: Forward) -> Forward:
+        def tapped(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if len(args) <= most or args[second] is None:
                 act(self, args, kwargs, None)
             elif is_compiling() or switch.wants(tap):
@@ -175,12 +175,12 @@ def _tap(anchor: Anchor, name: str, switch: TapSwitch, tap: int) -> Layer:
 def _around(when: str, act: Callable[[torch.nn.Module, tuple, dict, Any], None]) -> Layer:
     """`act` before or after the call."""
 
-    def layer(forward):
-        def before(self, *args, **kwargs):
+    def layer(forward: Forward) -> Forward:
+        def before(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             act(self, args, kwargs, None)
             return forward(self, *args, **kwargs)
 
-        def after(self, *args, **kwargs):
+        def after(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             output = forward(self, *args, **kwargs)
             act(self, args, kwargs, output)
             return output
@@ -193,7 +193,7 @@ def _around(when: str, act: Callable[[torch.nn.Module, tuple, dict, Any], None])
 def _beside(anchor: Anchor, name: str, switch: TapSwitch, tap: int, kept: list[torch.Tensor]) -> Layer:
     """The tap at an anchor beside which stands what an earlier call has left in `kept`."""
 
-    def act(module, args, kwargs, output):
+    def act(module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         hidden, other = anchor.tensors(args, kwargs, output, kept.pop())
         if is_compiling() or switch.wants(tap):
             torch.ops.weir.tap_residual(hidden, other, getattr(module, name))
@@ -204,7 +204,7 @@ def _beside(anchor: Anchor, name: str, switch: TapSwitch, tap: int, kept: list[t
 def _keep(key: TensorKey, kept: list[torch.Tensor]) -> Layer:
     """Keeps what stands beside, from the call that returns it to the one that is tapped."""
 
-    def act(_module, args, kwargs, output):
+    def act(_module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         kept[:] = [pick(key, args, kwargs, output)]
 
     return _around("after", act)

@@ -97,13 +97,13 @@ _switches: weakref.WeakValueDictionary[int, TapSwitch] = weakref.WeakValueDictio
 """By the address of a tap's number, the one thing of its engine that an op can be sure of."""
 
 
-def _tap_cuda(hidden, other, *tables) -> None:
+def _tap_cuda(hidden: torch.Tensor, other: torch.Tensor | None, *tables: torch.Tensor) -> None:
     from vllm_weir.worker.tap.triton_kernel import launch
 
     launch(hidden, other, *tables)
 
 
-def _act(usual: Callable[..., None], hidden, other, tap) -> None:
+def _act(usual: Callable[..., None], hidden: torch.Tensor, other: torch.Tensor | None, tap: torch.Tensor) -> None:
     switch = _switches.get(address := tap.data_ptr())
     if switch is None:
         raise RuntimeError("a tap acts whose engine is gone")
@@ -117,20 +117,20 @@ def _act(usual: Callable[..., None], hidden, other, tap) -> None:
 
 
 def _alone(usual: Callable[..., None]) -> Callable[..., None]:
-    def tap(hidden, number):
+    def tap(hidden: torch.Tensor, number: torch.Tensor) -> None:
         _act(usual, hidden, None, number)
 
     return tap
 
 
 def _with_other(usual: Callable[..., None]) -> Callable[..., None]:
-    def tap(hidden, other, number):
+    def tap(hidden: torch.Tensor, other: torch.Tensor | None, number: torch.Tensor) -> None:
         _act(usual, hidden, other, number)
 
     return tap
 
 
-def _nothing(*_) -> None:
+def _nothing(*_: torch.Tensor) -> None:
     """Fake (shape) kernel: the op returns nothing and changes no shape."""
 
 

@@ -1,5 +1,9 @@
 """Groups of rows joined on CUDA: one launch for all sequences and columns of a step."""
 
+# Triton takes annotations of a kernel's parameters for their types on the device, so kernels have none.
+# mypy: disallow-untyped-defs=False
+# ruff: noqa: ANN001, ANN202
+
 from __future__ import annotations
 
 import torch

@@ -8,6 +8,8 @@ on how a prompt was cut into steps.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -61,7 +63,7 @@ class TapReducer:
         join(work, self._cells, self._kept)
         self.forget(n for n, over in zip(numbers, done.tolist(), strict=True) if over)
 
-    def forget(self, row_seqs) -> None:
+    def forget(self, row_seqs: Iterable[int]) -> None:
         """These have ended."""
         for number in row_seqs:
             if (place := self._places.pop(number, None)) is not None:

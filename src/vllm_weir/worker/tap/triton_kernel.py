@@ -1,5 +1,9 @@
 """The tap on CUDA: one launch, one program a token, early exit where nothing is wanted."""
 
+# Triton takes annotations of a kernel's parameters for their types on the device, so kernels have none.
+# mypy: disallow-untyped-defs=False
+# ruff: noqa: ANN001, ANN202
+
 from __future__ import annotations
 
 import functools
@@ -264,7 +268,20 @@ def _tap(
             _write(hidden, other, token, hidden_stride, other_stride, tap, h, beside, offsets, inside, HAS_OTHER)
 
 
-def launch(hidden, other, tap, plan, ranks, ring, heads, ints, floats, vectors, *, listed=None) -> None:
+def launch(
+    hidden: torch.Tensor,
+    other: torch.Tensor | None,
+    tap: torch.Tensor,
+    plan: torch.Tensor,
+    ranks: torch.Tensor,
+    ring: torch.Tensor,
+    heads: torch.Tensor,
+    ints: torch.Tensor,
+    floats: torch.Tensor,
+    vectors: torch.Tensor,
+    *,
+    listed: torch.Tensor | None = None,
+) -> None:
     """Record and steer rows of `hidden` and what stands beside it, both [tokens, d_model], as the plan says.
 
     `listed`: int32, the tokens that the plan has something for, those first that begin a group; None for all tokens, as

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ def _launch(d_model: int, dtype: torch.dtype, device: torch.device) -> None:
     torch.cuda.current_stream().synchronize()
 
 
-def stand_ins(d_model: int, dtype: torch.dtype, device: torch.device) -> list[tuple[torch.Tensor | None, ...]]:
+def stand_ins(d_model: int, dtype: torch.dtype, device: torch.device) -> list[tuple[Any, ...]]:
     """The launcher's arguments for a token that no plan knows, with nothing and with something beside the stream.
 
     Nothing is left to torch's default dtype, which vLLM changes for all threads while it loads the model.

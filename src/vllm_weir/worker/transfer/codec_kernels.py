@@ -1,5 +1,9 @@
 """The affine code of full8 and rp8 on CUDA: from values, or from rows and a projection, to packed records."""
 
+# Triton takes annotations of a kernel's parameters for their types on the device, so kernels have none.
+# mypy: disallow-untyped-defs=False
+# ruff: noqa: ANN001, ANN202
+
 from __future__ import annotations
 
 import torch

@@ -82,14 +82,14 @@ def _newer(name: str, *arguments: Any) -> Any:
 
 
 @functools.cache
-def _batch():
+def _batch() -> Any:
     """The driver's batched copy, or None."""
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     return _newer("cuMemcpyBatchAsync", pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
 
 
 @functools.cache
-def _batch_of_runs():
+def _batch_of_runs() -> Any:
     """The driver's batched copy of pieces with gaps, or None."""
     pointer = ctypes.c_void_p
     return _newer("cuMemcpy3DBatchAsync", ctypes.c_size_t, pointer, pointer, ctypes.c_ulonglong, pointer)

@@ -127,7 +127,16 @@ class StreamedCopy:
         regions = np.stack([*of.values()])
         self._regions[upload(np.array(list(of), np.int64), device)] = upload(regions, device)
 
-    def tap(self, hidden, other, tap, plan, _ranks, ring, *tables) -> None:
+    def tap(
+        self,
+        hidden: torch.Tensor,
+        other: torch.Tensor | None,
+        tap: torch.Tensor,
+        plan: torch.Tensor,
+        _ranks: torch.Tensor,
+        ring: torch.Tensor,
+        *tables: torch.Tensor,
+    ) -> None:
         """Stands in for the tap's launch during the step."""
         number = self._taps[tap.data_ptr()]
         self._met.append(number)
