@@ -6,13 +6,15 @@ STAMP := $(VENV)/.ready
 BIN := $(VENV)/bin
 # auto: vLLM for CUDA where an NVIDIA GPU answers, for CPU elsewhere.
 FLAVOUR ?= auto
+# Another version of vLLM than the tested one, e.g. 0.28.0.
+VLLM ?=
 MODEL ?=
 # Test processes; each may hold an engine of its own.
 WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo bench test unit conformance lint docs docs-serve clean
+.PHONY: help venv demo bench test unit conformance lint check docs docs-serve clean
 
 help:
 	@echo "make demo [MODEL=<directory or hub id>]   run the demo (under 5 minutes with the set-up)"
@@ -20,12 +22,13 @@ help:
 	@echo "make test [WORKERS=2]                     every test that needs no GPU, shared out to so many processes"
 	@echo "make conformance [ARGS=ARCH]              every architecture of vLLM's registry, and docs/models.md from it"
 	@echo "make docs | docs-serve                    the documentation as a site in out/site | on http://localhost:8001"
+	@echo "make check                                format, lint, types, and which package imports which"
 	@echo "make unit | lint | venv | clean           fast tests | ruff and mypy | the environment | remove what was built"
 
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml scripts/setup_env.py $(wildcard scripts/constraints/*.txt)
-	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --flavour $(FLAVOUR) --stamp $(STAMP)
+	@$(PYTHON) scripts/setup_env.py --venv $(VENV) --flavour $(FLAVOUR) $(if $(VLLM),--vllm $(VLLM)) --stamp $(STAMP)
 
 demo: $(STAMP)
 	@$(BIN)/python -m vllm_weir.demo $(MODEL) $(ARGS)
@@ -43,9 +46,12 @@ conformance: $(STAMP)
 	@$(BIN)/python -m tests.conformance $(ARGS); status=$$?; $(BIN)/python -m tests.conformance docs; exit $$status
 
 lint: $(STAMP)
-	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+
+check: lint
+	@test ! -f tests/unit/test_import_rules.py || $(BIN)/python -m pytest -q tests/unit/test_import_rules.py
 
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
