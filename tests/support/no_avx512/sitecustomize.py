@@ -1,6 +1,6 @@
 """Make an x86 processor look like one without AVX-512, for this process and all that it starts.
 
-    PYTHONPATH=tests/support/no_avx512 make test
+    PYTHONPATH=$PWD/tests/support/no_avx512 make test
 
 vLLM ships its CPU kernels in several builds and asks `torch.cpu` which of them the processor can run; no setting of its
 own chooses one. PyTorch, oneDNN and MKL choose their kernels by environment variables.
