@@ -1,4 +1,4 @@
-"""The table of docs/steering.md that says what a vector of each shape does with each kind of selector.
+"""The table of docs/reference/shapes.md that says what a vector of each shape does with each kind of selector.
 
 Every cell is worked out by the product: the request is admitted, planned and run by the CPU's tap, and what that did to
 the rows is compared with all that it could have done. After a change, write the table anew:
@@ -25,7 +25,7 @@ from vllm_weir.spec.hooks import Site
 from vllm_weir.spec.positions import Positions
 from vllm_weir.worker.select import tap_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "steering.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "shapes.md"
 BEGIN, END = "<!-- begin: tests/unit/test_shapes_table.py -->\n", "<!-- end -->\n"
 N, TOKENS = 4, 9
 IDS = [7, 3, 7, 7, 3]
