@@ -70,8 +70,9 @@ class Bench:
 
     def run(self, tap: int, programs: np.ndarray, h: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         n = len(h)
-        plan = torch.full((n, 3), -1, dtype=torch.int32)
+        plan = torch.full((n, 4), -1, dtype=torch.int32)
         plan[:, 2] = torch.from_numpy(programs)
+        plan[:, 3] = 0  # no rows are reduced
         ranks, ring = torch.full((8, TAPS * STAGES), -1, dtype=torch.int32), torch.zeros(1, D)
         tables = [torch.from_numpy(getattr(self.table, t)) for t in ("heads", "ints", "floats", "vectors")]
         h, residual = h.clone(), None if residual is None else residual.clone()
