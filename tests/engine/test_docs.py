@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import builtins
 import contextlib
 import inspect
 import io
@@ -114,7 +115,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[di
         patch.setattr(VllmEngine, "close", lambda self: None)
         patch.setattr(vllm, "LLM", engines)
         given_files(tmp_path)
-        yield {"__name__": "__main__"}
+        yield {"__name__": "__main__", "__builtins__": builtins}  # C code looks for them there
     engines.clear()
 
 

@@ -26,7 +26,7 @@ from vllm_weir.spec.positions import Positions
 from vllm_weir.worker.select import tap_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "shapes.md"
-BEGIN, END = "<!-- begin: tests/unit/test_shapes_table.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- begin: tests/unit/test_shapes_table.py -->\n\n", "\n<!-- end -->\n"
 N, TOKENS = 4, 9
 IDS = [7, 3, 7, 7, 3]
 OPEN = ("all", "generated", "sampled", "2:", "::2", "-3:", {"token_ids": [7]})
