@@ -283,7 +283,7 @@ def test_what_the_device_does_hangs_on_the_token(selectors, ids, P, cuts):
     """Prompts in chunks, then generated tokens, which the plan does not know: each is steered by those interventions
     whose selector takes its position or its token, and by no others."""
     items = [weir.Add(torch.eye(D)[k], 1, positions=at) for k, at in enumerate(selectors)]
-    bench, tensor = Bench(), torch.full((8, 3), -1, dtype=torch.int32)
+    bench, tensor = Bench(), torch.full((8, 4), -1, dtype=torch.int32)
     bench.join("r", items, P, ids[:P])
     writer, at, done = PlanWriter(tensor), 0, []
     while at < len(ids):
