@@ -14,7 +14,6 @@ import inspect
 import io
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
@@ -248,9 +247,3 @@ def test_a_server_takes_these_options(words: list[str]) -> None:
     (command,) = cmd_init()
     command.subparser_init(parser.add_subparsers(dest="subparser"))
     assert parser.parse_args(["serve", *rest]).subparser == "serve"
-
-
-def test_what_is_not_run() -> None:
-    left = Counter(block.not_run for page in pages() for block in blocks(page) if block.not_run)
-    print("\n".join(f"{count} blocks: {reason}" for reason, count in left.items()))
-    assert sum(left.values()) < 40
