@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import builtins
 import contextlib
 import inspect
 import io
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
@@ -114,7 +114,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[di
         patch.setattr(VllmEngine, "close", lambda self: None)
         patch.setattr(vllm, "LLM", engines)
         given_files(tmp_path)
-        yield {"__name__": "__main__"}
+        yield {"__name__": "__main__", "__builtins__": builtins}  # C code looks for them there
     engines.clear()
 
 
@@ -247,9 +247,3 @@ def test_a_server_takes_these_options(words: list[str]) -> None:
     (command,) = cmd_init()
     command.subparser_init(parser.add_subparsers(dest="subparser"))
     assert parser.parse_args(["serve", *rest]).subparser == "serve"
-
-
-def test_what_is_not_run() -> None:
-    left = Counter(block.not_run for page in pages() for block in blocks(page) if block.not_run)
-    print("\n".join(f"{count} blocks: {reason}" for reason, count in left.items()))
-    assert sum(left.values()) < 40

@@ -4,7 +4,6 @@ A comment in the line above a block says how tests take it:
 
 * ``<!-- not run: REASON -->``: it is only parsed, because of one of `REASONS`.
 * ``<!-- output -->``: it is what the block before it prints; numbers may differ in their last digits.
-* ``<!-- server -->``: it talks to a running ``weir serve``, which a test starts.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 REASONS = {
     "GPU": "needs a CUDA device",
-    "installs packages": "changes the environment",
     "not shipped": "needs a model, data or a sink that does not come with Weir",
     "object store": "needs a bucket",
-    "package of yours": "is part of a package that a reader writes",
     "takes long": "takes minutes; another test runs the same code",
 }
 _FENCE = re.compile(

@@ -106,15 +106,16 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 140
 
 
-def test_blocks_are_of_known_kinds_and_say_why_they_do_not_run() -> None:
+def test_blocks_are_of_known_kinds_and_say_why_they_do_not_run(capsys: pytest.CaptureFixture[str]) -> None:
     for block in BLOCKS:
         assert block.language in LANGUAGES, f"{block.place}: language {block.language!r}"
         if block.note.startswith("not run"):
             assert block.not_run in REASONS, f"{block.place}: {block.note!r}; reasons are {', '.join(REASONS)}"
-    for reason, count in Counter(block.not_run for block in BLOCKS if block.not_run).items():
-        print(f"not run, {reason}: {count} blocks ({REASONS[reason]})")
+    with capsys.disabled():
+        for reason, count in Counter(block.not_run for block in BLOCKS if block.not_run).items():
+            print(f"\nblocks of README and docs that are not run: {count} ({reason}: {REASONS[reason]})")
     python = [block for block in BLOCKS if block.language == "python"]
-    assert sum(bool(block.not_run) for block in python) <= len(python) / 5, "most of what is shown has to run"
+    assert sum(bool(block.not_run) for block in python) <= len(python) / 10, "what is shown has to run"
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "python"], ids=named)

@@ -70,8 +70,9 @@ class Bench:
 
     def run(self, tap: int, programs: np.ndarray, h: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         n = len(h)
-        plan = torch.full((n, 3), -1, dtype=torch.int32)
+        plan = torch.full((n, 4), -1, dtype=torch.int32)
         plan[:, 2] = torch.from_numpy(programs)
+        plan[:, 3] = 0  # no rows are reduced
         ranks, ring = torch.full((8, TAPS * STAGES), -1, dtype=torch.int32), torch.zeros(1, D)
         tables = [torch.from_numpy(getattr(self.table, t)) for t in ("heads", "ints", "floats", "vectors")]
         h, residual = h.clone(), None if residual is None else residual.clone()
@@ -282,7 +283,7 @@ def test_what_the_device_does_hangs_on_the_token(selectors, ids, P, cuts):
     """Prompts in chunks, then generated tokens, which the plan does not know: each is steered by those interventions
     whose selector takes its position or its token, and by no others."""
     items = [weir.Add(torch.eye(D)[k], 1, positions=at) for k, at in enumerate(selectors)]
-    bench, tensor = Bench(), torch.full((8, 3), -1, dtype=torch.int32)
+    bench, tensor = Bench(), torch.full((8, 4), -1, dtype=torch.int32)
     bench.join("r", items, P, ids[:P])
     writer, at, done = PlanWriter(tensor), 0, []
     while at < len(ids):

@@ -1,4 +1,4 @@
-"""The table of docs/steering.md that says what a vector of each shape does with each kind of selector.
+"""The table of docs/reference/shapes.md that says what a vector of each shape does with each kind of selector.
 
 Every cell is worked out by the product: the request is admitted, planned and run by the CPU's tap, and what that did to
 the rows is compared with all that it could have done. After a change, write the table anew:
@@ -25,8 +25,8 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.taps import tap_of
 
-PAGE = Path(__file__).parents[3] / "docs" / "steering.md"
-BEGIN, END = "<!-- begin: tests/unit/schema/test_shapes_table.py -->\n", "<!-- end -->\n"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "shapes.md"
+BEGIN, END = "<!-- begin: tests/unit/schema/test_shapes_table.py -->\n\n", "\n<!-- end -->\n"
 N, TOKENS = 4, 9
 IDS = [7, 3, 7, 7, 3]
 OPEN = ("all", "generated", "sampled", "2:", "::2", "-3:", {"token_ids": [7]})
