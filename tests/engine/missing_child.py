@@ -1,5 +1,6 @@
-"""``python -m tests.engine.missing_child MODEL_DIR MODE [MODULE]``: what becomes of requests with Weir's keys where Weir
-cannot be loaded. Prints ``FOUND`` and JSON.
+"""``python -m tests.engine.missing_child MODEL_DIR MODE [MODULE]``: requests with Weir's keys where Weir cannot load.
+
+Prints ``FOUND`` and JSON: what becomes of them.
 
 Modes: ``missing`` (Weir cannot import MODULE), ``core`` (it cannot in the process of the engine core and its worker),
 ``async`` (``missing``, by ``AsyncLLM``), ``broken`` (Weir's own code raises), ``plain`` (as the environment says),
