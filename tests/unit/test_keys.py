@@ -95,7 +95,7 @@ def test_a_slip_is_refused_with_the_right_name(key, right, place):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("key", ORDINARY)
 def test_everybody_else_s_keys_pass(key, place):
-    assert said(place, key) is None and meant(key) is None
+    assert said(place, key, {"mine": 1}) is None and meant(key) is None
 
 
 def test_what_vllm_itself_calls_things_passes():
@@ -109,7 +109,7 @@ def test_what_vllm_itself_calls_things_passes():
     assert len(names) > 100
     for name in names:
         for place in ("extra_args", "body"):
-            assert said(place, name) is None, name
+            assert said(place, name, {"mine": 1}) is None, name
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -39,7 +39,7 @@ def test_what_vllm_loads_imports_with_the_standard_library_alone():
     done = run(code, "-S", "-I")
     assert done.returncode == 0, done.stderr
     others = {name.partition(".")[0] for name in json.loads(done.stdout)} - sys.stdlib_module_names
-    assert others == {"vllm_weir", "__main__"} - sys.stdlib_module_names
+    assert others <= {"vllm_weir", "__main__", "__mp_main__"}
 
 
 def test_the_plugin_imports_nothing_that_is_installed():
