@@ -62,6 +62,10 @@ def test_what_is_missing_where_the_worker_runs_is_told_by_it(root, tmp_path):
     refused(found, directory(root), "No module named 'zstandard'; install it (pip install zstandard)")
 
 
+def test_a_worker_that_does_not_load_the_plugin_serves_plain_requests_alone(root, tmp_path):
+    refused(child(directory(root), tmp_path, "bare"), directory(root), "VLLM_PLUGINS is 'another' and leaves it out")
+
+
 def test_an_async_engine_refuses_likewise(root, tmp_path):
     found = child(directory(root), tmp_path, "async", "zstandard")
     assert found.pop("plain") == ["served", 4] and set(found) == set(KEYS)

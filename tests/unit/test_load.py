@@ -267,6 +267,31 @@ def test_the_doctor_speaks_without_what_the_command_is_made_of(quick, capsys, ar
         assert said.endswith("not healthy\n")
 
 
+def test_params_are_refused_where_nothing_guards_them(monkeypatch):
+    """A vLLM without the guard's place, which has not loaded Weir: an engine would run what they ask unheeded."""
+    found = ModuleType("vllm.v1.engine.output_processor")
+    monkeypatch.setattr(guard.NOT_LOADED, "unheld", None, raising=False)
+    guard._hold(guard.REQUESTS, guard.NOT_LOADED, found)
+    with pytest.raises(weir.WeirError, match=r"cannot guard this vLLM: .*OutputProcessor\.add_request"):
+        weir.params(SimpleNamespace(extra_args=None), capture=weir.Capture())
+    with pytest.raises(RuntimeError, match="off for a test"):
+        guard._hold(guard.REQUESTS, guard.Failed("off for a test"), found)
+
+
+def test_workers_without_weir_are_the_reason_of_every_refusal():
+    import asyncio
+
+    engine = pytest.importorskip("vllm_weir.seams.engine")
+
+    async def collective_rpc(method):
+        raise AttributeError(f"'Worker' object has no attribute '{method}'")
+
+    desk = SimpleNamespace(facts=None, refusal=None)
+    client = SimpleNamespace(output_processor=SimpleNamespace(_weir_desk=desk), collective_rpc=collective_rpc)
+    asyncio.run(engine.ask_workers(client))
+    assert "no attribute 'weir_report'" in desk.refusal and "is vllm-weir installed where they run" in desk.refusal
+
+
 def test_a_request_that_the_core_cannot_serve_says_so_to_the_workers():
     worker = pytest.importorskip("vllm_weir.seams.worker")
     from vllm_weir.seams import core
