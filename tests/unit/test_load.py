@@ -148,6 +148,24 @@ def test_a_module_whose_callback_raises_cannot_be_imported_at_the_second_attempt
     sys.modules.pop("weir_hooked")
 
 
+def test_a_module_that_imports_the_caller_is_caught_up_with(tmp_path, monkeypatch):
+    """Its execution has begun: nothing can be hooked into it any more."""
+    (tmp_path / "weir_begun.py").write_text("import weir_asks\nx = 1")
+    (tmp_path / "weir_asks.py").write_text(
+        "from vllm_weir.seams.imports import when_imported\n"
+        "seen = []\nwhen_imported('weir_begun', lambda module: seen.append(module.x))"
+    )
+    (tmp_path / "weir_next.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    import weir_begun  # isort: skip
+    import weir_asks
+    import weir_next
+
+    assert weir_asks.seen == [1]
+    for module in (weir_asks, weir_begun, weir_next):
+        sys.modules.pop(module.__name__)
+
+
 def test_where_routes_cannot_be_loaded_they_say_why(monkeypatch):
     def broken():
         raise ModuleNotFoundError("No module named 'zstandard'", name="zstandard")
@@ -286,7 +304,7 @@ def test_workers_without_weir_are_the_reason_of_every_refusal():
     async def collective_rpc(method):
         raise AttributeError(f"'Worker' object has no attribute '{method}'")
 
-    desk = SimpleNamespace(facts=None, refusal=None)
+    desk = SimpleNamespace(facts=None, refusal=None, learn=None)
     client = SimpleNamespace(output_processor=SimpleNamespace(_weir_desk=desk), collective_rpc=collective_rpc)
     asyncio.run(engine.ask_workers(client))
     assert "no attribute 'weir_report'" in desk.refusal and "is vllm-weir installed where they run" in desk.refusal
