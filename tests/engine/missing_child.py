@@ -1,9 +1,10 @@
-"""``python -m tests.engine.missing_child MODEL_DIR MODE [MODULE]``: what becomes of requests with Weir's keys
-where Weir cannot be loaded. Prints ``FOUND`` and JSON.
+"""``python -m tests.engine.missing_child MODEL_DIR MODE [MODULE]``: requests with Weir's keys where Weir cannot load.
+
+Prints ``FOUND`` and JSON: what becomes of them.
 
 Modes: ``missing`` (Weir cannot import MODULE), ``core`` (it cannot in the process of the engine core and its worker),
-``async`` (``missing``, by ``AsyncLLM``), ``broken`` (Weir's own code raises), ``plain`` (as the environment says),
-``unguarded`` (vLLM has no place for the guard).
+``bare`` (that one does not load the plugin), ``async`` (``missing``, by ``AsyncLLM``), ``broken`` (Weir's own code
+raises), ``plain`` (as the environment says), ``unguarded`` (vLLM has no place for the guard).
 """
 
 from __future__ import annotations
@@ -138,20 +139,25 @@ def main(model_dir: str, mode: str, module: str = "") -> None:
         block(module)
     elif mode == "core":
         os.environ[WITHOUT] = module
+    elif mode == "bare":
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+        os.environ["VLLM_PLUGINS"] = "another"
     elif mode == "broken":
-        from vllm_weir.patches import registry
+        from vllm_weir.patches import table
 
         def install(active: bool) -> None:
             raise ZeroDivisionError("of our own making")
 
-        registry.install = install
+        table.install = install
     found: Any
     if mode == "unguarded":
         found = twice(model_dir)
     elif mode == "async":
         found = asyncio.run(by_async_llm(model_dir))
     else:
-        found = offline(get_llm(model_dir, in_process=mode != "core"))
+        found = offline(get_llm(model_dir, in_process=mode not in ("core", "bare")))
         found["http"] = over_http()
     print("FOUND " + json.dumps(found))
     close_all()

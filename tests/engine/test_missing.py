@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.engine.common import directory, oracle
+import vllm_weir as weir
+from tests.engine.common import directory, oracle, sampling
 from tests.engine.missing_child import KEYS, PROMPTS
+from tests.engine.serving import PLAIN, running
+from tests.support.engines import close_all, get_llm
 from tests.support.without import declared
 from tests.support.zygote import ROOT, zygote
 
@@ -59,6 +62,10 @@ def test_what_is_missing_where_the_worker_runs_is_told_by_it(root, tmp_path):
     refused(found, directory(root), "No module named 'zstandard'; install it (pip install zstandard)")
 
 
+def test_a_worker_that_does_not_load_the_plugin_serves_plain_requests_alone(root, tmp_path):
+    refused(child(directory(root), tmp_path, "bare"), directory(root), "VLLM_PLUGINS is 'another' and leaves it out")
+
+
 def test_an_async_engine_refuses_likewise(root, tmp_path):
     found = child(directory(root), tmp_path, "async", "zstandard")
     assert found.pop("plain") == ["served", 4] and set(found) == set(KEYS)
@@ -81,3 +88,43 @@ def test_a_plugin_that_vllm_does_not_load_is_no_reason_to_pass_requests_over(roo
 def test_an_engine_without_a_place_for_the_guard_does_not_start_at_the_second_attempt_either(root, tmp_path):
     for said in child(directory(root), tmp_path, "unguarded"):
         assert "Weir cannot guard this vLLM" in said and "OutputProcessor.add_request" in said
+
+
+def test_a_scheduler_without_weir_fails_the_request(root, monkeypatch):
+    """Its cache would hand what is steered to others; only the process that schedules knows."""
+    llm = get_llm(directory(root))
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "add_request", Scheduler.add_request.__wrapped__)
+        for asked in ({"capture": weir.Capture()}, {"interventions": weir.Add([1.0] * 128, 1)}):
+            with pytest.raises(weir.WeirError, match="does not work in the engine core: it was not loaded there"):
+                out = llm.generate(PROMPTS, weir.params(sampling(4), **asked), use_tqdm=False)[0]
+                out.activations.positions.tolist()
+    (out, _) = llm.generate(PROMPTS, weir.params(sampling(4), capture=weir.Capture()), use_tqdm=False)
+    assert out.receipt.complete and out.activations.positions.tolist() == list(range(8))
+
+
+@pytest.mark.timeout(1500)
+def test_a_server_without_a_package_serves_and_says_why_it_does_not(tmp_path):
+    """A real one, whose processes all lack it; its plain requests are answered."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['zstandard'] = None\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src"), str(ROOT)])
+    body = {"model": "demo", "prompt": "Anna walked", "max_tokens": 2, "temperature": 0}
+    close_all()
+    with running(tmp_path / "log", PLAIN, env={"PYTHONPATH": path, "VLLM_PLUGINS": "weir"}) as client:
+        assert client.post("/v1/completions", json=body).status_code == 200
+        wish = {"v": 1, "capture": [{"hook": "resid_post"}]}
+        chat = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+        for route, about in (
+            ("completions", body),
+            ("completions", body | {"stream": True}),
+            ("chat/completions", chat),
+        ):
+            for more in ({"weir": wish}, {"vllm_xargs": {"weir": json.dumps(wish)}}, {"steering_name": "happy"}):
+                got = client.post(f"/v1/{route}", json=about | more)
+                assert got.status_code == 400 and got.json()["error"]["param"] == "weir", got.text
+                assert "zstandard" in got.text and "pip install zstandard" in got.text
+        for route in ("/v1/weir/info", "/v1/steering", "/v1/activations/x"):
+            got = client.get(route)
+            assert got.status_code == 503 and "pip install zstandard" in got.json()["error"]["message"]

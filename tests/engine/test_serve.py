@@ -397,6 +397,11 @@ def test_interventions_alone(client, offline):
         ({"lora_request": {"lora_path": "/etc"}}, "lora_request.lora_name"),
         ({"lora_request": "x"}, "lora_request"),
         ({"weir": WISH, "use_beam_search": True, "n": 2}, "use_beam_search"),
+        ({"wier": WISH}, "wier"),
+        ({"capture": [{"hook": "resid_post"}]}, "capture"),
+        ({"vllm_xargs": {"Weir": json.dumps(WISH), "mine": 1}}, "Weir"),
+        ({"vllm_xargs": {"output_residual_streams": [1]}}, "output_residual_streams"),
+        ({"weir": WISH, "extra_args": {"apply_steering_vector": []}}, "apply_steering_vector"),
     ],
 )  # fmt: skip
 def test_what_is_refused_names_its_field(client, path, asked, field, stream):
@@ -424,6 +429,17 @@ def test_other_routes_refuse_what_they_cannot_answer(client):
         assert got.status_code == 400 and "/v1/completions" in got.text
     steer = {"vllm_xargs": {"weir": json.dumps({"v": 1, "interventions": [ADD]})}}
     assert client.post("/v1/responses", json=asked | steer).status_code == 200
+
+
+@pytest.mark.parametrize("more", [{"wier": WISH}, {"vllm_xargs": {"wier": json.dumps(WISH)}}], ids=["body", "xargs"])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_other_routes_know_a_slip(client, path, more):
+    asked = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    if path == "/v1/responses":
+        asked = {"model": "demo", "input": "hi", "max_output_tokens": 2}
+    assert client.post(path, json=asked | {"wire": 1, "vllm_xargs": {"wire": 1}}).status_code == 200
+    got = client.post(path, json=asked | more)
+    assert got.status_code == 400 and "did you mean 'weir'?" in got.text, got.text
 
 
 def test_a_route_that_drops_what_it_does_not_know_refuses_it(client):

@@ -11,9 +11,13 @@ from typing import Any
 
 
 def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
-    """Call `callback` with module `name`: now if it is imported, else right after it is."""
+    """Call `callback` with module `name`: now if it is imported, else right after it is.
+
+    One whose import is under way already (in another thread, or because it imports the caller) gets it with the next
+    import of any other.
+    """
     module = sys.modules.get(name)
-    if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+    if module is not None and not _under_way(module):
         callback(module)
         return
     finder = next((f for f in sys.meta_path if isinstance(f, _Finder)), None)
@@ -21,18 +25,29 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
         finder = _Finder()
         sys.meta_path.insert(0, finder)
     finder.waiting.setdefault(name, []).append(callback)
-    if module is not None:
-        finder.hook(module.__spec__)
+    finder.late = finder.late or module is not None
+
+
+def _under_way(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 class _Finder:
-    """Finds nothing itself: lets the other finders find the module and hooks into its execution."""
+    """Finds nothing itself: lets the other finders find the module and hooks into its execution.
+
+    Attributes:
+        waiting: module -> what to call with it.
+        late: whether the execution of one of them may have begun without a hook.
+    """
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
+        self.late = False
         self._searching: set[str] = set()
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if self.late:
+            self._catch_up()
         if fullname not in self.waiting or fullname in self._searching:
             return None
         self._searching.add(fullname)
@@ -41,18 +56,28 @@ class _Finder:
         finally:
             self._searching.discard(fullname)
         if spec is not None and spec.loader is not None:
-            self.hook(spec)
+            self._hook(spec)
         return spec
 
-    def hook(self, spec: Any) -> None:
+    def _hook(self, spec: Any) -> None:
         loader, execute = spec.loader, spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
             del loader.exec_module
-            # One that raises makes the import fail; whoever tries again must not get the module without it.
-            for callback in self.waiting.get(spec.name, ()):
-                callback(module)
-            self.waiting.pop(spec.name, None)
+            self._call(spec.name, module)
 
         loader.exec_module = exec_module
+
+    def _call(self, name: str, module: ModuleType) -> None:
+        # One that raises makes the import fail; whoever tries again must not get the module without it.
+        for callback in self.waiting.get(name, ()):
+            callback(module)
+        self.waiting.pop(name, None)
+
+    def _catch_up(self) -> None:
+        begun = {name: sys.modules[name] for name in self.waiting if name in sys.modules}
+        self.late = any(map(_under_way, begun.values()))
+        for name, module in begun.items():
+            if not _under_way(module):
+                self._call(name, module)

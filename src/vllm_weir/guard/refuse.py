@@ -46,7 +46,13 @@ class Failed:
 
 
 class NotLoaded:
-    """vLLM has not loaded the plugin, which it does before it makes an engine."""
+    """vLLM has not loaded the plugin, which it does before it makes an engine.
+
+    Attributes:
+        unheld: why nothing guards this process, or None.
+    """
+
+    unheld: str | None = None
 
     @property
     def refusal(self) -> str:
@@ -218,7 +224,9 @@ def _hold(path: str, status: Status, module: ModuleType) -> None:
         owner = getattr(module, owner_name)
         found = getattr(owner, attribute)
     except AttributeError as e:
-        if status is NOT_LOADED:  # `weir.params` says so, unless Weir is loaded yet and says it itself
+        if status is NOT_LOADED:  # Weir says so itself if vLLM loads it, else `weir.params` does
+            if path == REQUESTS:
+                NOT_LOADED.unheld = f"Weir cannot guard this vLLM: {path}: {e}"
             return
         raise Unguarded(f"Weir cannot guard this vLLM: {path}: {e}. {status.refusal}") from None
     if status is not NOT_LOADED or not (hasattr(found, "__weir__") or hasattr(found, "__weir_guarded__")):
@@ -256,7 +264,7 @@ def refusal_here() -> str | None:
         return None
     held = getattr(getattr(module, "OutputProcessor", None), "add_request", None)
     status = getattr(held, "__weir_status__", None)
-    return f"Weir cannot guard this vLLM: it has no {REQUESTS}" if status is None else status.refusal
+    return NOT_LOADED.unheld if status is None else status.refusal
 
 
 def retry_next_time() -> None:
