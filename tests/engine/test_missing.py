@@ -114,14 +114,18 @@ def test_a_server_without_a_package_serves_and_says_why_it_does_not(tmp_path):
     close_all()
     with running(tmp_path / "log", PLAIN, env={"PYTHONPATH": path, "VLLM_PLUGINS": "weir"}) as client:
         assert client.post("/v1/completions", json=body).status_code == 200
-        wish = {"v": 1, "capture": [{"hook": "resid_post"}]}
+        site_request = {"v": 1, "capture": [{"hook": "resid_post"}]}
         chat = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
         for route, about in (
             ("completions", body),
             ("completions", body | {"stream": True}),
             ("chat/completions", chat),
         ):
-            for more in ({"weir": wish}, {"vllm_xargs": {"weir": json.dumps(wish)}}, {"steering_name": "happy"}):
+            for more in (
+                {"weir": site_request},
+                {"vllm_xargs": {"weir": json.dumps(site_request)}},
+                {"steering_name": "happy"},
+            ):
                 got = client.post(f"/v1/{route}", json=about | more)
                 assert got.status_code == 400 and got.json()["error"]["param"] == "weir", got.text
                 assert "zstandard" in got.text and "pip install zstandard" in got.text

@@ -19,7 +19,7 @@ from tests.support.without import declared
 from vllm_weir.cli import doctor
 from vllm_weir.guard import refuse as guard
 from vllm_weir.guard.import_hook import when_imported
-from vllm_weir.patches.registry import PATCHES, Status
+from vllm_weir.patches.registry import PATCHES, PatchStatus
 from vllm_weir.server import endpoint_plugin as endpoints
 
 SRC = Path(weir.__file__).parents[1]
@@ -116,7 +116,7 @@ def test_the_cause_says_what_to_do(e, said):
 
 def test_a_failure_over_http_is_one_over_http_alone():
     serving = next(s for s in PATCHES if s.serving)
-    status = Status(active=True)
+    status = PatchStatus(active=True)
     status.fail(serving, ImportError("x"))
     assert status.refusal is None and "ImportError: x" in (status.serving_refusal or "")
     status.fail(next(s for s in PATCHES if not s.serving), ImportError("y"))
@@ -313,10 +313,12 @@ def test_workers_without_weir_are_the_reason_of_every_refusal():
     async def collective_rpc(method):
         raise AttributeError(f"'Worker' object has no attribute '{method}'")
 
-    desk = SimpleNamespace(facts=None, refusal=None, learn=None)
-    client = SimpleNamespace(output_processor=SimpleNamespace(_weir_desk=desk), collective_rpc=collective_rpc)
+    frontend = SimpleNamespace(capabilities=None, refusal=None, learn=None)
+    client = SimpleNamespace(output_processor=SimpleNamespace(_weir_frontend=frontend), collective_rpc=collective_rpc)
     asyncio.run(engine.ask_workers(client))
-    assert "no attribute 'weir_report'" in desk.refusal and "is vllm-weir installed where they run" in desk.refusal
+    assert (
+        "no attribute 'weir_report'" in frontend.refusal and "is vllm-weir installed where they run" in frontend.refusal
+    )
 
 
 def test_a_request_that_the_core_cannot_serve_says_so_to_the_workers():

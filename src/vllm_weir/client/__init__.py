@@ -1,4 +1,4 @@
-"""Clients of a ``weir serve`` server: `Client` and `AsyncClient`.
+"""Clients of a ``weir serve`` server: `WorkerProcess` and `AsyncClient`.
 
 request -> flow (generators, no I/O: retries, downloads, streams) -> sync / aio (httpx) -> answer
 """

@@ -27,7 +27,7 @@ def same(data: Any) -> Any:
 
 
 def mark(answer: str | Completion | Chunk, metadata: dict[str, Any]) -> SendRequest:
-    """See `Client.mark`."""
+    """See `WorkerProcess.mark`."""
     if isinstance(answer, Chunk):
         answer = answer.result if answer.result is not None else answer.raw.id
     name = answer.id if isinstance(answer, Completion) else answer

@@ -80,7 +80,7 @@ class AsyncClient:
         progress: Progress = None,
         **fields: Any,
     ) -> Any:
-        """As `Client.generate`."""
+        """As `WorkerProcess.generate`."""
         wish = RequestFields(capture, interventions, modules, inline_bytes, save_to)
         prompts = several(prompt)
         return await self._each(prompt, prompts, wish, fields | {"max_tokens": max_tokens}, concurrency, progress)
@@ -99,7 +99,7 @@ class AsyncClient:
         progress: Progress = None,
         **fields: Any,
     ) -> Any:
-        """As `Client.chat`."""
+        """As `WorkerProcess.chat`."""
         wish = RequestFields(capture, interventions, modules, inline_bytes, save_to)
         chats = conversations(messages)
         fields = fields | {"max_tokens": max_tokens}
@@ -117,7 +117,7 @@ class AsyncClient:
         save_to: str | PathLike | None = None,
         **fields: Any,
     ) -> AsyncIterator[Chunk]:
-        """As `Client.stream`."""
+        """As `WorkerProcess.stream`."""
         wish = RequestFields(capture, interventions, modules, inline_bytes, save_to)
         asked = asked_of(prompt, wish, fields | {"max_tokens": max_tokens})
         about_of(prompt)
@@ -134,15 +134,15 @@ class AsyncClient:
         await self._run(protocol.collect(completion, None, self._options.retries))
 
     async def info(self) -> dict[str, Any]:
-        """As `Client.info`."""
+        """As `WorkerProcess.info`."""
         return await self._run(protocol.data_of(admin.INFO, self._options.retries))
 
     async def mark(self, answer: str | Completion | Chunk, **metadata: Any) -> dict[str, Any]:
-        """As `Client.mark`."""
+        """As `WorkerProcess.mark`."""
         return await self._run(protocol.data_of(admin.mark(answer, metadata), self._options.retries))
 
     async def load_adapter(self, name: str, path: str | PathLike | None = None) -> None:
-        """As `Client.load_adapter`."""
+        """As `WorkerProcess.load_adapter`."""
         await self._run(protocol.load_adapter(name, None if path is None else fspath(path), self._options.retries))
 
     async def close(self) -> None:

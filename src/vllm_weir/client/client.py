@@ -1,4 +1,4 @@
-"""`Client`: the flows, carried out by blocking calls."""
+"""`WorkerProcess`: the flows, carried out by blocking calls."""
 
 from __future__ import annotations
 

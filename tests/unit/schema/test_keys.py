@@ -13,8 +13,8 @@ from vllm_weir import WeirError
 from vllm_weir.client.payload import body_of
 from vllm_weir.config.settings import Settings
 from vllm_weir.schema.keys import FORK_FIELDS, KEYS, LENS_KEYS, asks, meant, misplaced, refuse_slips
-from vllm_weir.server.limits import Limits
-from vllm_weir.server.request import Ask
+from vllm_weir.server.limits import ServerLimits
+from vllm_weir.server.request import WeirRequest
 
 CAPTURE, STEER = "output_residual_stream", "apply_steering_vectors"
 WISH = {"v": 1, "capture": [{"hook": "resid_post"}]}
@@ -74,7 +74,7 @@ def said(place, key, value=WISH):
         else:
             xargs, body = over_http(key, value, place)
             asked = asks(xargs, body)
-            assert Ask.parse(xargs, body, Limits()) is None and not asked
+            assert WeirRequest.parse(xargs, body, ServerLimits()) is None and not asked
     except WeirError as e:
         assert place == "extra_args" or asked
         return e
