@@ -109,7 +109,7 @@ __getattr__, __dir__ = lazy_names(
         "LLM": "vllm_weir.integrations.probe_hook",
         "LowRank": "vllm_weir.schema.interventions",
         "NotFound": "vllm_weir.client.errors",
-        "Receipt": "vllm_weir.results.activations",
+        "Receipt": "vllm_weir.results.receipt",
         "Replace": "vllm_weir.schema.interventions",
         "RequestOutput": "vllm",  # with the drop-in classes, so that a script can import all that it needs from here
         "SamplingParams": "vllm",
