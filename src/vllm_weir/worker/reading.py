@@ -27,7 +27,7 @@ class Reading:
     """Tokens that the request can generate."""
     treatment: Treatment | None
     directions: int
-    """Number of the treatment's directions or codec, -1 for none."""
+    """``PACKED - number`` of the treatment's codec, -1 for none."""
     profiles: dict[int, int] = field(default_factory=dict)
     """Code -> profile."""
     strands: dict[int, Strand] = field(default_factory=dict)
@@ -180,7 +180,7 @@ class Reader:
                     cell = Cell("packed", record, record * len(columns), reading.directions, self.row_bytes)
                 elif reading.treatment.directions:
                     values = len(reading.treatment.directions)
-                    cell = Cell("scores", values, cell_rows(len(columns), values, self.row_bytes), reading.directions)
+                    cell = Cell("scores", values, 4 * values * len(columns), reading.directions, self.row_bytes)
                 else:
                     in_prompt, rows = 0, rows - in_prompt
             strand = self._strands.open(reading.request_id, reading.reply, columns, in_prompt, max(rows, 1), cell)

@@ -38,7 +38,7 @@ from vllm_weir.worker.step import PACKED, StepPlan
 from vllm_weir.worker.strands import Strands
 from vllm_weir.worker.tables import PlanWriter, TableWriter
 from vllm_weir.worker.tap import Switch, TapTensors
-from vllm_weir.worker.treat import Packet, Treater
+from vllm_weir.worker.treat import Treater
 from vllm_weir.worker.upload import upload
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ class Station:
         rows = self.host.view(facts.d_model, facts.dtype)
         self.drain = Drain(rows, self.arena, self.link, self.name, facts.engine)
         self._fetcher = Fetcher(facts.d_model)
-        self._directions = Directions(self._fetcher, facts.device)
         self._codecs = Codecs(facts.d_model, facts.device, facts.dtype)
+        self._directions = Directions(self._fetcher, facts.device, self._codecs, facts.dtype)
         self._writer = PlanWriter(self.tensors.plan)
         self._step: tuple[int, StepPlan] | None = None
         self._failures: dict[str, dict[str, str]] = {}
@@ -188,7 +188,7 @@ class Station:
             self.link.maps(reply)
             directions = -1
             if treatment is not None and treatment.directions:
-                directions = self._directions.hold(request_id, treatment.directions, reply)
+                directions = PACKED - self._directions.hold(request_id, treatment.directions, reply)
             elif treatment is not None and treatment.compression is not None:
                 directions = PACKED - self._codecs.hold(request_id, treatment.compression)
             self.planner.read(request_id, reply, spec.captures, prompt_len, prompt_ids, wire["most"], directions)
@@ -227,7 +227,7 @@ class Station:
                 raise WeirError("a step that was planned without taps has something for them to do")
             if plan is not None and plan.rows:
                 most = min(self.ring.capacity // STREAM_SHARE, self.ring.capacity - plan.cells)
-                if plan.rows - plan.cells > most and not graph and not plan.whole:
+                if plan.rows - plan.cells > most and not graph:
                     streamer = self._streamer
                 if streamer is None:
                     start = self.ring.take(plan.rows)
@@ -284,8 +284,8 @@ class Station:
             if self._streamer is not None and launch == self._streamer.tap:
                 parcel.arrived = self._streamer.end(plan)
             elif plan.rows:
-                quick = functools.partial(self._treater.pack, plan, start, self._codecs, True)
-                parcel.arrived = self._outlet.ship(plan, start, quick, functools.partial(self._treat, plan, start))
+                pack = functools.partial(self._treater.pack, plan, start, self._codecs)
+                parcel.arrived = self._outlet.ship(plan, start, lambda: pack(True), lambda: pack(False))
             parcel.marks, parcel.steered = plan.marks, plan.steered
         parcel.spill = self.arena.pressure > SPILL
         if parcel.spill:
@@ -294,10 +294,6 @@ class Station:
         for news in parcel.news.values():
             self._folder.forget(news.closed)
         self.drain.send(parcel)
-
-    def _treat(self, plan: StepPlan, start: int) -> list[Packet]:
-        self._treater.run(plan, start, self._directions.tensors)
-        return self._treater.pack(plan, start, self._codecs, False)
 
     def close(self) -> None:
         """Send what is under way, then let go of threads, sockets and pinned memory; nothing is served after it."""
