@@ -28,7 +28,8 @@ import profile_call
 
 PARTS = (
     ("vllm_weir.worker.plan", "Planner", "plan", "worker: of the plan, planning"),
-    ("vllm_weir.worker.treat", "Treater", "run", "worker: of the shipping, treating"),
+    ("vllm_weir.worker.folds", "Folder", "settle", "worker: of the shipping, joining groups"),
+    ("vllm_weir.worker.treat", "Treater", "pack", "worker: of the shipping, records"),
     ("vllm_weir.worker.hostmem", "HostBuffer", "prepare", "worker: of the plan, pinning host memory"),
     ("vllm_weir.frontend.store", "Store", "prepare", "caller: hand-outs made early"),
 )
@@ -175,8 +176,8 @@ def main() -> None:
             del outs
         found["kinds"][kind] = {"calls": seen, "device: times, ms": device} | summary(seen)
         show(kind, seen, device)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(found, indent=1) + "\n")
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def summary(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from vllm_weir.spec.request import ResolvedSpec, Treatment, Wish
 from vllm_weir.spec.sizes import Sizes
 from vllm_weir.worker import tap_cpu
 from vllm_weir.worker.arena import Arena
-from vllm_weir.worker.directions import Products, in_parts
+from vllm_weir.worker.directions import Products
 from vllm_weir.worker.folds import GROUP, Folder
 from vllm_weir.worker.plan import Planner
 from vllm_weir.worker.programs import ProgramTable
@@ -199,9 +199,3 @@ def test_products_of_a_row_do_not_depend_on_the_others(dtype, m):
     assert torch.equal(every, torch.cat([made.encode(some).view(torch.float32) for some in rows.split([1, 7, 292])]))
     want = rows.double() @ matrix.double().T
     assert (every.double() - want).abs().max() <= 1e-6 * want.abs().max()
-
-
-def test_three_parts_are_the_whole():
-    matrix = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 4, 300)
-    parts = in_parts(matrix)
-    assert parts.dtype == torch.bfloat16 and torch.equal(parts.float().sum(0), matrix)

@@ -18,7 +18,6 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 from vllm_weir.spec.interventions import AFFINE, BLEND, CLAMP, CONST, NORM
 from vllm_weir.worker import directions_triton, folds, folds_triton
-from vllm_weir.worker.directions import in_parts
 from vllm_weir.worker.folds import MAXIMUM, SEEDED
 from vllm_weir.worker.programs import AFTER_POST, LAST
 from vllm_weir.worker.select import STAGES
@@ -150,12 +149,9 @@ for seed in range(20):
     assert all(torch.equal(ours[0][at], theirs[0][at]) for at in done) and torch.equal(ours[1], theirs[1]), seed
 for seed in range(12):
     draw = torch.Generator().manual_seed(seed)
-    n, m, d = (int(torch.randint(1, most, (), generator=draw)) for most in (70, 70, 150))
+    n, m, d = (int(torch.randint(1, most, (), generator=draw)) for most in (70, 12, 150))
     rows, matrix = torch.randn(n, d, generator=draw), torch.randn(m, d, generator=draw)
-    rows, factors = (rows.bfloat16(), in_parts(matrix)) if seed % 2 else (rows, matrix[None])
-    if seed % 2:  # the interpreter knows no products of bfloat16
-        rows, factors = rows.float(), factors.float()
-    got, want = directions_triton.products(rows, factors), rows.double() @ matrix.double().T
+    got, want = directions_triton.products(rows, matrix), rows.double() @ matrix.double().T
     assert got.shape == want.shape and (got - want).abs().max() <= 1e-5 * want.abs().max(), seed
 print("same", recorded > 300, steered > 300, folded > 50)
 """

@@ -18,11 +18,9 @@ class Products:
 
     Attributes:
         matrix: the directions, float32 [m, d_model].
-        parts: their sum is the matrix, in the rows' own dtype [3, m, d_model]; None where rows are not bfloat16.
     """
 
     matrix: torch.Tensor
-    parts: torch.Tensor | None = None
     quick = False
 
     @property
@@ -36,18 +34,8 @@ class Products:
             return (rows.double() @ self.matrix.double().T).float().view(torch.uint8)
         from vllm_weir.worker.directions_triton import products
 
-        factors = self.matrix[None] if self.parts is None else self.parts
-        factors.record_stream(torch.cuda.current_stream())  # its request may leave before this is done
-        return products(rows.contiguous(), factors).view(torch.uint8)
-
-
-def in_parts(matrix: torch.Tensor) -> torch.Tensor:
-    """Three bfloat16 tensors whose sum is a float32 one: [3, ...]."""
-    parts, rest = [], matrix
-    for _ in range(3):
-        parts.append(rest.bfloat16())
-        rest = rest - parts[-1].float()
-    return torch.stack(parts)
+        self.matrix.record_stream(torch.cuda.current_stream())  # its request may leave before this is done
+        return products(rows.contiguous(), self.matrix).view(torch.uint8)
 
 
 class Directions:
@@ -55,12 +43,10 @@ class Directions:
 
     Args:
         codecs: where their products are entered.
-        dtype: of rows.
     """
 
-    def __init__(self, fetcher: Fetcher, device: torch.device, codecs: Codecs, dtype: torch.dtype) -> None:
+    def __init__(self, fetcher: Fetcher, device: torch.device, codecs: Codecs) -> None:
         self._fetcher, self._device, self._codecs = fetcher, device, codecs
-        self._in_parts = dtype == torch.bfloat16 and device.type == "cuda"
         self._of: dict[tuple[str, ...], int] = {}
         self._users: dict[tuple[str, ...], set[str]] = {}
         self._held: dict[str, tuple[str, ...]] = {}
@@ -75,8 +61,7 @@ class Directions:
         if digests not in self._of:
             rows = self._fetcher.fetch(reply, list(digests))
             matrix = upload(np.stack([rows[d] for d in digests]), self._device)
-            made = Products(matrix, in_parts(matrix) if self._in_parts else None)
-            self._of[digests] = self._codecs.enter(made)
+            self._of[digests] = self._codecs.enter(Products(matrix))
         self._users.setdefault(digests, set()).add(request_id)
         self._held[request_id] = digests
         return self._of[digests]

@@ -1,4 +1,8 @@
-"""Products of rows with directions on CUDA, in the same order for every row."""
+"""Products of rows with directions on CUDA, in the same order for every row, in float32.
+
+Not by tensor cores in the rows' own dtype: these round every sum towards zero, and products with rows of 4,096 values
+were off by 1.6e-5 of the largest.
+"""
 
 from __future__ import annotations
 
@@ -6,51 +10,38 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS, MOST, VALUES = 32, 64, 64
-"""Rows, directions and values of a tile."""
+FEW = 8
+"""Directions that are multiplied with one after the other."""
+TILE = 4096
+"""Rows that are multiplied at once with more directions: always as many, since the library's way hangs on the shape."""
 
 
-@triton.jit(do_not_specialize=["count", "m"])
-def _products(
-    rows,
-    factors,
-    out,
-    count,
-    m,
-    d_model,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    M: tl.constexpr,
-    VALUES: tl.constexpr,
-):
-    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    of = tl.program_id(1) * M + tl.arange(0, M)
-    sums = tl.zeros((ROWS, M), tl.float32)
-    for first in range(0, d_model, VALUES):
-        value = first + tl.arange(0, VALUES)
-        inside = value < d_model
-        some = tl.load(
-            rows + at[:, None] * d_model + value[None, :], mask=(at < count)[:, None] & inside[None, :], other=0.0
-        )
-        for part in tl.static_range(PARTS):
-            factor = tl.load(
-                factors + (part * m + of)[None, :].to(tl.int64) * d_model + value[:, None],
-                mask=(of < m)[None, :] & inside[:, None],
-                other=0.0,
-            )
-            sums = tl.dot(some.to(factor.dtype), factor, sums, input_precision="ieee")
-    tl.store(out + at[:, None] * m + of[None, :], sums, mask=(at < count)[:, None] & (of < m)[None, :])
+@triton.jit(do_not_specialize=["m"])
+def _one_by_one(rows, matrix, out, m, d_model, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64)
+    value = tl.arange(0, BLOCK)
+    inside = value < d_model
+    row = tl.load(rows + at * d_model + value, mask=inside, other=0.0).to(tl.float32)
+    for k in range(m):
+        direction = tl.load(matrix + k * d_model + value, mask=inside, other=0.0)
+        tl.store(out + at * m + k, tl.sum(row * direction, axis=0))
 
 
-def products(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """float32 [n, m], rows [n, d] times the sum of `factors` [parts, m, d]; both contiguous."""
+def products(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """float32 [n, m] of rows [n, d] and `matrix`, float32 [m, d]; both contiguous."""
     count, d_model = rows.shape
-    parts, m, _ = factors.shape
+    m = len(matrix)
     out = torch.empty(count, m, dtype=torch.float32, device=rows.device)
-    width = min(MOST, max(16, triton.next_power_of_2(m)))
-    if count:
-        grid = (triton.cdiv(count, ROWS), triton.cdiv(m, width))
-        _products[grid](
-            rows, factors, out, count, m, d_model, PARTS=parts, ROWS=ROWS, M=width, VALUES=VALUES, num_warps=4
-        )
+    if m <= FEW:
+        block = triton.next_power_of_2(d_model)
+        if count:
+            warps = 4 if block <= 4096 else 16
+            _one_by_one[(count,)](rows, matrix, out, m, d_model, BLOCK=block, num_warps=warps)
+        return out
+    for first in range(0, count, TILE):
+        some = rows[first : first + TILE]
+        here = len(some)
+        if here < TILE:
+            some = torch.cat([some, rows.new_zeros(TILE - here, d_model)])
+        out[first : first + here] = (some.float() @ matrix.T)[:here]
     return out

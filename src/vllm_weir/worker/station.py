@@ -115,7 +115,7 @@ class Station:
         self.drain = Drain(rows, self.arena, self.link, self.name, facts.engine)
         self._fetcher = Fetcher(facts.d_model)
         self._codecs = Codecs(facts.d_model, facts.device, facts.dtype)
-        self._directions = Directions(self._fetcher, facts.device, self._codecs, facts.dtype)
+        self._directions = Directions(self._fetcher, facts.device, self._codecs)
         self._writer = PlanWriter(self.tensors.plan)
         self._step: tuple[int, StepPlan] | None = None
         self._failures: dict[str, dict[str, str]] = {}
