@@ -54,7 +54,7 @@ class Bench:
 
     def run(self, tap: int, programs: np.ndarray, h: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         n = len(h)
-        plan = torch.full((n, 3), -1, dtype=torch.int32)
+        plan = torch.tensor([[-1, -1, -1, 0]] * n, dtype=torch.int32)
         plan[:, 2] = torch.from_numpy(programs)
         ranks, ring = torch.full((8, TAPS * STAGES), -1, dtype=torch.int32), torch.zeros(1, D)
         tables = [torch.from_numpy(getattr(self.table, t)) for t in ("heads", "ints", "floats", "vectors")]

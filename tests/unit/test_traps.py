@@ -30,6 +30,7 @@ from vllm_weir.spec.interventions import BLEND
 from vllm_weir.spec.positions import Positions
 from vllm_weir.spec.request import ResolvedSpec, Treatment
 from vllm_weir.worker.anchors import Anchor, Key
+from vllm_weir.worker.folds import CONTINUED, COUNT, DONE, RESUMED, STRAND
 from vllm_weir.worker.place import place
 from vllm_weir.worker.programs import LAST
 from vllm_weir.worker.select import STAGES, Selectors, column_of, tap_of
@@ -108,10 +109,11 @@ def test_trap_06_a_sum_that_was_begun_is_begun_anew(selector, again):
     (begun,) = step(planner, [("r", 4, 0)]).folds
     planner.resume(["r"])
     folds = [fold for n, at in again for fold in step(planner, [("r", n, at)]).folds]
-    assert begun.cell < 0 and [f.cell >= 0 for f in folds] == [False] * (len(folds) - 1) + [True]
-    assert {f.strand for f in folds} != {begun.strand} and len({f.strand for f in folds}) == 1
-    assert sum(len(f.slots) for f in folds) == Positions.parse(selector).mask(np.arange(6), 6).sum()
-    assert planner.strands.take_news()["a"].closed == [begun.strand]
+    assert not begun[DONE] and [bool(f[DONE]) for f in folds] == [False] * (len(folds) - 1) + [True]
+    assert {f[STRAND] for f in folds} != {begun[STRAND]} and len({f[STRAND] for f in folds}) == 1
+    assert [f[RESUMED] for f in folds] == [0] + [CONTINUED] * (len(folds) - 1)
+    assert folds[-1][COUNT] == Positions.parse(selector).mask(np.arange(6), 6).sum()
+    assert planner.strands.take_news()["a"].closed == [begun[STRAND]]
 
 
 def test_trap_06_what_was_steered_before_a_preemption_is_vouched_for_anew():
@@ -155,7 +157,7 @@ def test_trap_07_however_a_block_is_called_and_whatever_it_returns(call, parts, 
     """The stream is read and written before and after it, and what it returns comes back whole.
 
     Trap 8 too: what is recorded is the sum of both halves, and so is what is written."""
-    plan = torch.tensor([[0, 0, -1], [2, 0, 0 if steered else -1]], dtype=torch.int32)
+    plan = torch.tensor([[0, 0, -1, 0], [2, 0, 0 if steered else -1, 0]], dtype=torch.int32)
     ranks = torch.full((1, 2 * STAGES), -1, dtype=torch.int32)
     ranks[0, STAGES - 1], ranks[0, 2 * STAGES - 1] = 0, 1
     ring, (heads, *_) = torch.zeros(4, 3), no_programs(2, 3)
