@@ -256,7 +256,7 @@ def test_trap_05_sequences_of_one_request_are_each_followed():
             self.request_states = {}
             self._weir_desk = SimpleNamespace(universal=False, observer=None, admit=self.admit, turns=Turns())
 
-        def admit(self, request_id, extra_args, ids, length, max_tokens, streams):
+        def admit(self, request_id, extra_args, ids, length, max_tokens, streams, has_embeddings):
             seen.append((request_id, copy.deepcopy(extra_args)))
             tracker = SimpleNamespace(name=lambda caller, index: names.append((request_id, caller, index)))
             return tracker, {"reply": request_id}
@@ -272,7 +272,15 @@ def test_trap_05_sequences_of_one_request_are_each_followed():
     add, processor = add_request(Processor.add_request, SimpleNamespace(refusal=None)), Processor()
     ids = [f"{k}_mine" for k in range(4)]
     requests = [
-        SimpleNamespace(request_id=i, sampling_params=params, prompt_token_ids=[1, 2], resumable=False) for i in ids
+        SimpleNamespace(
+            request_id=i,
+            sampling_params=params,
+            prompt_token_ids=[1, 2],
+            prompt_embeds=None,
+            mm_features=[],
+            resumable=False,
+        )
+        for i in ids
     ]
     for index, request in enumerate(requests):
         add(processor, request, index)

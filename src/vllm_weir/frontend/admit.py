@@ -128,6 +128,7 @@ def admit(
     everyone: Sequence[Capture] = (),
     sinks: Collection[str] = (),
     module: Callable[[str, str], Sequence[Intervention]] = unknown_module,
+    has_embeddings: bool = False,
 ) -> Admitted:
     """Check and resolve a request's keys.
 
@@ -135,6 +136,7 @@ def admit(
         extra_args: ``SamplingParams.extra_args``; not changed.
         facts: the engine.
         has_token_ids: False for prompts given as embeddings.
+        has_embeddings: whether the prompt, or a part of it, is given as embeddings or as images and the like.
         lookup: (reference, field) -> array, or raises WeirError.
         always: interventions that every request undergoes, before its own.
         everyone: what sinks get of every request.
@@ -145,12 +147,15 @@ def admit(
         WeirError: naming the field, for anything that cannot be done exactly as asked.
     """
     try:
-        return _admit(extra_args, facts, has_token_ids, lookup, always, everyone, sinks, module)
+        return _admit(extra_args, facts, has_token_ids, lookup, always, everyone, sinks, module, has_embeddings)
     except WeirError as e:
         raise in_lens_words(e) from None
 
 
-def _admit(extra_args, facts: EngineFacts, has_token_ids: bool, lookup, always, everyone, sinks, module) -> Admitted:
+def _admit(
+    extra_args, facts: EngineFacts, has_token_ids: bool, lookup, always, everyone, sinks, module, has_embeddings: bool
+) -> Admitted:
+    check = functools.partial(_check_site, facts, has_embeddings)
     refuse_lens(extra_args)
     spec = RequestSpec.parse(extra_args[WIRE_KEY]) if extra_args.get(WIRE_KEY) is not None else RequestSpec()
     lens_layers: tuple[int, ...] = ()
@@ -164,7 +169,7 @@ def _admit(extra_args, facts: EngineFacts, has_token_ids: bool, lookup, always, 
     interventions = (*always, *named, *spec.interventions)
     if extra_args.get(LENS_STEER_KEY) is not None:
         interventions += lens_interventions(extra_args[LENS_STEER_KEY])
-    moves, rows = _lower(interventions, facts, lookup, has_token_ids)
+    moves, rows = _lower(interventions, facts, lookup, has_token_ids, check)
     captures = (*captures, *everyone)
     for capture in captures:
         if not capture.sink.memory and capture.sink.own is None and capture.sink.name not in sinks:
@@ -182,7 +187,7 @@ def _admit(extra_args, facts: EngineFacts, has_token_ids: bool, lookup, always, 
         facts.dtype,
         treatments,
         has_token_ids,
-        lambda site, path: _check_tapped(site, facts, path),
+        check,
         lens_layers,
     )
     wishes = tuple(wish for part in parts for wish in part.spec.wishes)
@@ -190,7 +195,9 @@ def _admit(extra_args, facts: EngineFacts, has_token_ids: bool, lookup, always, 
     return Admitted(resolved, treatments.assign(parts), facts.dtype, moves, rows)
 
 
-def _lower(interventions, facts: EngineFacts, lookup, has_token_ids: bool):
+def _lower(
+    interventions, facts: EngineFacts, lookup, has_token_ids: bool, check: Callable[[Site, str], None]
+) -> tuple[tuple[Move | None, ...], dict[str, np.ndarray]]:
     moves: list[Move | None] = []
     rows: dict[str, np.ndarray] = {}
     for intervention in interventions:
@@ -200,7 +207,7 @@ def _lower(interventions, facts: EngineFacts, lookup, has_token_ids: bool):
             )
         layers = intervention.resolve_layers(facts.num_layers)
         for layer in layers:
-            _check_tapped(Site(intervention.hook, layer), facts, intervention.path)
+            check(Site(intervention.hook, layer), intervention.path)
         lowered = intervention.lower(facts.d_model, lookup)
         _check_reach(intervention, lowered, facts)
         if not lowered.instructions or not layers:
@@ -308,8 +315,15 @@ def _count_needs(moves: Sequence[Move], prompt_ids, prompt_len: int, max_tokens:
     return programs, nodes
 
 
-def _check_tapped(site: Site, facts: EngineFacts, path: str) -> None:
+def _check_site(facts: EngineFacts, has_embeddings: bool, site: Site, path: str) -> None:
+    """Raise WeirError, naming the field, unless a request can have the site."""
     why = facts.sites.get(site, "no worker has this block")
     if why:
         elsewhere = any(s.hook == site.hook and not w for s, w in facts.sites.items())
         raise WeirError(f"{site} is refused: {why}", f"{path}.{'layers' if elsewhere else 'hook'}")
+    if has_embeddings and site.hook == "embed":
+        raise WeirError(
+            "embed is refused for this request: its prompt, or a part of it, is given as embeddings or images, which "
+            "never pass the embedding layer; resid_pre at layer 0 is what enters the first block",
+            f"{path}.hook",
+        )

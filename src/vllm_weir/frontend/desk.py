@@ -223,14 +223,15 @@ class Desk:
         prompt_len: int,
         max_tokens: int,
         streams: bool = False,
+        has_embeddings: bool = False,
     ) -> tuple[Tracker, dict[str, Any] | None]:
         """Check one sequence's request; returns its tracker and the wire form for the engine, or raises WeirError.
 
-        `streams`: whether it has outputs before the last.
+        `streams`: whether it has outputs before the last. `has_embeddings`: as for `admit`.
         """
         facts = self.require_facts()
         self.refresh()
-        admitted = self._admitted(extra_args, prompt_ids is not None)
+        admitted = self._admitted(extra_args, prompt_ids is not None, has_embeddings)
         if self._most_rows is not None:
             _check_rows(admitted, prompt_len, max_tokens, self._most_rows)
         for move in admitted.effective:
@@ -255,9 +256,9 @@ class Desk:
         asked = carries_keys(extra_args)
         return Tracker(pending, first, facts.d_model, self.settings.timeout, self.board, asked, self._hold), wire
 
-    def _admitted(self, extra_args: Mapping[str, Any], has_token_ids: bool) -> Admitted:
+    def _admitted(self, extra_args: Mapping[str, Any], has_token_ids: bool, has_embeddings: bool = False) -> Admitted:
         """As `admit`; remembered, since thousands of requests ask for the same."""
-        same = _same_wish(extra_args, has_token_ids, self.shelf.version)
+        same = _same_wish(extra_args, has_token_ids, self.shelf.version, has_embeddings)
         if same is not None and (known := self._known.get(same.key)) is not None:
             return known
         admitted = admit(
@@ -269,6 +270,7 @@ class Desk:
             self.board.everyone,
             self.board.definitions,
             self.shelf.module,
+            has_embeddings,
         )
         if same is not None and same.plain:
             self._known.put(same.key, admitted, same.size)
@@ -335,12 +337,14 @@ class _Wish(NamedTuple):
         return _plain(self.parts)
 
 
-def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 0) -> _Wish | None:
+def _same_wish(
+    extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 0, has_embeddings: bool = False
+) -> _Wish | None:
     """The wish, whose key is equal for requests that ask for the same while names mean the same (which `names` stands
     for); None for those that cannot be compared."""
     wish = extra_args.get(WIRE_KEY)
     if not carries_keys(extra_args):
-        return _Wish((has_token_ids,), 8)
+        return _Wish((has_token_ids, has_embeddings), 8)
     if not isinstance(wish, dict) or not _LENS.isdisjoint(extra_args):
         return None
     size = [0]
@@ -351,7 +355,9 @@ def _same_wish(extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 
     except ValueError:
         return None  # not plain JSON; admission says what is wrong with it, if anything is
     size[0] += len(content)
-    return _Wish((has_token_ids, names, content), size[0], short.values()) if size[0] <= LONGEST_KNOWN else None
+    if size[0] > LONGEST_KNOWN:
+        return None
+    return _Wish((has_token_ids, names, content, has_embeddings), size[0], short.values())
 
 
 _LENS = frozenset(LENS_KEYS)

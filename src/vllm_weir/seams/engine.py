@@ -81,7 +81,11 @@ def _admit(output_processor, request, status):
     length = len(ids) if ids is not None else len(request.prompt_embeds)
     params = request.sampling_params
     streams = params.output_kind.name != "FINAL_ONLY"
-    tracker, wire = desk.admit(request.request_id, params.extra_args or {}, ids, length, params.max_tokens, streams)
+    # A chat may mix tokens with embeddings; images and the like stand in the place of tokens.
+    has_embeddings = request.prompt_embeds is not None or bool(request.mm_features)
+    tracker, wire = desk.admit(
+        request.request_id, params.extra_args or {}, ids, length, params.max_tokens, streams, has_embeddings
+    )
     # The engine gets a copy with its own wire form; the caller's object, and its siblings', stay as they are.
     params = copy.copy(params)
     params.extra_args = {k: v for k, v in (params.extra_args or {}).items() if k not in KEYS}

@@ -43,6 +43,9 @@ def find_sites(runner, config, facts: ModelFacts, settings: Settings, v2: bool) 
             for module in compiled:
                 module.do_not_compile = False
 
+    def look_up() -> torch.Tensor:
+        return model.embed_input_ids(torch.arange(tokens, device=facts.device))
+
     try:
         with torch.inference_mode():
             scene = find_scene(
@@ -53,6 +56,8 @@ def find_sites(runner, config, facts: ModelFacts, settings: Settings, v2: bool) 
                 is_core=lambda module: isinstance(module, AttentionLayerBase),
                 is_embedding=lambda module: isinstance(module, tables) and not isinstance(module, ParallelLMHead),
                 run=run,
+                whole=lambda module: hasattr(module, "do_not_compile"),
+                look_up=look_up,
             )
             return map_sites(scene, run, facts.dtype, family)
     except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError, NotImplementedError, KeyError) as e:

@@ -90,8 +90,21 @@ def chosen(sites: SiteMap, settings: Settings) -> dict[int, Anchor]:
     return dict(sorted(placed.items(), key=lambda p: (p[0] == 1, p[0])))
 
 
-def find_scene(model, width: int, num_layers: int, family: Family, is_core, is_embedding, run: Run) -> Scene:
-    """The decoder blocks of a model; raises WeirError saying why there are none to tap. Runs it only for that."""
+def find_scene(
+    model,
+    width: int,
+    num_layers: int,
+    family: Family,
+    is_core,
+    is_embedding,
+    run: Run,
+    whole: Callable[[torch.nn.Module], bool] = lambda module: False,
+    look_up: Callable[[], torch.Tensor] | None = None,
+) -> Scene:
+    """The decoder blocks of a model; raises WeirError saying why there are none to tap. Runs it only for that.
+
+    `whole`: whether a module is compiled as one piece, so that nothing can be done around its call.
+    """
     name = type(model).__name__
     stacks: dict[str, torch.nn.ModuleList] = {}
     for path, module in model.named_modules():
@@ -110,7 +123,10 @@ def find_scene(model, width: int, num_layers: int, family: Family, is_core, is_e
         raise WeirError(f"{name} has {_no_stack(stacks, family, run)}", "model")
     stack, modules = next(iter(stacks.items()))
     blocks = {i: m for i, m in enumerate(modules) if type(m).__name__ != "PPMissingLayer"}
-    return Scene(model, stack, blocks, len(modules), width, is_core, is_embedding)
+    names = stack.split(".")
+    above = (".".join(names[:n]) for n in range(len(names)))
+    entrance = next((path for path in above if not whole(model.get_submodule(path))), "")
+    return Scene(model, stack, blocks, len(modules), width, is_core, is_embedding, entrance, look_up)
 
 
 def _no_stack(stacks: dict[str, torch.nn.ModuleList], family: Family, run: Run) -> str:

@@ -14,6 +14,8 @@ import torch
 from vllm_weir.worker.anchors import Anchor, Key, arguments, outputs, parameters_of, pick
 from vllm_weir.worker.scene import OUTSIDE, Scene
 
+EMBEDS = "inputs_embeds"
+"""The parameter that embeddings are given by, where the runner looks tokens up before it calls the model."""
 RESULT = "output"
 """The parameter that a token mixer of vLLM's writes its result into, where it returns none."""
 
@@ -150,26 +152,37 @@ class Recorder:
     @contextmanager
     def _watching_the_ends(self) -> Iterator[None]:
         # Not by a hook: a class that compiles itself calls its forward past them.
-        model = self._scene.model
-        forward, own = model.forward, model.__dict__.get("forward")
-
-        @functools.wraps(forward)
-        def watched(*args, **kwargs):
-            with _noise_in(kwargs.get("inputs_embeds")):
+        def around(forward, args, kwargs):
+            with _noise_in(kwargs.get(EMBEDS)):
                 output = forward(*args, **kwargs)
                 first = output[0] if isinstance(output, (tuple, list)) else output
                 if _floating(first):
                     self.trace.root = _copy(first)
             return output
 
-        model.forward = watched
-        try:
+        path = self._scene.entrance
+        module = self._scene.modules[path]
+        names = parameters_of(module)
+
+        def enter(forward, args, kwargs):
+            self._record_entrance(path, names, args, kwargs)
+            return forward(*args, **kwargs)
+
+        with _wrapped(module, enter), _wrapped(self._scene.model, around):
             yield
-        finally:
-            if own is None:
-                del model.forward
-            else:
-                model.forward = own
+
+    def _record_entrance(self, path: str, names: list[str], args, kwargs) -> None:
+        """The embeddings that the model is given instead of tokens, as an argument of a call outside the blocks."""
+        given = {key: value for key, value in arguments(names, args, kwargs).items() if key.name == EMBEDS}
+        if not any(_floating(value) for value in given.values()):
+            return
+        self._write(path, "before", args, kwargs, None)
+        call = Call(path, path, self._tick(), self._turns[path])
+        self._turns[path] += 1
+        call.args = {key: _copy(value) for key, value in self._wide(given).items()}
+        call.narrow = self._narrow(given)
+        call.end = self._tick()
+        self.trace.outside.append(call)
 
     def _watch(self, block: int, path: str, local: str, module: torch.nn.Module) -> None:
         names = parameters_of(module)
@@ -265,6 +278,25 @@ class Recorder:
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
+
+
+@contextmanager
+def _wrapped(module: torch.nn.Module, around: Callable[..., Any]) -> Iterator[None]:
+    """`around(forward, args, kwargs)` instead of the module's forward."""
+    forward, own = module.forward, module.__dict__.get("forward")
+
+    @functools.wraps(forward)
+    def wrapper(*args, **kwargs):
+        return around(forward, args, kwargs)
+
+    module.forward = wrapper
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 @contextmanager
