@@ -327,6 +327,20 @@ def test_what_is_compiled_whole_is_not_where_embeddings_are_tapped():
         assert (anchor.module, anchor.when, anchor.hidden.name) == (path, "before", "inputs_embeds")
 
 
+def test_positions_that_are_looked_up_inside_are_not_taken_for_tokens():
+    """By a table of the same kind as the tokens'."""
+
+    class Positions(GivenEmbeddings):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+            self.places = torch.nn.Embedding(11, D)
+
+        def forward(self, ids=None, inputs_embeds=None):
+            return super().forward(inputs_embeds=inputs_embeds + self.places(torch.arange(TOKENS)))
+
+    assert given(Positions([Fused] * LAYERS, True)).anchors[Site("embed", 0)].hidden.name == "inputs_embeds"
+
+
 def test_embeddings_that_are_not_the_tables_are_refused():
     """What a model's look-up adds to its table (an embedding of n-grams, say) is no part of the token embedding."""
     model = GivenEmbeddings([Fused] * LAYERS, True)

@@ -47,11 +47,11 @@ class Ends:
             why = self._sites.refused.get(Site("resid_pre", 0), "what enters block 0 could not be followed")
             self._refuse(EMBED, why)
             return
-        if not calls and given and not self._looked_up_plainly():
+        if given and not self._looked_up_plainly():
             why = "tokens are looked up before the model runs, and what it is given is no multiple of their embeddings"
             self._refuse(EMBED, why)
             return
-        found = self._hidden_of(calls or given)
+        found = self._hidden_of(given or calls)  # positions may be looked up inside
         if found is None:
             self._refuse(EMBED, "no token embedding runs together with the blocks")
             return
