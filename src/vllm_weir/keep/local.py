@@ -6,7 +6,7 @@ import gzip
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import IO, Any
+from typing import Any
 
 PROTOCOLS = ("file://", "local://")
 
@@ -89,7 +89,7 @@ class LocalFiles:
     def rm_file(self, path: str) -> None:
         os.remove(path)
 
-    def open(self, path: str, mode: str = "rb", compression: str | None = None) -> IO[Any]:
+    def open(self, path: str, mode: str = "rb", compression: str | None = None) -> Any:
         return gzip.open(path, mode) if compression == "gzip" else open(path, mode)
 
     def invalidate_cache(self) -> None:
