@@ -108,7 +108,7 @@ def test_every_site_of_a_request_may_become_something_else(root):
         weir.Capture("resid_post", 3, project=v),
         weir.Capture("resid_pre", 0, "last_prompt", project=v, reduce="last"),
         weir.Capture("resid_pre", 1, [40, 2]),
-        weir.Capture("resid_pre", 3, [40], reduce="mean"),
+        weir.Capture("resid_pre", 3, {"token_ids": [513]}, reduce="mean"),
     ]
     P, G = 11, 5
     for chunk in (None, 4):

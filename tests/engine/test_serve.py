@@ -16,6 +16,7 @@ import pytest
 import torch
 import zstandard
 from prometheus_client.parser import text_string_to_metric_families
+from transformers import AutoTokenizer
 
 import vllm_weir as weir
 from tests.engine.common import sampling
@@ -363,6 +364,17 @@ def test_interventions_alone(client, offline):
         ({"weir": WISH, "vllm_xargs": {"weir": json.dumps(WISH)}}, "weir"),
         ({"weir": {"v": 1, "capture": [{"hook": "resid_post", "layers": [99]}]}}, "capture[0].layers"),
         ({"weir": {"v": 1, "capture": [{"hook": "nowhere"}]}}, "capture[0].hook"),
+        ({"weir": {"v": 1, "capture": [{"layers": []}]}}, "capture[0].layers"),
+        ({"weir": {"v": 1, "capture": [{"positions": []}]}}, "capture[0].positions"),
+        ({"weir": {"v": 1, "capture": [{}, {"positions": [300, 400]}]}}, "capture[1].positions"),
+        ({"weir": {"v": 1, "capture": [{"positions": {"special": "no"}}]}}, "capture[0].positions.special"),
+        ({"weir": {"v": 1, "interventions": [ADD | {"positions": "generated"}]}, "max_tokens": 1},
+         "interventions[0].positions"),
+        ({"weir": {"v": 1, "interventions": [ADD | {"positions": {"token_ids": [9999]}}]}},
+         "interventions[0].positions.token_ids"),
+        ({"decode_steering_vectors": {"resid_post": {"3": [0.5] * 256}}, "max_tokens": 1},
+         "decode_steering_vectors.resid_post.3.positions"),
+        ({"steering_vectors": {"resid_post": {}}}, "steering_vectors.resid_post"),
         ({"weir": {"v": 1, "capture": [{"hook": "resid_post", "sink": {"filesystem": {"path": "/"}}}]}},
          "capture[0].sink"),
         ({"weir": {"v": 1, "capture": [{"hook": "resid_post", "sink": "nosuch"}]}}, "capture[0].sink"),
@@ -386,6 +398,18 @@ def test_what_is_refused_names_its_field(client, path, asked, field, stream):
     error = post(client, path, code=400, stream=stream, **asked)["error"]
     assert error["code"] == 400 and error["param"] == field, error
     assert error["message"].startswith(field)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_scores_of_all_but_special_tokens(client, stream):
+    """The chat template of the shipped model writes special tokens; the server's tokenizer says which they are."""
+    capture = {"layers": [1], "positions": {"special": False}, "project": [1.0] * 256}
+    asked = {"path": "/v1/chat/completions", "weir": {"v": 1, "capture": [capture]}}
+    answer = choices(events(client, **asked))[-1] if stream else post(client, **asked)["choices"][0]
+    scores = answer["weir"]["scores"]
+    special = AutoTokenizer.from_pretrained(weir.demo_model()).all_special_ids
+    assert scores["positions"][0] == 2 and not set(special) & set(scores["token_ids"])
+    assert scores["positions"][-1] == answer["weir"]["receipt"]["prompt_tokens"] + G - 2
 
 
 def test_other_routes_refuse_what_they_cannot_answer(client):

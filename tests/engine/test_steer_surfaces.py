@@ -230,7 +230,7 @@ def test_lora_and_steering_compose(tmp_path):
         check(other, case, truth(model_dir))
         assert one.outputs[0].token_ids != other.outputs[0].token_ids
     cached = [
-        llm.generate(prompt(70, 4), weir.params(sampling(1), interventions=c), lora_request=r, use_tqdm=False)[0]
+        llm.generate(prompt(70, 4), weir.params(sampling(2), interventions=c), lora_request=r, use_tqdm=False)[0]
         for c, r in ((case, request), (case, None), ([], request), ([], None), (case, request))
     ]
     # An adapter's blocks, steered or not, are its own; the first two meet what the loop left.
