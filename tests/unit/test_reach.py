@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +113,19 @@ def test_vllm_lens_s_fields(desk):
         assert wire is None and not tracker.pending.memory.spec.wishes
     with pytest.raises(WeirError, match="expected true, a list"):
         ask(desk, output_residual_stream="x")
+
+
+@pytest.mark.parametrize("flags", itertools.product([False, True], repeat=4))
+def test_the_drop_in_classes_need_no_second_token(desk, flags):
+    from vllm import SamplingParams
+
+    from vllm_weir.drop_in import Wanted
+
+    for layers, P in (("all", 1), ([1, 2], 6)):
+        params = Wanted.parse(layers, *flags).ask(SamplingParams(max_tokens=1))
+        extra = params.extra_args or {}
+        tracker, _ = desk.admit(f"r{next(_numbers)}", extra, [5] * P, P, 1)
+        assert bool(tracker.pending.memory.spec.wishes) == any(flags) == bool(extra)
 
 
 def test_max_model_len_bounds_what_is_generated():
