@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.extraction.source import Source
+from vllm_weir.frontend.reachable import check_reached
 from vllm_weir.keep.atomic import Store
 from vllm_weir.spec.capture import Capture
 
@@ -60,12 +61,9 @@ class Wanted:
             json.dumps(self.engine)
         except (TypeError, ValueError):
             raise WeirError("plain JSON data", "engine") from None
-        if self.capture.positions.kind == "generated" and self.max_tokens == 1:
-            raise WeirError(
-                "'generated' selects no row: with max_tokens=1 the one generated token never enters the model; use "
-                "'sampled' or 'last_prompt', or raise max_tokens",
-                "positions",
-            )
+        positions = self.capture.positions
+        if positions.kind == "generated":  # what it selects does not depend on the text
+            check_reached(((positions, "positions"),), 1, self.max_tokens, self.max_tokens)
 
     @property
     def capture(self) -> Capture:

@@ -13,7 +13,7 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.parts import Part, make_parts, treatments_of
-from vllm_weir.frontend.reach import UNKNOWN, Asked, Vocabulary, asked_of, placed
+from vllm_weir.frontend.reachable import UNKNOWN, Asked, Vocabulary, asked_of, placed
 from vllm_weir.spec.capture import Capture
 from vllm_weir.spec.engine import EngineSpec
 from vllm_weir.spec.hooks import Site

@@ -20,7 +20,7 @@ from vllm_weir.frontend.facts import EngineFacts
 from vllm_weir.frontend.inbox import Inbox
 from vllm_weir.frontend.parts import Part
 from vllm_weir.frontend.pending import Pending
-from vllm_weir.frontend.reach import UNKNOWN, Vocabulary, check_reached, tokens_of
+from vllm_weir.frontend.reachable import UNKNOWN, Vocabulary, check_reached, tokens_of
 from vllm_weir.frontend.shelf import Contents, Shelf, Source
 from vllm_weir.frontend.sinks.board import Board
 from vllm_weir.frontend.sinks.ticket import Ticket

@@ -12,7 +12,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admit import KEYS, carries_keys
 from vllm_weir.frontend.desk import Desk
 from vllm_weir.frontend.holding import holding
-from vllm_weir.frontend.reach import Vocabulary
+from vllm_weir.frontend.reachable import Vocabulary
 from vllm_weir.frontend.sinks.board import check_sinks
 from vllm_weir.frontend.turns import entry_of
 from vllm_weir.seams.limits import refusal_of
