@@ -106,9 +106,9 @@ def test_tokens_that_do_not_occur_give_no_rows(llm, truth, selector):
 @pytest.mark.parametrize(
     ("selector", "max_tokens", "field"),
     [
-        *((s, 1, "") for s in (500, "300:", "6:", -90, [600, 700], "generated", {"token_ids": [514, 9999]})),
+        *((s, 1, "") for s in (500, "300:", "6:", -90, [600, 700], "generated", {"token_ids": [515, 9999]})),
         *((s, 4, "") for s in (9, "9:", "-90:-6", [-7, 9])),
-        ({"not_token_ids": list(range(514))}, 4, ".not_token_ids"),
+        ({"not_token_ids": list(range(515))}, 4, ".not_token_ids"),  # older vLLMs count an id too many
         (256, None, ""),  # max_model_len
         ("255:", 10**6, ""),
     ],

@@ -15,6 +15,7 @@ import pytest
 import torch
 import zstandard
 from prometheus_client.parser import text_string_to_metric_families
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 
 import vllm_weir as weir
 from tests.engine.common import sampling
@@ -408,7 +409,8 @@ def test_a_route_that_drops_what_it_does_not_know_refuses_it(client):
         got = client.post("/v1/messages", json=asked | more)
         assert got.status_code == 400 and "/v1/completions" in got.text, (more, got.text)
     steer = {"vllm_xargs": {"weir": json.dumps({"v": 1, "interventions": [ADD]})}}
-    assert client.post("/v1/messages", json=asked | steer).status_code == 200
+    known = "vllm_xargs" in AnthropicMessagesRequest.model_fields  # not yet in 0.28
+    assert client.post("/v1/messages", json=asked | steer).status_code == (200 if known else 400)
 
 
 def test_a_route_that_makes_requests_of_its_own_refuses_it(client):
