@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine.common import directory, oracle
 from tests.engine.missing_child import KEYS, PROMPTS
+from tests.support.machine import engine_processes, needs
 from tests.support.without import declared
 from tests.support.zygote import ROOT, zygote
 
@@ -54,11 +55,13 @@ def test_a_missing_package_is_the_reason_of_every_refusal(root, tmp_path, module
     refused_over_http(found["http"], why)
 
 
+@needs(engine_processes)
 def test_what_is_missing_where_the_worker_runs_is_told_by_it(root, tmp_path):
     found = child(directory(root), tmp_path, "core", "zstandard")
     refused(found, directory(root), "No module named 'zstandard'; install it (pip install zstandard)")
 
 
+@needs(engine_processes)
 def test_an_async_engine_refuses_likewise(root, tmp_path):
     found = child(directory(root), tmp_path, "async", "zstandard")
     assert found.pop("plain") == ["served", 4] and set(found) == set(KEYS)
