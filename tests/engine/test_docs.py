@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 import vllm_weir as weir
 from tests.support.engines import DEFAULTS, EAGER, close_all, get_llm
+from tests.support.machine import engine_processes, needs
 from tests.support.markdown import ROOT, Block, blocks, commands, pages, split_environment
 from tests.unit.server.routes.test_admin import gguf
 from vllm_weir.cli.main import app
@@ -125,7 +126,13 @@ def given_files(folder: Path) -> None:
     (folder / "stories.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
+PAGES = [
+    pytest.param(page, marks=needs(engine_processes) if needs_server(page) else (), id=str(page.relative_to(ROOT)))
+    for page in RUN
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_page(
     page: Path, surroundings: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

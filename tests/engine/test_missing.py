@@ -14,6 +14,7 @@ from tests.engine.common import directory, oracle, sampling
 from tests.engine.missing_child import KEYS, PROMPTS
 from tests.engine.serving import PLAIN, running
 from tests.support.engines import close_all, get_llm
+from tests.support.machine import engine_processes, needs
 from tests.support.without import declared
 from tests.support.zygote import ROOT, zygote
 
@@ -57,6 +58,7 @@ def test_a_missing_package_is_the_reason_of_every_refusal(root, tmp_path, module
     refused_over_http(found["http"], why)
 
 
+@needs(engine_processes)
 def test_what_is_missing_where_the_worker_runs_is_told_by_it(root, tmp_path):
     found = child(directory(root), tmp_path, "core", "zstandard")
     refused(found, directory(root), "No module named 'zstandard'; install it (pip install zstandard)")
@@ -66,6 +68,7 @@ def test_a_worker_that_does_not_load_the_plugin_serves_plain_requests_alone(root
     refused(child(directory(root), tmp_path, "bare"), directory(root), "VLLM_PLUGINS is 'another' and leaves it out")
 
 
+@needs(engine_processes)
 def test_an_async_engine_refuses_likewise(root, tmp_path):
     found = child(directory(root), tmp_path, "async", "zstandard")
     assert found.pop("plain") == ["served", 4] and set(found) == set(KEYS)
