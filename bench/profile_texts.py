@@ -10,6 +10,7 @@ row that was asked for is in the caller's hands. The cases take turns; ratios ar
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -28,7 +29,8 @@ import profile_call
 
 PARTS = (
     ("vllm_weir.worker.planning.planner", "Planner", "plan", "worker: of the plan, planning"),
-    ("vllm_weir.worker.transfer.postprocess", "Treater", "run", "worker: of the shipping, treating"),
+    ("vllm_weir.worker.tap.reductions", "Folder", "settle", "worker: of the shipping, joining groups"),
+    ("vllm_weir.worker.transfer.postprocess", "Treater", "pack", "worker: of the shipping, records"),
     ("vllm_weir.worker.transfer.pinned_buffer", "HostBuffer", "prepare", "worker: of the plan, pinning host memory"),
     ("vllm_weir.frontend.receive.row_store", "Store", "prepare", "caller: hand-outs made early"),
 )
@@ -54,6 +56,19 @@ def hold_parts() -> None:
         found = getattr(importlib.import_module(module), owner)
         if hasattr(found, name):
             profile_call.timed(found, name, part)
+
+
+def hold_collector() -> None:
+    """Log what Python's garbage collector takes in this process."""
+    began = [0.0]
+
+    def tell(phase: str, _info: Any) -> None:
+        if phase == "start":
+            began[0] = time.perf_counter()
+        else:
+            profile_call.LOG.events.append(("caller: garbage collection", began[0], time.perf_counter()))
+
+    gc.callbacks.append(tell)
 
 
 def texts(kind: str, turn: int, vocab: int, given: argparse.Namespace) -> list[dict[str, list[int]]]:
@@ -154,6 +169,7 @@ def main() -> None:
     llm = LLM(model["model"], skip_tokenizer_init=True, seed=0, disable_log_stats=True, **more)
     if cuda:
         llm.apply_model(fill_engine)
+    hold_collector()
     params = asked(model["layers"])
     sizes = {"texts": given.texts, "most": given.most, "long": given.long}
     found: dict[str, Any] = {"model": model["model_name"], **sizes, "kinds": {}}
@@ -175,8 +191,8 @@ def main() -> None:
             del outs
         found["kinds"][kind] = {"calls": seen, "device: times, ms": device} | summary(seen)
         show(kind, seen, device)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(found, indent=1) + "\n")
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def summary(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:

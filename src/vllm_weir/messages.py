@@ -18,9 +18,10 @@ STEER_FIELDS = ("group", "position", "count", "stride")
 class SequenceOpened(msgspec.Struct, array_like=True):
     """A strand: rows of one request that share their columns.
 
-    `kind` is ``"rows"``; for ``"scores"`` and ``"fold"`` each rank is a cell of arena rows instead, which holds
-    [columns, values] float32: products with directions, or a reduction of the prompt's rows. For ``"packed"`` each
-    rank is [columns, values] bytes, compressed rows, and `width` counts bytes: ranks follow each other without gaps.
+    `kind` is ``"rows"``; for ``"fold"`` a rank is a cell of arena rows instead, which holds [columns, values] float32,
+    a reduction of the prompt's rows. For ``"scores"`` a rank is [columns, values] float32, products with directions,
+    and for ``"packed"`` [columns, values] bytes, compressed rows: of both, `width` counts bytes, and ranks follow each
+    other without gaps.
     """
 
     row_seq: int
@@ -32,12 +33,12 @@ class SequenceOpened(msgspec.Struct, array_like=True):
 
     @property
     def rows(self) -> int:
-        """Arena rows of a rank (not of packed ones)."""
+        """Arena rows of a rank (of rows, and of a fold)."""
         return self.width or len(self.columns)
 
     def rank_bytes(self, row_bytes: int) -> int:
         """Bytes of a rank, where an arena row has `row_bytes`."""
-        return self.width if self.kind == "packed" else self.rows * row_bytes
+        return self.width if self.kind in ("scores", "packed") else self.rows * row_bytes
 
 
 class ExtentPlaced(msgspec.Struct, array_like=True):

@@ -64,6 +64,21 @@ SAYS = {
         "last tokens of 6 texts: [6, 256]",
     ),
     "drop_in.py": ("block 2: output [8, ", "block 5: output [8, "),
+    "chat_positions.py": (
+        "user range(0, 10), assistant range(10, 22), user range(22, 28), then range(28, 29)",
+        "users' turns begin at [1, 22]",
+        "without special tokens 50 of 60 rows; special tokens among them: 0",
+        "-2 at sampled, 32 rows: ",
+        "terrible.",
+        "-2 at range(10, 22), 12 rows: ",
+    ),
+    "one_sided_ablation.py": (
+        "0 of 15 rows changed: ...Anna was really glad",
+        "15 of 15 rows changed: ...Anna was really unhappy",
+        "11 of 15 rows changed: ...Anna was really unhappy",
+        "4 of 15 rows changed: ...Anna was really glad",
+        "rows that pointed the other way are as they were: True",
+    ),
 }
 
 

@@ -202,6 +202,12 @@ def test_dtypes(llm, truth, dtype):
     error = (out.activations["resid_post", 2].float() - reference).abs()
     rounding = torch.finfo(expected).eps / 2 * reference.abs() + 2 * BOUND * reference.abs().max()
     assert bool((error <= rounding).all())
+    assert "resid_post.2" in out.receipt.to_dict()["captured"]
+    for name in ("resid_post.2", "resid_post[2]"):
+        rows, array = out.activations[name], out.activations.numpy(name)
+        assert rows is out.activations["resid_post", 2] and array.shape == (19, truth.hidden_size)
+        assert array.dtype == ("float16" if expected == torch.float16 else "float32")
+        assert torch.from_numpy(array).equal(rows.to(torch.from_numpy(array).dtype))
 
 
 def test_before_and_after_are_the_same_without_interventions(llm, truth):

@@ -101,6 +101,21 @@ def test_a_reduction_has_the_cpu_s_bits_however_the_prompt_was_cut(dtype, width)
         assert not first.isnan().any() and all(torch.equal(first, other) for other in others), name
 
 
+@pytest.mark.parametrize("m", [1, 2, 17, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_products_of_a_row_do_not_depend_on_the_others(dtype, m):
+    from vllm_weir.worker.transfer.directions import Products
+
+    draw = torch.Generator().manual_seed(0)
+    rows, matrix = torch.randn(3000, 4096, generator=draw).to(dtype), torch.randn(m, 4096, generator=draw)
+    made = Products(matrix.cuda())
+    every = made.encode(rows.cuda()).view(torch.float32).cpu()
+    parts = [made.encode(some.cuda()).view(torch.float32).cpu() for some in rows.split([1, 7, 45, 2947])]
+    assert torch.equal(every, torch.cat(parts))
+    want = rows.double() @ matrix.double().T
+    assert (every.double() - want).abs().max() <= 1e-5 * want.abs().max()
+
+
 def test_a_full_host_buffer_drops_rows_and_says_so(directory, oracle, monkeypatch):
     """Rows that are there are right and in their places; the others are in the receipt."""
     import vllm_weir as weir

@@ -28,6 +28,7 @@ from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.hooks import ALIASES, BLOCK_HOOKS, HOOKS, place_of
 from vllm_weir.schema.interventions import BLEND
 from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.reductions import CONTINUED, COUNT, DONE, RESUMED, STRAND
 from vllm_weir.schema.request import Postprocess, ResolvedSpec
 from vllm_weir.schema.selectors import Selectors
 from vllm_weir.schema.taps import STAGES, column_of, tap_of
@@ -109,10 +110,11 @@ def test_trap_06_a_sum_that_was_begun_is_begun_anew(selector, again):
     (begun,) = step(planner, [("r", 4, 0)]).folds
     planner.resume(["r"])
     folds = [fold for n, at in again for fold in step(planner, [("r", n, at)]).folds]
-    assert begun.cell < 0 and [f.cell >= 0 for f in folds] == [False] * (len(folds) - 1) + [True]
-    assert {f.row_seq for f in folds} != {begun.row_seq} and len({f.row_seq for f in folds}) == 1
-    assert sum(len(f.slots) for f in folds) == Positions.parse(selector).mask(np.arange(6), 6).sum()
-    assert planner.row_seqs.take_layout_updates()["a"].closed == [begun.row_seq]
+    assert not begun[DONE] and [bool(f[DONE]) for f in folds] == [False] * (len(folds) - 1) + [True]
+    assert {f[STRAND] for f in folds} != {begun[STRAND]} and len({f[STRAND] for f in folds}) == 1
+    assert [f[RESUMED] for f in folds] == [0] + [CONTINUED] * (len(folds) - 1)
+    assert folds[-1][COUNT] == Positions.parse(selector).mask(np.arange(6), 6).sum()
+    assert planner.row_seqs.take_layout_updates()["a"].closed == [begun[STRAND]]
 
 
 def test_trap_06_what_was_steered_before_a_preemption_is_vouched_for_anew():
@@ -156,7 +158,7 @@ def test_trap_07_however_a_block_is_called_and_whatever_it_returns(call, parts, 
     """The stream is read and written before and after it, and what it returns comes back whole.
 
     Trap 8 too: what is recorded is the sum of both halves, and so is what is written."""
-    plan = torch.tensor([[0, 0, -1], [2, 0, 0 if steered else -1]], dtype=torch.int32)
+    plan = torch.tensor([[0, 0, -1, 0], [2, 0, 0 if steered else -1, 0]], dtype=torch.int32)
     ranks = torch.full((1, 2 * STAGES), -1, dtype=torch.int32)
     ranks[0, STAGES - 1], ranks[0, 2 * STAGES - 1] = 0, 1
     ring, (heads, *_) = torch.zeros(4, 3), no_programs(2, 3)
@@ -257,7 +259,7 @@ def test_trap_05_sequences_of_one_request_are_each_followed():
             self.request_states = {}
             self._weir_frontend = SimpleNamespace(universal=False, observer=None, admit=self.admit, pacing=Pacing())
 
-        def admit(self, request_id, extra_args, ids, length, max_tokens, streams):
+        def admit(self, request_id, extra_args, ids, length, max_tokens, streams, has_embeddings):
             seen.append((request_id, copy.deepcopy(extra_args)))
             tracker = SimpleNamespace(name=lambda caller, index: names.append((request_id, caller, index)))
             return tracker, {"reply": request_id}
@@ -273,7 +275,15 @@ def test_trap_05_sequences_of_one_request_are_each_followed():
     add, processor = add_request(Processor.add_request, SimpleNamespace(refusal=None)), Processor()
     ids = [f"{k}_mine" for k in range(4)]
     requests = [
-        SimpleNamespace(request_id=i, sampling_params=params, prompt_token_ids=[1, 2], resumable=False) for i in ids
+        SimpleNamespace(
+            request_id=i,
+            sampling_params=params,
+            prompt_token_ids=[1, 2],
+            prompt_embeds=None,
+            mm_features=[],
+            resumable=False,
+        )
+        for i in ids
     ]
     for index, request in enumerate(requests):
         add(processor, request, index)

@@ -22,6 +22,7 @@ from vllm_weir.analysis.reconstruct import check_mode, native, reconstruct_activ
 from vllm_weir.errors import MissingFile, WeirError, brief
 from vllm_weir.results.activations import Activations
 from vllm_weir.schema.hooks import Site, normalise_hook
+from vllm_weir.schema.scalars import plain
 from vllm_weir.storage.dataset import ActivationDataset
 from vllm_weir.storage.foreign.mi_patch_npz import is_foreign
 from vllm_weir.storage.index import Index, short_names
@@ -119,10 +120,13 @@ class ActivationLoader:
             raise WeirError(f"request {brief(request_id, 80)!r} has sequences {sorted(sequences)}", "sequence_id")
         acts = self.dataset[request]
         sites = {site.layer: site for site in self._sites(acts)}
-        for layer in layers or ():
+        wanted = list(sites) if layers is None else [plain(layer) for layer in layers]
+        if not wanted and sites:
+            raise WeirError("an empty list names no layer; list some, or leave layers out", "layers")
+        for layer in wanted:
             if layer not in sites:
                 raise WeirError(f"layer {layer} was not stored; there are {sorted(sites)}", "layers")
-        chosen = {n: site for n, site in sites.items() if layers is None or n in layers}
+        chosen = {n: site for n, site in sites.items() if n in wanted}
         return {layer: self._read(request, acts, site, "projected") for layer, site in chosen.items()}
 
     def _find(self, request_id: str) -> dict[int, str]:
@@ -207,7 +211,7 @@ def quick_load(
     if not requests:
         raise WeirError(f"{output_dir} holds no requests")
     sequences = loader.load_request(requests[0] if request_id is None else request_id, reconstruct)
-    first = sequences[min(sequences)]
+    first, layer = sequences[min(sequences)], plain(layer)
     if layer not in first:
         raise WeirError(f"layer {layer} was not stored; there are {sorted(first)}", "layer")
     return first[layer]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.scalars import plain
 
 Matrix: TypeAlias = "np.ndarray | torch.Tensor"
 METRICS = ("cosine", "l2", "correlation")
@@ -98,6 +99,7 @@ def compute_layer_statistics(sequence_activations: Mapping[int, Any]) -> dict[in
 
 def create_token_timeline(sequence_activations: Mapping[int, Any], layer: int = 0) -> Any:
     """One layer's rows in the order of the tokens, [tokens, d]; see `compute_layer_statistics` for the argument."""
+    layer = plain(layer)
     if layer not in sequence_activations:
         raise WeirError(f"layer {layer} was not stored; there are {sorted(sequence_activations)}", "layer")
     data = sequence_activations[layer]

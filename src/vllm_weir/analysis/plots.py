@@ -25,6 +25,7 @@ from vllm_weir.analysis.plot_style import (
 )
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.hooks import normalise_hook
+from vllm_weir.schema.scalars import plain
 
 
 def plot_heat_map(
@@ -102,6 +103,7 @@ def plot_similarity(
     layers = by_layer(activations, hook)
     if metric not in METRICS:
         raise WeirError(f"unknown metric {brief(metric)!r}; choose from {', '.join(METRICS)}", "metric")
+    layer = plain(layer)
     if layer is not None and layer not in layers:
         raise WeirError(f"layer {layer} is not there; there are {list(layers)}", "layer")
     names = _tokens(tokens, layers)
@@ -142,7 +144,7 @@ def plot_timeline(
     every = by_layer(activations, hook)
     have = list(every)
     spread = sorted({have[round(i)] for i in np.linspace(0, len(have) - 1, min(5, len(have)))})
-    chosen = list(layers) if layers is not None else spread
+    chosen = [plain(n) for n in layers] if layers is not None else spread
     for n in chosen:
         if n not in every:
             raise WeirError(f"layer {n} is not there; there are {have}", "layers")

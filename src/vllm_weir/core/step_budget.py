@@ -58,8 +58,6 @@ class StepBudget:
         self._folded: dict[str, _Folded] = {}
         self._widest = self._tallest = self._lanes = 0
         self._stale = False
-        self._whole: set[str] = set()
-        """Requests of whose rows something is made once a step is done: all of its rows must fit the ring."""
 
     def join(self, request_id: str, wire: Mapping[str, Any]) -> None:
         """A capturing request has entered the scheduler."""
@@ -70,8 +68,6 @@ class StepBudget:
         self._talls[request_id] = min(self._widths[request_id], int(wire.get("tall", STAGES)))
         if cell := wire.get("cell"):
             self._folded[request_id] = _Folded(cell, wire["first"] or 0, wire["last"])
-        if wire.get("whole"):
-            self._whole.add(request_id)
         self._stale = True
 
     def _measure(self) -> None:
@@ -93,7 +89,6 @@ class StepBudget:
             for known in (self._widths, self._talls, self._few, self._folded):
                 for request_id in known.keys() - live.keys():
                     del known[request_id]
-            self._whole &= self._widths.keys()
             self._stale = True
         if self._stale:
             self._measure()
@@ -110,8 +105,7 @@ class StepBudget:
             return True
         above = self._streams_above
         return (
-            not self._whole
-            and above is not None
+            above is not None
             and tokens > above
             and self._records(above, self._widest, cells)
             and self._records(tokens, self._tallest, cells)

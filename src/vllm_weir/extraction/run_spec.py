@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.extraction.source import TextSource
+from vllm_weir.frontend.admission.reachable import check_reached
 from vllm_weir.schema.capture import Capture
 from vllm_weir.storage.object_store import ObjectStore
 
@@ -60,12 +61,9 @@ class RunSpec:
             json.dumps(self.engine)
         except (TypeError, ValueError):
             raise WeirError("plain JSON data", "engine") from None
-        if self.capture.positions.kind == "generated" and self.max_tokens == 1:
-            raise WeirError(
-                "'generated' selects no row: with max_tokens=1 the one generated token never enters the model; use "
-                "'sampled' or 'last_prompt', or raise max_tokens",
-                "positions",
-            )
+        positions = self.capture.positions
+        if positions.kind == "generated":  # what it selects does not depend on the text
+            check_reached(((positions, "positions"),), 1, self.max_tokens, self.max_tokens)
 
     @property
     def capture(self) -> Capture:

@@ -16,7 +16,7 @@ from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, MOST_KNOWN, _same_
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import engine_form
 from vllm_weir.frontend.admission.inline_vectors import InlineVectors
-from vllm_weir.frontend.admission.reach import UNKNOWN, Vocabulary, check_reached, tokens_of
+from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, check_reached, tokens_of
 from vllm_weir.frontend.admission.vector_registry import RegistryBackend, RegistryContents, VectorRegistry
 from vllm_weir.frontend.outputs.preslicer import kind_ahead
 from vllm_weir.frontend.outputs.prompt_slicer import ends_with_the_prompt
@@ -153,14 +153,15 @@ class EngineFrontend:
         prompt_len: int,
         max_tokens: int,
         streams: bool = False,
+        has_embeddings: bool = False,
     ) -> tuple[Tracker, dict[str, Any] | None]:
         """Check one sequence's request; returns its tracker and the wire form for the engine, or raises WeirError.
 
-        `streams`: whether it has outputs before the last.
+        `streams`: whether it has outputs before the last. `has_embeddings`: as for `admit`.
         """
         capabilities = self.require_capabilities()
         self.refresh()
-        admitted = self._admitted(extra_args, prompt_ids is not None)
+        admitted = self._admitted(extra_args, prompt_ids is not None, has_embeddings)
         generated = tokens_of(prompt_len, max_tokens, self._max_model_len)
         check_reached(admitted.asked, prompt_len, generated, max_tokens)
         max_tokens = generated
@@ -193,9 +194,11 @@ class EngineFrontend:
             pending, first, capabilities.d_model, self.settings.timeout, self.manager, asked, self._hold
         ), wire
 
-    def _admitted(self, extra_args: Mapping[str, Any], has_token_ids: bool) -> AdmittedRequest:
+    def _admitted(
+        self, extra_args: Mapping[str, Any], has_token_ids: bool, has_embeddings: bool = False
+    ) -> AdmittedRequest:
         """As `admit`; remembered, since thousands of requests ask for the same."""
-        same = _same_site_request(extra_args, has_token_ids, self.registry.version)
+        same = _same_site_request(extra_args, has_token_ids, self.registry.version, has_embeddings)
         if same is not None and (known := self._known.get(same.key)) is not None:
             return known
         admitted = admit(
@@ -208,6 +211,7 @@ class EngineFrontend:
             self.manager.definitions,
             self.registry.module,
             self._vocabulary,
+            has_embeddings,
         )
         if same is not None and same.plain:
             self._known.put(same.key, admitted, same.size)

@@ -46,6 +46,9 @@ def find_sites(runner: Any, config: Any, capabilities: ModelInfo, settings: Sett
             for module in compiled:
                 module.do_not_compile = False
 
+    def look_up() -> torch.Tensor:
+        return model.embed_input_ids(torch.arange(tokens, device=capabilities.device))
+
     try:
         with torch.inference_mode():
             tree = find_tree(
@@ -56,6 +59,8 @@ def find_sites(runner: Any, config: Any, capabilities: ModelInfo, settings: Sett
                 is_core=lambda module: isinstance(module, AttentionLayerBase),
                 is_embedding=lambda module: isinstance(module, tables) and not isinstance(module, ParallelLMHead),
                 run=run,
+                whole=lambda module: hasattr(module, "do_not_compile"),
+                look_up=look_up,
             )
             return map_sites(tree, run, capabilities.dtype, family)
     except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError, NotImplementedError, KeyError) as e:

@@ -12,7 +12,7 @@ from vllm.outputs import RequestOutput
 
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.reach import Vocabulary
+from vllm_weir.frontend.admission.reachable import Vocabulary
 from vllm_weir.frontend.engine_frontend import EngineFrontend, RequestObserver
 from vllm_weir.frontend.lookup import _FRONTEND, _TRACKER, ask_workers, unreported
 from vllm_weir.frontend.pacing import entry_of
@@ -75,7 +75,11 @@ def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
         ids = None  # of a prompt that is embeddings in part: the ids there are placeholders
     params = request.sampling_params
     streams = params.output_kind.name != "FINAL_ONLY"
-    tracker, wire = frontend.admit(request.request_id, params.extra_args or {}, ids, length, params.max_tokens, streams)
+    # A chat may mix tokens with embeddings; images and the like stand in the place of tokens.
+    has_embeddings = request.prompt_embeds is not None or bool(request.mm_features)
+    tracker, wire = frontend.admit(
+        request.request_id, params.extra_args or {}, ids, length, params.max_tokens, streams, has_embeddings
+    )
     # The engine gets a copy with its own wire form; the caller's object, and its siblings', stay as they are.
     params = copy.copy(params)
     params.extra_args = {k: v for k, v in (params.extra_args or {}).items() if k not in KEYS}

@@ -249,11 +249,10 @@ class ResolvedSpec:
     postprocess: Postprocess | None = None
 
     def cell(self, d_model: int, itemsize: int) -> int:
-        """Rows of the ring that hold what the treatment makes of one token (0: nothing but the rows themselves)."""
-        if self.postprocess is None or self.postprocess.compression is not None:
+        """Rows of the ring that hold what a group of rows is reduced to; 0 if none are."""
+        if self.postprocess is None or not self.postprocess.folds:
             return 0
-        values = d_model if self.postprocess.folds else len(self.postprocess.directions)
-        return cell_rows(self.width, values, d_model * itemsize)
+        return cell_rows(self.width, d_model, d_model * itemsize)
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:

@@ -38,7 +38,7 @@ from vllm_weir.worker.transfer.copy_out import CpuCopyOut, CudaCopyOut, at_once
 from vllm_weir.worker.transfer.directions import Directions
 from vllm_weir.worker.transfer.notifier import Notifier, StepNotice
 from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
-from vllm_weir.worker.transfer.postprocess import CompressedRecords, Postprocessor
+from vllm_weir.worker.transfer.postprocess import Postprocessor
 from vllm_weir.worker.transfer.ring import Ring
 
 if TYPE_CHECKING:
@@ -116,8 +116,8 @@ class WorkerRuntime:
         rows = self.host.view(model_info.d_model, model_info.dtype)
         self.drain = Notifier(rows, self.arena, self.link, self.name, model_info.engine)
         self._fetcher = VectorFetcher(model_info.d_model)
-        self._directions = Directions(self._fetcher, model_info.device)
         self._codecs = Codecs(model_info.d_model, model_info.device, model_info.dtype)
+        self._directions = Directions(self._fetcher, model_info.device, self._codecs)
         self._writer = PlanWriter(self.tensors.plan)
         self._step: tuple[int, StepPlan] | None = None
         self._failures: dict[str, dict[str, str]] = {}
@@ -195,7 +195,7 @@ class WorkerRuntime:
             self.link.maps(reply)
             directions = -1
             if postprocess is not None and postprocess.directions:
-                directions = self._directions.hold(request_id, postprocess.directions, reply)
+                directions = PACKED - self._directions.hold(request_id, postprocess.directions, reply)
             elif postprocess is not None and postprocess.compression is not None:
                 directions = PACKED - self._codecs.hold(request_id, postprocess.compression)
             self.planner.read(request_id, reply, spec.captures, prompt_len, prompt_ids, wire["most"], directions)
@@ -234,7 +234,7 @@ class WorkerRuntime:
                 raise WeirError("a step that was planned without taps has something for them to do")
             if plan is not None and plan.rows:
                 most = min(self.ring.capacity // STREAM_SHARE, self.ring.capacity - plan.cells)
-                if plan.rows - plan.cells > most and not graph and not plan.whole:
+                if plan.rows - plan.cells > most and not graph:
                     streamer = self._streamer
                 if streamer is None:
                     start = self.ring.take(plan.rows)
@@ -291,8 +291,8 @@ class WorkerRuntime:
             if self._streamer is not None and launch == self._streamer.tap:
                 parcel.arrived = self._streamer.end(plan)
             elif plan.rows:
-                quick = functools.partial(self._treater.pack, plan, start, self._codecs, True)
-                parcel.arrived = self._outlet.ship(plan, start, quick, functools.partial(self._treat, plan, start))
+                pack = functools.partial(self._treater.pack, plan, start, self._codecs)
+                parcel.arrived = self._outlet.ship(plan, start, lambda: pack(True), lambda: pack(False))
             parcel.marks, parcel.steered = plan.marks, plan.steered
         parcel.spill = self.arena.pressure > SPILL
         if parcel.spill:
@@ -301,10 +301,6 @@ class WorkerRuntime:
         for layout_updates in parcel.layout_updates.values():
             self._folder.forget(layout_updates.closed)
         self.drain.send(parcel)
-
-    def _treat(self, plan: StepPlan, start: int) -> list[CompressedRecords]:
-        self._treater.run(plan, start, self._directions.tensors)
-        return self._treater.pack(plan, start, self._codecs, False)
 
     def close(self) -> None:
         """Send what is under way, then let go of threads, sockets and pinned memory; nothing is served after it."""

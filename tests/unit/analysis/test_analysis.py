@@ -83,6 +83,10 @@ def test_the_loader_reads_every_layout(layout: str, tmp_path: Path) -> None:
         assert sequence[3]["q"].dtype == torch.uint8 and raw["q"].shape == (length_of("a"), 32) and "scale" in raw
     np.testing.assert_allclose(analysis.reconstruct_activations(raw, "rp8"), found[0][3], rtol=0, atol=1e-6)
     np.testing.assert_array_equal(analysis.quick_load(tmp_path, layer=3), found[0][3])
+    for three in (torch.tensor(3), np.array(3), np.int64(3)):
+        np.testing.assert_array_equal(analysis.quick_load(tmp_path, layer=three), found[0][3])
+        assert list(analysis.load_sequence_activations(tmp_path, "a", layers=[three])) == [3]
+        np.testing.assert_array_equal(analysis.create_token_timeline(found[0], three), found[0][3])
     assert loader.compute_layer_statistics(found[0]) == analysis.compute_layer_statistics(found[0])
     np.testing.assert_array_equal(loader.create_token_timeline(found[0], 3), found[0][3])
     assert list(analysis.ActivationLoader(tmp_path, hook="pre_attn").load_request("a")[0]) == [0]
@@ -90,6 +94,7 @@ def test_the_loader_reads_every_layout(layout: str, tmp_path: Path) -> None:
         (lambda: loader.load_request("c"), "request_id"), (lambda: analysis.quick_load(tmp_path, layer=1), "layer"),
         (lambda: analysis.load_sequence_activations(tmp_path, "a", 1), "sequence_id"),
         (lambda: analysis.load_sequence_activations(tmp_path, "a", layers=[1]), "layers"),
+        (lambda: analysis.load_sequence_activations(tmp_path, "a", layers=[]), "layers"),
         (lambda: analysis.ActivationLoader(tmp_path, mode="svd"), "mode"),
     ]:  # fmt: skip
         with pytest.raises(WeirError) as e:
@@ -335,6 +340,9 @@ def test_pictures(suffix: str, tmp_path: Path) -> None:
             # nothing is fetched from anywhere (namespaces are names, not addresses)
             assert not re.findall(r"(?:src|href)=\"(?!#|data:)|url\((?!#)|<script|@import", text)
             assert "<b>&" not in text
+    for three in (torch.tensor(3), np.array(3)):
+        assert analysis.plot_similarity(acts, tmp_path / f"x{suffix}", layer=three).exists()
+        assert analysis.plot_timeline(acts, tmp_path / f"x{suffix}", layers=[three]).exists()
     again = analysis.plot_norms(acts, tmp_path / f"again{suffix}")
     if suffix != ".png":
         assert again.read_bytes() == drawn[2].read_bytes()

@@ -213,7 +213,8 @@ def test_which_requests_in_the_engine_are_plain():
 
     def request(name, extra):
         params = SimpleNamespace(extra_args=extra, output_kind=SimpleNamespace(name="DELTA"), max_tokens=3)
-        return SimpleNamespace(request_id=name, sampling_params=params, prompt_token_ids=[1], resumable=False)
+        prompt = {"prompt_token_ids": [1], "prompt_embeds": None, "mm_features": []}
+        return SimpleNamespace(request_id=name, sampling_params=params, resumable=False, **prompt)
 
     found = [frontend.pacing._plain]
     for name, extra in (("a", {"weir": {"v": 1}}), ("b", None), ("c", {"weir": {"v": 1}})):

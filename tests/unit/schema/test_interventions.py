@@ -367,6 +367,16 @@ def test_tiers_become_positions():
     )
 
 
+@pytest.mark.parametrize("one", [torch.tensor(1), np.int64(1)])
+def test_tiers_take_ints_and_numbers_without_dimensions(one):
+    (add,) = weir.from_tiers(steering_vectors={"post_mlp": {one: {"vector": [1.0] * D, "scale": torch.tensor(2.0)}}})
+    assert add.layers == (1,) and add.scale == 2.0
+    vector = weir.SteeringVector(torch.ones(1, D), [one], torch.tensor(0.5), position_indices=[one])
+    assert vector.to_json() == weir.SteeringVector(torch.ones(1, D), [1], 0.5, position_indices=[1]).to_json()
+    (add,) = lens_interventions([vector])
+    assert add.layers == (1,) and add.positions.to_json() == [1] and add.scale == 0.5
+
+
 def test_tiers_refuse_by_name():
     a = [1.0] * D
     for kwargs, field in (

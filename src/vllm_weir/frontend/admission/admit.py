@@ -14,7 +14,7 @@ import numpy as np
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup, make_parts, postprocesses_of
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.admission.reach import UNKNOWN, Asked, Vocabulary, asked_of, placed
+from vllm_weir.frontend.admission.reachable import UNKNOWN, Asked, Vocabulary, asked_of, placed
 from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compat.three_tier import scaled
@@ -124,6 +124,7 @@ def admit(
     sinks: Collection[str] = (),
     module: Callable[[str, str], Sequence[Intervention]] = unknown_module,
     vocabulary: Vocabulary = UNKNOWN,
+    has_embeddings: bool = False,
 ) -> AdmittedRequest:
     """Check and resolve a request's keys.
 
@@ -131,6 +132,7 @@ def admit(
         extra_args: ``SamplingParams.extra_args``; not changed.
         facts: the engine.
         has_token_ids: False for prompts given as embeddings.
+        has_embeddings: whether the prompt, or a part of it, is given as embeddings or as images and the like.
         lookup: (reference, field) -> array, or raises WeirError.
         always: interventions that every request undergoes, before its own.
         everyone: what sinks get of every request.
@@ -142,7 +144,9 @@ def admit(
         WeirError: naming the field, for anything that cannot be done exactly as asked.
     """
     try:
-        return _admit(extra_args, capabilities, has_token_ids, lookup, always, everyone, sinks, module, vocabulary)
+        return _admit(
+            extra_args, capabilities, has_token_ids, lookup, always, everyone, sinks, module, vocabulary, has_embeddings
+        )
     except WeirError as e:
         raise in_lens_words(e) from None
 
@@ -157,7 +161,9 @@ def _admit(
     sinks: Collection[str],
     module: Callable[[str, str], Sequence[Intervention]],
     vocabulary: Vocabulary,
+    has_embeddings: bool,
 ) -> AdmittedRequest:
+    check = functools.partial(_check_site, capabilities, has_embeddings)
     refuse_lens(extra_args)
     spec = RequestSpec.parse(extra_args[WIRE_KEY]) if extra_args.get(WIRE_KEY) is not None else RequestSpec()
     lens_layers: tuple[int, ...] = ()
@@ -173,7 +179,7 @@ def _admit(
         own += lens_interventions(extra_args[LENS_STEER_KEY])
     asked = asked_of((*captures, *own))
     interventions = tuple(placed(one, vocabulary) for one in (*always, *named, *own))
-    changes = _lower(interventions, capabilities, lookup, has_token_ids)
+    changes = _lower(interventions, capabilities, lookup, has_token_ids, check)
     rows = changes.rows
     captures = tuple(placed(one, vocabulary) for one in (*captures, *everyone))
     for capture in captures:
@@ -192,7 +198,7 @@ def _admit(
         capabilities.dtype,
         postprocesses,
         has_token_ids,
-        lambda site, path: _check_tapped(site, capabilities, path, f"{path}.layers"),
+        check,
         lens_layers,
     )
     site_requests = tuple(site_request for part in parts for site_request in part.spec.site_requests)
@@ -224,6 +230,7 @@ def _lower(
     capabilities: EngineCapabilities,
     lookup: Callable[[str, str], np.ndarray],
     has_token_ids: bool,
+    check: Callable[..., None],
 ) -> _Changes:
     out = _Changes()
     for intervention in interventions:
@@ -232,7 +239,7 @@ def _lower(
                 "the prompt is given as embeddings, so it has no token ids", f"{intervention.path}.positions"
             )
         for layer in intervention.resolve_layers(capabilities.num_layers):
-            _check_tapped(Site(intervention.hook, layer), capabilities, intervention.path, intervention.layers_field)
+            check(Site(intervention.hook, layer), intervention.path, intervention.layers_field)
         moves = _moves(intervention, capabilities, lookup, out)
         out.moves += moves or [None]
         out.parted.append(len(moves) or 1)
@@ -275,8 +282,19 @@ def _check_reach(intervention: Intervention, lowered: LoweredIntervention, capab
         )
 
 
-def _check_tapped(site: Site, capabilities: EngineCapabilities, path: str, layers_field: str) -> None:
+def _check_site(
+    capabilities: EngineCapabilities, has_embeddings: bool, site: Site, path: str, layers_field: str = ""
+) -> None:
+    """Raise WeirError, naming the field, unless a request can have the site."""
     why = capabilities.sites.get(site, "no worker has this block")
     if why:
         elsewhere = any(s.hook == site.hook and not w for s, w in capabilities.sites.items())
-        raise WeirError(f"{site} is refused: {why}", layers_field if elsewhere else f"{path}.hook")
+        raise WeirError(
+            f"{site} is refused: {why}", (layers_field or f"{path}.layers") if elsewhere else f"{path}.hook"
+        )
+    if has_embeddings and site.hook == "embed":
+        raise WeirError(
+            "embed is refused for this request: its prompt, or a part of it, is given as embeddings or images, which "
+            "never pass the embedding layer; resid_pre at layer 0 is what enters the first block",
+            f"{path}.hook",
+        )

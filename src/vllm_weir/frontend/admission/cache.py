@@ -28,12 +28,14 @@ class _CachedAdmission(NamedTuple):
         return _plain(self.parts)
 
 
-def _same_site_request(extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 0) -> _CachedAdmission | None:
+def _same_site_request(
+    extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 0, has_embeddings: bool = False
+) -> _CachedAdmission | None:
     """The wish, whose key is equal for requests that ask for the same while names mean the same (which `names` stands
     for); None for those that cannot be compared."""
     site_request = extra_args.get(WIRE_KEY)
     if not carries_keys(extra_args):
-        return _CachedAdmission((has_token_ids,), 8)
+        return _CachedAdmission((has_token_ids, has_embeddings), 8)
     if not isinstance(site_request, dict) or not _LENS.isdisjoint(extra_args):
         return None
     size = [0]
@@ -44,9 +46,9 @@ def _same_site_request(extra_args: Mapping[str, Any], has_token_ids: bool, names
     except ValueError:
         return None  # not plain JSON; admission says what is wrong with it, if anything is
     size[0] += len(content)
-    return (
-        _CachedAdmission((has_token_ids, names, content), size[0], short.values()) if size[0] <= LONGEST_KNOWN else None
-    )
+    if size[0] > LONGEST_KNOWN:
+        return None
+    return _CachedAdmission((has_token_ids, names, content, has_embeddings), size[0], short.values())
 
 
 _LENS = frozenset(LENS_KEYS)

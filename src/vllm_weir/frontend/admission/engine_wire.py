@@ -33,19 +33,18 @@ def engine_form(
     ``spec``: an `EngineSpec`. ``reply``: where its reader listens. ``first``: its first wanted position, or None.
     ``width``: the most rows that one of its tokens can give, 0 if it captures nothing. ``tall``: the most that it can
     give at one tap. ``few``: how many tokens give rows that leave the device, None if that is not bounded. ``cell``:
-    ring rows of a group of tokens whose rows are reduced, 0 if none are. ``last``: the last of these tokens. ``whole``:
-    whether something is made of the rows of all its sites together. ``most``: tokens that it can generate. ``needs``:
-    what its interventions need of the tables, [vector digests, programs, instructions], None if there are none. The
-    desk adds ``rows``, the vectors that travel along, if there are any, and once a request has failed ``salt``, see
-    `Store.salt`; and ``core``, why the engine core does not do its part, which the core takes back if it does.
+    ring rows of a group of tokens whose rows are reduced, 0 if none are. ``last``: the last of these tokens. ``most``:
+    tokens that it can generate. ``needs``: what its interventions need of the tables, [vector digests, programs,
+    instructions], None if there are none. The desk adds ``rows``, the vectors that travel along, if there are any, and
+    once a request has failed ``salt``, see `Store.salt`; and ``core``, why the engine core does not do its part, which
+    the core takes back if it does.
     """
     moves = admitted.effective
     if not admitted.spec.site_requests and not moves:
         return None
     spec = admitted.spec
-    cell = spec.cell(capabilities.d_model, capabilities.itemsize)
-    folds = spec.postprocess is not None and spec.postprocess.folds
-    width, last = spec.width + (0 if folds else cell), spec.last(prompt_len, prompt_ids) if folds else None
+    cell, width = spec.cell(capabilities.d_model, capabilities.itemsize), spec.width
+    last = spec.last(prompt_len, prompt_ids) if cell else None
     few = spec.tokens(prompt_len)
     tokens = 1 if chunked else prompt_len
     need = width * (tokens if few is None else min(few, tokens))
@@ -66,7 +65,6 @@ def engine_form(
         "few": few,
         "cell": 0 if last is None else cell,
         "last": last,
-        "whole": spec.postprocess is not None and bool(spec.postprocess.directions),
         "most": max_tokens,
         "needs": _needs(admitted, prompt_ids, prompt_len, max_tokens, sizes) if moves else None,
     }

@@ -98,10 +98,12 @@ class RowSequenceView:
         return out
 
     def shaped(self, memory: torch.Tensor) -> torch.Tensor:
-        """Bytes of whole ranks as [ranks, columns (or rows of a cell), d_model]; uint8 [ranks, columns, values] if
-        they are packed."""
+        """Bytes of whole ranks as [ranks, columns (or rows of a cell), d_model]; as [ranks, columns, values] if they
+        are scores (float32) or packed (uint8)."""
         if self.kind == "packed":
             return memory.view(-1, len(self.order), self.values)
+        if self.kind == "scores":
+            return memory.view(torch.float32).view(-1, len(self.order), self.values)
         return memory.view(self._dtype).view(-1, self.rows, self._d_model)
 
     def gather(self, ranks: np.ndarray) -> torch.Tensor:
@@ -163,7 +165,7 @@ class RowSequenceView:
 
     def _made(self, rows: torch.Tensor) -> torch.Tensor:
         """Whole ranks as what they hold."""
-        if not self.values or self.kind == "packed":
+        if self.kind != "fold":
             return rows
         made = rows.reshape(len(rows), -1).view(torch.float32)[:, : len(self.order) * self.values]
         return made.unflatten(1, (len(self.order), self.values))

@@ -64,7 +64,7 @@ class Anchor:
 
     def __str__(self) -> str:
         both = " + ".join(str(key) for key in (self.hidden, self.residual, self.offset) if key is not None)
-        both = f"{_times(self.scale)}{both} of {self.module}, {self.when} the call"
+        both = f"{_times(self.scale)}{both} of {self.module or 'the model'}, {self.when} the call"
         if self.beside is None:
             return both
         return f"{both}, + {_times(self.beside.scale)}{self.beside.hidden} of {self.beside.module}"

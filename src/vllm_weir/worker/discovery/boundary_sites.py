@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_weir.schema.hooks import Site
-from vllm_weir.worker.discovery.anchors import Anchor
+from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.matcher import SLIGHT, Matcher
 from vllm_weir.worker.discovery.module_tree import ModuleTree
 from vllm_weir.worker.discovery.recorder import ModuleCall, Trace, value_at
@@ -17,6 +17,8 @@ from vllm_weir.worker.discovery.recorder import ModuleCall, Trace, value_at
 if TYPE_CHECKING:
     from vllm_weir.worker.discovery.site_map import SiteMap
 
+Found = tuple[ModuleCall, TensorKey, torch.Tensor]
+"""A call, one of its tensors, and what was recorded of that."""
 EMBED, FINAL_NORM = Site("embed", 0), Site("final_norm", 0)
 
 
@@ -39,37 +41,61 @@ class BoundarySites:
         """The token embedding, or what widens it to the stream."""
         into = self._sites.anchors.get(Site("resid_pre", 0))
         calls = [c for c in self._own.outside if self._tree.is_embedding(self._tree.modules[c.path])]
-        found = next((c for c in calls if c.out), None) or next((w for c in calls if (w := self._widened(c))), None)
+        given = [c for c in self._own.outside if c.path == self._tree.entrance]
         before = None if into is None else value_at(self._own.blocks[0], into)
         if before is None:
             why = self._sites.refused.get(Site("resid_pre", 0), "what enters block 0 could not be followed")
             self._refuse(EMBED, why)
             return
+        if given and not self._looked_up_plainly():
+            why = "tokens are looked up before the model runs, and what it is given is no multiple of their embeddings"
+            self._refuse(EMBED, why)
+            return
+        found = self._hidden_of(given or calls)  # positions may be looked up inside
         if found is None:
             self._refuse(EMBED, "no token embedding runs together with the blocks")
             return
-        found = self._normed(found, before) or found
-        if self._again(EMBED, found):
+        call, key, value = self._normed(*found, before)
+        if self._again(EMBED, call):
             return
-        key, value = next(iter(found.out.items()))
         # Positions may be added to it; a mere factor is part of the embedding. Some models keep a copy of it beside the
         # stream, so it is tapped where it comes from.
         factor = self._m.factor(value, before) or 1.0
-        self._sites.anchors[EMBED] = Anchor(found.path, "after", key, None, factor)
+        self._sites.anchors[EMBED] = Anchor(call.path, "after" if key.kind == "out" else "before", key, None, factor)
 
-    def _widened(self, embedding: ModuleCall) -> ModuleCall | None:
-        narrow = [v for k, v in embedding.narrow.items() if k.kind == "out"]
-        return next(
-            (c for c in self._own.outside if c.start > embedding.end and c.out and self._gets(c, narrow)),
-            None,
-        )
+    def _hidden_of(self, embeddings: list[ModuleCall]) -> Found | None:
+        """Of the embedding, or of what widens its result, where it has the stream's width."""
+        for call in embeddings:
+            for key, value in (call.out or call.args).items():
+                return call, key, value
+        for call in embeddings:
+            narrow = list(call.narrow.values())
+            for wider in self._own.outside:
+                if wider.start > call.end and wider.out and self._gets(wider, narrow):
+                    return wider, *next(iter(wider.out.items()))
+        return None
 
-    def _normed(self, embedding: ModuleCall, before: torch.Tensor) -> ModuleCall | None:
-        """The norm of the embedding's own (Bloom's) whose result enters block 0, if there is one."""
-        value = next(iter(embedding.out.values()))
-        if self._m.factor(value, before) is not None:
-            return None
-        return next((c for c in self._own.outside if self._is_norm_of(c, embedding, value, before)), None)
+    def _looked_up_plainly(self) -> bool:
+        """Whether the embeddings that the model is given for tokens are the embedding's own, or multiples of them."""
+        if self._tree.look_up is None:
+            return True
+        made: list[torch.Tensor] = []
+        tables = [m for m in self._tree.modules.values() if self._tree.is_embedding(m)]
+        handles = [m.register_forward_hook(lambda _module, _args, out: made.append(out)) for m in tables]
+        try:
+            given = self._tree.look_up()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return any(self._m.factor(one.float(), given.float()) is not None for one in made)
+
+    def _normed(self, embedding: ModuleCall, key: TensorKey, value: torch.Tensor, before: torch.Tensor) -> Found:
+        """The norm of the embedding's own (Bloom's) whose result enters block 0; the embedding, if there is none."""
+        if self._m.factor(value, before) is None:
+            for call in self._own.outside:
+                if self._is_norm_of(call, embedding, value, before):
+                    return call, *next(iter(call.out.items()))
+        return embedding, key, value
 
     def _is_norm_of(self, call: ModuleCall, embedding: ModuleCall, value: torch.Tensor, before: torch.Tensor) -> bool:
         """Whether a call of a norm, the module's only one, makes of the embedding's `value` what enters block 0."""

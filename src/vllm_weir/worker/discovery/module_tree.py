@@ -22,6 +22,8 @@ class ModuleTree:
         width: of the stream.
         is_core: whether a module mixes tokens (attention, linear attention, a state-space layer).
         is_embedding: whether a module looks tokens up.
+        entrance: path of the module that is given embeddings where tokens are looked up before the model runs.
+        look_up: gives the model's embeddings of a few tokens, as they are given then, [tokens, width]; None: not known.
     """
 
     model: torch.nn.Module
@@ -31,6 +33,8 @@ class ModuleTree:
     width: int
     is_core: Callable[[torch.nn.Module], bool]
     is_embedding: Callable[[torch.nn.Module], bool]
+    entrance: str = ""
+    look_up: Callable[[], torch.Tensor] | None = None
 
     @cached_property
     def modules(self) -> dict[str, torch.nn.Module]:

@@ -14,6 +14,8 @@ import torch
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey, arguments, outputs, parameters_of, pick
 from vllm_weir.worker.discovery.module_tree import OUTSIDE, ModuleTree
 
+EMBEDS = "inputs_embeds"
+"""The parameter that embeddings are given by, where the runner looks tokens up before it calls the model."""
 RESULT = "output"
 """The parameter that a token mixer of vLLM's writes its result into, where it returns none."""
 
@@ -129,7 +131,7 @@ class Recorder:
         self._beside = {a.beside.module: a.beside.hidden for a in self._writes if a.beside is not None}
         self._kept: dict[str, tuple[torch.Tensor, ModuleCall]] = {}
         self._clock = 0
-        self._pacing: Counter[str] = Counter()
+        self._num_calls: Counter[str] = Counter()
         self.trace = Trace([[] for _ in range(tree.num_layers)], [])
         self._handles: list[Any] = []
         self._open: dict[int, list[ModuleCall]] = {}
@@ -150,34 +152,45 @@ class Recorder:
     @contextmanager
     def _watching_the_ends(self) -> Iterator[None]:
         # Not by a hook: a class that compiles itself calls its forward past them.
-        model = self._tree.model
-        forward, own = model.forward, model.__dict__.get("forward")
-
-        @functools.wraps(forward)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with _noise_in(kwargs.get("inputs_embeds")):
+        def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with _noise_in(kwargs.get(EMBEDS)):
                 output = forward(*args, **kwargs)
                 first = output[0] if isinstance(output, (tuple, list)) else output
                 if _floating(first):
                     self.trace.root = _copy(first)
             return output
 
-        model.forward = watched
-        try:
+        path = self._tree.entrance
+        module = self._tree.modules[path]
+        names = parameters_of(module)
+
+        def enter(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._record_entrance(path, names, args, kwargs)
+            return forward(*args, **kwargs)
+
+        with _wrapped(module, enter), _wrapped(self._tree.model, around):
             yield
-        finally:
-            if own is None:
-                del model.forward
-            else:
-                model.forward = own
+
+    def _record_entrance(self, path: str, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The embeddings that the model is given instead of tokens, as an argument of a call outside the blocks."""
+        given = {key: value for key, value in arguments(names, args, kwargs).items() if key.name == EMBEDS}
+        if not any(_floating(value) for value in given.values()):
+            return
+        self._write(path, "before", args, kwargs, None)
+        call = ModuleCall(path, path, self._tick(), self._num_calls[path])
+        self._num_calls[path] += 1
+        call.args = {key: _copy(value) for key, value in self._wide(given).items()}
+        call.narrow = self._narrow(given)
+        call.end = self._tick()
+        self.trace.outside.append(call)
 
     def _watch(self, block: int, path: str, local: str, module: torch.nn.Module) -> None:
         names = parameters_of(module)
 
         def before(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
             given = arguments(names, args, kwargs)
-            call = ModuleCall(path, local, self._tick(), self._pacing[path])
-            self._pacing[path] += 1
+            call = ModuleCall(path, local, self._tick(), self._num_calls[path])
+            self._num_calls[path] += 1
             call.shapes = {k: tuple(v.shape) for k, v in given.items() if _floating(v)}
             live = self._wide(given)
             if local == "" and self._enter is not None:
@@ -265,6 +278,25 @@ class Recorder:
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
+
+
+@contextmanager
+def _wrapped(module: torch.nn.Module, around: Callable[..., Any]) -> Iterator[None]:
+    """`around(forward, args, kwargs)` instead of the module's forward."""
+    forward, own = module.forward, module.__dict__.get("forward")
+
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(forward, args, kwargs)
+
+    module.forward = wrapper
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 @contextmanager

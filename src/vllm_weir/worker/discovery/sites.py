@@ -40,8 +40,13 @@ def find_tree(
     is_core: Callable[[torch.nn.Module], bool],
     is_embedding: Callable[[torch.nn.Module], bool],
     run: Run,
+    whole: Callable[[torch.nn.Module], bool] = lambda module: False,
+    look_up: Callable[[], torch.Tensor] | None = None,
 ) -> ModuleTree:
-    """The decoder blocks of a model; raises WeirError saying why there are none to tap. Runs it only for that."""
+    """The decoder blocks of a model; raises WeirError saying why there are none to tap. Runs it only for that.
+
+    `whole`: whether a module is compiled as one piece, so that nothing can be done around its call.
+    """
     name = type(model).__name__
     stacks: dict[str, torch.nn.ModuleList] = {}
     for path, module in model.named_modules():
@@ -60,7 +65,10 @@ def find_tree(
         raise WeirError(f"{name} has {_no_stack(stacks, family, run)}", "model")
     stack, modules = next(iter(stacks.items()))
     blocks = {i: m for i, m in enumerate(modules) if type(m).__name__ != "PPMissingLayer"}
-    return ModuleTree(model, stack, blocks, len(modules), width, is_core, is_embedding)
+    names = stack.split(".")
+    above = (".".join(names[:n]) for n in range(len(names)))
+    entrance = next((path for path in above if not whole(model.get_submodule(path))), "")
+    return ModuleTree(model, stack, blocks, len(modules), width, is_core, is_embedding, entrance, look_up)
 
 
 def _no_stack(stacks: dict[str, torch.nn.ModuleList], family: ModelDescription, run: Run) -> str:

@@ -27,7 +27,7 @@ class CapturingRequest:
     """Tokens that the request can generate."""
     postprocess: Postprocess | None
     directions: int
-    """Number of the treatment's directions or codec, -1 for none."""
+    """``PACKED - number`` of the treatment's codec, -1 for none."""
     profiles: dict[int, int] = field(default_factory=dict)
     """Code -> profile."""
     row_seqs: dict[int, RowSequence] = field(default_factory=dict)
@@ -186,9 +186,7 @@ class CapturePlanner:
                     cell = ResultCell("packed", record, record * len(columns), reading.directions, self.row_bytes)
                 elif reading.postprocess.directions:
                     values = len(reading.postprocess.directions)
-                    cell = ResultCell(
-                        "scores", values, cell_rows(len(columns), values, self.row_bytes), reading.directions
-                    )
+                    cell = ResultCell("scores", values, 4 * values * len(columns), reading.directions, self.row_bytes)
                 else:
                     in_prompt, rows = 0, rows - in_prompt
             row_seq = self._row_seqs.open(reading.request_id, reading.reply, columns, in_prompt, max(rows, 1), cell)

@@ -83,7 +83,7 @@ class Planner:
     ) -> None:
         """Start capturing for a request that can generate `most` tokens.
 
-        `directions`: number of those that its treatment multiplies with, or ``PACKED - number`` of its codec.
+        `directions`: ``PACKED - number`` of the codec that its treatment asks for, -1 for none.
         """
         self._end_repeat()
         wanted = self._wanted[spec]

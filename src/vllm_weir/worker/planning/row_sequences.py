@@ -49,11 +49,12 @@ class ResultCell:
     """What a strand holds of a token (or of all of them) instead of rows: [columns, values] float32.
 
     Attributes:
-        kind: ``"scores"``, ``"fold"`` or ``"packed"``; the last holds [columns, values] bytes instead.
+        kind: ``"fold"``, or a codec's records: ``"scores"`` or ``"packed"``; the last holds [columns, values] bytes.
         values: per column.
-        rows: arena rows that it takes; bytes if packed.
-        directions: number of the directions, -1 for none; ``-2 - number`` of the codec if packed.
-        grain: bytes of an arena row if packed: then places are counted in bytes, and cells follow without gaps.
+        rows: arena rows that it takes; bytes if it holds records.
+        directions: ``-2 - number`` of the codec, -1 for none.
+        grain: bytes of an arena row if it holds records: then places are counted in bytes, and cells follow without
+            gaps.
     """
 
     kind: str
@@ -110,7 +111,7 @@ class RowSequences:
     grain: np.ndarray
     """Units of `width` in an arena row: 1, or the bytes of a row for a packed strand."""
     directions: np.ndarray
-    """Number of the directions that a cell's products are with, -1 for none; see `ResultCell`."""
+    """Of a cell, see there; -1 for rows."""
     last: np.ndarray
     """Position of the latest row."""
 
@@ -131,8 +132,7 @@ class RowSequences:
         if cell is None:
             shape = (len(columns), 0, -1, len(columns))
         else:
-            taken = len(columns) + (0 if cell.kind == "packed" else cell.rows)
-            shape = (cell.rows, len(columns), cell.directions, taken)
+            shape = (cell.rows, len(columns), cell.directions, len(columns))
         row_seq = RowSequence(next(self._numbers), index, request_id, reply, columns, prompt_rows, most_rows, shape)
         self.live[index] = row_seq
         self.number[index] = row_seq.number

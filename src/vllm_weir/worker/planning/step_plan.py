@@ -13,7 +13,7 @@ from vllm_weir.schema.reductions import FIELDS
 from vllm_weir.worker.planning.row_sequences import RowSequences
 
 PACKED = -2
-"""A job whose number of directions is this or less is sent compressed, by codec ``PACKED - number``."""
+"""A job whose last number is this or less is sent as what codec ``PACKED - number`` makes of it."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class StepPlan:
         rows: ring rows that the step writes.
         tokens: int64 [m], the captured tokens whose rows are recorded, one for each job.
         jobs: int64 [n, 5], what is sent: ring row, arena row, number of rows, ring rows of the same token that stand
-            before it, and number of the directions with which those are multiplied to make it, or -1.
+            before it (0), and -1.
         runs: (start, end) in `jobs` of tokens that follow each other in the step and in the arena; the other jobs
             stand alone.
         marks: reply address -> int32 [m, 5], see `mail.MARK_FIELDS`.
@@ -103,14 +103,9 @@ class StepPlan:
         return live[np.searchsorted(self.slots[self.tokens[live]], slots)]
 
     @functools.cached_property
-    def whole(self) -> bool:
-        """Whether something is made of all columns' rows together, which must be in the ring then."""
-        return bool((self.jobs[:, 4] >= 0).any())
-
-    @functools.cached_property
     def treated(self) -> bool:
         """Whether something is made of rows before it is sent."""
-        return self.whole or len(self.packs) > 0
+        return len(self.packs) > 0
 
 
 class AdvancedPlan(StepPlan):
@@ -125,7 +120,7 @@ class AdvancedPlan(StepPlan):
     def __init__(self, base: StepPlan, times: int) -> None:
         known = vars(base)
         self.__dict__.update({name: known[name] for name in _LASTING})
-        self.__dict__.update(_base=base, _times=times, treated=base.treated, whole=base.whole)
+        self.__dict__.update(_base=base, _times=times, treated=base.treated)
 
     @functools.cached_property
     def jobs(self) -> np.ndarray:  # type: ignore[override]

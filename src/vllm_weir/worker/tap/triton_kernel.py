@@ -28,7 +28,6 @@ _AFTER_POST = tl.constexpr(programs.AFTER_POST)
 _SPAN = tl.constexpr(SPAN)
 _MAXIMUM = tl.constexpr(MAXIMUM)
 _SEEDED = tl.constexpr(SEEDED)
-_AT_ONCE = tl.constexpr(2)
 _INTS = tl.constexpr(len(programs.INT_FIELDS))
 _FLOATS = tl.constexpr(len(programs.FLOAT_FIELDS))
 
@@ -64,22 +63,30 @@ def _term(node, h, ints, floats, vectors, d_model, offsets, inside):
 
 
 @triton.jit
-def _row(hidden, other, token, hidden_stride, other_stride, tap, offsets, inside, HAS_OTHER: tl.constexpr):
-    """The stream at a token, in the model's dtype, and what stands beside `hidden` there."""
-    scale = tl.load(tap + 1).to(tl.float32, bitcast=True)
+def _load(hidden, other, token, hidden_stride, other_stride, offsets, inside, HAS_OTHER: tl.constexpr):
+    """What is at a token, and what stands beside it there."""
     row = tl.load(hidden + token * hidden_stride + offsets, mask=inside, other=0.0)
     beside = row
     if HAS_OTHER:
         beside = tl.load(other + token * other_stride + offsets, mask=inside, other=0.0)
-        other_scale = tl.load(tap + 2).to(tl.float32, bitcast=True)
-        # As the model rounds: a sum is scaled, or terms of different scales are added.
-        both = (row.to(tl.float32) + beside.to(tl.float32)).to(row.dtype).to(tl.float32) * scale
-        one = (row.to(tl.float32) * scale).to(row.dtype).to(tl.float32)
-        terms = one + (beside.to(tl.float32) * other_scale).to(row.dtype).to(tl.float32)
-        row = tl.where(scale == other_scale, both, terms).to(row.dtype)
-    else:
-        row = (row.to(tl.float32) * scale).to(row.dtype)
     return row, beside
+
+
+@triton.jit
+def _stream(row, beside, scale, other_scale, HAS_OTHER: tl.constexpr):
+    """The stream of both, in the model's dtype."""
+    if HAS_OTHER:
+        # As the model rounds: a sum is scaled, or terms of different scales are added.
+        if scale == other_scale:
+            row = (row.to(tl.float32) + beside.to(tl.float32)).to(row.dtype)
+            if scale != 1.0:
+                row = (row.to(tl.float32) * scale).to(row.dtype)
+        else:
+            one = (row.to(tl.float32) * scale).to(row.dtype).to(tl.float32)
+            row = (one + (beside.to(tl.float32) * other_scale).to(row.dtype).to(tl.float32)).to(row.dtype)
+    elif scale != 1.0:
+        row = (row.to(tl.float32) * scale).to(row.dtype)
+    return row
 
 
 @triton.jit
@@ -112,9 +119,20 @@ def _follow(node, h, past_post, ints, floats, vectors, d_model, offsets, inside)
 @triton.jit
 def _joined(so_far, row, counts, maximum):
     """A reduction with one row more, if that counts."""
-    row = row.to(tl.float32)
-    with_it = tl.where(maximum, tl.maximum(so_far, row, propagate_nan=tl.PropagateNan.ALL), so_far + row)
-    return tl.where(counts, with_it, so_far)
+    if counts:
+        if maximum:
+            so_far = tl.maximum(so_far, row.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
+        else:
+            so_far += row.to(tl.float32)
+    return so_far
+
+
+@triton.jit
+def _counts(plan, token, k, span, whole):
+    """Whether the `k`-th token of a group's span is one of the group."""
+    here = k < span
+    mark = tl.load(plan + (token + k) * 4 + 3, mask=here & (whole == 0), other=0)
+    return here & (whole | (k == 0) | (mark < 0))
 
 
 @triton.jit
@@ -152,6 +170,7 @@ def _fold(
     whole = tl.sum(member.to(tl.int32), axis=0) == span
     programs = tl.load(some + 2, mask=member, other=-1).to(tl.int64)
     steered = tl.max(tl.load(heads + programs * num_taps + site, mask=programs >= 0, other=-1), axis=0) >= 0
+    scale, other_scale = tl.load(tap + 1).to(tl.float32, bitcast=True), tl.load(tap + 2).to(tl.float32, bitcast=True)
     last = 0
     for stage in range(1, STAGES):
         last = tl.where(tl.load(at + stage) >= 0, stage, last)
@@ -169,9 +188,10 @@ def _fold(
                     if counts:
                         program = tl.load(mine + 2).to(tl.int64)
                         node = tl.load(heads + program * num_taps + site, mask=program >= 0, other=-1).to(tl.int64)
-                        row, beside = _row(
-                            hidden, other, token + k, hidden_stride, other_stride, tap, offsets, inside, HAS_OTHER
+                        row, beside = _load(
+                            hidden, other, token + k, hidden_stride, other_stride, offsets, inside, HAS_OTHER
                         )
+                        row = _stream(row, beside, scale, other_scale, HAS_OTHER)
                         first, h = node, row.to(tl.float32)
                         if stage > 0:
                             node, h = _follow(node, h, stage > 1, ints, floats, vectors, d_model, offsets, inside)
@@ -183,18 +203,23 @@ def _fold(
                                 HAS_OTHER,
                             )  # fmt: skip
             else:
-                for k in range(0, span, _AT_ONCE):
-                    # The loads of several rows are under way before the first of them is joined.
-                    for j in tl.static_range(_AT_ONCE):
-                        here = k + j < span
-                        mine = plan + (token + k + j) * 4
-                        other_s = tl.load(mine + 3, mask=here & (whole == 0), other=0)
-                        counts = here & (whole | (k + j == 0) | (other_s < 0))
-                        row, beside = _row(
-                            hidden, other, token + k + j, hidden_stride, other_stride, tap, offsets, inside & here,
-                            HAS_OTHER,
-                        )  # fmt: skip
-                        so_far = _joined(so_far, row, counts, maximum)
+                for k in range(0, span, 2):
+                    # The loads of both rows are under way before the first of them is joined.
+                    at_k = token + k
+                    a, beside_a = _load(hidden, other, at_k, hidden_stride, other_stride, offsets, inside, HAS_OTHER)
+                    b, beside_b = _load(
+                        hidden,
+                        other,
+                        at_k + 1,
+                        hidden_stride,
+                        other_stride,
+                        offsets,
+                        inside & (k + 1 < span),
+                        HAS_OTHER,
+                    )
+                    in_a, in_b = _counts(plan, token, k, span, whole), _counts(plan, token, k + 1, span, whole)
+                    so_far = _joined(so_far, _stream(a, beside_a, scale, other_scale, HAS_OTHER), in_a, maximum)
+                    so_far = _joined(so_far, _stream(b, beside_b, scale, other_scale, HAS_OTHER), in_b, maximum)
             tl.store(to, so_far, mask=inside)
 
 
@@ -255,7 +280,9 @@ def _tap(
     elif recorded | (node >= 0):
         offsets = tl.arange(0, BLOCK)
         inside = offsets < d_model
-        row, beside = _row(hidden, other, token, hidden_stride, other_stride, tap, offsets, inside, HAS_OTHER)
+        row, beside = _load(hidden, other, token, hidden_stride, other_stride, offsets, inside, HAS_OTHER)
+        scale = tl.load(tap + 1).to(tl.float32, bitcast=True)
+        row = _stream(row, beside, scale, tl.load(tap + 2).to(tl.float32, bitcast=True), HAS_OTHER)
         tl.store(ring + (slot + r0) * d_model + offsets, row, mask=inside & (r0 >= 0))
         if node < 0:
             tl.store(ring + (slot + r1) * d_model + offsets, row, mask=inside & (r1 >= 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -108,12 +109,22 @@ class Codecs:
         self._d_model, self._device, self._dtype = d_model, device, dtype
         self._numbers = itertools.count()
         self._of: dict[Compression, int] = {}
-        self._codecs: dict[int, Codec] = {}
+        self._codecs: dict[int, Any] = {}
         self._users: dict[Compression, set[str]] = {}
         self._held: dict[str, Compression] = {}
 
-    def __getitem__(self, number: int) -> Codec:
+    def __getitem__(self, number: int) -> Any:
         return self._codecs[number]
+
+    def enter(self, codec: Any) -> int:
+        """The number of a codec that somebody else keeps count of: something that encodes as `Codec` does."""
+        number = next(self._numbers)
+        self._codecs[number] = codec
+        return number
+
+    def strike(self, number: int) -> None:
+        """It is not used any more."""
+        del self._codecs[number]
 
     def hold(self, request_id: str, compression: Compression) -> int:
         """The number of a codec that `request_id` uses from now on."""

@@ -1,5 +1,5 @@
-"""Treatments: what is made of recorded rows on the device before anything is sent: products with directions, and
-compressed records."""
+"""Treatments: records that are made of a step's rows on the device before anything is sent: rows compressed, or their
+products with directions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_weir.worker.transfer.codecs import Codecs
 
 @dataclass(frozen=True)
 class CompressedRecords:
-    """Compressed records on their way to the host.
+    """Records on their way to the host.
 
     Attributes:
         records: uint8 [n, record_bytes] on the device.
@@ -30,24 +30,11 @@ class Postprocessor:
     """Works on a step's rows in the ring; on CUDA on the current stream.
 
     Args:
-        ring: [rows, d_model]. Results are left in it as float32, in the rows that the plan keeps for them.
+        ring: [rows, d_model].
     """
 
     def __init__(self, ring: torch.Tensor) -> None:
         self._ring = ring
-        words = ring.shape[1] * ring.element_size() // 4
-        self._cells = ring.view(torch.float32).view(len(ring), words) if words else ring
-
-    def run(self, plan: StepPlan, start: int, directions: dict[int, torch.Tensor]) -> None:
-        """Make what the plan wants of the rows from ring row `start` on; `directions`: number -> float32 [m, d]."""
-        jobs = plan.jobs[(plan.jobs[:, 4] >= 0) & (plan.jobs[:, 2] > 0)]
-        kinds = {(int(d), int(lead), int(cell)) for _, _, cell, lead, d in jobs}
-        for number, lead, cell in sorted(kinds):
-            some = jobs[(jobs[:, 4] == number) & (jobs[:, 3] == lead), 0] + start
-            rows = self._ring[self._index(some - lead, lead)].float()
-            if rows.is_cuda:
-                directions[number].record_stream(torch.cuda.current_stream())
-            self._leave(some, cell, (rows @ directions[number].T).view(len(some), -1))
 
     def pack(self, plan: StepPlan, start: int, codecs: Codecs, quick: bool) -> list[CompressedRecords]:
         """The records that the plan wants of the rows from ring row `start` on, a packet for each codec: of those that
@@ -66,21 +53,10 @@ class Postprocessor:
             packets.append(CompressedRecords(records, pieces_of(places, sizes)))
         return packets
 
-    def _index(self, slots: np.ndarray, width: int) -> torch.Tensor:
-        every = (slots[:, None] + np.arange(width)).ravel()
-        return upload(every, self._ring.device)
-
     def _ranges(self, firsts: np.ndarray, sizes: np.ndarray) -> torch.Tensor:
         """first, first + 1, .. for each of them, one after the other."""
         ends = sizes.cumsum()
         return upload(np.repeat(firsts - (ends - sizes), sizes) + np.arange(ends[-1]), self._ring.device)
-
-    def _leave(self, slots: np.ndarray, cell: int, values: torch.Tensor) -> None:
-        """Values float32 [n, k] to the first words of `cell` ring rows each, from `slots` on."""
-        words = self._cells.shape[1]
-        padded = values.new_zeros(len(slots), cell * words)
-        padded[:, : values.shape[1]] = values
-        self._cells[self._index(slots, cell)] = padded.view(-1, words)
 
 
 def pieces_of(places: np.ndarray, sizes: np.ndarray) -> np.ndarray:

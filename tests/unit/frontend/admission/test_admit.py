@@ -285,12 +285,28 @@ def site_request(**more):
     return {"weir": {"v": 1, "capture": [{"hook": "resid_post", "layers": [1], **more}]}}
 
 
+def test_embed_of_a_prompt_that_holds_embeddings():
+    """Refused, with the stream that was given as the way out; everything else of the request is served."""
+    every = [{"hook": hook} for hook in HOOKS if hook != "embed"]
+    asked = {"v": 1, "capture": every}
+    assert admit({"weir": asked}, FACTS, has_token_ids=False, has_embeddings=True).spec.site_requests
+    add = Add(np.ones(128), 0, hook="embed")
+    for wrong, field in (
+        (asked | {"capture": [*every, {"hook": "hook_embed"}]}, "capture[6].hook"),
+        (RequestSpec((), (add,)).to_json(), "interventions[0].hook"),
+    ):
+        assert admit({"weir": wrong}, FACTS)
+        with pytest.raises(WeirError, match=r"given as embeddings or images.*resid_pre at layer 0") as e:
+            admit({"weir": wrong}, FACTS, has_embeddings=True)
+        assert e.value.field == field
+
+
 def test_what_is_remembered_of_an_admission():
     """Equal wishes share it; what JSON tells apart, and what Python would take for equal, does not."""
     from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, _same_site_request
 
-    def key(extra, ids=True, names=0):
-        found = _same_site_request(extra, ids, names)
+    def key(extra, ids=True, names=0, embeddings=False):
+        found = _same_site_request(extra, ids, names, embeddings)
         return found and found.key
 
     assert key(site_request()) == key(site_request()) is not None
@@ -309,7 +325,10 @@ def test_what_is_remembered_of_an_admission():
         site_request(before={"a": "b"}),
         site_request(layers="all"),
     ]
-    keys = [key(w) for w in apart] + [key(site_request(), False)]
+    keys = [key(w) for w in apart] + [
+        key(site_request(), ids, embeddings=given) for ids, given in ((False, True), (True, True))
+    ]
+    keys += [key({}, ids, embeddings=given) for ids, given in ((True, False), (False, True), (True, True))]
     assert len(set(keys)) == len(keys) and None not in keys
     for named in (site_request(project={"ref": "name"}), site_request(project="name")):  # what a name means can change
         assert key(named) == key(named) != key(named, names=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import MAX_TOKEN_SELECTORS
-from vllm_weir.frontend.admission.reach import Vocabulary, tokens_of
+from vllm_weir.frontend.admission.reachable import Vocabulary, tokens_of
 from vllm_weir.frontend.admission.vector_registry import RegistryContents
 from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.schema.positions import Positions
@@ -68,7 +69,8 @@ def test_refused_just_where_no_row_is_selected(selector, P, max_tokens):
             with pytest.raises(WeirError) as e:
                 ask(frontend, item, P=P, max_tokens=max_tokens)
             assert e.value.field == f"{field}.positions"
-            assert f"max_tokens={max_tokens}" in e.value.message and "raise max_tokens" in e.value.message
+            assert f"max_tokens={max_tokens}" in e.value.message
+            assert e.value.message.endswith("raise max_tokens" if max_tokens == G else "raise max_model_len")
             assert selector == "generated" or f"the last position that has one is {P + G - 2};" in e.value.message
         assert not len(frontend.store) or reached
     finally:
@@ -115,6 +117,19 @@ def test_vllm_lens_s_fields(frontend):
         assert wire is None and not tracker.pending.memory.spec.site_requests
     with pytest.raises(WeirError, match="expected true, a list"):
         ask(frontend, output_residual_stream="x")
+
+
+@pytest.mark.parametrize("flags", itertools.product([False, True], repeat=4))
+def test_the_drop_in_classes_need_no_second_token(frontend, flags):
+    from vllm import SamplingParams
+
+    from vllm_weir.integrations.probe_hook import HiddenStateRequest
+
+    for layers, P in (("all", 1), ([1, 2], 6)):
+        params = HiddenStateRequest.parse(layers, *flags).ask(SamplingParams(max_tokens=1))
+        extra = params.extra_args or {}
+        tracker, _ = frontend.admit(f"r{next(_numbers)}", extra, [5] * P, P, 1)
+        assert bool(tracker.pending.memory.spec.site_requests) == any(flags) == bool(extra)
 
 
 def test_max_model_len_bounds_what_is_generated():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from tests.unit.blocks import (
     D,
     Fused,
     Model,
+    Norm,
     Parallel,
     Sandwich,
     Sequential,
@@ -31,6 +34,7 @@ from tests.unit.more_blocks import (
     WrittenInto,
 )
 from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
+from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.overrides import ModelDescription
 from vllm_weir.worker.discovery.recorder import Recorder, value_at
 from vllm_weir.worker.discovery.sites import find_tree, map_sites
@@ -245,8 +249,117 @@ def test_embeddings_given_in_a_buffer_of_zeros_that_blocks_write_into(kind, dtyp
     with torch.inference_mode():
         sites = map_sites(tree, run, dtype, ModelDescription())
     assert all(supported(sites, layer) == set(BLOCK_HOOKS) for layer in range(LAYERS))
-    assert list(sites.refused) == [Site("embed", 0)]
-    assert not buffer.any()
+    assert sites.anchors[Site("embed", 0)] == Anchor("", "before", TensorKey("arg", 1, "inputs_embeds"))
+    assert str(sites.anchors[Site("embed", 0)]) == "inputs_embeds of the model, before the call"
+    assert not sites.refused and not buffer.any()
+
+
+class Entered(torch.nn.Module):
+    """A model that is given embeddings, inside one that is what the runner calls."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.model = inner
+
+    def forward(self, ids=None, inputs_embeds=None):
+        return self.model(None, inputs_embeds)
+
+
+def given(model, look_up=None, whole=lambda module: False, width=D):
+    """The verdicts on a model that is given embeddings."""
+    torch.manual_seed(0)
+    buffer = torch.zeros(TOKENS, width)
+
+    def run() -> None:
+        model(inputs_embeds=buffer)
+
+    def is_embedding(module) -> bool:
+        return isinstance(module, torch.nn.Embedding) and module.num_embeddings == 11
+
+    tree = find_tree(
+        model,
+        D,
+        LAYERS,
+        ModelDescription(),
+        lambda m: isinstance(m, Core),
+        is_embedding,
+        run,
+        whole=whole,
+        look_up=look_up,
+    )
+    with torch.inference_mode():
+        return map_sites(tree, run, torch.float32, ModelDescription())
+
+
+def test_embeddings_that_are_scaled_and_given_positions_and_widened():
+    """What is done to them inside is measured, as where the tokens are looked up inside."""
+
+    class Scaled(GivenEmbeddings):
+        def forward(self, ids=None, inputs_embeds=None):
+            hidden = self.enter(inputs_embeds)
+            for layer in self.layers:
+                hidden = layer(None, hidden)
+            return self.norm(hidden)
+
+    class Positions(Scaled):
+        def enter(self, hidden):
+            return 3.0 * hidden + self.wpe(torch.arange(TOKENS))
+
+    class Narrow(Scaled):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+            self.widen = torch.nn.Linear(D // 2, D)
+
+        def enter(self, hidden):
+            return self.widen(hidden) + self.wpe(torch.arange(TOKENS))
+
+    class Normed(Scaled):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+            self.embed_norm = Norm()
+
+        def enter(self, hidden):
+            return self.embed_norm(hidden)
+
+    anchor = given(Positions([Sequential] * LAYERS, positions=True)).anchors[Site("embed", 0)]
+    assert (anchor.module, anchor.hidden.name) == ("", "inputs_embeds") and anchor.scale == pytest.approx(3, rel=1e-6)
+    widened = given(Narrow([Sequential] * LAYERS, positions=True), width=D // 2)
+    assert widened.anchors[Site("embed", 0)].module == "widen" and not widened.refused
+    assert given(Normed([Sequential] * LAYERS)).anchors[Site("embed", 0)].module == "embed_norm"
+
+
+def test_what_is_compiled_whole_is_not_where_embeddings_are_tapped():
+    model = Entered(GivenEmbeddings([Fused] * LAYERS, True))
+    for whole, path in ((lambda m: False, ""), (lambda m: m is model, "model")):
+        anchor = given(model, whole=whole).anchors[Site("embed", 0)]
+        assert (anchor.module, anchor.when, anchor.hidden.name) == (path, "before", "inputs_embeds")
+
+
+def test_positions_that_are_looked_up_inside_are_not_taken_for_tokens():
+    """By a table of the same kind as the tokens'."""
+
+    class Positions(GivenEmbeddings):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+            self.places = torch.nn.Embedding(11, D)
+
+        def forward(self, ids=None, inputs_embeds=None):
+            return super().forward(inputs_embeds=inputs_embeds + self.places(torch.arange(TOKENS)))
+
+    assert given(Positions([Fused] * LAYERS, True)).anchors[Site("embed", 0)].hidden.name == "inputs_embeds"
+
+
+def test_embeddings_that_are_not_the_tables_are_refused():
+    """What a model's look-up adds to its table (an embedding of n-grams, say) is no part of the token embedding."""
+    model = GivenEmbeddings([Fused] * LAYERS, True)
+    ids = torch.arange(TOKENS)
+    looks: dict[str, Any] = {
+        "": lambda: 2.5 * model.embed_tokens(ids),
+        "no multiple": lambda: model.embed_tokens(ids) + model.embed_tokens(ids.flip(0)),
+    }
+    for why, look_up in looks.items():
+        sites = given(model, look_up)
+        assert why in sites.refused.get(Site("embed", 0), "") and (why != "") == (Site("embed", 0) in sites.refused)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

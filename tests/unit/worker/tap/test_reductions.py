@@ -23,6 +23,7 @@ from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.tap import cpu_kernel
 from vllm_weir.worker.tap.op import numbered
 from vllm_weir.worker.tap.reductions import TapReducer
+from vllm_weir.worker.transfer.directions import Products
 
 LAYERS, D = 2, 6
 TAPS = num_taps(LAYERS)
@@ -186,3 +187,16 @@ def test_what_is_kept_between_steps_is_freed_and_used_again(often):
         for k in range(10, 20):
             worker.planner.remove(f"r{k}")
     assert held == most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("m", [1, 2, 17, 256])
+def test_products_of_a_row_do_not_depend_on_the_others(dtype, m):
+    draw = torch.Generator().manual_seed(0)
+    rows, matrix = torch.randn(300, 192, generator=draw).to(dtype), torch.randn(m, 192, generator=draw)
+    made = Products(matrix)
+    every = made.encode(rows).view(torch.float32)
+    assert every.shape == (300, m) and made.record_bytes == 4 * m
+    assert torch.equal(every, torch.cat([made.encode(some).view(torch.float32) for some in rows.split([1, 7, 292])]))
+    want = rows.double() @ matrix.double().T
+    assert (every.double() - want).abs().max() <= 1e-6 * want.abs().max()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 from vllm_weir.schema.interventions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
-from vllm_weir.worker import folds, folds_triton
+from vllm_weir.worker import directions_triton, folds, folds_triton
 from vllm_weir.worker.tap.reductions import MAXIMUM, SEEDED
 from vllm_weir.worker.steering.programs import AFTER_POST, LAST
 from vllm_weir.schema.selectors import STAGES
@@ -149,6 +149,12 @@ for seed in range(20):
     folds._join(work, *theirs)
     done = [slice(a, a + c) for a, _, c, _, _, over, *_ in work.tolist() if over]
     assert all(torch.equal(ours[0][at], theirs[0][at]) for at in done) and torch.equal(ours[1], theirs[1]), seed
+for seed in range(12):
+    draw = torch.Generator().manual_seed(seed)
+    n, m, d = (int(torch.randint(1, most, (), generator=draw)) for most in (70, 12, 150))
+    rows, matrix = torch.randn(n, d, generator=draw), torch.randn(m, d, generator=draw)
+    got, want = directions_triton.products(rows, matrix), rows.double() @ matrix.double().T
+    assert got.shape == want.shape and (got - want).abs().max() <= 1e-5 * want.abs().max(), seed
 print("same", recorded > 300, steered > 300, turned > 300, folded > 50)
 """
 

@@ -28,6 +28,7 @@ from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.tap.reductions import TapReducer
 from vllm_weir.worker.transfer import streamed_copy as stream
 from vllm_weir.worker.transfer.codecs import Codecs
+from vllm_weir.worker.transfer.directions import Products
 from vllm_weir.worker.transfer.packed_bands import packs_of
 from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
 from vllm_weir.worker.transfer.postprocess import Postprocessor
@@ -271,14 +272,23 @@ def test_bands_that_are_written_at_once_share_no_rows(members, order, known, lan
         assert all(b - a >= lanes * width for a, b in itertools.pairwise(open_))
 
 
-def test_compressed_rows_are_streamed_and_sums_are_not():
+def test_compressed_rows_and_scores_are_streamed():
     planner, codecs = planner_of(4000), Codecs(D, CPU)
     number = codecs.hold("r", Compression.parse("full8", "c"))
     planner.read("r", "a", spec_of([("resid_post", "all", "all")], "full8"), 6, None, 30, PACKED - number)
     plan = step(planner, [("r", 6, 0)])
-    assert plan.treated and not plan.whole
     (pack,) = packs_of(plan, codecs, CPU)
-    assert pack.packet().pieces.tolist() == [[0, 0, 6 * LAYERS * codecs[number].record_bytes]]
+    assert plan.treated and pack.packet().pieces.tolist() == [[0, 0, 6 * LAYERS * codecs[number].record_bytes]]
+    planner.remove("r")
+    site_requests = spec_of([("resid_post", "all", "all")]).site_requests
+    number = codecs.enter(Products(torch.ones(3, D)))
+    planner.read(
+        "s", "a", ResolvedSpec(site_requests, Postprocess(None, ("x", "y", "z"))), 6, None, 30, PACKED - number
+    )
+    plan = step(planner, [("s", 6, 0)])
+    (pack,) = packs_of(plan, codecs, CPU)
+    assert plan.treated and plan.rows == 6 * LAYERS, "rows take room while they are in the ring, scores none"
+    assert pack.packet().pieces[:, 2].tolist() == [6 * LAYERS * 3 * 4]
 
 
 def test_orders_are_learned_from_steps_that_come_to_some_of_the_taps():

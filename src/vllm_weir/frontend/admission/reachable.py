@@ -116,18 +116,18 @@ def check_reached(asked: Asked, prompt_len: int, generated: int, max_tokens: int
     for positions, field in asked:
         if positions.reaches(prompt_len, end):
             continue
-        room = f"max_tokens={max_tokens}"
+        room, more = f"max_tokens={max_tokens}", "max_tokens"
         if generated < max_tokens:
-            room += f", of which max_model_len leaves room for {generated},"
+            room, more = f"{room}, of which max_model_len leaves room for {generated},", "max_model_len"
         if positions.kind == "generated":
             raise WeirError(
                 f"'generated' selects no row: with {room} the one generated token never enters the model; use "
-                "'sampled' (the rows that outputs are sampled from) or 'last_prompt', or raise max_tokens",
+                f"'sampled' (the rows that outputs are sampled from) or 'last_prompt', or raise {more}",
                 field,
             )
         raise WeirError(
             f"{brief(positions.to_json())} selects no row: with {_tokens(prompt_len)} in the prompt and {room} the "
-            f"last position that has one is {end - 1}; name some from 0 to {end - 1}, or raise max_tokens",
+            f"last position that has one is {end - 1}; name some from 0 to {end - 1}, or raise {more}",
             field,
         )
 

@@ -1,0 +1,134 @@
+"""Engines that take prompts as embeddings: `embed` is served to requests with tokens, in one batch with the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vllm_weir as weir
+from tests.conformance.oracle import Oracle
+from tests.engine.common import assert_nothing_is_held, directory, ids_of, sampling, tokens
+from tests.support.engines import get_llm
+from tests.support.measure import rel_err
+from vllm_weir.schema.hooks import HOOKS
+
+pytestmark = pytest.mark.engine
+BOUND = 1e-5
+EVERY = [weir.Capture(hook) for hook in HOOKS]
+FAMILIES = {  # what a model does to the embeddings that it is given
+    "llama": "nothing",
+    "gpt2": "positions are added",
+    "gemma3": "they are scaled as they are looked up",
+    "opt": "positions are added",
+}
+
+
+def engine(root, family, shape="a", **more):
+    more = {"max_num_batched_tokens": 64, "max_num_seqs": 8} | more
+    return get_llm(directory(root, family, shape), block_size=32, enable_prompt_embeds=True, **more)
+
+
+def embedded(truth: Oracle, ids: list[int]) -> torch.Tensor:
+    """What vLLM takes for the embeddings of these tokens: what transformers' embedding layer returns."""
+    with torch.no_grad():
+        return truth.model.get_input_embeddings()(torch.tensor(ids))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_in_mixed_batches(root, family):
+    """Chunked prompts, decoding, neighbours with embeddings and without Weir's keys: against transformers, twice."""
+    llm, truth = engine(root, family), Oracle(directory(root, family))
+    assert all(v.supported for v in weir.sites(llm))
+    prompts, asked = [], []
+    for n, length in enumerate((70, 33, 5, 64, 1, 20)):
+        ids = tokens(length, n)
+        prompts.append({"prompt_embeds": embedded(truth, ids)} if n % 3 == 1 else {"prompt_token_ids": ids})
+        inside = [capture for capture in EVERY if capture.hook != "embed" or n % 3 != 1]
+        asked.append(sampling(6) if n % 3 == 2 else weir.params(sampling(6), capture=inside))
+    for _ in range(2):  # the second time prompts are in the prefix cache
+        outs = llm.generate(prompts, asked, use_tqdm=False)
+        for n, (out, length) in enumerate(zip(outs, (70, 33, 5, 64, 1, 20), strict=True)):
+            if n % 3 == 2:
+                assert out.activations is None
+                continue
+            ids = [*tokens(length, n), *out.outputs[0].token_ids][:-1]
+            rows, _ = truth.points(ids)
+            assert {tuple(site) for site in out.activations.sites} == {
+                site for site in rows if n % 3 != 1 or site[0] != "embed"
+            }
+            for site in out.activations.sites:
+                assert out.activations[site].shape == rows[tuple(site)].shape
+                assert rel_err(out.activations[site], rows[tuple(site)]) <= BOUND, (n, site)
+    del outs, out
+    assert_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_added_at_embed_arrives(root, family):
+    """Next to a request with embeddings and one without keys, which are what they are alone."""
+    llm, truth = engine(root, family), Oracle(directory(root, family))
+    size = 2.0 * embedded(truth, [7]).abs().mean()
+    v = size * torch.randn(truth.hidden_size, generator=torch.Generator().manual_seed(3))
+    ids, others = tokens(20), [{"prompt_embeds": embedded(truth, tokens(9, 1))}, {"prompt_token_ids": tokens(30, 2)}]
+    alone = [out.outputs[0].token_ids for out in llm.generate(others, sampling(5), use_tqdm=False)]
+    add = weir.params(sampling(5), capture=EVERY, interventions=weir.Add(v, 0, hook="embed", positions="2:"))
+    out, *beside = llm.generate([{"prompt_token_ids": ids}, *others], [add, sampling(5), sampling(5)], use_tqdm=False)
+    ids = ids_of(out)[:-1]
+    rows, _ = truth.steer(ids, "embed", 0, v, list(range(2, len(ids))))
+    for site in out.activations.sites:
+        assert rel_err(out.activations[site], rows[tuple(site)]) <= BOUND, site
+    assert [other.outputs[0].token_ids for other in beside] == alone
+    early = weir.params(
+        sampling(1), capture=weir.Capture("embed", before=True), interventions=weir.Add(v, 0, hook="embed")
+    )
+    (out,) = llm.generate({"prompt_token_ids": tokens(20)}, early, use_tqdm=False)
+    assert rel_err(out.activations["embed"], truth.points(tokens(20))[0]["embed", 0]) <= BOUND
+
+
+def test_the_request_with_embeddings_is_refused_and_no_other(root):
+    """By a capture and by an intervention; the way out that the refusal names gives what the prompt was."""
+    llm, truth = engine(root, "llama"), Oracle(directory(root))
+    given = embedded(truth, tokens(9))
+    vector = torch.ones(truth.hidden_size)
+    for asked, field in (
+        ({"capture": weir.Capture("embed")}, "capture[0].hook"),
+        (
+            {"capture": [weir.Capture("resid_post"), weir.Capture("hook_embed", positions="generated")]},
+            "capture[1].hook",
+        ),
+        ({"interventions": weir.Add(vector, 0, hook="embed")}, "interventions[0].hook"),
+    ):
+        with pytest.raises(weir.WeirError, match=r"is given as embeddings.*resid_pre at layer 0") as e:
+            llm.generate({"prompt_embeds": given}, weir.params(sampling(2), **asked), use_tqdm=False)
+        assert e.value.field == field
+        (out,) = llm.generate({"prompt_token_ids": tokens(9)}, weir.params(sampling(2), **asked), use_tqdm=False)
+        assert out.receipt.prompt_tokens == 9
+    asked = weir.params(sampling(1), capture=weir.Capture("resid_pre", 0))
+    (out,) = llm.generate({"prompt_embeds": given}, asked, use_tqdm=False)
+    assert torch.equal(out.activations["resid_pre", 0], given)
+    weir.set_global(llm, [weir.Add(vector, 0, hook="embed")])
+    try:
+        with pytest.raises(weir.WeirError, match="is given as embeddings"):
+            llm.generate({"prompt_embeds": given}, sampling(2), use_tqdm=False)
+        assert llm.generate({"prompt_token_ids": tokens(9)}, sampling(2), use_tqdm=False)
+    finally:
+        weir.clear_global(llm)
+    del out, e
+    assert_nothing_is_held(llm)
+
+
+def test_compiled(root):
+    """Tapped outside what is compiled, since tokens are looked up there."""
+    llm = engine(root, "llama", enforce_eager=False)
+    truth = Oracle(directory(root))
+    asked = weir.params(sampling(4), capture=EVERY)
+    for _ in range(2):
+        out, other = llm.generate(
+            [{"prompt_token_ids": tokens(40)}, {"prompt_embeds": embedded(truth, tokens(7))}],
+            [asked, sampling(4)],
+            use_tqdm=False,
+        )
+        rows, _ = truth.points(ids_of(out)[:-1])
+        for site in out.activations.sites:
+            assert rel_err(out.activations[site], rows[tuple(site)]) <= BOUND, site
+        assert len(other.outputs[0].token_ids) == 4
