@@ -145,12 +145,12 @@ def main(model_dir: str, mode: str, module: str = "") -> None:
         load_general_plugins()
         os.environ["VLLM_PLUGINS"] = "another"
     elif mode == "broken":
-        from vllm_weir.patches import table
+        from vllm_weir.patches import registry
 
         def install(active: bool) -> None:
             raise ZeroDivisionError("of our own making")
 
-        table.install = install
+        registry.install = install
     found: Any
     if mode == "unguarded":
         found = twice(model_dir)

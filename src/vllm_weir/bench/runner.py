@@ -79,10 +79,10 @@ class Bench:
             self.check_steering(*kind)  # first: what is timed later may end the engine
         if len(names) > 1:
             for size in self.plan.sizes():
-                self.take_pacing([t for t in tallies if t.task.size == size])
+                self.take_turns([t for t in tallies if t.task.size == size])
         else:
             for tally in tallies:
-                self.take_pacing([tally])
+                self.take_turns([tally])
         self.stop(names)
         self.write()
 
@@ -129,7 +129,7 @@ class Bench:
             if name in self.clients:
                 self.clients.pop(name).close()
 
-    def take_pacing(self, tallies: Sequence[TaskTimes]) -> None:
+    def take_turns(self, tallies: Sequence[TaskTimes]) -> None:
         """Warm-ups of each, then one repeat of each after the other, so that a drift meets all alike."""
         for tally in tallies:
             self.skip_if_hopeless(tally)

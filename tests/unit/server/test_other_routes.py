@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 from vllm_weir import WeirError
-
-server = pytest.importorskip("vllm_weir.patches.server")
+from vllm_weir.patches import server
+from vllm_weir.server import context
 
 WISH = {"v": 1, "capture": [{"hook": "resid_post"}]}
 
@@ -26,13 +26,13 @@ WISH = {"v": 1, "capture": [{"hook": "resid_post"}]}
 )
 def test_what_would_be_dropped_is_refused(extra, field):
     with pytest.raises(WeirError) as caught:
-        server.check_answered(SimpleNamespace(extra_args=extra))
+        context.check_answered(SimpleNamespace(extra_args=extra))
     assert caught.value.field == field
 
 
 @pytest.mark.parametrize("extra", [None, {}, {"other": 1}, {"apply_hooks": None}])
 def test_what_asks_for_no_rows_goes_on(extra):
-    server.check_answered(SimpleNamespace(extra_args=extra))
+    context.check_answered(SimpleNamespace(extra_args=extra))
 
 
 class Body(BaseModel):

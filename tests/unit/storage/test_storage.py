@@ -462,12 +462,12 @@ import sys
 from pathlib import Path
 from vllm_weir.extraction.readers import Parquet
 from vllm_weir.storage import load
-from vllm_weir.storage.object_store import Store
+from vllm_weir.storage.object_store import ObjectStore
 threads = lambda: len(list(Path("/proc/self/task").iterdir()))
 before = threads()
 assert len(load(sys.argv[1])) == 4
-store = Store(sys.argv[2])
-part = type("Part", (), {"name": "texts.parquet"})
+store = ObjectStore(sys.argv[2])
+part = type("InputFile", (), {"name": "texts.parquet"})
 assert list(Parquet().read(store, part, 0, 9, "text")) == ["a", "b"]
 assert threads() == before, (before, threads())
 """

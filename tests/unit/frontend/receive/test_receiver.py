@@ -29,16 +29,16 @@ from vllm_weir.frontend.receive.row_store import RowStore
 SCRIPT = """
 import os, sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from vllm_weir.frontend.receive.receiver import Inbox
-from vllm_weir.frontend.receive.row_store import Store
-inbox = Inbox(Store())
+from vllm_weir.frontend.receive.receiver import Receiver
+from vllm_weir.frontend.receive.row_store import RowStore
+receiver = Receiver(RowStore())
 before = [sorted(files) for _, _, files in os.walk(sys.argv[1])]
 child = os.fork()
 if child == 0:
     sys.exit(0)
 os.waitpid(child, 0)
 assert [sorted(files) for _, _, files in os.walk(sys.argv[1])] == before, "its child took the sockets along"
-inbox.close()
+receiver.close()
 assert not os.listdir(sys.argv[1])
 """
 

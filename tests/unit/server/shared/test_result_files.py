@@ -228,8 +228,8 @@ def test_processes_share_a_directory_and_the_last_removes_it(tmp_path):
 
 def test_what_a_killed_server_left_is_removed(tmp_path):
     code = (
-        "import os, signal; from vllm_weir.server.shared.directory import Home; "
-        f"h = Home(KEY, {str(tmp_path)!r}); (h.room('spool') / 'old').write_text('x'); "
+        "import os, signal; from vllm_weir.server.shared.directory import SharedDirectory; "
+        f"h = SharedDirectory(KEY, {str(tmp_path)!r}); (h.room('spool') / 'old').write_text('x'); "
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     for key in (11, 12):

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 from vllm_weir.schema.interventions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
-from vllm_weir.worker import directions_triton, folds, folds_triton
-from vllm_weir.worker.tap.reductions import MAXIMUM, SEEDED
+from vllm_weir.schema.reductions import MAXIMUM, SEEDED
+from vllm_weir.worker.tap import reduction_kernel, reductions
+from vllm_weir.worker.transfer import direction_kernel
 from vllm_weir.worker.steering.programs import AFTER_POST, LAST
-from vllm_weir.schema.selectors import STAGES
+from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.tap import cpu_kernel as tap_cpu
 from vllm_weir.worker.tap.op import numbered
 from vllm_weir.worker.tap.triton_kernel import launch
@@ -145,15 +146,15 @@ for seed in range(20):
         cell += groups * columns
     tables = [torch.from_numpy(draw.standard_normal((size, d))).float() for size in (cell, kept)]
     ours, theirs = ([x.clone() for x in tables] for _ in range(2))
-    folds_triton.join(torch.from_numpy(work), int(work[:, 2].max()), *ours)
-    folds._join(work, *theirs)
+    reduction_kernel.join(torch.from_numpy(work), int(work[:, 2].max()), *ours)
+    reductions._join(work, *theirs)
     done = [slice(a, a + c) for a, _, c, _, _, over, *_ in work.tolist() if over]
     assert all(torch.equal(ours[0][at], theirs[0][at]) for at in done) and torch.equal(ours[1], theirs[1]), seed
 for seed in range(12):
     draw = torch.Generator().manual_seed(seed)
     n, m, d = (int(torch.randint(1, most, (), generator=draw)) for most in (70, 12, 150))
     rows, matrix = torch.randn(n, d, generator=draw), torch.randn(m, d, generator=draw)
-    got, want = directions_triton.products(rows, matrix), rows.double() @ matrix.double().T
+    got, want = direction_kernel.products(rows, matrix), rows.double() @ matrix.double().T
     assert got.shape == want.shape and (got - want).abs().max() <= 1e-5 * want.abs().max(), seed
 print("same", recorded > 300, steered > 300, turned > 300, folded > 50)
 """
