@@ -121,7 +121,7 @@ def cases(v, d, special):
     ] + [
         [(weir.Ablate, (v(d), "all"), {"special": False}), (weir.Add, (2 * v(d), 1), {"special": True})],
         [(weir.Add, (2 * v(d), 1), s) for s in SELECTORS],  # as many as a request may have
-        [(weir.Add, (v(9, d), 1), "generated"), (weir.Replace, (v(d), 2, 0.5), {"special": False})],
+        [(weir.Add, (v(9, d), 1), "100:109"), (weir.Replace, (v(d), 2, 0.5), {"special": False})],
         [(weir.Clamp, (v(d), 1), {"not_token_ids": [3]})],
     ]  # fmt: skip
     for case in made:
