@@ -102,8 +102,9 @@ class Scheduler:
         self.max_num_scheduled_tokens = 8192
         model = SimpleNamespace(get_hidden_size=lambda: WIDTH, dtype=torch.bfloat16)
         device = SimpleNamespace(device_type="cpu")
+        limits = SimpleNamespace(max_num_seqs=256, long_prefill_token_threshold=0)
         self.vllm_config = SimpleNamespace(
-            additional_config={"weir": SETTINGS}, model_config=model, device_config=device
+            additional_config={"weir": SETTINGS}, model_config=model, device_config=device, scheduler_config=limits
         )
 
 
