@@ -30,6 +30,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 import vllm_weir as weir
 from vllm_weir.config.settings import Settings
 from vllm_weir.frontend.engine_frontend import EngineFrontend
+from vllm_weir.frontend.lookup import view_of
 from vllm_weir.patches import frontend
 from vllm_weir.patches import sampling_params as params
 from vllm_weir.patches import scheduler as core
@@ -180,7 +181,7 @@ class Run:
             self.runtime.follow((), self.ids)
         self.runtime.end_step()
         self.line.carry(Clock(), "last")
-        views = [view for o in outputs if (view := frontend.view_of(o)) is not None]
+        views = [view for o in outputs if (view := view_of(o)) is not None]
         with clock.part("caller: check at the end, a request", self.count):
             for view in views:
                 frontend._verify(view)

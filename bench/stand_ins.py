@@ -14,7 +14,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from vllm_weir.config.settings import Settings
 from vllm_weir.frontend.engine_frontend import EngineFrontend
-from vllm_weir.frontend.receive import receiver as receiver
+from vllm_weir.frontend.receive.receiver import deliver
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.site_map import SiteMap
@@ -86,9 +86,9 @@ class Line:
             for reply in replies:
                 with clock.part(f"worker: drain thread, {kind} message"):
                     self._drain._tell(reply, parcel, "")
-                with clock.part(f"caller: inbox thread, {kind} message"):
-                    receiver.deliver(self._frontend.store, receiver.reply.token, self._frames.pop(), receiver._mapped)
-                with clock.part(f"caller: inbox thread, what is made after a {kind} message"):
+                with clock.part(f"caller: receiver thread, {kind} message"):
+                    deliver(self._frontend.store, receiver.reply.token, self._frames.pop(), receiver._mapped)
+                with clock.part(f"caller: receiver thread, what is made after a {kind} message"):
                     while self._frontend.store.prepare():
                         pass
         self.parcels.clear()
