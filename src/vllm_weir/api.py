@@ -1,4 +1,4 @@
-"""What a caller writes: `params` puts Weir's wishes into a copy of vLLM's SamplingParams."""
+"""What a caller writes: `params` puts captures and interventions into a copy of vLLM's SamplingParams."""
 
 from __future__ import annotations
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import msgspec
 
 MARK_FIELDS = ("row_seq", "rank", "position", "count", "stride")
-"""Rows `rank`.. of a strand are those of `count` positions from `position`, `stride` apart; rank -1: dropped."""
+"""Rows `rank`.. of a row sequence are those of `count` positions from `position`, `stride` apart; rank -1: dropped."""
 STEER_FIELDS = ("group", "position", "count", "stride")
 """A group's interventions were applied at these positions."""
 
 
 class SequenceOpened(msgspec.Struct, array_like=True):
-    """A strand: rows of one request that share their columns.
+    """A row sequence: rows of one request that share their columns.
 
     `kind` is ``"rows"``; for ``"fold"`` a rank is a cell of arena rows instead, which holds [columns, values] float32,
     a reduction of the prompt's rows. For ``"scores"`` a rank is [columns, values] float32, products with directions,

@@ -9,7 +9,7 @@ from vllm_weir.guard import refuse
 
 
 def register() -> None:
-    """Hold vLLM's seams; what keeps Weir from working becomes the refusal of every request with its keys.
+    """Patch vLLM; what keeps Weir from working becomes the refusal of every request with its keys.
 
     Raises:
         RuntimeError: if not even the guard that refuses can be held. The engine does not start then.

@@ -112,8 +112,8 @@ def main(out: Path) -> None:
 
     plain = SamplingParams(max_tokens=MAX_TOKENS, temperature=0)
     for name, case in cases().items():
-        site_requests = {k: v for k, v in case.items() if k != "model"}
-        run(name, weir.params(plain, **site_requests), "model" in case)
+        weir_objects = {k: v for k, v in case.items() if k != "model"}
+        run(name, weir.params(plain, **weir_objects), "model" in case)
     lens = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, extra_args=LENS)
     run("lens", lens)
     both = weir.params(plain, capture=weir.Capture(layers=[2, 3]))

@@ -76,11 +76,9 @@ def test_every_way_gives_the_bytes_that_the_offline_engine_gives(client, weir_se
 def test_openais_own_client_gets_them_too(client, weir_server, offline_answers):
     """Without any of Weir's code on this side, but for reading the file."""
     case = cases()["steer"]
-    site_request = weir_object(case["capture"], case["interventions"], (), 8 << 20, False)
+    asked = weir_object(case["capture"], case["interventions"], (), 8 << 20, False)
     plain = openai.OpenAI(base_url=f"{weir_server.url}/v1", api_key=weir_server.api_key, max_retries=0)
-    out = plain.chat.completions.create(
-        model=weir_server.model, messages=MESSAGES, **SAME, extra_body={"weir": site_request}
-    )
+    out = plain.chat.completions.create(model=weir_server.model, messages=MESSAGES, **SAME, extra_body={"weir": asked})
     acts = activations_of(base64.b64decode(out.choices[0].weir["activations"]["b64"]))
     assert bits(acts) == bits(weir.Activations.load(offline_answers / "steer.safetensors"))
 

@@ -42,8 +42,8 @@ WISHES = {
 
 def body(prompt: str, kind: str, **more) -> dict:
     out = {"model": "demo", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    site_request = WISHES[kind]
-    return out | {"return_token_ids": True} | ({"weir": site_request} if site_request else {}) | more
+    weir_object = WISHES[kind]
+    return out | {"return_token_ids": True} | ({"weir": weir_object} if weir_object else {}) | more
 
 
 @dataclass

@@ -111,12 +111,12 @@ def test_a_closed_engine_leaves_neither_threads_nor_its_model(root):
     get_llm(directory(root))
     close_all()
     before = threads()
-    assert {t.name for t in before} <= {"weir-inbox"}
+    assert {t.name for t in before} <= {"weir-receiver"}
     llm = get_llm(directory(root))
     out = llm.generate(prompts([5]), asking("all", 4)[0], use_tqdm=False)[0]
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     model = weakref.ref(worker.model_runner.get_model())
-    assert {t.name for t in threads()} == {"weir-inbox", "weir-link", "weir-drain"}
+    assert {t.name for t in threads()} == {"weir-receiver", "weir-link", "weir-drain"}
     del llm, worker
     close_all()
     assert threads() == before and model() is None

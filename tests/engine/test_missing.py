@@ -117,7 +117,7 @@ def test_a_server_without_a_package_serves_and_says_why_it_does_not(tmp_path):
     close_all()
     with running(tmp_path / "log", PLAIN, env={"PYTHONPATH": path, "VLLM_PLUGINS": "weir"}) as client:
         assert client.post("/v1/completions", json=body).status_code == 200
-        site_request = {"v": 1, "capture": [{"hook": "resid_post"}]}
+        weir_object = {"v": 1, "capture": [{"hook": "resid_post"}]}
         chat = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
         for route, about in (
             ("completions", body),
@@ -125,8 +125,8 @@ def test_a_server_without_a_package_serves_and_says_why_it_does_not(tmp_path):
             ("chat/completions", chat),
         ):
             for more in (
-                {"weir": site_request},
-                {"vllm_xargs": {"weir": json.dumps(site_request)}},
+                {"weir": weir_object},
+                {"vllm_xargs": {"weir": json.dumps(weir_object)}},
                 {"steering_name": "happy"},
             ):
                 got = client.post(f"/v1/{route}", json=about | more)

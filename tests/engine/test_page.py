@@ -84,8 +84,8 @@ def say(page, text: str, nth: int = 1) -> list[dict]:
     )
 
 
-def asked(server, messages, **site_request) -> dict:
-    body = {"model": "demo", "messages": messages, "max_tokens": 64, "temperature": 0, "weir": {"v": 1, **site_request}}
+def asked(server, messages, **weir_object) -> dict:
+    body = {"model": "demo", "messages": messages, "max_tokens": 64, "temperature": 0, "weir": {"v": 1, **weir_object}}
     answer = server.post("/v1/chat/completions", json=body)
     answer.raise_for_status()
     return answer.json()["choices"][0]
@@ -95,10 +95,10 @@ def user(text: str) -> list[dict]:
     return [{"role": "user", "content": text}]
 
 
-def scores_of(server, name: str = "happy", **site_request) -> tuple[np.ndarray, dict]:
+def scores_of(server, name: str = "happy", **weir_object) -> tuple[np.ndarray, dict]:
     """[tokens, blocks] of the first reply to TEXT, and its choice."""
     capture = {"hook": "resid_post", "layers": "all", "positions": "sampled", "project": {"ref": name}}
-    choice = asked(server, user(TEXT), capture=[capture], **site_request)
+    choice = asked(server, user(TEXT), capture=[capture], **weir_object)
     sites = choice["weir"]["scores"]["sites"]
     return np.array([[row[0] for row in sites[f"resid_post.{layer}"]] for layer in range(len(sites))]).T, choice
 

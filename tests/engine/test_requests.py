@@ -116,13 +116,13 @@ def test_tokens_that_do_not_occur_give_no_rows(llm, truth, selector):
 def test_selectors_that_select_nothing_are_refused(llm, truth, selector, max_tokens, field):
     """Of captures and of interventions, whatever else is asked; the engine goes on."""
     vector = torch.ones(truth.hidden_size)
-    for site_request, name in (
+    for weir_object, name in (
         ({"capture": [weir.Capture(), weir.Capture("resid_pre", 1, selector)]}, "capture[1]"),
         ({"interventions": [weir.Add(vector, 1), weir.Ablate(vector, 1, positions=selector)]}, "interventions[1]"),
         ({"interventions": weir.Add(0 * vector, 1, positions=selector)}, "interventions[0]"),
     ):
         for n in (1, 2):
-            params = weir.params(sampling(max_tokens, n=n, temperature=float(n > 1)), **site_request)
+            params = weir.params(sampling(max_tokens, n=n, temperature=float(n > 1)), **weir_object)
             with pytest.raises(weir.WeirError) as e:
                 llm.generate(prompts([6]), params, use_tqdm=False)
             assert e.value.field.startswith(f"{name}.positions{field}"), e.value

@@ -60,15 +60,15 @@ def offline():
     """What the same requests give in a process of their own, one at a time as the tests send them."""
     llm = get_llm(weir.demo_model(), max_model_len=256, block_size=32)
     steered = {"interventions": [weir.Add([0.5] * 256, 3, scale=2.0)]}
-    site_requests = {
+    weir_objects = {
         "rows": {"capture": CAPTURE},
         "steered": {"capture": CAPTURE} | steered,
         "scores": {"capture": [projection()]},
     }
     found = {}
-    for name, site_request in site_requests.items():
+    for name, weir_object in weir_objects.items():
         for prompt in PROMPTS:
-            out = llm.generate([prompt], weir.params(sampling(G), **site_request), use_tqdm=False)[0]
+            out = llm.generate([prompt], weir.params(sampling(G), **weir_object), use_tqdm=False)[0]
             rows = {site: (out.activations[site].clone(), out.activations.positions_of(*site).tolist())
                     for site in out.activations.sites}  # fmt: skip
             receipt = json.loads(json.dumps(out.receipt.to_dict()))
@@ -179,9 +179,9 @@ def test_plain_answers_are_vllm_s(client):
 @pytest.mark.parametrize("name", ["rows", "steered"])
 @pytest.mark.parametrize("how", ["inline", "reference", "xargs", "streamed", "streamed reference"])
 def test_the_rows_are_those_of_the_same_request_offline(client, offline, tmp_path, name, how):
-    site_request = WISH | ({"interventions": [ADD]} if name == "steered" else {})
-    site_request |= {"response": {"inline_bytes": 0 if "reference" in how else 1 << 20}}
-    asked = {"vllm_xargs": {"weir": json.dumps(site_request)}} if how == "xargs" else {"weir": site_request}
+    weir_object = WISH | ({"interventions": [ADD]} if name == "steered" else {})
+    weir_object |= {"response": {"inline_bytes": 0 if "reference" in how else 1 << 20}}
+    asked = {"vllm_xargs": {"weir": json.dumps(weir_object)}} if how == "xargs" else {"weir": weir_object}
     for prompt in PROMPTS:
         expected, tokens, receipt = offline[name, prompt]
         if "streamed" in how:
@@ -208,11 +208,11 @@ def to_archive(**more):
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_operator_s_sinks(client, tmp_path, path, stream):
     """They get rows beside those that come back, of the same sites, and keep nothing else alive."""
-    site_request = {"v": 1, "capture": [*CAPTURE, *to_archive()], "response": {"inline_bytes": 1 << 20}}
+    weir_object = {"v": 1, "capture": [*CAPTURE, *to_archive()], "response": {"inline_bytes": 1 << 20}}
     choice = (
-        choices(events(client, path, weir=site_request))[-1]
+        choices(events(client, path, weir=weir_object))[-1]
         if stream
-        else post(client, path, weir=site_request)["choices"][0]
+        else post(client, path, weir=weir_object)["choices"][0]
     )
     back, receipt = rows_of(client, tmp_path, choice), choice["weir"]["receipt"]
     assert len(back) == 3 and len(back["resid_post", 0]) >= G and receipt["sinks"] == {"archive": "written"}
@@ -313,13 +313,13 @@ def test_chat(client, tmp_path):
 
 def test_scores(client, offline):
     expected, _, _ = offline["scores", PROMPTS[0]]
-    site_request = {"v": 1, "capture": [projection()]}
-    whole = post(client, weir=site_request)["choices"][0]["weir"]
+    weir_object = {"v": 1, "capture": [projection()]}
+    whole = post(client, weir=weir_object)["choices"][0]["weir"]
     assert "activations" not in whole and set(whole["scores"]["sites"]) == {"resid_post.1", "resid_post.4"}
     for (hook, layer), (rows, at) in expected.items():
         found = np.array(whole["scores"]["sites"][f"{hook}.{layer}"], np.float32)
         assert found.tobytes() == rows.numpy().tobytes() and whole["scores"]["positions"] == at
-    parts = choices(events(client, weir=site_request | {"response": {"stream": True}}))
+    parts = choices(events(client, weir=weir_object | {"response": {"stream": True}}))
     assert parts[-1]["weir"]["scores"] == whole["scores"] and "receipt" in parts[-1]["weir"]
     early = [c["weir"]["scores"] for c in parts[:-1]]
     assert len(early) == len(parts) - 1 and all("receipt" not in c.get("weir", {}) for c in parts[:-1])
@@ -327,9 +327,7 @@ def test_scores(client, offline):
     assert at == whole["scores"]["positions"][: len(at)] and len(at) >= len(parts) - 1
     for site, rows in whole["scores"]["sites"].items():
         assert [r for scores in early for r in scores["sites"][site]] == rows[: len(at)]
-    opening, *parts = choices(
-        events(client, "/v1/chat/completions", weir=site_request | {"response": {"stream": True}})
-    )
+    opening, *parts = choices(events(client, "/v1/chat/completions", weir=weir_object | {"response": {"stream": True}}))
     assert opening["delta"] == {"role": "assistant", "content": ""} and "weir" not in opening
     # An engine that is ahead of its reader sends several tokens in one chunk.
     assert 0 < len(parts) <= G and all(c["weir"]["scores"]["positions"] for c in parts)
@@ -525,11 +523,11 @@ def test_vllm_lens_s_keys_give_the_same_rows(client, offline):
 @pytest.mark.parametrize("kind", ["rows", "steered", "scores"])
 def test_what_a_worker_fails_is_no_mistake_of_the_client(client, path, kind):
     """It was answered with 400; a stream of scores was cut without a word."""
-    site_request = {"rows": WISH, "steered": {"v": 1, "interventions": [ADD]},
+    weir_object = {"rows": WISH, "steered": {"v": 1, "interventions": [ADD]},
             "scores": {"v": 1, "capture": [projection()], "response": {"stream": True}}}[kind]  # fmt: skip
     client.get(FAIL).raise_for_status()
-    errors = [post(client, path, 500, weir=site_request)["error"]]
-    made = chat(stream=True, weir=site_request) if "chat" in path else body(stream=True, weir=site_request)
+    errors = [post(client, path, 500, weir=weir_object)["error"]]
+    made = chat(stream=True, weir=weir_object) if "chat" in path else body(stream=True, weir=weir_object)
     client.get(FAIL).raise_for_status()
     with client.stream("POST", path, json=made) as got:
         lines = [line for line in got.iter_lines() if line]
@@ -627,28 +625,28 @@ def test_fifty_at_once_leave_nothing(client, offline, tmp_path):
 
     async def one(http, i):
         prompt, kind = PROMPTS[i % 3], i % 5
-        site_request = WISH | {"response": {"inline_bytes": 0 if i % 2 else 1 << 20}}
+        weir_object = WISH | {"response": {"inline_bytes": 0 if i % 2 else 1 << 20}}
         asked = body(prompt=prompt, return_token_ids=True)
         if kind == 0:
             got = (await http.post("/v1/completions", json=asked)).raise_for_status().json()["choices"][0]
             assert "weir" not in got and got["token_ids"] == offline["rows", prompt][1]
         elif kind in (1, 2):
             name = "rows" if kind == 1 else "steered"
-            site_request |= {} if kind == 1 else {"interventions": [ADD]}
-            got = (await http.post("/v1/completions", json=asked | {"weir": site_request})).raise_for_status().json()
+            weir_object |= {} if kind == 1 else {"interventions": [ADD]}
+            got = (await http.post("/v1/completions", json=asked | {"weir": weir_object})).raise_for_status().json()
             return name, prompt, got["choices"][0]
         elif kind == 3:
             async with http.stream(
-                "POST", "/v1/completions", json=asked | {"weir": site_request, "stream": True}
+                "POST", "/v1/completions", json=asked | {"weir": weir_object, "stream": True}
             ) as got:
                 lines = [line async for line in got.aiter_lines() if line.startswith("data: {")]
             last = json.loads(lines[-1][6:])["choices"][0]
             return "rows", prompt, last
         else:
-            site_request["response"] = {
+            weir_object["response"] = {
                 "inline_bytes": 1 << 20
             }  # one that has ended by then leaves nothing to be fetched
-            long = asked | {"weir": site_request, "stream": True, "max_tokens": 200}
+            long = asked | {"weir": weir_object, "stream": True, "max_tokens": 200}
             async with http.stream("POST", "/v1/completions", json=long) as got:
                 async for line in got.aiter_lines():
                     if line.startswith("data: {"):

@@ -46,14 +46,14 @@ class Server:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def complete(self, site_request: dict | None = None, **more) -> dict:
+    def complete(self, weir_object: dict | None = None, **more) -> dict:
         body = {"model": "demo", "prompt": PROMPT, "max_tokens": G, "temperature": 0, "ignore_eos": True, "logprobs": 1}
-        body |= {"weir": {"v": 1, **site_request}} if site_request is not None else {}
+        body |= {"weir": {"v": 1, **weir_object}} if weir_object is not None else {}
         return self.done("POST", "/v1/completions", json=body | more)["choices"][0]
 
-    def rows(self, tmp_path, **site_request) -> np.ndarray:
+    def rows(self, tmp_path, **weir_object) -> np.ndarray:
         """resid_post[LAYER], [rows, D]."""
-        choice = self.complete({"capture": [CAPTURE], "response": {"inline_bytes": 1 << 20}, **site_request})
+        choice = self.complete({"capture": [CAPTURE], "response": {"inline_bytes": 1 << 20}, **weir_object})
         file = tmp_path / "rows.safetensors"
         file.write_bytes(base64.b64decode(choice["weir"]["activations"]["b64"]))
         return Activations.load(file)["resid_post", LAYER].numpy().copy()  # the file is mapped
@@ -124,12 +124,12 @@ def test_names_and_modules_steer_by_their_newest_meaning(server, tmp_path):
         module = {"name": "cheer", "vectors": {"post_mlp": {str(LAYER): {"vector": {"ref": "happy"}, "scale": 0.5}}}}
         server.done("POST", "/v1/steering/modules/register", json=module)
         add = {"op": "add", "vector": {"ref": "happy"}, "layers": [LAYER], "positions": "prompt"}
-        for site_request, change in (
+        for weir_object, change in (
             ({"interventions": [add]}, k),
             ({"modules": [{"name": "cheer", "scale": 4}]}, 2 * k),
         ):
             for _ in range(2):
-                prompt = server.rows(tmp_path, **site_request)[: len(plain) - G + 1]
+                prompt = server.rows(tmp_path, **weir_object)[: len(plain) - G + 1]
                 assert np.abs(prompt - plain[: len(prompt)] - change * V).max() < BOUND * size
     assert server.done("POST", "/v1/steering/modules/unregister", json={"name": "cheer"})["modules"] == []
     assert server("DELETE", "/v1/vectors/happy").status_code == 204
@@ -168,8 +168,8 @@ def test_steering_of_every_request(server, tmp_path):
 
 
 def test_a_mark_finds_its_rows_in_whichever_process_they_are(server):
-    site_request = {"v": 1, "capture": [CAPTURE | {"sink": "archive", "keep": "marked"}]}
-    body = {"model": "demo", "prompt": [PROMPT, PROMPT], "max_tokens": G, "weir": site_request}
+    weir_object = {"v": 1, "capture": [CAPTURE | {"sink": "archive", "keep": "marked"}]}
+    body = {"model": "demo", "prompt": [PROMPT, PROMPT], "max_tokens": G, "weir": weir_object}
     for _ in range(12):
         answer = server.done("POST", "/v1/completions", json=body)["id"]
         told = server.done("POST", "/v1/marks", json={"id": answer, "metadata": {"n": 1}})

@@ -193,13 +193,13 @@ def test_an_engine_without_a_tokenizer():
     llm = get_llm(directory(), skip_tokenizer_init=True, **ENGINE)
     prompt, base = chat(9), sampling(3, detokenize=False)
     for selector in ({"special": False}, {"special": True}):
-        for site_request in (
+        for weir_object in (
             {"capture": weir.Capture(positions=selector)},
             {"interventions": weir.Add(torch.ones(128), 1, positions=selector)},
         ):
             with pytest.raises(weir.WeirError, match="skip_tokenizer_init") as e:
-                llm.generate(prompt, weir.params(base, **site_request), use_tqdm=False)
-            assert e.value.field == f"{next(iter(site_request))}[0].positions.special"
+                llm.generate(prompt, weir.params(base, **weir_object), use_tqdm=False)
+            assert e.value.field == f"{next(iter(weir_object))}[0].positions.special"
     named = weir.Capture(layers=1, positions={"not_token_ids": [PAD, BOS, EOS, UNK]})
     (out,) = llm.generate(prompt, weir.params(base, capture=named), use_tqdm=False)
     assert out.activations.positions.tolist() == [1, 2, 5, 6, 7, 8, 9, 10]

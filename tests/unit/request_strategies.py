@@ -178,12 +178,12 @@ def any_extra_args(num_layers: int, deepest: int = 5000):
         st.sampled_from(["true", "[0]", "[1, 0]", "false", "[" * 100_000, "9" * 5000, "[true]"]),
         junk(deepest),
     )
-    site_request = any_site_request(num_layers, deepest)
+    weir_object = any_site_request(num_layers, deepest)
     return st.one_of(
-        st.fixed_dictionaries({"weir": site_request}),
-        st.fixed_dictionaries({"weir": site_request}),
+        st.fixed_dictionaries({"weir": weir_object}),
+        st.fixed_dictionaries({"weir": weir_object}),
         st.fixed_dictionaries(
-            {"weir": site_request},
+            {"weir": weir_object},
             optional={"output_residual_stream": lens, "apply_steering_vectors": junk(deepest), "theirs": junk(deepest)},
         ),
         st.fixed_dictionaries({"output_residual_stream": lens}, optional={"apply_steering_vectors": junk(deepest)}),

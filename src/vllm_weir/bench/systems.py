@@ -220,14 +220,14 @@ class VllmLensSystem(StockSystem):
     def steered_pair(self, llm: Any, prompts: list[Any], vectors: torch.Tensor, case: str, size: BatchSize) -> Any:
         # Nothing is returned from before a steering: only its first block, and the prompt's rows, can be compared.
         layers = self.steered_layers(case)
-        site_request = {"output_residual_stream": [layers[0]]}
+        capture = {"output_residual_stream": [layers[0]]}
 
         def rows(asked: list[Any]) -> torch.Tensor:
             outputs = llm.generate(prompts, asked, use_tqdm=False)
             return torch.stack([o.activations["residual_stream"][:, : size.prompt] for o in outputs])
 
-        before = rows([self.base(size, dict(site_request)) for _ in prompts])
-        return layers[:1], before, rows(self._steering(vectors, layers, size, **site_request))
+        before = rows([self.base(size, dict(capture)) for _ in prompts])
+        return layers[:1], before, rows(self._steering(vectors, layers, size, **capture))
 
 
 class ExtractHiddenStatesSystem(StockSystem):

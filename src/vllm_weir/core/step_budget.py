@@ -1,4 +1,4 @@
-"""The scheduler's half: cache keys and hit limits, step budgets, and a place to wait while the tables are full.
+"""Step budgets: how many tokens a step may hold so that what it records has room.
 
 Reads only the engine wire form of a request, see `vllm_weir.frontend.admission.engine_wire.engine_form`.
 """

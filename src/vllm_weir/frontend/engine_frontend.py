@@ -1,4 +1,4 @@
-"""The desk: one per engine in the caller's process. Admits requests and hands their rows to their outputs."""
+"""The engine frontend, one per engine in the caller's process: admits requests, hands rows to their outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.consumers.base import EngineInfo
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import AdmittedRequest, admit
-from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, MOST_KNOWN, _same_site_request
+from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, MOST_KNOWN, admission_key
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import engine_form
 from vllm_weir.frontend.admission.inline_vectors import InlineVectors
@@ -137,7 +137,7 @@ class EngineFrontend:
         self._known.clear()
 
     def require_capabilities(self) -> EngineCapabilities:
-        """The engine's facts; raises WeirError if this engine cannot serve Weir's keys."""
+        """What the engine serves; raises WeirError if this engine cannot serve Weir's keys."""
         if self.refusal is not None:
             raise WeirError(self.refusal, WIRE_KEY)
         if self.capabilities is None:
@@ -198,7 +198,7 @@ class EngineFrontend:
         self, extra_args: Mapping[str, Any], has_token_ids: bool, has_embeddings: bool = False
     ) -> AdmittedRequest:
         """As `admit`; remembered, since thousands of requests ask for the same."""
-        same = _same_site_request(extra_args, has_token_ids, self.registry.version, has_embeddings)
+        same = admission_key(extra_args, has_token_ids, self.registry.version, has_embeddings)
         if same is not None and (known := self._known.get(same.key)) is not None:
             return known
         admitted = admit(

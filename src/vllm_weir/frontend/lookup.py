@@ -12,7 +12,7 @@ from vllm_weir.guard.refuse import refusal_here
 if TYPE_CHECKING:
     from vllm_weir.frontend.outputs.view import OutputView
 
-_FRONTEND, _TRACKER = "_weir_frontend", "_weir_tracker"
+FRONTEND, TRACKER = "_weir_frontend", "_weir_tracker"
 
 
 def view_of(completion: Any) -> OutputView | None:
@@ -21,11 +21,11 @@ def view_of(completion: Any) -> OutputView | None:
 
 
 def frontend_of(llm: Any) -> EngineFrontend:
-    """The desk of an ``LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in; raises WeirError if it has none."""
+    """The frontend of an ``LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in; raises WeirError if it has none."""
     engine = llm
     for attribute in ("llm_engine", "engine"):
         engine = getattr(engine, attribute, engine)
-    frontend = getattr(getattr(engine, "output_processor", None), _FRONTEND, None)
+    frontend = _attached(engine)
     if frontend is None:
         why = refusal_here()
         raise WeirError(
@@ -34,15 +34,19 @@ def frontend_of(llm: Any) -> EngineFrontend:
     return frontend
 
 
+def _attached(engine: Any) -> EngineFrontend | None:
+    return getattr(getattr(engine, "output_processor", None), FRONTEND, None)
+
+
 def has_frontend(engine: Any) -> bool:
     """Whether an engine client is one that Weir serves."""
-    return getattr(getattr(engine, "output_processor", None), _FRONTEND, None) is not None
+    return _attached(engine) is not None
 
 
 async def ask_workers(engine: Any) -> None:
     """Have an ``AsyncLLM``'s workers asked what they serve, once."""
     engine = getattr(engine, "engine", engine)
-    frontend: EngineFrontend | None = getattr(getattr(engine, "output_processor", None), _FRONTEND, None)
+    frontend = _attached(engine)
     if frontend is not None and frontend.capabilities is None and frontend.refusal is None:
         try:
             frontend.learn(await engine.collective_rpc("weir_report"))

@@ -20,7 +20,7 @@ class Tracker:
 
     Args:
         first: where a prefix-cache hit has to end.
-        board: the engine's sinks.
+        manager: the engine's sinks.
         asked: whether the request itself asked for anything; others only have rows for sinks.
         hold: whether whoever asks for views may be held up by sinks without room.
     """

@@ -1,4 +1,4 @@
-"""Run something as soon as a module has been imported, so that holding a seam imports nothing by itself."""
+"""Run something as soon as a module has been imported, so that patching imports nothing by itself."""
 
 from __future__ import annotations
 

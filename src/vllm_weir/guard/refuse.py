@@ -201,7 +201,7 @@ GUARDS: dict[str, Callable[[Any, Any], Any]] = {
     f"{_GENERATE}.generative_scoring.serving:ServingGenerativeScoring.create_generative_scoring": without_room,
     f"{_GENERATE}.structured_decisions.serving:ServingStructuredDecisions.create_decision": without_room,
 }
-"""What is guarded: the path of a seam of `vllm_weir.patches.registry` -> the maker of its wrapper."""
+"""What is guarded: the path of a patch of `vllm_weir.patches.registry` -> the maker of its wrapper."""
 
 
 def hold(status: Status = NOT_LOADED) -> None:

@@ -166,12 +166,12 @@ def server_body(extra_body: Mapping[str, Any]) -> tuple[dict[str, Any], Capture 
         refuse_lens(arguments)
     except WeirError as e:
         raise WeirError(e.message, f"extra_args.{e.field}") from None
-    site_request = extra_body.get(WIRE_KEY)
+    weir_object = extra_body.get(WIRE_KEY)
     if arguments.get(WIRE_KEY) is not None:
-        if site_request is not None:
+        if weir_object is not None:
             raise WeirError("given twice, here and in extra_args", f"extra_body.{WIRE_KEY}")
-        site_request = arguments.pop(WIRE_KEY)
-    spec, rest = _parsed(site_request)
+        weir_object = arguments.pop(WIRE_KEY)
+    spec, rest = _parsed(weir_object)
     asks = lens_capture(arguments.pop(LENS_CAPTURE_KEY, False))
     steers = arguments.pop(LENS_STEER_KEY, None)
     spec = RequestSpec(
@@ -206,26 +206,26 @@ def _arguments(extra_body: Mapping[str, Any], body: dict[str, Any]) -> dict[str,
     return {**own, **given}
 
 
-def _parsed(site_request: Any) -> tuple[RequestSpec, dict[str, Any]]:
+def _parsed(weir_object: Any) -> tuple[RequestSpec, dict[str, Any]]:
     """(captures and interventions, the rest) of the ``weir`` object as users write it."""
-    if site_request is None:
+    if weir_object is None:
         return RequestSpec(), {}
-    if isinstance(site_request, str):
-        site_request = loads(site_request, WIRE_KEY)
-    if isinstance(site_request, RequestSpec):
-        return site_request, {}
-    if not isinstance(site_request, Mapping):
-        raise WeirError(f"expected an object, got {type(site_request).__name__}", WIRE_KEY)
-    for key in site_request:
+    if isinstance(weir_object, str):
+        weir_object = loads(weir_object, WIRE_KEY)
+    if isinstance(weir_object, RequestSpec):
+        return weir_object, {}
+    if not isinstance(weir_object, Mapping):
+        raise WeirError(f"expected an object, got {type(weir_object).__name__}", WIRE_KEY)
+    for key in weir_object:
         if key not in ("v", "capture", "interventions", MODULES_KEY, RESPONSE_KEY):
             known = f"capture, interventions, {MODULES_KEY}, {RESPONSE_KEY}, v"
             raise WeirError(f"unknown key; known are {known}", f"{WIRE_KEY}.{brief(key)}")
-    if site_request.get("v", WIRE_VERSION) != WIRE_VERSION:
+    if weir_object.get("v", WIRE_VERSION) != WIRE_VERSION:
         raise WeirError(f"this Weir speaks version {WIRE_VERSION}", f"{WIRE_KEY}.v")
-    captures = parse_captures(site_request.get("capture", ()), "capture")
-    interventions = parse_interventions(site_request.get("interventions", ()), "interventions")
+    captures = parse_captures(weir_object.get("capture", ()), "capture")
+    interventions = parse_interventions(weir_object.get("interventions", ()), "interventions")
     return RequestSpec(captures, interventions), {
-        k: site_request[k] for k in (MODULES_KEY, RESPONSE_KEY) if k in site_request
+        k: weir_object[k] for k in (MODULES_KEY, RESPONSE_KEY) if k in weir_object
     }
 
 

@@ -1,4 +1,4 @@
-"""Seams of the probe: the model is run a few times, uncompiled, between being loaded and being compiled."""
+"""Patches for discovery: the model is run a few times, uncompiled, between being loaded and being compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seams in the caller's process: engines, requests on their way in, outputs on their way out."""
+"""Patches in the caller's process: engines, requests on their way in, outputs on their way out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.reachable import Vocabulary
 from vllm_weir.frontend.engine_frontend import EngineFrontend, RequestObserver
-from vllm_weir.frontend.lookup import _FRONTEND, _TRACKER, ask_workers, unreported
+from vllm_weir.frontend.lookup import FRONTEND, TRACKER, ask_workers, unreported
 from vllm_weir.frontend.pacing import entry_of
 from vllm_weir.frontend.receive.release import HeldSequences, holding
 from vllm_weir.frontend.sinks.manager import check_sinks
@@ -33,7 +33,7 @@ def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[.
     def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         params = request.sampling_params
         tracker = observer = None
-        frontend = getattr(self, _FRONTEND, None)
+        frontend = getattr(self, FRONTEND, None)
         if params is not None and (params.extra_args or (frontend is not None and frontend.universal)):
             observer = None if frontend is None else frontend.observer
             try:
@@ -47,7 +47,7 @@ def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[.
                 raise WeirRequestError(e.message, e.field) from None
         original(self, request, *args, **kwargs)
         if tracker is not None:
-            assert frontend is not None, "only a desk admits"
+            assert frontend is not None, "only an engine frontend admits"
             if (held := holding.get()) is not None:
                 held.add(frontend.store, tracker.pending)
             state = self.request_states[request.request_id]
@@ -55,7 +55,7 @@ def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[.
             tracker.name(caller, state.request_index)
             if observer is not None:
                 observer.admitted()
-            setattr(state, _TRACKER, tracker)
+            setattr(state, TRACKER, tracker)
             frontend.pacing.mine(state)
 
     return wrapper
@@ -64,7 +64,7 @@ def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[.
 def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
     if status.refusal is not None:
         raise WeirError(status.refusal, WIRE_KEY)
-    frontend: EngineFrontend | None = getattr(output_processor, _FRONTEND, None)
+    frontend: EngineFrontend | None = getattr(output_processor, FRONTEND, None)
     if frontend is None:
         raise WeirError("this engine was built without Weir's knowledge", WIRE_KEY)
     if request.resumable:
@@ -92,7 +92,7 @@ def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
 def new_completion_output(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     def wrapper(self: Any, token_ids: list[int], finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, token_ids, finish_reason, *args, **kwargs)
-        tracker = getattr(self, _TRACKER, None)
+        tracker = getattr(self, TRACKER, None)
         if tracker is not None:
             delta = self.output_kind.name == "DELTA"
             generated = self.detokenizer.output_token_ids
@@ -151,7 +151,7 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
     model = config.model_config
     vocabulary = Vocabulary(model.get_vocab_size(), engine.output_processor.tokenizer)
     frontend = EngineFrontend(settings, chunked, host, refusal, model.model, hold, vocabulary, model.max_model_len)
-    setattr(engine.output_processor, _FRONTEND, frontend)
+    setattr(engine.output_processor, FRONTEND, frontend)
     frontend.pacing.live = engine.output_processor.request_states
     return frontend
 
@@ -187,7 +187,7 @@ def _check_settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def async_llm_generate(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     async def stream(self: Any, held: HeldSequences | None, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        frontend: EngineFrontend | None = getattr(self.output_processor, _FRONTEND, None)
+        frontend: EngineFrontend | None = getattr(self.output_processor, FRONTEND, None)
         outputs = original(self, *args, **kwargs)
         async for output in outputs if held is None else _held(held, outputs):
             for completion in output.outputs:
@@ -204,7 +204,7 @@ def async_llm_generate(original: Callable[..., Any], _status: PatchStatus) -> Ca
             yield output
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        frontend: EngineFrontend | None = getattr(self.output_processor, _FRONTEND, None)
+        frontend: EngineFrontend | None = getattr(self.output_processor, FRONTEND, None)
         if frontend is not None and frontend.served:
             from vllm_weir.server.context import check_answered
 
@@ -251,7 +251,7 @@ def _verify(view: OutputView) -> None:
 def async_llm_add_request(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         params = kwargs.get("params", args[2] if len(args) > 2 else None)
-        frontend: EngineFrontend | None = getattr(self.output_processor, _FRONTEND, None)
+        frontend: EngineFrontend | None = getattr(self.output_processor, FRONTEND, None)
         if carries_keys(getattr(params, "extra_args", None)) or (frontend is not None and frontend.universal):
             await ask_workers(self)
         try:

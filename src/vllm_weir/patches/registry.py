@@ -1,4 +1,4 @@
-"""The table of seams: what is held where, for what, and on which vLLM it was verified."""
+"""The table of patches: what is held where, for what, and on which vLLM it was verified."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 RAN = ("0.26.0", "0.32.0")
 """vLLM versions that ran: 0.32.0 on CPU with runner V1 (all tests), 0.26.0 on H200s with runner V2 (tests/gpu)."""
 READ = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.33.0")
-"""vLLM versions whose released source has every seam (scripts/check_seams.py), but on which nothing was run."""
+"""vLLM versions whose released source has all that is patched (scripts/check_seams.py); nothing was run on them."""
 
 WORKER, CORE, FRONTEND, SERVER, EVERYWHERE = "worker", "engine core", "caller", "API server", "everywhere"
 
@@ -33,12 +33,12 @@ class Patch:
         module, name: where it is, e.g. ``vllm.v1.engine.llm_engine`` and ``LLMEngine.__init__``.
         process: where the wrapper acts.
         purpose: one sentence.
-        wrapper: ``module:function`` of the wrapper's maker, which takes the original; None for a seam that is held on
+        wrapper: ``module:function`` of the wrapper's maker, which takes the original; None for one that is made on
             an instance once it exists (see `vllm_weir.patches.worker`) and is only checked here.
         needs: parameters that the original must have.
         guard: whether Weir does not let the engine start without it.
         serving: whether only a server needs it: without it requests over HTTP that carry Weir's keys are refused.
-        variant: the model runner it belongs to, of which an engine uses one; empty for seams that every engine needs.
+        variant: the model runner it belongs to, of which an engine uses one; empty for patches that every engine needs.
         recent: whether it belongs to a route that older vLLMs lack together with its module.
     """
 
@@ -186,7 +186,7 @@ class PatchStatus:
 
     Attributes:
         active: False when Weir is disabled: only the guard is held, and it refuses.
-        problems: seam path -> what is wrong; any entry refuses every request with Weir's keys.
+        problems: path of a patch -> what is wrong; any entry refuses every request with Weir's keys.
         serving_problems: likewise, for requests over HTTP.
         failure: what kept Weir's own code from being loaded, or None; likewise refuses every request. What serves HTTP
             alone counts for that alone.
@@ -199,16 +199,16 @@ class PatchStatus:
     failure: str | None = None
     serving_failure: str | None = None
 
-    def note(self, seam: Patch, why: str) -> None:
-        """`seam` cannot be held."""
-        (self.serving_problems if seam.serving else self.problems)[seam.path] = why
+    def note(self, patch: Patch, why: str) -> None:
+        """`patch` cannot be made."""
+        (self.serving_problems if patch.serving else self.problems)[patch.path] = why
 
-    def fail(self, seam: Patch, e: Exception) -> None:
-        """Weir's own code for `seam` could not be loaded."""
+    def fail(self, patch: Patch, e: Exception) -> None:
+        """Weir's own code for `patch` could not be loaded."""
         why = guard.cause_of(e)
         if why not in (self.failure, self.serving_failure):
             logger.error("requests with Weir's keys are refused: %s", why, exc_info=e)
-        if seam.serving:
+        if patch.serving:
             self.serving_failure = self.serving_failure or why
         else:
             self.failure = self.failure or why
@@ -235,68 +235,68 @@ def _told(problems: dict[str, str]) -> str | None:
 
 
 def install(active: bool) -> PatchStatus:
-    """Hold every seam of this process, each as soon as its module is imported; with `active` False only the guard.
+    """Make every patch of this process, each as soon as its module is imported; with `active` False only the guard.
 
     Raises:
         Unguarded: if the guard cannot be held, because then requests with Weir's keys would run unheeded.
     """
     status = PatchStatus(active)
-    for seam in PATCHES:
-        if seam.wrapper is None or not (active or seam.path in guard.GUARDS):
+    for patch in PATCHES:
+        if patch.wrapper is None or not (active or patch.path in guard.GUARDS):
             continue
-        if _module_exists(seam.module):
-            when_imported(seam.module, functools.partial(_hold, seam, status))
-        elif not seam.recent:
-            status.note(seam, "the module does not exist")
-        if seam.guard and seam.path in status.problems:
-            raise guard.Unguarded(f"Weir cannot guard this vLLM: {seam.path}: {status.problems[seam.path]}")
+        if _module_exists(patch.module):
+            when_imported(patch.module, functools.partial(_hold, patch, status))
+        elif not patch.recent:
+            status.note(patch, "the module does not exist")
+        if patch.guard and patch.path in status.problems:
+            raise guard.Unguarded(f"Weir cannot guard this vLLM: {patch.path}: {status.problems[patch.path]}")
     return status
 
 
-def _hold(seam: Patch, status: PatchStatus, _module: object) -> None:
+def _hold(patch: Patch, status: PatchStatus, _module: object) -> None:
     try:
-        found = guard.unguarded(seam.find())
+        found = guard.unguarded(patch.find())
         original: Any = found.fget if isinstance(found, property) else found
-        if getattr(original, "__weir__", None) == seam.path:
+        if getattr(original, "__weir__", None) == patch.path:
             return
-        wrapper = _wrapped(seam, original, status)
+        wrapper = _wrapped(patch, original, status)
         if wrapper is None:
             return
-        owner_name, _, attribute = seam.name.rpartition(".")
-        module = importlib.import_module(seam.module)
+        owner_name, _, attribute = patch.name.rpartition(".")
+        module = importlib.import_module(patch.module)
         held = property(wrapper) if isinstance(found, property) else wrapper
         setattr(getattr(module, owner_name) if owner_name else module, attribute, held)
     except (ImportError, AttributeError, TypeError, ValueError) as e:
-        status.note(seam, str(e))
-        logger.error("Weir could not hold %s: %s", seam.path, e)
-        if seam.guard:
-            raise guard.Unguarded(f"Weir cannot guard this vLLM: {seam.path}: {e}") from e
+        status.note(patch, str(e))
+        logger.error("Weir could not hold %s: %s", patch.path, e)
+        if patch.guard:
+            raise guard.Unguarded(f"Weir cannot guard this vLLM: {patch.path}: {e}") from e
 
 
-def _wrapped(seam: Patch, original: Any, status: PatchStatus) -> Any:
+def _wrapped(patch: Patch, original: Any, status: PatchStatus) -> Any:
     """What takes the place of `original`; where Weir does not work the guard, or None if it does not stand there."""
     if status.active and status.failure is None:
         try:
-            wrapper: Any = functools.wraps(original)(_maker(seam)(original, status))
-            wrapper.__weir__, wrapper.__weir_status__ = seam.path, status
+            wrapper: Any = functools.wraps(original)(_maker(patch)(original, status))
+            wrapper.__weir__, wrapper.__weir_status__ = patch.path, status
             return wrapper
         except Exception as e:  # noqa: BLE001 - a module of Weir's or one that it needs; whatever it is, requests are told
-            status.fail(seam, e)
-    return guard.guarded(seam.path, original, status) if seam.path in guard.GUARDS else None
+            status.fail(patch, e)
+    return guard.guarded(patch.path, original, status) if patch.path in guard.GUARDS else None
 
 
-def _maker(seam: Patch) -> Callable[[Any, PatchStatus], Any]:
-    module, _, function = (seam.wrapper or "").partition(":")
+def _maker(patch: Patch) -> Callable[[Any, PatchStatus], Any]:
+    module, _, function = (patch.wrapper or "").partition(":")
     return getattr(importlib.import_module(f"vllm_weir.patches.{module}"), function)
 
 
 def unloadable() -> list[str]:
     """What keeps the wrappers' modules from being imported, each cause once."""
     causes: dict[str, None] = {}
-    for seam in PATCHES:
-        if seam.wrapper is not None and _module_exists(seam.module):
+    for patch in PATCHES:
+        if patch.wrapper is not None and _module_exists(patch.module):
             try:
-                _maker(seam)
+                _maker(patch)
             except Exception as e:  # noqa: BLE001 - as when they are held
                 causes[guard.cause_of(e)] = None
     return list(causes)
@@ -310,15 +310,15 @@ def _module_exists(name: str) -> bool:
 
 
 def verify() -> list[tuple[Patch, str]]:
-    """Every seam with what is wrong with it, empty if it is as expected. Imports all the modules."""
+    """Every patch with what is wrong with it, empty if it is as expected. Imports all the modules."""
     found = []
-    for seam in PATCHES:
-        if seam.recent and not _module_exists(seam.module):
-            found.append((seam, ""))
+    for patch in PATCHES:
+        if patch.recent and not _module_exists(patch.module):
+            found.append((patch, ""))
             continue
         try:
-            seam.find()
-            found.append((seam, ""))
+            patch.find()
+            found.append((patch, ""))
         except (ImportError, AttributeError, TypeError, ValueError) as e:
-            found.append((seam, f"{type(e).__name__}: {e}"))
+            found.append((patch, f"{type(e).__name__}: {e}"))
     return found

@@ -1,4 +1,4 @@
-"""Seam on the copy that vLLM makes of a request's params. Imports nothing of vLLM, whose imports may be under way."""
+"""Patch of the copy that vLLM makes of a request's params. Imports nothing of vLLM, whose imports may be under way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seams in the engine core (scheduler, prefix cache) and in the compile cache."""
+"""Patches in the engine core (scheduler, prefix cache) and in the compile cache."""
 
 from __future__ import annotations
 

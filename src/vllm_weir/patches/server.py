@@ -1,4 +1,4 @@
-"""Seams in an API server: what a body asks of Weir on its way in, rows on their way into responses and streams."""
+"""Patches in an API server: what a body asks of Weir on its way in, rows on their way into responses and streams."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-import vllm.outputs  # noqa: F401 - before seams.engine: its own seam is held by a function of that module
-
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.lookup import has_frontend, view_of
 from vllm_weir.frontend.pacing import entry_of
@@ -18,7 +16,7 @@ from vllm_weir.guard.refuse import ROUTES
 from vllm_weir.guard.refuse import without_room as without_room  # held from here by the table
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
 from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, LORA_KEY, WIRE_KEY, asks, slip
-from vllm_weir.server.context import _SERVER, _reply, server_of
+from vllm_weir.server.context import SERVER, current_response, server_of
 from vllm_weir.server.request import WeirRequest
 from vllm_weir.server.response import ResponseBuilder
 from vllm_weir.server.state import ServerState
@@ -45,7 +43,7 @@ def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., A
         body = request.model_extra or {}
         lora = body.get(LORA_KEY)
         if type(self).__name__ != owner or (lora is None and not asks(request.vllm_xargs, body)):
-            return await _plain(getattr(self.engine_client, _SERVER, None), original(self, request, *args, **kwargs))
+            return await _plain(getattr(self.engine_client, SERVER, None), original(self, request, *args, **kwargs))
         ask = None
         try:
             if status.serving_refusal is not None:
@@ -87,13 +85,13 @@ async def _plain(server: ServerState | None, handled: Awaitable[Any]) -> Any:
 
 async def _replied(serving: Any, reply: ResponseBuilder, handled: Awaitable[Any]) -> Any:
     """What `handled` comes to, with Weir's part in it."""
-    token, held = _reply.set(reply), holding.set(reply.held)
+    token, held = current_response.set(reply), holding.set(reply.held)
     result = None
     try:
         try:
             result = await handled
         finally:
-            _reply.reset(token)
+            current_response.reset(token)
             holding.reset(held)
         return await _finish(serving, reply, result)
     finally:
@@ -142,7 +140,7 @@ async def _from(first: Any, rest: AsyncGenerator[Any, Any]) -> AsyncIterator[Any
 
 def to_sampling_params(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        reply = _reply.get()
+        reply = current_response.get()
         if reply is None:
             if asks(None, self.model_extra):
                 if (wrong := slip(None, self.model_extra)) is not None and status.serving_refusal is None:
@@ -163,7 +161,7 @@ def completion_response(original: Callable[..., Any], _status: PatchStatus) -> C
     place = list(inspect.signature(original).parameters).index(name) - 1
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        reply = _reply.get()
+        reply = current_response.get()
         if reply is not None:
             results = kwargs[name] if name in kwargs else args[place]
             outputs = (output for result in results for output in result.outputs)
@@ -178,7 +176,7 @@ def chat_response(original: Callable[..., Any], _status: PatchStatus) -> Callabl
     signature = inspect.signature(original)
 
     async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        reply = _reply.get()
+        reply = current_response.get()
         if reply is None:
             return await original(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)
@@ -193,7 +191,7 @@ def stream(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., 
     signature = inspect.signature(original)
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        reply = _reply.get()
+        reply = current_response.get()
         if reply is None:
             return original(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)

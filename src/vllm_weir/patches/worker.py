@@ -1,4 +1,4 @@
-"""Seams in the worker: the runner's calls, held on the instance that is really used."""
+"""Patches in the worker: the runner's calls, held on the instance that is really used."""
 
 from __future__ import annotations
 

@@ -242,11 +242,11 @@ class Positions:
         first, stop = self._start(prompt_len), self._stop(prompt_len)
         return first, ENDLESS if stop is None else max(first, stop)
 
-    def count(self, prompt_len: int | None = None, end: int | None = None) -> int | None:
+    def count(self, prompt_len: int | None = None) -> int | None:
         """How many positions are named, where the selector says so by itself; None where it does not, or names none.
 
-        Of a list: those that differ and, with a prompt of `prompt_len` tokens, do not fall before position 0. What is
-        only bounded by the request needs that length, too, and `end`, the first position that it cannot reach.
+        Of a list: those that differ and, with a prompt of `prompt_len` tokens, do not fall before position 0. What ends
+        with the prompt needs that length, too.
         """
         if self.kind == "last_prompt":
             return 1
@@ -261,9 +261,7 @@ class Positions:
             first, last, step = self._start(prompt_len), self._stop(prompt_len), self.values[2] or 1
         else:
             (first, last), step = self.bounds(prompt_len) or (0, 0), 1
-        if last in (None, ENDLESS):
-            last = end
-        return None if last is None else len(range(first, last, step)) or None
+        return None if last in (None, ENDLESS) else len(range(first, last, step)) or None
 
     def _slice_count(self) -> int | None:
         if self.kind != "slice" or self.values[1] is None:

@@ -1,4 +1,4 @@
-"""A request's whole wish, and its two wire forms: what the caller sends and what the engine receives."""
+"""All that a request asks for, and its two wire forms: what the caller sends and what the engine receives."""
 
 from __future__ import annotations
 

@@ -15,17 +15,17 @@ from vllm_weir.schema.request import RequestSpec
 from vllm_weir.server.response import ResponseBuilder
 from vllm_weir.server.state import ServerState
 
-_reply: ContextVar[ResponseBuilder | None] = ContextVar("weir_reply", default=None)
+current_response: ContextVar[ResponseBuilder | None] = ContextVar("weir_reply", default=None)
 
-_SERVER = "_weir_server"
+SERVER = "_weir_server"
 
 
 def server_of(engine_client: Any) -> ServerState:
     """The state of the server that this engine client belongs to, made when it is first asked for."""
-    server = getattr(engine_client, _SERVER, None)
+    server = getattr(engine_client, SERVER, None)
     if server is None:
         server = ServerState(engine_client, frontend_of(engine_client))
-        setattr(engine_client, _SERVER, server)
+        setattr(engine_client, SERVER, server)
     return server
 
 
@@ -37,7 +37,7 @@ def served_name(engine_client: Any) -> str:
 def check_answered(params: Any) -> None:
     """Refuse a request whose rows would come back on an answer that has no room for them."""
     extra = getattr(params, "extra_args", None)
-    if _reply.get() is not None or not extra or not asks(extra, None):
+    if current_response.get() is not None or not extra or not asks(extra, None):
         return
     try:
         refuse_lens(extra)

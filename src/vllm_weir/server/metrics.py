@@ -24,7 +24,7 @@ class ServerMetrics:
     """One API-server process's; with several, prometheus_client adds them up in files that vLLM sets up.
 
     Args:
-        desk: whose requests are counted.
+        frontend: whose requests are counted.
         model: vLLM's label ``model_name``.
         spool: results by reference, or None.
     """

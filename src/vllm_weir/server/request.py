@@ -20,7 +20,7 @@ _ENTRY = re.compile(r"^(modules|interventions)\[(\d+)\](.*)$", re.ASCII | re.DOT
 
 @dataclass(frozen=True)
 class WeirRequest:
-    """One HTTP request's wishes.
+    """What one HTTP request asks of Weir.
 
     Attributes:
         extra_args: Weir's part of ``SamplingParams.extra_args``, plain JSON data.
@@ -64,8 +64,8 @@ class WeirRequest:
         refuse_lens(found)
         inline, stream = limits.inline_default, False
         if WIRE_KEY in found:
-            site_request, (inline, stream) = _site_request(found[WIRE_KEY], limits)
-            found[WIRE_KEY] = site_request
+            weir_object, (inline, stream) = _weir_object(found[WIRE_KEY], limits)
+            found[WIRE_KEY] = weir_object
         first: Mapping[str, tuple[str, ...]] = {}
         if fork:
             found[WIRE_KEY], first = with_fork(found.get(WIRE_KEY), fork)
@@ -88,15 +88,15 @@ def _gather(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
-def _site_request(data: Any, limits: ServerLimits) -> tuple[dict[str, Any], tuple[int, bool]]:
-    """(the wish without what is only for the answer, (inline bytes, whether scores are streamed))."""
+def _weir_object(data: Any, limits: ServerLimits) -> tuple[dict[str, Any], tuple[int, bool]]:
+    """(the wire form without what is only for the answer, (inline bytes, whether scores are streamed))."""
     if isinstance(data, str):
         data = loads(data, WIRE_KEY)
     if not isinstance(data, Mapping):
         raise WeirError(f"expected an object, got {type(data).__name__}", WIRE_KEY)
-    site_request = dict(data)
-    response = _response(site_request.pop(RESPONSE, None), limits)
-    captures = site_request.get("capture")
+    weir_object = dict(data)
+    response = _response(weir_object.pop(RESPONSE, None), limits)
+    captures = weir_object.get("capture")
     several = captures if isinstance(captures, Sequence) and not isinstance(captures, str) else [captures]
     for i, capture in enumerate(several):
         sink = capture.get("sink") if isinstance(capture, Mapping) else None
@@ -106,7 +106,7 @@ def _site_request(data: Any, limits: ServerLimits) -> tuple[dict[str, Any], tupl
                 "over HTTP a sink is 'memory' or the name of one that the server's operator set up",
                 f"capture[{i}].sink",
             )
-    return site_request, response
+    return weir_object, response
 
 
 def _response(data: Any, limits: ServerLimits) -> tuple[int, bool]:

@@ -1,4 +1,4 @@
-"""Request fields of the fork RhizoNymph/vllm as Weir's own wish. Pure."""
+"""Request fields of the fork RhizoNymph/vllm as Weir's own wire form. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from vllm_weir.schema.request import WIRE_VERSION
 
 
 def with_fork(
-    site_request: Mapping[str, Any] | None, fields: Mapping[str, Any]
+    weir_object: Mapping[str, Any] | None, fields: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """A wish (or None) that does what the fork's fields say, too: its module first, then its tiers, then the rest.
+    """A wire form (or None) that does what the fork's fields say, too: its module first, then its tiers, then the rest.
 
     Returns:
         It, and for its lists ``modules`` and ``interventions`` the fields that their first entries came from.
@@ -23,7 +23,7 @@ def with_fork(
     Raises:
         WeirError: naming the field.
     """
-    out: dict[str, Any] = dict(site_request or {"v": WIRE_VERSION})
+    out: dict[str, Any] = dict(weir_object or {"v": WIRE_VERSION})
     first: dict[str, tuple[str, ...]] = {}
     name = fields.get(NAME)
     if name is not None:

@@ -36,7 +36,7 @@ class ServerState:
 
     Attributes:
         engine_client: vLLM's.
-        desk: the engine's desk in this process.
+        frontend: the engine's, in this process.
         limits: what clients may do.
         admin_key: who has it may change what all requests undergo; None: nobody may.
         home: the directory shared with the server's other processes; None until Weir's routes are on.

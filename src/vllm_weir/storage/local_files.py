@@ -1,4 +1,5 @@
-"""Local files with the methods of fsspec's file systems that a `Store` calls, with Python's own library alone."""
+"""Local files with the methods of fsspec's file systems that an `ObjectStore` calls, with Python's own library
+alone."""
 
 from __future__ import annotations
 

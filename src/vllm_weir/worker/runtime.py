@@ -1,6 +1,6 @@
-"""The worker's station: follows the live requests, plans each step, and sends what the taps have written.
+"""The worker's runtime: follows the live requests, plans each step, and sends what the taps have written.
 
-Everything it is told is plain data from the seams; it knows torch, but no vLLM.
+Everything it is told is plain data from the patches; it knows torch, but no vLLM.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SPILL = 0.6
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a station needs to know of the engine it stands in."""
+    """What the worker needs to know of the engine it stands in."""
 
     d_model: int
     dtype: torch.dtype
@@ -347,5 +347,5 @@ def _launch_listed(listed: torch.Tensor, *arguments: Any) -> None:
 
 
 def _salt(wire: dict) -> str:
-    """See `Store.salt`."""
+    """See `RowStore.salt`."""
     return wire.get("salt", "")

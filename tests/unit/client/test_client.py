@@ -150,11 +150,11 @@ def test_an_echo_is_not_given_up_for_token_ids(server, driver) -> None:
 def test_a_server_without_weir_is_told_from_one_that_has_it(server, driver) -> None:
     """vLLM alone passes over the field `weir`: what came was not steered, and nothing said so."""
     server.weir = lambda body: None
-    for site_request in (dict(capture=CAPTURE), dict(interventions=weir.Add([1.0] * 8, 3)), dict(modules="calm")):
+    for weir_object in (dict(capture=CAPTURE), dict(interventions=weir.Add([1.0] * 8, 3)), dict(modules="calm")):
         with pytest.raises(weir.client.ServerError, match="has no Weir"):
-            driver.generate("hello", **site_request)
+            driver.generate("hello", **weir_object)
         with pytest.raises(weir.client.ServerError, match="has no Weir"):
-            driver.stream([{"role": "user", "content": "hi"}], **site_request)
+            driver.stream([{"role": "user", "content": "hi"}], **weir_object)
     assert driver.generate("hello").text and driver.stream("hello")
 
 

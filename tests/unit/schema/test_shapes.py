@@ -14,7 +14,7 @@ from tests.unit.frontends import frontend_of
 from tests.unit.schema.test_lowering import FACTS, LAYERS, Bench, D, admitted
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
-from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, _same_site_request
+from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, admission_key
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.vector_registry import VectorRegistry
 from vllm_weir.frontend.outputs.view import OutputView
@@ -370,7 +370,7 @@ def test_equal_wishes_by_layer_are_known_by_their_digests():
         {"weir": RequestSpec((), (weir.Add(dict(v)),)).to_json()}
         for v in (vectors, {n: v.clone() for n, v in vectors.items()}, vectors | {1: vectors[0]})
     ]
-    one, same, other = (_same_site_request(site_request, True) for site_request in site_requests)
+    one, same, other = (admission_key(site_request, True) for site_request in site_requests)
     assert one.key == same.key != other.key and one.plain
     content = next(part for part in one.key if isinstance(part, bytes))
     assert len(content) < 2000 < one.size

@@ -34,8 +34,8 @@ def value(registry, name, **labels):
     return registry.get_sample_value(name, {"model_name": "m", **labels})
 
 
-def finished(frontend, generated, cached=0, delta=False, **site_request):
-    tracker, _ = frontend.admit("r", {"weir": {"v": 1, **site_request}}, PROMPT, len(PROMPT), 8)
+def finished(frontend, generated, cached=0, delta=False, **weir_object):
+    tracker, _ = frontend.admit("r", {"weir": {"v": 1, **weir_object}}, PROMPT, len(PROMPT), 8)
     if delta:
         tracker.view(generated[:2], True, None, cached)
     return tracker.view(generated, delta, "stop", cached)
@@ -47,7 +47,7 @@ ALL = {"hook": "resid_post", "layers": "all"}
 
 
 @pytest.mark.parametrize(
-    ("site_request", "rows", "size"),
+    ("weir_object", "rows", "size"),
     [
         ({"capture": [ALL]}, LAYERS * ROWS, LAYERS * ROWS * D * 4),
         ({"capture": [{**ALL, "layers": [1], "positions": "generated"}]}, 2, 2 * D * 4),
@@ -57,11 +57,11 @@ ALL = {"hook": "resid_post", "layers": "all"}
     ],
 )
 @pytest.mark.parametrize("delta", [False, True])
-def test_rows_and_bytes(frontend, site_request, rows, size, delta):
+def test_rows_and_bytes(frontend, weir_object, rows, size, delta):
     """Also where the last output of a stream has only the last rows."""
     registry = CollectorRegistry()
     meter = ServerMetrics(frontend, "m", registry=registry)
-    meter.finished(finished(frontend, [1, 2, 3], delta=delta, **site_request))
+    meter.finished(finished(frontend, [1, 2, 3], delta=delta, **weir_object))
     assert value(registry, "weir_rows_captured_total") == rows
     assert value(registry, "weir_bytes_out_total") == size
 

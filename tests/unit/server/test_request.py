@@ -97,9 +97,9 @@ def test_twice_is_refused():
     )
 
 
-@pytest.mark.parametrize("site_request", ["{", "[1]", 5, [1], "9" * 5000, "[" * 100_000])
-def test_garbage(site_request):
-    refused("weir", None, {"weir": site_request})
+@pytest.mark.parametrize("weir_object", ["{", "[1]", 5, [1], "9" * 5000, "[" * 100_000])
+def test_garbage(weir_object):
+    refused("weir", None, {"weir": weir_object})
 
 
 def test_a_key_that_is_said_twice_is_refused():

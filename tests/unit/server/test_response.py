@@ -235,7 +235,7 @@ def test_a_choice_that_ends_before_the_next_begins_is_one_of_several(server):
             yield f"data: {json.dumps({'choices': [{'index': prompt, 'text': '', 'finish_reason': 'stop'}]})}\n\n"
 
     async def go():
-        seams._reply.set(ResponseBuilder(WeirRequest({}, 1 << 20, lens=True), server))
+        seams.current_response.set(ResponseBuilder(WeirRequest({}, 1 << 20, lens=True), server))
         stream = seams.stream(vllm_s, None)(None, SimpleNamespace(n=None), results(), num_prompts=2)
         return [json.loads(c[6:])["choices"][0] async for c in stream]
 
@@ -310,9 +310,9 @@ class Serving:
         self.engine_client, self.begun = SimpleNamespace(_weir_server=server), []
 
     async def create_completion(self, request):
-        from vllm_weir.server.context import _reply
+        from vllm_weir.server.context import current_response
 
-        self.begun.append((request.name, _reply.get() is not None))
+        self.begun.append((request.name, current_response.get() is not None))
         return SimpleNamespace()
 
 

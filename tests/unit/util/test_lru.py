@@ -16,7 +16,7 @@ import vllm_weir as weir
 from tests.unit.frontends import frontend_of
 from tests.unit.request_strategies import served
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.cache import _same_site_request
+from vllm_weir.frontend.admission.cache import admission_key
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.patches.sampling_params import clone
 from vllm_weir.schema import vectors
@@ -149,7 +149,7 @@ def test_the_quick_copy_of_params_is_vllms_copy():
 def test_wishes_with_vectors_are_told_apart_by_content():
     def key(vector, layers=1, far=False):
         wire = RequestSpec((), (weir.Add(vector, layers),)).to_json()
-        return _same_site_request({"weir": json.loads(json.dumps(wire)) if far else copy.deepcopy(wire)}, True).key
+        return admission_key({"weir": json.loads(json.dumps(wire)) if far else copy.deepcopy(wire)}, True).key
 
     one, other = np.ones(2000), np.ones(2000)
     other[7] = 1.5
@@ -157,29 +157,29 @@ def test_wishes_with_vectors_are_told_apart_by_content():
     assert key(one, far=True) == key(one.copy(), far=True) != key(other, far=True)
     assert len(key(one)[2]) < 500, "the digest stands for the text"
     own = RequestSpec((), (weir.Add(one, 1),)).to_json()
-    assert _same_site_request({"weir": own}, True).size > 4 * len(one), "what is remembered holds the vector"
+    assert admission_key({"weir": own}, True).size > 4 * len(one), "what is remembered holds the vector"
 
 
 def test_wishes_that_hold_arrays_are_not_taken_for_one_another():
     """The same bytes are other numbers in another dtype, and another order of them in another shape."""
     numbers = np.arange(4, dtype=np.float32)
     for odd in (numbers, numbers.view(np.int32), [numbers], {"b64": memoryview(numbers)}, bytearray(4), np.float32(1)):
-        for site_request in (
+        for weir_object in (
             {"interventions": [{"op": "add", "vector": odd}]},
             {"capture": {"project": odd}},
             {"modules": odd},
         ):
-            found = _same_site_request({"weir": {"v": 1, **site_request}}, True)
+            found = admission_key({"weir": {"v": 1, **weir_object}}, True)
             assert found is None or not found.plain, "it is remembered"
     plain = {
         "v": 1,
         "capture": [{"hook": "resid_post", "layers": (1, 2), "positions": {"token_ids": [3]}}],
         "modules": [],
     }
-    assert _same_site_request({"weir": plain}, True).plain
+    assert admission_key({"weir": plain}, True).plain
     capabilities = EngineCapabilities(served(2), 2, 4, "float32", 1 << 10)
     frontend = frontend_of(capabilities)
     for array in (numbers, numbers.view(np.int32).copy()):
-        site_request = {"v": 1, "interventions": [{"op": "add", "vector": array, "layers": [1]}]}
-        (row,) = frontend._admitted({"weir": site_request}, True).rows.values()
+        weir_object = {"v": 1, "interventions": [{"op": "add", "vector": array, "layers": [1]}]}
+        (row,) = frontend._admitted({"weir": weir_object}, True).rows.values()
         assert row.tolist() == array.astype(np.float32).tolist()

@@ -1,4 +1,4 @@
-"""Admission: a request's wish is checked against the engine before it enters, and put into the engine's wire form."""
+"""Admission: check what a request asks for against the engine, before it enters, and resolve it."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def admit(
 
     Args:
         extra_args: ``SamplingParams.extra_args``; not changed.
-        facts: the engine.
+        capabilities: what the engine serves.
         has_token_ids: False for prompts given as embeddings.
         has_embeddings: whether the prompt, or a part of it, is given as embeddings or as images and the like.
         lookup: (reference, field) -> array, or raises WeirError.

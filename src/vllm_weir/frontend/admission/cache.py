@@ -11,10 +11,10 @@ from vllm_weir.schema.request import ATOMS, WIRE_KEY
 from vllm_weir.schema.vectors import vector_of
 
 MOST_KNOWN, LONGEST_KNOWN = 32 << 20, 1 << 20
-"""Bytes of all the wishes whose admission is remembered, and of one."""
+"""Bytes of the keys of all admissions that are remembered, and of one."""
 
 
-class _CachedAdmission(NamedTuple):
+class AdmissionKey(NamedTuple):
     """What requests that ask for the same have in common: an equal `key`, about so many bytes, made of `parts`."""
 
     key: tuple
@@ -28,27 +28,27 @@ class _CachedAdmission(NamedTuple):
         return _plain(self.parts)
 
 
-def _same_site_request(
+def admission_key(
     extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 0, has_embeddings: bool = False
-) -> _CachedAdmission | None:
+) -> AdmissionKey | None:
     """The wish, whose key is equal for requests that ask for the same while names mean the same (which `names` stands
     for); None for those that cannot be compared."""
-    site_request = extra_args.get(WIRE_KEY)
+    weir_object = extra_args.get(WIRE_KEY)
     if not carries_keys(extra_args):
-        return _CachedAdmission((has_token_ids, has_embeddings), 8)
-    if not isinstance(site_request, dict) or not _LENS.isdisjoint(extra_args):
+        return AdmissionKey((has_token_ids, has_embeddings), 8)
+    if not isinstance(weir_object, dict) or not _LENS.isdisjoint(extra_args):
         return None
     size = [0]
     try:
         # Version 2 writes equal values alike, and different types (1, 1.0, True; a list, a tuple) differently.
-        short = {name: _shortened(part, size) for name, part in site_request.items()}
+        short = {name: _shortened(part, size) for name, part in weir_object.items()}
         content = marshal.dumps(short, 2)
     except ValueError:
         return None  # not plain JSON; admission says what is wrong with it, if anything is
     size[0] += len(content)
     if size[0] > LONGEST_KNOWN:
         return None
-    return _CachedAdmission((has_token_ids, names, content, has_embeddings), size[0], short.values())
+    return AdmissionKey((has_token_ids, names, content, has_embeddings), size[0], short.values())
 
 
 _LENS = frozenset(LENS_KEYS)

@@ -35,9 +35,9 @@ def engine_form(
     give at one tap. ``few``: how many tokens give rows that leave the device, None if that is not bounded. ``cell``:
     ring rows of a group of tokens whose rows are reduced, 0 if none are. ``last``: the last of these tokens. ``most``:
     tokens that it can generate. ``needs``: what its interventions need of the tables, [vector digests, programs,
-    instructions], None if there are none. The desk adds ``rows``, the vectors that travel along, if there are any, and
-    once a request has failed ``salt``, see `Store.salt`; and ``core``, why the engine core does not do its part, which
-    the core takes back if it does.
+    instructions], None if there are none. The engine frontend adds ``rows``, the vectors that travel along, if there
+    are any, and once a request has failed ``salt``, see `RowStore.salt`; and ``core``, why the engine core does not
+    do its part, which the core takes back if it does.
     """
     moves = admitted.effective
     if not admitted.spec.site_requests and not moves:

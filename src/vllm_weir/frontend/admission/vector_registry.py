@@ -1,4 +1,4 @@
-"""The shelf: vectors and modules kept by name, and vectors by digest, in the caller's process."""
+"""The vector registry: vectors and modules kept by name, and vectors by digest, in the caller's process."""
 
 from __future__ import annotations
 

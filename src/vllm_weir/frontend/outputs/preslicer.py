@@ -22,7 +22,7 @@ FEW = 8
 
 
 def kind_ahead(part: CaptureGroup) -> str:
-    """The kind of strips that hold a part's rows as they are handed out; "" if more is made of them."""
+    """The kind of views that hold a part's rows as they are handed out; "" if more is made of them."""
     postprocess = part.spec.postprocess
     if part.late:
         return ""

@@ -60,7 +60,7 @@ class PendingSequence:
     Attributes:
         admitted: what was asked.
         prompt: its tokens.
-        strips: rows that have come, later strips replacing earlier ones where they overlap.
+        row_views: rows that have come, later views replacing earlier ones where they overlap.
         steered: per intervention, bool array by position.
         foreseen: positions that have rows if it generates all tokens that it may; 0: its rows are not cut ahead.
     """
@@ -211,11 +211,11 @@ class PendingSequence:
             found.extend(self._found(sites, positions, kind))
             return True
 
-        self._store.wait(look, 0.0)  # by way of the store: marks that come while a strip's are read would be lost
+        self._store.wait(look, 0.0)  # by way of the store: marks that come while a view's are read would be lost
         return [self._collect(some, where, positions, own) for some, where in found]
 
     def _groups(self, sites: Sequence[Site], kind: str) -> list[tuple[Sequence[Site], list[RowSequenceView]]]:
-        """The sites, those that lie in the same strips together, with these strips."""
+        """The sites, those that lie in the same views together, with these views."""
         row_views = [row_view for row_view in self.row_views if row_view.kind == kind]
         columns = self.admitted.columns_of(sites)
         if len(row_views) == 1 and columns == row_views[0].order:
@@ -226,7 +226,7 @@ class PendingSequence:
         return [(some, [row_views[k] for k in key]) for key, some in groups.items()]
 
     def _locate(self, row_views: list[RowSequenceView], positions: np.ndarray) -> RowLocations:
-        """Where the rows at `positions` are; the last strip that has one counts."""
+        """Where the rows at `positions` are; the last view that has one counts."""
         if len(row_views) == 1 and not len(row_views[0].dropped) and len(positions):
             have = row_views[0].positions
             first = 0 if len(have) and have[0] == positions[0] else int(np.searchsorted(have, positions[0]))
@@ -292,8 +292,8 @@ _NONE = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class RowLocations:
-    """For each position: the number (in `row_views`) of the strip that has its row (-1: none), the row's rank there,
-    and whether the worker has dropped it. `run`: instead of these, the rank in the first strip from which on they
+    """For each position: the number (in `row_views`) of the view that has its row (-1: none), the row's rank there,
+    and whether the worker has dropped it. `run`: instead of these, the rank in the first view from which on they
     lie."""
 
     def __init__(

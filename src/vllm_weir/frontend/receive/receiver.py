@@ -1,4 +1,4 @@
-"""The inbox: where workers deliver to the caller's process. One thread serves all of it."""
+"""The receiver: where workers deliver to the caller's process. One thread serves all of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_HELLO = 4096
 
 
 class Receiver:
-    """Receives rows for a Store.
+    """Receives rows for a `RowStore`.
 
     Args:
         store: where rows go.
@@ -42,13 +42,13 @@ class Receiver:
         folder = tempfile.mkdtemp(prefix="weir-")
         frontend = _ReceiverState(store, context, folder, host)
         self.reply = str(frontend.reply)
-        thread = threading.Thread(target=frontend.serve, name="weir-inbox", daemon=True)
+        thread = threading.Thread(target=frontend.serve, name="weir-receiver", daemon=True)
         thread.start()
         self.close = weakref.finalize(self, _close, frontend, thread, folder)
 
 
 class _ReceiverState:
-    """What the thread works with; it must not refer to the Inbox, whose end stops it."""
+    """What the thread works with; it must not refer to the `Receiver`, whose end stops it."""
 
     def __init__(self, store: RowStore, context: zmq.Context, folder: str, host: str | None) -> None:
         self.store, self.context = store, context

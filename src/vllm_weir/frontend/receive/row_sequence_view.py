@@ -1,4 +1,4 @@
-"""Strips: the caller's side of a strand, rows of one sequence that share their columns."""
+"""Row views: the caller's side of a row sequence, rows of one sequence that share their columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_weir.schema.hooks import Site
 
 @dataclass
 class Extent:
-    """Ranks `rank`.. of a strip, [capacity, columns, d_model], or as `RowSequenceView.shaped` says.
+    """Ranks `rank`.. of a view, [capacity, columns, d_model], or as `RowSequenceView.shaped` says.
 
     Attributes:
         filled: ranks that it holds, once no more will come.
@@ -32,7 +32,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class SlicedRows:
-    """Tensors of all columns of a strip's first ranks, made before these are complete.
+    """Tensors of all columns of a view's first ranks, made before these are complete.
 
     Attributes:
         memory: the extent that they lie in.
@@ -115,7 +115,7 @@ class RowSequenceView:
 
     def cut(self, sites: Sequence[Site], first: int, count: int) -> None:
         """Make the tensors of `sites`, which are all columns, of the first `count` ranks, which will be positions from
-        `first` on, though they may be empty yet; of a strip that has no place for them, nothing is made."""
+        `first` on, though they may be empty yet; of a view that has no place for them, nothing is made."""
         if len(self.extents) == 1 and not self.extents[0].rank and 0 < count <= len(self.extents[0].rows):
             memory = self.extents[0].rows
             block = SiteSlices(sites, None, self._made(memory[:count]))
@@ -173,7 +173,7 @@ class RowSequenceView:
 
 @functools.lru_cache(maxsize=256)
 def _places(columns: tuple[int, ...]) -> Mapping[int, int]:
-    """Column -> its place; many strips have the same."""
+    """Column -> its place; many views have the same."""
     return {column: k for k, column in enumerate(columns)}
 
 

@@ -40,7 +40,7 @@ class RowStore:
         self._row_views: WeakValueDictionary[tuple[str, int], RowSequenceView] = WeakValueDictionary()
         self._groups: WeakValueDictionary[tuple[str, int], InterventionGroup] = WeakValueDictionary()
         self._widths: dict[tuple[str, int], int] = {}
-        """Bytes of a rank of open strands whose rows come in messages."""
+        """Bytes of a rank of open row sequences whose rows come in messages."""
         self._unread: list[tuple[str, np.ndarray, np.ndarray]] = []
         self._changed = threading.Condition(threading.RLock())
         self.early = PromptSlicer()

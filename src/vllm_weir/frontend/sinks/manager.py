@@ -1,4 +1,4 @@
-"""The board: all sinks of one engine, and which rows go to which."""
+"""The sink manager: all sinks of one engine, and which rows go to which."""
 
 from __future__ import annotations
 

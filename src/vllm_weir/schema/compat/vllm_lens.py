@@ -1,4 +1,4 @@
-"""vllm-lens's request keys, read as the same wishes in Weir's own words."""
+"""vllm-lens's request keys, read as the same in Weir's own words."""
 
 from __future__ import annotations
 

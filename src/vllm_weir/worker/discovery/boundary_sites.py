@@ -26,7 +26,7 @@ class BoundarySites:
     """Verdicts on the two.
 
     Args:
-        scene, matcher: as in `sites`.
+        tree, matcher: as in `sites`.
         own: the pass with the model's own weights.
         outer: a pass with noise in the embedding, the blocks and the final norm.
         sites: takes the verdicts.

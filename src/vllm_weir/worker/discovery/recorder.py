@@ -111,7 +111,7 @@ class Recorder:
     """Records one pass.
 
     Args:
-        scene: what is watched.
+        tree: what is watched.
         enter: called with a block's live argument tensors before they are recorded.
         leave: called with the live tensors that any module leaves behind before they are recorded.
         writes: what to add at anchors, [tokens, d] float32 each; after `enter` and `leave`, before the recording.

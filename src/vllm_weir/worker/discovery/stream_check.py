@@ -27,7 +27,7 @@ class StreamCheck:
     """The test, for one choice of what carries the stream.
 
     Args:
-        scene, run, matcher: as in `sites`.
+        tree, run, matcher: as in `sites`.
         ports: the choice.
         own: the pass with the model's own weights.
         mix: what that pass left behind instead of token mixers' results.

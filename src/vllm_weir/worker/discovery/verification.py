@@ -28,7 +28,7 @@ class Verification:
     """Turns what was found into verdicts.
 
     Args:
-        scene, run, matcher, ports: as in `sites`.
+        tree, run, matcher, ports: as in `sites`.
         found: points by block.
         noisy: the pass in which a block's points were found, by block.
         own: the pass with the model's own weights.

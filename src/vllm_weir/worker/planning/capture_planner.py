@@ -31,7 +31,7 @@ class CapturingRequest:
     profiles: dict[int, int] = field(default_factory=dict)
     """Code -> profile."""
     row_seqs: dict[int, RowSequence] = field(default_factory=dict)
-    """Profile -> strand."""
+    """Profile -> row sequence."""
     fold: RowSequence | None = None
     """What the prompt's rows are reduced into."""
     fold_profile: int = -1
@@ -48,7 +48,7 @@ class CapturePlanner:
     """Plans what readings have recorded.
 
     Args:
-        profiles, strands: where columns and rows get their places.
+        profiles, row_seqs: where columns and rows get their places.
         d_model: width of a row.
 
     Attributes:
@@ -173,7 +173,7 @@ class CapturePlanner:
     def _row_seq(self, reading: CapturingRequest, code: int, profile: int, position: int) -> RowSequence:
         row_seq = reading.row_seqs.get(profile)
         if row_seq is not None and self._row_seqs.last[row_seq.index] >= position:
-            # Computed again after a preemption: a new strand, so that rows already handed out do not change.
+            # Computed again after a preemption: a new row sequence, so that rows already handed out do not change.
             self._row_seqs.close(row_seq)
             row_seq = None
         if row_seq is None:

@@ -1,4 +1,4 @@
-"""The draft from which a step's plan is made: collects what its tokens do. Pure numpy."""
+"""The builder by which a step's plan is made: collects what its tokens do. Pure numpy."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class PlanBuilder:
         tokens: np.ndarray,
         positions: np.ndarray,
     ) -> None:
-        """One token each of the strands `x` (by index); all arrays [n]."""
+        """One token each of the row sequences `x` (by index); all arrays [n]."""
         n = len(tokens)
         jobs = np.empty((n, 5), np.int64)
         width = row_seqs.width[x]
@@ -87,7 +87,7 @@ class PlanBuilder:
     def take_run(
         self, reply: int, row_seq: RowSequence, rank: int, row: int, token: int, position: int, count: int, profile: int
     ) -> None:
-        """Rows `rank`.. of one strand, to arena row `row` and on; tokens and positions follow each other."""
+        """Rows `rank`.. of one row sequence, to arena row `row` and on; tokens and positions follow each other."""
         self.profiles[token : token + count] = profile
         self._rows.append((token, count, row, *row_seq.shape, reply, row_seq.number, rank, position))
 

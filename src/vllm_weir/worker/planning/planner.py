@@ -44,7 +44,7 @@ class Planner:
         num_columns: width of the rank table.
         max_profiles: height of the rank table.
         table: where programs live.
-        strands: where rows go; None for a planner whose rows go nowhere in particular.
+        row_seqs: where rows go; None for a planner whose rows go nowhere in particular.
 
     Attributes:
         reading, steering: the live requests that do so, by id.

@@ -1,6 +1,6 @@
-"""Strands: where the rows of a request go in host memory. Pure numpy.
+"""Row sequences: where the rows of a request go in host memory. Pure numpy.
 
-A strand is the sequence of one request's rows that share a set of columns; its row number `rank` is a token position,
+A row sequence is the run of one request's rows that share a set of columns; its row number `rank` is a token position,
 times one row for each column. It lives in extents of the arena, ``[capacity, columns, d_model]`` each: what a step adds
 is one piece for the device's copy engine, and any site of it a tensor that needs no copying.
 """
@@ -18,7 +18,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.worker.planning.arena import Arena
 
 FIRST_GENERATED = 256
-"""Generated tokens that a strand's first extent has room for, if so many can come; later ones double."""
+"""Generated tokens that a row sequence's first extent has room for, if so many can come; later ones double."""
 CROWDED = 0.4
 """Share of the arena in use from which extents are made no larger than need be."""
 EXTENT_SHARE = 8
@@ -29,7 +29,7 @@ PROMPT_SHARE = 2
 
 @dataclass
 class RowSequence:
-    """One strand; its counters stand in the arrays of `RowSequences` at `index`."""
+    """One row sequence; its counters stand in the arrays of `RowSequences` at `index`."""
 
     number: int
     index: int
@@ -46,7 +46,7 @@ class RowSequence:
 
 @dataclass(frozen=True)
 class ResultCell:
-    """What a strand holds of a token (or of all of them) instead of rows: [columns, values] float32.
+    """What a row sequence holds of a token (or of all of them) instead of rows: [columns, values] float32.
 
     Attributes:
         kind: ``"fold"``, or a codec's records: ``"scores"`` or ``"packed"``; the last holds [columns, values] bytes.
@@ -65,7 +65,7 @@ class ResultCell:
 
 
 class RowSequences:
-    """The live strands of one worker.
+    """The live row sequences of one worker.
 
     Attributes:
         news: reply address -> what its reader must be told with the next step's rows.
@@ -101,15 +101,15 @@ class RowSequences:
     limit: np.ndarray
     """First rank that the last extent has no room for."""
     origin: np.ndarray
-    """Row of the arena where rank 0 would be, going by the last extent; of a packed strand the byte."""
+    """Row of the arena where rank 0 would be, going by the last extent; of a packed row sequence the byte."""
     width: np.ndarray
-    """Arena rows of a rank: the number of columns, or the size of a cell; of a packed strand bytes."""
+    """Arena rows of a rank: the number of columns, or the size of a cell; of a packed row sequence bytes."""
     lead: np.ndarray
     """Ring rows of a token that stand before those that are sent: what a cell is made from."""
     taken: np.ndarray
     """Ring rows of a token."""
     grain: np.ndarray
-    """Units of `width` in an arena row: 1, or the bytes of a row for a packed strand."""
+    """Units of `width` in an arena row: 1, or the bytes of a row for a packed row sequence."""
     directions: np.ndarray
     """Of a cell, see there; -1 for rows."""
     last: np.ndarray
@@ -124,7 +124,7 @@ class RowSequences:
         most_rows: int,
         cell: ResultCell | None = None,
     ) -> RowSequence:
-        """A new strand, still without room; with a `cell` it holds that instead of rows."""
+        """A new row sequence, still without room; with a `cell` it holds that instead of rows."""
         self.catch_up()
         if not self._free:
             self._grow_arrays(2 * len(self.rank))
@@ -186,13 +186,13 @@ class RowSequences:
         return placed
 
     def retire_all(self) -> None:
-        """Close every extent, so that readers can take their rows out; strands go on in new ones."""
+        """Close every extent, so that readers can take their rows out; row sequences go on in new ones."""
         self.catch_up()
         for row_seq in self.live.values():
             self._retire(row_seq)
 
     def lag_by(self, x: np.ndarray, rows: int) -> None:
-        """The strands `x` (by index) have so many rows more than `rank` and `last` say, until `catch_up`.
+        """The row sequences `x` (by index) have so many rows more than `rank` and `last` say, until `catch_up`.
 
         So a step that repeats the last one touches no array; whoever reads these two must catch up first.
         """

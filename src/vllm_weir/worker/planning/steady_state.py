@@ -15,7 +15,7 @@ class SteadyState:
 
     Attributes (arrays by seat):
         ready: first position from which the rest of the seat holds for every token.
-        strand: index of the strand that its rows go to, -1 for none.
+        row_seq: index of the row sequence that its rows go to, -1 for none.
         profile: what is recorded.
         program: what its tokens undergo, -1 for nothing.
         group: number of the interventions to vouch for, -1 for none.

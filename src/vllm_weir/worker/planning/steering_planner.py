@@ -92,7 +92,7 @@ class SteeringPlanner:
 
     Args:
         table: where programs live.
-        strands: where readers are told of groups.
+        row_seqs: where readers are told of groups.
 
     Attributes:
         vouches: whether this worker tells what was steered: one of a tensor-parallel group is enough.

@@ -176,7 +176,7 @@ class RepeatedSteps:
     Args:
         ids, computed: the batch, and position of each one's token.
         plan: the first such step's plan.
-        strands, x: the strands that its rows go to, by index.
+        row_seqs, x: the row sequences that its rows go to, by index.
     """
 
     def __init__(

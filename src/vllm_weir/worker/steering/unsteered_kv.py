@@ -1,7 +1,7 @@
 """What requests that failed have left in the prefix cache: KV under the keys of steering that was not done.
 
-Their readers ask under other keys once they know (see `Store.salt`). Requests that were on their way by then, and those
-of other processes, are compared with what is kept here.
+Their readers ask under other keys once they know (see `RowStore.salt`). Requests that were on their way by then, and
+those of other processes, are compared with what is kept here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST = 256
 
 @dataclass(frozen=True)
 class SteeredKeys:
-    """What the keys of a steered request's KV are made of; `salt`: see `Store.salt`."""
+    """What the keys of a steered request's KV are made of; `salt`: see `RowStore.salt`."""
 
     moves: tuple[ResolvedIntervention, ...]
     prompt_len: int

@@ -1,4 +1,4 @@
-"""Folds: rows of a prompt that the taps themselves reduce.
+"""Reductions: rows of a prompt that the taps themselves reduce.
 
 A tap joins the rows of one *group*, the chosen tokens among `GROUP` positions, one after the other, and leaves the
 result in *cells*, float32 rows in the ring, one for each column. At the end of the step the groups of a sequence are
@@ -33,8 +33,8 @@ class TapReducer:
         self._cells = ring[: count * self.words].view(-1).view(torch.float32).view(count, d_model)
         self._kept = torch.empty(0, d_model, dtype=torch.float32, device=ring.device)
         self._places: dict[int, tuple[int, int]] = {}
-        """Strand -> first row in `_kept` of what there is of it, and rows: the groups that are complete, joined, and
-        then the last one."""
+        """Row sequence -> first row in `_kept` of what there is of it, and rows: the groups that are complete,
+        joined, and then the last one."""
         self._free: dict[int, list[int]] = {}
         self._end = 0
 

@@ -52,7 +52,7 @@ class Notifier:
         self._bytes = rows.view(-1).view(torch.uint8)
         self._dtype = str(rows.dtype).removeprefix("torch.")
         self._far: dict[int, tuple[int, list[messages.ExtentPlaced]]] = {}
-        """Strand -> (bytes of a rank, extents), for readers that get their rows in messages."""
+        """Row sequence -> (bytes of a rank, extents), for readers that get their rows in messages."""
         self._jobs: queue.SimpleQueue[StepNotice | None] = queue.SimpleQueue()
         self._context = zmq.Context()
         self._sockets: dict[str, zmq.Socket] = {}

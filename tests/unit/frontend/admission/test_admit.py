@@ -303,10 +303,10 @@ def test_embed_of_a_prompt_that_holds_embeddings():
 
 def test_what_is_remembered_of_an_admission():
     """Equal wishes share it; what JSON tells apart, and what Python would take for equal, does not."""
-    from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, _same_site_request
+    from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, admission_key
 
     def key(extra, ids=True, names=0, embeddings=False):
-        found = _same_site_request(extra, ids, names, embeddings)
+        found = admission_key(extra, ids, names, embeddings)
         return found and found.key
 
     assert key(site_request()) == key(site_request()) is not None

@@ -55,11 +55,11 @@ def pair(tmp_path):
         yield [TestClient(app_of(s), headers=ADMIN) for s in servers], servers
 
 
-def lowered(server, site_request):
+def lowered(server, weir_object):
     """What a request would undergo: (hook, layers, positions, scale x vector of additions)."""
     server.frontend.refresh()
     admitted = admit(
-        {"weir": {"v": 1, **site_request}},
+        {"weir": {"v": 1, **weir_object}},
         server.frontend.capabilities,
         True,
         server.frontend.registry.find,
@@ -92,20 +92,20 @@ def test_a_vector_is_kept_used_and_forgotten_in_every_process(pair):
     file = two.get("/v1/vectors/happy", params={"format": "safetensors"})
     assert file.headers["content-type"] == "application/vnd.safetensors"
     assert read_vectors(file.content, "safetensors", "v")[None].array.tolist() == V
-    site_request = {"interventions": [{"op": "add", "vector": {"ref": "happy"}, "layers": [1]}]}
+    weir_object = {"interventions": [{"op": "add", "vector": {"ref": "happy"}, "layers": [1]}]}
     for server in servers:
-        assert lowered(server, site_request) == [("resid_post", (1,), "all", [V])]
+        assert lowered(server, weir_object) == [("resid_post", (1,), "all", [V])]
     assert lowered(
-        servers[1], {"interventions": [{**site_request["interventions"][0], "vector": {"ref": info["digest"]}}]}
+        servers[1], {"interventions": [{**weir_object["interventions"][0], "vector": {"ref": info["digest"]}}]}
     )
     assert two.put("/v1/vectors/happy", json={"vector": OTHER}).json()["digest"] != info["digest"]
-    assert lowered(servers[0], site_request) == [("resid_post", (1,), "all", [OTHER])]
+    assert lowered(servers[0], weir_object) == [("resid_post", (1,), "all", [OTHER])]
     assert one.delete("/v1/vectors/happy").status_code == 204
     assert two.get("/v1/vectors").json() == {"vectors": []}
     refused(two.get("/v1/vectors/happy"), 404, "name")
     refused(two.delete("/v1/vectors/happy"), 404, "name")
     with pytest.raises(WeirError, match="no vector is registered under 'happy'"):
-        lowered(servers[1], site_request)
+        lowered(servers[1], weir_object)
 
 
 CHANGES = [
@@ -165,8 +165,8 @@ def test_directions_of_blocks_are_a_module_and_each_has_a_name(pair, media):
     assert lowered(servers[1], {"modules": ["mood"]}) == expected
     twice = lowered(servers[1], {"modules": [{"name": "mood", "scale": 2}]})
     assert [m[3][0] for m in twice] == [[2 * x for x in V], [2 * x for x in OTHER]]
-    site_request = {"interventions": [{"op": "add", "vector": "mood[3]", "layers": [0]}]}
-    assert lowered(servers[1], site_request) == [("resid_post", (0,), "all", [OTHER])]
+    weir_object = {"interventions": [{"op": "add", "vector": "mood[3]", "layers": [0]}]}
+    assert lowered(servers[1], weir_object) == [("resid_post", (0,), "all", [OTHER])]
     with pytest.raises(WeirError, match=r'"modules": \["mood"\]') as caught:
         lowered(servers[1], {"interventions": [{"op": "add", "vector": {"ref": "mood"}, "layers": [0]}]})
     assert caught.value.field == "interventions[0].vector"
@@ -494,7 +494,7 @@ def test_modules(pair):
     clamp = {"name": "c", "clamps": {"resid_post": {"1": [{"vector": V, "value": 1.0}]}}}
     assert two.post("/v1/steering/modules/register", json=clamp).json()["modules"] == ["c", "m"]
     assert lowered(servers[0], {"modules": ["c"]})
-    for site_request, field in (
+    for weir_object, field in (
         ({"modules": [{"name": "c", "scale": 2.0}]}, "modules[0].scale"),
         ({"modules": ["m", "gone"]}, "modules[1]"),
         ({"modules": ["happy"]}, "modules[0]"),
@@ -503,7 +503,7 @@ def test_modules(pair):
         ({"modules": ["m"] * 65}, "modules"),
     ):
         with pytest.raises(WeirError) as caught:
-            lowered(servers[0], site_request)
+            lowered(servers[0], weir_object)
         assert caught.value.field == field
     refused(one.post("/v1/steering/modules/register", json={**module, "name": "happy"}), 400, "name")
     refused(one.put("/v1/vectors/m", json=V), 400, "name")
@@ -598,9 +598,9 @@ def test_requests_of_the_fork(pair):
 
     def asked(body):
         assert asks(None, body)
-        site_request = dict(WeirRequest.parse(None, body, server.limits).extra_args["weir"])
-        assert json.loads(json.dumps(site_request)) == site_request and site_request.pop("v") == 1
-        return lowered(server, site_request)
+        weir_object = dict(WeirRequest.parse(None, body, server.limits).extra_args["weir"])
+        assert json.loads(json.dumps(weir_object)) == weir_object and weir_object.pop("v") == 1
+        return lowered(server, weir_object)
 
     assert asked(body) == first
     assert asked(body | {"weir": own}) == [first[0], *first, ("resid_post", (3,), "all", [V])]
@@ -662,9 +662,9 @@ def test_equal_wishes_are_remembered_under_steering_and_by_name(pair):
     one.put("/v1/vectors/happy", json=V)
 
     def admitted():
-        site_request = {"v": 1, "interventions": [{"op": "add", "vector": "happy", "layers": [1]}]}
+        weir_object = {"v": 1, "interventions": [{"op": "add", "vector": "happy", "layers": [1]}]}
         frontend.refresh()
-        return frontend._admitted({"weir": site_request}, True), frontend._admitted({}, True)
+        return frontend._admitted({"weir": weir_object}, True), frontend._admitted({}, True)
 
     assert all(a is b for a, b in zip(admitted(), admitted()))
     first = admitted()
