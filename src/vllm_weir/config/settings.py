@@ -25,7 +25,7 @@ STEP_SHARE = 8
 """A step records no more rows than this part of the host buffer."""
 OTHER_VARIABLES = ("DISABLE", "ADMIN_KEY", "API_KEY", "BASE_URL", "END_WITH_PARENT")
 """``WEIR_*`` that are no settings of an engine."""
-TAP_VERSION = 6
+TAP_VERSION = 7
 """Raised whenever the tap's traced form changes, so that no compiled graph of another form is reused."""
 
 

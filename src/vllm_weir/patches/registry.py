@@ -172,6 +172,8 @@ PATCHES: tuple[Patch, ...] = (
          variant="V2"),
     Patch(_GRAPHS, "CudaGraphManager.dispatch", WORKER, "runner V2: a step replays from the set it needs", None,
          ("num_reqs", "num_tokens"), variant="V2"),
+    Patch("vllm.compilation.passes.fusion.allreduce_rms_fusion", "AllReduceFusionPass.__call__", WORKER,
+         "taps do not keep vLLM from fusing all-reduce and norm", "allreduce_fusion:apply", ("graph",)),
     Patch("vllm.compilation.cuda_graph", "CUDAGraphWrapper.clear_graphs", WORKER,
          "runner V2: the piecewise graphs of both sets", variant="V2"),
     Patch("vllm.compilation.monitor", "validate_cudagraph_capturing_enabled", WORKER,

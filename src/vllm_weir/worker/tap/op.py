@@ -103,12 +103,22 @@ def _tap_cuda(hidden: torch.Tensor, other: torch.Tensor | None, *tables: torch.T
     launch(hidden, other, *tables)
 
 
-def _act(usual: Callable[..., None], hidden: torch.Tensor, other: torch.Tensor | None, tap: torch.Tensor) -> None:
-    switch = _switches.get(address := tap.data_ptr())
+def acts(number: torch.Tensor) -> bool:
+    """Whether the tap of this number (a tensor as of `numbered`) acts in the forward pass being issued.
+
+    Raises:
+        RuntimeError: if its engine is gone.
+    """
+    switch = _switches.get(address := number.data_ptr())
     if switch is None:
         raise RuntimeError("a tap acts whose engine is gone")
-    if not switch.mask or not switch.wants(switch.numbers[address]):
+    return bool(switch.mask) and switch.wants(switch.numbers[address])
+
+
+def _act(usual: Callable[..., None], hidden: torch.Tensor, other: torch.Tensor | None, tap: torch.Tensor) -> None:
+    if not acts(tap):
         return
+    switch = _switches[tap.data_ptr()]
     if hidden.dim() == 3:  # the Transformers backend carries a batch dimension of one
         hidden = hidden.squeeze(0)
     if other is not None and other.dim() == 3:
