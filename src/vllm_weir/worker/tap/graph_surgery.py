@@ -84,7 +84,7 @@ def _detach_behind(graph: fx.Graph, reduced: fx.Node) -> DetachedTaps | None:
     chain: list[fx.Node] = []
     kinds = ""
     while (tap := _next_tap(hidden)) is not None:
-        other = tap.kwargs.get("residual")
+        other: Any = tap.kwargs.get("residual")
         if other is not None:
             if residual is None:
                 first_residual = other
