@@ -80,14 +80,14 @@ class Line:
         """Deliver what waits."""
         if not self.parcels:
             return
-        _, _, (receiver, *_), _ = self._frontend._receiver.close.peek()
+        _, _, (state, *_), _ = self._frontend._receiver.close.peek()
         for parcel in self.parcels:
             replies = sorted(parcel.layout_updates.keys() | parcel.marks.keys() | parcel.steered.keys())
             for reply in replies:
                 with clock.part(f"worker: drain thread, {kind} message"):
                     self._drain._tell(reply, parcel, "")
                 with clock.part(f"caller: receiver thread, {kind} message"):
-                    deliver(self._frontend.store, receiver.reply.token, self._frames.pop(), receiver._mapped)
+                    deliver(self._frontend.store, state.endpoint.token, self._frames.pop(), state._mapped)
                 with clock.part(f"caller: receiver thread, what is made after a {kind} message"):
                     while self._frontend.store.prepare():
                         pass
