@@ -1,12 +1,13 @@
 """The codecs: rows to packed records and back, on any device, without a synchronisation.
 
-The 8-bit methods share one affine code: with ``zero`` the row's smallest value and ``scale = (largest - zero) / 255``,
+The 8-bit methods share one affine code: with ``zero`` the row's smallest value and
+``scale = (largest - zero) / 255``,
 
     code = round((x - zero) / scale)        x~ = code * scale + zero
 
-to within half a step (``scale / 2``) of every value; of a constant row ``scale`` is 0 and x~ exact. A row that holds
-NaN, Inf or a magnitude over 1.5e38 (whose range float32 cannot hold) has ``scale = NaN`` and unpacks to NaN throughout:
-such a row is marked as lost.
+to within half a step (``scale / 2``) of every value; of a constant row ``scale`` is 0 and x~ exact.
+A row that holds NaN, Inf or a magnitude over 1.5e38 (whose range float32 cannot hold) has
+``scale = NaN`` and unpacks to NaN throughout: such a row is marked as lost.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ DTYPES = {
 def projection(seed: int, k: int, d: int) -> torch.Tensor:
     """Return the random projection of rp8: independent N(0, 1/k), float32 [k, d], on the CPU.
 
-    It depends on (seed, k, d) only: Box-Muller on the raw 64-bit output of Philox4x64-10 with `seed` as its key. (Of
-    numpy, bit generators give the same numbers in every version, its normal distribution does not.)
+    It depends on (seed, k, d) only: Box-Muller on the raw 64-bit output of Philox4x64-10 with
+    `seed` as its key. (Of numpy, bit generators give the same numbers in every version, its normal
+    distribution does not.)
     """
     return torch.from_numpy(_gaussian(seed, k, d).copy())
 
@@ -71,7 +73,8 @@ def encode(rows: torch.Tensor, compression: object, projection: torch.Tensor | N
     Args:
         rows: [..., d], float32, float16 or bfloat16, any device.
         compression: the method and its parameters, see `Compression.parse`.
-        projection: for rp8, the result of `projection` on the rows' device; made (and copied there) if None.
+        projection: for rp8, the result of `projection` on the rows' device; made (and copied there)
+            if None.
 
     Returns:
         uint8 [..., record_bytes], on the rows' device.
@@ -117,7 +120,8 @@ def largest(x: torch.Tensor, k: int) -> torch.Tensor:
     Returns:
         int64 [..., k], ascending; of equal magnitudes those that come first.
     """
-    # The bits of |x| order as |x| does; the index below them makes every key unique, so equal values have an order.
+    # The bits of |x| order as |x| does; the index below them makes every key unique, so equal
+    # values have an order.
     keys = x.abs().contiguous().view(torch.int32).to(torch.int64) << 32
     keys = keys | torch.arange(x.shape[-1] - 1, -1, -1, device=x.device)
     return keys.topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
@@ -131,8 +135,9 @@ def decode(records: torch.Tensor, header: Mapping[str, Any]) -> torch.Tensor:
         header: how to read them, from `Activations.compressed`, a dataset, or `Compression.header`.
 
     Returns:
-        float32 [..., d_model] on the records' device. For rp8 it is the least-squares estimate: the shortest row with
-        that projection, which has about ``k / d_model`` of the energy. For inner products use `project`.
+        float32 [..., d_model] on the records' device. For rp8 it is the least-squares estimate: the
+        shortest row with that projection, which has about ``k / d_model`` of the energy. For inner
+        products use `project`.
 
     Raises:
         WeirError: if the records do not fit their header.
@@ -160,7 +165,8 @@ def decode(records: torch.Tensor, header: Mapping[str, Any]) -> torch.Tensor:
 def project(records: torch.Tensor, header: Mapping[str, Any]) -> torch.Tensor:
     """Return records of rp8 in the compressed space, float32 [..., k].
 
-    Inner products there estimate those of the rows; a direction v is ``v @ projection(seed, k, d_model).T`` there.
+    Inner products there estimate those of the rows; a direction v is
+    ``v @ projection(seed, k, d_model).T`` there.
 
     Raises:
         WeirError: if the records are of another method, or do not fit their header.

@@ -42,8 +42,9 @@ def load_activation_file(
         device: where the tensors go; default: CPU.
 
     Returns:
-        ``q`` (or ``indices`` and ``values``), ``scale``, ``zero``; of Weir's files also ``positions``, ``token_ids``
-        and ``weir``, the header as bytes of JSON. For `reconstruct_activations`.
+        ``q`` (or ``indices`` and ``values``), ``scale``, ``zero``; of Weir's files also
+        ``positions``, ``token_ids`` and ``weir``, the header as bytes of JSON. For
+        `reconstruct_activations`.
 
     Raises:
         MissingFile: if it does not exist.

@@ -38,14 +38,16 @@ _SEQUENCE = re.compile(r"(.+)/seq(\d+)")
 class ActivationLoader:
     """Vllm_mi_patch's loader, for any dataset that `vllm_weir.load` reads.
 
-    The dataset is opened at the first question and stays open; an empty folder is looked into again.
+    The dataset is opened at the first question and stays open; an empty folder is looked into
+    again.
 
     Args:
         output_dir: path or fsspec URL of the dataset.
         mode: checked, but not used: the data say how they are compressed.
         device: where to put tensors; None for numpy arrays.
         hook: the hook point whose layers are read.
-        options: more arguments for `vllm_weir.load` (``hidden_size``, ``layer_ids``, ``storage_options``).
+        options: more arguments for `vllm_weir.load` (``hidden_size``, ``layer_ids``,
+            ``storage_options``).
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class ActivationLoader:
         return sequences
 
     def list_requests(self) -> list[str]:
-        """Return the names of the requests, sorted: their folders (``req_...``) for npz files, else their ids."""
+        """Return the requests' names, sorted: folders (``req_...``) for npz files, else ids."""
         try:
             return sorted(self._sequences)
         except WeirError:
@@ -89,11 +91,13 @@ class ActivationLoader:
         """Read all layers of a request.
 
         Args:
-            request_id: a name of `list_requests`, or the request's id; a folder of that name comes first.
-            reconstruct: whether to return rows. If not, a layer is a dict with ``activations``, ``positions`` and
-                ``token_ids``, and for npz files and rp8 also what is stored (``q``, ``scale``, ``zero``, ...). There
-                are no ``activations`` where Vllm_mi_patch's files do not determine them: topk8 without a width, and
-                scales per dimension of one row.
+            request_id: a name of `list_requests`, or the request's id; a folder of that name comes
+                first.
+            reconstruct: whether to return rows. If not, a layer is a dict with ``activations``,
+                ``positions`` and ``token_ids``, and for npz files and rp8 also what is stored
+                (``q``, ``scale``, ``zero``, ...). There are no ``activations`` where
+                Vllm_mi_patch's files do not determine them: topk8 without a width, and scales per
+                dimension of one row.
             space: for rp8, see `reconstruct_activations`.
 
         Returns:
@@ -115,7 +119,10 @@ class ActivationLoader:
     def load_sequence(
         self, request_id: str, sequence_id: int | str = 0, layers: Sequence[int] | None = None
     ) -> dict[int, dict[str, Any]]:
-        """Read one sequence as it is stored, and only the files of these layers, see `load_sequence_activations`."""
+        """Read one sequence as it is stored, see `load_sequence_activations`.
+
+        Reads only the files of these layers.
+        """
         sequences = self._find(request_id)
         request = {str(number): name for number, name in sequences.items()}.get(str(sequence_id))
         if request is None:
@@ -146,7 +153,10 @@ class ActivationLoader:
         return [site for site in acts.sites if site.hook == self.hook]
 
     def _read(self, request: str, acts: Activations, site: Site, space: str, decoded: bool = False) -> dict[str, Any]:
-        """Return what `load_request` gives for one layer; `decoded`: raise WeirError if rows cannot be decoded."""
+        """Return what `load_request` gives for one layer.
+
+        `decoded`: raise WeirError if rows cannot be decoded.
+        """
         blocks = self._blocks(request, site)
         projected = space == "projected" and all(block.header["method"] == "rp8" for block in blocks)
         data = {"positions": acts.positions_of(*site), "token_ids": acts.token_ids_of(*site)}
@@ -164,7 +174,8 @@ class ActivationLoader:
     def _fields(self, request: str, site: Any, blocks: list[RecordBlock]) -> dict[str, np.ndarray]:
         """Return the stored arrays by their names in npz files.
 
-        Only for npz files that hold codes, and for rp8, of which rows in either space can be made; else nothing.
+        Only for npz files that hold codes, and for rp8, of which rows in either space can be made;
+        else nothing.
         """
         if len(blocks) != 1:
             return {}
@@ -190,7 +201,7 @@ class ActivationLoader:
         return compute_similarity(acts1, acts2, metric)
 
     def create_token_timeline(self, sequence_activations: dict[int, Any], layer: int = 0) -> Any:
-        """Return rows in the order of the tokens, see `vllm_weir.analysis.create_token_timeline`."""
+        """Return rows in order of tokens, see `vllm_weir.analysis.create_token_timeline`."""
         return create_token_timeline(sequence_activations, layer)
 
     def compute_layer_statistics(self, sequence_activations: dict[int, Any]) -> dict[int, dict[str, float]]:
@@ -207,7 +218,8 @@ def quick_load(
         output_dir: any dataset that `vllm_weir.load` reads.
         request_id: which request; None for the first.
         layer: which layer.
-        reconstruct: whether to return rows [n, d]; if not, a dict, see `ActivationLoader.load_request`.
+        reconstruct: whether to return rows [n, d]; if not, a dict, see
+            `ActivationLoader.load_request`.
         options: more arguments for `ActivationLoader`.
 
     Raises:
@@ -233,7 +245,8 @@ def _folders(index: Index) -> dict[str, str]:
             if isinstance(block, ArrayBlock) and block.unpack is unpack_own:
                 homes[request] = home_of(block.name)[0]
     short = short_names(homes.values())
-    # A request without rows has no file, and in a dataset that is one request's folder no folder has a name.
+    # A request without rows has no file, and in a dataset that is one request's folder no folder
+    # has a name.
     named = {request: short[home] for request, home in homes.items() if home}
     return {r: named.get(r, folder_of(r)) for r in index.requests if index.layout == "npz" or r in homes}
 
@@ -251,7 +264,8 @@ def load_sequence_activations(
         layers: which layers; None for all.
         return_torch: see `load_activation_file`.
         device: see `load_activation_file`.
-        options: more arguments for `vllm_weir.load`, such as the ``hidden_size`` that Vllm_mi_patch's topk8 needs.
+        options: more arguments for `vllm_weir.load`, such as the ``hidden_size`` that
+            Vllm_mi_patch's topk8 needs.
 
     Returns:
         layer -> arrays, by ascending layer, for `reconstruct_activations`.

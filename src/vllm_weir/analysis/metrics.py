@@ -21,7 +21,8 @@ def compute_similarity(acts1: Matrix, acts2: Matrix, metric: str = "cosine") -> 
     Args:
         acts1: an array of any shape.
         acts2: one of the same shape; axes of length one do not count ([1, d] and [d] are the same).
-        metric: ``"cosine"``, ``"correlation"`` (Pearson) or ``"l2"`` (minus the distance, so larger is more similar).
+        metric: ``"cosine"``, ``"correlation"`` (Pearson) or ``"l2"`` (minus the distance, so larger
+            is more similar).
 
     Returns:
         NaN where it is undefined: cosine with a vector of zeros, correlation with a constant one.
@@ -64,7 +65,8 @@ def similarity_matrix(acts1: Matrix, acts2: Matrix | None = None, metric: str = 
 
 def _centred(x: np.ndarray) -> np.ndarray:
     centred = x - x.mean(-1, keepdims=True)
-    # The mean of a constant row may be rounded, and the rounding error would be all that is left of the row.
+    # The mean of a constant row may be rounded, and the rounding error would be all that is left of
+    # the row.
     centred[(x == x[..., :1]).all(-1)] = 0
     return centred
 
@@ -102,8 +104,8 @@ def compute_layer_statistics(sequence_activations: Mapping[int, Any]) -> dict[in
         sequence_activations: layer -> rows [n, d], or what `load_sequence_activations` returns.
 
     Returns:
-        layer -> ``mean``, ``std`` (of the population), ``min``, ``max``, ``norm`` (of all values together) and
-        ``row_norm`` (mean of the rows' norms).
+        layer -> ``mean``, ``std`` (of the population), ``min``, ``max``, ``norm`` (of all values
+        together) and ``row_norm`` (mean of the rows' norms).
 
     Raises:
         WeirError: if a layer has no rows.

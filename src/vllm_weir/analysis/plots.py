@@ -41,7 +41,8 @@ def plot_heat_map(
         path: ``.png``, ``.svg`` or ``.html``.
         tokens: texts of the tokens.
         hook: which hook point of `Activations`.
-        value: rows [n, d] -> numbers [n]; default: their norms. For a direction v: ``lambda rows: rows @ v``.
+        value: rows [n, d] -> numbers [n]; default: their norms. For a direction v:
+            ``lambda rows: rows @ v``.
         label: what the numbers are.
         title: of the plot.
 
@@ -49,8 +50,8 @@ def plot_heat_map(
         The path.
 
     Raises:
-        WeirError: if the layers have different rows, rows hold NaN or Inf, `tokens` or `value` do not fit the rows, or
-            the file cannot be written.
+        WeirError: if the layers have different rows, rows hold NaN or Inf, `tokens` or `value` do
+            not fit the rows, or the file cannot be written.
     """
     layers = by_layer(activations, hook)
     names = _tokens(tokens, layers)

@@ -16,7 +16,8 @@ from vllm_weir.storage.foreign.mi_patch_npz import rebuild
 from vllm_weir.storage.layouts.npz import to_records
 
 DENSE, SPARSE = ("rp8", "full8"), "topk8"
-"""Modes of Vllm_mi_patch: those that store values in ``q``, and the one that stores them in ``values``."""
+"""Modes of Vllm_mi_patch: those that store values in ``q``, and the one that stores them in
+``values``."""
 
 
 def reconstruct_activations(
@@ -25,22 +26,25 @@ def reconstruct_activations(
 ) -> Any:  # fmt: skip
     """Decode rows from the arrays of a file.
 
-    Weir's files are decoded by their header (without it: ``q * scale + zero``), Vllm_mi_patch's as ``(q - zero) *
-    scale``, which is the inverse of its encoder (its own function computes something else).
+    Weir's files are decoded by their header (without it: ``q * scale + zero``), Vllm_mi_patch's as
+    ``(q - zero) * scale``, which is the inverse of its encoder (its own function computes something
+    else).
 
     Args:
         compressed_data: arrays from `load_activation_file` or `ActivationLoader.load_request`.
-        mode: ``"rp8"``, ``"full8"``, ``"topk8"``, ``"none"`` or another method of Weir, or the ``mode`` of a manifest
-            (``"ActMode.RP8"`` for Vllm_mi_patch); None to go by the fields.
+        mode: ``"rp8"``, ``"full8"``, ``"topk8"``, ``"none"`` or another method of Weir, or the
+            ``mode`` of a manifest (``"ActMode.RP8"`` for Vllm_mi_patch); None to go by the fields.
         hidden_size: d_model, needed for topk8 of Vllm_mi_patch.
-        space: for Weir's rp8: ``"projected"`` gives [n, k], whose inner products and similarities estimate those of
-            the rows; ``"model"`` gives the least-squares estimate of the rows, [n, d_model].
+        space: for Weir's rp8: ``"projected"`` gives [n, k], whose inner products and similarities
+            estimate those of the rows; ``"model"`` gives the least-squares estimate of the rows,
+            [n, d_model].
 
     Returns:
         float32 [n, d], a tensor if the data are tensors, else an array.
 
     Raises:
-        WeirError: if the arrays do not fit the mode or their header, or hold no values (only scales per dimension).
+        WeirError: if the arrays do not fit the mode or their header, or hold no values (only scales
+            per dimension).
     """
     mode = check_mode(mode)
     if space not in ("projected", "model"):
@@ -59,7 +63,7 @@ def reconstruct_activations(
 
 
 def check_mode(mode: object) -> str | None:
-    """Return the method that a mode names, also as in Vllm_mi_patch's ``ActMode.RP8``; raise WeirError for others."""
+    """Return the method that a mode names, also as ``ActMode.RP8``; WeirError for other modes."""
     if mode is None:
         return None
     name = mode.removeprefix("ActMode.").lower() if isinstance(mode, str) and mode.startswith("ActMode.") else mode

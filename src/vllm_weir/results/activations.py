@@ -54,11 +54,11 @@ class CompressedRows:
 
 
 class Activations(Mapping):
-    """Rows of one sequence by site: ``acts["resid_post", 10]`` is a tensor [rows, d_model] on the CPU.
+    """Rows of one sequence by site: ``acts["resid_post", 10]`` is a CPU tensor [rows, d_model].
 
-    Rows are in ascending order of position. Keys are (hook, layer) pairs, anything else that names a site (such as
-    ``"resid_post.10"``, see `parse_site`), and ``"residual_stream"`` for requests that used vllm-lens's key: a tensor
-    [layers, rows, d_model], blocks ascending.
+    Rows are in ascending order of position. Keys are (hook, layer) pairs, anything else that names
+    a site (such as ``"resid_post.10"``, see `parse_site`), and ``"residual_stream"`` for requests
+    that used vllm-lens's key: a tensor [layers, rows, d_model], blocks ascending.
 
     Args:
         rows: the rows by site; empty if they are compressed.
@@ -108,7 +108,7 @@ class Activations(Mapping):
         return self._packed is not None
 
     def compressed(self, hook: object, layer: int | None = None) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return a site's compressed rows: (uint8 [rows, record_bytes], header that says how to read them).
+        """Return a site's records, uint8 [rows, record_bytes], and the header that describes them.
 
         Args:
             hook: a hook point, or a whole site.
@@ -162,26 +162,27 @@ class Activations(Mapping):
 
     @property
     def positions(self) -> torch.Tensor:
-        """Positions of the rows, int64 [rows], ascending; WeirError if they differ from site to site."""
+        """Positions of the rows, int64 [rows], ascending; WeirError if sites differ in them."""
         return self._shared(self._positions, "positions")
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """Token at each row's position, int64 [rows]; WeirError if positions differ from site to site."""
+        """Token at each row's position, int64 [rows]; WeirError if sites differ in positions."""
         return self._shared(self._token_ids, "token_ids")
 
     def positions_of(self, hook: object, layer: int | None = None) -> torch.Tensor:
-        """Return the positions of one site's rows, int64 [rows]; for the arguments see `compressed`."""
+        """Return the positions of a site's rows, int64 [rows]; arguments as for `compressed`."""
         return self._positions[self._site(hook, layer)]
 
     def token_ids_of(self, hook: object, layer: int | None = None) -> torch.Tensor:
-        """Return the token at each of one site's rows, int64 [rows]; for the arguments see `compressed`."""
+        """Return the token at each row of a site, int64 [rows]; arguments as for `compressed`."""
         return self._token_ids[self._site(hook, layer)]
 
     def numpy(self, hook: object, layer: int | None = None) -> np.ndarray:
         """Return one site's rows as an array [rows, d_model]; for the arguments see `compressed`.
 
-        bfloat16, which numpy lacks, becomes float32 of the same values; other dtypes share the tensor's memory.
+        bfloat16, which numpy lacks, becomes float32 of the same values; other dtypes share the
+        tensor's memory.
         """
         rows = self[hook] if layer is None else self[hook, layer]
         return (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
@@ -191,7 +192,9 @@ class Activations(Mapping):
         return {(s.hook, s.layer): self._row(s) for s in self}
 
     def save(self, path: str | PathLike) -> Path:
-        """Write a safetensors file with ``resid_post.10``, its ``.positions``, its ``.token_ids``, and so on.
+        """Write a safetensors file with tensors such as ``resid_post.10``.
+
+        Each has its ``.positions`` and ``.token_ids`` beside it.
 
         Raises:
             WeirError: if the file, which it names, cannot be written.
@@ -217,8 +220,8 @@ class Activations(Mapping):
     def pieces(self) -> list[bytes | memoryview]:
         """Return the bytes that `save` writes, in few pieces.
 
-        The safetensors library is not used because it holds the interpreter lock for every tensor; a server does this
-        for each request beside its event loop.
+        The safetensors library is not used because it holds the interpreter lock for every tensor;
+        a server does this for each request beside its event loop.
         """
         sites = self.sites
         block = self._rows if isinstance(self._rows, SiteSlices) and list(self._rows) == sites else None
@@ -311,7 +314,9 @@ def _header(
     shapes: tuple[tuple[torch.dtype, tuple[int, ...]], ...],
     lengths: tuple[int, ...],
 ) -> bytes:
-    """Return the header of what `Activations.save` writes; cached, since a server's requests have the same.
+    """Return the header of what `Activations.save` writes.
+
+    It is cached, since many requests of a server have the same.
 
     Args:
         sites: the sites, in the order of their rows.

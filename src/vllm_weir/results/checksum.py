@@ -1,8 +1,9 @@
 """Checksums of stored records, 32 bits each, to notice bytes that have changed.
 
-A record's 64-bit words (little-endian, the last one filled up with zeros) are added; the checksum is the upper half of
-the sum times `MULTIPLIER`, both modulo 2^64. It is a mere sum because that keeps up with a disk. So it does not notice
-words that change places within a record, nor changes that cancel out in the sum.
+A record's 64-bit words (little-endian, the last one filled up with zeros) are added; the checksum
+is the upper half of the sum times `MULTIPLIER`, both modulo 2^64. It is a mere sum because that
+keeps up with a disk. So it does not notice words that change places within a record, nor changes
+that cancel out in the sum.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def checksums(records: np.ndarray) -> np.ndarray:
         records: uint8 [n, width], of any strides and alignment.
 
     Returns:
-        uint32 [n]. Records that differ in one bit never have the same, unrelated ones with a chance of 2^-32.
+        uint32 [n]. Records that differ in one bit never have the same, unrelated ones with a chance
+        of 2^-32.
     """
     n, width = records.shape
     if n and width > 1 and records.strides[1] != 1:

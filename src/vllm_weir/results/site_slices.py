@@ -14,7 +14,10 @@ SINGLE_THREAD_VALUES = 32_767
 
 
 def without_base(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows in memory of their own, since a tensor is pickled with all of the memory that it is a view of."""
+    """Return the rows, copied if they are a view of more memory.
+
+    A view would be pickled with all of that memory.
+    """
     return rows.clone() if rows.untyped_storage().nbytes() > rows.nbytes else rows
 
 

@@ -1,8 +1,9 @@
 """Slices rows into tensors before the rows arrive, while the model computes them.
 
-The number of rows of a sequence that generates all the tokens that it may is known when it comes. Its tensors, which
-for a batch can be thousands, are ready when the batch ends, instead of being made while the caller waits. Tensors of a
-sequence that ends sooner are made when they are looked at.
+The number of rows of a sequence that generates all the tokens that it may is known when it comes.
+Its tensors, which for a batch can be thousands, are ready when the batch ends, instead of being
+made while the caller waits. Tensors of a sequence that ends sooner are made when they are looked
+at.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from vllm_weir.frontend.receive.pending_sequence import PendingSequence
 
 logger = logging.getLogger(__name__)
 DELAY = 16
-"""Messages after a sequence's first rows until it is sliced: admitting other requests comes first."""
+"""Messages after a sequence's first rows until it is sliced: admitting other requests comes
+first."""
 PER_MESSAGE = 8
 """Sequences that are sliced after one message, of which each step sends one."""
 
 
 def presliceable_kind(group: CaptureGroup) -> str:
-    """Return the kind of row sequence whose rows the group hands out as they are; "" if it changes them."""
+    """Return the kind of row sequence that a group hands out unchanged; "" if it changes rows."""
     postprocess = group.spec.postprocess
     if group.late:
         return ""
@@ -32,7 +34,10 @@ def presliceable_kind(group: CaptureGroup) -> str:
 
 
 class Preslicer:
-    """The queue of sequences to slice, in the order of their first rows; for the thread that receives rows only."""
+    """The queue of sequences to slice, in the order of their first rows.
+
+    Only for the thread that receives rows.
+    """
 
     def __init__(self) -> None:
         self._queue: deque[tuple[int, ref[PendingSequence]]] = deque()
@@ -59,7 +64,8 @@ class Preslicer:
             try:
                 _preslice(pending)
             except (ValueError, RuntimeError, LookupError) as e:
-                # The error is raised for whoever asks for the rows; this thread serves other requests too.
+                # The error is raised for whoever asks for the rows; this thread serves other
+                # requests too.
                 logger.error("Weir could not slice the rows of %s: %s: %s", pending.request_id, type(e).__name__, e)
 
 

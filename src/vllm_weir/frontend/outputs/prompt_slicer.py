@@ -1,4 +1,4 @@
-"""Makes the activations of prompts as soon as their rows are here, while the request still generates."""
+"""Makes activations of prompts once their rows are here, while the request still generates."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from vllm_weir.frontend.receive.tokens import SequenceTokens
 
 logger = logging.getLogger(__name__)
 PER_TURN = 8
-"""Sequences that are looked at in one go, so that other threads of the process need not wait for longer."""
+"""Sequences that are looked at in one go, so that other threads of the process need not wait for
+longer."""
 
 
 def captures_only_prompt(group: CaptureGroup, prompt_len: int) -> bool:
-    """Return whether all rows of a group, as the model has them or reduced, are known to be of the prompt."""
+    """Return whether all rows of a group, plain or reduced, are known to be of the prompt."""
     spec = group.spec
     if not spec.site_requests:
         return False
@@ -30,7 +31,10 @@ def captures_only_prompt(group: CaptureGroup, prompt_len: int) -> bool:
 
 
 class PromptSlicer:
-    """The sequences whose activations can be made early; for the thread that receives rows only, except `add`."""
+    """The sequences whose activations can be made early.
+
+    Only for the thread that receives rows, except `add`.
+    """
 
     def __init__(self) -> None:
         self._waiting: WeakValueDictionary[str, PendingSequence] = WeakValueDictionary()
@@ -63,7 +67,8 @@ class PromptSlicer:
             try:
                 done = self._slice(pending)
             except (ValueError, RuntimeError, LookupError) as e:
-                # The error is raised for whoever asks for the rows; this thread serves other requests too.
+                # The error is raised for whoever asks for the rows; this thread serves other
+                # requests too.
                 logger.error("Weir could not slice the rows of %s: %s: %s", request_id, type(e).__name__, e)
                 done = True
             if done:

@@ -17,8 +17,8 @@ MAX_OPTIONS_CHARS = 200
 def labels_of(destinations: Sequence[tuple[Sink, str]]) -> list[str]:
     """Return a label for each sink of a request, by which a receipt tells them apart.
 
-    A label is the sink's name; where several sinks share one, their options follow, then whether rows wait to be
-    marked, then a number.
+    A label is the sink's name; where several sinks share one, their options follow, then whether
+    rows wait to be marked, then a number.
 
     Args:
         destinations: sinks, and ``"always"`` or ``"marked"``.
@@ -41,12 +41,15 @@ def labels_of(destinations: Sequence[tuple[Sink, str]]) -> list[str]:
 
 
 class Ticket:
-    """The state of a finished sequence's rows at a sink; the sink's thread writes it, outputs read it.
+    """The state of a finished sequence's rows at a sink.
+
+    The sink's thread writes it, outputs read it.
 
     Attributes:
         sink: the sink's name.
         required: whether the request fails with it.
-        state: ``"queued"``, ``"held"``, ``"written"``, ``"dropped"``, ``"evicted"`` or ``"failed: <why>"``.
+        state: ``"queued"``, ``"held"``, ``"written"``, ``"dropped"``, ``"evicted"`` or
+            ``"failed: <why>"``.
         files: what was written.
         missing: site -> rows that the worker had no room for, so that the sink did not get them.
     """
@@ -64,7 +67,7 @@ class Ticket:
         self._closed.set()
 
     def revise(self, state: str) -> None:
-        """Correct the final state: rows that were taken could not be published, or could after all."""
+        """Correct the final state: rows that were taken were not published, or were after all."""
         self.state = state
 
     def settle(self, timeout: float) -> None:
@@ -73,7 +76,8 @@ class Ticket:
         After it has returned once it raises no error for what fails later: `state` tells.
 
         Raises:
-            WeirError: if the sink has failed and the request depends on it, or takes longer than `timeout` seconds.
+            WeirError: if the sink has failed and the request depends on it, or takes longer than
+                `timeout` seconds.
         """
         if self.state == "held":
             return

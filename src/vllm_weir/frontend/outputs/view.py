@@ -43,9 +43,10 @@ class ViewSnapshot:
 
 @dataclass
 class OutputView:
-    """The rows at positions ``[start, end)`` of a sequence, where `end` follows from the tokens generated so far.
+    """The rows at positions ``[start, end)`` of a sequence.
 
-    The thread that looks waits here for rows on their way; the engine's loop never does.
+    `end` follows from the tokens generated so far. The thread that looks waits here for rows on
+    their way; the engine's loop never does.
 
     Attributes:
         pending: the sequence.
@@ -54,7 +55,8 @@ class OutputView:
         start: first position; only outputs that hold new rows alone have one other than 0.
         finished, aborted: whether the sequence has ended, and whether before its time.
         cached_tokens: prompt tokens whose KV came from the prefix cache.
-        hit_limit: first wanted position, which a prefix-cache hit was not allowed to pass; None for no limit.
+        hit_limit: first wanted position, which a prefix-cache hit was not allowed to pass; None for
+            no limit.
         d_model: values of a row.
         timeout: seconds to wait for rows.
         asked: whether the request itself asked for anything; others only have rows for sinks.
@@ -86,7 +88,7 @@ class OutputView:
         return len(self.tokens)
 
     def with_start(self, start: int, part: CaptureGroup | None = None) -> OutputView:
-        """Return a view from position `start` on, of the same captures or of other ones of the request."""
+        """Return a view from position `start` on, of the same captures or of another part."""
         return replace(self, start=start, part=part or self.part, _cached_activations=None)
 
     def extend(self, later: OutputView) -> None:
@@ -131,11 +133,11 @@ class OutputView:
         return Activations(rows, positions, token_ids, part.lens_layers)
 
     def drop(self) -> None:
-        """Drop the rows that were assembled; they can be assembled again while their request is held."""
+        """Drop the assembled rows; they can be assembled again while their request is held."""
         self._cached_activations = None
 
     def arrived(self) -> bool:
-        """Return whether every row, or what the prompt's are reduced to, is here, by the arrivals that were read.
+        """Return whether every row, or the reduction of the prompt's, is among the arrivals read.
 
         Not for captures that are projected or compressed.
         """
@@ -162,7 +164,7 @@ class OutputView:
         return self.changed_positions(intervention) if span is None else span
 
     def verify(self) -> list[tuple[ResolvedIntervention | None, int, int]]:
-        """Return of each intervention how many positions were changed, and how many came from the prefix cache.
+        """Return how many positions each intervention has changed, and how many were cached.
 
         Waits for the workers' word.
 
@@ -187,7 +189,8 @@ class OutputView:
             else:
                 cached, count = int(np.searchsorted(positions, self.cached_tokens)), len(positions)
             if not self.aborted:
-                # Cached positions too: the worker knows which requests have left KV without being steered.
+                # Cached positions too: the worker knows which requests have left KV without being
+                # steered.
                 self.pending.await_steered(index, positions, self.timeout)
             index += 1
             out.append((intervention, count - cached, cached))
@@ -234,7 +237,7 @@ class OutputView:
         self.verify()
 
     def receipt(self) -> Receipt:
-        """Return what was done for this sequence up to this output, waiting for its sinks as `settle` does."""
+        """Return what was done for this sequence up to this output; waits as `settle` does."""
         self.settle()
         activations = self.activations()
         changed = self._by_intervention(self.verify())
@@ -256,9 +259,10 @@ class OutputView:
     def _by_intervention(
         self, verified: Sequence[tuple[ResolvedIntervention | None, int, int]]
     ) -> list[tuple[dict[Site, int], int]]:
-        """Return, of each intervention that was asked for, site -> rows changed, and the positions that were shared.
+        """Return site -> rows changed, and shared positions, of each intervention asked for.
 
-        An intervention that was asked for can have become several, one of them for each of its layers.
+        An intervention that was asked for can have become several, one of them for each of its
+        layers.
         """
         out, remaining = [], iter(verified)
         for count in self.pending.admitted.parted:
@@ -278,7 +282,9 @@ class OutputView:
         return out
 
     def settle(self) -> None:
-        """Wait until the sinks have taken this sequence's rows, except those where rows wait to be marked.
+        """Wait until the sinks have taken this sequence's rows.
+
+        Not for sinks where rows wait to be marked.
 
         Raises:
             WeirError: if a sink that the request depends on has failed.
@@ -301,7 +307,7 @@ class OutputView:
         return out
 
     def missing(self, activations: Activations) -> dict[Site, int]:
-        """Return site -> rows of this view that `activations` lacks because the worker had no room for them."""
+        """Return site -> rows that `activations` lacks because the worker had no room for them."""
         if self.aborted:
             return {}
         out = {}
@@ -318,7 +324,7 @@ class OutputView:
         return selected(selectors, self.tokens.prompt_len, self.tokens.array)
 
     def _span(self, selectors: Sequence[Positions]) -> tuple[int, int] | None:
-        """Return (first, end) of the selected positions if they are known to be all between them, else None."""
+        """Return (first, end) if the selected positions are known to be a range, else None."""
         bounds = selectors[0].bounds(self.tokens.prompt_len) if len(selectors) == 1 else None
         if bounds is None:
             return None
@@ -326,7 +332,7 @@ class OutputView:
         return first, max(first, end)
 
     def _wanted(self, selectors: Sequence[Positions], postprocess: Postprocess | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions of the rows of this view, and the positions that they are made from."""
+        """Return the positions of this view's rows, and the positions that they are made from."""
         positions = self._selected(selectors)
         if postprocess is not None and postprocess.reduce is not None:
             # A reduction is complete once the sequence is.
@@ -405,7 +411,8 @@ class OutputView:
         return reduce_rows(postprocess.reduce or "", positions, rows, len(generated), reduced, len(in_prompt))
 
     def _take(self, sites: Sequence[Site], positions: np.ndarray, kind: str) -> list[TakenRows]:
-        # Whoever gets rows on an output may change them, so sinks that wait for the same rows need their own.
+        # Whoever gets rows on an output may change them, so sinks that wait for the same rows need
+        # their own.
         copy = self.part.sink.memory and self.pending.awaited(sites)
         if self.aborted:
             return self.pending.arrived(sites, positions, kind, copy)

@@ -72,8 +72,8 @@ class PendingSequence:
         groups: groups of interventions that the worker has named.
         steered: of each intervention, bool by position: whether it was applied there.
         failure: why the worker could not serve the request, if so.
-        expected_end: positions that have rows if the sequence generates all tokens that it may; 0 if its rows are not
-            presliced.
+        expected_end: positions that have rows if the sequence generates all tokens that it may; 0
+            if its rows are not presliced.
         early_activations: what is handed out, if it was made before anybody asked.
     """
 
@@ -114,11 +114,13 @@ class PendingSequence:
     def release(self) -> bool:
         """Give up the rows of the output; return whether nobody else needs any.
 
-        Sinks that wait for rows keep them until they have taken them; the store forgets the sequence then.
+        Sinks that wait for rows keep them until they have taken them; the store forgets the
+        sequence then.
         """
         if not self._released and self._claims and self.memory.spec.site_requests:
             self.unclaim()
-        # Set before the claims are looked at: whoever gives up the last one meanwhile looks at this.
+        # Set before the claims are looked at: whoever gives up the last one meanwhile looks at
+        # this.
         self._released = True
         if self._claims:
             return False
@@ -149,7 +151,11 @@ class PendingSequence:
         self.check()
 
     def confirmed(self, positions: Sequence[np.ndarray | tuple[int, int]]) -> bool:
-        """Return whether `await_steered` would return at once for every intervention, each at its `positions`."""
+        """Return whether `await_steered` would return at once for every intervention.
+
+        Args:
+            positions: of each intervention.
+        """
 
         def done() -> bool:
             return self.failure is not None or all(map(_covers, self.steered, positions))
@@ -216,7 +222,14 @@ class PendingSequence:
         return all(locations.all_resolved for _, locations in self._find(sites, positions, kind))
 
     def preslice(self, sites: Sequence[Site], kind: str, first: int, count: int) -> None:
-        """Make the tensors of `count` positions from `first` on before their rows arrive, where that is possible."""
+        """Make tensors of rows before the rows arrive, where that is possible.
+
+        Args:
+            sites: of which sites.
+            kind: see `take`.
+            first: the first position.
+            count: how many positions follow each other from there.
+        """
         for some_sites, row_views in self._group_by_views(sites, kind):
             if len(row_views) == 1 and row_views[0].columns == self.admitted.columns_of(some_sites):
                 row_views[0].preslice(some_sites, first, count)
@@ -224,7 +237,8 @@ class PendingSequence:
     def complete_preslice(self, sites: Sequence[Site]) -> SlicedRows | None:
         """Return all rows of a finished sequence as they were presliced.
 
-        None if they were not, are not all here, lie apart, or have to be copied before they are handed out.
+        None if they were not, are not all here, lie apart, or have to be copied before they are
+        handed out.
         """
         if len(self.row_views) != 1 or self.row_views[0].presliced is None or self.awaited(sites):
             return None
@@ -309,7 +323,8 @@ class RowLocations:
         view_index: int64 by position, which view has the row; -1 if none has.
         rank: int64 by position, the row's rank in that view.
         dropped: bool by position, whether the worker had no room for the row.
-        first_rank: if all rows follow each other in the first view, their first rank there; the arrays are empty then.
+        first_rank: if all rows follow each other in the first view, their first rank there; the
+            arrays are empty then.
     """
 
     def __init__(
@@ -367,7 +382,7 @@ class TakenRows:
 
 
 def _covers(steered: np.ndarray, positions: np.ndarray | tuple[int, int]) -> bool:
-    """Return whether all of `positions`, as in `await_steered`, are set in `steered`, bool by position."""
+    """Return whether `steered`, bool by position, is set at `positions`, see `await_steered`."""
     if isinstance(positions, tuple):
         first, end = positions
         return first >= end or (end <= len(steered) and bool(steered[first:end].all()))

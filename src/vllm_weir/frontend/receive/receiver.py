@@ -39,7 +39,8 @@ class Receiver:
         host: address of this machine if workers may run on others; None for local sockets only.
 
     Attributes:
-        endpoint: the address that requests carry to the workers, a `messages.ReaderEndpoint` as text.
+        endpoint: the address that requests carry to the workers, a `messages.ReaderEndpoint` as
+            text.
         close: stops receiving.
     """
 
@@ -75,7 +76,8 @@ class _ReceiverState:
             secrets.token_hex(16),
         )
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-        # Not closed when the thread ends: a late `wake` would write to whatever has got the descriptor's number.
+        # Not closed when the thread ends: a late `wake` would write to whatever has got the
+        # descriptor's number.
         weakref.finalize(self, os.close, self.wake_fd).atexit = False
         self.buffers: dict[str, MappedBuffer] = {}
         """By worker."""
@@ -137,7 +139,8 @@ class _ReceiverState:
                 raise ValueError("wrong token")
             mapped = MappedBuffer(fds.pop(0), hello.rows, hello.row_bytes, self.wake)
             connection.sendall(b"k")
-            # Only after it was sent: a worker that has hung up because this took too long sends its rows in messages.
+            # Only after it was sent: a worker that has hung up because this took too long sends its
+            # rows in messages.
             self.buffers[hello.worker] = mapped
         except BaseException:
             connection.close()
@@ -165,7 +168,7 @@ class _ReceiverState:
 
 
 def _receive(connection: socket.socket, fds: list[int]) -> bytes:
-    """Receive a message that its length precedes; file descriptors that come along go into `fds`."""
+    """Receive a message that follows its length; append file descriptors to `fds`."""
     data, found, _, _ = socket.recv_fds(connection, MAX_HELLO, 4)
     fds += found
     if len(data) < 4:

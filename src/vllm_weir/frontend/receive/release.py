@@ -1,7 +1,7 @@
 """Release of a request's rows once its answer is out, whoever still refers to its outputs.
 
-Dropping an output releases its rows. But frames of a cancelled task, and of generators that have ended, can refer to
-outputs until Python's garbage collector runs, which may be minutes later.
+Dropping an output releases its rows. But frames of a cancelled task, and of generators that have
+ended, can refer to outputs until Python's garbage collector runs, which may be minutes later.
 """
 
 from __future__ import annotations

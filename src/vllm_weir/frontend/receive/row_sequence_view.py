@@ -89,8 +89,8 @@ class RowSequenceView:
         """Note rows that have arrived.
 
         Args:
-            arrivals: int [n, 4] of rank, position, count, stride; ranks ascend without gaps, and are -1 for rows that
-                the worker has dropped.
+            arrivals: int [n, 4] of rank, position, count, stride; ranks ascend without gaps, and
+                are -1 for rows that the worker has dropped.
         """
         lost = arrivals[:, 0] < 0
         if lost.any():
@@ -109,8 +109,8 @@ class RowSequenceView:
     def shaped(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the bytes of whole ranks as a tensor of their shape and dtype.
 
-        That is [ranks, columns, d_model] for rows, [ranks, columns, values] for scores (float32) and compressed rows
-        (uint8), and [ranks, arena rows of a cell, d_model] for reductions.
+        That is [ranks, columns, d_model] for rows, [ranks, columns, values] for scores (float32)
+        and compressed rows (uint8), and [ranks, arena rows of a cell, d_model] for reductions.
         """
         if self.kind == "packed":
             return memory.view(-1, len(self.columns), self.values)
@@ -125,8 +125,8 @@ class RowSequenceView:
             ranks: ascending, at least one.
 
         Returns:
-            [n, columns, d_model]; for scores and reductions float32 [n, columns, values], for compressed rows uint8
-            [n, columns, values].
+            [n, columns, d_model]; for scores and reductions float32 [n, columns, values], for
+            compressed rows uint8 [n, columns, values].
         """
         return self._without_padding(self._gather(ranks))
 
@@ -138,7 +138,7 @@ class RowSequenceView:
         return self._without_padding(extent.rows[first - extent.rank : first - extent.rank + count])
 
     def preslice(self, sites: Sequence[Site], first: int, count: int) -> None:
-        """Make the tensors of the first `count` ranks, which may not have arrived, if they have a place.
+        """Make tensors of the first `count` ranks, arrived or not, if they have a place.
 
         Args:
             sites: the sites of all columns, in order.
@@ -159,7 +159,7 @@ class RowSequenceView:
         return sliced.block
 
     def complete_preslice(self) -> SlicedRows | None:
-        """Return what was presliced if all of it has arrived, nothing else has, and it has not moved."""
+        """Return what was presliced if exactly that has arrived and it has not moved."""
         sliced, positions = self._valid_preslice, self.positions
         if sliced is None or len(positions) != len(sliced.block.rows):
             return None

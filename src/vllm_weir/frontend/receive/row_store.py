@@ -49,8 +49,9 @@ class RowStore:
     Attributes:
         prompt_slicer: slices rows of prompts as soon as they are complete.
         preslicer: slices rows that are still to come.
-        salt: part of the cache keys of steered requests, empty until a request has failed. A failed request may have
-            left blocks in the prefix cache that were not steered as their keys say, so each failure changes it.
+        salt: part of the cache keys of steered requests, empty until a request has failed. A failed
+            request may have left blocks in the prefix cache that were not steered as their keys
+            say, so each failure changes it.
         loads: what each worker last said of its load.
     """
 
@@ -72,7 +73,7 @@ class RowStore:
         return len(self._pending)
 
     def change_salt(self) -> None:
-        """Keep steered requests that come later from cache blocks that a failed request has left."""
+        """Keep later steered requests from cache blocks that a failed request has left."""
         self.salt = secrets.token_hex(8)
 
     def open(self, pending: PendingSequence) -> None:
@@ -108,7 +109,11 @@ class RowStore:
         return self._pending.get(request_id)
 
     def wait(self, done: Callable[[], bool], timeout: float) -> bool:
-        """Wait until `done` returns True, asking after each arrival; return False after `timeout` seconds."""
+        """Wait until `done` returns True, asking after each arrival.
+
+        Returns:
+            False if it has not within `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         with self._changed:
             while True:
@@ -220,7 +225,7 @@ class RowStore:
             self._rank_bytes.pop((worker, row_seq), None)
 
     def prepare(self) -> bool:
-        """Slice rows of a few sequences before anybody asks; return whether there is more to do at once."""
+        """Slice rows of a few sequences before anybody asks; return whether more are due."""
         if self.prompt_slicer.has_due:
             with self._changed:
                 self.read_arrivals()
@@ -258,7 +263,7 @@ class RowStore:
                 extent.rows[rank - extent.rank : rank - extent.rank + count] = row_view.shaped(piece.clone())
 
     def _spill(self, mapped: MappedBuffer) -> None:
-        """Copy what a worker's buffer holds and nobody has looked at into memory of this process."""
+        """Copy rows of a worker's buffer that nobody has looked at to memory of this process."""
         for pending in self._live():
             pending.early_activations = None
         for row_view in [view for view in self._row_views.values() if view.mapped is mapped]:
@@ -271,14 +276,16 @@ class RowStore:
 def merge_arrivals(batches: Sequence[np.ndarray]) -> np.ndarray:
     """Return the arrivals of several messages, as few as possible.
 
-    In steady decoding each message repeats the one before it, one position on: such messages become one, with larger
-    counts.
+    In steady decoding each message repeats the one before it, one position on: such messages become
+    one, with larger counts.
 
     Args:
-        batches: each message's arrivals, int32 [n, 5] with `MARK_FIELDS`, or [n, 4] with `STEER_FIELDS`.
+        batches: each message's arrivals, int32 [n, 5] with `MARK_FIELDS`, or [n, 4] with
+            `STEER_FIELDS`.
     """
     merged: list[tuple[np.ndarray, int]] = []
-    """Arrivals, and how many messages they stand for; 0 for arrivals that others cannot be merged into."""
+    """Arrivals, and how many messages they stand for; 0 for arrivals that others cannot be merged
+    into."""
     for arrivals in batches:
         if not len(arrivals):
             continue

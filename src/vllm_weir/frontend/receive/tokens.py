@@ -31,7 +31,9 @@ class PromptTokens:
 
 
 class SequenceTokens:
-    """The tokens that have rows: the prompt and every generated token but the last, which never enters the model.
+    """The tokens that have rows: the prompt, and every generated token but the last.
+
+    The last one never enters the model.
 
     Args:
         prompt: the prompt's tokens.
@@ -59,7 +61,7 @@ class SequenceTokens:
 
 
 class TokenIds(Mapping):
-    """The token at each row, int64 [rows] by site; sites that share their positions share a tensor."""
+    """The token at each row, int64 [rows] by site; sites with the same positions share a tensor."""
 
     def __init__(self, tokens: SequenceTokens, positions: Mapping[Site, torch.Tensor]) -> None:
         self._tokens, self._positions = tokens, positions

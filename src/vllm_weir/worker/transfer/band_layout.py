@@ -1,8 +1,9 @@
 """How the columns of a streamed step share the ring.
 
-A *column* is one stage at one tap; a *site set* names the columns that are captured of a token. A *band* is a group of
-columns that are sent together: a token's rows of them stand side by side in the ring, as they do at their destination.
-Every captured token of the step has a *lane* of the band.
+A *column* is one stage at one tap; a *site set* names the columns that are captured of a token. A
+*band* is a group of columns that are sent together: a token's rows of them stand side by side in
+the ring, as they do at their destination. Every captured token of the step has a *lane* of the
+band.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ def layout_bands(
 ) -> tuple[int, list[tuple[int, ...]]]:
     """Divide a step's columns into bands.
 
-    The ring has room for two bands, so that one leaves while the next is written, and for all that one tap writes.
+    The ring has room for two bands, so that one leaves while the next is written, and for all that
+    one tap writes.
 
     Args:
         site_sets: number of a site set -> its columns.
-        tap_order: all their taps in the order in which the model reaches them. If it is not known (empty), every
-            column is a band: then no two taps' rows have to be in the ring at the same time.
+        tap_order: all their taps in the order in which the model reaches them. If it is not known
+            (empty), every column is a band: then no two taps' rows have to be in the ring at the
+            same time.
         lanes: captured tokens.
         capacity: rows of the ring.
         wanted: columns that a band should have.
@@ -47,7 +50,10 @@ def layout_bands(
 def _bands_of_width(
     site_sets: Mapping[int, tuple[int, ...]], tap_order: Sequence[int], width: int
 ) -> list[tuple[int, ...]]:
-    """Divide the columns into bands of up to `width`, side by side in every site set that has one of them."""
+    """Divide the columns into bands of up to `width` columns.
+
+    A band's columns stand side by side in every site set that has one of them.
+    """
     rank_of_tap = {tap: k for k, tap in enumerate(tap_order)}
     all_columns = {column for columns in site_sets.values() for column in columns}
     bands: list[tuple[int, ...]] = []

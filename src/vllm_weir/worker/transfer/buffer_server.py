@@ -1,4 +1,4 @@
-"""Shares the worker's host buffer with the processes that read from it, and frees what they have released."""
+"""The server that shares a worker's host buffer with readers and frees what they release."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PIECE_START = struct.Struct("<q")
 class BufferServer:
     """A stream socket to each reader, and a thread that listens to them.
 
-    A socket carries the buffer's file descriptor to the reader, and back the starts of pieces that the reader has
-    released. A reader whose socket closes has released everything.
+    A socket carries the buffer's file descriptor to the reader, and back the starts of pieces that
+    the reader has released. A reader whose socket closes has released everything.
 
     Args:
         host: the buffer.
@@ -34,7 +34,8 @@ class BufferServer:
     def __init__(self, host: HostBuffer, arena: Arena, worker: str) -> None:
         self._host, self._arena, self._worker = host, arena, worker
         self._held: dict[str, set[int] | None] = {}
-        """Endpoint -> starts of pieces that its reader holds; None for a reader that does not map the buffer."""
+        """Endpoint -> starts of pieces that its reader holds; None for a reader that does not map
+        the buffer."""
         self._gone: set[str] = set()
         """Endpoints of readers that have closed their socket."""
         self._endpoints: dict[socket.socket, str] = {}
@@ -50,7 +51,7 @@ class BufferServer:
         self._thread.start()
 
     def maps(self, endpoint: str) -> bool:
-        """Return whether the reader needs no rows in messages; the first call offers the buffer to it.
+        """Return whether the reader needs no rows in messages; the first call offers it the buffer.
 
         A reader that has gone needs none either.
         """
@@ -62,7 +63,7 @@ class BufferServer:
         return self._held.get(endpoint, self._gone) is not None
 
     def grant(self, endpoint: str, start: int) -> None:
-        """Note that the reader holds the piece at row `start`, or free it if the reader has gone."""
+        """Note that the reader holds the piece at row `start`; free it if the reader has gone."""
         with self._lock:
             if endpoint not in self._gone:
                 held = self._held[endpoint]

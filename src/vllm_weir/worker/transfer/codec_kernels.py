@@ -1,6 +1,6 @@
 """Triton kernels that pack records of full8 and rp8, from values or from rows and a projection."""
 
-# Triton takes annotations of a kernel's parameters for their types on the device, so kernels have none.
+# Kernels have no annotations: Triton takes them for the types of parameters on the device.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -13,7 +13,8 @@ import triton.language as tl
 from vllm_weir.codec import LARGEST
 
 _LARGEST = tl.constexpr(LARGEST)
-# Adding and taking away 1.5 * 2^23 rounds a float32 of magnitude below 2^22 to the nearest integer, halves to even.
+# Adding and taking away 1.5 * 2^23 rounds a float32 of magnitude below 2^22 to the nearest integer,
+# halves to even.
 _ROUND = tl.constexpr(12582912.0)
 HEADER_BYTES = 8
 """Bytes of a record before its codes: scale and zero, float32."""
@@ -21,7 +22,10 @@ HEADER_BYTES = 8
 
 @triton.jit
 def _affine(x, inside):
-    """Return scale and smallest value, both [m, 1], and codes of x, float32 [m, n], of which `inside` [1, n] counts."""
+    """Return scale and smallest value, both [m, 1], and codes, [m, n].
+
+    x is float32 [m, n], of which the columns `inside`, [1, n], count.
+    """
     low = tl.min(tl.where(inside, x, float("inf")), axis=1, keep_dims=True)
     high = tl.max(tl.where(inside, x, float("-inf")), axis=1, keep_dims=True)
     has_nan = tl.sum(tl.where(inside & (x != x), 1, 0), axis=1, keep_dims=True) > 0
@@ -57,8 +61,8 @@ def pack(parts: torch.Tensor, k: int) -> torch.Tensor:
     """Return the records of values that are given as sums.
 
     Args:
-        parts: [n, m * k], contiguous, any float dtype: m addends of each row of k values, one after the other, which
-            are added up in float32.
+        parts: [n, m * k], contiguous, any float dtype: m addends of each row of k values, one after
+            the other, which are added up in float32.
         k: a multiple of 4, so that every record's head lies on a word's boundary.
 
     Returns:
@@ -78,13 +82,11 @@ def pack(parts: torch.Tensor, k: int) -> torch.Tensor:
 PROJECTED = (32, 64, 128)
 """Values of k that `project` takes."""
 CHUNK, STEP = 512, 64
-"""The order of summation: products of STEP values at a time are added up to the sum of a CHUNK, and these to the whole.
-
-Both kernels keep to it, so they give the same bits.
-"""
+"""The order of summation: products of STEP values at a time are added up to the sum of a CHUNK, and
+these to the whole. Both kernels keep to it, so they give the same bits."""
 MAX_SPREAD_BYTES = 1 << 24
-"""Size of the chunks' sums up to which every chunk has a program of its own: a step's few rows would leave most of the
-device idle otherwise."""
+"""Size of the chunks' sums up to which every chunk has a program of its own: a step's few rows
+would leave most of the device idle otherwise."""
 LaunchShape = tuple[int, int, int]
 """Rows of a program, stages and warps."""
 
@@ -94,7 +96,10 @@ def _products(
     rows, halves, index, n, first, d, K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 [ROWS, K], the products of the rows `index` [ROWS, 1] over the chunk from value `first` on."""
+    """Return float32 [ROWS, K], products of the rows `index` [ROWS, 1].
+
+    They are over one chunk, that from value `first` on.
+    """
     columns, exists = tl.arange(0, K)[None, :], index < n
     sums = tl.zeros([ROWS, K], tl.float32)
     for begin in tl.range(0, CHUNK, STEP, num_stages=STAGES):
@@ -153,8 +158,10 @@ def project(
 
     Args:
         rows: [n, d], contiguous, bfloat16 or float16.
-        halves: the projection as a sum of two, [2 k, d], contiguous, of the rows' dtype; k is one of `PROJECTED`.
-        spread: whether every chunk has a program of its own and a second launch packs; chosen by n if None.
+        halves: the projection as a sum of two, [2 k, d], contiguous, of the rows' dtype; k is one
+            of `PROJECTED`.
+        spread: whether every chunk has a program of its own and a second launch packs; chosen by n
+            if None.
         shape: of the launch; chosen by k if None.
 
     Returns:
@@ -170,7 +177,8 @@ def project(
     chunks = triton.cdiv(d, CHUNK)
     if spread is None:
         spread = n * chunks * k * 4 <= MAX_SPREAD_BYTES
-    # A third stage of k = 128 would need more shared memory than GPUs of less than 100 kB a block have.
+    # A third stage of k = 128 would need more shared memory than GPUs of less than 100 kB a block
+    # have.
     program_rows, stages, warps = shape or (64, 2 if k > 64 else 3, 4)
     options = {"K": k, "ROWS": program_rows, "CHUNK": CHUNK, "STEP": STEP, "STAGES": stages, "EVEN": d % CHUNK == 0}
     if spread:

@@ -27,7 +27,8 @@ class Codec:
     Attributes:
         compression: method and parameters.
         projection: float32 [k, d_model] on the device, None for a method without one.
-        halves: the projection as a sum of two in the rows' own dtype, [2 k, d_model]; None where none is used.
+        halves: the projection as a sum of two in the rows' own dtype, [2 k, d_model]; None where
+            none is used.
         record_bytes: bytes of a compressed row.
         d_model: values of a row.
     """
@@ -44,7 +45,12 @@ class Codec:
         return bool(self._kernel_width())
 
     def encode(self, rows: torch.Tensor, spread: bool | None = None) -> torch.Tensor:
-        """Return records, uint8 [n, record_bytes], of rows [n, d_model]; for `spread` see `codec_kernels.project`."""
+        """Return the records of rows, uint8 [n, record_bytes].
+
+        Args:
+            rows: [n, d_model].
+            spread: see `codec_kernels.project`.
+        """
         if rows.is_cuda and (width := self._kernel_width()):
             from vllm_weir.worker.transfer.codec_kernels import PROJECTED, pack, project
 
@@ -60,7 +66,9 @@ class Codec:
         return out
 
     def check_kernel(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Compare the kernel's records of a few rows with those of `vllm_weir.codec`, waiting for the device.
+        """Compare the kernel's records of a few rows with those of `vllm_weir.codec`.
+
+        Waits for the device.
 
         Raises:
             WeirError: if they differ by more than rounding can explain.
@@ -89,7 +97,7 @@ class Codec:
         return 0 if width % 4 else width
 
     def _project(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the projections, float32 [n, k], or [n, 2 k] of which the halves are to be added."""
+        """Return projections, float32 [n, k], or [n, 2 k] of which the halves are to be added."""
         if self.halves is None:
             assert self.projection is not None
             return rows.float() @ self.projection.T
@@ -126,7 +134,7 @@ class Codecs:
         return self._codecs[number]
 
     def add(self, codec: Any) -> int:
-        """Add something that encodes as `Codec` does, and return its number; the caller removes it."""
+        """Add an object that encodes as `Codec` does; return its number, for `remove`."""
         number = next(self._numbers)
         self._codecs[number] = codec
         return number

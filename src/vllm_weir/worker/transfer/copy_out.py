@@ -34,8 +34,8 @@ class CpuCopyOut:
         Args:
             plan: the step's plan.
             start: the ring row from which on it has written.
-            pack_quick: makes compressed records of the rows, in microseconds on the device. Called where its work
-                comes after the rows were written; the records are copied too.
+            pack_quick: makes compressed records of the rows, in microseconds on the device. Called
+                where its work comes after the rows were written; the records are copied too.
             pack_slow: the same, for records that take longer.
 
         Returns:
@@ -53,8 +53,8 @@ class CpuCopyOut:
 class CudaCopyOut:
     """Copies on a side stream, without holding up the main stream.
 
-    Quick packing is done on the main stream: beside the model's kernels it costs a step several times what it takes by
-    itself.
+    Quick packing is done on the main stream: beside the model's kernels it costs a step several
+    times what it takes by itself.
     """
 
     def __init__(self, ring: Ring, host: HostBuffer) -> None:
@@ -74,7 +74,8 @@ class CudaCopyOut:
             self.send_packet(packet)
         if plan.treated:
             with torch.cuda.stream(self.stream):
-                # Records are allocated for this stream: their memory is not reused before they have been copied.
+                # Records are allocated for this stream: their memory is not reused before they have
+                # been copied.
                 for packet in pack_slow():
                     self.send_packet(packet)
         self.send(plan.segments + (start, 0, 0))  # noqa: RUF005 - an array, not a tuple
@@ -107,8 +108,8 @@ class CudaCopyOut:
         Args:
             start: ring row of lane 0.
             stride: ring rows of a lane.
-            runs: int64 [m, 5] of first lane, arena row, arena rows from one lane to the next, lanes, and rows that are
-                copied of each lane.
+            runs: int64 [m, 5] of first lane, arena row, arena rows from one lane to the next,
+                lanes, and rows that are copied of each lane.
         """
         lanes, firsts, places, steps, counts, widths = self._host.split_runs(runs).T
         size = self._row_bytes

@@ -1,8 +1,8 @@
 """Copies to the host by the device's copy engine, through the CUDA driver.
 
-One call copies many pieces, or pieces with gaps between their rows; PyTorch has neither. A kernel that writes host
-memory would keep some of the device's processors busy for as long as the bus takes; the copy engine leaves them to the
-model.
+One call copies many pieces, or pieces with gaps between their rows; PyTorch has neither. A kernel
+that writes host memory would keep some of the device's processors busy for as long as the bus
+takes; the copy engine leaves them to the model.
 """
 
 from __future__ import annotations
@@ -152,10 +152,13 @@ def copy_runs(
     """Copy runs of pieces of memory, with gaps between the pieces, from the device to the host.
 
     Args:
-        targets: addresses of the first pieces on the host, int64 [n]; each run lies in one pinned range.
-        target_pitches: bytes from one piece of a run to the next on the host, int64 [n], at least its width.
+        targets: addresses of the first pieces on the host, int64 [n]; each run lies in one pinned
+            range.
+        target_pitches: bytes from one piece of a run to the next on the host, int64 [n], at least
+            its width.
         sources: addresses of the first pieces on the device, int64 [n].
-        source_pitch: bytes from one piece of a run to the next on the device, the same for all runs.
+        source_pitch: bytes from one piece of a run to the next on the device, the same for all
+            runs.
         widths: bytes of a piece, int64 [n].
         counts: pieces of each run, int64 [n], all positive.
         stream: handle of a stream that is not the default one.

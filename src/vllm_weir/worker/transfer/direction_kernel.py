@@ -3,7 +3,7 @@
 Tensor cores are not used: in the rows' own dtype they round every sum towards zero.
 """
 
-# Triton takes annotations of a kernel's parameters for their types on the device, so kernels have none.
+# Kernels have no annotations: Triton takes them for the types of parameters on the device.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -16,7 +16,8 @@ import triton.language as tl
 MAX_KERNEL_DIRECTIONS = 8
 """Directions up to which the kernel multiplies; more are multiplied by the library."""
 TILE = 4096
-"""Rows of a multiplication by the library, always as many, since its order of summation depends on the shape."""
+"""Rows of a multiplication by the library, always as many, since its order of summation depends on
+the shape."""
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -32,7 +33,12 @@ def _products_of_row(rows, matrix, out, m, d_model, BLOCK: tl.constexpr):
 
 
 def products(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return float32 [n, m], the products of rows [n, d] with `matrix`, float32 [m, d]; both contiguous."""
+    """Return the products of rows with directions, float32 [n, m].
+
+    Args:
+        rows: [n, d], contiguous, any float dtype.
+        matrix: the directions, float32 [m, d], contiguous.
+    """
     count, d_model = rows.shape
     m = len(matrix)
     out = torch.empty(count, m, dtype=torch.float32, device=rows.device)

@@ -1,4 +1,4 @@
-"""Tells readers which rows have arrived in host memory, from a thread that waits for each step's copies."""
+"""The thread that waits for each step's copies and tells readers which rows have arrived."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class Notifier:
         engine: its data-parallel engine.
 
     Attributes:
-        waiting: requests of the engine that wait for table space, which readers are told along with rows.
+        waiting: requests of the engine that wait for table space, which readers are told along with
+            rows.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class Notifier:
         self._bytes = rows.view(-1).view(torch.uint8)
         self._dtype = str(rows.dtype).removeprefix("torch.")
         self._remote: dict[int, tuple[int, list[messages.ExtentPlaced]]] = {}
-        """Row sequence -> (bytes of a rank, extents), for readers that get their rows in messages."""
+        """Row sequence -> (bytes of a rank, extents), for readers that get their rows in
+        messages."""
         self._notices: queue.SimpleQueue[StepNotice | None] = queue.SimpleQueue()
         self._context = zmq.Context()
         self._sockets: dict[str, zmq.Socket] = {}
@@ -101,7 +103,7 @@ class Notifier:
         self._context.term()
 
     def _tell(self, endpoint: str, notice: StepNotice, broken: str) -> None:
-        """Send one reader's part of a notice; `broken`: why its rows cannot be vouched for, if so."""
+        """Send one reader's part of a notice; `broken` says why its rows are lost, if they are."""
         layout_updates = notice.layout_updates.get(endpoint) or messages.LayoutUpdate()
         maps_buffer = True
         try:

@@ -1,4 +1,4 @@
-"""Rows of a streamed step that are sent compressed: encoded band by band, sent at the end of the step."""
+"""Compressed rows of a streamed step: encoded band by band, sent at the end of the step."""
 
 from __future__ import annotations
 

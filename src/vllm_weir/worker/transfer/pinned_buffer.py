@@ -22,7 +22,8 @@ AHEAD = 4
 class HostBuffer:
     """Rows in an anonymous shared file, which is gone once no process has it.
 
-    Pages are allocated when they are first written; on CUDA they are pinned then, block by block, and stay so.
+    Pages are allocated when they are first written; on CUDA they are pinned then, block by block,
+    and stay so.
 
     Args:
         rows: how many rows.
@@ -68,7 +69,7 @@ class HostBuffer:
             self._used_blocks.put(last)
 
     def split(self, segments: np.ndarray) -> np.ndarray:
-        """Cut segments at the edges of blocks, since the driver takes no copy that touches two of them.
+        """Cut segments at the edges of blocks, since the driver takes no copy that touches two.
 
         Args:
             segments: int64 [n, 3] of source row, row of this buffer, number of rows.
@@ -76,18 +77,19 @@ class HostBuffer:
         return _split(segments, self._block_rows)
 
     def split_bytes(self, pieces: np.ndarray) -> np.ndarray:
-        """Cut pieces, int64 [n, 3] of source byte, byte of this buffer, number of bytes, see `split`."""
+        """Cut pieces, int64 [n, 3] of source byte, byte here and number of bytes, see `split`."""
         return _split(pieces, self._block)
 
     def split_runs(self, runs: np.ndarray) -> np.ndarray:
         """Cut runs, see `split`.
 
         Args:
-            runs: int64 [n, 5] of first lane, row of this buffer, rows of this buffer from one lane to the next, lanes,
-                and rows that are copied of each lane.
+            runs: int64 [n, 5] of first lane, row of this buffer, rows of this buffer from one lane
+                to the next, lanes, and rows that are copied of each lane.
 
         Returns:
-            int64 [m, 6] of first lane, the first row that is copied of each lane, and the rest as in `runs`.
+            int64 [m, 6] of first lane, the first row that is copied of each lane, and the rest as
+            in `runs`.
         """
         _, places, steps, counts, widths = runs.T
         size = self._block_rows
@@ -112,7 +114,8 @@ class HostBuffer:
     def close(self) -> None:
         """Wait for the device's copies and unpin; the memory is free once no process maps it.
 
-        CUDA remembers addresses: a later mapping of this process at a registered address could not be pinned.
+        CUDA remembers addresses: a later mapping of this process at a registered address could not
+        be pinned.
         """
         thread, self._thread = self._thread, None
         if thread is None:

@@ -1,4 +1,4 @@
-"""Records of a step's rows that are made on the device and sent instead of them: compressed, or projected."""
+"""Records that are made of a step's rows on the device: compressed rows, or projections."""
 
 from __future__ import annotations
 
@@ -59,16 +59,17 @@ class Postprocessor:
         return packets
 
     def _ranges(self, firsts: np.ndarray, sizes: np.ndarray) -> torch.Tensor:
-        """Return the row numbers of ranges, [first, first + size) of each, one range after the other."""
+        """Return the row numbers of ranges `[first, first + size)`, one after the other."""
         ends = sizes.cumsum()
         return upload(np.repeat(firsts - (ends - sizes), sizes) + np.arange(ends[-1]), self._ring.device)
 
 
 def pieces_of(places: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the pieces of `CompressedRecords`, as few as possible: records that follow each other go together.
+    """Return the pieces of `CompressedRecords`; records that follow each other are one piece.
 
     Args:
-        places: int64 [n], byte of the arena where each token's records go, in the order of the records.
+        places: int64 [n], byte of the arena where each token's records go, in the order of the
+            records.
         sizes: int64 [n], bytes of each token's records.
     """
     ends = sizes.cumsum()

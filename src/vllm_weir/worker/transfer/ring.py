@@ -21,8 +21,8 @@ class GpuEvent(Protocol):
 class Ring:
     """Rows [capacity, d_model] on the device, handed out piece by piece, round and round.
 
-    The host never waits for room: before a piece is written again, the device's main stream waits for the copy that
-    takes its rows out.
+    The host never waits for room: before a piece is written again, the device's main stream waits
+    for the copy that takes its rows out.
 
     Attributes:
         buffer: the rows.
@@ -36,7 +36,8 @@ class Ring:
         # Pieces start where a float32 may: reductions are kept in them.
         self._alignment = max(1, 4 // self.buffer.element_size())
         self._leaving: deque[tuple[int, int, GpuEvent]] = deque()
-        """(first row, end, event) of pieces that are being copied out, in the order of their copies."""
+        """(first row, end, event) of pieces that are being copied out, in the order of their
+        copies."""
 
     def take(self, rows: int) -> int:
         """Return the first row of the next piece of `rows` contiguous rows."""
@@ -49,7 +50,7 @@ class Ring:
         return start
 
     def rewind(self, start: int = 0) -> None:
-        """Let the next piece begin at row `start`, and every piece that would pass the ring's end too.
+        """Let the next piece, and each that would pass the ring's end, begin at row `start`.
 
         Of pieces of one size that are taken from here on, as many as fit do not overlap.
         """
@@ -59,7 +60,8 @@ class Ring:
         """Make the current stream wait until the rows in a piece have been copied out."""
         last = max((k for k, (a, b, _) in enumerate(self._leaving) if a < start + rows and start < b), default=-1)
         if last >= 0:
-            # Copies end in the order of this queue, so the latest one's end is that of all before it.
+            # Copies end in the order of this queue, so the latest one's end is that of all before
+            # it.
             self._leaving[last][2].wait()
             for _ in range(last + 1):
                 self._leaving.popleft()

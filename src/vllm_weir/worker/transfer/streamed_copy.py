@@ -1,8 +1,8 @@
 """Sends rows of a large step while the model runs, a few taps at a time.
 
-A step that runs without a CUDA graph calls the taps' op from Python. So rows can be sent, or compressed, as soon as
-they are written, and the ring holds the rows of a few taps instead of those of the whole step. `band_layout` explains
-columns, bands and lanes.
+A step that runs without a CUDA graph calls the taps' op from Python. So rows can be sent, or
+compressed, as soon as they are written, and the ring holds the rows of a few taps instead of those
+of the whole step. `band_layout` explains columns, bands and lanes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from vllm_weir.worker.transfer.ring import Ring
 MIN_RUN_TOKENS = 2
 """Tokens from which on a run is one copy with gaps."""
 ROWS_PER_COPY = 64
-"""Rows that a copy should have: starting one costs the copy engine as much as copying some ten rows."""
+"""Rows that a copy should have: starting one costs the copy engine as much as copying some ten
+rows."""
 MIN_PACKED_COLUMNS = 4
-"""Columns that a band should have if its rows are compressed: so many products are computed in one go."""
+"""Columns that a band should have if its rows are compressed: so many products are computed in one
+go."""
 
 
 @dataclass(eq=False)
@@ -39,9 +41,11 @@ class ColumnBand:
         start: ring row of lane 0.
         columns: how many.
         unwritten_taps: taps that have yet to write their rows.
-        runs: int64 [n, 5] of lane, arena row, arena rows from one token to the next, tokens, columns.
+        runs: int64 [n, 5] of lane, arena row, arena rows from one token to the next, tokens,
+            columns.
         single_tokens: int64 [n, 3] of lane, arena row, columns: tokens outside of runs.
-        packs: tokens that are sent compressed, with the place of the band's first column among theirs.
+        packs: tokens that are sent compressed, with the place of the band's first column among
+            theirs.
     """
 
     start: int
@@ -53,7 +57,7 @@ class ColumnBand:
 
 
 class StreamedCopy:
-    """Runs the taps of one streamed step after the other, and sends each band once its last tap has written.
+    """Runs the taps of streamed steps, and sends each band once its last tap has written.
 
     Args:
         ring: where rows are written.
@@ -64,7 +68,8 @@ class StreamedCopy:
 
     Attributes:
         stride: ring rows from one lane of the step to the next.
-        cells: ring row at which the groups of rows that are reduced begin; they stay until the step is done.
+        cells: ring row at which the groups of rows that are reduced begin; they stay until the step
+            is done.
     """
 
     def __init__(
@@ -72,7 +77,8 @@ class StreamedCopy:
     ) -> None:
         self._ring, self._copy_out, self._taps, self._codecs = ring, copy_out, taps, codecs
         self._regions = torch.full_like(ranks, -1)
-        """On the device: ring row of lane 0 for each column of a site set; what the taps use as rank table."""
+        """On the device: ring row of lane 0 for each column of a site set; what the taps use as
+        rank table."""
         self._bands_of_tap: dict[int, list[ColumnBand]] = {}
         self._open: list[ColumnBand] = []
         """Bands of which some taps have written and some have not."""
@@ -81,7 +87,8 @@ class StreamedCopy:
         self._listed: torch.Tensor | None = None
         self.stride, self.cells = 1, 0
         self._tap_orders: list[tuple[int, ...]] = []
-        """Orders in which the model has reached its taps in streamed steps, see `learn_tap_order`."""
+        """Orders in which the model has reached its taps in streamed steps, see
+        `learn_tap_order`."""
         self._reached: list[int] = []
         """Taps that the model has reached in this step, in order."""
         self._fault = ""
@@ -162,7 +169,7 @@ class StreamedCopy:
         ring: torch.Tensor,
         *tables: torch.Tensor,
     ) -> None:
-        """Run one tap of the step, in place of `triton_kernel.launch`, and send the bands that it completes."""
+        """Run one tap, in place of `triton_kernel.launch`, and send the bands that it completes."""
         number = self._taps[tap.data_ptr()]
         self._reached.append(number)
         bands = self._bands_of_tap.get(number, [])
@@ -174,7 +181,7 @@ class StreamedCopy:
         self._send([band for band in bands if not band.unwritten_taps])
 
     def _claim(self, band: ColumnBand) -> None:
-        """Wait on the device until a band's part of the ring may be written, if this is its first tap."""
+        """Let the device wait until a band's part of the ring is free, if this is its first tap."""
         if band in self._open:
             return
         rows = self._lanes * self.stride
@@ -210,7 +217,8 @@ class StreamedCopy:
         """Send the step's compressed rows and its reductions, which are complete.
 
         Returns:
-            A function that waits until all rows have arrived, and raises RuntimeError if they cannot be vouched for.
+            A function that waits until all rows have arrived, and raises RuntimeError if they
+            cannot be vouched for.
         """
         unreached = {
             tap for tap, bands in self._bands_of_tap.items() if any(tap in band.unwritten_taps for band in bands)
@@ -243,7 +251,8 @@ class StreamedCopy:
 class BandCopies:
     """The tokens of a step whose rows are sent as they are, for one band after the other.
 
-    Tokens that follow each other in the step and in the arena are a *run*, which is one copy with gaps.
+    Tokens that follow each other in the step and in the arena are a *run*, which is one copy with
+    gaps.
     """
 
     def __init__(self, plan: StepPlan) -> None:
