@@ -91,39 +91,39 @@ def encode(rows: torch.Tensor, compression: object, projection: torch.Tensor | N
         return as_bytes(rows)
     if method == "fp16":
         return as_bytes(rows.to(torch.float16))
-    x = rows.float()
+    values = rows.float()
     if method == "fp8":
-        return _encode_fp8(x)
+        return _encode_fp8(values)
     if method == "full8":
-        return torch.cat(_affine(x), dim=-1)
+        return torch.cat(_affine(values), dim=-1)
     if method == "topk8":
-        indices = largest(x, compression.k or 0)
+        indices = largest(values, compression.k or 0)
         # NaN counts as the largest, so a row with one is marked.
-        scale, zero, codes = _affine(x.gather(-1, indices))
+        scale, zero, codes = _affine(values.gather(-1, indices))
         return torch.cat([scale, zero, as_bytes(indices.to(torch.int32)), codes], dim=-1)
     if projection is None:
         projection = _projection_for(compression, rows)
-    return torch.cat(_affine(x @ projection.T), dim=-1)
+    return torch.cat(_affine(values @ projection.T), dim=-1)
 
 
 def _projection_for(compression: Compression, rows: torch.Tensor) -> torch.Tensor:
     return projection(compression.seed, compression.k or 0, rows.shape[-1]).to(rows.device)
 
 
-def largest(x: torch.Tensor, k: int) -> torch.Tensor:
+def largest(values: torch.Tensor, k: int) -> torch.Tensor:
     """Return the indices of the k largest magnitudes of each row.
 
     Args:
-        x: float32 [..., d].
+        values: float32 [..., d].
         k: how many.
 
     Returns:
         int64 [..., k], ascending; of equal magnitudes those that come first.
     """
-    # The bits of |x| order as |x| does; the index below them makes every key unique, so equal
-    # values have an order.
-    keys = x.abs().contiguous().view(torch.int32).to(torch.int64) << 32
-    keys = keys | torch.arange(x.shape[-1] - 1, -1, -1, device=x.device)
+    # The bits of a magnitude order as it does; the index below them makes every key unique, so
+    # equal values have an order.
+    keys = values.abs().contiguous().view(torch.int32).to(torch.int64) << 32
+    keys = keys | torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
     return keys.topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
@@ -147,19 +147,19 @@ def decode(records: torch.Tensor, header: Mapping[str, Any]) -> torch.Tensor:
         return parts["values"].float()
     if method == "fp8":
         return parts["values"].float() * parts["scale"]
-    x = parts["codes"].float() * parts["scale"] + parts["zero"]
+    values = parts["codes"].float() * parts["scale"] + parts["zero"]
     if method == "full8":
-        return x
+        return values
     d = header["d_model"]
     if method == "topk8":
         indices = parts["indices"].long()
         if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < d):
             raise WeirError(f"an index of topk8 lies outside a row of {d} values", "records")
         # 0 * NaN is NaN, so a marked row is NaN at all of its values.
-        out = (parts["scale"] * 0).expand(*x.shape[:-1], d).clone()
-        return out.scatter_(-1, indices, x)
+        out = (parts["scale"] * 0).expand(*values.shape[:-1], d).clone()
+        return out.scatter_(-1, indices, values)
     inverse = torch.from_numpy(_inverse(header["seed"], header["k"], d).copy()).to(records.device)
-    return x @ inverse.T
+    return values @ inverse.T
 
 
 def project(records: torch.Tensor, header: Mapping[str, Any]) -> torch.Tensor:
@@ -177,28 +177,28 @@ def project(records: torch.Tensor, header: Mapping[str, Any]) -> torch.Tensor:
     return parts["codes"].float() * parts["scale"] + parts["zero"]
 
 
-def _encode_fp8(x: torch.Tensor) -> torch.Tensor:
-    largest = x.abs().amax(-1, keepdim=True)
+def _encode_fp8(rows: torch.Tensor) -> torch.Tensor:
+    largest = rows.abs().amax(-1, keepdim=True)
     scale = torch.where(largest <= LARGEST, largest / FP8_MAX, torch.nan)
     # A row of zeros (or of values too small for float32) has scale 0, which must not divide.
-    values = torch.where(scale > 0, x / scale, 0.0).clamp(-FP8_MAX, FP8_MAX)
+    values = torch.where(scale > 0, rows / scale, 0.0).clamp(-FP8_MAX, FP8_MAX)
     return torch.cat([as_bytes(scale), as_bytes(values.to(FP8))], dim=-1)
 
 
-def _affine(x: torch.Tensor) -> list[torch.Tensor]:
+def _affine(rows: torch.Tensor) -> list[torch.Tensor]:
     """Return scale and zero as bytes, and codes, all uint8, of float32 [..., n]."""
-    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
     # amin and amax return NaN if there is one, and NaN compares false.
     scale = torch.where((low >= -LARGEST) & (high <= LARGEST), (high - low) / 255, torch.nan)
-    codes = torch.where(scale > 0, (x - low) / scale, 0.0)
+    codes = torch.where(scale > 0, (rows - low) / scale, 0.0)
     return [as_bytes(scale), as_bytes(low), codes.round().clamp(0, 255).to(torch.uint8)]
 
 
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
+def as_bytes(values: torch.Tensor) -> torch.Tensor:
     """Return values [..., n] as their bytes, uint8 [..., n * itemsize]."""
     # Flat, because `view` does not take the strides of empty tensors.
-    flat = x.reshape(-1).view(torch.uint8)
-    return flat.reshape(*x.shape[:-1], x.shape[-1] * x.element_size())
+    flat = values.reshape(-1).view(torch.uint8)
+    return flat.reshape(*values.shape[:-1], values.shape[-1] * values.element_size())
 
 
 def _split(records: torch.Tensor, header: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:

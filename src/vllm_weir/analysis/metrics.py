@@ -63,11 +63,11 @@ def similarity_matrix(acts1: Matrix, acts2: Matrix | None = None, metric: str = 
     return np.clip(units[0] @ units[1].T, -1, 1)
 
 
-def _centred(x: np.ndarray) -> np.ndarray:
-    centred = x - x.mean(-1, keepdims=True)
+def _centred(rows: np.ndarray) -> np.ndarray:
+    centred = rows - rows.mean(-1, keepdims=True)
     # The mean of a constant row may be rounded, and the rounding error would be all that is left of
     # the row.
-    centred[(x == x[..., :1]).all(-1)] = 0
+    centred[(rows == rows[..., :1]).all(-1)] = 0
     return centred
 
 
@@ -112,16 +112,16 @@ def compute_layer_statistics(sequence_activations: Mapping[int, Any]) -> dict[in
     """
     out = {}
     for layer in sorted(sequence_activations):
-        x = as_array(rows_of(sequence_activations[layer]))
-        if not x.size:
+        values = as_array(rows_of(sequence_activations[layer]))
+        if not values.size:
             raise WeirError(f"layer {layer} has no rows", "sequence_activations")
         out[layer] = {
-            "mean": float(x.mean()),
-            "std": float(x.std()),
-            "min": float(x.min()),
-            "max": float(x.max()),
-            "norm": float(np.linalg.norm(x)),
-            "row_norm": float(np.linalg.norm(x.reshape(-1, x.shape[-1]), axis=-1).mean()),
+            "mean": float(values.mean()),
+            "std": float(values.std()),
+            "min": float(values.min()),
+            "max": float(values.max()),
+            "norm": float(np.linalg.norm(values)),
+            "row_norm": float(np.linalg.norm(values.reshape(-1, values.shape[-1]), axis=-1).mean()),
         }
     return out
 

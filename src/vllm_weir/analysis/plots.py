@@ -81,16 +81,24 @@ def plot_norms(activations: Any, path: str | PathLike, *, hook: str = "resid_pos
     quantiles = np.array([np.quantile(layer_norms, [0, 0.25, 0.5, 0.75, 1]) for layer_norms in norms])
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    x = list(layers)
+    layer_numbers = list(layers)
     axis.fill_between(
-        x, quantiles[:, 0], quantiles[:, 4], color=BLUE, alpha=0.12, linewidth=0, label="smallest to largest"
+        layer_numbers,
+        quantiles[:, 0],
+        quantiles[:, 4],
+        color=BLUE,
+        alpha=0.12,
+        linewidth=0,
+        label="smallest to largest",
     )
-    axis.fill_between(x, quantiles[:, 1], quantiles[:, 3], color=BLUE, alpha=0.28, linewidth=0, label="middle half")
-    axis.plot(x, quantiles[:, 2], color=BLUE, marker="o", markersize=3.5, linewidth=1.6, label="median")
+    axis.fill_between(
+        layer_numbers, quantiles[:, 1], quantiles[:, 3], color=BLUE, alpha=0.28, linewidth=0, label="middle half"
+    )
+    axis.plot(layer_numbers, quantiles[:, 2], color=BLUE, marker="o", markersize=3.5, linewidth=1.6, label="median")
     if quantiles[:, 0].min() > 0 and quantiles.max() / quantiles[:, 0].min() > 30:
         axis.set_yscale("log")
         plain_log(axis.yaxis)
-    axis.set_xticks(x[:: max(1, -(-len(x) // 16))])
+    axis.set_xticks(layer_numbers[:: max(1, -(-len(layer_numbers) // 16))])
     axis.set_xlabel("layer", color=INK, fontsize=8.5)
     axis.set_ylabel("norm of a row", color=INK, fontsize=8.5)
     axis.grid(axis="y", color="#e6e6e6", linewidth=0.8)
@@ -102,7 +110,7 @@ def plot_norms(activations: Any, path: str | PathLike, *, hook: str = "resid_pos
         figure,
         path,
         title or "norm by layer",
-        [head, *([str(n), *(f"{v:.4g}" for v in q)] for n, q in zip(x, quantiles))],
+        [head, *([str(n), *(f"{v:.4g}" for v in q)] for n, q in zip(layer_numbers, quantiles))],
     )
 
 
@@ -247,8 +255,8 @@ def by_layer(activations: Any, hook: str = "resid_post") -> dict[int, np.ndarray
     elif isinstance(activations, Mapping):
         layers = dict(activations)
     else:
-        given = type(activations).__name__
-        raise WeirError(f"expected Activations or a mapping from layers to rows, got {given}", "activations")
+        type_name = type(activations).__name__
+        raise WeirError(f"expected Activations or a mapping from layers to rows, got {type_name}", "activations")
     arrays = {layer: as_array(rows_of(layers[layer])) for layer in sorted(layers)}
     shapes = {array.shape for array in arrays.values()}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2 or 0 in next(iter(shapes)):
@@ -259,8 +267,8 @@ def by_layer(activations: Any, hook: str = "resid_post") -> dict[int, np.ndarray
     return arrays
 
 
-def _norms(x: np.ndarray) -> np.ndarray:
-    return np.linalg.norm(x, axis=-1)
+def _norms(rows: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(rows, axis=-1)
 
 
 def _tokens(tokens: Sequence[str] | None, layers: dict[int, np.ndarray]) -> list[str]:

@@ -160,26 +160,28 @@ class Codecs:
         return number
 
     def _make(self, compression: Compression) -> Codec:
-        matrix = halves = None
+        projection = halves = None
         if compression.method == "rp8":
-            matrix = codec.projection(compression.seed, compression.k or 0, self._d_model)
+            projection = codec.projection(compression.seed, compression.k or 0, self._d_model)
             if self._dtype.itemsize == 2 and self._device.type == "cuda":
-                high = matrix.to(self._dtype)
-                halves = torch.cat([high, (matrix - high.float()).to(self._dtype)]).to(self._device)
-            matrix = matrix.to(self._device)
-        made = Codec(compression, matrix, halves, compression.record_bytes(self._d_model), self._d_model)
+                high = projection.to(self._dtype)
+                halves = torch.cat([high, (projection - high.float()).to(self._dtype)]).to(self._device)
+            projection = projection.to(self._device)
+        record_bytes = compression.record_bytes(self._d_model)
+        new_codec = Codec(compression, projection, halves, record_bytes, self._d_model)
         if self._device.type == "cuda":
-            self._check_kernel(made)
-        return made
+            self._check_kernel(new_codec)
+        return new_codec
 
-    def _check_kernel(self, made: Codec) -> None:
+    def _check_kernel(self, new_codec: Codec) -> None:
         """Compile a codec's kernel and check its results; raise WeirError if either fails."""
         from triton.errors import TritonError
 
         try:
-            made.check_kernel(self._dtype, self._device)
+            new_codec.check_kernel(self._dtype, self._device)
         except (TritonError, RuntimeError) as e:
-            raise WeirError(f"{made.compression.method} cannot be computed on this device: {e}", "compress") from e
+            method = new_codec.compression.method
+            raise WeirError(f"{method} cannot be computed on this device: {e}", "compress") from e
 
     def release(self, request_id: str) -> None:
         """Release the codec of a request that has left, if it has one."""
