@@ -29,10 +29,10 @@ import profile_call
 
 PARTS = (
     ("vllm_weir.worker.planning.planner", "Planner", "plan", "worker: of the plan, planning"),
-    ("vllm_weir.worker.tap.reductions", "Folder", "settle", "worker: of the shipping, joining groups"),
-    ("vllm_weir.worker.transfer.postprocess", "Treater", "pack", "worker: of the shipping, records"),
+    ("vllm_weir.worker.tap.reductions", "TapReducer", "settle", "worker: of the shipping, joining groups"),
+    ("vllm_weir.worker.transfer.postprocess", "Postprocessor", "pack", "worker: of the shipping, records"),
     ("vllm_weir.worker.transfer.pinned_buffer", "HostBuffer", "prepare", "worker: of the plan, pinning host memory"),
-    ("vllm_weir.frontend.receive.row_store", "Store", "prepare", "caller: hand-outs made early"),
+    ("vllm_weir.frontend.receive.row_store", "RowStore", "prepare", "caller: hand-outs made early"),
 )
 
 

@@ -19,7 +19,7 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.runtime import ModelInfo, WorkerRuntime
-from vllm_weir.worker.transfer.copy_out import at_once
+from vllm_weir.worker.transfer.copy_out import no_wait
 
 LAYERS, WIDTH, PROMPT = 32, 4096, 16
 SETTINGS = {"hooks": ["resid_pre", "resid_post"], "host_bytes": 64 << 30}
@@ -62,7 +62,7 @@ def make_runtime(requests: int) -> WorkerRuntime:
     capabilities = ModelInfo(WIDTH, torch.bfloat16, torch.device("cpu"), requests * PROMPT)
     settings = Settings.load({"weir": SETTINGS})
     runtime = WorkerRuntime(Nothing(), capabilities, settings, SiteMap(LAYERS, anchors))
-    runtime._outlet.ship = lambda plan, start, quick, treat: (plan.segments, at_once)[1]
+    runtime._outlet.ship = lambda plan, start, quick, treat: (plan.segments, no_wait)[1]
     return runtime
 
 
@@ -80,14 +80,14 @@ class Line:
         """Deliver what waits."""
         if not self.parcels:
             return
-        _, _, (receiver, *_), _ = self._frontend._receiver.close.peek()
+        _, _, (state, *_), _ = self._frontend._receiver.close.peek()
         for parcel in self.parcels:
             replies = sorted(parcel.layout_updates.keys() | parcel.marks.keys() | parcel.steered.keys())
             for reply in replies:
                 with clock.part(f"worker: drain thread, {kind} message"):
                     self._drain._tell(reply, parcel, "")
                 with clock.part(f"caller: receiver thread, {kind} message"):
-                    deliver(self._frontend.store, receiver.reply.token, self._frames.pop(), receiver._mapped)
+                    deliver(self._frontend.store, state.endpoint.token, self._frames.pop(), state._mapped)
                 with clock.part(f"caller: receiver thread, what is made after a {kind} message"):
                     while self._frontend.store.prepare():
                         pass

@@ -116,7 +116,7 @@ def test_a_closed_engine_leaves_neither_threads_nor_its_model(root):
     out = llm.generate(prompts([5]), asking("all", 4)[0], use_tqdm=False)[0]
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     model = weakref.ref(worker.model_runner.get_model())
-    assert {t.name for t in threads()} == {"weir-receiver", "weir-link", "weir-drain"}
+    assert {t.name for t in threads()} == {"weir-receiver", "weir-buffer-server", "weir-notifier"}
     del llm, worker
     close_all()
     assert threads() == before and model() is None

@@ -19,12 +19,12 @@ def test_runs_and_pieces(batched, monkeypatch):
     from vllm_weir.worker.transfer.ring import Ring
 
     if batched:
-        assert cuda_memcpy._batch() is not None and cuda_memcpy._batch_of_runs() is not None, (
+        assert cuda_memcpy._copy_batch() is not None and cuda_memcpy._copy_batch_of_runs() is not None, (
             "this driver has no batched copies"
         )
     else:
-        monkeypatch.setattr(cuda_memcpy, "_batch", lambda: None)
-        monkeypatch.setattr(cuda_memcpy, "_batch_of_runs", lambda: None)
+        monkeypatch.setattr(cuda_memcpy, "_copy_batch", lambda: None)
+        monkeypatch.setattr(cuda_memcpy, "_copy_batch_of_runs", lambda: None)
     torch.cuda.init()
     ring = Ring(1000, WIDTH, torch.bfloat16, torch.device("cuda", 0))
     ring.buffer.copy_(torch.randn(1000, WIDTH, generator=torch.Generator().manual_seed(1)))

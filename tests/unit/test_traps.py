@@ -449,7 +449,7 @@ def test_trap_17_who_waits_for_a_worker_s_word_holds_up_nobody_in_the_event_loop
 
     def arrive(name):
         with frontend.store._changed:
-            InterventionGroup(trackers[name].pending.steered, [0]).mark(np.array([[0, 3, 1]]))
+            InterventionGroup(trackers[name].pending.steered, [0]).record(np.array([[0, 3, 1]]))
             frontend.store._changed.notify_all()
 
     async def outputs(self, view):

@@ -1,4 +1,4 @@
-"""Looking at stored activations: Vllm_mi_patch's functions for every format that Weir reads, and pictures."""
+"""Analysis of stored activations: plots, and Vllm_mi_patch's functions for all formats."""
 
 from vllm_weir.analysis.files import load_activation_file, load_activation_manifest
 from vllm_weir.analysis.loader import ActivationLoader, load_sequence_activations, quick_load

@@ -1,4 +1,4 @@
-"""Single files and sequences, with Vllm_mi_patch's names and signatures."""
+"""Readers of single files, with Vllm_mi_patch's names and signatures."""
 
 from __future__ import annotations
 
@@ -14,35 +14,41 @@ from vllm_weir.storage.object_store import ObjectStore, split_url
 
 
 def load_activation_manifest(manifest_path: str | PathLike) -> dict[str, Any]:
-    """A request's ``manifest.json``; raises WeirError naming the file if it is none, MissingFile if it is not there."""
+    """Read a request's ``manifest.json``.
+
+    Raises:
+        MissingFile: if it does not exist.
+        WeirError: if the file, which it names, is no manifest.
+    """
     store, name = _split(manifest_path)
     data = store.read(name)
     try:
-        found = json.loads(data)
+        manifest = json.loads(data)
     except (ValueError, RecursionError) as e:
         raise store.fail(name, f"is no JSON: {str(e)[:80]}") from None
-    if not isinstance(found, dict):
+    if not isinstance(manifest, dict):
         raise store.fail(name, "is no manifest")
-    return found
+    return manifest
 
 
 def load_activation_file(
     npz_path: str | PathLike, return_torch: bool = False, device: str | None = None
 ) -> dict[str, Any]:
-    """The arrays of one ``.npz`` file as they are stored.
+    """Read the arrays of one ``.npz`` file as they are stored.
 
     Args:
         npz_path: path or fsspec URL.
-        return_torch: tensors instead of arrays.
-        device: for the tensors.
+        return_torch: whether to return tensors instead of arrays.
+        device: where the tensors go; default: CPU.
 
     Returns:
-        ``q`` (or ``indices`` and ``values``), ``scale``, ``zero``; of Weir's files also ``positions``, ``token_ids``
-        and ``weir``, the header as bytes of JSON. For `reconstruct_activations`.
+        ``q`` (or ``indices`` and ``values``), ``scale``, ``zero``; of Weir's files also
+        ``positions``, ``token_ids`` and ``weir``, the header as bytes of JSON. For
+        `reconstruct_activations`.
 
     Raises:
-        MissingFile: if it is not there.
-        WeirError: if it is no npz file, or damaged.
+        MissingFile: if it does not exist.
+        WeirError: if the file is no npz file, or damaged.
     """
     store, name = _split(npz_path)
     arrays: dict[str, Any] = read_npz(store, name)
@@ -52,6 +58,7 @@ def load_activation_file(
 
 
 def _split(path: str | PathLike) -> tuple[ObjectStore, str]:
-    url = ObjectStore(path).url  # which is checked
+    """Return the folder of a file, and the file's name there."""
+    url = ObjectStore(path).url  # checks the path
     folder, name = split_url(url)
     return ObjectStore(folder), name

@@ -1,4 +1,4 @@
-"""What Vllm_mi_patch's module ``analysis.load`` has, for programs that import from there."""
+"""The names of Vllm_mi_patch's module ``analysis.load``, for programs that import from there."""
 
 from vllm_weir.analysis.files import load_activation_file, load_activation_manifest
 from vllm_weir.analysis.loader import ActivationLoader, load_sequence_activations, quick_load

@@ -1,4 +1,4 @@
-"""`ActivationLoader` and `quick_load`."""
+"""Vllm_mi_patch's loader, for every dataset that Weir reads."""
 
 from __future__ import annotations
 
@@ -36,15 +36,18 @@ _SEQUENCE = re.compile(r"(.+)/seq(\d+)")
 
 
 class ActivationLoader:
-    """Vllm_mi_patch's loader over any dataset that `vllm_weir.load` reads. It reads it when it is first asked for
-    something, and keeps its index; an empty folder it looks into again.
+    """Vllm_mi_patch's loader, for any dataset that `vllm_weir.load` reads.
+
+    The dataset is opened at the first question and stays open; an empty folder is looked into
+    again.
 
     Args:
-        output_dir: the dataset: path or fsspec URL.
-        mode: ignored but checked: the data say how they are compressed.
-        device: tensors on it; None: numpy arrays.
-        hook: which hook point's layers.
-        options: for `vllm_weir.load` (``hidden_size``, ``layer_ids``, ``storage_options``).
+        output_dir: path or fsspec URL of the dataset.
+        mode: checked, but not used: the data say how they are compressed.
+        device: where to put tensors; None for numpy arrays.
+        hook: the hook point whose layers are read.
+        options: more arguments for `vllm_weir.load` (``hidden_size``, ``layer_ids``,
+            ``storage_options``).
     """
 
     def __init__(
@@ -58,99 +61,108 @@ class ActivationLoader:
 
     @functools.cached_property
     def dataset(self) -> ActivationDataset:
-        """What `vllm_weir.load` says of the folder; raises as it does."""
+        """The dataset; raises what `vllm_weir.load` raises."""
         return load(self.output_dir, **self._options)
 
     @functools.cached_property
     def _sequences(self) -> dict[str, dict[int, str]]:
         """Name of a request -> sequence -> its request in the dataset."""
-        out: dict[str, dict[int, str]] = {}
+        sequences: dict[str, dict[int, str]] = {}
         folders = _folders(self.dataset.index)
         for request in self.dataset.requests:
             match = _SEQUENCE.fullmatch(request) if self.dataset.layout == "vllm_mi_patch" else None
             name, sequence = (match[1], int(match[2])) if match else (folders.get(request, request), 0)
-            out.setdefault(name, {})[sequence] = request
-        return out
+            sequences.setdefault(name, {})[sequence] = request
+        return sequences
 
     def list_requests(self) -> list[str]:
-        """Names of the requests, sorted: of npz files their folders' (``req_...``), of other layouts their ids."""
+        """Return the requests' names, sorted: folders (``req_...``) for npz files, else ids."""
         try:
             return sorted(self._sequences)
         except WeirError:
             store = ObjectStore(self.output_dir, self._options.get("storage_options"))
             if store.is_file() or store.names(deep=True) or not store.exists():
                 raise
-            return []  # an engine is yet to write into it
+            return []  # no engine has written into the folder yet
 
     def load_request(
         self, request_id: str, reconstruct: bool = False, *, space: str = "projected"
     ) -> dict[int, dict[int, Any]]:
-        """All layers of a request.
+        """Read all layers of a request.
 
         Args:
-            request_id: of `list_requests`, or the request's id; where they differ, a folder's name comes first.
-            reconstruct: rows; False: a dict with ``activations``, ``positions`` and ``token_ids``, and of npz files and
-                rp8 what is stored (``q``, ``scale``, ``zero``, ...). Without ``activations`` where Vllm_mi_patch's
-                codes do not give them: topk8 without a width, and scales per dimension of one row.
-            space: of rp8, as for `reconstruct_activations`.
+            request_id: a name of `list_requests`, or the request's id; a folder of that name comes
+                first.
+            reconstruct: whether to return rows. If not, a layer is a dict with ``activations``,
+                ``positions`` and ``token_ids``, and for npz files and rp8 also what is stored
+                (``q``, ``scale``, ``zero``, ...). There are no ``activations`` where
+                Vllm_mi_patch's files do not determine them: topk8 without a width, and scales per
+                dimension of one row.
+            space: for rp8, see `reconstruct_activations`.
 
         Returns:
             {sequence: {layer: [n, d]}}, layers ascending.
 
         Raises:
             MissingFile: if there is no such request.
-            WeirError: naming the file, if one is damaged.
+            WeirError: if a file, which it names, is damaged.
         """
         out: dict[int, dict[int, Any]] = {}
         for sequence, request in sorted(self._find(request_id).items()):
             acts = self.dataset[request]
-            read = {s.layer: self._read(request, acts, s, space, reconstruct) for s in self._sites(acts)}
+            layers = {s.layer: self._read(request, acts, s, space, reconstruct) for s in self._sites(acts)}
             if reconstruct:
-                read = {layer: reconstruct_activations(data, space=space) for layer, data in read.items()}
-            out[sequence] = read
+                layers = {layer: reconstruct_activations(data, space=space) for layer, data in layers.items()}
+            out[sequence] = layers
         return out
 
     def load_sequence(
         self, request_id: str, sequence_id: int | str = 0, layers: Sequence[int] | None = None
     ) -> dict[int, dict[str, Any]]:
-        """One sequence as it is stored, and no file but of these layers; see `load_sequence_activations`."""
+        """Read one sequence as it is stored, see `load_sequence_activations`.
+
+        Reads only the files of these layers.
+        """
         sequences = self._find(request_id)
-        request = {str(number): one for number, one in sequences.items()}.get(str(sequence_id))
+        request = {str(number): name for number, name in sequences.items()}.get(str(sequence_id))
         if request is None:
             raise WeirError(f"request {brief(request_id, 80)!r} has sequences {sorted(sequences)}", "sequence_id")
         acts = self.dataset[request]
         sites = {site.layer: site for site in self._sites(acts)}
         wanted = list(sites) if layers is None else [plain(layer) for layer in layers]
         if not wanted and sites:
-            raise WeirError("an empty list names no layer; list some, or leave layers out", "layers")
+            raise WeirError("the list of layers is empty; name some, or leave `layers` out for all", "layers")
         for layer in wanted:
             if layer not in sites:
-                raise WeirError(f"layer {layer} was not stored; there are {sorted(sites)}", "layers")
+                raise WeirError(f"layer {layer} was not stored; stored layers: {sorted(sites)}", "layers")
         chosen = {n: site for n, site in sites.items() if n in wanted}
         return {layer: self._read(request, acts, site, "projected") for layer, site in chosen.items()}
 
     def _find(self, request_id: str) -> dict[int, str]:
-        """Sequence -> its request in the dataset."""
+        """Return sequence -> its request in the dataset."""
         names = self.list_requests()
         if request_id in names:
             return self._sequences[request_id]
         for name in names:
             if request_id in (*self._sequences[name].values(), folder_of(name)):
                 return self._sequences[name]
-        have = f"it has {', '.join(names[:5])}" if names else "it is empty"
-        raise MissingFile(f"{self.output_dir} has no request {brief(request_id, 80)!r}; {have}", "request_id")
+        present = f"it has {', '.join(names[:5])}" if names else "it is empty"
+        raise MissingFile(f"{self.output_dir} has no request {brief(request_id, 80)!r}; {present}", "request_id")
 
     def _sites(self, acts: Activations) -> list[Site]:
         return [site for site in acts.sites if site.hook == self.hook]
 
     def _read(self, request: str, acts: Activations, site: Site, space: str, decoded: bool = False) -> dict[str, Any]:
-        """What `load_request` gives for one layer; `decoded`: with ``activations``, or an error."""
+        """Return what `load_request` gives for one layer.
+
+        `decoded`: raise WeirError if rows cannot be decoded.
+        """
         blocks = self._blocks(request, site)
         projected = space == "projected" and all(block.header["method"] == "rp8" for block in blocks)
         data = {"positions": acts.positions_of(*site), "token_ids": acts.token_ids_of(*site)}
         try:
-            found = self.dataset.rows(site, request, space="projected" if projected else "model")
-            data = {"activations": found.rows.float()} | data
+            decoded_rows = self.dataset.rows(site, request, space="projected" if projected else "model")
+            data = {"activations": decoded_rows.rows.float()} | data
         except WeirError:
             if decoded or not all(map(is_foreign, blocks)):
                 raise
@@ -160,51 +172,59 @@ class ActivationLoader:
         return {key: value.to(self.device) for key, value in data.items()}
 
     def _fields(self, request: str, site: Any, blocks: list[RecordBlock]) -> dict[str, np.ndarray]:
-        """What is stored, by the names that npz files have for it: of npz files that hold codes, and of rp8, from which
-        rows in either space are made; of anything else none."""
+        """Return the stored arrays by their names in npz files.
+
+        Only for npz files that hold codes, and for rp8, of which rows in either space can be made;
+        else nothing.
+        """
         if len(blocks) != 1:
             return {}
         block, index = blocks[0], self.dataset.index
         if isinstance(block, ArrayBlock):
             arrays = read_npz(block.store, block.name)
             return arrays if any(name in arrays for name in CODES) else {}
-        which, at = self.dataset.ordered(self.dataset.runs_of(site, request))
-        if block.header["method"] != "rp8" or not len(which):
+        runs, rows = self.dataset.ordered(self.dataset.runs_of(site, request))
+        if block.header["method"] != "rp8" or not len(runs):
             return {}
-        ((_, records),) = index.gather(which, at).values()
+        ((_, records),) = index.gather(runs, rows).values()
         return to_arrays(records, block.header) | {"weir": np.frombuffer(json.dumps(block.header).encode(), np.uint8)}
 
     def _blocks(self, request: str, site: Any) -> list[RecordBlock]:
-        """Where a site's rows of one request lie."""
+        """Return the blocks that hold a site's rows of one request."""
         index = self.dataset.index
         runs = index.runs_of(index.code[request])
         runs = runs[index.site[runs] == self.dataset.sites.index(site)]
         return [index.blocks[code] for code in np.unique(index.block[runs]).tolist()]
 
     def compute_similarity(self, acts1: Matrix, acts2: Matrix, metric: str = "cosine") -> float:
-        """See `vllm_weir.analysis.compute_similarity`."""
+        """Return a similarity, see `vllm_weir.analysis.compute_similarity`."""
         return compute_similarity(acts1, acts2, metric)
 
     def create_token_timeline(self, sequence_activations: dict[int, Any], layer: int = 0) -> Any:
-        """See `vllm_weir.analysis.create_token_timeline`."""
+        """Return rows in order of tokens, see `vllm_weir.analysis.create_token_timeline`."""
         return create_token_timeline(sequence_activations, layer)
 
     def compute_layer_statistics(self, sequence_activations: dict[int, Any]) -> dict[int, dict[str, float]]:
-        """See `vllm_weir.analysis.compute_layer_statistics`."""
+        """Return statistics by layer, see `vllm_weir.analysis.compute_layer_statistics`."""
         return compute_layer_statistics(sequence_activations)
 
 
 def quick_load(
     output_dir: str | PathLike, request_id: str | None = None, layer: int = 0, reconstruct: bool = True, **options: Any
 ) -> Any:
-    """One layer of one request, in one call.
+    """Read one layer of one request.
 
     Args:
         output_dir: any dataset that `vllm_weir.load` reads.
-        request_id: None: the first.
-        layer: a layer that was not stored is an error (Vllm_mi_patch returns all layers then).
-        reconstruct: rows [n, d]; False: with positions and token ids, as `ActivationLoader.load_request` says.
-        options: for `ActivationLoader`.
+        request_id: which request; None for the first.
+        layer: which layer.
+        reconstruct: whether to return rows [n, d]; if not, a dict, see
+            `ActivationLoader.load_request`.
+        options: more arguments for `ActivationLoader`.
+
+    Raises:
+        MissingFile: if there is no such request.
+        WeirError: if the layer was not stored (Vllm_mi_patch returns all layers then).
     """
     loader = ActivationLoader(output_dir, **options)
     requests = loader.list_requests()
@@ -213,20 +233,21 @@ def quick_load(
     sequences = loader.load_request(requests[0] if request_id is None else request_id, reconstruct)
     first, layer = sequences[min(sequences)], plain(layer)
     if layer not in first:
-        raise WeirError(f"layer {layer} was not stored; there are {sorted(first)}", "layer")
+        raise WeirError(f"layer {layer} was not stored; stored layers: {sorted(first)}", "layer")
     return first[layer]
 
 
 def _folders(index: Index) -> dict[str, str]:
-    """Request -> its folder, of Weir's npz files."""
+    """Return request -> its folder, for Weir's npz files."""
     homes = {}
     for code, request in enumerate(index.requests):
         for block in (index.blocks[b] for b in index.block[index.runs_of(code)[:1]].tolist()):
             if isinstance(block, ArrayBlock) and block.unpack is unpack_own:
                 homes[request] = home_of(block.name)[0]
-    called = short_names(homes.values())
-    # Of a request without rows no file is known, and who opened one request's folder knows no other name.
-    named = {request: called[home] for request, home in homes.items() if home}
+    short = short_names(homes.values())
+    # A request without rows has no file, and in a dataset that is one request's folder no folder
+    # has a name.
+    named = {request: short[home] for request, home in homes.items() if home}
     return {r: named.get(r, folder_of(r)) for r in index.requests if index.layout == "npz" or r in homes}
 
 
@@ -234,24 +255,24 @@ def load_sequence_activations(
     output_dir: str | PathLike, request_id: str, sequence_id: int | str = 0, layers: Sequence[int] | None = None,
     return_torch: bool = False, device: str | None = None, **options: Any,
 ) -> dict[int, dict[str, Any]]:  # fmt: skip
-    """All layers of one sequence, as stored; any dataset that `vllm_weir.load` reads will do.
+    """Read the layers of one sequence as they are stored.
 
     Args:
-        output_dir: the dataset.
-        request_id: of the dataset, or the name of its folder.
-        sequence_id: of a request with several sequences.
-        layers: only these.
-        return_torch, device: as for `load_activation_file`.
-        options: for `vllm_weir.load`, such as the ``hidden_size`` that Vllm_mi_patch's topk8 needs.
+        output_dir: any dataset that `vllm_weir.load` reads.
+        request_id: a request of the dataset, or the name of its folder.
+        sequence_id: which of the request's sequences.
+        layers: which layers; None for all.
+        return_torch: see `load_activation_file`.
+        device: see `load_activation_file`.
+        options: more arguments for `vllm_weir.load`, such as the ``hidden_size`` that
+            Vllm_mi_patch's topk8 needs.
 
     Returns:
         layer -> arrays, by ascending layer, for `reconstruct_activations`.
 
     Raises:
         MissingFile: if there is no such request.
-        WeirError: if there is no such sequence or layer; naming the file, if it is damaged.
+        WeirError: if there is no such sequence or layer, or a file, which it names, is damaged.
     """
-    from vllm_weir.analysis.loader import ActivationLoader
-
     loader = ActivationLoader(output_dir, device=(device or "cpu") if return_torch else None, **options)
     return loader.load_sequence(request_id, sequence_id, layers)

@@ -1,4 +1,4 @@
-"""Similarities and statistics of rows. Arrays and tensors alike; sums are made in float64."""
+"""Similarities and statistics of rows, given as arrays or tensors and computed in float64."""
 
 from __future__ import annotations
 
@@ -16,31 +16,45 @@ METRICS = ("cosine", "l2", "correlation")
 
 
 def compute_similarity(acts1: Matrix, acts2: Matrix, metric: str = "cosine") -> float:
-    """How alike two sets of values of the same shape are, taken as one vector each.
+    """Return the similarity of two arrays of the same shape, each taken as one vector.
 
     Args:
-        acts1, acts2: any shape, the same; axes of length one do not count ([1, d] and [d] are one vector each).
-        metric: ``"cosine"``; ``"correlation"`` (Pearson); ``"l2"``: minus the distance, so that more is more alike.
+        acts1: an array of any shape.
+        acts2: one of the same shape; axes of length one do not count ([1, d] and [d] are the same).
+        metric: ``"cosine"``, ``"correlation"`` (Pearson) or ``"l2"`` (minus the distance, so larger
+            is more similar).
 
     Returns:
         NaN where it is undefined: cosine with a vector of zeros, correlation with a constant one.
+
+    Raises:
+        WeirError: if the shapes differ, or the metric is unknown.
     """
     a, b = as_array(acts1), as_array(acts2)
     if a.squeeze().shape != b.squeeze().shape or not a.size:
-        raise WeirError(f"two arrays of the same shape, got {list(a.shape)} and {list(b.shape)}", "acts2")
+        raise WeirError(f"expected two arrays of the same shape, got {list(a.shape)} and {list(b.shape)}", "acts2")
     return float(similarity_matrix(a.reshape(1, -1), b.reshape(1, -1), metric)[0, 0])
 
 
 def similarity_matrix(acts1: Matrix, acts2: Matrix | None = None, metric: str = "cosine") -> np.ndarray:
-    """Similarity of every row of `acts1` [n, d] with every row of `acts2` [m, d] (default: `acts1`): float64 [n, m]."""
+    """Return the similarity of every row of `acts1` with every row of `acts2`, float64 [n, m].
+
+    Args:
+        acts1: [n, d].
+        acts2: [m, d]; default: `acts1`.
+        metric: see `compute_similarity`.
+
+    Raises:
+        WeirError: if the rows' widths differ, or the metric is unknown.
+    """
     if metric not in METRICS:
         raise WeirError(f"unknown metric {brief(metric)!r}; choose from {', '.join(METRICS)}", "metric")
     a = as_array(acts1)
     b = a if acts2 is None else as_array(acts2)
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
-        raise WeirError(f"rows [n, d] of the same width, got {list(a.shape)} and {list(b.shape)}", "acts2")
+        raise WeirError(f"expected rows [n, d] of the same width, got {list(a.shape)} and {list(b.shape)}", "acts2")
     if metric == "l2":
-        # differences, because the expanded square loses small distances between large rows
+        # The expanded square would lose small distances between large rows.
         return np.stack([-np.linalg.norm(b - row, axis=-1) for row in a]) if len(a) else np.zeros((0, len(b)))
     if metric == "correlation":
         a, b = _centred(a), _centred(b)
@@ -49,59 +63,82 @@ def similarity_matrix(acts1: Matrix, acts2: Matrix | None = None, metric: str = 
     return np.clip(units[0] @ units[1].T, -1, 1)
 
 
-def _centred(x: np.ndarray) -> np.ndarray:
-    out = x - x.mean(-1, keepdims=True)
-    # The mean of a constant row may be off by a rounding, which would then be all that is compared.
-    out[(x == x[..., :1]).all(-1)] = 0
-    return out
+def _centred(rows: np.ndarray) -> np.ndarray:
+    centred = rows - rows.mean(-1, keepdims=True)
+    # The mean of a constant row may be rounded, and the rounding error would be all that is left of
+    # the row.
+    centred[(rows == rows[..., :1]).all(-1)] = 0
+    return centred
 
 
 def compare_tokens(
     acts1: Matrix, acts2: Matrix, token_idx1: int = 0, token_idx2: int = 0, metric: str = "cosine"
 ) -> float:
-    """Similarity of one row of `acts1` [n, d] with one of `acts2` [m, d]; negative indices count from the end."""
+    """Return the similarity of one row of `acts1` with one of `acts2`.
+
+    Args:
+        acts1: [n, d].
+        acts2: [m, d].
+        token_idx1: row of `acts1`; negative indices count from the end.
+        token_idx2: row of `acts2`.
+        metric: see `compute_similarity`.
+
+    Raises:
+        WeirError: if there is no such row, or the metric is unknown.
+    """
     rows = []
     for number, acts, index in ((1, acts1, token_idx1), (2, acts2, token_idx2)):
         array = as_array(acts)
         if array.ndim != 2:
-            raise WeirError(f"rows [tokens, d], got {list(array.shape)}", f"acts{number}")
+            raise WeirError(f"expected rows [tokens, d], got {list(array.shape)}", f"acts{number}")
         if not -len(array) <= index < len(array):
-            raise WeirError(f"row {index} of {len(array)} does not exist", f"token_idx{number}")
+            raise WeirError(f"there is no row {index}, only {len(array)} rows", f"token_idx{number}")
         rows.append(array[index])
     return compute_similarity(rows[0], rows[1], metric)
 
 
 def compute_layer_statistics(sequence_activations: Mapping[int, Any]) -> dict[int, dict[str, float]]:
-    """Statistics of each layer's values.
+    """Return statistics of each layer's values.
 
     Args:
-        sequence_activations: layer -> rows [n, d], or the dicts of `load_sequence_activations`.
+        sequence_activations: layer -> rows [n, d], or what `load_sequence_activations` returns.
 
     Returns:
-        layer -> ``mean``, ``std`` (of the population), ``min``, ``max``, ``norm`` (of all values together) and
-        ``row_norm`` (mean of the rows' norms).
+        layer -> ``mean``, ``std`` (of the population), ``min``, ``max``, ``norm`` (of all values
+        together) and ``row_norm`` (mean of the rows' norms).
+
+    Raises:
+        WeirError: if a layer has no rows.
     """
     out = {}
     for layer in sorted(sequence_activations):
-        x = as_array(rows_of(sequence_activations[layer]))
-        if not x.size:
+        values = as_array(rows_of(sequence_activations[layer]))
+        if not values.size:
             raise WeirError(f"layer {layer} has no rows", "sequence_activations")
         out[layer] = {
-            "mean": float(x.mean()),
-            "std": float(x.std()),
-            "min": float(x.min()),
-            "max": float(x.max()),
-            "norm": float(np.linalg.norm(x)),
-            "row_norm": float(np.linalg.norm(x.reshape(-1, x.shape[-1]), axis=-1).mean()),
+            "mean": float(values.mean()),
+            "std": float(values.std()),
+            "min": float(values.min()),
+            "max": float(values.max()),
+            "norm": float(np.linalg.norm(values)),
+            "row_norm": float(np.linalg.norm(values.reshape(-1, values.shape[-1]), axis=-1).mean()),
         }
     return out
 
 
 def create_token_timeline(sequence_activations: Mapping[int, Any], layer: int = 0) -> Any:
-    """One layer's rows in the order of the tokens, [tokens, d]; see `compute_layer_statistics` for the argument."""
+    """Return one layer's rows in the order of the tokens, [tokens, d].
+
+    Args:
+        sequence_activations: see `compute_layer_statistics`.
+        layer: which layer.
+
+    Raises:
+        WeirError: if the layer was not stored.
+    """
     layer = plain(layer)
     if layer not in sequence_activations:
-        raise WeirError(f"layer {layer} was not stored; there are {sorted(sequence_activations)}", "layer")
+        raise WeirError(f"layer {layer} was not stored; stored layers: {sorted(sequence_activations)}", "layer")
     data = sequence_activations[layer]
     rows = rows_of(data)
     if isinstance(data, Mapping) and "positions" in data:
@@ -111,7 +148,7 @@ def create_token_timeline(sequence_activations: Mapping[int, Any], layer: int = 
 
 
 def rows_of(data: Any) -> Any:
-    """Rows of what a loader returned: themselves, or reconstructed."""
+    """Return rows as they are, or reconstruct them from what a loader has returned."""
     if not isinstance(data, Mapping):
         return data
     from vllm_weir.analysis.reconstruct import reconstruct_activations
@@ -120,7 +157,7 @@ def rows_of(data: Any) -> Any:
 
 
 def as_array(values: Any) -> np.ndarray:
-    """As float64 on the host."""
+    """Return values as float64 on the host."""
     if isinstance(values, torch.Tensor):
         values = values.detach().to("cpu", torch.float64).numpy()
     return np.asarray(values, np.float64)

@@ -1,4 +1,4 @@
-"""How pictures look, and the files they become."""
+"""The style of plots, and the files they are written to."""
 
 from __future__ import annotations
 
@@ -13,63 +13,62 @@ import numpy as np
 from vllm_weir.errors import WeirError, brief
 
 INK, FAINT, BLUE = "#222222", "#8a8a8a", "#2166ac"
-MOST_LABELS = 48
+MAX_TOKEN_LABELS = 48
+MAX_LAYER_LABELS = 24
 
 
 def pyplot() -> Any:
-    """pyplot that draws into files; raises WeirError without matplotlib."""
+    """Return pyplot set up to draw into files; raise WeirError without matplotlib."""
     try:
         import matplotlib
     except ImportError:
-        raise WeirError("pictures need matplotlib: pip install 'vllm-weir[plot]'") from None
+        raise WeirError("plots need matplotlib: pip install 'vllm-weir[plot]'") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    matplotlib.rcParams["svg.hashsalt"] = "weir"  # the same data give the same file
+    matplotlib.rcParams["svg.hashsalt"] = "weir"  # so that the same data give the same file
     return plt
 
 
 def colours(numbers: np.ndarray, metric: str = "") -> dict[str, Any]:
-    """Colour scale for some numbers, as arguments of imshow."""
+    """Return the colour scale for some numbers, as arguments of imshow."""
     from matplotlib.colors import LogNorm
 
     low, high = float(np.nanmin(numbers)), float(np.nanmax(numbers))
     if metric in ("cosine", "correlation"):
-        return (
-            {"cmap": "RdBu_r", "vmin": -1, "vmax": 1}
-            if low < -0.1
-            else {"cmap": "viridis", "vmin": min(low, 0), "vmax": 1}
-        )
+        if low < -0.1:
+            return {"cmap": "RdBu_r", "vmin": -1, "vmax": 1}
+        return {"cmap": "viridis", "vmin": min(low, 0), "vmax": 1}
     if low < 0 < high:
-        most = max(-low, high)
-        return {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
+        largest = max(-low, high)
+        return {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
     if low > 0 and high / low > 30:
         return {"cmap": "viridis", "norm": LogNorm(low, high)}
     return {"cmap": "viridis"}
 
 
-def label_tokens(way: Any, names: list[str]) -> None:
-    """Tokens along an axis, not more than fit."""
-    every = max(1, -(-len(names) // MOST_LABELS))
-    places = list(range(0, len(names), every))
+def label_tokens(axis: Any, names: list[str]) -> None:
+    """Label an axis with tokens, as many as fit."""
+    step = max(1, -(-len(names) // MAX_TOKEN_LABELS))
+    places = list(range(0, len(names), step))
     short = [names[i] if len(names[i]) <= 12 else names[i][:11] + "…" for i in places]
-    # dollar signs would be taken for mathematics
-    way.set_ticks(places, [s.replace("$", r"\$") for s in short], fontsize=7.5)
-    if way.axis_name == "x" and any(len(s) > 2 for s in short):
-        for text in way.get_ticklabels():
+    # matplotlib takes text between dollar signs for mathematics.
+    axis.set_ticks(places, [s.replace("$", r"\$") for s in short], fontsize=7.5)
+    if axis.axis_name == "x" and any(len(s) > 2 for s in short):
+        for text in axis.get_ticklabels():
             text.set_rotation(60)
             text.set_ha("right")
             text.set_rotation_mode("anchor")
 
 
-def label_layers(way: Any, layers: list[int]) -> None:
-    """Layers along an axis."""
-    every = max(1, -(-len(layers) // 24))
-    way.set_ticks(list(range(0, len(layers), every)), [str(n) for n in layers[::every]], fontsize=7.5)
+def label_layers(axis: Any, layers: list[int]) -> None:
+    """Label an axis with layers, as many as fit."""
+    step = max(1, -(-len(layers) // MAX_LAYER_LABELS))
+    axis.set_ticks(list(range(0, len(layers), step)), [str(n) for n in layers[::step]], fontsize=7.5)
 
 
 def label_bar(bar: Any, label: str) -> None:
-    """Label of a colour bar."""
+    """Label a colour bar."""
     from matplotlib.colors import LogNorm
 
     bar.set_label(label, color=INK, fontsize=8.5)
@@ -79,17 +78,17 @@ def label_bar(bar: Any, label: str) -> None:
     bar.outline.set_visible(False)
 
 
-def plain_log(way: Any) -> None:
-    """Ticks at 1, 2, 5, 10, 20, ... as plain numbers."""
+def plain_log(axis: Any) -> None:
+    """Set ticks at 1, 2, 5, 10, 20, ... and label them with plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    way.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    way.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-    way.set_minor_locator(NullLocator())
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def finish(axis: Any, title: str) -> None:
-    """Title and a quiet frame."""
+    """Set the title, and hide the frame."""
     axis.set_title(title, fontsize=9.5, color=INK, loc="left")
     axis.tick_params(colors=INK, labelsize=7.5, length=2.5)
     for side in axis.spines.values():
@@ -97,17 +96,27 @@ def finish(axis: Any, title: str) -> None:
 
 
 def save(figure: Any, path: str | PathLike, title: str, table: list[list[str]]) -> Path:
-    """Write a figure by the path's suffix, and close it. `table`: the numbers, for HTML; its first row is the head."""
+    """Write a figure in the format of the path's suffix, and close it.
+
+    Args:
+        figure: the figure.
+        path: ``.png``, ``.svg`` or ``.html``.
+        title: of an HTML page.
+        table: the numbers for an HTML page; the first row is the head.
+
+    Raises:
+        WeirError: if the suffix is another one, or the file cannot be written.
+    """
     target = Path(path)
-    kind = target.suffix.lower()
+    suffix = target.suffix.lower()
     try:
-        if kind not in (".png", ".svg", ".html"):
-            raise WeirError(f"a picture ends in .png, .svg or .html, not {brief(kind)!r}", "path")
+        if suffix not in (".png", ".svg", ".html"):
+            raise WeirError(f"the path of a plot ends in .png, .svg or .html, not {brief(suffix)!r}", "path")
         target.parent.mkdir(parents=True, exist_ok=True)
-        if kind == ".html":
+        if suffix == ".html":
             target.write_text(page(figure, title, table), encoding="utf-8")
         else:
-            figure.savefig(target, dpi=160, metadata={"Date": None} if kind == ".svg" else None)
+            figure.savefig(target, dpi=160, metadata={"Date": None} if suffix == ".svg" else None)
     except OSError as e:
         raise WeirError(f"cannot write {target}: {e.strerror or e}") from e
     finally:
@@ -116,7 +125,7 @@ def save(figure: Any, path: str | PathLike, title: str, table: list[list[str]]) 
 
 
 def page(figure: Any, title: str, table: list[list[str]]) -> str:
-    """One HTML page: the drawing and its numbers."""
+    """Return an HTML page with the drawing and its numbers."""
     drawing = io.StringIO()
     figure.savefig(drawing, format="svg", metadata={"Date": None})
     svg = drawing.getvalue()

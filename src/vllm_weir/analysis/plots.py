@@ -1,4 +1,4 @@
-"""Pictures of activations: PNG or SVG, or one HTML page that needs nothing else (by the path's suffix)."""
+"""Plots of activations, as PNG, SVG or a self-contained HTML page, by the path's suffix."""
 
 from __future__ import annotations
 
@@ -32,21 +32,32 @@ def plot_heat_map(
     activations: Any, path: str | PathLike, *, tokens: Sequence[str] | None = None, hook: str = "resid_post",
     value: Callable[[np.ndarray], np.ndarray] | None = None, label: str = "norm of the row", title: str = "",
 ) -> Path:  # fmt: skip
-    """Layer x token: one number for every row.
+    """Plot one number of every row as a heat map, layer by token.
+
+    Values of both signs get a colour scale that is symmetric around 0.
 
     Args:
         activations: `Activations`, or layer -> rows [n, d].
         path: ``.png``, ``.svg`` or ``.html``.
-        tokens: texts for the columns.
-        hook: of `Activations`.
-        value: rows [n, d] -> [n]; default: their norms. A direction v: ``lambda x: x @ v``.
-        label, title: words for the picture. Values of both signs are shown around 0.
+        tokens: texts of the tokens.
+        hook: which hook point of `Activations`.
+        value: rows [n, d] -> numbers [n]; default: their norms. For a direction v:
+            ``lambda rows: rows @ v``.
+        label: what the numbers are.
+        title: of the plot.
+
+    Returns:
+        The path.
+
+    Raises:
+        WeirError: if the layers have different rows, rows hold NaN or Inf, `tokens` or `value` do
+            not fit the rows, or the file cannot be written.
     """
     layers = by_layer(activations, hook)
     names = _tokens(tokens, layers)
-    numbers = np.stack([(value or _norms)(x) for x in layers.values()])
+    numbers = np.stack([(value or _norms)(rows) for rows in layers.values()])
     if numbers.shape != (len(layers), len(names)):
-        raise WeirError(f"value gives one number a row, got {list(numbers.shape)}", "value")
+        raise WeirError(f"`value` must return one number a row; the result has shape {list(numbers.shape)}", "value")
     plt = pyplot()
     width = min(15.0, 2.6 + 0.27 * len(names))
     figure, axis = plt.subplots(figsize=(max(4.6, width), 1.5 + 0.24 * max(4, len(layers))), layout="constrained")
@@ -61,34 +72,45 @@ def plot_heat_map(
 
 
 def plot_norms(activations: Any, path: str | PathLike, *, hook: str = "resid_post", title: str = "") -> Path:
-    """Norms of the rows, by layer: median, middle half, all. For the arguments see `plot_heat_map`."""
+    """Plot the norms of the rows by layer: their median, middle half and range.
+
+    For the arguments see `plot_heat_map`.
+    """
     layers = by_layer(activations, hook)
-    numbers = [_norms(x) for x in layers.values()]
-    quantiles = np.array([np.quantile(n, [0, 0.25, 0.5, 0.75, 1]) for n in numbers])
+    norms = [_norms(rows) for rows in layers.values()]
+    quantiles = np.array([np.quantile(layer_norms, [0, 0.25, 0.5, 0.75, 1]) for layer_norms in norms])
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    x = list(layers)
+    layer_numbers = list(layers)
     axis.fill_between(
-        x, quantiles[:, 0], quantiles[:, 4], color=BLUE, alpha=0.12, linewidth=0, label="smallest to largest"
+        layer_numbers,
+        quantiles[:, 0],
+        quantiles[:, 4],
+        color=BLUE,
+        alpha=0.12,
+        linewidth=0,
+        label="smallest to largest",
     )
-    axis.fill_between(x, quantiles[:, 1], quantiles[:, 3], color=BLUE, alpha=0.28, linewidth=0, label="middle half")
-    axis.plot(x, quantiles[:, 2], color=BLUE, marker="o", markersize=3.5, linewidth=1.6, label="median")
+    axis.fill_between(
+        layer_numbers, quantiles[:, 1], quantiles[:, 3], color=BLUE, alpha=0.28, linewidth=0, label="middle half"
+    )
+    axis.plot(layer_numbers, quantiles[:, 2], color=BLUE, marker="o", markersize=3.5, linewidth=1.6, label="median")
     if quantiles[:, 0].min() > 0 and quantiles.max() / quantiles[:, 0].min() > 30:
         axis.set_yscale("log")
         plain_log(axis.yaxis)
-    axis.set_xticks(x[:: max(1, -(-len(x) // 16))])
+    axis.set_xticks(layer_numbers[:: max(1, -(-len(layer_numbers) // 16))])
     axis.set_xlabel("layer", color=INK, fontsize=8.5)
     axis.set_ylabel("norm of a row", color=INK, fontsize=8.5)
     axis.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axis.set_axisbelow(True)
     axis.legend(frameon=False, fontsize=8, loc="best")
-    finish(axis, title or f"{normalise_hook(hook)}: norm by layer ({len(numbers[0]):,} rows a layer)")
+    finish(axis, title or f"{normalise_hook(hook)}: norm by layer ({len(norms[0]):,} rows a layer)")
     head = ["layer", "smallest", "lower quartile", "median", "upper quartile", "largest"]
     return save(
         figure,
         path,
         title or "norm by layer",
-        [head, *([str(n), *(f"{v:.4g}" for v in q)] for n, q in zip(x, quantiles))],
+        [head, *([str(n), *(f"{v:.4g}" for v in q)] for n, q in zip(layer_numbers, quantiles))],
     )
 
 
@@ -96,37 +118,50 @@ def plot_similarity(
     activations: Any, path: str | PathLike, *, layer: int | None = None, tokens: Sequence[str] | None = None,
     metric: str = "cosine", hook: str = "resid_post", title: str = "",
 ) -> Path:  # fmt: skip
-    """Similarity of every token's row with every other's in one layer; without a layer, of layers (mean over tokens).
+    """Plot the similarity of all pairs of tokens in one layer, or of all pairs of layers.
 
-    For the other arguments see `plot_heat_map`; `metric` is that of `compute_similarity`.
+    Args:
+        activations: see `plot_heat_map`.
+        path: see `plot_heat_map`.
+        layer: the layer whose tokens are compared; None to compare layers (mean over tokens).
+        tokens: see `plot_heat_map`.
+        metric: see `compute_similarity`.
+        hook: see `plot_heat_map`.
+        title: see `plot_heat_map`.
+
+    Returns:
+        The path.
+
+    Raises:
+        WeirError: if there is no such layer or metric, or as for `plot_heat_map`.
     """
     layers = by_layer(activations, hook)
     if metric not in METRICS:
         raise WeirError(f"unknown metric {brief(metric)!r}; choose from {', '.join(METRICS)}", "metric")
     layer = plain(layer)
     if layer is not None and layer not in layers:
-        raise WeirError(f"layer {layer} is not there; there are {list(layers)}", "layer")
+        raise WeirError(f"there is no layer {layer}; the layers are {list(layers)}", "layer")
     names = _tokens(tokens, layers)
     if layer is not None:
         numbers = similarity_matrix(layers[layer], metric=metric)
     else:
-        each = np.stack(list(layers.values()), 1)  # [tokens, layers, d]
-        numbers = np.mean([similarity_matrix(x, metric=metric) for x in each], axis=0)
+        by_token = np.stack(list(layers.values()), 1)  # [tokens, layers, d]
+        numbers = np.mean([similarity_matrix(rows, metric=metric) for rows in by_token], axis=0)
         names = [str(n) for n in layers]
     plt = pyplot()
-    side = min(11.0, 2.6 + 0.24 * len(names))
-    figure, axis = plt.subplots(figsize=(max(4.4, side) + 0.9, max(4.2, side)), layout="constrained")
+    size = min(11.0, 2.6 + 0.24 * len(names))
+    figure, axis = plt.subplots(figsize=(max(4.4, size) + 0.9, max(4.2, size)), layout="constrained")
     image = axis.imshow(numbers, interpolation="nearest", **colours(numbers, metric))
-    for way in (axis.xaxis, axis.yaxis):
-        label_tokens(way, names) if layer is not None else label_layers(way, list(layers))
+    for side in (axis.xaxis, axis.yaxis):
+        label_tokens(side, names) if layer is not None else label_layers(side, list(layers))
     if layer is None:
         axis.set_xlabel("layer", color=INK, fontsize=8.5)
         axis.set_ylabel("layer", color=INK, fontsize=8.5)
     label_bar(figure.colorbar(image, ax=axis, pad=0.02, shrink=0.85), "-distance" if metric == "l2" else metric)
-    what = f"tokens in layer {layer}" if layer is not None else "layers, mean over tokens"
-    finish(axis, title or f"{normalise_hook(hook)}: {metric} of {what}")
+    compared = f"tokens in layer {layer}" if layer is not None else "layers, mean over tokens"
+    finish(axis, title or f"{normalise_hook(hook)}: {metric} of {compared}")
     table = [["", *names], *([n, *(f"{v:.4g}" for v in row)] for n, row in zip(names, numbers))]
-    return save(figure, path, title or f"{metric} of {what}", table)
+    return save(figure, path, title or f"{metric} of {compared}", table)
 
 
 def plot_timeline(
@@ -134,44 +169,45 @@ def plot_timeline(
     prompt_tokens: int | None = None, value: Callable[[np.ndarray], np.ndarray] | None = None,
     label: str = "norm of the row", hook: str = "resid_post", title: str = "",
 ) -> Path:  # fmt: skip
-    """One number along the tokens, a line for each of some layers.
+    """Plot one number of every row along the tokens, a line for each layer.
 
     Args:
-        layers: which; default: up to five, spread evenly.
-        prompt_tokens: where generation begins is marked, if given.
-        activations, path, tokens, value, label, hook, title: as for `plot_heat_map`.
+        activations: see `plot_heat_map`.
+        path: see `plot_heat_map`.
+        layers: which layers; default: up to five, spread evenly.
+        tokens: see `plot_heat_map`.
+        prompt_tokens: tokens of the prompt, after which a line marks the start of generation.
+        value: see `plot_heat_map`.
+        label: see `plot_heat_map`.
+        hook: see `plot_heat_map`.
+        title: see `plot_heat_map`.
+
+    Returns:
+        The path.
+
+    Raises:
+        WeirError: if there is no such layer, or as for `plot_heat_map`.
     """
-    every = by_layer(activations, hook)
-    have = list(every)
-    spread = sorted({have[round(i)] for i in np.linspace(0, len(have) - 1, min(5, len(have)))})
-    chosen = [plain(n) for n in layers] if layers is not None else spread
-    for n in chosen:
-        if n not in every:
-            raise WeirError(f"layer {n} is not there; there are {have}", "layers")
-    if not chosen:
-        raise WeirError("at least one layer", "layers")
-    names = _tokens(tokens, every)
-    lines = {n: np.asarray((value or _norms)(every[n])) for n in chosen}
+    rows_by_layer = by_layer(activations, hook)
+    chosen = _choose_layers(layers, list(rows_by_layer))
+    names = _tokens(tokens, rows_by_layer)
+    lines = {layer: np.asarray((value or _norms)(rows_by_layer[layer])) for layer in chosen}
     for line in lines.values():
         if line.shape != (len(names),):
-            raise WeirError(f"value gives one number a row, got {list(line.shape)}", "value")
+            raise WeirError(f"`value` must return one number a row; the result has shape {list(line.shape)}", "value")
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(max(6.0, min(14.0, 2.4 + 0.26 * len(names))), 3.8), layout="constrained")
     shades = plt.get_cmap("viridis")(np.linspace(0.08, 0.86, len(chosen)))
-    for n, colour in zip(chosen, shades):
-        axis.plot(lines[n], color=colour, linewidth=1.6, marker="o", markersize=2.8, label=f"layer {n}")
-    low, high = (f(np.concatenate(list(lines.values()))) for f in (np.min, np.max))
-    if low > 0 and high / low > 30:
+    for layer, colour in zip(chosen, shades):
+        axis.plot(lines[layer], color=colour, linewidth=1.6, marker="o", markersize=2.8, label=f"layer {layer}")
+    numbers = np.concatenate(list(lines.values()))
+    if numbers.min() > 0 and numbers.max() / numbers.min() > 30:
         axis.set_yscale("log")
         plain_log(axis.yaxis)
-    elif low < 0 < high:
+    elif numbers.min() < 0 < numbers.max():
         axis.axhline(0, color=FAINT, linewidth=0.8)
     if prompt_tokens is not None and 0 < prompt_tokens < len(names):
-        axis.axvline(prompt_tokens - 0.5, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
-        axis.annotate(
-            "generated", (prompt_tokens - 0.5, 1), xycoords=("data", "axes fraction"), xytext=(4, -10),
-            textcoords="offset points", fontsize=7.5, color=FAINT,
-        )  # fmt: skip
+        _mark_generation(axis, prompt_tokens - 0.5)
     axis.set_xlim(-0.6, len(names) - 0.4)
     axis.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axis.set_axisbelow(True)
@@ -179,32 +215,60 @@ def plot_timeline(
     axis.set_ylabel(label, color=INK, fontsize=8.5)
     axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     finish(axis, title or f"{normalise_hook(hook)}: {label}, token by token")
-    table = [["token", *(f"layer {n}" for n in chosen)]]
-    table += [[name, *(f"{lines[n][i]:.4g}" for n in chosen)] for i, name in enumerate(names)]
+    table = [["token", *(f"layer {layer}" for layer in chosen)]]
+    table += [[name, *(f"{lines[layer][i]:.4g}" for layer in chosen)] for i, name in enumerate(names)]
     return save(figure, path, title or f"{label}, token by token", table)
 
 
+def _choose_layers(layers: Sequence[int] | None, present: list[int]) -> list[int]:
+    """Return the layers that were asked for, or up to five of those present."""
+    if layers is None:
+        return sorted({present[round(i)] for i in np.linspace(0, len(present) - 1, min(5, len(present)))})
+    chosen = [plain(layer) for layer in layers]
+    for layer in chosen:
+        if layer not in present:
+            raise WeirError(f"there is no layer {layer}; the layers are {present}", "layers")
+    if not chosen:
+        raise WeirError("name at least one layer, or leave `layers` out", "layers")
+    return chosen
+
+
+def _mark_generation(axis: Any, x: float) -> None:
+    """Draw a line where generation begins."""
+    axis.axvline(x, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
+    axis.annotate(
+        "generated", (x, 1), xycoords=("data", "axes fraction"), xytext=(4, -10),
+        textcoords="offset points", fontsize=7.5, color=FAINT,
+    )  # fmt: skip
+
+
 def by_layer(activations: Any, hook: str = "resid_post") -> dict[int, np.ndarray]:
-    """layer -> float64 [n, d], of `Activations` or a mapping from layers; all with the same rows."""
-    wanted = normalise_hook(hook)
+    """Return layer -> float64 [n, d], from `Activations` or a mapping from layers to rows.
+
+    Raises:
+        WeirError: if the layers have different rows, or rows hold NaN or Inf.
+    """
+    hook = normalise_hook(hook)
     if hasattr(activations, "sites"):
-        found: dict[int, Any] = {s.layer: activations[s] for s in activations.sites if s.hook == wanted}
-        activations.positions  # noqa: B018  (raises if the sites have different rows)
+        layers: dict[int, Any] = {s.layer: activations[s] for s in activations.sites if s.hook == hook}
+        activations.positions  # noqa: B018  (raises if the sites have rows at different positions)
     elif isinstance(activations, Mapping):
-        found = dict(activations)
+        layers = dict(activations)
     else:
-        raise WeirError(f"Activations or a mapping from layers, got {type(activations).__name__}", "activations")
-    out = {layer: as_array(rows_of(found[layer])) for layer in sorted(found)}
-    shapes = {x.shape for x in out.values()}
+        type_name = type(activations).__name__
+        raise WeirError(f"expected Activations or a mapping from layers to rows, got {type_name}", "activations")
+    arrays = {layer: as_array(rows_of(layers[layer])) for layer in sorted(layers)}
+    shapes = {array.shape for array in arrays.values()}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2 or 0 in next(iter(shapes)):
-        raise WeirError(f"every layer has the same rows [n, d], got {sorted(map(list, shapes))[:3]}", "activations")
-    if not all(np.isfinite(x).all() for x in out.values()):
+        given = sorted(map(list, shapes))[:3]
+        raise WeirError(f"all layers must have rows [n, d] of one shape, got {given}", "activations")
+    if not all(np.isfinite(array).all() for array in arrays.values()):
         raise WeirError("rows hold NaN or Inf", "activations")
-    return out
+    return arrays
 
 
-def _norms(x: np.ndarray) -> np.ndarray:
-    return np.linalg.norm(x, axis=-1)
+def _norms(rows: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(rows, axis=-1)
 
 
 def _tokens(tokens: Sequence[str] | None, layers: dict[int, np.ndarray]) -> list[str]:
@@ -212,5 +276,5 @@ def _tokens(tokens: Sequence[str] | None, layers: dict[int, np.ndarray]) -> list
     if tokens is None:
         return [str(i) for i in range(n)]
     if len(tokens) != n:
-        raise WeirError(f"{n} rows want {n} tokens, got {len(tokens)}", "tokens")
+        raise WeirError(f"there are {n} rows but {len(tokens)} tokens; give one token a row", "tokens")
     return [str(t).replace("\n", "\\n").replace("Ġ", " ").replace("▁", " ").strip() or "␣" for t in tokens]

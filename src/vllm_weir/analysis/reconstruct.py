@@ -1,4 +1,4 @@
-"""Rows from the arrays of a stored file."""
+"""Reconstruction of rows from the arrays of a stored file."""
 
 from __future__ import annotations
 
@@ -16,35 +16,41 @@ from vllm_weir.storage.foreign.mi_patch_npz import rebuild
 from vllm_weir.storage.layouts.npz import to_records
 
 DENSE, SPARSE = ("rp8", "full8"), "topk8"
-"""Vllm_mi_patch's modes whose values are in ``q``, and the one whose values are in ``values``."""
+"""Modes of Vllm_mi_patch: those that store values in ``q``, and the one that stores them in
+``values``."""
 
 
 def reconstruct_activations(
     compressed_data: Mapping[str, Any], mode: str | None = None, *, hidden_size: int | None = None,
     space: str = "projected",
 ) -> Any:  # fmt: skip
-    """Rows from the arrays of a file.
+    """Decode rows from the arrays of a file.
 
-    Weir's files are decoded by their header (without it: ``q * scale + zero``); Vllm_mi_patch's by the inverse that
-    fits its code, ``(q - zero) * scale`` (its own function computes something else). What keeps no values (scales per
-    dimension) is refused.
+    Weir's files are decoded by their header (without it: ``q * scale + zero``), Vllm_mi_patch's as
+    ``(q - zero) * scale``, which is the inverse of its encoder (its own function computes something
+    else).
 
     Args:
-        compressed_data: of `load_activation_file`, or of `ActivationLoader.load_request`.
-        mode: ``"rp8"``, ``"full8"``, ``"topk8"``, ``"none"`` or another method of Weir's: the ``mode`` of a manifest
-            (``"ActMode.RP8"`` in Vllm_mi_patch's). None: what the fields say.
-        hidden_size: d_model, for topk8 of Vllm_mi_patch.
-        space: of Weir's rp8: ``"projected"``, [n, k], where inner products and similarities are estimated; ``"model"``,
-            [n, d_model], the least-squares estimate of the rows.
+        compressed_data: arrays from `load_activation_file` or `ActivationLoader.load_request`.
+        mode: ``"rp8"``, ``"full8"``, ``"topk8"``, ``"none"`` or another method of Weir, or the
+            ``mode`` of a manifest (``"ActMode.RP8"`` for Vllm_mi_patch); None to go by the fields.
+        hidden_size: d_model, needed for topk8 of Vllm_mi_patch.
+        space: for Weir's rp8: ``"projected"`` gives [n, k], whose inner products and similarities
+            estimate those of the rows; ``"model"`` gives the least-squares estimate of the rows,
+            [n, d_model].
 
     Returns:
-        float32 [n, d]: a tensor if the data are tensors, an array if they are arrays.
+        float32 [n, d], a tensor if the data are tensors, else an array.
+
+    Raises:
+        WeirError: if the arrays do not fit the mode or their header, or hold no values (only scales
+            per dimension).
     """
     mode = check_mode(mode)
     if space not in ("projected", "model"):
-        raise WeirError("space is 'projected' or 'model'", "space")
+        raise WeirError(f"unknown space {brief(space)!r}; choose 'projected' or 'model'", "space")
     if "activations" in compressed_data and "weir" not in compressed_data:
-        return compressed_data["activations"]  # decoded already
+        return compressed_data["activations"]  # they are decoded
     sample = next((v for v in compressed_data.values() if isinstance(v, torch.Tensor)), None)
     arrays = {k: v.cpu().numpy() if isinstance(v, torch.Tensor) else np.asarray(v) for k, v in compressed_data.items()}
     if "weir" not in arrays:
@@ -57,32 +63,32 @@ def reconstruct_activations(
 
 
 def check_mode(mode: object) -> str | None:
-    """The method that a mode names, which Vllm_mi_patch's manifests may call ``ActMode.RP8``; WeirError if none."""
+    """Return the method that a mode names, also as ``ActMode.RP8``; WeirError for other modes."""
     if mode is None:
         return None
     name = mode.removeprefix("ActMode.").lower() if isinstance(mode, str) and mode.startswith("ActMode.") else mode
     if name not in METHODS:
         raise WeirError(f"unknown mode {brief(mode)!r}; choose from {', '.join(METHODS)}", "mode")
-    return METHODS[METHODS.index(name)]  # Vllm_mi_patch's enum equals it, but has another text
+    return METHODS[METHODS.index(name)]  # a plain str also for a member of Vllm_mi_patch's enum
 
 
 def _by_header(arrays: dict[str, np.ndarray], space: str) -> np.ndarray:
     try:
         header = json.loads(arrays["weir"].astype(np.uint8).tobytes())
         Compression.from_header(header)
-        records = torch.from_numpy(to_records({k: _little(v) for k, v in arrays.items()}, header))
+        records = torch.from_numpy(to_records({k: _little_endian(v) for k, v in arrays.items()}, header))
     except (ValueError, KeyError) as e:
         if isinstance(e, WeirError):
             raise
         raise WeirError(f"these arrays do not fit their header: {str(e)[:80]}") from None
-    wanted = project if header["method"] == "rp8" and space == "projected" else decode
-    return wanted(records, header).numpy()
+    decoder = project if header["method"] == "rp8" and space == "projected" else decode
+    return decoder(records, header).numpy()
 
 
 def native(array: np.ndarray) -> np.ndarray:
-    """In the machine's byte order, which torch wants."""
+    """Return an array in the machine's byte order, which torch needs."""
     return array.astype(array.dtype.newbyteorder("="))
 
 
-def _little(array: np.ndarray) -> np.ndarray:
+def _little_endian(array: np.ndarray) -> np.ndarray:
     return array.astype(array.dtype.newbyteorder("<")) if array.dtype.itemsize > 1 else array

@@ -18,8 +18,8 @@ from vllm_weir.frontend.admission.engine_wire import engine_form
 from vllm_weir.frontend.admission.inline_vectors import InlineVectors
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, check_reached, tokens_of
 from vllm_weir.frontend.admission.vector_registry import RegistryBackend, RegistryContents, VectorRegistry
-from vllm_weir.frontend.outputs.preslicer import kind_ahead
-from vllm_weir.frontend.outputs.prompt_slicer import ends_with_the_prompt
+from vllm_weir.frontend.outputs.preslicer import presliceable_kind
+from vllm_weir.frontend.outputs.prompt_slicer import captures_only_prompt
 from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.frontend.pacing import Pacing
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence
@@ -172,7 +172,7 @@ class EngineFrontend:
         self.manager.prepare(admitted.parts, request_id)
         if self._receiver is None:
             self._receiver = Receiver(self.store, self._host)
-        reply, sizes = self._receiver.reply, self._sizes or self.settings.table_sizes(capabilities.d_model)
+        reply, sizes = self._receiver.endpoint, self._sizes or self.settings.table_sizes(capabilities.d_model)
         wire = engine_form(admitted, reply, prompt_ids, prompt_len, max_tokens, capabilities, self._chunked, sizes)
         if wire is not None:
             wire["core"] = NO_CORE
@@ -184,10 +184,10 @@ class EngineFrontend:
             request_id, admitted, [-1] * prompt_len if prompt_ids is None else prompt_ids, self.store
         )
         self.store.open(pending)
-        if prompt_ids is not None and ends_with_the_prompt(pending.memory, prompt_len):
-            self.store.early.add(pending, capabilities.d_model)
-        elif not streams and kind_ahead(pending.memory):
-            pending.foreseen = prompt_len + max_tokens - 1
+        if prompt_ids is not None and captures_only_prompt(pending.memory, prompt_len):
+            self.store.prompt_slicer.add(pending, capabilities.d_model)
+        elif not streams and presliceable_kind(pending.memory):
+            pending.expected_end = prompt_len + max_tokens - 1
         first = wire["first"] if wire is not None else None
         asked = carries_keys(extra_args)
         return Tracker(

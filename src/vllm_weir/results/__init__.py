@@ -1,1 +1,1 @@
-"""What a request gets back."""
+"""The results of a request."""

@@ -1,4 +1,4 @@
-"""What a request gets back: its activations and the receipt that says what was really done."""
+"""The activations of one sequence, as a request gets them back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_weir import codec
 from vllm_weir.errors import WeirError
 from vllm_weir.results.checksum import checksums
 from vllm_weir.results.safetensors_header import CODES, build_header
-from vllm_weir.results.site_slices import SiteSlices, alone
+from vllm_weir.results.site_slices import SiteSlices, without_base
 from vllm_weir.schema.hooks import Site, parse_site
 
 LENS_KEY = "residual_stream"
@@ -33,7 +33,7 @@ class CompressedRows:
     """Compressed rows of one sequence.
 
     Attributes:
-        header: how the records are to be read, see docs/reference/file-formats.md.
+        header: how to read the records, see docs/reference/file-formats.md.
         records: site -> uint8 [rows, record_bytes].
         dtypes: site -> dtype of the decoded rows, by name.
     """
@@ -45,20 +45,27 @@ class CompressedRows:
     def __getstate__(self) -> dict[str, Any]:
         records = self.records
         if isinstance(records, dict):
-            records = {site: alone(some) for site, some in records.items()}
+            records = {site: without_base(tensor) for site, tensor in records.items()}
         return {**self.__dict__, "records": records}
 
     def decode(self, site: Site) -> torch.Tensor:
-        """[rows, d_model]."""
+        """Return the rows of a site, [rows, d_model]."""
         return codec.decode(self.records[site], self.header).to(getattr(torch, self.dtypes[site]))
 
 
 class Activations(Mapping):
-    """Rows of one sequence by site: ``acts["resid_post", 10]`` is a tensor [rows, d_model] on the CPU.
+    """Rows of one sequence by site: ``acts["resid_post", 10]`` is a CPU tensor [rows, d_model].
 
-    Rows come in ascending position. Keys are (hook, layer) pairs and whatever else names a site, see `parse_site`
-    (``"resid_post.10"``, as receipts have it), and ``"residual_stream"`` (a tensor [layers, rows, d_model], blocks
-    ascending) for requests that used vllm-lens's key.
+    Rows are in ascending order of position. Keys are (hook, layer) pairs, anything else that names
+    a site (such as ``"resid_post.10"``, see `parse_site`), and ``"residual_stream"`` for requests
+    that used vllm-lens's key: a tensor [layers, rows, d_model], blocks ascending.
+
+    Args:
+        rows: the rows by site; empty if they are compressed.
+        positions: int64 [rows] by site.
+        token_ids: int64 [rows] by site.
+        lens_layers: blocks that were asked for by vllm-lens's key.
+        packed: the rows, if they are compressed.
     """
 
     def __init__(
@@ -71,8 +78,8 @@ class Activations(Mapping):
     ) -> None:
         self._rows = rows
         self._packed = packed
-        self._made: dict[Any, torch.Tensor] = {}
-        """Rows that have been looked at; a plain pair of names finds a Site's."""
+        self._tensors: dict[Any, torch.Tensor] = {}
+        """Rows by site that have been looked at. (A Site equals the plain pair of its names.)"""
         self._positions = positions
         self._token_ids = token_ids
         self._lens_layers = lens_layers
@@ -80,11 +87,11 @@ class Activations(Mapping):
     def __getstate__(self) -> dict[str, Any]:
         rows = self._rows
         if isinstance(rows, dict):
-            rows = {site: alone(some) for site, some in rows.items()}
-        # Those of a block or a dict are the same memory once more.
-        again = self._packed is None and isinstance(rows, (SiteSlices, dict))
-        made = {} if again else {key: alone(some) for key, some in self._made.items()}
-        return {**self.__dict__, "_rows": rows, "_made": made}
+            rows = {site: without_base(tensor) for site, tensor in rows.items()}
+        # Tensors of a block or a dict are views of `rows`, so they need not be pickled twice.
+        views = self._packed is None and isinstance(rows, (SiteSlices, dict))
+        tensors = {} if views else {key: without_base(tensor) for key, tensor in self._tensors.items()}
+        return {**self.__dict__, "_rows": rows, "_tensors": tensors}
 
     @property
     def sites(self) -> list[Site]:
@@ -92,7 +99,7 @@ class Activations(Mapping):
         return list(self._positions)
 
     def count(self, site: Site) -> int:
-        """Rows of a captured site."""
+        """Return the number of rows of a captured site."""
         return len(self._positions[site])
 
     @property
@@ -101,40 +108,43 @@ class Activations(Mapping):
         return self._packed is not None
 
     def compressed(self, hook: object, layer: int | None = None) -> tuple[torch.Tensor, dict[str, Any]]:
-        """A site's rows as they left the device: (uint8 [rows, record_bytes], header that says how to read them).
+        """Return a site's records, uint8 [rows, record_bytes], and the header that describes them.
 
         Args:
-            hook, layer: a hook point and its block, or a site alone.
+            hook: a hook point, or a whole site.
+            layer: the hook point's block.
 
         Raises:
             WeirError: if the rows were not compressed.
+            KeyError: if the site was not captured.
         """
         packed = self._packed
         if packed is None:
-            raise WeirError("these rows are not compressed; ask for Capture(..., compress=...)")
+            raise WeirError("these rows are not compressed; to get compressed ones, ask for Capture(..., compress=...)")
         return packed.records[self._site(hook, layer)], packed.header
 
     def __getitem__(self, key: object) -> torch.Tensor:
         try:
-            return self._made[key]
+            return self._tensors[key]
         except (KeyError, TypeError):
-            return self._first_look(key)
+            return self._look_up(key)
 
-    def _first_look(self, key: object) -> torch.Tensor:
+    def _look_up(self, key: object) -> torch.Tensor:
+        """Return the rows of a key that has not been looked at in this form."""
         if key == LENS_KEY and self._lens_layers:
             return torch.stack([self._row(Site("resid_post", layer)) for layer in self._lens_layers])
         return self._row(self._site(key))
 
     def _row(self, site: Site) -> torch.Tensor:
-        """A site's rows, decoded when they are first asked for."""
-        if site not in self._made:
+        """Return a site's rows, decoded when they are first asked for."""
+        if site not in self._tensors:
             if self._packed is not None:
-                self._made[site] = self._packed.decode(site)
+                self._tensors[site] = self._packed.decode(site)
             elif isinstance(self._rows, SiteSlices):
-                self._made = self._rows.every
-            else:  # rows may be read from a file when they are looked at
-                self._made[site] = self._rows[site]
-        return self._made[site]
+                self._tensors = self._rows.every
+            else:  # a mapping of a stored file reads the rows now
+                self._tensors[site] = self._rows[site]
+        return self._tensors[site]
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self._positions)
@@ -152,39 +162,42 @@ class Activations(Mapping):
 
     @property
     def positions(self) -> torch.Tensor:
-        """Positions of the rows, int64 [rows], ascending; raises WeirError if the sites do not share their rows."""
+        """Positions of the rows, int64 [rows], ascending; WeirError if sites differ in them."""
         return self._shared(self._positions, "positions")
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """Token at each row's position, int64 [rows]; raises WeirError if the sites do not share their rows."""
+        """Token at each row's position, int64 [rows]; WeirError if sites differ in positions."""
         return self._shared(self._token_ids, "token_ids")
 
     def positions_of(self, hook: object, layer: int | None = None) -> torch.Tensor:
-        """Positions of one site's rows, int64 [rows]; named as for `compressed`."""
+        """Return the positions of a site's rows, int64 [rows]; arguments as for `compressed`."""
         return self._positions[self._site(hook, layer)]
 
     def token_ids_of(self, hook: object, layer: int | None = None) -> torch.Tensor:
-        """Token at each of one site's rows, int64 [rows]; named as for `compressed`."""
+        """Return the token at each row of a site, int64 [rows]; arguments as for `compressed`."""
         return self._token_ids[self._site(hook, layer)]
 
     def numpy(self, hook: object, layer: int | None = None) -> np.ndarray:
-        """One site's rows as an array [rows, d_model]; named as for `compressed`.
+        """Return one site's rows as an array [rows, d_model]; for the arguments see `compressed`.
 
-        bfloat16, which numpy lacks, becomes the equal float32; of every other dtype it is the tensor's own memory.
+        bfloat16, which numpy lacks, becomes float32 of the same values; other dtypes share the
+        tensor's memory.
         """
         rows = self[hook] if layer is None else self[hook, layer]
         return (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
 
     def to_dict(self) -> dict[tuple[str, int], torch.Tensor]:
-        """Plain dict (hook, layer) -> tensor."""
+        """Return a plain dict (hook, layer) -> tensor."""
         return {(s.hook, s.layer): self._row(s) for s in self}
 
     def save(self, path: str | PathLike) -> Path:
-        """Write a safetensors file: ``resid_post.10`` beside its ``.positions`` and ``.token_ids``.
+        """Write a safetensors file with tensors such as ``resid_post.10``.
+
+        Each has its ``.positions`` and ``.token_ids`` beside it.
 
         Raises:
-            WeirError: naming the file, if it cannot be written.
+            WeirError: if the file, which it names, cannot be written.
         """
         path = Path(path)
         temporary = path.parent / f".weir-{secrets.token_hex(8)}"
@@ -192,47 +205,50 @@ class Activations(Mapping):
         try:
             with open(temporary, "xb") as file:
                 file.writelines(pieces)
-            os.replace(temporary, path)  # whoever has mapped the older file keeps it
-        except (OSError, ValueError) as e:  # the latter for a NUL in the name
+            os.replace(temporary, path)  # processes that have mapped an older file keep it
+        except (OSError, ValueError) as e:  # ValueError: the name contains a NUL
             raise WeirError(f"cannot write {path}: {getattr(e, 'strerror', None) or e}") from e
         finally:
-            with suppress(OSError, ValueError):  # it has its own name by now, or could not be made
+            with suppress(OSError, ValueError):  # it is gone if all went well
                 temporary.unlink()
         return path
 
     def to_bytes(self) -> bytes:
-        """What `save` writes."""
+        """Return the bytes that `save` writes."""
         return b"".join(self.pieces())
 
     def pieces(self) -> list[bytes | memoryview]:
-        """What `save` writes, in few pieces.
+        """Return the bytes that `save` writes, in few pieces.
 
-        A server makes one file for each request beside its event loop, and the safetensors library would hold the
-        interpreter for 20 us a tensor.
+        The safetensors library is not used because it holds the interpreter lock for every tensor;
+        a server does this for each request beside its event loop.
         """
         sites = self.sites
         block = self._rows if isinstance(self._rows, SiteSlices) and list(self._rows) == sites else None
         if block is None:
             rows = [self._row(site) for site in sites]
-            shapes = [(some.dtype, tuple(some.shape)) for some in rows]
+            shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in rows]
         else:
             shapes = [(block.rows.dtype, (len(block.rows), block.rows.shape[-1]))] * len(sites)
-        if other := {dtype for dtype, _ in shapes} - _CODES.keys():
-            raise WeirError(f"rows of {', '.join(map(str, other))} cannot be written; convert them first")
+        if unsupported := {dtype for dtype, _ in shapes} - _CODES.keys():
+            raise WeirError(f"rows of {', '.join(map(str, unsupported))} cannot be written; convert them first")
         if block is None:
-            bodies = [codec.as_bytes(some.contiguous()).numpy() for some in rows]
+            bodies = [codec.as_bytes(tensor.contiguous()).numpy() for tensor in rows]
         else:
             bodies = [block.together()]
-        # First, so that everything lies on a word's boundary.
+        # Integers come first, so that all tensors are aligned to their values.
         ids = [*_int64(self._positions, sites), *_int64(self._token_ids, sites)]
-        start = _start(tuple(sites), tuple(self._lens_layers), tuple(shapes), tuple(map(len, ids)))
-        return [b"".join((start, *ids)), *(body.reshape(-1).data for body in bodies)]
+        header = _header(tuple(sites), tuple(self._lens_layers), tuple(shapes), tuple(map(len, ids)))
+        return [b"".join((header, *ids)), *(body.reshape(-1).data for body in bodies)]
 
     @classmethod
     def load(cls, path: str | PathLike) -> Activations:
-        """Read what `save` wrote; raises WeirError naming the file if it is anything else, or damaged.
+        """Read what `save` has written.
 
-        Files of the layout ``per_request`` have checksums of their rows, which are compared.
+        Files of the layout ``per_request`` contain checksums of their rows, which are compared.
+
+        Raises:
+            WeirError: if the file, which it names, is anything else or damaged.
         """
         try:
             with safe_open(path, framework="pt") as file:
@@ -241,7 +257,7 @@ class Activations(Mapping):
                     raise WeirError(f"{path} was not written by Activations.save")
                 sites = [Site(hook, layer) for hook, layer in json.loads(meta["sites"])]
                 rows, positions, token_ids = (
-                    {s: file.get_tensor(f"{s.hook}.{s.layer}{end}") for s in sites} for end in _ENDS
+                    {s: file.get_tensor(f"{s.hook}.{s.layer}{suffix}") for s in sites} for suffix in _SUFFIXES
                 )
                 names = set(file.keys())
                 for s in sites:
@@ -249,7 +265,9 @@ class Activations(Mapping):
                         continue
                     sums = file.get_tensor(name).numpy()
                     if not np.array_equal(checksums(codec.as_bytes(rows[s]).numpy()), sums):
-                        raise WeirError(f"{path} is damaged: rows of {s} do not fit their checksums; restore it")
+                        raise WeirError(
+                            f"{path} is damaged: rows of {s} do not match their checksums; restore the file"
+                        )
                 return cls(rows, positions, token_ids, tuple(json.loads(meta["lens"])))
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as e:
             if isinstance(e, WeirError):
@@ -260,7 +278,7 @@ class Activations(Mapping):
         if layer is not None:
             key = (key, layer)
         if isinstance(key, tuple) and len(key) == 2 and type(key[1]) is int and key in self._positions:
-            return key  # type: ignore[return-value] # a Site is a pair, so a pair of the plain names finds it
+            return key  # type: ignore[return-value] # a plain pair equals the Site of these names
         site = parse_site(key)
         if site not in self._positions:
             have = ", ".join(map(str, list(self)[:8])) or "none"
@@ -268,12 +286,13 @@ class Activations(Mapping):
         return site
 
     def _shared(self, by_site: Mapping[Site, torch.Tensor], name: str) -> torch.Tensor:
-        every = list(by_site.values())
-        if not every:
+        """Return the tensor that all sites share, or raise WeirError."""
+        tensors = list(by_site.values())
+        if not tensors:
             return torch.zeros(0, dtype=torch.int64)
-        if any(other is not every[0] and not torch.equal(every[0], other) for other in every[1:]):
-            raise WeirError(f"the sites have different rows; use .{name}_of(hook, layer)")
-        return every[0]
+        if any(other is not tensors[0] and not torch.equal(tensors[0], other) for other in tensors[1:]):
+            raise WeirError(f"the sites have rows at different positions; use .{name}_of(hook, layer)")
+        return tensors[0]
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{s}: {list(self._row(s).shape)}" for s in self.sites[:4])
@@ -281,34 +300,38 @@ class Activations(Mapping):
 
 
 def _int64(by_site: Mapping[Site, torch.Tensor], sites: list[Site]) -> list[bytes]:
-    """Each site's integers; most sites share theirs."""
+    """Return the bytes of each site's integers, which most sites share."""
     tensors = [by_site[site] for site in sites]
-    own = {id(some): some for some in tensors}
-    made = {number: some.numpy().astype(np.int64, copy=False).tobytes() for number, some in own.items()}
-    return [made[id(some)] for some in tensors]
+    distinct = {id(tensor): tensor for tensor in tensors}
+    data = {key: tensor.numpy().astype(np.int64, copy=False).tobytes() for key, tensor in distinct.items()}
+    return [data[id(tensor)] for tensor in tensors]
 
 
 @functools.lru_cache(maxsize=64)
-def _start(
+def _header(
     sites: tuple[Site, ...],
     lens_layers: tuple[int, ...],
     shapes: tuple[tuple[torch.dtype, tuple[int, ...]], ...],
     lengths: tuple[int, ...],
 ) -> bytes:
-    """The header of what `Activations.save` writes; many requests of a server have the same.
+    """Return the header of what `Activations.save` writes.
+
+    It is cached, since many requests of a server have the same.
 
     Args:
+        sites: the sites, in the order of their rows.
+        lens_layers: as in `Activations`.
         shapes: dtype and shape of each site's rows.
         lengths: bytes of each site's positions, and then of each site's token ids.
     """
     names = [f"{site.hook}.{site.layer}" for site in sites]
-    ends = [f"{name}{end}" for end in _ENDS[1:] for name in names]
-    tensors = {name: ("I64", [size // 8], size) for name, size in zip(ends, lengths, strict=True)}
+    integer_names = [f"{name}{suffix}" for suffix in _SUFFIXES[1:] for name in names]
+    tensors = {name: ("I64", [size // 8], size) for name, size in zip(integer_names, lengths, strict=True)}
     for name, (dtype, shape) in zip(names, shapes, strict=True):
         tensors[name] = (_CODES[dtype], list(shape), math.prod(shape) * dtype.itemsize)
     meta = {"weir": "1", "sites": json.dumps([list(s) for s in sites]), "lens": json.dumps(lens_layers)}
     return build_header(tensors, meta, checked=False)
 
 
-_ENDS = ("", ".positions", ".token_ids")
+_SUFFIXES = ("", ".positions", ".token_ids")
 _CODES = {getattr(torch, name): code for name, code in (CODES | {"float64": "F64"}).items()}

@@ -1,4 +1,4 @@
-"""`Receipt`: what was really done for a sequence."""
+"""The receipt of a sequence: what was really done for it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ class Receipt:
 
     Attributes:
         captured: site -> rows returned.
-        dropped: site -> rows that were asked for, here or for a sink, and are missing because the worker's host buffer
-            was full (only with the setting ``overflow="drop"``).
-        steered: per intervention, in the order in which they apply (global ones first): site -> rows changed there.
-            Empty for one that changes nothing (a zero vector, a scale of 0).
-        shared: per intervention, prompt positions whose steered KV came from the prefix cache instead.
-        prompt_tokens, generated_tokens: P and G of this sequence (G so far, while streaming).
+        dropped: site -> rows that were asked for, here or for a sink, and are missing because the
+            worker's host buffer was full (only with the setting ``overflow="drop"``).
+        steered: for each intervention, in the order in which they apply (global ones first): site
+            -> rows changed there. Empty for one that changes nothing (a zero vector, a scale of 0).
+        shared: for each intervention, prompt positions whose steered KV came from the prefix cache
+            instead.
+        prompt_tokens: tokens of the prompt.
+        generated_tokens: tokens generated (so far, while streaming).
         cached_tokens: prompt tokens whose KV came from the prefix cache.
-        hit_limit: first wanted position, which a prefix-cache hit was not allowed to pass; None for no limit.
+        hit_limit: first wanted position, which a prefix-cache hit was not allowed to pass; None for
+            no limit.
         complete: False for a request that was aborted or is still streaming.
-        compression: header of the compression that the rows went through on the device (method, k, seed, ..); None
-            for rows as they are.
-        files: where sinks have written the rows.
-        sinks: sink -> what has become of the rows there: ``"queued"``, ``"written"``, ``"dropped"``, ``"held"`` (until
-            they are marked), ``"evicted"``, or ``"failed: <why>"``.
+        compression: header of the compression of the rows (method, k, seed, ...); None if they are
+            not compressed.
+        files: files to which sinks have written the rows.
+        sinks: sink -> state of the rows there: ``"queued"``, ``"written"``, ``"dropped"``,
+            ``"held"`` (until they are marked), ``"evicted"``, or ``"failed: <why>"``.
     """
 
     captured: dict[Site, int] = field(default_factory=dict)
@@ -45,7 +48,7 @@ class Receipt:
     sinks: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict:
-        """Plain JSON data; sites as ``"resid_post.10"``."""
+        """Return plain JSON data, with sites as ``"resid_post.10"``."""
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("compression", "sinks"):
             out[name] = deepcopy(out[name])

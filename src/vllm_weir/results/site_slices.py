@@ -1,4 +1,4 @@
-"""Blocks: rows of several sites that lie together."""
+"""Rows of several sites that lie together in memory."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ import torch
 
 from vllm_weir.schema.hooks import Site
 
-ALONE = 32_767
-"""Values that torch converts in the thread that asks for it."""
+SINGLE_THREAD_VALUES = 32_767
+"""Values up to which torch converts in the calling thread alone."""
 
 
-def alone(rows: torch.Tensor) -> torch.Tensor:
-    """The rows without the memory beside them: a tensor is pickled with all that it is a part of."""
+def without_base(rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows, copied if they are a view of more memory.
+
+    A view would be pickled with all of that memory.
+    """
     return rows.clone() if rows.untyped_storage().nbytes() > rows.nbytes else rows
 
 
 class SiteSlices(Mapping):
-    """Rows [n, d] of several sites, cut out of [n, columns, d] when one of them is first looked at.
+    """Rows [n, d] by site, sliced out of one tensor when somebody looks at one of them.
 
     Args:
-        places: which column each site's is; None if they are in order.
+        sites: the sites.
+        places: the column of each site; None if they are in order.
+        rows: [n, columns, d].
     """
 
     def __init__(self, sites: Sequence[Site], places: list[int] | None, rows: torch.Tensor) -> None:
@@ -30,27 +35,30 @@ class SiteSlices(Mapping):
         self._every: dict[Site, torch.Tensor] | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "rows": alone(self.rows), "_every": None}
+        return {**self.__dict__, "rows": without_base(self.rows), "_every": None}
 
     @property
     def every(self) -> dict[Site, torch.Tensor]:
-        """All sites' rows."""
+        """The rows of all sites."""
         if self._every is None:
             rows = self.rows.unbind(1)
             self._every = dict(zip(self._sites, [rows[k] for k in self._places] if self._places else rows, strict=True))
         return self._every
 
     def to(self, dtype: torch.dtype) -> SiteSlices:
-        """All sites' rows in another dtype, in memory of their own."""
+        """Return the rows of all sites in another dtype, in memory of their own."""
         rows = torch.empty_like(self.rows, dtype=dtype)
-        # Piece by piece, as torch would call its threads together for the whole, and wait for them.
-        step = max(1, ALONE // (rows[:, :1].numel() or 1))
+        # Piece by piece, because torch would start its threads for the whole, and wait for them.
+        step = max(1, SINGLE_THREAD_VALUES // (rows[:, :1].numel() or 1))
         for first in range(0, rows.shape[1], step):
             rows[:, first : first + step] = self.rows[:, first : first + step]
         return SiteSlices(self._sites, self._places, rows)
 
     def together(self) -> np.ndarray:
-        """A copy of all sites' rows, uint8 [sites, n, bytes of a row]; numpy makes it, in this thread alone."""
+        """Return a copy of the rows of all sites, uint8 [sites, n, bytes of a row].
+
+        It is made by numpy, which uses no other thread.
+        """
         rows = self.rows.view(torch.uint8).numpy()
         rows = rows if self._places is None else rows[:, self._places]
         return np.ascontiguousarray(rows.swapaxes(0, 1))

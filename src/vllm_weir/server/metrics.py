@@ -7,7 +7,6 @@ along with the rows; a task looks at it once a second, while a request that capt
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
@@ -76,7 +75,7 @@ class ServerMetrics:
         """A sequence has finished, all that it was promised being true. Where rows may be dropped it waits for them."""
         rows = size = dropped = 0
         for part in view.pending.admitted.parts if view.pending.admitted.spec.site_requests else ():
-            own = view if part is view.part and not view.start else replace(view, part=part, start=0, _made=None)
+            own = view if part is view.part and not view.start else view.with_start(0, part)
             count = own.rows
             rows, size = rows + count, size + count * own.row_bytes
         if self._frontend.settings.overflow == "drop" and view.part.spec.site_requests:

@@ -88,7 +88,7 @@ class ResponseBuilder:
     def let_go(self) -> None:
         """The answer is out, or nobody waits for it: free the rows that it was made of."""
         self._views.clear()
-        self.held.let_go()
+        self.held.release()
 
     def discard(self) -> None:
         """Free what was put away for chunks or responses that nobody got."""

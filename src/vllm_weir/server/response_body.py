@@ -6,7 +6,6 @@ import base64
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ Keep = Callable[[Activations, int], dict[str, Any]]
 
 def whole(view: OutputView) -> OutputView:
     """A view of all of its sequence's rows, also where outputs carry only what is new."""
-    return view if view.start == 0 else replace(view, start=0, _made=None)
+    return view if view.start == 0 else view.with_start(0)
 
 
 def answer(
@@ -69,7 +68,7 @@ def projects(view: OutputView) -> bool:
 
 def new_scores(view: OutputView, start: int) -> dict[str, Any] | None:
     """Scores at positions from `start` on, or None if there are none; waits for them."""
-    acts = replace(view, start=start, _made=None).activations()
+    acts = view.with_start(start).activations()
     return scores(acts) if any(acts.count(site) for site in acts.sites) else None
 
 

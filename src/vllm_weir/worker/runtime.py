@@ -34,7 +34,7 @@ from vllm_weir.worker.tap.op import TapSwitch, TapTensors
 from vllm_weir.worker.tap.reductions import TapReducer
 from vllm_weir.worker.transfer.buffer_server import BufferServer
 from vllm_weir.worker.transfer.codecs import Codecs
-from vllm_weir.worker.transfer.copy_out import CpuCopyOut, CudaCopyOut, at_once
+from vllm_weir.worker.transfer.copy_out import CpuCopyOut, CudaCopyOut, no_wait
 from vllm_weir.worker.transfer.directions import Directions
 from vllm_weir.worker.transfer.notifier import Notifier, StepNotice
 from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
@@ -282,7 +282,7 @@ class WorkerRuntime:
         step, self._step = self._step, None
         if step is None and not self.row_seqs.layout_updates:
             return
-        parcel = StepNotice(at_once, failures=self._failures)
+        parcel = StepNotice(no_wait, failures=self._failures)
         self._failures = {}
         if step is not None:
             start, plan = step

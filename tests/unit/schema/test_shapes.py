@@ -393,7 +393,7 @@ def test_a_receipt_has_one_entry_for_each_intervention():
     view = OutputView(
         pending, found.parts[0], SequenceTokens(PromptTokens([1] * 5), [1] * 4), 0, True, False, 2, None, D, 1.0
     )
-    view._made = Activations({}, {}, {})
+    view._cached_activations = Activations({}, {}, {})
     receipt = view.receipt()
     site = lambda layer: Site("resid_post", layer)
     assert receipt.steered == (

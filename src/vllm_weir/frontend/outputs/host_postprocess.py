@@ -1,8 +1,12 @@
-"""Rows reduced, projected and compressed in the caller's process: what workers began, and all of it for late parts."""
+"""Reductions, projections and compression of rows in the caller's process.
+
+Workers reduce the prompt's rows; what is generated is added here. Of a request whose captures want
+different things, workers do nothing and all of it is done here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,64 +17,93 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.request import Postprocess
 
 
-def treated(
+def apply_postprocess(
     postprocess: Postprocess,
     directions: Mapping[str, np.ndarray],
-    at: np.ndarray,
-    sources: np.ndarray,
+    positions: np.ndarray,
+    row_count: int,
     rows: list[TakenRows],
 ) -> list[TakenRows]:
-    """What a late part's rows become.
+    """Compress, project or reduce rows that left the device as they are.
 
     Args:
-        directions: by digest.
-        at: positions of the results.
-        sources: positions of the rows that were asked for, of which some may be missing.
-        rows: the rows, as they left the device.
+        postprocess: what to do.
+        directions: by digest, those that it names.
+        positions: positions of the results.
+        row_count: rows that each site should have; some may be missing.
+        rows: the rows.
     """
     if postprocess.compression is not None:
         compression = postprocess.compression
-        return _each(rows, lambda one: codec.encode(one, compression))
+        return _map_rows(rows, lambda tensor: codec.encode(tensor, compression))
     if postprocess.directions:
         matrix = torch.from_numpy(np.stack([directions[digest] for digest in postprocess.directions])).float()
-        rows = _each(rows, lambda one: one.float() @ matrix.T)
-    return rows if postprocess.reduce is None else reduced(postprocess.reduce, at, rows, [], len(sources))
+        rows = _map_rows(rows, lambda tensor: tensor.float() @ matrix.T)
+    return rows if postprocess.reduce is None else reduce_rows(postprocess.reduce, positions, rows, row_count)
 
 
-def _each(rows: list[TakenRows], make: Callable[[torch.Tensor], torch.Tensor]) -> list[TakenRows]:
-    return [TakenRows(t.sites, t.positions, {site: make(one) for site, one in t.rows.items()}) for t in rows]
-
-
-def reduced(
-    how: str, at: np.ndarray, rows: list[TakenRows], folds: list[TakenRows], count: int, folded: int = 0
-) -> list[TakenRows]:
-    """One row a site of its `count` rows [n, k], and of what `folded` earlier ones were reduced to ([1, k], float32);
-    none for a site of which any is missing: less than all would pass for all."""
-    sites = [site for taken in rows or folds for site in taken.sites]
-    later = {site: part for taken in rows if len(taken.positions) == count for site, part in taken.rows.items()}
-    earlier = {site: part for taken in folds for site, part in taken.rows.items()}
-    out: dict[Site, torch.Tensor] = {}
-    for site in sites:
-        tail = later[site].float() if site in later else None
-        head = earlier.get(site)
-        if tail is None:
-            if head is None or count:
-                continue
-            whole = head
-        elif head is None:
-            if folded:
-                continue
-            whole = {"last": tail[-1:], "max": tail.amax(0, True), "mean": tail.mean(0, True)}[how]
-        elif how == "last":
-            whole = tail[-1:]
-        elif how == "max":
-            whole = torch.maximum(head, tail.amax(0, keepdim=True))
-        else:
-            whole = (head * folded + tail.sum(0, keepdim=True)) / (folded + len(tail))
-        out[site] = whole
-    none = [site for site in sites if site not in out]
+def _map_rows(rows: list[TakenRows], function: Callable[[torch.Tensor], torch.Tensor]) -> list[TakenRows]:
     return [
-        TakenRows(some, at if some is not none else at[:0], {s: out[s] for s in some if s in out})
-        for some in (list(out), none)
-        if some
+        TakenRows(taken.sites, taken.positions, {site: function(tensor) for site, tensor in taken.rows.items()})
+        for taken in rows
     ]
+
+
+def reduce_rows(
+    how: str,
+    positions: np.ndarray,
+    rows: list[TakenRows],
+    row_count: int,
+    reduced: Sequence[TakenRows] = (),
+    reduced_count: int = 0,
+) -> list[TakenRows]:
+    """Reduce each site's rows to one.
+
+    A site of which any row is missing has no result: what is made of some rows would pass for what
+    is made of all.
+
+    Args:
+        how: one of `vllm_weir.schema.capture.REDUCTIONS`.
+        positions: position of the results, int64 [1].
+        rows: the rows, [n, k] of each site.
+        row_count: rows that each site should have.
+        reduced: what the worker has reduced earlier rows to, float32 [1, k] of each site.
+        reduced_count: how many earlier rows those are.
+
+    Returns:
+        The sites with a result, float32 [1, k], and then those without.
+    """
+    sites = [site for taken in rows or reduced for site in taken.sites]
+    complete = {
+        site: tensor for taken in rows if len(taken.positions) == row_count for site, tensor in taken.rows.items()
+    }
+    earlier = {site: tensor for taken in reduced for site, tensor in taken.rows.items()}
+    results: dict[Site, torch.Tensor] = {}
+    for site in sites:
+        site_rows, site_earlier = complete.get(site), earlier.get(site)
+        rows_missing = row_count > 0 and site_rows is None
+        earlier_missing = reduced_count > 0 and site_earlier is None
+        if rows_missing or earlier_missing:
+            continue
+        result = site_earlier if site_rows is None else _reduce(how, site_rows.float(), site_earlier, reduced_count)
+        if result is not None:
+            results[site] = result
+    without = [site for site in sites if site not in results]
+    out = []
+    if results:
+        out.append(TakenRows(list(results), positions, results))
+    if without:
+        out.append(TakenRows(without, positions[:0], {}))
+    return out
+
+
+def _reduce(how: str, rows: torch.Tensor, earlier: torch.Tensor | None, earlier_count: int) -> torch.Tensor:
+    """Reduce rows, float32 [n, k], and what `earlier_count` rows before them were reduced to."""
+    if how == "last":
+        return rows[-1:]
+    if how == "max":
+        largest = rows.amax(0, keepdim=True)
+        return largest if earlier is None else torch.maximum(earlier, largest)
+    if earlier is None:
+        return rows.mean(0, keepdim=True)
+    return (earlier * earlier_count + rows.sum(0, keepdim=True)) / (earlier_count + len(rows))

@@ -1,8 +1,9 @@
-"""Cut ahead: tensors of rows that are still to come, made while the model computes them.
+"""Slices rows into tensors before the rows arrive, while the model computes them.
 
-A sequence that generates all the tokens that it may has rows whose number is known when it comes. Thousands of tensors
-are then ready when a batch ends, instead of being made one after the other while its caller waits. Of a sequence that
-ends before, the tensors are made when they are looked at, as without this.
+The number of rows of a sequence that generates all the tokens that it may is known when it comes.
+Its tensors, which for a batch can be thousands, are ready when the batch ends, instead of being
+made while the caller waits. Tensors of a sequence that ends sooner are made when they are looked
+at.
 """
 
 from __future__ import annotations
@@ -15,55 +16,63 @@ from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence
 
 logger = logging.getLogger(__name__)
-LATER = 16
-"""Messages after its first rows that a sequence is left alone: until then, whoever admits others needs the time."""
-FEW = 8
-"""Sequences that are cut after one message, which comes with each step."""
+DELAY = 16
+"""Messages after a sequence's first rows until it is sliced: admitting other requests comes
+first."""
+PER_MESSAGE = 8
+"""Sequences that are sliced after one message, of which each step sends one."""
 
 
-def kind_ahead(part: CaptureGroup) -> str:
-    """The kind of views that hold a part's rows as they are handed out; "" if more is made of them."""
-    postprocess = part.spec.postprocess
-    if part.late:
+def presliceable_kind(group: CaptureGroup) -> str:
+    """Return the kind of row sequence that a group hands out unchanged; "" if it changes rows."""
+    postprocess = group.spec.postprocess
+    if group.late:
         return ""
     if postprocess is None:
-        return "" if part.recast else "rows"
+        return "" if group.recast else "rows"
     return "packed" if postprocess.compression is not None else ""
 
 
 class Preslicer:
-    """Sequences whose rows have a place, in the order in which they came. Belongs to the thread that receives rows."""
+    """The queue of sequences to slice, in the order of their first rows.
+
+    Only for the thread that receives rows.
+    """
 
     def __init__(self) -> None:
         self._queue: deque[tuple[int, ref[PendingSequence]]] = deque()
-        self._messages, self._left = 0, 0
+        """(number of the message from which it may be sliced, sequence)."""
+        self._messages = 0
+        self._left = 0
+        """Sequences that may still be sliced before the next message."""
 
     def add(self, pending: PendingSequence) -> None:
-        """A sequence's first rows have come."""
-        self._queue.append((self._messages + LATER, ref(pending)))
+        """Queue a sequence whose first rows have come."""
+        self._queue.append((self._messages + DELAY, ref(pending)))
 
-    def look(self) -> None:
-        """Rows have arrived."""
-        self._messages, self._left = self._messages + 1, FEW
+    def note_message(self) -> None:
+        """Count a message that brought rows."""
+        self._messages, self._left = self._messages + 1, PER_MESSAGE
 
-    def make(self) -> None:
-        """Cut what is due; sequences that nobody waits for any more cost nothing, so however many come, none stay."""
+    def slice_due(self) -> None:
+        """Slice the sequences whose time has come; those that nobody waits for do not count."""
         while self._left and self._queue and self._queue[0][0] <= self._messages:
             pending = self._queue.popleft()[1]()
             if pending is None:
                 continue
             self._left -= 1
             try:
-                _cut(pending)
+                _preslice(pending)
             except (ValueError, RuntimeError, LookupError) as e:
-                # Whoever asks for the rows is told then; others' rows come by this thread, too.
-                logger.error("Weir could not cut the rows of %s: %s: %s", pending.request_id, type(e).__name__, e)
+                # The error is raised for whoever asks for the rows; this thread serves other
+                # requests too.
+                logger.error("Weir could not slice the rows of %s: %s: %s", pending.request_id, type(e).__name__, e)
 
 
-def _cut(pending: PendingSequence) -> None:
-    part, prompt_len = pending.memory, len(pending.prompt)
-    for sites, selectors in part.spec.by_positions:
+def _preslice(pending: PendingSequence) -> None:
+    group, prompt_len = pending.memory, len(pending.prompt)
+    for sites, selectors in group.spec.by_positions:
         bounds = selectors[0].bounds(prompt_len) if len(selectors) == 1 else None
         if bounds is not None:
-            first = max(bounds[0], 0)
-            pending.cut(sites, kind_ahead(part), first, min(bounds[1], pending.foreseen) - first)
+            first, end = max(bounds[0], 0), min(bounds[1], pending.expected_end)
+            pending.preslice(sites, presliceable_kind(group), first, end - first)

@@ -1,4 +1,4 @@
-"""Early hand-outs: rows of prompts are complete long before the output is, and are cut while its reader still waits."""
+"""Makes activations of prompts once their rows are here, while the request still generates."""
 
 from __future__ import annotations
 
@@ -13,67 +13,75 @@ from vllm_weir.frontend.receive.pending_sequence import PendingSequence
 from vllm_weir.frontend.receive.tokens import SequenceTokens
 
 logger = logging.getLogger(__name__)
-FEW = 8
-"""Sequences that are looked at in one go: whoever else needs the interpreter does not wait for more."""
+PER_TURN = 8
+"""Sequences that are looked at in one go, so that other threads of the process need not wait for
+longer."""
 
 
-def ends_with_the_prompt(part: CaptureGroup, prompt_len: int) -> bool:
-    """Whether the rows of a part, as the model has them or reduced, are known to be of the prompt only."""
-    spec = part.spec
-    if not spec.site_requests or (not part.folds and (spec.postprocess is not None or part.late or part.recast)):
+def captures_only_prompt(group: CaptureGroup, prompt_len: int) -> bool:
+    """Return whether all rows of a group, plain or reduced, are known to be of the prompt."""
+    spec = group.spec
+    if not spec.site_requests:
+        return False
+    changed = spec.postprocess is not None or group.late or group.recast
+    if changed and not group.folds:
         return False
     bounds = [selector.bounds(prompt_len) for _, selectors in spec.by_positions for selector in selectors]
-    return all(b is not None and b[1] <= prompt_len for b in bounds)
+    return all(bound is not None and bound[1] <= prompt_len for bound in bounds)
 
 
 class PromptSlicer:
-    """Sequences whose hand-out can be made early. Belongs to the thread that receives rows, but for `add`."""
+    """The sequences whose activations can be made early.
+
+    Only for the thread that receives rows, except `add`.
+    """
 
     def __init__(self) -> None:
         self._waiting: WeakValueDictionary[str, PendingSequence] = WeakValueDictionary()
         self._due: dict[str, None] = {}
-        """Those of which rows have come since they were looked at, in that order."""
+        """Ids of sequences that have got rows since they were looked at, in that order."""
         self._d_model = 0
 
     def add(self, pending: PendingSequence, d_model: int) -> None:
-        """Make this sequence's hand-out once its rows are here."""
+        """Make this sequence's activations once its rows are here."""
         self._d_model = d_model
         self._waiting[pending.request_id] = pending
 
-    def look(self, request_ids: Iterable[str]) -> None:
-        """Rows of these have arrived."""
+    def note_arrivals(self, request_ids: Iterable[str]) -> None:
+        """Note that rows of these sequences have arrived."""
         if self._waiting:
-            self._due.update((name, None) for name in request_ids if name in self._waiting)
+            self._due.update((request_id, None) for request_id in request_ids if request_id in self._waiting)
 
     @property
-    def due(self) -> bool:
-        """Whether there is something to look at."""
+    def has_due(self) -> bool:
+        """Whether there are sequences to look at."""
         return bool(self._due)
 
-    def make(self) -> None:
-        """Look at a few sequences; of those whose rows are here, make the hand-out."""
-        for name in list(itertools.islice(self._due, FEW)):
-            del self._due[name]
-            pending = self._waiting.get(name)
+    def slice_due(self) -> None:
+        """Look at a few sequences, and make the activations of those whose rows are all here."""
+        for request_id in list(itertools.islice(self._due, PER_TURN)):
+            del self._due[request_id]
+            pending = self._waiting.get(request_id)
             if pending is None:
                 continue
             try:
-                made = self._make(pending)
+                done = self._slice(pending)
             except (ValueError, RuntimeError, LookupError) as e:
-                # Whoever asks for the rows is told then; others' rows come by this thread, too.
-                logger.error("Weir could not make the hand-out of %s early: %s: %s", name, type(e).__name__, e)
-                made = True
-            if made:
-                self._waiting.pop(name, None)
+                # The error is raised for whoever asks for the rows; this thread serves other
+                # requests too.
+                logger.error("Weir could not slice the rows of %s: %s: %s", request_id, type(e).__name__, e)
+                done = True
+            if done:
+                self._waiting.pop(request_id, None)
 
-    def _make(self, pending: PendingSequence) -> bool:
-        """Whether it is made."""
+    def _slice(self, pending: PendingSequence) -> bool:
+        """Make a sequence's activations; return False if rows are missing."""
         view = OutputView(
             pending=pending,
             part=pending.memory,
             tokens=SequenceTokens(pending.prompt, ()),
             start=0,
-            finished=True,  # there is nothing more to come of its prompt
+            finished=True,  # no more rows of its prompt will come
             aborted=False,
             cached_tokens=0,
             hit_limit=None,
@@ -82,8 +90,8 @@ class PromptSlicer:
         )
         if not view.arrived():
             return False
-        early = view.activations()
-        for site in early.sites[:1]:
-            early[site]  # the first look cuts all of them
-        pending.early = early
+        activations = view.activations()
+        for site in activations.sites[:1]:
+            activations[site]  # the first look slices all of them
+        pending.early_activations = activations
         return True

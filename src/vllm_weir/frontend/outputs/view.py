@@ -1,17 +1,17 @@
-"""A view: the part of a sequence's rows that belongs to one output, assembled when it is first looked at."""
+"""The part of a sequence's rows that belongs to one output, assembled when somebody looks at it."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
-from vllm_weir.frontend.outputs.host_postprocess import reduced, treated
+from vllm_weir.frontend.outputs.host_postprocess import apply_postprocess, reduce_rows
 from vllm_weir.frontend.outputs.ticket import Ticket
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence, TakenRows
 from vllm_weir.frontend.receive.tokens import SequenceTokens, TokenIds
@@ -26,26 +26,41 @@ from vllm_weir.schema.request import Postprocess, selected
 
 @dataclass(frozen=True)
 class ViewSnapshot:
-    """What a view becomes in a pickle or a deep copy: all that it was then, and nothing that waits."""
+    """What a view becomes in a pickle or a deep copy: its results, without anything that waits."""
 
     asked: bool
-    rows: Activations
-    done: Receipt
+    saved_activations: Activations
+    saved_receipt: Receipt
 
     def activations(self) -> Activations:
-        """As `OutputView.activations`."""
-        return self.rows
+        """Return the rows, see `OutputView.activations`."""
+        return self.saved_activations
 
     def receipt(self) -> Receipt:
-        """As `OutputView.receipt`."""
-        return self.done
+        """Return the receipt, see `OutputView.receipt`."""
+        return self.saved_receipt
 
 
 @dataclass
 class OutputView:
-    """Rows at positions ``[start, end)`` of a sequence, where `end` follows from the tokens generated so far.
+    """The rows at positions ``[start, end)`` of a sequence.
 
-    Waiting for rows still on their way happens here, in the thread that looks, never in the engine's loop.
+    `end` follows from the tokens generated so far. The thread that looks waits here for rows on
+    their way; the engine's loop never does.
+
+    Attributes:
+        pending: the sequence.
+        part: which of its captures.
+        tokens: its tokens so far.
+        start: first position; only outputs that hold new rows alone have one other than 0.
+        finished, aborted: whether the sequence has ended, and whether before its time.
+        cached_tokens: prompt tokens whose KV came from the prefix cache.
+        hit_limit: first wanted position, which a prefix-cache hit was not allowed to pass; None for
+            no limit.
+        d_model: values of a row.
+        timeout: seconds to wait for rows.
+        asked: whether the request itself asked for anything; others only have rows for sinks.
+        tickets: the sinks that get rows of this sequence.
     """
 
     pending: PendingSequence
@@ -60,9 +75,9 @@ class OutputView:
     timeout: float
     asked: bool = True
     tickets: Sequence[Ticket] = ()
-    _made: Activations | None = None
-    _checked: list[tuple[ResolvedIntervention | None, int, int]] | None = None
-    """What `verify` has found of a finished sequence."""
+    _cached_activations: Activations | None = None
+    _verified: list[tuple[ResolvedIntervention | None, int, int]] | None = None
+    """The result of `verify` for a finished sequence."""
 
     def __reduce__(self) -> tuple[type, tuple]:
         return ViewSnapshot, (self.asked, self.activations(), self.receipt())
@@ -72,137 +87,165 @@ class OutputView:
         """First position without a row."""
         return len(self.tokens)
 
+    def with_start(self, start: int, part: CaptureGroup | None = None) -> OutputView:
+        """Return a view from position `start` on, of the same captures or of another part."""
+        return replace(self, start=start, part=part or self.part, _cached_activations=None)
+
     def extend(self, later: OutputView) -> None:
-        """Take in a later output of the same sequence that was merged into this one."""
+        """Cover a later output of the same sequence that was merged into this one."""
         self.tokens, self.finished, self.aborted = later.tokens, later.finished, later.aborted
         self.tickets = later.tickets
-        self._made = self._checked = None
+        self._cached_activations = self._verified = None
 
     def activations(self) -> Activations:
-        """The rows; raises WeirError if they were lost."""
-        if self._made is None:
+        """Return the rows, waiting for those on their way; raise WeirError if they were lost."""
+        if self._cached_activations is None:
             self.pending.check()
-            whole = not (self.start or self.aborted or self.part is not self.pending.memory)
-            whole = whole and (self.finished or not self.part.folds)  # a reduction is there at the end
-            self._made = (self.pending.early or self._cut_ahead() if whole else None) or self._assemble()
-        return self._made
+            all_positions = not self.start and not self.aborted and self.part is self.pending.memory
+            # A reduction is there at the end.
+            final = self.finished or not self.part.folds
+            ready = self._ready_activations() if all_positions and final else None
+            self._cached_activations = self._assemble() if ready is None else ready
+        return self._cached_activations
 
-    def _cut_ahead(self) -> Activations | None:
-        """All rows of a sequence that ended as was foreseen, if they were cut ahead and are here."""
-        if self.end != self.pending.foreseen or (cut := self.pending.whole(self.part.spec.sites)) is None:
+    def _ready_activations(self) -> Activations | None:
+        """Return the rows of the whole sequence if they were sliced before anybody asked."""
+        if self.pending.early_activations is not None:
+            return self.pending.early_activations
+        if self.end != self.pending.expected_end:
             return None
-        return self._activations(cut.block, cut.positions)
+        sliced = self.pending.complete_preslice(self.part.spec.sites)
+        return None if sliced is None else self._build_activations(sliced.block, sliced.positions)
 
-    def _activations(self, rows: Mapping[Site, torch.Tensor], positions: Mapping[Site, torch.Tensor]) -> Activations:
-        """Of rows as they came, or of their records."""
-        part, ids = self.part, TokenIds(self.tokens, positions)
+    def _build_activations(
+        self, rows: Mapping[Site, torch.Tensor], positions: Mapping[Site, torch.Tensor]
+    ) -> Activations:
+        """Return activations of rows, or of their records, with the dtypes that were asked for."""
+        part, token_ids = self.part, TokenIds(self.tokens, positions)
         if part.spec.postprocess is not None and part.spec.postprocess.compression is not None:
             header = part.spec.postprocess.compression.header(self.d_model, part.dtype)
-            return Activations({}, positions, ids, part.lens_layers, CompressedRows(header, rows, part.dtypes))
-        if recast := self.part.casts:
-            if isinstance(rows, SiteSlices) and len(recast) == len(rows) and len(kinds := set(recast.values())) == 1:
-                return Activations(rows.to(DTYPES[kinds.pop()]), positions, ids, part.lens_layers)
-            rows = {**rows, **{site: rows[site].to(DTYPES[dtype]) for site, dtype in recast.items()}}
-        return Activations(rows, positions, ids, part.lens_layers)
+            return Activations({}, positions, token_ids, part.lens_layers, CompressedRows(header, rows, part.dtypes))
+        if casts := part.casts:
+            dtypes = set(casts.values())
+            if isinstance(rows, SiteSlices) and len(casts) == len(rows) and len(dtypes) == 1:
+                return Activations(rows.to(DTYPES[dtypes.pop()]), positions, token_ids, part.lens_layers)
+            rows = {**rows, **{site: rows[site].to(DTYPES[dtype]) for site, dtype in casts.items()}}
+        return Activations(rows, positions, token_ids, part.lens_layers)
 
     def drop(self) -> None:
-        """Forget the rows that were made; they can be made again while their request is held."""
-        self._made = None
+        """Drop the assembled rows; they can be assembled again while their request is held."""
+        self._cached_activations = None
 
     def arrived(self) -> bool:
-        """Whether every row of the part, or what the prompt's are reduced to, is here, by the marks that have been
-        read; not for parts that are treated otherwise."""
-        kind = "fold" if self.part.folds else "rows"
-        return all(self.pending.has(sites, self._wanted(some, how)[0], kind) for sites, some, how in self.part.groups)
+        """Return whether every row, or the reduction of the prompt's, is among the arrivals read.
 
-    def touched(self, move: ResolvedIntervention) -> np.ndarray:
-        """Positions that an intervention is for, ascending; those before `cached_tokens` are none of this pass."""
-        wanted = self._selected((move.positions,))
-        if move.per_position:
-            wanted = wanted[[k for k, term in enumerate(move.instructions[: len(wanted)]) if term.u]]
+        Not for captures that are projected or compressed.
+        """
+        kind = "fold" if self.part.folds else "rows"
+        return all(
+            self.pending.has(sites, self._wanted(selectors, postprocess)[0], kind)
+            for sites, selectors, postprocess in self.part.groups
+        )
+
+    def changed_positions(self, intervention: ResolvedIntervention) -> np.ndarray:
+        """Return the positions that an intervention is for, ascending.
+
+        Those before `cached_tokens` were changed when their KV was computed, by another request.
+        """
+        wanted = self._selected((intervention.positions,))
+        if intervention.per_position:
+            # Terms with a zero vector change nothing.
+            wanted = wanted[[k for k, term in enumerate(intervention.instructions[: len(wanted)]) if term.u]]
         return wanted
 
-    def _touched(self, move: ResolvedIntervention) -> tuple[int, int] | np.ndarray:
-        """As `touched`; (first, end) if that is known to be all between them."""
-        span = None if move.per_position else self._span((move.positions,))
-        return self.touched(move) if span is None else span
+    def _changed(self, intervention: ResolvedIntervention) -> tuple[int, int] | np.ndarray:
+        """Return `changed_positions`, or (first, end) if that is known to be all between them."""
+        span = None if intervention.per_position else self._span((intervention.positions,))
+        return self.changed_positions(intervention) if span is None else span
 
     def verify(self) -> list[tuple[ResolvedIntervention | None, int, int]]:
-        """Of every move the positions that were changed, and those that were shared, as in `Receipt`; raises WeirError
-        if that is not what was asked."""
-        if not self.pending.admitted.moves or self._checked is not None:
+        """Return how many positions each intervention has changed, and how many were cached.
+
+        Waits for the workers' word.
+
+        Raises:
+            WeirError: if a position was not changed as asked.
+        """
+        interventions = self.pending.admitted.moves
+        if not interventions or self._verified is not None:
             self.pending.check()
-        if self._checked is not None:
-            return self._checked
+        if self._verified is not None:
+            return self._verified
         out: list[tuple[ResolvedIntervention | None, int, int]] = []
-        number = 0
-        for move in self.pending.admitted.moves:
-            if move is None:
+        index = 0
+        for intervention in interventions:
+            if intervention is None:
                 out.append((None, 0, 0))
                 continue
-            at = self._touched(move)
-            if isinstance(at, tuple):
-                first, end = at
+            positions = self._changed(intervention)
+            if isinstance(positions, tuple):
+                first, end = positions
                 cached, count = min(max(self.cached_tokens - first, 0), end - first), end - first
             else:
-                cached, count = int(np.searchsorted(at, self.cached_tokens)), len(at)
+                cached, count = int(np.searchsorted(positions, self.cached_tokens)), len(positions)
             if not self.aborted:
-                # Also where KV came from the cache: the worker knows who has left some there without being steered.
-                self.pending.await_steered(number, at, self.timeout)
-            number += 1
-            out.append((move, count - cached, cached))
+                # Cached positions too: the worker knows which requests have left KV without being
+                # steered.
+                self.pending.await_steered(index, positions, self.timeout)
+            index += 1
+            out.append((intervention, count - cached, cached))
         if self.finished and not self.aborted:
-            self._checked = out
+            self._verified = out
         return out
 
     def concluded(self) -> bool:
-        """Whether `verify` and `settle` have nothing to wait for."""
+        """Return whether `verify` and `settle` would return at once."""
         if self.tickets:
             return False
-        moves = self.pending.admitted.effective
-        if self.aborted or not moves or self._checked is not None:
+        interventions = self.pending.admitted.effective
+        if self.aborted or not interventions or self._verified is not None:
             return True
-        return self.pending.confirmed([self._touched(move) for move in moves])
+        return self.pending.confirmed([self._changed(intervention) for intervention in interventions])
 
     @property
     def steered(self) -> int:
-        """Positions that interventions are for, each counted once; those before `cached_tokens` are none."""
+        """Positions from `cached_tokens` on that interventions are for, each counted once."""
         spans: list[tuple[int, int]] = []
         others: list[np.ndarray] = []
-        for move in self.pending.admitted.effective:
-            at = self._touched(move)
-            if isinstance(at, tuple):
-                spans.append(at)
+        for intervention in self.pending.admitted.effective:
+            positions = self._changed(intervention)
+            if isinstance(positions, tuple):
+                spans.append(positions)
             else:
-                others.append(at)
+                others.append(positions)
         if others:
             changed = np.zeros(self.end, bool)
-            for at in others:
-                changed[at] = True
+            for positions in others:
+                changed[positions] = True
             for first, end in spans:
                 changed[first:end] = True
             return int(changed[self.cached_tokens :].sum())
-        count, reached = 0, self.cached_tokens
+        count, counted_to = 0, self.cached_tokens
         for first, end in sorted(spans):
-            count, reached = count + max(end - max(first, reached), 0), max(reached, end)
+            count, counted_to = count + max(end - max(first, counted_to), 0), max(counted_to, end)
         return count
 
     def wait(self) -> None:
-        """Wait for all that `receipt` waits for; raises WeirError as that does."""
+        """Wait for all that `receipt` waits for, and raise WeirError as it does."""
         self.settle()
         self.activations()
         self.verify()
 
     def receipt(self) -> Receipt:
-        """What was done for this sequence up to this output; waits for its sinks as `settle` does."""
+        """Return what was done for this sequence up to this output; waits as `settle` does."""
         self.settle()
-        acts = self.activations()
-        done = self._by_intervention(self.verify())
+        activations = self.activations()
+        changed = self._by_intervention(self.verify())
         return Receipt(
-            captured={site: acts.count(site) for site in acts.sites},
-            dropped=self._dropped(acts),
-            steered=tuple(sites for sites, _ in done),
-            shared=tuple(shared for _, shared in done),
+            captured={site: activations.count(site) for site in activations.sites},
+            dropped=self._dropped(activations),
+            steered=tuple(sites for sites, _ in changed),
+            shared=tuple(shared for _, shared in changed),
             prompt_tokens=self.tokens.prompt_len,
             generated_tokens=self.tokens.generated,
             cached_tokens=self.cached_tokens,
@@ -214,62 +257,74 @@ class OutputView:
         )
 
     def _by_intervention(
-        self, moves: Sequence[tuple[ResolvedIntervention | None, int, int]]
+        self, verified: Sequence[tuple[ResolvedIntervention | None, int, int]]
     ) -> list[tuple[dict[Site, int], int]]:
-        """As `verify`, of each intervention that was asked for: (site -> rows changed, positions that were shared)."""
-        out, each = [], iter(moves)
+        """Return site -> rows changed, and shared positions, of each intervention asked for.
+
+        An intervention that was asked for can have become several, one of them for each of its
+        layers.
+        """
+        out, remaining = [], iter(verified)
         for count in self.pending.admitted.parted:
-            some = list(itertools.islice(each, count))
-            sites = {Site(move.hook, layer): n for move, n, _ in some if move for layer in move.layers}
-            shared = max(cached for _, _, cached in some)
-            if shared and count > 1 and any(move and move.per_position for move, _, _ in some):
-                # Where a row is zero, it changes nothing at its layer.
-                at = np.unique(np.concatenate([self.touched(move) for move, _, _ in some if move]))
-                shared = int(np.searchsorted(at, self.cached_tokens))
+            resolved = list(itertools.islice(remaining, count))
+            sites = {
+                Site(intervention.hook, layer): changed
+                for intervention, changed, _ in resolved
+                if intervention
+                for layer in intervention.layers
+            }
+            shared = max(cached for _, _, cached in resolved)
+            if shared and count > 1 and any(i and i.per_position for i, _, _ in resolved):
+                # A term whose vector is zero at its layer is not among that layer's positions.
+                positions = np.unique(np.concatenate([self.changed_positions(i) for i, _, _ in resolved if i]))
+                shared = int(np.searchsorted(positions, self.cached_tokens))
             out.append((dict(sorted(sites.items())), shared))
         return out
 
     def settle(self) -> None:
-        """Wait until the sinks that get this sequence's rows now have taken them.
+        """Wait until the sinks have taken this sequence's rows.
+
+        Not for sinks where rows wait to be marked.
 
         Raises:
-            WeirError: if one that the request depends on has failed.
+            WeirError: if a sink that the request depends on has failed.
         """
         for ticket in self.tickets:
             ticket.settle(self.timeout)
 
     def _compression(self) -> dict[str, Any] | None:
-        asked = (part for part in (self.part, *self.pending.admitted.parts) if part.spec.site_requests)
-        postprocess = next((part.spec.postprocess for part in asked), None)
+        """Return the header of the compression of the rows; None if they are not compressed."""
+        parts = (part for part in (self.part, *self.pending.admitted.parts) if part.spec.site_requests)
+        postprocess = next((part.spec.postprocess for part in parts), None)
         if postprocess is None or postprocess.compression is None:
             return None
         return postprocess.compression.header(self.d_model, self.part.dtype)
 
-    def _dropped(self, acts: Activations) -> dict[Site, int]:
-        out = self.missing(acts)
+    def _dropped(self, activations: Activations) -> dict[Site, int]:
+        out = self.missing(activations)
         for ticket in self.tickets:
             out.update({site: max(n, out.get(site, 0)) for site, n in ticket.missing.items()})
         return out
 
-    def missing(self, acts: Activations) -> dict[Site, int]:
-        """Site -> rows of this view that are not in `acts`, because the worker had no room for them."""
+    def missing(self, activations: Activations) -> dict[Site, int]:
+        """Return site -> rows that `activations` lacks because the worker had no room for them."""
         if self.aborted:
             return {}
         out = {}
-        for sites, selectors, how in self.part.groups:
-            wanted = len(self._wanted(selectors, how)[0])
-            out.update({s: wanted - acts.count(s) for s in sites if acts.count(s) < wanted})
+        for sites, selectors, postprocess in self.part.groups:
+            wanted = len(self._wanted(selectors, postprocess)[0])
+            out.update({s: wanted - activations.count(s) for s in sites if activations.count(s) < wanted})
         return out
 
     def _selected(self, selectors: Sequence[Positions]) -> np.ndarray:
-        """Positions that any of these chooses, ascending."""
+        """Return the positions that any of these selects, ascending."""
         span = self._span(selectors)
         if span is not None:
             return np.arange(*span)
         return selected(selectors, self.tokens.prompt_len, self.tokens.array)
 
     def _span(self, selectors: Sequence[Positions]) -> tuple[int, int] | None:
-        """(first, end) of what `_selected` finds if that is known to be all between them, else None."""
+        """Return (first, end) if the selected positions are known to be a range, else None."""
         bounds = selectors[0].bounds(self.tokens.prompt_len) if len(selectors) == 1 else None
         if bounds is None:
             return None
@@ -277,33 +332,36 @@ class OutputView:
         return first, max(first, end)
 
     def _wanted(self, selectors: Sequence[Positions], postprocess: Postprocess | None) -> tuple[np.ndarray, np.ndarray]:
-        """(positions of the rows that belong here, positions that they are made from)."""
-        chosen = self._selected(selectors)
+        """Return the positions of this view's rows, and the positions that they are made from."""
+        positions = self._selected(selectors)
         if postprocess is not None and postprocess.reduce is not None:
-            # A reduction is there once there is nothing more to reduce.
-            return (chosen[-1:], chosen) if self.finished else (chosen[:0], chosen[:0])
-        chosen = chosen[chosen >= self.start] if self.start else chosen
-        return chosen, chosen
+            # A reduction is complete once the sequence is.
+            return (positions[-1:], positions) if self.finished else (positions[:0], positions[:0])
+        positions = positions[positions >= self.start] if self.start else positions
+        return positions, positions
 
     def _assemble(self) -> Activations:
+        """Take the rows from the pending sequence, and apply what was left to this process."""
         part = self.part
         found: list[Mapping[Site, torch.Tensor]] = []
         positions: dict[Site, torch.Tensor] = {}
         for sites, selectors, postprocess in part.groups:
-            for taken in self._treated(postprocess, sites, *self._wanted(selectors, postprocess)):
-                found.append(taken.rows or dict.fromkeys(taken.sites, self._nothing(postprocess)))
+            for taken in self._take_results(postprocess, sites, *self._wanted(selectors, postprocess)):
+                found.append(taken.rows or dict.fromkeys(taken.sites, self._empty_rows(postprocess)))
                 positions.update(dict.fromkeys(taken.sites, torch.from_numpy(taken.positions)))
         if tuple(positions) != part.spec.sites:
             positions = {site: positions[site] for site in part.spec.sites}
-        return self._activations(_joined(found), positions)
+        return self._build_activations(_join(found), positions)
 
     @property
     def rows(self) -> int:
-        """Rows that belong here, of all sites."""
-        return sum(len(sites) * self._count(some, how) for sites, some, how in self.part.groups)
+        """Rows of this view, of all sites."""
+        return sum(
+            len(sites) * self._count(selectors, postprocess) for sites, selectors, postprocess in self.part.groups
+        )
 
     def _count(self, selectors: Sequence[Positions], postprocess: Postprocess | None) -> int:
-        """As many as `_wanted` finds rows."""
+        """Return how many rows `_wanted` finds, without listing a span."""
         span = self._span(selectors)
         if span is None or (postprocess is not None and postprocess.reduce is not None):
             return len(self._wanted(selectors, postprocess)[0])
@@ -311,48 +369,57 @@ class OutputView:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, about."""
-        width, dtype = self._row(self.part.spec.postprocess)
+        """Bytes of a row; approximate if rows are cast or treated differently from site to site."""
+        width, dtype = self._row_format(self.part.spec.postprocess)
         return width * dtype.itemsize
 
-    def _row(self, postprocess: Postprocess | None) -> tuple[int, torch.dtype]:
-        """Values of a row, and what they are."""
+    def _row_format(self, postprocess: Postprocess | None) -> tuple[int, torch.dtype]:
+        """Return how many values a row has, and their dtype."""
         if postprocess is not None and postprocess.compression is not None:
             return postprocess.compression.record_bytes(self.d_model), torch.uint8
         if postprocess is not None and postprocess.directions:
             return len(postprocess.directions), torch.float32
         return self.d_model, DTYPES[self.part.dtype]
 
-    def _nothing(self, postprocess: Postprocess | None) -> torch.Tensor:
-        width, dtype = self._row(postprocess)
+    def _empty_rows(self, postprocess: Postprocess | None) -> torch.Tensor:
+        width, dtype = self._row_format(postprocess)
         return torch.empty(0, width, dtype=dtype)
 
-    def _treated(
-        self, postprocess: Postprocess | None, sites: Sequence[Site], at: np.ndarray, sources: np.ndarray
+    def _take_results(
+        self, postprocess: Postprocess | None, sites: Sequence[Site], positions: np.ndarray, sources: np.ndarray
     ) -> list[TakenRows]:
-        if postprocess is None or self.part.late:
+        """Return the results at `positions`, made from the rows at `sources`, see `_wanted`."""
+        if postprocess is None:
+            return self._take(sites, sources, "rows")
+        if self.part.late:
             rows = self._take(sites, sources, "rows")
-            return rows if postprocess is None else treated(postprocess, self.part.directions, at, sources, rows)
+            return apply_postprocess(postprocess, self.part.directions, positions, len(sources), rows)
         if postprocess.compression is not None:
             return self._take(sites, sources, "packed")
         if postprocess.directions:
             scores = self._take(sites, sources, "scores")
-            return scores if postprocess.reduce is None else reduced(postprocess.reduce, at, scores, [], len(sources))
+            if postprocess.reduce is None:
+                return scores
+            return reduce_rows(postprocess.reduce, positions, scores, len(sources))
+        # The worker has reduced the prompt's rows; those of generated tokens come as they are.
         in_prompt = sources[sources < self.tokens.prompt_len]
-        folds = self._take(sites, in_prompt[-1:], "fold")
+        reduced = self._take(sites, in_prompt[-1:], "fold")
         if len(in_prompt) == len(sources):
-            return folds
-        later = self._take(sites, sources[len(in_prompt) :], "rows")
-        return reduced(postprocess.reduce or "", at, later, folds, len(sources) - len(in_prompt), len(in_prompt))
+            return reduced
+        generated = sources[len(in_prompt) :]
+        rows = self._take(sites, generated, "rows")
+        return reduce_rows(postprocess.reduce or "", positions, rows, len(generated), reduced, len(in_prompt))
 
     def _take(self, sites: Sequence[Site], positions: np.ndarray, kind: str) -> list[TakenRows]:
-        own = self.part.sink.memory and self.pending.awaited(sites)  # whoever gets them may change them
+        # Whoever gets rows on an output may change them, so sinks that wait for the same rows need
+        # their own.
+        copy = self.part.sink.memory and self.pending.awaited(sites)
         if self.aborted:
-            return self.pending.arrived(sites, positions, kind, own)
-        return self.pending.take(sites, positions, self.timeout, kind, own)
+            return self.pending.arrived(sites, positions, kind, copy)
+        return self.pending.take(sites, positions, self.timeout, kind, copy)
 
 
-def _joined(parts: Sequence[Mapping[Site, torch.Tensor]]) -> Mapping[Site, torch.Tensor]:
+def _join(parts: Sequence[Mapping[Site, torch.Tensor]]) -> Mapping[Site, torch.Tensor]:
     return parts[0] if len(parts) == 1 else {site: rows for part in parts for site, rows in part.items()}
 
 

@@ -1,4 +1,4 @@
-"""Mirrors: the caller's view of the host memory in which workers leave rows."""
+"""The host memory in which a worker leaves rows, as the caller's process sees it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ import torch
 
 
 class MappedBuffer:
-    """A worker's host buffer, mapped here; or none, for a worker that sends its rows in messages.
+    """A worker's host buffer, mapped into this process.
+
+    It is empty for a worker that sends its rows in messages.
+
+    Args:
+        fd: file descriptor of the buffer, closed here; None for a worker that sends messages.
+        rows, row_bytes: the buffer's size.
+        wake: called after a piece was dropped.
 
     Attributes:
-        dropped: starts of pieces that nothing here refers to any more and that the worker has not been told of.
+        dropped: starts of pieces that nothing here refers to and that the worker has not been told
+            of.
         pressure: share of the worker's buffer in use, as it last said.
     """
 
@@ -40,7 +48,10 @@ class MappedBuffer:
         return self._map is not None
 
     def piece(self, start: int, size: int) -> torch.Tensor:
-        """uint8 [size] from row `start` on; the worker hears when the last tensor that shares this memory is gone."""
+        """Return uint8 [size] from row `start` on.
+
+        The worker is told once no tensor shares this memory.
+        """
         if self._map is None:
             return torch.empty(size, dtype=torch.uint8)
         memory = np.frombuffer(self._map, np.uint8, size, start * self._row_bytes)
@@ -48,6 +59,9 @@ class MappedBuffer:
         return torch.from_numpy(memory)
 
     def drop(self, start: int) -> None:
-        """The piece is not needed here; may be called from any thread, even while garbage is collected."""
+        """Note that the piece at row `start` is not needed here.
+
+        Safe in any thread and during garbage collection.
+        """
         self.dropped.append(start)
         self._wake()

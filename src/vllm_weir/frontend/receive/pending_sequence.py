@@ -1,4 +1,4 @@
-"""One sequence's rows as they arrive, and as they are taken."""
+"""The rows of one sequence, from their arrival until they are handed out."""
 
 from __future__ import annotations
 
@@ -25,44 +25,56 @@ CROWDED = 0.5
 
 
 class ArrivalReader(Protocol):
-    """What is needed of the store."""
+    """The part of `RowStore` that a pending sequence uses."""
 
-    def wait(self, done: Callable[[], bool], timeout: float) -> bool: ...
+    def wait(self, done: Callable[[], bool], timeout: float) -> bool:
+        """Wait until `done` returns True, see `RowStore.wait`."""
 
-    def spoil(self) -> None: ...
+    def change_salt(self) -> None:
+        """Give steered requests that come later other cache keys."""
 
-    def forget(self, pending: PendingSequence) -> None: ...
+    def forget(self, pending: PendingSequence) -> None:
+        """Release a request's rows."""
 
 
 class InterventionGroup:
-    """Some interventions of a request, and at which positions each was applied."""
+    """Interventions of a request that are always applied at the same positions.
 
-    def __init__(self, steered: list[np.ndarray], moves: Sequence[int]) -> None:
-        self._steered, self._moves = steered, moves
+    Args:
+        steered: see `PendingSequence.steered`.
+        interventions: indices of the group's interventions.
+    """
 
-    def mark(self, marks: np.ndarray) -> None:
-        """int array [n, 3] of position, count, stride."""
-        runs = marks.tolist()
-        end = max(p + (n - 1) * s for p, n, s in runs) + 1
-        for move in self._moves:
-            have = self._steered[move]
-            if end > len(have):
-                grown = np.zeros(max(2 * len(have), end), bool)
-                grown[: len(have)] = have
-                have = self._steered[move] = grown
-            for p, n, s in runs:
-                have[p : p + n * s : s] = True
+    def __init__(self, steered: list[np.ndarray], interventions: Sequence[int]) -> None:
+        self._steered, self._interventions = steered, interventions
+
+    def record(self, runs: np.ndarray) -> None:
+        """Note positions at which the group was applied, int [n, 3] of position, count, stride."""
+        rows = runs.tolist()
+        end = max(first + (count - 1) * stride for first, count, stride in rows) + 1
+        for index in self._interventions:
+            steered = self._steered[index]
+            if end > len(steered):
+                grown = np.zeros(max(2 * len(steered), end), bool)
+                grown[: len(steered)] = steered
+                steered = self._steered[index] = grown
+            for first, count, stride in rows:
+                steered[first : first + count * stride : stride] = True
 
 
 class PendingSequence:
     """One sequence's rows as they arrive.
 
     Attributes:
-        admitted: what was asked.
-        prompt: its tokens.
-        row_views: rows that have come, later views replacing earlier ones where they overlap.
-        steered: per intervention, bool array by position.
-        foreseen: positions that have rows if it generates all tokens that it may; 0: its rows are not cut ahead.
+        admitted: what was asked for.
+        prompt: the prompt's tokens.
+        row_views: rows that have arrived; where views overlap, the later one counts.
+        groups: groups of interventions that the worker has named.
+        steered: of each intervention, bool by position: whether it was applied there.
+        failure: why the worker could not serve the request, if so.
+        expected_end: positions that have rows if the sequence generates all tokens that it may; 0
+            if its rows are not presliced.
+        early_activations: what is handed out, if it was made before anybody asked.
     """
 
     def __init__(
@@ -75,58 +87,75 @@ class PendingSequence:
         self.groups: list[InterventionGroup] = []
         self.steered: list[np.ndarray] = [_NOWHERE] * len(admitted.effective)
         self.failure: str | None = None
-        self.foreseen = 0
-        self.early: Activations | None = None
-        """What is handed out, if it was made before anybody asked."""
+        self.expected_end = 0
+        self.early_activations: Activations | None = None
         self._store = store
         self._claims, self._lock, self._released = 0, threading.Lock(), False
 
     @property
     def memory(self) -> CaptureGroup:
-        """What comes back on the output."""
+        """The captures that come back on the output."""
         return self.admitted.parts[0]
 
     def claim(self, claims: int) -> None:
-        """The sequence has finished, and its rows are needed in so many places."""
+        """Keep the rows of this finished sequence until `unclaim` was called `claims` times."""
         self._claims = claims
 
     def unclaim(self) -> None:
-        """One of the places needs them no longer; after the last one the memory is free, whoever holds an output."""
+        """Give up one claim; after the last one the memory is free, whoever holds an output."""
         with self._lock:
             self._claims -= 1
-            over = self._claims == 0
-            if over:
-                self.row_views, self.early = [], None
-        if over and self._released:
+            unclaimed = self._claims == 0
+            if unclaimed:
+                self.row_views, self.early_activations = [], None
+        if unclaimed and self._released:
             self._store.forget(self)
 
     def release(self) -> bool:
-        """Nobody will look at what comes back on the output; whether nobody needs its rows at all: sinks that wait for
-        some keep them until they have done, and then the store forgets it."""
+        """Give up the rows of the output; return whether nobody else needs any.
+
+        Sinks that wait for rows keep them until they have taken them; the store forgets the
+        sequence then.
+        """
         if not self._released and self._claims and self.memory.spec.site_requests:
             self.unclaim()
-        self._released = True  # before the claims are looked at: who gives up the last one meanwhile looks at this
+        # Set before the claims are looked at: whoever gives up the last one meanwhile looks at
+        # this.
+        self._released = True
         if self._claims:
             return False
-        self.failure = self.failure or "its rows were let go, as nobody waited for its answer any more"
-        self.row_views, self.early = [], None
+        self.failure = self.failure or "its rows were released, as nobody waited for its answer any more"
+        self.row_views, self.early_activations = [], None
         return True
 
-    def await_steered(self, move: int, positions: np.ndarray | tuple[int, int], timeout: float) -> None:
-        """Wait for word that `move` was applied at all of `positions` (ascending; or the first, and where they end).
+    def await_steered(self, index: int, positions: np.ndarray | tuple[int, int], timeout: float) -> None:
+        """Wait for word that an intervention was applied at all of `positions`.
+
+        Args:
+            index: which intervention.
+            positions: ascending; or (first, end) for all between them.
+            timeout: in seconds.
 
         Raises:
-            WeirError: if the worker reported a failure, or the word does not come within `timeout` seconds.
+            WeirError: if the worker reported a failure, or the word does not come in time.
         """
-        if self.failure is None and _covers(self.steered[move], positions):
+
+        def done() -> bool:
+            return self.failure is not None or _covers(self.steered[index], positions)
+
+        if self.failure is None and done():
             return
-        if not self._store.wait(lambda: self.failure is not None or _covers(self.steered[move], positions), timeout):
-            self._store.spoil()
-            raise WeirError(f"intervention {move} was not confirmed at every position within {timeout:g} s")
+        if not self._store.wait(done, timeout):
+            self._store.change_salt()
+            raise WeirError(f"intervention {index} was not confirmed at every position within {timeout:g} s")
         self.check()
 
     def confirmed(self, positions: Sequence[np.ndarray | tuple[int, int]]) -> bool:
-        """Whether `await_steered` would not have to wait for any intervention, each at its `positions`."""
+        """Return whether `await_steered` would return at once for every intervention.
+
+        Args:
+            positions: of each intervention.
+        """
 
         def done() -> bool:
             return self.failure is not None or all(map(_covers, self.steered, positions))
@@ -139,178 +168,208 @@ class PendingSequence:
             raise WeirError(f"this request failed in the worker: {self.failure}")
 
     def awaited(self, sites: Sequence[Site]) -> bool:
-        """Whether what comes back on the output of any of these sites is still to go elsewhere, too."""
+        """Return whether sinks, too, still wait for rows of any of these sites."""
         return self._claims != 1 and not self.admitted.shared.isdisjoint(sites)
 
     def take(
-        self, sites: Sequence[Site], positions: np.ndarray, timeout: float, kind: str = "rows", own: bool = False
+        self, sites: Sequence[Site], positions: np.ndarray, timeout: float, kind: str = "rows", copy: bool = False
     ) -> list[TakenRows]:
-        """Rows of `sites` at `positions` (ascending), or what is made of them, waiting for those still on their way.
+        """Return rows, waiting for those on their way.
 
-        `own`: nobody else has the memory of what is returned.
+        Args:
+            sites: of which sites.
+            positions: at which positions, ascending.
+            timeout: in seconds.
+            kind: what the worker has made of the rows, see `messages.SequenceOpened`.
+            copy: whether to return memory that nobody else has.
 
         Raises:
-            WeirError: if the worker reported a failure, or the rows do not come within `timeout` seconds.
+            WeirError: if the worker reported a failure, or the rows do not come in time.
         """
         found: list[tuple[Sequence[Site], RowLocations]] = []
 
         def complete() -> bool:
-            found[:] = self._found(sites, positions, kind)
-            return self.failure is not None or all(where.all_there for _, where in found)
+            found[:] = self._find(sites, positions, kind)
+            return self.failure is not None or all(locations.all_resolved for _, locations in found)
 
         if not self._store.wait(complete, timeout):
-            for some, where in found:
-                missing = positions[~where.there] if where.run is None else positions[:0]
+            for some_sites, locations in found:
+                missing = positions[~locations.resolved] if locations.first_rank is None else positions[:0]
                 if len(missing):
                     raise WeirError(
-                        f"{len(missing)} of {len(positions)} rows of {some[0]} did not arrive within {timeout:g} s "
-                        f"(first missing position {missing[0]}); the worker's log says why"
+                        f"{len(missing)} of {len(positions)} rows of {some_sites[0]} did not arrive within "
+                        f"{timeout:g} s (first missing position {missing[0]}); see the worker's log for the cause"
                     )
         self.check()
-        return [self._collect(*both, positions, own) for both in found]
+        return [self._collect(some_sites, locations, positions, copy) for some_sites, locations in found]
 
-    def cut(self, sites: Sequence[Site], kind: str, first: int, count: int) -> None:
-        """Make the tensors of the first `count` rows of each of `sites`, from position `first` on, before they are
-        complete, where that can be."""
-        for some, row_views in self._groups(sites, kind):
-            if len(row_views) == 1 and row_views[0].order == self.admitted.columns_of(some):
-                row_views[0].cut(some, first, count)
+    def arrived(
+        self, sites: Sequence[Site], positions: np.ndarray, kind: str = "rows", copy: bool = False
+    ) -> list[TakenRows]:
+        """Return those rows that are here, as `take` does; for requests that were aborted."""
+        found: list[tuple[Sequence[Site], RowLocations]] = []
 
-    def whole(self, sites: Sequence[Site]) -> SlicedRows | None:
-        """All rows of `sites` as they were cut ahead, if they are here, lie together, and may be handed out as they
-        are; of a sequence that has no more to come."""
-        if len(self.row_views) != 1 or self.row_views[0].ready is None or self.awaited(sites):
+        def look() -> bool:
+            found.extend(self._find(sites, positions, kind))
+            return True
+
+        # Under the store's lock: arrivals that are entered while a view's are read would be lost.
+        self._store.wait(look, 0.0)
+        return [self._collect(some_sites, locations, positions, copy) for some_sites, locations in found]
+
+    def has(self, sites: Sequence[Site], positions: np.ndarray, kind: str = "rows") -> bool:
+        """Return whether `take` would return at once, by the arrivals that have been read."""
+        return all(locations.all_resolved for _, locations in self._find(sites, positions, kind))
+
+    def preslice(self, sites: Sequence[Site], kind: str, first: int, count: int) -> None:
+        """Make tensors of rows before the rows arrive, where that is possible.
+
+        Args:
+            sites: of which sites.
+            kind: see `take`.
+            first: the first position.
+            count: how many positions follow each other from there.
+        """
+        for some_sites, row_views in self._group_by_views(sites, kind):
+            if len(row_views) == 1 and row_views[0].columns == self.admitted.columns_of(some_sites):
+                row_views[0].preslice(some_sites, first, count)
+
+    def complete_preslice(self, sites: Sequence[Site]) -> SlicedRows | None:
+        """Return all rows of a finished sequence as they were presliced.
+
+        None if they were not, are not all here, lie apart, or have to be copied before they are
+        handed out.
+        """
+        if len(self.row_views) != 1 or self.row_views[0].presliced is None or self.awaited(sites):
             return None
         found: list[SlicedRows] = []
 
         def look() -> bool:
             for row_view in self.row_views if len(self.row_views) == 1 else ():
-                cut = None if self._copied(row_view, False) else row_view.whole()
-                found.extend([cut] if cut is not None and tuple(cut.block) == tuple(sites) else ())
+                sliced = None if self._must_copy(row_view, False) else row_view.complete_preslice()
+                if sliced is not None and tuple(sliced.block) == tuple(sites):
+                    found.append(sliced)
             return True
 
         self._store.wait(look, 0.0)
         return found[0] if found else None
 
-    def has(self, sites: Sequence[Site], positions: np.ndarray, kind: str = "rows") -> bool:
-        """Whether `take` would not have to wait, by the marks that have been read."""
-        return all(where.all_there for _, where in self._found(sites, positions, kind))
-
-    def _found(
+    def _find(
         self, sites: Sequence[Site], positions: np.ndarray, kind: str
     ) -> list[tuple[Sequence[Site], RowLocations]]:
-        return [(some, self._locate(row_views, positions)) for some, row_views in self._groups(sites, kind)]
+        return [
+            (some_sites, _locate(row_views, positions)) for some_sites, row_views in self._group_by_views(sites, kind)
+        ]
 
-    def arrived(
-        self, sites: Sequence[Site], positions: np.ndarray, kind: str = "rows", own: bool = False
-    ) -> list[TakenRows]:
-        """As `take`, of those rows that are here; for requests that were aborted."""
-        found: list[tuple[Sequence[Site], RowLocations]] = []
-
-        def look() -> bool:
-            found.extend(self._found(sites, positions, kind))
-            return True
-
-        self._store.wait(look, 0.0)  # by way of the store: marks that come while a view's are read would be lost
-        return [self._collect(some, where, positions, own) for some, where in found]
-
-    def _groups(self, sites: Sequence[Site], kind: str) -> list[tuple[Sequence[Site], list[RowSequenceView]]]:
-        """The sites, those that lie in the same views together, with these views."""
+    def _group_by_views(self, sites: Sequence[Site], kind: str) -> list[tuple[Sequence[Site], list[RowSequenceView]]]:
+        """Group the sites by the views that their rows are in."""
         row_views = [row_view for row_view in self.row_views if row_view.kind == kind]
         columns = self.admitted.columns_of(sites)
-        if len(row_views) == 1 and columns == row_views[0].order:
+        if len(row_views) == 1 and columns == row_views[0].columns:
             return [(sites, row_views)]
         groups: dict[tuple[int, ...], list[Site]] = {}
         for site, column in zip(sites, columns, strict=True):
-            groups.setdefault(tuple(k for k, s in enumerate(row_views) if column in s.columns), []).append(site)
-        return [(some, [row_views[k] for k in key]) for key, some in groups.items()]
+            key = tuple(k for k, row_view in enumerate(row_views) if column in row_view.column_index)
+            groups.setdefault(key, []).append(site)
+        return [(some_sites, [row_views[k] for k in key]) for key, some_sites in groups.items()]
 
-    def _locate(self, row_views: list[RowSequenceView], positions: np.ndarray) -> RowLocations:
-        """Where the rows at `positions` are; the last view that has one counts."""
-        if len(row_views) == 1 and not len(row_views[0].dropped) and len(positions):
-            have = row_views[0].positions
-            first = 0 if len(have) and have[0] == positions[0] else int(np.searchsorted(have, positions[0]))
-            found = have[first : first + len(positions)]
-            if len(found) == len(positions) and (found == positions).all():
-                return RowLocations(row_views, *_NONE, run=first)
-        where = RowLocations(row_views, np.full(len(positions), -1), np.zeros(len(positions), np.int64))
-        for k, row_view in enumerate(row_views):
-            have = row_view.positions
-            rank = np.searchsorted(have, positions)
-            found = np.zeros(len(positions), bool)
-            inside = rank < len(have)
-            found[inside] = have[rank[inside]] == positions[inside]
-            where.row_view[found], where.rank[found] = k, rank[found]
-            if len(row_view.dropped):
-                where.dropped |= np.isin(positions, row_view.dropped)
-        return where
-
-    def _collect(self, sites: Sequence[Site], where: RowLocations, positions: np.ndarray, own: bool) -> TakenRows:
-        columns = self.admitted.columns_of(sites)
-        if where.run is not None:
-            row_view = where.row_views[0]
-            if (
-                not self._copied(row_view, own)
-                and (ready := row_view.block(sites, where.run, len(positions))) is not None
-            ):
-                return TakenRows(sites, positions, ready)
-            rows = row_view.run(where.run, len(positions))
-            return TakenRows(sites, positions, self._block(sites, columns, row_view, rows, own))
-        have = where.row_view >= 0
-        positions, row_views, ranks = positions[have], where.row_view[have], where.rank[have]
+    def _collect(self, sites: Sequence[Site], locations: RowLocations, positions: np.ndarray, copy: bool) -> TakenRows:
+        """Return the rows that were located."""
+        if locations.first_rank is not None:
+            row_view, first_rank = locations.row_views[0], locations.first_rank
+            if not self._must_copy(row_view, copy):
+                presliced = row_view.presliced_run(sites, first_rank, len(positions))
+                if presliced is not None:
+                    return TakenRows(sites, positions, presliced)
+            rows = row_view.gather_run(first_rank, len(positions))
+            return TakenRows(sites, positions, self._slice(sites, row_view, rows, copy))
+        here = locations.view_index >= 0
+        positions, view_index, ranks = positions[here], locations.view_index[here], locations.rank[here]
         if not len(positions):
             return TakenRows(sites, positions, {})
-        bounds = [0, *(np.flatnonzero(np.diff(row_views)) + 1).tolist(), len(positions)]
-        pieces = [(where.row_views[int(row_views[a])], ranks[a:b]) for a, b in itertools.pairwise(bounds)]
+        bounds = [0, *(np.flatnonzero(np.diff(view_index)) + 1).tolist(), len(positions)]
+        pieces: list[tuple[RowSequenceView, torch.Tensor]] = []
+        for a, b in itertools.pairwise(bounds):
+            row_view = locations.row_views[int(view_index[a])]
+            pieces.append((row_view, row_view.gather(ranks[a:b])))
         if len(pieces) == 1:
-            ((row_view, some),) = pieces
-            return TakenRows(sites, positions, self._block(sites, columns, row_view, row_view.gather(some), own))
-        gathered = [(row_view, row_view.gather(some)) for row_view, some in pieces]
-        return TakenRows(
-            sites,
-            positions,
-            {
-                site: torch.cat([rows[:, row_view.columns[column]] for row_view, rows in gathered])
-                for site, column in zip(sites, columns, strict=True)
-            },
-        )
+            return TakenRows(sites, positions, self._slice(sites, *pieces[0], copy))
+        columns = self.admitted.columns_of(sites)
+        by_site = {
+            site: torch.cat([rows[:, row_view.column_index[column]] for row_view, rows in pieces])
+            for site, column in zip(sites, columns, strict=True)
+        }
+        return TakenRows(sites, positions, by_site)
 
-    def _block(
-        self, sites: Sequence[Site], columns: Sequence[int], row_view: RowSequenceView, rows: torch.Tensor, own: bool
-    ) -> SiteSlices:
-        places = None if columns == row_view.order else [row_view.columns[column] for column in columns]
-        return SiteSlices(sites, places, rows.clone() if self._copied(row_view, own) else rows)
+    def _slice(self, sites: Sequence[Site], row_view: RowSequenceView, rows: torch.Tensor, copy: bool) -> SiteSlices:
+        columns = self.admitted.columns_of(sites)
+        places = None if columns == row_view.columns else [row_view.column_index[column] for column in columns]
+        return SiteSlices(sites, places, rows.clone() if self._must_copy(row_view, copy) else rows)
 
     @staticmethod
-    def _copied(row_view: RowSequenceView, own: bool) -> bool:
-        """Whether rows are handed out as copies; `own` as in `take`."""
-        return own or row_view.mapped.pressure > CROWDED
+    def _must_copy(row_view: RowSequenceView, copy: bool) -> bool:
+        """Return whether rows are handed out as copies; `copy` as in `take`."""
+        return copy or row_view.mapped.pressure > CROWDED
 
 
 _NOWHERE = np.zeros(0, bool)
-_NONE = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class RowLocations:
-    """For each position: the number (in `row_views`) of the view that has its row (-1: none), the row's rank there,
-    and whether the worker has dropped it. `run`: instead of these, the rank in the first view from which on they
-    lie."""
+    """Where the rows at some positions are.
+
+    Attributes:
+        row_views: the views that may have them.
+        view_index: int64 by position, which view has the row; -1 if none has.
+        rank: int64 by position, the row's rank in that view.
+        dropped: bool by position, whether the worker had no room for the row.
+        first_rank: if all rows follow each other in the first view, their first rank there; the
+            arrays are empty then.
+    """
 
     def __init__(
-        self, row_views: list[RowSequenceView], row_view: np.ndarray, rank: np.ndarray, run: int | None = None
+        self,
+        row_views: list[RowSequenceView],
+        view_index: np.ndarray,
+        rank: np.ndarray,
+        first_rank: int | None = None,
     ) -> None:
-        self.row_views, self.row_view, self.rank, self.run = row_views, row_view, rank, run
-        self.dropped = np.zeros(len(row_view), bool)
+        self.row_views, self.view_index, self.rank, self.first_rank = row_views, view_index, rank, first_rank
+        self.dropped = np.zeros(len(view_index), bool)
 
     @property
-    def there(self) -> np.ndarray:
-        """Whether there is nothing more to wait for."""
-        return (self.row_view >= 0) | self.dropped
+    def resolved(self) -> np.ndarray:
+        """By position, whether the row is here or was dropped."""
+        return (self.view_index >= 0) | self.dropped
 
     @property
-    def all_there(self) -> bool:
-        """Whether that is so at every position."""
-        return self.run is not None or bool(self.there.all())
+    def all_resolved(self) -> bool:
+        """Whether there is no row to wait for."""
+        return self.first_rank is not None or bool(self.resolved.all())
+
+
+def _locate(row_views: list[RowSequenceView], positions: np.ndarray) -> RowLocations:
+    """Find the rows at `positions`; the last view that has one counts."""
+    if len(row_views) == 1 and not len(row_views[0].dropped) and len(positions):
+        have = row_views[0].positions
+        first = 0 if len(have) and have[0] == positions[0] else int(np.searchsorted(have, positions[0]))
+        found = have[first : first + len(positions)]
+        if len(found) == len(positions) and (found == positions).all():
+            return RowLocations(row_views, _NO_INDICES, _NO_INDICES, first_rank=first)
+    locations = RowLocations(row_views, np.full(len(positions), -1), np.zeros(len(positions), np.int64))
+    for k, row_view in enumerate(row_views):
+        have = row_view.positions
+        rank = np.searchsorted(have, positions)
+        found = np.zeros(len(positions), bool)
+        inside = rank < len(have)
+        found[inside] = have[rank[inside]] == positions[inside]
+        locations.view_index[found], locations.rank[found] = k, rank[found]
+        if len(row_view.dropped):
+            locations.dropped |= np.isin(positions, row_view.dropped)
+    return locations
+
+
+_NO_INDICES = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -322,9 +381,9 @@ class TakenRows:
     rows: Mapping[Site, torch.Tensor]
 
 
-def _covers(have: np.ndarray, positions: np.ndarray | tuple[int, int]) -> bool:
-    """Whether all of `positions`, as in `await_steered`, are set."""
+def _covers(steered: np.ndarray, positions: np.ndarray | tuple[int, int]) -> bool:
+    """Return whether `steered`, bool by position, is set at `positions`, see `await_steered`."""
     if isinstance(positions, tuple):
         first, end = positions
-        return first >= end or (end <= len(have) and bool(have[first:end].all()))
-    return not len(positions) or (int(positions[-1]) < len(have) and bool(have[positions].all()))
+        return first >= end or (end <= len(steered) and bool(steered[first:end].all()))
+    return not len(positions) or (int(positions[-1]) < len(steered) and bool(steered[positions].all()))

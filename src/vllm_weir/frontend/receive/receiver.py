@@ -1,4 +1,4 @@
-"""The receiver: where workers deliver to the caller's process. One thread serves all of it."""
+"""The place where workers deliver to the caller's process, served by one thread."""
 
 from __future__ import annotations
 
@@ -26,139 +26,156 @@ from vllm_weir.frontend.receive.row_store import RowStore
 
 logger = logging.getLogger(__name__)
 TIMEOUT = 10.0
+"""Seconds that a worker may take to introduce itself."""
 MAX_HELLO = 4096
+"""Bytes of a worker's first message at most."""
 
 
 class Receiver:
-    """Receives rows for a `RowStore`.
+    """The sockets and the thread that receive rows for a `RowStore`.
 
     Args:
         store: where rows go.
-        host: address of this machine when workers may live on others; None keeps to local sockets.
+        host: address of this machine if workers may run on others; None for local sockets only.
+
+    Attributes:
+        endpoint: the address that requests carry to the workers, a `messages.ReaderEndpoint` as
+            text.
+        close: stops receiving.
     """
 
     def __init__(self, store: RowStore, host: str | None = None) -> None:
         context = zmq.Context()
         folder = tempfile.mkdtemp(prefix="weir-")
-        frontend = _ReceiverState(store, context, folder, host)
-        self.reply = str(frontend.reply)
-        thread = threading.Thread(target=frontend.serve, name="weir-receiver", daemon=True)
+        state = _ReceiverState(store, context, folder, host)
+        self.endpoint = str(state.endpoint)
+        thread = threading.Thread(target=state.serve, name="weir-receiver", daemon=True)
         thread.start()
-        self.close = weakref.finalize(self, _close, frontend, thread, folder)
+        self.close = weakref.finalize(self, _close, state, thread, folder)
 
 
 class _ReceiverState:
-    """What the thread works with; it must not refer to the `Receiver`, whose end stops it."""
+    """What the thread works with.
+
+    It must not refer to the `Receiver`, since the thread stops when that is garbage-collected.
+    """
 
     def __init__(self, store: RowStore, context: zmq.Context, folder: str, host: str | None) -> None:
         self.store, self.context = store, context
         self.stop = False
-        self.process = os.getpid()
-        self.rows, self.vectors = context.socket(zmq.PULL), context.socket(zmq.ROUTER)
-        self.rows.setsockopt(zmq.RCVHWM, 64)
-        self.arenas = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.arenas.bind(f"{folder}/arenas")
-        self.arenas.listen(64)
-        self.reply = messages.ReaderEndpoint(
-            _bind(self.rows, host, folder, "rows"),
-            _bind(self.vectors, host, folder, "vectors"),
+        self.pid = os.getpid()
+        self.row_socket, self.vector_socket = context.socket(zmq.PULL), context.socket(zmq.ROUTER)
+        self.row_socket.setsockopt(zmq.RCVHWM, 64)
+        self.buffer_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.buffer_socket.bind(f"{folder}/arenas")
+        self.buffer_socket.listen(64)
+        self.endpoint = messages.ReaderEndpoint(
+            _bind(self.row_socket, host, folder, "rows"),
+            _bind(self.vector_socket, host, folder, "vectors"),
             f"{folder}/arenas",
             secrets.token_hex(16),
         )
-        self.bell = os.eventfd(0, os.EFD_NONBLOCK)
-        # Not when the thread ends: whoever is about to ring would ring what has got its number since.
-        weakref.finalize(self, os.close, self.bell).atexit = False
-        self.mirrors: dict[str, MappedBuffer] = {}
-        self.lines: dict[int, tuple[socket.socket, str]] = {}
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        # Not closed when the thread ends: a late `wake` would write to whatever has got the
+        # descriptor's number.
+        weakref.finalize(self, os.close, self.wake_fd).atexit = False
+        self.buffers: dict[str, MappedBuffer] = {}
+        """By worker."""
+        self.connections: dict[int, tuple[socket.socket, str]] = {}
+        """By file descriptor: a worker's connection, and its name."""
 
-    def ring(self) -> None:
-        """Wake the thread; safe while garbage is collected."""
+    def wake(self) -> None:
+        """Wake the thread; safe during garbage collection."""
         if not self.stop:
-            os.eventfd_write(self.bell, 1)
+            os.eventfd_write(self.wake_fd, 1)
 
     def serve(self) -> None:
+        """Receive until `stop` is set."""
         poller = zmq.Poller()
-        for source in (self.rows, self.vectors, self.arenas.fileno(), self.bell):
+        for source in (self.row_socket, self.vector_socket, self.buffer_socket.fileno(), self.wake_fd):
             poller.register(source, zmq.POLLIN)
         while not self.stop:
-            more = self.store.prepare()
-            for source, _ in poller.poll(0 if more else None):
+            has_more = self.store.prepare()
+            for source, _ in poller.poll(0 if has_more else None):
                 try:
                     self._handle(source, poller)
                 except (msgspec.MsgspecError, ValueError, KeyError, RuntimeError, OSError, StopIteration) as e:
                     logger.error("Weir dropped a message that it could not read: %s: %s", type(e).__name__, e)
             self._return_pieces()
-        for line, _ in self.lines.values():
-            line.close()
-        self.arenas.close()
-        self.rows.close(linger=0)
-        self.vectors.close(linger=0)
+        for connection, _ in self.connections.values():
+            connection.close()
+        self.buffer_socket.close()
+        self.row_socket.close(linger=0)
+        self.vector_socket.close(linger=0)
         self.context.term()
-        self.mirrors.clear()  # they refer to this
+        self.buffers.clear()  # they refer to this object
 
     def _handle(self, source: Any, poller: zmq.Poller) -> None:
-        if source is self.rows:
-            frames = self.rows.recv_multipart(copy=False)
-            deliver(self.store, self.reply.token, [f.buffer for f in frames], self._mapped)
-        elif source is self.vectors:
-            name, *_, question = self.vectors.recv_multipart()
-            self.vectors.send_multipart([name, b"", *lend(self.store, self.reply.token, question)])
-        elif source == self.bell:
-            os.eventfd_read(self.bell)
-        elif source == self.arenas.fileno():
-            line, worker = self._accept()
-            self.lines[line.fileno()] = (line, worker)
-            poller.register(line.fileno(), zmq.POLLIN)
-        else:  # workers say nothing more on their lines: this one has gone
-            line, _ = self.lines.pop(source)
+        if source is self.row_socket:
+            frames = self.row_socket.recv_multipart(copy=False)
+            deliver(self.store, self.endpoint.token, [f.buffer for f in frames], self._mapped)
+        elif source is self.vector_socket:
+            name, *_, query = self.vector_socket.recv_multipart()
+            self.vector_socket.send_multipart([name, b"", *answer_query(self.store, self.endpoint.token, query)])
+        elif source == self.wake_fd:
+            os.eventfd_read(self.wake_fd)
+        elif source == self.buffer_socket.fileno():
+            connection, worker = self._accept()
+            self.connections[connection.fileno()] = (connection, worker)
+            poller.register(connection.fileno(), zmq.POLLIN)
+        else:  # a worker says nothing after its hello, so this one has gone
+            connection, _ = self.connections.pop(source)
             poller.unregister(source)
-            line.close()
+            connection.close()
 
     def _accept(self) -> tuple[socket.socket, str]:
-        line, _ = self.arenas.accept()
+        """Accept a worker's connection and map the buffer that it sends."""
+        connection, _ = self.buffer_socket.accept()
         fds: list[int] = []
         try:
-            line.settimeout(TIMEOUT)
-            hello = messages.decode_hello(_receive(line, fds))
-            if not fds or not secrets.compare_digest(hello.token.encode(), self.reply.token.encode()):
+            connection.settimeout(TIMEOUT)
+            hello = messages.decode_hello(_receive(connection, fds))
+            if not fds or not secrets.compare_digest(hello.token.encode(), self.endpoint.token.encode()):
                 raise ValueError("wrong token")
-            mapped = MappedBuffer(fds.pop(0), hello.rows, hello.row_bytes, self.ring)
-            line.sendall(b"k")
-            # Not before: a worker that has hung up, tired of waiting, sends its rows in messages.
-            self.mirrors[hello.worker] = mapped
+            mapped = MappedBuffer(fds.pop(0), hello.rows, hello.row_bytes, self.wake)
+            connection.sendall(b"k")
+            # Only after it was sent: a worker that has hung up because this took too long sends its
+            # rows in messages.
+            self.buffers[hello.worker] = mapped
         except BaseException:
-            line.close()
+            connection.close()
             raise
         finally:
             for unused in fds:
                 os.close(unused)
-        return line, hello.worker
+        return connection, hello.worker
 
     def _mapped(self, worker: str) -> MappedBuffer:
-        if worker not in self.mirrors:
-            self.mirrors[worker] = MappedBuffer()
-        return self.mirrors[worker]
+        if worker not in self.buffers:
+            self.buffers[worker] = MappedBuffer()
+        return self.buffers[worker]
 
     def _return_pieces(self) -> None:
-        for line, worker in list(self.lines.values()):
-            dropped = self.mirrors[worker].dropped
+        """Tell the workers which pieces of their buffers are not needed here."""
+        for connection, worker in list(self.connections.values()):
+            dropped = self.buffers[worker].dropped
             if dropped:
                 starts = array.array("q", (dropped.popleft() for _ in range(len(dropped))))
                 try:
-                    line.sendall(starts.tobytes())
+                    connection.sendall(starts.tobytes())
                 except OSError as e:  # the worker has gone, and its memory with it
-                    logger.debug("a worker went away: %s", e)
+                    logger.debug("A worker has gone: %s", e)
 
 
-def _receive(line: socket.socket, fds: list[int]) -> bytes:
-    """A message with its length before it; the file descriptors that come along go into `fds`."""
-    data, found, _, _ = socket.recv_fds(line, MAX_HELLO, 4)
+def _receive(connection: socket.socket, fds: list[int]) -> bytes:
+    """Receive a message that follows its length; append file descriptors to `fds`."""
+    data, found, _, _ = socket.recv_fds(connection, MAX_HELLO, 4)
     fds += found
     if len(data) < 4:
         raise ValueError("the message is cut off")
     (length,) = struct.unpack_from("<I", data)
     while len(data) < 4 + min(length, MAX_HELLO):
-        more = line.recv(MAX_HELLO)
+        more = connection.recv(MAX_HELLO)
         if not more:
             raise ValueError("the message is cut off")
         data += more
@@ -173,34 +190,48 @@ def _bind(zsocket: zmq.Socket, host: str | None, folder: str, name: str) -> str:
     return address
 
 
-def lend(store: RowStore, token: str, request: bytes) -> list[bytes]:
-    """Vectors a worker asks for, float32 bytes each, empty for unknown ones. Raises ValueError for a wrong token."""
-    wanted = messages.decode_wanted(request)
+def answer_query(store: RowStore, token: str, query: bytes) -> list[bytes]:
+    """Return the vectors that a worker asks for, float32 bytes each, empty for unknown ones.
+
+    Raises:
+        ValueError: if the query has the wrong token.
+    """
+    wanted = messages.decode_wanted(query)
     if not secrets.compare_digest(wanted.token.encode(), token.encode()):
         raise ValueError("wrong token")
-    rows = store.vectors(wanted.digests)
-    return [row_bytes(rows[d]) if d in rows else b"" for d in wanted.digests]
+    vectors = store.vectors(wanted.digests)
+    return [row_bytes(vectors[digest]) if digest in vectors else b"" for digest in wanted.digests]
 
 
 def deliver(
     store: RowStore, token: str, frames: Sequence[bytes | memoryview], mapped_of: Callable[[str], MappedBuffer]
 ) -> None:
-    """One message into the store; rows nobody waits for are dropped. Raises ValueError for a malformed message."""
+    """Hand one message to the store, which drops rows that nobody waits for.
+
+    Args:
+        store: where rows go.
+        token: what the message has to carry.
+        frames: see `vllm_weir.messages`.
+        mapped_of: the buffer of a worker, by its name.
+
+    Raises:
+        ValueError: if the message is malformed.
+    """
     if len(frames) < 3:
-        raise ValueError("the message lacks parts")
+        raise ValueError(f"the message has {len(frames)} frames, expected at least 3")
     header = messages.decode(frames[0])
     if not secrets.compare_digest(header.token.encode(), token.encode()):
         raise ValueError("wrong token")
-    marks = np.frombuffer(frames[1], "<i4").reshape(-1, len(messages.MARK_FIELDS))
+    arrivals = np.frombuffer(frames[1], "<i4").reshape(-1, len(messages.MARK_FIELDS))
     steered = np.frombuffer(frames[2], "<i4").reshape(-1, len(messages.STEER_FIELDS))
-    store.receive(header, mapped_of(header.worker), marks, steered, frames[3] if len(frames) > 3 else b"")
+    store.receive(header, mapped_of(header.worker), arrivals, steered, frames[3] if len(frames) > 3 else b"")
 
 
-def _close(frontend: _ReceiverState, thread: threading.Thread, folder: str) -> None:
-    if os.getpid() != frontend.process:
-        return  # a forked child that ends: the thread and the folder are its parent's
-    frontend.stop = True
-    os.eventfd_write(frontend.bell, 1)
+def _close(state: _ReceiverState, thread: threading.Thread, folder: str) -> None:
+    if os.getpid() != state.pid:
+        return  # in a forked child, the thread and the folder are its parent's
+    state.stop = True
+    os.eventfd_write(state.wake_fd, 1)
     if thread is not threading.current_thread():
         thread.join(timeout=2)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Letting go of a request's rows when its answer is out, whoever still refers to its outputs.
+"""Release of a request's rows once its answer is out, whoever still refers to its outputs.
 
-An output that is dropped takes its rows along. But frames of a cancelled task, and of generators that have ended, can
-refer to outputs until Python's garbage collector comes by, which may be minutes later.
+Dropping an output releases its rows. But frames of a cancelled task, and of generators that have
+ended, can refer to outputs until Python's garbage collector runs, which may be minutes later.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class HeldSequences:
         self._held: list[tuple[weakref.ref[RowStore], weakref.ref[PendingSequence]]] = []
 
     def add(self, store: RowStore, pending: PendingSequence) -> None:
-        """One was admitted."""
+        """Add a sequence that was admitted."""
         self._held.append((weakref.ref(store), weakref.ref(pending)))
 
-    def let_go(self) -> None:
-        """Nobody will look at what came back on their outputs."""
-        for store_of, pending_of in self._held:
-            store, pending = store_of(), pending_of()
+    def release(self) -> None:
+        """Release all rows of the sequences' outputs."""
+        for store_ref, pending_ref in self._held:
+            store, pending = store_ref(), pending_ref()
             if store is not None and pending is not None:
                 store.forget(pending)
         self._held.clear()

@@ -1,4 +1,4 @@
-"""Row views: the caller's side of a row sequence, rows of one sequence that share their columns."""
+"""The caller's side of a row sequence: rows of one request that share their columns."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from vllm_weir.schema.hooks import Site
 
 @dataclass
 class Extent:
-    """Ranks `rank`.. of a view, [capacity, columns, d_model], or as `RowSequenceView.shaped` says.
+    """A piece of memory that holds consecutive ranks of a view.
 
     Attributes:
+        rank: the first one.
+        rows: the memory, [capacity, columns, d_model], or as `RowSequenceView.shaped` says.
         filled: ranks that it holds, once no more will come.
-        own: whether it lives in memory of this process.
+        own: whether it is memory of this process.
     """
 
     rank: int
@@ -32,11 +34,11 @@ class Extent:
 
 @dataclass(frozen=True)
 class SlicedRows:
-    """Tensors of all columns of a view's first ranks, made before these are complete.
+    """Tensors of all columns of a view's first ranks, made before the rows have arrived.
 
     Attributes:
         memory: the extent that they lie in.
-        block: they themselves.
+        block: the tensors.
         first: the first rank's position; the others follow it without gaps.
         positions: int64 [ranks] of every site.
     """
@@ -48,14 +50,17 @@ class SlicedRows:
 
 
 class RowSequenceView:
-    """Rows by rank, and which position each rank is.
+    """Rows by rank (their order of arrival), and the position of each rank.
 
     Attributes:
+        request_id: the sequence that they belong to.
         kind, values: see `vllm_weir.messages.SequenceOpened`.
         rows: arena rows of a rank.
-        rank_bytes: its bytes.
-        request_id: the sequence that they belong to.
-        ready: what has been cut ahead, see `cut`.
+        rank_bytes: bytes of a rank.
+        columns: the columns of a rank, in order.
+        column_index: column -> its place in `columns`.
+        dropped: positions whose rows found no room in the worker.
+        presliced: tensors that were made before their rows arrived, see `preslice`.
     """
 
     def __init__(self, opened: messages.SequenceOpened, mapped: MappedBuffer, d_model: int, dtype: torch.dtype) -> None:
@@ -63,91 +68,112 @@ class RowSequenceView:
         self.rank_bytes = opened.rank_bytes(d_model * dtype.itemsize)
         self._d_model, self._dtype = d_model, dtype
         self.kind, self.values, self.rows = opened.kind, opened.values, opened.rows
-        self.order = tuple(opened.columns)
-        self.columns = _places(self.order)
+        self.columns = tuple(opened.columns)
+        self.column_index = _column_index(self.columns)
         self.mapped = mapped
         self.extents: list[Extent] = []
         self.dropped = np.zeros(0, np.int64)
-        """Positions whose rows found no room in the worker."""
-        self._parts: list[np.ndarray] = []
+        self._new_positions: list[np.ndarray] = []
         self._positions = np.zeros(0, np.int64)
-        self.ready: SlicedRows | None = None
+        self.presliced: SlicedRows | None = None
 
     @property
     def positions(self) -> np.ndarray:
         """int64 [ranks that have arrived], ascending."""
-        if self._parts:
-            self._positions = np.concatenate([self._positions, *self._parts])
-            self._parts.clear()
+        if self._new_positions:
+            self._positions = np.concatenate([self._positions, *self._new_positions])
+            self._new_positions.clear()
         return self._positions
 
-    def mark(self, marks: np.ndarray) -> None:
-        """Rows have arrived: int array [n, 4] of rank, position, count, stride, ranks ascending without gaps."""
-        lost = marks[:, 0] < 0
-        if lost.any():
-            self.dropped = np.concatenate([self.dropped, spread(*marks[lost, 1:].T)])
-            marks = marks[~lost]
-        self._parts.append(spread(*marks[:, 1:].T))
+    def record(self, arrivals: np.ndarray) -> None:
+        """Note rows that have arrived.
 
-    def take_out(self) -> list[tuple[Extent, torch.Tensor]]:
-        """Extents that could live in memory of this process instead, with a copy of each."""
-        out = []
-        for extent in self.extents:
-            if extent.filled is not None and not extent.own:
-                out.append((extent, extent.rows[: extent.filled].clone()))
-        return out
+        Args:
+            arrivals: int [n, 4] of rank, position, count, stride; ranks ascend without gaps, and
+                are -1 for rows that the worker has dropped.
+        """
+        lost = arrivals[:, 0] < 0
+        if lost.any():
+            self.dropped = np.concatenate([self.dropped, expand_runs(*arrivals[lost, 1:].T)])
+            arrivals = arrivals[~lost]
+        self._new_positions.append(expand_runs(*arrivals[:, 1:].T))
+
+    def copies_of_filled_extents(self) -> list[tuple[Extent, torch.Tensor]]:
+        """Return the extents that can move to memory of this process, with a copy of each."""
+        return [
+            (extent, extent.rows[: extent.filled].clone())
+            for extent in self.extents
+            if extent.filled is not None and not extent.own
+        ]
 
     def shaped(self, memory: torch.Tensor) -> torch.Tensor:
-        """Bytes of whole ranks as [ranks, columns (or rows of a cell), d_model]; as [ranks, columns, values] if they
-        are scores (float32) or packed (uint8)."""
+        """Return the bytes of whole ranks as a tensor of their shape and dtype.
+
+        That is [ranks, columns, d_model] for rows, [ranks, columns, values] for scores (float32)
+        and compressed rows (uint8), and [ranks, arena rows of a cell, d_model] for reductions.
+        """
         if self.kind == "packed":
-            return memory.view(-1, len(self.order), self.values)
+            return memory.view(-1, len(self.columns), self.values)
         if self.kind == "scores":
-            return memory.view(torch.float32).view(-1, len(self.order), self.values)
+            return memory.view(torch.float32).view(-1, len(self.columns), self.values)
         return memory.view(self._dtype).view(-1, self.rows, self._d_model)
 
     def gather(self, ranks: np.ndarray) -> torch.Tensor:
-        """Rows [n, columns, d] at `ranks` (ascending, at least one); not copied if they follow each other in memory.
+        """Return the rows at `ranks`, not copied if they follow each other in memory.
 
-        What was made of rows is float32 [n, columns, values], compressed rows are uint8 [n, columns, values].
+        Args:
+            ranks: ascending, at least one.
+
+        Returns:
+            [n, columns, d_model]; for scores and reductions float32 [n, columns, values], for
+            compressed rows uint8 [n, columns, values].
         """
-        return self._made(self._gather(ranks))
+        return self._without_padding(self._gather(ranks))
 
-    def cut(self, sites: Sequence[Site], first: int, count: int) -> None:
-        """Make the tensors of `sites`, which are all columns, of the first `count` ranks, which will be positions from
-        `first` on, though they may be empty yet; of a view that has no place for them, nothing is made."""
-        if len(self.extents) == 1 and not self.extents[0].rank and 0 < count <= len(self.extents[0].rows):
-            memory = self.extents[0].rows
-            block = SiteSlices(sites, None, self._made(memory[:count]))
-            block.every  # noqa: B018 - the first look makes them
-            self.ready = SlicedRows(memory, block, first, dict.fromkeys(sites, torch.arange(first, first + count)))
-
-    def block(self, sites: Sequence[Site], first: int, count: int) -> SiteSlices | None:
-        """`count` ranks from `first` on as they were cut ahead; None if they were not, or have moved since."""
-        cut = self._cut
-        if cut is None or first or len(cut.block.rows) != count or tuple(cut.block) != tuple(sites):
-            return None
-        return cut.block
-
-    def whole(self) -> SlicedRows | None:
-        """What was cut ahead, if all of it is here, nothing is beyond it, and it has not moved since."""
-        cut, at = self._cut, self.positions
-        if cut is None or len(at) != len(cut.block.rows) or at[0] != cut.first or at[-1] - at[0] != len(at) - 1:
-            return None
-        return cut
-
-    @property
-    def _cut(self) -> SlicedRows | None:
-        """What was cut ahead and lies there still."""
-        cut = self.ready
-        return cut if cut is not None and len(self.extents) == 1 and cut.memory is self.extents[0].rows else None
-
-    def run(self, first: int, count: int) -> torch.Tensor:
-        """As `gather`, `count` ranks from `first` on."""
+    def gather_run(self, first: int, count: int) -> torch.Tensor:
+        """Return `count` ranks from `first` on, as `gather` does."""
         if len(self.extents) > 1:
             return self.gather(np.arange(first, first + count))
         (extent,) = self.extents
-        return self._made(extent.rows[first - extent.rank : first - extent.rank + count])
+        return self._without_padding(extent.rows[first - extent.rank : first - extent.rank + count])
+
+    def preslice(self, sites: Sequence[Site], first: int, count: int) -> None:
+        """Make tensors of the first `count` ranks, arrived or not, if they have a place.
+
+        Args:
+            sites: the sites of all columns, in order.
+            first: position of the first rank; the others follow it without gaps.
+            count: ranks.
+        """
+        if len(self.extents) == 1 and not self.extents[0].rank and 0 < count <= len(self.extents[0].rows):
+            memory = self.extents[0].rows
+            block = SiteSlices(sites, None, self._without_padding(memory[:count]))
+            block.every  # noqa: B018 - the first look makes them
+            self.presliced = SlicedRows(memory, block, first, dict.fromkeys(sites, torch.arange(first, first + count)))
+
+    def presliced_run(self, sites: Sequence[Site], first: int, count: int) -> SiteSlices | None:
+        """Return `count` ranks from `first` on if they were presliced and have not moved."""
+        sliced = self._valid_preslice
+        if sliced is None or first or len(sliced.block.rows) != count or tuple(sliced.block) != tuple(sites):
+            return None
+        return sliced.block
+
+    def complete_preslice(self) -> SlicedRows | None:
+        """Return what was presliced if exactly that has arrived and it has not moved."""
+        sliced, positions = self._valid_preslice, self.positions
+        if sliced is None or len(positions) != len(sliced.block.rows):
+            return None
+        if positions[0] != sliced.first or positions[-1] - positions[0] != len(positions) - 1:
+            return None
+        return sliced
+
+    @property
+    def _valid_preslice(self) -> SlicedRows | None:
+        """What was presliced, if its rows have not moved."""
+        sliced = self.presliced
+        if sliced is None or len(self.extents) != 1 or sliced.memory is not self.extents[0].rows:
+            return None
+        return sliced
 
     def _gather(self, ranks: np.ndarray) -> torch.Tensor:
         pieces = []
@@ -163,22 +189,28 @@ class RowSequenceView:
                 pieces.append(extent.rows[torch.from_numpy(ranks[low:high] - extent.rank)])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _made(self, rows: torch.Tensor) -> torch.Tensor:
-        """Whole ranks as what they hold."""
+    def _without_padding(self, ranks: torch.Tensor) -> torch.Tensor:
+        """Return whole ranks without what fills up a reduction's last arena row."""
         if self.kind != "fold":
-            return rows
-        made = rows.reshape(len(rows), -1).view(torch.float32)[:, : len(self.order) * self.values]
-        return made.unflatten(1, (len(self.order), self.values))
+            return ranks
+        values = ranks.reshape(len(ranks), -1).view(torch.float32)[:, : len(self.columns) * self.values]
+        return values.unflatten(1, (len(self.columns), self.values))
 
 
 @functools.lru_cache(maxsize=256)
-def _places(columns: tuple[int, ...]) -> Mapping[int, int]:
-    """Column -> its place; many views have the same."""
+def _column_index(columns: tuple[int, ...]) -> Mapping[int, int]:
+    """Column -> its place; cached, since many views have the same columns."""
     return {column: k for k, column in enumerate(columns)}
 
 
-def spread(first: np.ndarray, count: np.ndarray, stride: np.ndarray) -> np.ndarray:
-    """int64, the positions of runs [n], one run after the other."""
+def expand_runs(first: np.ndarray, count: np.ndarray, stride: np.ndarray) -> np.ndarray:
+    """Return the positions of runs, int64, one run after the other.
+
+    Args:
+        first: int [n], position that each run starts with.
+        count: int [n], positions of each run.
+        stride: int [n], distance from one position of a run to the next.
+    """
     if len(first) == 1:
         start, n, step = int(first[0]), int(count[0]), int(stride[0])
         return np.arange(start, start + n * step, step)

@@ -1,4 +1,4 @@
-"""A sequence's tokens as they were at one output, turned into arrays when somebody looks at them."""
+"""A sequence's tokens at the time of one output, made into arrays when somebody looks at them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from vllm_weir.schema.hooks import Site
 
 
 class PromptTokens:
-    """A prompt's tokens: a list that nobody changes, -1 for prompts given as embeddings."""
+    """The tokens of a prompt.
+
+    Args:
+        ids: token ids that nobody changes; -1 each for a prompt given as embeddings.
+    """
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids = ids
@@ -27,18 +31,21 @@ class PromptTokens:
 
 
 class SequenceTokens:
-    """Tokens that have rows: the prompt and every generated token but the last, which never enters the model.
+    """The tokens that have rows: the prompt, and every generated token but the last.
+
+    The last one never enters the model.
 
     Args:
+        prompt: the prompt's tokens.
         generated: the generated tokens; more may be appended later.
 
     Attributes:
-        prompt_len: P.
-        generated: how many tokens were generated so far.
+        prompt_len: tokens of the prompt.
+        generated: tokens generated so far.
     """
 
     def __init__(self, prompt: PromptTokens, generated: Sequence[int]) -> None:
-        self._prompt, self._ids = prompt, generated
+        self._prompt, self._generated_ids = prompt, generated
         self.prompt_len, self.generated = len(prompt), len(generated)
 
     def __len__(self) -> int:
@@ -49,23 +56,25 @@ class SequenceTokens:
         """int64, token at each position."""
         if self.generated < 2:
             return self._prompt.array
-        return np.concatenate([self._prompt.array, np.asarray(self._ids[: self.generated - 1], np.int64)])
+        generated = np.asarray(self._generated_ids[: self.generated - 1], np.int64)
+        return np.concatenate([self._prompt.array, generated])
 
 
 class TokenIds(Mapping):
-    """Site -> token at each of its rows, int64 [rows]; the same tensor for sites that share their positions."""
+    """The token at each row, int64 [rows] by site; sites with the same positions share a tensor."""
 
     def __init__(self, tokens: SequenceTokens, positions: Mapping[Site, torch.Tensor]) -> None:
         self._tokens, self._positions = tokens, positions
-        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._cache: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """(positions, token ids at them)."""
 
     def __getitem__(self, site: Site) -> torch.Tensor:
-        at = self._positions[site]
-        for positions, ids in self._made:
-            if positions is at:
+        positions = self._positions[site]
+        for cached_positions, ids in self._cache:
+            if cached_positions is positions:
                 return ids
-        ids = torch.from_numpy(self._tokens.array[at.numpy()])
-        self._made.append((at, ids))
+        ids = torch.from_numpy(self._tokens.array[positions.numpy()])
+        self._cache.append((positions, ids))
         return ids
 
     def __iter__(self) -> Iterator[Site]:

@@ -1,4 +1,4 @@
-"""The link: lends the worker's host buffer to the processes that read from it, and hears what they are done with."""
+"""The server that shares a worker's host buffer with readers and frees what they release."""
 
 from __future__ import annotations
 
@@ -14,114 +14,139 @@ from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
 
 logger = logging.getLogger(__name__)
 TIMEOUT = 10.0
-START = struct.Struct("<q")
+"""Seconds that a reader may take to map the buffer."""
+PIECE_START = struct.Struct("<q")
+"""A released piece, as readers name it: its first row."""
 
 
 class BufferServer:
-    """One stream socket to each reader. It carries the buffer's file descriptor there, and back the starts of pieces
-    that the reader has dropped; when it closes, the reader has dropped everything."""
+    """A stream socket to each reader, and a thread that listens to them.
+
+    A socket carries the buffer's file descriptor to the reader, and back the starts of pieces that
+    the reader has released. A reader whose socket closes has released everything.
+
+    Args:
+        host: the buffer.
+        arena: which pieces of it are in use.
+        worker: this worker's name.
+    """
 
     def __init__(self, host: HostBuffer, arena: Arena, worker: str) -> None:
         self._host, self._arena, self._worker = host, arena, worker
-        self._lent: dict[str, set[int] | None] = {}
-        """Reply address -> pieces that its reader holds; None for a reader that cannot map the buffer."""
+        self._held: dict[str, set[int] | None] = {}
+        """Endpoint -> starts of pieces that its reader holds; None for a reader that does not map
+        the buffer."""
         self._gone: set[str] = set()
-        """Readers that have hung up."""
-        self._names: dict[socket.socket, str] = {}
-        self._rest: dict[socket.socket, bytes] = {}
+        """Endpoints of readers that have closed their socket."""
+        self._endpoints: dict[socket.socket, str] = {}
+        self._unparsed: dict[socket.socket, bytes] = {}
+        """Bytes of a start of which the rest has not come."""
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._wake, wake = socket.socketpair()
         self._selector.register(wake, selectors.EVENT_READ)
         self._wake_end = wake
         self._stop = False
-        self._thread = threading.Thread(target=self._run, name="weir-link", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="weir-buffer-server", daemon=True)
         self._thread.start()
 
-    def maps(self, reply: str) -> bool:
-        """Whether the reader needs no rows in messages; asked for the first time, the buffer is lent to it."""
-        if reply not in self._lent and reply not in self._gone:
-            lent = self._lend(reply, messages.ReaderEndpoint.parse(reply))
-            with self._lock:
-                if reply not in self._gone:
-                    self._lent.setdefault(reply, set() if lent else None)
-        return self._lent.get(reply, self._gone) is not None
+    def maps(self, endpoint: str) -> bool:
+        """Return whether the reader needs no rows in messages; the first call offers it the buffer.
 
-    def grant(self, reply: str, start: int) -> None:
-        """The reader holds the piece at `start`."""
+        A reader that has gone needs none either.
+        """
+        if endpoint not in self._held and endpoint not in self._gone:
+            mapped = self._share(endpoint, messages.ReaderEndpoint.parse(endpoint))
+            with self._lock:
+                if endpoint not in self._gone:
+                    self._held.setdefault(endpoint, set() if mapped else None)
+        return self._held.get(endpoint, self._gone) is not None
+
+    def grant(self, endpoint: str, start: int) -> None:
+        """Note that the reader holds the piece at row `start`; free it if the reader has gone."""
         with self._lock:
-            if reply not in self._gone:
-                lent = self._lent[reply]
-                if lent is not None:
-                    lent.add(start)
+            if endpoint not in self._gone:
+                held = self._held[endpoint]
+                if held is not None:
+                    held.add(start)
                 return
         self._arena.let_go(start)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all sockets and stop the thread."""
         self._stop = True
         self._wake.send(b"x")
         self._thread.join(timeout=5)
 
-    def _lend(self, reply: str, to: messages.ReaderEndpoint) -> bool:
+    def _share(self, endpoint: str, to: messages.ReaderEndpoint) -> bool:
+        """Offer the buffer to a reader; return whether it has mapped it."""
         if not to.arenas:
             return False
-        line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        line.settimeout(TIMEOUT)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(TIMEOUT)
         try:
-            line.connect(to.arenas)
+            connection.connect(to.arenas)
             hello = messages.encode(messages.WorkerHello(to.token, self._worker, self._host.rows, self._host.row_bytes))
-            socket.send_fds(line, [struct.pack("<I", len(hello)) + hello], [self._host.fd])
-            if line.recv(1) != b"k":
-                raise OSError("it did not take the buffer")
+            socket.send_fds(connection, [struct.pack("<I", len(hello)) + hello], [self._host.fd])
+            if connection.recv(1) != b"k":
+                raise OSError("the reader did not map the buffer")
         except OSError as e:
-            # Rows then travel in messages: slower, never wrong.
-            logger.warning("Weir cannot share memory with the reader at %s: %s", to.arenas, e)
-            line.close()
+            logger.warning(
+                "Weir cannot share memory with the reader at %s, so rows travel in messages, which is slower: %s",
+                to.arenas,
+                e,
+            )
+            connection.close()
             return False
-        line.setblocking(False)
-        self._names[line] = reply
-        self._rest[line] = b""
-        self._selector.register(line, selectors.EVENT_READ)
+        connection.setblocking(False)
+        self._endpoints[connection] = endpoint
+        self._unparsed[connection] = b""
+        self._selector.register(connection, selectors.EVENT_READ)
         self._wake.send(b"x")
         return True
 
     def _run(self) -> None:
         while not self._stop:
             for key, _ in self._selector.select():
-                line = key.fileobj
-                if line is self._wake_end:
+                connection = key.fileobj
+                if connection is self._wake_end:
                     self._wake_end.recv(64)
-                elif isinstance(line, socket.socket):
-                    self._hear(line)
-        for line in [*self._names, self._wake, self._wake_end]:
-            line.close()
+                elif isinstance(connection, socket.socket):
+                    self._read(connection)
+        for connection in [*self._endpoints, self._wake, self._wake_end]:
+            connection.close()
 
-    def _hear(self, line: socket.socket) -> None:
+    def _read(self, connection: socket.socket) -> None:
+        """Free the pieces that a reader has released."""
         try:
-            data = line.recv(1 << 16)
+            data = connection.recv(1 << 16)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        reply = self._names[line]
         if not data:
-            self._selector.unregister(line)
-            line.close()
-            del self._names[line], self._rest[line]
-            with self._lock:
-                held = self._lent.pop(reply, None) or set()
-                self._gone.add(reply)
-            for start in held:
-                self._arena.let_go(start)
+            self._forget(connection)
             return
-        data = self._rest[line] + data
-        whole = len(data) - len(data) % START.size
-        self._rest[line] = data[whole:]
-        for (start,) in START.iter_unpack(data[:whole]):
+        endpoint = self._endpoints[connection]
+        data = self._unparsed[connection] + data
+        whole = len(data) - len(data) % PIECE_START.size
+        self._unparsed[connection] = data[whole:]
+        for (start,) in PIECE_START.iter_unpack(data[:whole]):
             with self._lock:
-                held = self._lent.get(reply) or set()
-                known = start in held
+                held = self._held.get(endpoint) or set()
+                was_held = start in held
                 held.discard(start)
-            if known:
+            if was_held:
                 self._arena.let_go(start)
+
+    def _forget(self, connection: socket.socket) -> None:
+        """Free all pieces of a reader that has closed its socket."""
+        self._selector.unregister(connection)
+        connection.close()
+        endpoint = self._endpoints.pop(connection)
+        del self._unparsed[connection]
+        with self._lock:
+            held = self._held.pop(endpoint, None) or set()
+            self._gone.add(endpoint)
+        for start in held:
+            self._arena.let_go(start)

@@ -1,6 +1,6 @@
-"""The affine code of full8 and rp8 on CUDA: from values, or from rows and a projection, to packed records."""
+"""Triton kernels that pack records of full8 and rp8, from values or from rows and a projection."""
 
-# Triton takes annotations of a kernel's parameters for their types on the device, so kernels have none.
+# Kernels have no annotations: Triton takes them for the types of parameters on the device.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -13,23 +13,27 @@ import triton.language as tl
 from vllm_weir.codec import LARGEST
 
 _LARGEST = tl.constexpr(LARGEST)
-# Adding and taking away 1.5 * 2^23 rounds a float32 of magnitude below 2^22 to the nearest integer, halves to even.
+# Adding and taking away 1.5 * 2^23 rounds a float32 of magnitude below 2^22 to the nearest integer,
+# halves to even.
 _ROUND = tl.constexpr(12582912.0)
-HEAD = 8
+HEADER_BYTES = 8
 """Bytes of a record before its codes: scale and zero, float32."""
 
 
 @triton.jit
 def _affine(x, inside):
-    """Scale and smallest value, both [m, 1], and codes of x, float32 [m, n], of which `inside` [1, n] counts."""
+    """Return scale and smallest value, both [m, 1], and codes, [m, n].
+
+    x is float32 [m, n], of which the columns `inside`, [1, n], count.
+    """
     low = tl.min(tl.where(inside, x, float("inf")), axis=1, keep_dims=True)
     high = tl.max(tl.where(inside, x, float("-inf")), axis=1, keep_dims=True)
-    unknown = tl.sum(tl.where(inside & (x != x), 1, 0), axis=1, keep_dims=True) > 0
-    low = tl.where(unknown, float("nan"), low)
+    has_nan = tl.sum(tl.where(inside & (x != x), 1, 0), axis=1, keep_dims=True) > 0
+    low = tl.where(has_nan, float("nan"), low)
     # NaN compares false.
-    sound = (low >= -_LARGEST) & (high <= _LARGEST) & (unknown == 0)
-    scale = tl.where(sound, tl.div_rn(high - low, 255.0), float("nan"))
-    # A scale of 0 must not divide; both are as wide as x because the division takes no other shapes.
+    in_range = (low >= -_LARGEST) & (high <= _LARGEST) & (has_nan == 0)
+    scale = tl.where(in_range, tl.div_rn(high - low, 255.0), float("nan"))
+    # A scale of 0 must not divide; it is broadcast because div_rn takes operands of one shape only.
     steps = tl.div_rn(x - low, tl.broadcast_to(tl.where(scale > 0, scale, 1.0), x.shape))
     codes = tl.where(scale > 0, steps, 0.0)
     codes = tl.minimum(tl.maximum((codes + _ROUND) - _ROUND, 0.0), 255.0)
@@ -38,6 +42,7 @@ def _affine(x, inside):
 
 @triton.jit
 def _pack(parts, records, k, record_bytes, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up the parts of one row, and write its record."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)[None, :]
     inside = offsets < k
@@ -53,11 +58,11 @@ def _pack(parts, records, k, record_bytes, PARTS: tl.constexpr, BLOCK: tl.conste
 
 
 def pack(parts: torch.Tensor, k: int) -> torch.Tensor:
-    """Records of values that are given as sums.
+    """Return the records of values that are given as sums.
 
     Args:
-        parts: [n, m * k], contiguous, any float dtype: m addends of each row of k values, one after the other. They
-            are added up in float32.
+        parts: [n, m * k], contiguous, any float dtype: m addends of each row of k values, one after
+            the other, which are added up in float32.
         k: a multiple of 4, so that every record's head lies on a word's boundary.
 
     Returns:
@@ -65,43 +70,46 @@ def pack(parts: torch.Tensor, k: int) -> torch.Tensor:
     """
     n, width = parts.shape
     if width % k or k % 4 or not parts.is_contiguous():
-        raise ValueError(f"parts are contiguous [n, m * k] with k a multiple of 4, got {list(parts.shape)} and k = {k}")
-    records = torch.empty(n, HEAD + k, dtype=torch.uint8, device=parts.device)
+        raise ValueError(f"parts must be contiguous [n, m * k], k a multiple of 4; got {list(parts.shape)} and k = {k}")
+    records = torch.empty(n, HEADER_BYTES + k, dtype=torch.uint8, device=parts.device)
     if n:
         block = triton.next_power_of_2(k)
         warps = min(max(block // 256, 1), 8)
-        _pack[(n,)](parts, records, k, HEAD + k, PARTS=width // k, BLOCK=block, num_warps=warps)
+        _pack[(n,)](parts, records, k, HEADER_BYTES + k, PARTS=width // k, BLOCK=block, num_warps=warps)
     return records
 
 
 PROJECTED = (32, 64, 128)
 """Values of k that `project` takes."""
 CHUNK, STEP = 512, 64
-"""Values of a row whose products are added up before they meet those of others: of a chunk, a turn of a loop after the
-other. Every program of either kernel does so, that is why all come to the same bits."""
-SPREAD = 1 << 24
-"""Bytes of chunks' sums up to which every chunk is a program's own (8,192 rows of 4,096 values with k = 64): a step's
-few rows would leave most of the device idle otherwise."""
-Shape = tuple[int, int, int]
+"""The order of summation: products of STEP values at a time are added up to the sum of a CHUNK, and
+these to the whole. Both kernels keep to it, so they give the same bits."""
+MAX_SPREAD_BYTES = 1 << 24
+"""Size of the chunks' sums up to which every chunk has a program of its own: a step's few rows
+would leave most of the device idle otherwise."""
+LaunchShape = tuple[int, int, int]
 """Rows of a program, stages and warps."""
 
 
 @triton.jit
 def _products(
-    rows, halves, at, n, first, d, K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    rows, halves, index, n, first, d, K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """float32 [ROWS, K] of the rows `at` [ROWS, 1], over the chunk from `first` on."""
-    columns, there = tl.arange(0, K)[None, :], at < n
+    """Return float32 [ROWS, K], products of the rows `index` [ROWS, 1].
+
+    They are over one chunk, that from value `first` on.
+    """
+    columns, exists = tl.arange(0, K)[None, :], index < n
     sums = tl.zeros([ROWS, K], tl.float32)
     for begin in tl.range(0, CHUNK, STEP, num_stages=STAGES):
         along, down = first + begin + tl.arange(0, STEP)[None, :], first + begin + tl.arange(0, STEP)[:, None]
         if EVEN:
-            x = tl.load(rows + at * d + along, mask=there, other=0.0)
+            x = tl.load(rows + index * d + along, mask=exists, other=0.0)
             high = tl.load(halves + columns * d + down)
             low = tl.load(halves + (columns + K) * d + down)
         else:
-            x = tl.load(rows + at * d + along, mask=there & (along < d), other=0.0)
+            x = tl.load(rows + index * d + along, mask=exists & (along < d), other=0.0)
             high = tl.load(halves + columns * d + down, mask=down < d, other=0.0)
             low = tl.load(halves + (columns + K) * d + down, mask=down < d, other=0.0)
         sums = tl.dot(x, high, sums)
@@ -114,12 +122,12 @@ def _project_chunk(
     rows, halves, parts, n, d, K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's products, to `parts` [n, chunks, K]."""
-    at = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    """Write the products of one chunk to `parts` [n, chunks, K]."""
+    index = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     chunk = tl.program_id(0)
-    sums = _products(rows, halves, at, n, chunk * CHUNK, d, K, ROWS, CHUNK, STEP, STAGES, EVEN)
+    sums = _products(rows, halves, index, n, chunk * CHUNK, d, K, ROWS, CHUNK, STEP, STAGES, EVEN)
     columns = tl.arange(0, K)[None, :]
-    tl.store(parts + (at * tl.num_programs(0) + chunk) * K + columns, sums, mask=at < n)
+    tl.store(parts + (index * tl.num_programs(0) + chunk) * K + columns, sums, mask=index < n)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -127,30 +135,34 @@ def _project(
     rows, halves, records, n, d, K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """All products, and records [n, 8 + K] of them."""
-    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    """Write the records [n, 8 + K] of the products over all chunks."""
+    index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     sums = tl.zeros([ROWS, K], tl.float32)
     for first in range(0, d, CHUNK):
-        sums += _products(rows, halves, at, n, first, d, K, ROWS, CHUNK, STEP, STAGES, EVEN)
-    columns, there = tl.arange(0, K)[None, :], at < n
+        sums += _products(rows, halves, index, n, first, d, K, ROWS, CHUNK, STEP, STAGES, EVEN)
+    columns, exists = tl.arange(0, K)[None, :], index < n
     scale, zero, codes = _affine(sums, columns >= 0)
-    to = records + at * (8 + K)
+    to = records + index * (8 + K)
     head = to.to(tl.pointer_type(tl.float32))
-    tl.store(head, scale, mask=there)
-    tl.store(head + 1, zero, mask=there)
-    tl.store(to + 8 + columns, codes, mask=there)
+    tl.store(head, scale, mask=exists)
+    tl.store(head + 1, zero, mask=exists)
+    tl.store(to + 8 + columns, codes, mask=exists)
 
 
 def project(
-    rows: torch.Tensor, halves: torch.Tensor, spread: bool | None = None, shape: Shape | None = None
+    rows: torch.Tensor, halves: torch.Tensor, spread: bool | None = None, shape: LaunchShape | None = None
 ) -> torch.Tensor:
-    """Records of rows' projections, which are added up in float32; a row's record does not depend on those beside it.
+    """Return the records of rows' projections, which are summed in float32.
+
+    A row's record does not depend on the other rows.
 
     Args:
         rows: [n, d], contiguous, bfloat16 or float16.
-        halves: the projection as a sum of two, [2 k, d], contiguous, of the rows' dtype; k is one of `PROJECTED`.
-        spread: whether every chunk is a program's own, and a second launch packs; chosen by n if None.
-        shape: of the programs; chosen by k if None.
+        halves: the projection as a sum of two, [2 k, d], contiguous, of the rows' dtype; k is one
+            of `PROJECTED`.
+        spread: whether every chunk has a program of its own and a second launch packs; chosen by n
+            if None.
+        shape: of the launch; chosen by k if None.
 
     Returns:
         uint8 [n, 8 + k], as `vllm_weir.codec.encode` packs them with ``rp8``.
@@ -158,19 +170,25 @@ def project(
     n, d = rows.shape
     k = halves.shape[0] // 2
     if k not in PROJECTED or halves.shape[1] != d or not (rows.is_contiguous() and halves.is_contiguous()):
-        raise ValueError(f"no projection of {list(rows.shape)} by {list(halves.shape)}; k is one of {PROJECTED}")
+        raise ValueError(
+            f"no projection of rows {list(rows.shape)} by {list(halves.shape)}: both must be contiguous, "
+            f"[n, d] and [2 k, d], k one of {PROJECTED}"
+        )
     chunks = triton.cdiv(d, CHUNK)
     if spread is None:
-        spread = n * chunks * k * 4 <= SPREAD
-    # A third stage of k = 128 would need more shared memory than GPUs of less than 100 kB a block have.
-    own, stages, warps = shape or (64, 2 if k > 64 else 3, 4)
-    options = {"K": k, "ROWS": own, "CHUNK": CHUNK, "STEP": STEP, "STAGES": stages, "EVEN": d % CHUNK == 0}
+        spread = n * chunks * k * 4 <= MAX_SPREAD_BYTES
+    # A third stage of k = 128 would need more shared memory than GPUs of less than 100 kB a block
+    # have.
+    program_rows, stages, warps = shape or (64, 2 if k > 64 else 3, 4)
+    options = {"K": k, "ROWS": program_rows, "CHUNK": CHUNK, "STEP": STEP, "STAGES": stages, "EVEN": d % CHUNK == 0}
     if spread:
         parts = torch.empty(n, chunks * k, dtype=torch.float32, device=rows.device)
         if n:
-            _project_chunk[(chunks, triton.cdiv(n, own))](rows, halves, parts, n, d, **options, num_warps=warps)
+            _project_chunk[(chunks, triton.cdiv(n, program_rows))](
+                rows, halves, parts, n, d, **options, num_warps=warps
+            )
         return pack(parts, k)
-    records = torch.empty(n, HEAD + k, dtype=torch.uint8, device=rows.device)
+    records = torch.empty(n, HEADER_BYTES + k, dtype=torch.uint8, device=rows.device)
     if n:
-        _project[(triton.cdiv(n, own),)](rows, halves, records, n, d, **options, num_warps=warps)
+        _project[(triton.cdiv(n, program_rows),)](rows, halves, records, n, d, **options, num_warps=warps)
     return records

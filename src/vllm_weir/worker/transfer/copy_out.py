@@ -1,4 +1,4 @@
-"""The outlet: rows on their way from the ring to their places in the host buffer."""
+"""Copies of rows from the ring to their places in the host buffer."""
 
 from __future__ import annotations
 
@@ -13,41 +13,48 @@ from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
 from vllm_weir.worker.transfer.postprocess import CompressedRecords
 from vllm_weir.worker.transfer.ring import Ring
 
-Treat = Callable[[], list[CompressedRecords]]
+Pack = Callable[[], list[CompressedRecords]]
 
 
-def at_once() -> None:
-    """What to call for rows that are there already."""
+def no_wait() -> None:
+    """Return at once; stands for the wait where there is nothing to wait for."""
 
 
 class CpuCopyOut:
-    """Copies at once."""
+    """Copies in place, without a device."""
 
     def __init__(self, ring: Ring, host: HostBuffer) -> None:
         self._bytes = host.bytes.numpy()
         self._rows = self._bytes.reshape(host.rows, host.row_bytes)
         self._ring = ring.buffer.view(torch.uint8).numpy()
 
-    def ship(self, plan: StepPlan, start: int, quick: Treat, treat: Treat) -> Callable[[], None]:
-        """Move what the step has written from ring row `start` on; returns what to call to wait for its arrival.
+    def ship(self, plan: StepPlan, start: int, pack_quick: Pack, pack_slow: Pack) -> Callable[[], None]:
+        """Copy what a step has written.
 
-        `quick` and `treat` are called first, where what they do comes after the rows were written; what they return is
-        moved too. `quick` takes microseconds on the device, `treat` whatever it takes.
+        Args:
+            plan: the step's plan.
+            start: the ring row from which on it has written.
+            pack_quick: makes compressed records of the rows, in microseconds on the device. Called
+                where its work comes after the rows were written; the records are copied too.
+            pack_slow: the same, for records that take longer.
+
+        Returns:
+            A function that waits until all of it has arrived.
         """
-        for packet in (*quick(), *treat()):
+        for packet in (*pack_quick(), *pack_slow()):
             records = packet.records.view(-1).numpy()
             for source, target, size in packet.pieces.tolist():
                 self._bytes[target : target + size] = records[source : source + size]
         for slot, row, rows in plan.segments.tolist():
             self._rows[row : row + rows] = self._ring[start + slot : start + slot + rows]
-        return at_once
+        return no_wait
 
 
 class CudaCopyOut:
-    """Copies on a side stream; the main stream does not wait.
+    """Copies on a side stream, without holding up the main stream.
 
-    What is quick is done on the main stream: beside the model's kernels it has cost a step several times what it needs
-    by itself (docs/bench.md).
+    Quick packing is done on the main stream: beside the model's kernels it costs a step several
+    times what it takes by itself.
     """
 
     def __init__(self, ring: Ring, host: HostBuffer) -> None:
@@ -56,27 +63,28 @@ class CudaCopyOut:
         self._row_bytes = host.row_bytes
         self._source, self._target = ring.buffer.data_ptr(), host.bytes.data_ptr()
 
-    def ship(self, plan: StepPlan, start: int, quick: Treat, treat: Treat) -> Callable[[], None]:
-        """As `CpuCopyOut.ship`."""
+    def ship(self, plan: StepPlan, start: int, pack_quick: Pack, pack_slow: Pack) -> Callable[[], None]:
+        """Copy what a step has written, see `CpuCopyOut.ship`."""
         written, copied = torch.cuda.Event(), torch.cuda.Event()
-        packed = quick() if plan.treated else ()
+        quick_packets = pack_quick() if plan.treated else ()
         written.record()
         self.stream.wait_event(written)
-        for packet in packed:
+        for packet in quick_packets:
             packet.records.record_stream(self.stream)
             self.send_packet(packet)
         if plan.treated:
             with torch.cuda.stream(self.stream):
-                # Records are allocated for this stream: their memory is not reused before they have been copied.
-                for packet in treat():
+                # Records are allocated for this stream: their memory is not reused before they have
+                # been copied.
+                for packet in pack_slow():
                     self.send_packet(packet)
         self.send(plan.segments + (start, 0, 0))  # noqa: RUF005 - an array, not a tuple
         copied.record(self.stream)
-        self._ring.leaves(start, plan.rows, copied)
+        self._ring.release_after(start, plan.rows, copied)
         return copied.synchronize
 
     def send(self, segments: np.ndarray) -> None:
-        """Copy pieces, int64 [m, 3] of ring row, arena row, rows."""
+        """Copy rows, int64 [m, 3] of ring row, arena row, number of rows."""
         if not len(segments):
             return
         parts = self._host.split(segments)
@@ -95,8 +103,14 @@ class CudaCopyOut:
         copy_pieces(self._target + parts[:, 1], source + parts[:, 0], parts[:, 2], self.stream.cuda_stream)
 
     def send_runs(self, start: int, stride: int, runs: np.ndarray) -> None:
-        """Copy runs, int64 [m, 5] of lane, arena row, arena rows from one lane to the next, lanes, rows of each; lane 0
-        starts at ring row `start`, and each is `stride` rows."""
+        """Copy runs of rows with gaps between them.
+
+        Args:
+            start: ring row of lane 0.
+            stride: ring rows of a lane.
+            runs: int64 [m, 5] of first lane, arena row, arena rows from one lane to the next,
+                lanes, and rows that are copied of each lane.
+        """
         lanes, firsts, places, steps, counts, widths = self._host.split_runs(runs).T
         size = self._row_bytes
         copy_runs(

@@ -1,7 +1,8 @@
-"""The device's copy engine, through the CUDA driver: many pieces with one call, and pieces with gaps between rows.
+"""Copies to the host by the device's copy engine, through the CUDA driver.
 
-Copy engines leave the device's processors to the model; a kernel that wrote host memory would hold some of them up for
-as long as the bus takes. PyTorch has neither call.
+One call copies many pieces, or pieces with gaps between their rows; PyTorch has neither. A kernel
+that writes host memory would keep some of the device's processors busy for as long as the bus
+takes; the copy engine leaves them to the model.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ _IN_STREAM_ORDER, _BESIDE_KERNELS = 1, 1
 
 
 class _Attributes(ctypes.Structure):
+    """The driver's CUmemcpyAttributes."""
+
     _fields_ = (
         ("order", ctypes.c_int),
         ("source_hint", ctypes.c_int * 2),
@@ -37,6 +40,8 @@ _SIDE = (
 
 
 class _Memcpy2D(ctypes.Structure):
+    """The driver's CUDA_MEMCPY2D."""
+
     _fields_ = (
         *((f"source_{name}", kind) for name, kind in _SIDE),
         *((f"target_{name}", kind) for name, kind in _SIDE),
@@ -64,8 +69,9 @@ _RUN = np.dtype(
         ("flags", "<u4"),
     ]
 )
-"""The driver's CUDA_MEMCPY3D_BATCH_OP, of operands that are addresses."""
+"""The driver's CUDA_MEMCPY3D_BATCH_OP, with operands that are addresses."""
 _ADDRESS = 1
+"""The operand type for that."""
 
 
 @functools.cache
@@ -73,41 +79,45 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _newer(name: str, *arguments: Any) -> Any:
-    """A function that drivers have from 570 on, with the types of its arguments, or None."""
+def _driver_function(name: str, *argument_types: Any) -> Any:
+    """Return a function that drivers have from version 570 on, or None."""
     function = getattr(_driver(), name, None)
     if function is not None:
-        function.argtypes = arguments
+        function.argtypes = argument_types
     return function
 
 
 @functools.cache
-def _batch() -> Any:
-    """The driver's batched copy, or None."""
+def _copy_batch() -> Any:
+    """Return the driver's function that copies many pieces, or None."""
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    return _newer("cuMemcpyBatchAsync", pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
+    return _driver_function(
+        "cuMemcpyBatchAsync", pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
+    )
 
 
 @functools.cache
-def _batch_of_runs() -> Any:
-    """The driver's batched copy of pieces with gaps, or None."""
+def _copy_batch_of_runs() -> Any:
+    """Return the driver's function that copies many runs of pieces with gaps, or None."""
     pointer = ctypes.c_void_p
-    return _newer("cuMemcpy3DBatchAsync", ctypes.c_size_t, pointer, pointer, ctypes.c_ulonglong, pointer)
+    return _driver_function("cuMemcpy3DBatchAsync", ctypes.c_size_t, pointer, pointer, ctypes.c_ulonglong, pointer)
 
 
 _ATTRIBUTES = _Attributes(_IN_STREAM_ORDER, (0, 0), (0, 0), _BESIDE_KERNELS)
-_FIRST = (ctypes.c_size_t * 1)(0)
+_ATTRIBUTES_FROM = (ctypes.c_size_t * 1)(0)
+"""The first copy that the attributes are for."""
 
 
 def copy_pieces(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
     """Copy pieces of memory from the device to the host.
 
     Args:
-        targets, sources: addresses, int64 [n]; every target lies in one pinned range.
+        targets: addresses on the host, int64 [n]; each piece lies in one pinned range.
+        sources: addresses on the device, int64 [n].
         sizes: bytes, int64 [n], all positive.
         stream: handle of a stream that is not the default one.
     """
-    batch = _batch()
+    batch = _copy_batch()
     if batch is None or len(targets) == 1:
         copy = _driver().cuMemcpyDtoHAsync_v2
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
@@ -122,7 +132,7 @@ def copy_pieces(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, str
             *(a.ctypes.data for a in arrays),
             len(targets),
             ctypes.addressof(_ATTRIBUTES),
-            ctypes.addressof(_FIRST),
+            ctypes.addressof(_ATTRIBUTES_FROM),
             1,
             ctypes.addressof(failed),
             stream,
@@ -139,20 +149,24 @@ def copy_runs(
     counts: np.ndarray,
     stream: int,
 ) -> None:
-    """Copy runs of pieces of memory from the device to the host, where there are gaps between them.
+    """Copy runs of pieces of memory, with gaps between the pieces, from the device to the host.
 
     Args:
-        targets, sources: addresses of the first pieces, int64 [n]; every run's targets lie in one pinned range.
-        target_pitches: bytes from one piece of a run to the next on the host, int64 [n], at least its width.
-        source_pitch: the same on the device, of all runs.
+        targets: addresses of the first pieces on the host, int64 [n]; each run lies in one pinned
+            range.
+        target_pitches: bytes from one piece of a run to the next on the host, int64 [n], at least
+            its width.
+        sources: addresses of the first pieces on the device, int64 [n].
+        source_pitch: bytes from one piece of a run to the next on the device, the same for all
+            runs.
         widths: bytes of a piece, int64 [n].
         counts: pieces of each run, int64 [n], all positive.
         stream: handle of a stream that is not the default one.
     """
-    batch = _batch_of_runs()
+    batch = _copy_batch_of_runs()
     if batch is None:
-        every = np.stack([targets, target_pitches, sources, widths, counts], 1)
-        for target, target_pitch, source, width, count in every.tolist():
+        columns = np.stack([targets, target_pitches, sources, widths, counts], 1)
+        for target, target_pitch, source, width, count in columns.tolist():
             copy_run(target, target_pitch, source, source_pitch, width, count, stream)
         return
     runs = np.zeros(len(targets), _RUN)
@@ -168,8 +182,8 @@ def copy_runs(
 def copy_run(
     target: int, target_pitch: int, source: int, source_pitch: int, width: int, count: int, stream: int
 ) -> None:
-    """Copy one run; arguments as of `copy_runs`."""
-    job = _Memcpy2D(
+    """Copy one run; for the arguments see `copy_runs`."""
+    copy = _Memcpy2D(
         source_type=_DEVICE,
         source_device=source,
         source_pitch=source_pitch,
@@ -179,9 +193,9 @@ def copy_run(
         width=width,
         height=count,
     )
-    _check(_driver().cuMemcpy2DAsync_v2(ctypes.byref(job), ctypes.c_void_p(stream)))
+    _check(_driver().cuMemcpy2DAsync_v2(ctypes.byref(copy), ctypes.c_void_p(stream)))
 
 
 def _check(code: int) -> None:
     if code:
-        raise RuntimeError(f"the CUDA driver refused a copy to host memory (error {code})")
+        raise RuntimeError(f"the CUDA driver refused a copy to host memory: CUDA error {code}")

@@ -1,4 +1,4 @@
-"""Directions that live requests project their rows onto, on the device, each set once."""
+"""The directions that live requests project their rows onto, on the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_weir.worker.transfer.codecs import Codecs
 
 @dataclass(frozen=True)
 class Products:
-    """A codec whose records are products with directions, float32.
+    """The codec whose records are products with directions, float32.
 
     Attributes:
         matrix: the directions, float32 [m, d_model].
@@ -29,49 +29,60 @@ class Products:
         return 4 * len(self.matrix)
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """uint8 [n, record_bytes] of rows [n, d_model]; what becomes of one does not depend on the others."""
+        """Return the products of rows [n, d_model] as bytes, uint8 [n, record_bytes].
+
+        A row's products do not depend on the other rows.
+        """
         if not rows.is_cuda:
             return (rows.double() @ self.matrix.double().T).float().view(torch.uint8)
         from vllm_weir.worker.transfer.direction_kernel import products
 
-        self.matrix.record_stream(torch.cuda.current_stream())  # its request may leave before this is done
+        # Its request may leave, and its memory be reused, before the device is done.
+        self.matrix.record_stream(torch.cuda.current_stream())
         return products(rows.contiguous(), self.matrix).view(torch.uint8)
 
 
 class Directions:
-    """Sets of directions by content, counted by the requests that use them.
+    """The sets of directions in use, each on the device once.
 
     Args:
-        codecs: where their products are entered.
+        fetcher: gets vectors from the caller's process.
+        device: the worker's.
+        codecs: where the codecs of their products are added.
     """
 
     def __init__(self, fetcher: VectorFetcher, device: torch.device, codecs: Codecs) -> None:
         self._fetcher, self._device, self._codecs = fetcher, device, codecs
-        self._of: dict[tuple[str, ...], int] = {}
+        self._numbers: dict[tuple[str, ...], int] = {}
         self._users: dict[tuple[str, ...], set[str]] = {}
         self._held: dict[str, tuple[str, ...]] = {}
 
     def absent(self, digests: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of these that would have to be fetched."""
-        return () if digests in self._of else digests
+        """Return the digests of vectors that would have to be fetched for this set."""
+        return () if digests in self._numbers else digests
 
-    def hold(self, request_id: str, digests: tuple[str, ...], reply: str) -> int:
-        """The number of a set's codec; the set is fetched from the reader at `reply` if it is not here, ValueError if
-        that fails."""
-        if digests not in self._of:
-            rows = self._fetcher.fetch(reply, list(digests))
-            matrix = upload(np.stack([rows[d] for d in digests]), self._device)
-            self._of[digests] = self._codecs.enter(Products(matrix))
+    def hold(self, request_id: str, digests: tuple[str, ...], endpoint: str) -> int:
+        """Return the number of a set's codec, which `request_id` uses until `release`.
+
+        A set that is not on the device is fetched from the reader at `endpoint`.
+
+        Raises:
+            ValueError: if it cannot be fetched.
+        """
+        if digests not in self._numbers:
+            vectors = self._fetcher.fetch(endpoint, list(digests))
+            matrix = upload(np.stack([vectors[digest] for digest in digests]), self._device)
+            self._numbers[digests] = self._codecs.add(Products(matrix))
         self._users.setdefault(digests, set()).add(request_id)
         self._held[request_id] = digests
-        return self._of[digests]
+        return self._numbers[digests]
 
     def release(self, request_id: str) -> None:
-        """A request has left; unknown ids are fine."""
+        """Release the directions of a request that has left, if it has any."""
         digests = self._held.pop(request_id, None)
         if digests is None:
             return
         self._users[digests].discard(request_id)
         if not self._users[digests]:
             del self._users[digests]
-            self._codecs.strike(self._of.pop(digests))
+            self._codecs.remove(self._numbers.pop(digests))

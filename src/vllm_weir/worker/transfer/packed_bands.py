@@ -1,4 +1,4 @@
-"""Packs: rows of a streamed step that are sent compressed, gathered on the device band by band."""
+"""Compressed rows of a streamed step: encoded band by band, sent at the end of the step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vllm_weir.worker.transfer.postprocess import CompressedRecords, pieces_of
 
 
 class PackGroup:
-    """The tokens of a step that share codec and profile.
+    """The tokens of a step that share codec and site set, and their records.
 
     Args:
         codec: how their rows are compressed.
-        profile: what is recorded of them.
+        site_set: what is captured of them.
         columns: rows of a token.
-        lanes: int64 [n], ascending, where each token's rows stand in a band's part of the ring.
+        lanes: int64 [n], ascending, each token's lane.
         places: int64 [n], byte of the arena at which each token's records start.
         device: the ring's.
     """
@@ -26,13 +26,13 @@ class PackGroup:
     def __init__(
         self,
         codec: Codec,
-        profile: int,
+        site_set: int,
         columns: int,
         lanes: np.ndarray,
         places: np.ndarray,
         device: torch.device,
     ) -> None:
-        self.profile = profile
+        self.site_set = site_set
         self._codec, self._places = codec, places
         self._records = torch.empty(len(lanes), columns, codec.record_bytes, dtype=torch.uint8, device=device)
         first, last = int(lanes[0]), int(lanes[-1])
@@ -40,30 +40,35 @@ class PackGroup:
         if last - first != len(lanes) - 1:
             self._lanes = upload(lanes, device)
 
-    def take(self, rows: torch.Tensor, place: int) -> None:
-        """Compress a band's rows, [lanes, columns, d_model]; `place`: which of its tokens' columns the first one is."""
-        some = rows[self._lanes]
-        tokens, columns, width = some.shape
-        records = self._codec.encode(some.reshape(-1, width)).view(tokens, columns, -1)
+    def encode(self, band_rows: torch.Tensor, place: int) -> None:
+        """Compress the tokens' rows of a band.
+
+        Args:
+            band_rows: [lanes, columns, d_model], of all lanes.
+            place: place of the band's first column among the tokens' columns.
+        """
+        rows = band_rows[self._lanes]
+        tokens, columns, width = rows.shape
+        records = self._codec.encode(rows.reshape(-1, width)).view(tokens, columns, -1)
         self._records[:, place : place + columns] = records
 
     def packet(self) -> CompressedRecords:
-        """All columns' records."""
+        """Return all columns' records."""
         size = self._records[0].numel()
         return CompressedRecords(self._records.view(-1), pieces_of(self._places, np.full(len(self._places), size)))
 
 
 def packs_of(plan: StepPlan, codecs: Codecs, device: torch.device) -> list[PackGroup]:
-    """What a step sends compressed; on CUDA its memory belongs to the current stream."""
+    """Return what a step sends compressed; on CUDA its memory belongs to the current stream."""
     if not len(plan.packs):
         return []
     after, places, _, columns, numbers = plan.packs.T
     lanes = plan.lanes_of(after - columns)
-    profiles = plan.profiles[plan.tokens[lanes]]
-    packs = []
-    for number, profile in sorted(set(zip(numbers.tolist(), profiles.tolist(), strict=True))):
-        some = np.flatnonzero((numbers == number) & (profiles == profile))
-        some = some[np.argsort(lanes[some], kind="stable")]
-        width = int(columns[some[0]])
-        packs.append(PackGroup(codecs[PACKED - number], profile, width, lanes[some], places[some], device))
-    return packs
+    site_sets = plan.profiles[plan.tokens[lanes]]
+    groups = []
+    for number, site_set in sorted(set(zip(numbers.tolist(), site_sets.tolist(), strict=True))):
+        tokens = np.flatnonzero((numbers == number) & (site_sets == site_set))
+        tokens = tokens[np.argsort(lanes[tokens], kind="stable")]
+        width = int(columns[tokens[0]])
+        groups.append(PackGroup(codecs[PACKED - number], site_set, width, lanes[tokens], places[tokens], device))
+    return groups

@@ -1,4 +1,4 @@
-"""The host buffer: memory that the device writes and that other processes of this machine can map."""
+"""The host memory that the device writes and that other processes of this machine map."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ import torch
 
 logger = logging.getLogger(__name__)
 BLOCK = 64 << 20
-"""Bytes that are pinned at once, about."""
+"""Bytes that are pinned in one go, approximately."""
 AHEAD = 4
 """Blocks that are pinned in advance of the highest one in use."""
 
 
 class HostBuffer:
-    """`rows` rows of `row_bytes` bytes in an anonymous shared file, which is gone once no process has it.
+    """Rows in an anonymous shared file, which is gone once no process has it.
 
-    Pages come into being when they are first written; on CUDA they are pinned then, block by block, and stay so.
+    Pages are allocated when they are first written; on CUDA they are pinned then, block by block,
+    and stay so.
+
+    Args:
+        rows: how many rows.
+        row_bytes: bytes of a row.
+        pin: whether a CUDA device writes them.
 
     Attributes:
         fd: file descriptor, to be sent to the processes that map it.
@@ -36,13 +42,13 @@ class HostBuffer:
         os.ftruncate(self.fd, size)
         self._map = mmap.mmap(self.fd, size)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        # A row never straddles two blocks, and a page neither.
+        # No row and no page lies in two blocks.
         page = math.lcm(row_bytes, mmap.PAGESIZE)
         self._block = max(page, BLOCK // page * page)
         self._block_rows = self._block // row_bytes
         self._pinned = [not pin] * (-(-size // self._block))
         self._lock = threading.Lock()
-        self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._used_blocks: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if pin:
             self._device = torch.cuda.current_device()
@@ -50,32 +56,41 @@ class HostBuffer:
             self._thread.start()
 
     def view(self, d_model: int, dtype: torch.dtype) -> torch.Tensor:
-        """The rows, [rows, d_model]."""
+        """Return the rows, [rows, d_model]."""
         return self.bytes.view(dtype).view(self.rows, d_model)
 
     def prepare(self, start: int, rows: int) -> None:
-        """Make sure that the device can write these rows."""
+        """Pin these rows, so that the device can write them, and let a thread pin the next ones."""
         first, last = start // self._block_rows, (start + rows - 1) // self._block_rows
         for block in range(first, last + 1):
             if not self._pinned[block]:
                 self._pin(block)
         if self._thread is not None and not all(self._pinned[last : last + AHEAD // 2]):
-            self._wanted.put(last)
+            self._used_blocks.put(last)
 
     def split(self, segments: np.ndarray) -> np.ndarray:
-        """The same segments (source row, row here, rows), cut so that none crosses from one pinned block to the next.
+        """Cut segments at the edges of blocks, since the driver takes no copy that touches two.
 
-        The driver takes no copy that touches two blocks; block edges are row edges.
+        Args:
+            segments: int64 [n, 3] of source row, row of this buffer, number of rows.
         """
         return _split(segments, self._block_rows)
 
     def split_bytes(self, pieces: np.ndarray) -> np.ndarray:
-        """As `split`, of pieces (source byte, byte here, bytes)."""
+        """Cut pieces, int64 [n, 3] of source byte, byte here and number of bytes, see `split`."""
         return _split(pieces, self._block)
 
     def split_runs(self, runs: np.ndarray) -> np.ndarray:
-        """As `split`, of runs (lane, row here, rows here from one lane to the next, lanes, rows of each lane); what
-        comes back has the first of the lane's rows that a part starts with after the lane: int64 [n, 6]."""
+        """Cut runs, see `split`.
+
+        Args:
+            runs: int64 [n, 5] of first lane, row of this buffer, rows of this buffer from one lane
+                to the next, lanes, and rows that are copied of each lane.
+
+        Returns:
+            int64 [m, 6] of first lane, the first row that is copied of each lane, and the rest as
+            in `runs`.
+        """
         _, places, steps, counts, widths = runs.T
         size = self._block_rows
         first, last = places // size, (places + (counts - 1) * steps + widths - 1) // size
@@ -86,7 +101,7 @@ class HostBuffer:
         for lane, place, step, count, width in runs[~within].tolist():
             while count:
                 edge = (place // size + 1) * size
-                if place + width > edge:  # it goes through this lane's rows
+                if place + width > edge:  # the edge cuts this lane's rows in two
                     n = 1
                     parts.append((lane, 0, place, step, 1, edge - place))
                     parts.append((lane, edge - place, edge, step, 1, place + width - edge))
@@ -97,14 +112,15 @@ class HostBuffer:
         return np.concatenate([whole, np.array(parts, np.int64)])
 
     def close(self) -> None:
-        """Unpin, once the device has written what is under way; the memory goes with the last one who maps it.
+        """Wait for the device's copies and unpin; the memory is free once no process maps it.
 
-        CUDA remembers addresses: left registered, the next mapping of this process that falls there could not be.
+        CUDA remembers addresses: a later mapping of this process at a registered address could not
+        be pinned.
         """
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        self._wanted.put(None)
+        self._used_blocks.put(None)
         thread.join()
         torch.cuda.synchronize(self._device)
         for block in np.flatnonzero(self._pinned).tolist():
@@ -123,13 +139,15 @@ class HostBuffer:
 
     def _pin_ahead(self) -> None:
         torch.cuda.set_device(self._device)
-        while (last := self._wanted.get()) is not None:
+        while (last := self._used_blocks.get()) is not None:
             for block in range(last + 1, min(last + 1 + AHEAD, len(self._pinned))):
                 try:
                     self._pin(block)
                 except RuntimeError as e:
-                    # Whoever needs the block pins it then, and is told if that fails too.
-                    logger.warning("Weir could not pin host memory in advance: %s", e)
+                    # `prepare` pins the block when it is needed, and raises if that fails too.
+                    logger.warning(
+                        "Weir could not pin host memory in advance, and tries again when it is needed: %s", e
+                    )
                     break
 
 

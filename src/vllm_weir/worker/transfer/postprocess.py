@@ -1,5 +1,4 @@
-"""Treatments: records that are made of a step's rows on the device before anything is sent: rows compressed, or their
-products with directions."""
+"""Records that are made of a step's rows on the device: compressed rows, or projections."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from vllm_weir.worker.transfer.codecs import Codecs
 
 @dataclass(frozen=True)
 class CompressedRecords:
-    """Records on their way to the host.
+    """Records to be copied to the host.
 
     Attributes:
         records: uint8 [n, record_bytes] on the device.
@@ -27,7 +26,7 @@ class CompressedRecords:
 
 
 class Postprocessor:
-    """Works on a step's rows in the ring; on CUDA on the current stream.
+    """Makes records of a step's rows in the ring; on CUDA on the current stream.
 
     Args:
         ring: [rows, d_model].
@@ -37,8 +36,14 @@ class Postprocessor:
         self._ring = ring
 
     def pack(self, plan: StepPlan, start: int, codecs: Codecs, quick: bool) -> list[CompressedRecords]:
-        """The records that the plan wants of the rows from ring row `start` on, a packet for each codec: of those that
-        are quick, or of the others."""
+        """Return the records that a plan asks for, one packet for each codec.
+
+        Args:
+            plan: the step's plan.
+            start: the ring row from which on the step has written.
+            codecs: by number.
+            quick: whether to use the codecs that are quick, or the others.
+        """
         packets = []
         for number in np.unique(plan.packs[:, 4]).tolist():
             if codecs[PACKED - number].quick != quick:
@@ -54,13 +59,19 @@ class Postprocessor:
         return packets
 
     def _ranges(self, firsts: np.ndarray, sizes: np.ndarray) -> torch.Tensor:
-        """first, first + 1, .. for each of them, one after the other."""
+        """Return the row numbers of ranges `[first, first + size)`, one after the other."""
         ends = sizes.cumsum()
         return upload(np.repeat(firsts - (ends - sizes), sizes) + np.arange(ends[-1]), self._ring.device)
 
 
 def pieces_of(places: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """As `CompressedRecords.pieces`, the fewest: records that follow each other go together."""
+    """Return the pieces of `CompressedRecords`; records that follow each other are one piece.
+
+    Args:
+        places: int64 [n], byte of the arena where each token's records go, in the order of the
+            records.
+        sizes: int64 [n], bytes of each token's records.
+    """
     ends = sizes.cumsum()
     first = np.concatenate([[0], np.flatnonzero(places[1:] != places[:-1] + sizes[:-1]) + 1])
     last = np.concatenate([first[1:], [len(sizes)]]) - 1

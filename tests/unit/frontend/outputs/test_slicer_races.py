@@ -45,7 +45,7 @@ def test_requests_may_be_opened_while_rows_arrive(header, switching):
             pending = PendingSequence(f"r{len(kept)}", first.admitted, [1] * 4, store)
             kept.append(pending)
             store.open(pending)
-            store.early.add(pending, D)
+            store.prompt_slicer.add(pending, D)
             if len(kept) > 2000:
                 kept.clear()
 
@@ -73,13 +73,13 @@ def test_marks_that_come_while_an_aborted_output_is_looked_at_are_not_lost():
 
         def clear(self):
             if not threads:
-                threads.append(threading.Thread(target=lambda: (post.deliver(late), post.store.fold())))
+                threads.append(threading.Thread(target=lambda: (post.deliver(late), post.store.read_arrivals())))
                 threads[0].start()
                 threads[0].join(0.5)
             super().clear()
 
-    post.store.fold()
-    row_view._parts = Parts(row_view._parts)
+    post.store.read_arrivals()
+    row_view._new_positions = Parts(row_view._new_positions)
     assert request.tracker.view([1], False, "abort", 0).activations().positions.tolist()[:4] == [0, 1, 2, 3]
     if not threads:
         pytest.fail("nothing came meanwhile")
@@ -92,7 +92,7 @@ class Few(PendingSequence):
 
     lost: frozenset = frozenset()
 
-    def take(self, sites, positions, timeout, kind="rows", own=False):
+    def take(self, sites, positions, timeout, kind="rows", copy=False):
         out = []
         for k, site in enumerate(sites):
             at = np.array([p for p in positions if k or p not in self.lost], np.int64)

@@ -22,8 +22,8 @@ from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.outputs import preslicer
 from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.frontend.receive.pending_sequence import InterventionGroup, PendingSequence, _covers
-from vllm_weir.frontend.receive.row_sequence_view import spread
-from vllm_weir.frontend.receive.row_store import merged
+from vllm_weir.frontend.receive.row_sequence_view import expand_runs
+from vllm_weir.frontend.receive.row_store import merge_arrivals
 from vllm_weir.frontend.receive.tokens import PromptTokens, SequenceTokens, TokenIds
 from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.compression import Compression
@@ -50,7 +50,7 @@ def test_marks_of_repeated_messages_are_one(width, data):
             rows.append([number, *rank, data.draw(st.integers(0, 5)), *data.draw(st.sampled_from([(1, 1), (3, 2)]))])
         messages.append(np.array(rows, np.int32).reshape(-1, width))
     expected = np.concatenate(messages)
-    assert each(merged(messages)) == each(expected) and len(merged(messages)) <= len(expected)
+    assert each(merge_arrivals(messages)) == each(expected) and len(merge_arrivals(messages)) <= len(expected)
 
 
 def each(marks):
@@ -64,8 +64,8 @@ def each(marks):
 
 def test_a_hundred_steady_steps_are_one_mark():
     first = np.array([[3, 0, 7, 1, 1], [5, 9, 2, 1, 1]], np.int32)
-    assert merged([first + ON[5] * k for k in range(100)]).tolist() == [[3, 0, 7, 100, 1], [5, 9, 2, 100, 1]]
-    assert merged([first[:0]] * 3).shape == (0, 5)
+    assert merge_arrivals([first + ON[5] * k for k in range(100)]).tolist() == [[3, 0, 7, 100, 1], [5, 9, 2, 100, 1]]
+    assert merge_arrivals([first[:0]] * 3).shape == (0, 5)
 
 
 @settings(max_examples=200, deadline=None)
@@ -73,9 +73,9 @@ def test_a_hundred_steady_steps_are_one_mark():
 def test_runs_of_positions_are_spread(runs):
     positions = [p + k * s for p, n, s in runs for k in range(n)]
     marks = np.array(runs, np.int32)
-    assert spread(*marks.T).tolist() == positions
+    assert expand_runs(*marks.T).tolist() == positions
     steered = [np.zeros(0, bool)]
-    InterventionGroup(steered, [0]).mark(marks)
+    InterventionGroup(steered, [0]).record(marks)
     assert np.flatnonzero(steered[0]).tolist() == sorted(set(positions))
 
 
@@ -214,10 +214,10 @@ def test_rows_of_the_prompt_are_cut_before_anybody_asks():
     for request in requests.values():
         request.join()
     post.step([(name, 3, 0) for name in asked], content)
-    early = {name: request.pending.early for name, request in requests.items()}
+    early = {name: request.pending.early_activations for name, request in requests.items()}
     assert [name for name, acts in early.items() if acts is not None] == ["r2"]
     post.step([(name, 2, 3) for name in asked], content)
-    early = {name: request.pending.early for name, request in requests.items()}
+    early = {name: request.pending.early_activations for name, request in requests.items()}
     assert [name for name, acts in early.items() if acts is not None] == ["r0", "r2", "r3"]
     for name, acts in early.items():
         view = requests[name].tracker.view([1], True, None, 0)
@@ -240,13 +240,13 @@ def test_only_sequences_that_got_rows_are_looked_at():
     post = Post(LAYERS)
     requests = [Request(post, f"r{k}", [("resid_post", "all", "last_prompt")], 5, 1, [1] * 6) for k in range(40)]
     looked = []
-    make = post.store.early._make
-    post.store.early._make = lambda pending: looked.append(pending.request_id) or make(pending)
+    make = post.store.prompt_slicer._slice
+    post.store.prompt_slicer._slice = lambda pending: looked.append(pending.request_id) or make(pending)
     for request in requests:
         request.join()
     for request in requests:
         post.step([(request.name, 5, 0)], content)
-    assert all(request.pending.early is not None for request in requests)
+    assert all(request.pending.early_activations is not None for request in requests)
     assert looked == [request.name for request in requests]
 
 
@@ -264,11 +264,11 @@ def test_early_hand_outs_do_not_hold_a_full_buffer():
     request = Request(post, "r0", [("resid_post", "all", "prompt")], 5, 1, [1] * 6)
     request.join()
     post.step([("r0", 5, 0)], content)
-    assert request.pending.early is not None and post.arena.used > 0
+    assert request.pending.early_activations is not None and post.arena.used > 0
     post.row_seqs.retire_all()
     post.deliver(post.step([], content, deliver=False)[1], spill=True)
     gc.collect()
-    assert request.pending.early is None and post.arena.used == 0
+    assert request.pending.early_activations is None and post.arena.used == 0
     acts = request.tracker.view([1], False, "length", 0).activations()
     assert acts["resid_post", 1][:, 1].tolist() == list(range(5))
 
@@ -297,7 +297,7 @@ def test_marks_have_the_fields_that_merging_assumes():
 @pytest.fixture
 def at_once(monkeypatch):
     """Rows are cut ahead as soon as they have a place."""
-    monkeypatch.setattr(preslicer, "LATER", 0)
+    monkeypatch.setattr(preslicer, "DELAY", 0)
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["mapped", "in messages"])
@@ -314,7 +314,7 @@ def test_rows_are_cut_before_they_come(at_once, positions, compress, near, monke
         post.step([("r0", 1, p)], content)
         if p == 6:
             (row_view,) = request.pending.row_views
-            tensors = dict(row_view.ready.block.every)
+            tensors = dict(row_view.presliced.block.every)
     request.version = dict.fromkeys(range(13), 0)
     view = request.tracker.view([1] * 9, False, "length", 0)
     monkeypatch.setattr(OutputView, "_assemble", lambda self: pytest.fail("all that is handed out was made before"))
@@ -322,7 +322,7 @@ def test_rows_are_cut_before_they_come(at_once, positions, compress, near, monke
     monkeypatch.undo()
     got = {site: acts.compressed(site)[0] if compress else acts[site] for site in acts.sites}
     assert {site: id(rows) for site, rows in got.items()} == {site: id(rows) for site, rows in tensors.items()}
-    row_view.ready = None
+    row_view.presliced = None
     fresh = request.tracker.view([1] * 9, False, "length", 0).activations()
     assert acts.sites == fresh.sites and acts.positions.equal(fresh.positions) and acts.token_ids.equal(fresh.token_ids)
     for site, rows in got.items():
@@ -358,10 +358,10 @@ def inside(post, rows):
 def test_what_was_cut_is_handed_out_when_all_of_it_is_there(foreseen):
     post, request, deliver = foreseen
     sites = request.pending.memory.spec.sites
-    assert request.pending.row_views[0].ready is not None and request.pending.whole(sites) is None
+    assert request.pending.row_views[0].presliced is not None and request.pending.complete_preslice(sites) is None
     deliver()
-    cut = request.pending.whole(sites)
-    assert cut is request.pending.row_views[0].ready and request.pending.whole(sites[:1]) is None
+    cut = request.pending.complete_preslice(sites)
+    assert cut is request.pending.row_views[0].presliced and request.pending.complete_preslice(sites[:1]) is None
     acts = hand_out(request)
     assert all(acts[site] is cut.block[site] and inside(post, acts[site]) for site in sites)
     assert acts.positions.tolist() == list(range(8)) == acts["resid_post", 2][:, 1].tolist()
@@ -372,7 +372,7 @@ def test_what_was_cut_is_not_handed_out_as_it_is(foreseen, why):
     post, request, deliver = foreseen
     deliver()
     (row_view,) = request.pending.row_views
-    cut = row_view.ready
+    cut = row_view.presliced
     if why.startswith("others"):
         request.pending.admitted.__dict__["shared"] = frozenset(request.pending.memory.spec.sites)
     elif why.startswith("the buffer"):
@@ -395,7 +395,7 @@ def test_a_site_without_rows_is_handed_out_beside_those_that_were_cut(at_once):
         post.step([("r0", 1, p)], content)
     request.version = dict.fromkeys(range(8), 0)
     acts = hand_out(request)
-    assert request.pending.row_views[0].ready is not None and len(request.pending.row_views) == 1
+    assert request.pending.row_views[0].presliced is not None and len(request.pending.row_views) == 1
     assert [tuple(acts[s].shape) for s in acts.sites] == [(8, 4), (0, 4)]
 
 
@@ -407,7 +407,7 @@ def test_a_sequence_that_ends_before_its_time_has_only_its_rows(at_once, generat
     post.step([("r0", 5, 0)], content)
     for p in range(5, 4 + generated):
         post.step([("r0", 1, p)], content)
-    assert request.pending.row_views[0].ready is not None
+    assert request.pending.row_views[0].presliced is not None
     for view in (request.tracker.view([1] * generated, False, reason, 0) for reason in ("stop", "abort")):
         acts = view.activations()
         assert all(acts[site][:, 1].tolist() == list(range(4 + generated)) for site in acts.sites)
@@ -419,7 +419,7 @@ def test_what_was_cut_is_forgotten_when_the_rows_move(at_once):
     request = Request(post, "r0", [("resid_post", "all", "all")], 5, 3, [1] * 8)
     request.join()
     post.step([("r0", 5, 0)], content)
-    assert request.pending.row_views[0].ready is not None
+    assert request.pending.row_views[0].presliced is not None
     post.planner.remove("r0")
     request.join()
     post.step([("r0", 6, 0)], lambda *at: content(*at) + 1)
@@ -431,12 +431,12 @@ def test_what_was_cut_is_forgotten_when_the_rows_move(at_once):
     post.step([("r1", 5, 0)], content)
     post.step([("r1", 1, 5)], content)
     post.step([("r1", 1, 6)], content)
-    assert other.pending.row_views[0].ready is not None
+    assert other.pending.row_views[0].presliced is not None
     post.row_seqs.retire_all()
     post.deliver(post.step([], content, deliver=False)[1], spill=True)
     del acts, request
     gc.collect()
-    assert other.pending.row_views[0].ready is None and post.arena.used == 0
+    assert other.pending.row_views[0].presliced is None and post.arena.used == 0
     acts = other.tracker.view([1] * 3, False, "length", 0).activations()
     assert acts["resid_post", 2][:, 1].tolist() == list(range(7))
 
@@ -444,17 +444,17 @@ def test_what_was_cut_is_forgotten_when_the_rows_move(at_once):
 def test_sequences_are_cut_a_few_at_a_time_once_they_are_under_way():
     post = Post(LAYERS)
     requests = [
-        Request(post, f"r{i}", [("resid_post", [0], "all")], 2, 99, [1] * 101) for i in range(2 * preslicer.FEW)
+        Request(post, f"r{i}", [("resid_post", [0], "all")], 2, 99, [1] * 101) for i in range(2 * preslicer.PER_MESSAGE)
     ]
     for request in requests:
         request.join()
 
     def cut():
-        return sum(request.pending.row_views[0].ready is not None for request in requests)
+        return sum(request.pending.row_views[0].presliced is not None for request in requests)
 
     post.step([(r.name, 2, 0) for r in requests], content)
-    for message in range(1, preslicer.LATER + 3):
-        assert cut() == max(0, min(2, message + 1 - preslicer.LATER)) * preslicer.FEW
+    for message in range(1, preslicer.DELAY + 3):
+        assert cut() == max(0, min(2, message + 1 - preslicer.DELAY)) * preslicer.PER_MESSAGE
         post.step([(r.name, 1, 1 + message) for r in requests], content)
 
 
@@ -464,17 +464,17 @@ def test_a_sequence_s_strips_are_cut_in_one_go():
     request = Request(post, "r0", captures, 5, 99, [1] * 104)
     request.join()
     post.step([("r0", 5, 0)], content)
-    for message in range(1, preslicer.LATER + 1):
+    for message in range(1, preslicer.DELAY + 1):
         post.step([("r0", 1, 4 + message)], content)
-        assert len(post.store.ahead._queue) == (message + 1 < preslicer.LATER)
-    assert [row_view.ready is not None for row_view in request.pending.row_views] == [True, True]
+        assert len(post.store.preslicer._queue) == (message + 1 < preslicer.DELAY)
+    assert [row_view.presliced is not None for row_view in request.pending.row_views] == [True, True]
 
 
 def test_sequences_that_have_gone_leave_nothing_behind():
     """Hundreds of short requests a step: more than are cut."""
     post = Post(LAYERS, rows=20000)
     for turn in range(40):
-        names = [f"r{turn}_{i}" for i in range(3 * preslicer.FEW)]
+        names = [f"r{turn}_{i}" for i in range(3 * preslicer.PER_MESSAGE)]
         requests = [Request(post, name, [("resid_post", [0], "all")], 2, 2, [1] * 4) for name in names]
         for request in requests:
             request.join()
@@ -482,7 +482,7 @@ def test_sequences_that_have_gone_leave_nothing_behind():
         for name in names:
             post.planner.remove(name)
         del requests, request
-        assert len(post.store.ahead._queue) <= 3 * preslicer.FEW * preslicer.LATER
+        assert len(post.store.preslicer._queue) <= 3 * preslicer.PER_MESSAGE * preslicer.DELAY
 
 
 def test_whose_rows_are_cut_ahead():
@@ -503,7 +503,7 @@ def test_whose_rows_are_cut_ahead():
             for streams in (False, True):
                 extra = {"weir": {"v": 1, "capture": [site_request]}}
                 tracker, _ = frontend.admit(f"{name} {streams}", extra, [1, 2, 3], 3, 8, streams)
-                found[name, streams] = tracker.pending.foreseen
+                found[name, streams] = tracker.pending.expected_end
     finally:
         frontend.close()
     assert {key for key, end in found.items() if end} == {

@@ -21,8 +21,8 @@ from vllm_weir import Capture, Site, WeirError, codec, messages
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.outputs import preslicer
-from vllm_weir.frontend.outputs.preslicer import kind_ahead
-from vllm_weir.frontend.outputs.prompt_slicer import ends_with_the_prompt
+from vllm_weir.frontend.outputs.preslicer import presliceable_kind
+from vllm_weir.frontend.outputs.prompt_slicer import captures_only_prompt
 from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence
 from vllm_weir.frontend.receive.receiver import deliver
@@ -43,17 +43,17 @@ def opened(store, captures, prompt_ids, name="r", timeout=0.2, compress=None):
     admitted = admit({"weir": spec.to_json()}, FACTS)
     pending = PendingSequence(name, admitted, np.asarray(prompt_ids), store)
     store.open(pending)
-    if ends_with_the_prompt(pending.memory, len(prompt_ids)):
-        store.early.add(pending, D)
+    if captures_only_prompt(pending.memory, len(prompt_ids)):
+        store.prompt_slicer.add(pending, D)
     return pending, Tracker(pending, 0, D, timeout)
 
 
 @pytest.fixture(scope="module")
 def cut_at_once():
     """Rows are cut ahead as soon as they have a place."""
-    later, preslicer.LATER = preslicer.LATER, 0
+    later, preslicer.DELAY = preslicer.DELAY, 0
     yield
-    preslicer.LATER = later
+    preslicer.DELAY = later
 
 
 class Request:
@@ -65,7 +65,7 @@ class Request:
         self.pending = self.tracker = None
         if captures is not None:
             self.pending, self.tracker = opened(post.store, captures, ids[:P], name, compress=post.compression)
-            self.pending.foreseen = self.end if kind_ahead(self.pending.memory) else 0
+            self.pending.expected_end = self.end if presliceable_kind(self.pending.memory) else 0
 
     def join(self):
         if self.captures is not None:
@@ -357,7 +357,7 @@ def test_the_store_holds_nothing_by_itself():
     request = Request(post, "r0", [("resid_post", [0], "all")], 1, 1, [1] * 2)
     request.join()
     post.step([("r0", 1, 0)], content)
-    post.store.fold()
+    post.store.read_arrivals()
     view = request.tracker.view([1], False, "stop", 0)
     request.tracker = request.pending = None
     gc.collect()
@@ -404,14 +404,14 @@ def test_rows_are_let_go_when_nobody_needs_them_whoever_holds_the_output(claims)
     pending.claim(claims)
     held = HeldSequences()
     held.add(post.store, pending)
-    held.let_go()
-    held.let_go()
+    held.release()
+    held.release()
     if claims:
         assert len(post.store) == 1 and len(view.activations()["resid_post", 0]) == 4
         pending.unclaim()
     assert not pending.row_views
     with pytest.raises(WeirError):
-        replace(view, timeout=0.01, _made=None).activations()
+        replace(view, timeout=0.01, _cached_activations=None).activations()
     assert len(post.store) == 0
 
 
@@ -423,7 +423,7 @@ def test_who_waits_for_rows_that_are_let_go_waits_no_longer():
     view.timeout = 60.0
     held = HeldSequences()
     held.add(post.store, post.store.get("r0"))
-    timer = threading.Timer(0.2, held.let_go)
+    timer = threading.Timer(0.2, held.release)
     timer.start()
     with pytest.raises(WeirError, match="nobody waited for its answer"):
         view.activations()
@@ -437,4 +437,4 @@ def test_one_that_nobody_holds_any_more_is_let_go_of_by_itself():
     del request
     gc.collect()
     assert len(post.store) == 0
-    held.let_go()
+    held.release()

@@ -21,7 +21,7 @@ from tests.support.measure import eventually
 from tests.unit.delivery_harness import Post
 from tests.unit.frontend.receive.test_delivery import LAYERS, D, Request, content
 from vllm_weir import messages
-from vllm_weir.frontend.outputs.prompt_slicer import FEW
+from vllm_weir.frontend.outputs.prompt_slicer import PER_TURN
 from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
 from vllm_weir.frontend.receive.receiver import Receiver, deliver
 from vllm_weir.frontend.receive.row_store import RowStore
@@ -123,7 +123,7 @@ def test_rows_of_a_worker_that_did_not_wait_for_its_answer_come_in_messages(tmp_
     _, (layout_updates, marks, steered) = post.step([("r", 4, 0)], content, deliver=False)
     (own,) = layout_updates.values()
     receiver, context = Receiver(post.store), zmq.Context()
-    reply = messages.ReaderEndpoint.parse(receiver.reply)
+    reply = messages.ReaderEndpoint.parse(receiver.endpoint)
     said = messages.encode(messages.WorkerHello(reply.token, "w", 100, 4 * D))
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line, open(tmp_path / "rows", "w+b") as rows:
@@ -135,7 +135,7 @@ def test_rows_of_a_worker_that_did_not_wait_for_its_answer_come_in_messages(tmp_
             worker.connect(reply.rows)
             header = messages.encode(messages.MessageHeader(reply.token, "w", D, "float32", own))
             worker.send_multipart([header, marks.tobytes(), steered.tobytes(), post._fetch(own, marks)])
-            eventually(lambda: one.pending.early is not None, True, 30)  # or its rows were not understood
+            eventually(lambda: one.pending.early_activations is not None, True, 30)  # or its rows were not understood
     finally:
         receiver.close()
         context.term()
@@ -144,7 +144,7 @@ def test_rows_of_a_worker_that_did_not_wait_for_its_answer_come_in_messages(tmp_
 def test_a_message_with_parts_missing_is_malformed():
     header = messages.encode(messages.MessageHeader("t", "w", D, "float32", messages.LayoutUpdate()))
     for frames in ([header], [header, b""]):
-        with pytest.raises(ValueError, match="parts"):
+        with pytest.raises(ValueError, match="frames"):
             deliver(RowStore(), "t", frames, lambda _: MappedBuffer())
 
 
@@ -159,7 +159,7 @@ def test_rows_whose_place_was_lost_on_the_way_are_the_asker_s_error_alone():
     post.deliver((layout_updates, marks, steered))
     whole.join()
     post.step([("r1", 4, 0)], content)
-    assert whole.pending.early is not None and lost.pending.early is None
+    assert whole.pending.early_activations is not None and lost.pending.early_activations is None
     with pytest.raises(Exception):  # noqa: B017 - any but silence
         lost.tracker.view([1], False, "length", 0).activations()
     assert np.array_equal(whole.tracker.view([1], False, "length", 0).activations().positions, np.arange(4))
@@ -169,21 +169,21 @@ def test_hand_outs_are_made_early_by_the_thread_that_receives_the_rows(tmp_path,
     """Nobody looks; the rows come as messages of a worker, and of more sequences than are looked at in one go."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     post = Post(LAYERS, near=False)
-    count = 2 * FEW + 1
+    count = 2 * PER_TURN + 1
     requests = [Request(post, f"r{i}", [("resid_post", "all", "prompt")], 4, 1, [1] * 5) for i in range(count)]
     for one in requests:
         one.join()
     _, (layout_updates, marks, steered) = post.step([(one.name, 4, 0) for one in requests], content, deliver=False)
     (own,) = layout_updates.values()
     receiver, context = Receiver(post.store), zmq.Context()
-    reply = messages.ReaderEndpoint.parse(receiver.reply)
+    reply = messages.ReaderEndpoint.parse(receiver.endpoint)
     header = messages.encode(messages.MessageHeader(reply.token, "w", D, "float32", own))
     try:
         with context.socket(zmq.PUSH) as worker:
             worker.connect(reply.rows)
             worker.send_multipart([header, marks.tobytes(), steered.tobytes(), post._fetch(own, marks)])
-            eventually(lambda: [one.name for one in requests if one.pending.early is None], [], 30)
-        made = [one.pending.early for one in requests]
+            eventually(lambda: [one.name for one in requests if one.pending.early_activations is None], [], 30)
+        made = [one.pending.early_activations for one in requests]
         assert all(early["resid_post", 0].equal(made[0]["resid_post", 0]) for early in made)
         for one, early in zip(requests, made, strict=True):
             assert one.tracker.view([1], False, "length", 0).activations() is early

@@ -776,7 +776,7 @@ def files_into(path, layout, **options):
 def served(one, name, kind=Box):
     box = kind(name=name)
     one.offer(box, 5)
-    assert box.ticket._over.wait(10)
+    assert box.ticket._closed.wait(10)
     return box.ticket
 
 

@@ -19,7 +19,7 @@ from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.inline_vectors import InlineVectors, row_bytes
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence
-from vllm_weir.frontend.receive.receiver import lend
+from vllm_weir.frontend.receive.receiver import answer_query
 from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.worker.steering import vector_fetch
@@ -49,7 +49,7 @@ class Caller:
                 return
             self.asked.append(messages.decode_wanted(question).digests)
             if not self.silent:
-                self.socket.send_multipart([name, b"", *lend(self.store, "t", question)])
+                self.socket.send_multipart([name, b"", *answer_query(self.store, "t", question)])
 
     def use(self, *vectors):
         """A live request for each; returns their digests."""

@@ -33,7 +33,7 @@ class FakeDriver:
 def driver(monkeypatch):
     fake = FakeDriver()
     monkeypatch.setattr(cuda_memcpy, "_driver", lambda: fake)
-    monkeypatch.setattr(cuda_memcpy, "_batch", lambda: None)
+    monkeypatch.setattr(cuda_memcpy, "_copy_batch", lambda: None)
     return fake
 
 
@@ -57,7 +57,7 @@ def test_the_batched_call_is_told_all_pieces(monkeypatch):
         told["order"] = ctypes.c_int.from_address(attributes).value
         return 0
 
-    monkeypatch.setattr(cuda_memcpy, "_batch", lambda: batch)
+    monkeypatch.setattr(cuda_memcpy, "_copy_batch", lambda: batch)
     strided = np.arange(6, dtype=np.int64).reshape(3, 2)
     cuda_memcpy.copy_pieces(strided[:, 0], strided[:, 1], np.array([8, 9, 10]), 3)
     assert told == dict(targets=[0, 2, 4], sources=[1, 3, 5], sizes=[8, 9, 10], kinds=1, stream=3, order=1)
@@ -87,7 +87,7 @@ def test_the_structure_has_the_size_that_the_driver_expects():
 
 
 def test_runs_without_the_batched_call(driver, monkeypatch):
-    monkeypatch.setattr(cuda_memcpy, "_batch_of_runs", lambda: None)
+    monkeypatch.setattr(cuda_memcpy, "_copy_batch_of_runs", lambda: None)
     source, target = np.arange(24, dtype=np.uint8), np.zeros(60, np.uint8)
     to, at = target.ctypes.data + np.array([0, 40]), source.ctypes.data + np.array([0, 12])
     cuda_memcpy.copy_runs(to, np.array([10, 6]), at, 6, np.array([6, 4]), np.array([2, 1]), 9)
@@ -107,7 +107,7 @@ def test_the_batched_call_is_told_all_runs(monkeypatch):
         )
         return 0
 
-    monkeypatch.setattr(cuda_memcpy, "_batch_of_runs", lambda: batch)
+    monkeypatch.setattr(cuda_memcpy, "_copy_batch_of_runs", lambda: batch)
     one, two = np.array([100, 64, 1, 16, 3]), np.array([200, 32, 2, 8, 4])
     targets, pitches, sources, widths, counts = np.stack([one, two], 1)
     cuda_memcpy.copy_runs(targets, pitches, sources, 24, widths, counts, 5)
@@ -116,6 +116,6 @@ def test_the_batched_call_is_told_all_runs(monkeypatch):
         ((1, 0, 1, 24, 3, 0), (1, 0, 100, 64, 3, 0), 16, 3, 1, 1, 1),
         ((1, 0, 2, 24, 4, 0), (1, 0, 200, 32, 4, 0), 8, 4, 1, 1, 1),
     ]
-    monkeypatch.setattr(cuda_memcpy, "_batch_of_runs", lambda: lambda *_: 1)
+    monkeypatch.setattr(cuda_memcpy, "_copy_batch_of_runs", lambda: lambda *_: 1)
     with pytest.raises(RuntimeError, match="error 1"):
         cuda_memcpy.copy_runs(targets, pitches, sources, 24, widths, counts, 5)

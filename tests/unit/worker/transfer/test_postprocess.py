@@ -14,7 +14,7 @@ from vllm_weir import WeirError, codec
 from vllm_weir.schema.compression import Compression
 from vllm_weir.worker.planning.step_plan import PACKED, StepPlan
 from vllm_weir.worker.transfer import codecs as codecs_module
-from vllm_weir.worker.transfer.codecs import IDLE, Codec, Codecs
+from vllm_weir.worker.transfer.codecs import MAX_IDLE, Codec, Codecs
 from vllm_weir.worker.transfer.pinned_buffer import _split
 from vllm_weir.worker.transfer.postprocess import Postprocessor
 
@@ -50,7 +50,7 @@ def test_records_go_to_their_places(tokens, chunk):
         at, place = at + columns, place + size
     host = torch.zeros(place + 1, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codecs_module, "CHUNK", chunk)
+        patch.setattr(codecs_module, "MAX_VALUES", chunk)
         plan, treater = plan_of(np.array(packs, np.int64)), Postprocessor(ring)
         quick, other = (treater.pack(plan, 7, codecs, quick) for quick in (True, False))
     for packets, which in ((quick, 0), (other, 1)):
@@ -91,7 +91,7 @@ def test_pieces_are_cut_at_block_edges(targets):
 
 def test_codecs_are_counted_and_a_few_idle_ones_kept():
     codecs = Codecs(64, torch.device("cpu"))
-    hows = [Compression.parse({"method": "rp8", "k": 32, "seed": s}, "c") for s in range(IDLE + 3)]
+    hows = [Compression.parse({"method": "rp8", "k": 32, "seed": s}, "c") for s in range(MAX_IDLE + 3)]
     numbers = [codecs.hold(f"r{k}", how) for k, how in enumerate(hows)]
     assert len(set(numbers)) == len(hows) and codecs.hold("again", hows[0]) == numbers[0]
     codecs.release("nobody")
@@ -118,7 +118,7 @@ def test_a_kernel_that_packs_wrongly_is_noticed(how, dtype):
             return records
 
     kernel = Kernel(compression, matrix, None, compression.record_bytes(d), d)
-    kernel.prove(dtype, cpu)
+    kernel.check_kernel(dtype, cpu)
     wrong = {
         "a code": lambda r: r[5, 8 + 7].add_(3),
         "a scale": lambda r: r[3, :4].view(torch.float32).mul_(1.05),
@@ -130,13 +130,13 @@ def test_a_kernel_that_packs_wrongly_is_noticed(how, dtype):
     for name, spoil in wrong.items():
         Kernel.spoil = staticmethod(spoil)
         with pytest.raises(WeirError, match="does not agree with the plain code"):
-            kernel.prove(dtype, cpu)
+            kernel.check_kernel(dtype, cpu)
             pytest.fail(name)
     other = replace(kernel, projection=None if matrix is None else codec.projection(4, 64, d))
     Kernel.spoil = staticmethod(lambda records: None)
     if matrix is not None:
         with pytest.raises(WeirError, match="ask for another compression"):
-            other.prove(dtype, cpu)
+            other.check_kernel(dtype, cpu)
 
 
 @pytest.mark.parametrize("wrong", [True, False])
@@ -148,6 +148,6 @@ def test_either_way_of_a_projecting_kernel_is_tried(wrong):
     compression, d = Compression.parse({"method": "rp8", "k": 64, "seed": 3}, "compress"), 256
     matrix = codec.projection(3, 64, d)
     arguments = (compression, matrix, matrix, compression.record_bytes(d), d)
-    Codec(*arguments).prove(torch.bfloat16, torch.device("cpu"))
+    Codec(*arguments).check_kernel(torch.bfloat16, torch.device("cpu"))
     with pytest.raises(WeirError, match="does not agree with the plain code"):
-        Kernel(*arguments).prove(torch.bfloat16, torch.device("cpu"))
+        Kernel(*arguments).check_kernel(torch.bfloat16, torch.device("cpu"))

@@ -43,7 +43,7 @@ def test_no_row_is_overwritten_before_it_has_left(capacity, data):
         copy = Copy(copies)
         copies.append(copy)
         holds[start : start + rows] = [copy] * rows
-        ring.leaves(start, rows, copy)
+        ring.release_after(start, rows, copy)
         if data.draw(st.booleans()):  # the device goes on by itself
             for one in copies[: data.draw(st.integers(0, len(copies)))]:
                 one.done = True
@@ -54,7 +54,7 @@ def test_finished_copies_are_forgotten():
     for _ in range(200):
         copy = Copy([])
         copy.done = True
-        ring.leaves(ring.take(1), 1, copy)
+        ring.release_after(ring.take(1), 1, copy)
     assert len(ring._leaving) <= 1
 
 

@@ -27,13 +27,14 @@ from vllm_weir.worker.planning.step_plan import PACKED
 from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.tap.reductions import TapReducer
 from vllm_weir.worker.transfer import streamed_copy as stream
+from vllm_weir.worker.transfer.band_layout import layout_bands, learn_tap_order
 from vllm_weir.worker.transfer.codecs import Codecs
 from vllm_weir.worker.transfer.directions import Products
 from vllm_weir.worker.transfer.packed_bands import packs_of
 from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
 from vllm_weir.worker.transfer.postprocess import Postprocessor
 from vllm_weir.worker.transfer.ring import Ring
-from vllm_weir.worker.transfer.streamed_copy import StreamedCopy, layout, learned
+from vllm_weir.worker.transfer.streamed_copy import StreamedCopy
 
 D, ROW = 8, 32
 CPU = torch.device("cpu")
@@ -112,13 +113,13 @@ class Model:
         taps = {number.data_ptr(): tap for tap, number in enumerate(self.numbers)}
         ranks = torch.zeros(64, num_taps(LAYERS) * STAGES, dtype=torch.int32)
         self.streamer = StreamedCopy(self.ring, Outlet(self.ring, self.host), ranks, taps, codecs)
-        leaves = self.ring.leaves
+        release_after = self.ring.release_after
 
         def overwritten(start, rows, copied):
             self.ring.buffer[start : start + rows] = float("nan")
-            leaves(start, rows, copied)
+            release_after(start, rows, copied)
 
-        self.ring.leaves = overwritten
+        self.ring.release_after = overwritten
         event = SimpleNamespace(record=lambda *_: None, synchronize=lambda: None, query=lambda: True, wait=lambda: None)
         monkeypatch.setattr(torch.cuda, "Event", lambda: event)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -206,7 +207,7 @@ def test_columns_leave_side_by_side_once_the_order_of_the_taps_is_known(monkeypa
     with pytest.raises(RuntimeError, match="another order"):
         narrow.step(step(planner, [("r", 6, 12)]), planner, order[::2] + order[1::2])()
     narrow.step(step(planner, [("r", 3, 18)]), planner, order[::2] + order[1::2])()
-    with pytest.raises(RuntimeError, match="did not come to its taps"):
+    with pytest.raises(RuntimeError, match="did not reach its taps"):
         model.step(step(planner, [("r", 3, 21)]), planner, order[:-1])()
 
 
@@ -254,7 +255,7 @@ def test_the_stages_of_one_tap_share_no_rows_of_the_ring(monkeypatch):
 def test_bands_that_are_written_at_once_share_no_rows(members, order, known, lanes, wanted, spare):
     columns_of = {profile: tuple(sorted(columns)) for profile, columns in members.items()}
     capacity = lanes * STAGES + spare
-    width, bands = layout(columns_of, order if known else (), lanes, capacity, wanted)
+    width, bands = layout_bands(columns_of, order if known else (), lanes, capacity, wanted)
     assert sorted(c for band in bands for c in band) == sorted({c for some in members.values() for c in some})
     for band in bands:
         for columns in columns_of.values():
@@ -281,7 +282,7 @@ def test_compressed_rows_and_scores_are_streamed():
     assert plan.treated and pack.packet().pieces.tolist() == [[0, 0, 6 * LAYERS * codecs[number].record_bytes]]
     planner.remove("r")
     site_requests = spec_of([("resid_post", "all", "all")]).site_requests
-    number = codecs.enter(Products(torch.ones(3, D)))
+    number = codecs.add(Products(torch.ones(3, D)))
     planner.read(
         "s", "a", ResolvedSpec(site_requests, Postprocess(None, ("x", "y", "z"))), 6, None, 30, PACKED - number
     )
@@ -295,12 +296,12 @@ def test_orders_are_learned_from_steps_that_come_to_some_of_the_taps():
     """Two kinds of requests in turn keep theirs; a step with both replaces them; a contradiction is forgotten."""
     orders = []
     for met in ((6, 10, 14), (3, 7), (6, 10), (3, 7)):
-        orders = learned(orders, met)
+        orders = learn_tap_order(orders, met)
     assert orders == [(3, 7), (6, 10, 14)]
-    orders = learned(orders, (3, 6, 7, 10))
+    orders = learn_tap_order(orders, (3, 6, 7, 10))
     assert orders == [(3, 6, 7, 10), (6, 10, 14)]
-    assert learned(orders, (7, 3)) == [(7, 3), (6, 10, 14)]
-    assert learned(orders, (14,)) == orders
+    assert learn_tap_order(orders, (7, 3)) == [(7, 3), (6, 10, 14)]
+    assert learn_tap_order(orders, (14,)) == orders
 
 
 @settings(max_examples=100, deadline=None)
