@@ -14,7 +14,7 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo bench test unit conformance lint check docs docs-serve clean
+.PHONY: help venv demo bench test unit conformance unasync lint check docs docs-serve clean
 
 help:
 	@echo "make demo [MODEL=<directory or hub id>]   run the demo (under 5 minutes with the set-up)"
@@ -22,7 +22,8 @@ help:
 	@echo "make test [WORKERS=2]                     every test that needs no GPU, shared out to so many processes"
 	@echo "make conformance [ARGS=ARCH]              every architecture of vLLM's registry, and docs/models.md from it"
 	@echo "make docs | docs-serve                    the documentation as a site in out/site | on http://localhost:8001"
-	@echo "make check                                format, lint, types, and which package imports which"
+	@echo "make check                                format, lint, types, the generated client, and the import rules"
+	@echo "make unasync                              client/client.py from client/async_client.py"
 	@echo "make unit | lint | venv | clean           fast tests | ruff and mypy | the environment | remove what was built"
 
 venv: $(STAMP)
@@ -45,12 +46,16 @@ unit: $(STAMP)
 conformance: $(STAMP)
 	@$(BIN)/python -m tests.conformance $(ARGS); status=$$?; $(BIN)/python -m tests.conformance docs; exit $$status
 
+unasync: $(STAMP)
+	@$(BIN)/python scripts/unasync.py
+
 lint: $(STAMP)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
 check: lint
+	@$(BIN)/python scripts/unasync.py --check
 	@test ! -f tests/unit/test_import_rules.py || $(BIN)/python -m pytest -q tests/unit/test_import_rules.py
 
 docs: $(STAMP)

@@ -1,6 +1,8 @@
-"""Clients of a ``weir serve`` server: `WorkerProcess` and `AsyncClient`.
+"""Clients of a ``weir serve`` server: `Client` and `AsyncClient`.
 
-request -> flow (generators, no I/O: retries, downloads, streams) -> sync / aio (httpx) -> answer
+What they do is written once, as *flows* (`protocol`): generators that yield *effects* (`effects`:
+send a request, read a chunk, sleep) and are sent the results. `async_client` carries effects out
+with httpx; `client` is generated from it by ``scripts/unasync.py``.
 """
 
 from vllm_weir.client.async_client import AsyncClient

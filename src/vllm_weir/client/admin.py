@@ -1,6 +1,7 @@
-"""The parts of a client that look after the server itself: vectors by name, steering for everyone.
+"""Administration of a server: its named vectors, and its steering of every request.
 
-One class each for both clients: of an `AsyncClient` every method gives an awaitable.
+Both clients share these classes: every method returns the result, or for an `AsyncClient` an
+awaitable of it.
 """
 
 from __future__ import annotations
@@ -18,128 +19,135 @@ from vllm_weir.schema.request import parse_interventions
 from vllm_weir.schema.vectors import KEPT, Vector
 
 INFO = SendRequest("GET", "/v1/weir/info")
-_TYPES = {".safetensors": "application/octet-stream", ".gguf": "application/octet-stream", ".json": "application/json"}
-
-
-def same(data: Any) -> Any:
-    """What the server said, as it is."""
-    return data
+_MEDIA_TYPES = {
+    ".safetensors": "application/octet-stream",
+    ".gguf": "application/octet-stream",
+    ".json": "application/json",
+}
 
 
 def mark(answer: str | Completion | Chunk, metadata: dict[str, Any]) -> SendRequest:
-    """See `WorkerProcess.mark`."""
+    """Return the request of `Client.mark`."""
     if isinstance(answer, Chunk):
         answer = answer.result if answer.result is not None else answer.raw.id
-    name = answer.id if isinstance(answer, Completion) else answer
-    if not isinstance(name, str) or not name:
-        raise WeirError(f"an answer or its id, got {brief(answer)!r}", "answer")
+    request_id = answer.id if isinstance(answer, Completion) else answer
+    if not isinstance(request_id, str) or not request_id:
+        raise WeirError(f"expected an answer or its id, got {brief(answer)!r}", "answer")
     dumps(metadata, "metadata")
-    return SendRequest("POST", "/v1/marks", json={"id": name, "metadata": metadata}, repeatable=False)
+    return SendRequest("POST", "/v1/marks", json={"id": request_id, "metadata": metadata}, repeatable=False)
 
 
 class VectorAdmin:
-    """``client.vectors``: vectors that the server keeps under a name, for ``Add("name", ...)``."""
+    """``client.vectors``: the vectors that the server stores by name, for ``Add("name", ...)``."""
 
-    def __init__(self, tell: Callable[[SendRequest, Callable[[Any], Any]], Any]) -> None:
-        self._tell = tell
+    def __init__(self, request_json: Callable[[SendRequest], Any]) -> None:
+        self._request_json = request_json
 
     def put(self, name: str, vector: Any) -> Any:
-        """Keep a vector under a name, in place of an earlier one. Needs the admin key.
+        """Store a vector under a name, replacing an earlier one. Needs the admin key.
 
         Args:
-            vector: a tensor, array or list, [d_model] or [n, d_model]; or the path of a safetensors, GGUF or JSON file.
+            name: The name.
+            vector: A tensor, array or list, [d_model] or [n, d_model]; or the `Path` of a
+                safetensors, GGUF or JSON file.
 
         Returns:
-            What the server keeps: its digest and shape.
+            The stored vector's digest and shape.
         """
         if isinstance(vector, Path):
-            kind = _TYPES.get(vector.suffix)
-            if kind is None:
-                raise WeirError(f"a vector's file is {', '.join(_TYPES)}, got {vector.name!r}", "vector")
-            headers = {"Content-Type": kind}
-            return self._tell(
-                SendRequest("PUT", _vector(name), content=vector.read_bytes(), headers=headers, admin=True), same
+            media_type = _MEDIA_TYPES.get(vector.suffix)
+            if media_type is None:
+                raise WeirError(f"expected a file ending in {', '.join(_MEDIA_TYPES)}, got {vector.name!r}", "vector")
+            headers = {"Content-Type": media_type}
+            content = vector.read_bytes()
+            return self._request_json(
+                SendRequest("PUT", _vector_path(name), content=content, headers=headers, admin=True)
             )
-        content = Vector.parse(vector, "vector", KEPT).to_json()
-        return self._tell(SendRequest("PUT", _vector(name), json=content, admin=True), same)
+        data = Vector.parse(vector, "vector", KEPT).to_json()
+        return self._request_json(SendRequest("PUT", _vector_path(name), json=data, admin=True))
 
     def get(self, name: str) -> Any:
-        """What the server keeps under a name."""
-        return self._tell(SendRequest("GET", _vector(name)), same)
+        """Return the vector stored under a name."""
+        return self._request_json(SendRequest("GET", _vector_path(name)))
 
     def delete(self, name: str) -> Any:
-        """Forget a name. Needs the admin key."""
-        return self._tell(SendRequest("DELETE", _vector(name), admin=True), same)
+        """Delete a name. Needs the admin key."""
+        return self._request_json(SendRequest("DELETE", _vector_path(name), admin=True))
 
     def list(self) -> Any:
-        """What the server keeps, by name."""
-        return self._tell(SendRequest("GET", "/v1/vectors"), same)
+        """Return the stored vectors by name."""
+        return self._request_json(SendRequest("GET", "/v1/vectors"))
 
 
 class SteeringAdmin:
-    """``client.steering``: what every request of the server undergoes."""
+    """``client.steering``: the steering of every request, and named modules."""
 
-    def __init__(self, tell: Callable[[SendRequest, Callable[[Any], Any]], Any]) -> None:
-        self._tell = tell
+    def __init__(self, request_json: Callable[[SendRequest], Any]) -> None:
+        self._request_json = request_json
 
     def set(self, interventions: Any = None, *, replace: bool = False, **tiers: Any) -> Any:
         """Steer every request admitted from now on. Needs the admin key.
 
         Args:
-            interventions: as for `weir.params`; they take the place of earlier ones.
-            replace: whether all earlier steering goes, not only what this speaks of.
-            tiers: ``vectors``, ``prefill_vectors``, ``decode_vectors``: ``{hook: {layer: vector}}``, a vector being a
-                tensor, an array, a list or ``{"vector": ..., "scale": float}``; and what else the server takes.
+            interventions: As for `weir.params`; they replace earlier ones.
+            replace: Whether to remove all earlier steering, not only what this call replaces.
+            tiers: ``vectors``, ``prefill_vectors`` and ``decode_vectors``: ``{hook: {layer:
+                vector}}``, where a vector is a tensor, an array, a list or ``{"vector": ...,
+                "scale": float}``; and any other field of the route.
         """
         body = _steering(interventions, tiers) | ({"replace": True} if replace else {})
-        return self._tell(SendRequest("POST", "/v1/steering/set", json=body, admin=True, repeatable=False), same)
+        return self._request_json(SendRequest("POST", "/v1/steering/set", json=body, admin=True, repeatable=False))
 
     def clear(self) -> Any:
-        """Steer only by what requests ask for. Needs the admin key."""
-        return self._tell(SendRequest("POST", "/v1/steering/clear", json={}, admin=True, repeatable=False), same)
+        """Remove all steering of every request. Needs the admin key."""
+        return self._request_json(SendRequest("POST", "/v1/steering/clear", json={}, admin=True, repeatable=False))
 
     def get(self) -> Any:
-        """What every request undergoes now."""
-        return self._tell(SendRequest("GET", "/v1/steering"), same)
+        """Return the current steering of every request."""
+        return self._request_json(SendRequest("GET", "/v1/steering"))
 
     def register(self, name: str, interventions: Any = None, **tiers: Any) -> Any:
-        """Keep interventions on the server under a name, for requests' ``modules``. Needs the admin key."""
+        """Store interventions under a name, for requests' ``modules``. Needs the admin key."""
         body = {"name": name} | _steering(interventions, tiers)
-        return self._tell(
-            SendRequest("POST", "/v1/steering/modules/register", json=body, admin=True, repeatable=False), same
+        return self._request_json(
+            SendRequest("POST", "/v1/steering/modules/register", json=body, admin=True, repeatable=False)
         )
 
     def unregister(self, name: str) -> Any:
-        """Forget such a name. Needs the admin key."""
-        call = SendRequest("POST", "/v1/steering/modules/unregister", json={"name": name}, admin=True, repeatable=False)
-        return self._tell(call, same)
+        """Delete a module. Needs the admin key."""
+        return self._request_json(
+            SendRequest("POST", "/v1/steering/modules/unregister", json={"name": name}, admin=True, repeatable=False)
+        )
 
     def modules(self) -> Any:
-        """The names."""
-        return self._tell(SendRequest("GET", "/v1/steering/modules"), same)
+        """Return the names of the modules."""
+        return self._request_json(SendRequest("GET", "/v1/steering/modules"))
 
     def layers(self) -> Any:
-        """Where the server can steer."""
-        return self._tell(SendRequest("GET", "/v1/steering/layers"), same)
+        """Return the hook points that can be steered, by block."""
+        return self._request_json(SendRequest("GET", "/v1/steering/layers"))
 
 
-def plain(value: Any) -> Any:
-    """JSON data of data that holds tensors and arrays."""
+def to_json_data(value: Any) -> Any:
+    """Return data that holds tensors and arrays as JSON data."""
     if isinstance(value, Mapping):
-        return {str(name): plain(inner) for name, inner in value.items()}
+        return {str(name): to_json_data(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
-    if hasattr(value, "detach"):  # a torch tensor, without importing torch for those who have none
+        return [to_json_data(inner) for inner in value]
+    if hasattr(value, "detach"):  # a torch tensor, told without importing torch
         value = value.detach().cpu().float()
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _steering(interventions: Any, tiers: Mapping[str, Any]) -> dict[str, Any]:
-    own = [] if interventions is None else parse_interventions(interventions, "interventions")
-    return plain(tiers) | ({} if interventions is None else {"interventions": [i.to_json() for i in own]})
+    body = to_json_data(tiers)
+    if interventions is not None:
+        parsed = parse_interventions(interventions, "interventions")
+        body["interventions"] = [intervention.to_json() for intervention in parsed]
+    return body
 
 
-def _vector(name: str) -> str:
+def _vector_path(name: str) -> str:
     if not isinstance(name, str) or not name:
-        raise WeirError(f"a name, got {brief(name)!r}", "name")
+        raise WeirError(f"expected a name, got {brief(name)!r}", "name")
     return f"/v1/vectors/{quote(name, safe='')}"

@@ -1,9 +1,9 @@
-"""`AsyncClient`: the flows, carried out by awaiting."""
+"""`AsyncClient`: carries out the flows of `vllm_weir.client.protocol` over httpx."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
 from functools import partial
 from os import PathLike, fspath
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import httpx
 
 from vllm_weir.client import admin, protocol
-from vllm_weir.client.client import losses, reply_of
+from vllm_weir.client.concurrency import async_run_in_order
 from vllm_weir.client.effects import (
     ConnectionLost,
     DownloadBody,
@@ -22,17 +22,32 @@ from vllm_weir.client.effects import (
     SendRequest,
     Sleep,
 )
-from vllm_weir.client.options import ClientOptions, Progress, RequestFields, asked_of, counter
-from vllm_weir.client.payload import about_of, conversations, several
+from vllm_weir.client.http import http_response, transport_errors
+from vllm_weir.client.options import ClientOptions, Progress, RequestFields, generation_request
+from vllm_weir.client.payload import chat_batch, prompt_batch, route_and_prompt
 from vllm_weir.client.results import Chunk, Completion
 
 T = TypeVar("T")
 
 
 class AsyncClient:
-    """`vllm_weir.Client` for asyncio: the same methods and arguments, to be awaited; `stream` for ``async for``.
+    """An asyncio client of a ``weir serve`` server.
 
-    Belongs to the event loop that first uses it. Close it, or use it in an ``async with`` block.
+    An instance belongs to the event loop that first uses it.
+    Its ``async with`` block, or `close`, closes the connections.
+
+    Args:
+        base_url: The server's address, with or without ``/v1``.
+        api_key: vLLM's ``--api-key``, if the server has one.
+        admin_key: The server's ``--weir-admin-key``, needed to change the server for every request.
+        model: The model (or adapter) to ask for; by default the one that the server serves.
+        timeout: Seconds without a byte after which a request is abandoned.
+        retries: Further attempts after a failure. A generation is repeated only if it never began.
+        transport: An ``httpx.AsyncBaseTransport``, for tests and proxies.
+
+    Raises:
+        WeirError: If a request is wrong (``field`` says where). All other failures are its
+            subclasses `AuthError`, `NotFound`, `TooLarge` and `ServerError`.
     """
 
     def __init__(
@@ -55,16 +70,13 @@ class AsyncClient:
             transport=transport,
         )
         self._model = model
-        self._finding = asyncio.Lock()
-        self.vectors = admin.VectorAdmin(self._tell)
-        self.steering = admin.SteeringAdmin(self._tell)
+        self._model_lock = asyncio.Lock()
+        self.vectors: admin.VectorAdmin = admin.VectorAdmin(self._request_json)
+        self.steering: admin.SteeringAdmin = admin.SteeringAdmin(self._request_json)
 
     async def model(self) -> str:
-        """The model that is asked for."""
-        async with self._finding:
-            if self._model is None:
-                self._model = await self._run(protocol.find_model(self._options.retries))
-        return self._model
+        """Return the model that requests ask for."""
+        return await self._default_model()
 
     async def generate(
         self,
@@ -80,10 +92,30 @@ class AsyncClient:
         progress: Progress = None,
         **fields: Any,
     ) -> Any:
-        """As `WorkerProcess.generate`."""
-        wish = RequestFields(capture, interventions, modules, inline_bytes, save_to)
-        prompts = several(prompt)
-        return await self._each(prompt, prompts, wish, fields | {"max_tokens": max_tokens}, concurrency, progress)
+        """Continue a text (``/v1/completions``).
+
+        Args:
+            prompt: A text, a list of token ids, or a list of either.
+            max_tokens: The most tokens to generate.
+            capture: What to capture, as for `weir.params`: objects, or their wire form.
+            interventions: What to change, as for `weir.params`: objects, or their wire form.
+            modules: Names (or ``{"name", "scale"}``) of modules that the server keeps; they act
+                before `interventions`.
+            inline_bytes: Activations up to this size come within the response; larger ones are
+                fetched after it.
+            save_to: A directory. Activations are streamed into files there (``choice.path``) and
+                read on first access instead of being held in memory.
+            concurrency: The most requests in flight, for a list of prompts.
+            progress: True shows a progress bar; a function is called with (finished, total).
+            fields: OpenAI's and vLLM's own fields: ``temperature``, ``n``, ``model``, ``logprobs``,
+                ``extra_body``, ...
+
+        Returns:
+            A `Completion`; for a list of prompts, a list of them in the same order.
+        """
+        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to)
+        fields = fields | {"max_tokens": max_tokens}
+        return await self._generate_all(prompt, prompt_batch(prompt), weir_fields, fields, concurrency, progress)
 
     async def chat(
         self,
@@ -99,13 +131,12 @@ class AsyncClient:
         progress: Progress = None,
         **fields: Any,
     ) -> Any:
-        """As `WorkerProcess.chat`."""
-        wish = RequestFields(capture, interventions, modules, inline_bytes, save_to)
-        chats = conversations(messages)
+        """Answer a conversation (``/v1/chat/completions``) or a list of them, like `generate`."""
+        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to)
         fields = fields | {"max_tokens": max_tokens}
-        return await self._each(messages, chats, wish, fields, concurrency, progress)
+        return await self._generate_all(messages, chat_batch(messages), weir_fields, fields, concurrency, progress)
 
-    async def stream(
+    def stream(
         self,
         prompt: Any,
         *,
@@ -117,32 +148,49 @@ class AsyncClient:
         save_to: str | PathLike | None = None,
         **fields: Any,
     ) -> AsyncIterator[Chunk]:
-        """As `WorkerProcess.stream`."""
-        wish = RequestFields(capture, interventions, modules, inline_bytes, save_to)
-        asked = asked_of(prompt, wish, fields | {"max_tokens": max_tokens})
-        about_of(prompt)
-        model = fields.get("model") or await self.model()
-        emitted = self._emitted(protocol.stream(asked, model, self._options.retries))
-        try:
-            async for chunk in emitted:
-                yield chunk
-        finally:
-            await emitted.aclose()
+        """Iterate over a generation's chunks with ``async for``, of a prompt or of chat messages.
+
+        The arguments are those of `generate`. Scores come with the tokens that they belong to;
+        activations come at the end, in the last chunk's ``result``.
+        """
+        weir_fields = RequestFields(capture, interventions, modules, inline_bytes, save_to)
+        generation = generation_request(prompt, weir_fields, fields | {"max_tokens": max_tokens})
+        route_and_prompt(prompt)  # a wrong prompt is refused here, not by the first iteration
+        return self._stream(generation)
 
     async def collect(self, completion: Completion) -> None:
-        """Fetch the activations of an answer that lie on the server, and free them there."""
+        """Fetch the activations of `completion` that are on the server, and free them there."""
         await self._run(protocol.collect(completion, None, self._options.retries))
 
     async def info(self) -> dict[str, Any]:
-        """As `WorkerProcess.info`."""
-        return await self._run(protocol.data_of(admin.INFO, self._options.retries))
+        """Return what the server serves: model, layers, width, hook points, limits and version."""
+        return await self._request_json(admin.INFO)
 
     async def mark(self, answer: str | Completion | Chunk, **metadata: Any) -> dict[str, Any]:
-        """As `WorkerProcess.mark`."""
-        return await self._run(protocol.data_of(admin.mark(answer, metadata), self._options.retries))
+        """Have rows captured with ``keep="marked"`` written to their sink, like `weir.mark`.
+
+        Args:
+            answer: What `generate` or `chat` returned, its ``id``, or a chunk of `stream`. All its
+                sequences are marked.
+            metadata: Plain JSON data that the sink stores with the rows.
+
+        Returns:
+            ``{"id", "sinks": [{"sink", "state"}], "gone": [reasons]}``, with one ticket for each
+            finished sequence and sink. Sequences that are still generated have none; their rows are
+            written when they end.
+
+        Raises:
+            NotFound: If no such request is known, or its rows are gone.
+        """
+        return await self._request_json(admin.mark(answer, metadata))
 
     async def load_adapter(self, name: str, path: str | PathLike | None = None) -> None:
-        """As `WorkerProcess.load_adapter`."""
+        """Have the server load a LoRA adapter unless it has it; use it with ``model=name``.
+
+        Args:
+            name: The adapter's name.
+            path: Its directory, as the server sees it.
+        """
         await self._run(protocol.load_adapter(name, None if path is None else fspath(path), self._options.retries))
 
     async def close(self) -> None:
@@ -155,93 +203,106 @@ class AsyncClient:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def _each(
+    async def _default_model(self) -> str:
+        async with self._model_lock:
+            if self._model is None:
+                self._model = await self._run(protocol.find_model(self._options.retries))
+        return self._model
+
+    async def _model_for(self, fields: Any) -> str:
+        return fields.get("model") or await self._default_model()
+
+    async def _generate_all(
         self,
-        one: Any,
-        several: list[Any] | None,
-        wish: RequestFields,
+        prompt: Any,
+        batch: list[Any] | None,
+        weir_fields: RequestFields,
         fields: dict[str, Any],
         concurrency: int,
         progress: Progress,
     ) -> Any:
-        asked = [asked_of(p, wish, fields) for p in ([one] if several is None else several)]
-        if not asked:
-            return []
-        model = fields.get("model") or await self.model()
-        calls = [partial(self._finish, a, model) for a in asked]
-        return await calls[0]() if several is None else await _in_order(calls, concurrency, progress)
+        """Generate for `prompt`, or for every prompt of `batch` if there is one."""
+        prompts = [prompt] if batch is None else batch
+        generations = [generation_request(one, weir_fields, fields) for one in prompts]
+        model = await self._model_for(fields) if generations else ""
+        calls = [partial(self._generate, generation, model) for generation in generations]
+        if batch is None:
+            return await calls[0]()
+        return await async_run_in_order(calls, concurrency, progress)
 
-    async def _finish(self, asked: protocol.GenerationRequest, model: str) -> Completion:
-        return await self._run(protocol.generate(asked, model, self._options.retries))
+    async def _generate(self, generation: protocol.GenerationRequest, model: str) -> Completion:
+        return await self._run(protocol.generate(generation, model, self._options.retries))
 
-    async def _tell(self, call: SendRequest, read: Callable[[Any], Any]) -> Any:
-        return read(await self._run(protocol.data_of(call, self._options.retries)))
+    async def _request_json(self, request: SendRequest) -> Any:
+        return await self._run(protocol.request_json(request, self._options.retries))
 
-    async def _run(self, doing: protocol.Flow[T]) -> T:
-        """Carry out a flow that emits nothing."""
+    async def _run(self, flow: protocol.Flow[T]) -> T:
+        """Carry out a flow that emits nothing, and return its result."""
         try:
-            effect = next(doing)
+            effect = next(flow)
             while True:
                 try:
-                    answer = await self._carry_out(effect)
+                    result = await self._carry_out(effect)
                 except ConnectionLost as lost:
-                    effect = doing.throw(lost)
+                    effect = flow.throw(lost)
                 else:
-                    effect = doing.send(answer)
+                    effect = flow.send(result)
         except StopIteration as end:
             return end.value
         finally:
-            doing.close()
+            flow.close()
 
-    async def _emitted(self, doing: protocol.Flow[None]) -> AsyncGenerator[Any, None]:
-        """Carry out a flow, and hand on what it emits."""
-        line = _OpenResponse(self)
+    async def _stream(self, generation: protocol.GenerationRequest) -> AsyncIterator[Chunk]:
+        """Carry out the flow of a streamed generation, and yield what it emits."""
+        model = await self._model_for(generation.fields)
+        flow = protocol.stream(generation, model, self._options.retries)
+        open_response = _OpenResponse(self)
         try:
-            effect = next(doing)
+            effect = next(flow)
             while True:
                 try:
                     if isinstance(effect, EmitValue):
                         yield effect.value
-                        answer = None
+                        result = None
                     else:
-                        answer = await line.carry_out(effect)
+                        result = await open_response.carry_out(effect)
                 except ConnectionLost as lost:
-                    effect = doing.throw(lost)
+                    effect = flow.throw(lost)
                 else:
-                    effect = doing.send(answer)
+                    effect = flow.send(result)
         except StopIteration:
             return
         finally:
-            await line.close()
-            doing.close()
+            await open_response.close()
+            flow.close()
 
     async def _carry_out(self, effect: Effect) -> Any:
         if isinstance(effect, Sleep):
             return await asyncio.sleep(effect.seconds)
         if isinstance(effect, SendRequest):
             response = await self._send(effect, stream=False)
-            return reply_of(response, response.content)
+            return http_response(response, response.content)
         assert isinstance(effect, DownloadBody)
-        with losses():
-            response = await self._send(effect.call, stream=True)
+        with transport_errors():
+            response = await self._send(effect.request, stream=True)
             try:
                 if response.status_code not in (200, 206):
-                    return reply_of(response, await response.aread())
-                reply = reply_of(response)
-                effect.begin(reply.headers)
+                    return http_response(response, await response.aread())
+                result = http_response(response)
+                effect.begin(result.headers)
                 async for data in response.aiter_bytes():
                     effect.sink.write(data)
-                return reply
+                return result
             finally:
                 await response.aclose()
 
-    async def _send(self, call: SendRequest, stream: bool) -> httpx.Response:
-        with losses():
-            return await self._http.send(self._http.build_request(**self._options.arguments(call)), stream=stream)
+    async def _send(self, request: SendRequest, stream: bool) -> httpx.Response:
+        with transport_errors():
+            return await self._http.send(self._http.build_request(**self._options.arguments(request)), stream=stream)
 
 
 class _OpenResponse:
-    """The one answer that a stream leaves open."""
+    """The one response that a stream leaves open between effects."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -250,15 +311,15 @@ class _OpenResponse:
 
     async def carry_out(self, effect: Effect) -> Any:
         if isinstance(effect, OpenStream):
-            self._response = await self._client._send(effect.call, stream=True)
-            with losses():
+            self._response = await self._client._send(effect.request, stream=True)
+            with transport_errors():
                 if self._response.status_code != 200:
-                    return reply_of(self._response, await self._response.aread())
+                    return http_response(self._response, await self._response.aread())
             self._bytes = self._response.aiter_bytes()
-            return reply_of(self._response)
+            return http_response(self._response)
         if isinstance(effect, ReadChunk):
             assert self._bytes is not None
-            with losses():
+            with transport_errors():
                 return await anext(self._bytes, None)
         await self.close()
         return await self._client._carry_out(effect)
@@ -266,32 +327,3 @@ class _OpenResponse:
     async def close(self) -> None:
         if self._response is not None:
             await self._response.aclose()
-
-
-async def _in_order(
-    calls: Sequence[Callable[[], Awaitable[Completion]]], concurrency: int, progress: Progress
-) -> list[Completion]:
-    """The results in the order of the calls; the first failure calls off all others and is raised."""
-    room = asyncio.Semaphore(max(1, concurrency))
-    stopped = asyncio.Event()
-    with counter(progress, len(calls)) as count:
-
-        async def one(call: Callable[[], Awaitable[Completion]]) -> Completion:
-            async with room:
-                if stopped.is_set():
-                    raise asyncio.CancelledError
-                try:
-                    result = await call()
-                except BaseException:
-                    stopped.set()
-                    raise
-            count()
-            return result
-
-        tasks = [asyncio.ensure_future(one(call)) for call in calls]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,7 +1,7 @@
-"""What a flow asks its transport to do, and what it hears back.
+"""Effects that a flow asks its client to carry out, and their results.
 
-A flow (`vllm_weir.client.protocol`) is a generator that yields these effects and is sent their results: everything that
-the two clients do is written once, without I/O, and each transport only carries effects out.
+A flow (`vllm_weir.client.protocol`) is a generator that yields effects and is sent their results,
+so what the two clients do is written once, without I/O.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from typing import Any, BinaryIO, NamedTuple
 
 @dataclass(frozen=True)
 class SendRequest:
-    """Send a request and read the whole answer: a `HttpResponse`, or `ConnectionLost` is thrown into the flow.
+    """A request whose whole response is read.
+
+    The result is an `HttpResponse`; without one, `ConnectionLost` is thrown into the flow.
 
     Attributes:
-        path: below the server's address, or absolute on the same server.
-        json: the body as JSON data; or `content`: as bytes.
-        repeatable: whether sending it twice does the same as once.
-        admin: whether it needs the admin key.
+        path: The path on the server.
+        json: The body as JSON data.
+        content: The body as bytes, if `json` is None.
+        repeatable: Whether sending the request twice does the same as sending it once.
+        admin: Whether the request needs the admin key.
     """
 
     method: str
@@ -33,23 +36,28 @@ class SendRequest:
 
 @dataclass
 class DownloadBody:
-    """Send a request and write the answer's body to `sink` as it comes; the `HttpResponse` has an empty body.
+    """A request whose response body is written to `sink` as it arrives.
 
-    An answer with another status than 200 or 206 is read as by `SendRequest`.
+    The `HttpResponse` has an empty body. A response with a status other than 200 or 206 is read as
+    by `SendRequest`.
 
     Attributes:
-        start: the first byte that the request asks for.
-        tag: the ``ETag`` of what came, also if it did not come whole.
+        start: The first byte that the request asks for.
+        tag: The response's ``ETag``, known even if its body breaks off.
     """
 
-    call: SendRequest
+    request: SendRequest
     sink: BinaryIO
     start: int = 0
     tag: str = ""
 
     def begin(self, headers: Mapping[str, str]) -> None:
-        """Set `sink` to where the answer's bytes begin; raises `ConnectionLost` if that is neither 0 nor `start`."""
-        first, _ = range_of(headers)
+        """Seek `sink` to the first byte of a response with these headers.
+
+        Raises:
+            ConnectionLost: If the response begins neither at 0 nor at `start`.
+        """
+        first, _ = content_range(headers)
         if first not in (0, self.start):
             raise ConnectionLost(f"asked for bytes from {self.start}, the server sends them from {first}", True)
         self.tag = headers.get("etag", "")
@@ -58,32 +66,32 @@ class DownloadBody:
 
 @dataclass(frozen=True)
 class OpenStream:
-    """Send a request and leave its answer open; the `HttpResponse` has an empty body if the status is 200."""
+    """A request whose response stays open; with status 200 the `HttpResponse` has no body."""
 
-    call: SendRequest
+    request: SendRequest
 
 
 @dataclass(frozen=True)
 class ReadChunk:
-    """The next bytes of the answer that is open; None at its end."""
+    """A read of the next bytes of the open response; the result is None at its end."""
 
 
 @dataclass(frozen=True)
 class EmitValue:
-    """Hand `value` to whoever iterates."""
+    """A value for the caller who iterates over the flow."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Sleep:
-    """Wait."""
+    """A pause."""
 
     seconds: float
 
 
 class HttpResponse(NamedTuple):
-    """An answer; header names in lower case."""
+    """A response; header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -91,10 +99,11 @@ class HttpResponse(NamedTuple):
 
 
 class ConnectionLost(Exception):
-    """There was no whole answer.
+    """No complete response was received.
 
     Attributes:
-        sent: whether the server may have seen the request.
+        why: The reason, for the user.
+        sent: Whether the server may have seen the request.
     """
 
     def __init__(self, why: str, sent: bool) -> None:
@@ -105,11 +114,11 @@ class ConnectionLost(Exception):
 Effect = SendRequest | DownloadBody | OpenStream | ReadChunk | EmitValue | Sleep
 
 
-def range_of(headers: Mapping[str, str]) -> tuple[int, int | None]:
-    """(first byte, bytes of the whole) that an answer carries; the second is None if it does not say.
+def content_range(headers: Mapping[str, str]) -> tuple[int, int | None]:
+    """Return the first byte that a response carries and the size of the whole, None if unknown.
 
     Raises:
-        Lost: for a ``Content-Range`` that makes no sense.
+        ConnectionLost: If ``Content-Range`` is malformed.
     """
     text = headers.get("content-range")
     if text is None:
@@ -120,5 +129,5 @@ def range_of(headers: Mapping[str, str]) -> tuple[int, int | None]:
     span, _, total = rest.partition("/")
     first = span.partition("-")[0]
     if unit != "bytes" or not first.isdigit():
-        raise ConnectionLost(f"the server sent a strange Content-Range {text[:80]!r}", True)
+        raise ConnectionLost(f"the server sent a malformed Content-Range: {text[:80]!r}", True)
     return int(first), int(total) if total.isdigit() else None

@@ -1,4 +1,4 @@
-"""What a client raises: `WeirError` for what was asked wrongly, and these for the rest."""
+"""Errors of the clients: `WeirError` for a wrong request, its subclasses for other failures."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from vllm_weir.errors import WeirError, brief
 
 
 class ServiceError(WeirError):
-    """What all of these have in common.
+    """The base class of these errors.
 
     Attributes:
-        status: the HTTP status, or None if there was no answer.
+        status: The HTTP status, or None if there was no response.
     """
 
     def __init__(self, message: str, field: str = "", status: int | None = None) -> None:
@@ -24,27 +24,27 @@ class ServiceError(WeirError):
 
 
 class AuthError(ServiceError):
-    """The server wants a key (401), or another one (403)."""
+    """A key is missing (401) or not accepted (403)."""
 
 
 class NotFound(ServiceError):
-    """There is no such thing on the server, or no longer (404)."""
+    """The server does not have what was asked for, or has removed it (404)."""
 
 
 class TooLarge(ServiceError):
-    """The request is larger than the server takes (413)."""
+    """The request is larger than the server accepts (413)."""
 
 
 class ServerError(ServiceError):
-    """The server failed (5xx), was too busy (429), or could not be reached, or the connection broke."""
+    """The server failed (5xx), was busy (429) or out of reach, or the connection broke."""
 
 
 _BY_STATUS: dict[int, type[ServiceError]] = {401: AuthError, 403: AuthError, 404: NotFound, 413: TooLarge}
 
 
-def error_of(status: int, body: bytes | str | dict[str, Any]) -> WeirError:
-    """The error that an answer means; its `field` is the ``param`` of an OpenAI error body."""
-    message, field = _said(body)
+def error_from(status: int, body: bytes | str | dict[str, Any]) -> WeirError:
+    """Return the error for a response; its `field` is the ``param`` of an OpenAI error body."""
+    message, field = _message_and_field(body)
     message = message or f"HTTP status {status}"
     kind = _BY_STATUS.get(status)
     if kind is None and (status >= 500 or status == 429):
@@ -52,8 +52,7 @@ def error_of(status: int, body: bytes | str | dict[str, Any]) -> WeirError:
     return WeirError(message, field) if kind is None else kind(message, field, status)
 
 
-def _said(body: bytes | str | dict[str, Any]) -> tuple[str, str]:
-    """(message, field)."""
+def _message_and_field(body: bytes | str | dict[str, Any]) -> tuple[str, str]:
     data: Any = body
     if isinstance(data, bytes):
         data = data.decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""What both clients are made with."""
+"""Settings of a client, and of one call of it."""
 
 from __future__ import annotations
 
@@ -22,53 +22,59 @@ Progress = bool | Callable[[int, int], None] | None
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """A client's settings."""
+    """The settings of a client."""
 
     root: str
     retries: RetryPolicy
     headers: Mapping[bytes, bytes] = field(repr=False)
     admin_key: bytes = field(repr=False)
-    keepalive: float = 4.0  # servers close idle connections after 5 seconds; a request then sent could be lost
+    keepalive: float = 4.0  # seconds; vLLM's server closes idle connections after 5
 
     @classmethod
     def parse(
         cls, base_url: str, api_key: str | None, admin_key: str | None, timeout: float, retries: int
     ) -> ClientOptions:
-        """Raises WeirError naming the argument that is wrong."""
+        """Return the settings for these arguments; raises WeirError naming a wrong one."""
         parts = urlsplit(base_url if isinstance(base_url, str) else "")
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise WeirError(f"expected an address like http://localhost:8000, got {brief(base_url)!r}", "base_url")
         if not isinstance(timeout, (int, float)) or not timeout > 0:
-            raise WeirError(f"a positive number of seconds, got {brief(timeout)}", "timeout")
+            raise WeirError(f"expected a positive number of seconds, got {brief(timeout)}", "timeout")
         if not isinstance(retries, int) or retries < 0:
-            raise WeirError(f"a number of attempts, got {brief(retries)}", "retries")
+            raise WeirError(f"expected a number of attempts, at least 0, got {brief(retries)}", "retries")
         root = base_url.rstrip("/").removesuffix("/v1")
-        headers = {b"Authorization": b"Bearer " + _key(api_key, "api_key")} if api_key else {}
-        return cls(root, RetryPolicy(retries), headers, _key(admin_key, "admin_key") if admin_key else b"")
+        headers = {b"Authorization": b"Bearer " + _encoded_key(api_key, "api_key")} if api_key else {}
+        return cls(root, RetryPolicy(retries), headers, _encoded_key(admin_key, "admin_key") if admin_key else b"")
 
-    def arguments(self, call: SendRequest) -> dict[str, Any]:
-        """What httpx makes a request of; raises WeirError if the call needs a key that the client lacks, or cannot be
-        written as JSON."""
-        headers: dict[str, str | bytes] = dict(call.headers)
-        if call.admin:
+    def arguments(self, request: SendRequest) -> dict[str, Any]:
+        """Return the arguments of httpx's ``build_request``.
+
+        Raises:
+            WeirError: If the request needs an admin key and there is none, or is not valid JSON
+                data.
+        """
+        headers: dict[str, str | bytes] = dict(request.headers)
+        if request.admin:
             if not self.admin_key:
-                raise WeirError("this changes the server for everyone; give the client its admin_key", "admin_key")
+                raise WeirError(
+                    "this call changes the server for every request; give the client an admin_key", "admin_key"
+                )
             headers["X-Weir-Admin-Key"] = self.admin_key
-        content = call.content
-        if call.json is not None:
+        content = request.content
+        if request.json is not None:
             headers["Content-Type"] = "application/json"
-            content = _written(call.json)
-        return {"method": call.method, "url": call.path, "content": content, "headers": headers}
+            content = _json_bytes(request.json)
+        return {"method": request.method, "url": request.path, "content": content, "headers": headers}
 
 
-def _key(key: object, name: str) -> bytes:
-    """A key as a header carries it. Errors do not show it."""
+def _encoded_key(key: object, name: str) -> bytes:
+    """Return a key as the bytes of a header; errors do not show it."""
     if not isinstance(key, str) or not fits_header(key):
-        raise WeirError("a key is a line of text, without blanks or a line break around it", name)
+        raise WeirError("a key is one line of text without spaces or line breaks around it", name)
     return key.encode("utf-8", "surrogateescape")
 
 
-def _written(data: Any) -> bytes:
+def _json_bytes(data: Any) -> bytes:
     try:
         return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as e:
@@ -76,7 +82,7 @@ def _written(data: Any) -> bytes:
 
 
 class RequestFields(NamedTuple):
-    """What is asked of Weir, as the caller wrote it."""
+    """The arguments of a call that concern Weir, as the caller wrote them."""
 
     capture: Any
     interventions: Any
@@ -85,19 +91,27 @@ class RequestFields(NamedTuple):
     save_to: str | PathLike | None
 
 
-def asked_of(prompt: Any, wish: RequestFields, fields: Mapping[str, Any]) -> GenerationRequest:
-    """One generation; its directory is made."""
+def generation_request(prompt: Any, weir_fields: RequestFields, fields: Mapping[str, Any]) -> GenerationRequest:
+    """Return one generation's request, with the directory of `save_to` created."""
     save_to = None
-    if wish.save_to is not None:
-        save_to = Path(wish.save_to)
+    if weir_fields.save_to is not None:
+        save_to = Path(weir_fields.save_to)
         save_to.mkdir(parents=True, exist_ok=True)
-    return GenerationRequest(prompt, wish.capture, wish.interventions, wish.modules, wish.inline_bytes, fields, save_to)
+    return GenerationRequest(
+        prompt,
+        weir_fields.capture,
+        weir_fields.interventions,
+        weir_fields.modules,
+        weir_fields.inline_bytes,
+        fields,
+        save_to,
+    )
 
 
 @contextlib.contextmanager
-def counter(progress: Progress, total: int) -> Iterator[Callable[[], None]]:
-    """A function to call for each thing that is done, from any thread."""
-    lock, done = threading.Lock(), 0
+def progress_counter(progress: Progress, total: int) -> Iterator[Callable[[], None]]:
+    """Yield a function to call, from any thread, for each request that has finished."""
+    lock, finished = threading.Lock(), 0
     bar = None
     if progress is True:
         from rich.progress import Progress as Bar
@@ -106,13 +120,13 @@ def counter(progress: Progress, total: int) -> Iterator[Callable[[], None]]:
         task = bar.add_task("requests", total=total)
 
     def count() -> None:
-        nonlocal done
+        nonlocal finished
         with lock:
-            done += 1
+            finished += 1
             if bar is not None:
-                bar.update(task, completed=done)
+                bar.update(task, completed=finished)
             elif callable(progress):
-                progress(done, total)
+                progress(finished, total)
 
     with bar or contextlib.nullcontext():
         yield count

@@ -1,4 +1,4 @@
-"""From what a caller asks to the body of a request."""
+"""The body of a generation request, made from the caller's arguments."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from vllm_weir.schema.request import RequestSpec, parse_captures, parse_interven
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSE_KEY, MODULES_KEY = "response", "modules"
-_SITE_REQUESTS = ("capture", "interventions", "modules", "inline_bytes", "save_to")
-_OWN = ("stream", "prompt", "messages", WIRE_KEY)
+_WEIR_ARGUMENTS = ("capture", "interventions", "modules", "inline_bytes", "save_to")
+_RESERVED = ("stream", "prompt", "messages", WIRE_KEY)
 
 
 def weir_object(
     capture: Any, interventions: Any, modules: Any, inline_bytes: int | None, stream: bool
 ) -> dict[str, Any] | None:
-    """The body's ``weir`` object; None if nothing is asked of Weir.
+    """Return the body's ``weir`` object, or None if nothing is asked of Weir.
 
     Raises:
-        WeirError: naming the field that is wrong.
+        WeirError: Naming the field that is wrong.
     """
     spec = RequestSpec(parse_captures(capture, "capture"), parse_interventions(interventions, "interventions"))
     if inline_bytes is not None and (not isinstance(inline_bytes, int) or inline_bytes < 0):
-        raise WeirError(f"a number of bytes, got {brief(inline_bytes)}", "inline_bytes")
+        raise WeirError(f"expected a number of bytes, at least 0, got {brief(inline_bytes)}", "inline_bytes")
     parse_modules(modules, "modules")
-    named = [modules] if isinstance(modules, (str, Mapping)) else list(modules or ())
-    if not spec.capture and not spec.interventions and not named:
+    module_list = [modules] if isinstance(modules, (str, Mapping)) else list(modules or ())
+    if not spec.capture and not spec.interventions and not module_list:
         return None
-    out = spec.to_json() | ({MODULES_KEY: named} if named else {})
+    out = spec.to_json() | ({MODULES_KEY: module_list} if module_list else {})
     response: dict[str, Any] = {}
     if inline_bytes is not None:
         response["inline_bytes"] = inline_bytes
@@ -41,7 +41,7 @@ def weir_object(
 
 
 def body_of(
-    about: Mapping[str, Any],
+    prompt: Mapping[str, Any],
     model: str,
     *,
     capture: Any = (),
@@ -51,37 +51,44 @@ def body_of(
     stream: bool = False,
     fields: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The body of ``/v1/completions`` or ``/v1/chat/completions``.
+    """Return the body of ``/v1/completions`` or ``/v1/chat/completions``.
 
     Args:
-        about: ``{"prompt": ...}`` or ``{"messages": ...}``.
-        fields: OpenAI's and vLLM's own fields; None leaves one out; an ``extra_body`` among them is merged in.
+        prompt: ``{"prompt": ...}`` or ``{"messages": ...}``.
+        model: The model's name.
+        capture: As for `weir.params`, like `interventions`.
+        interventions: See `capture`.
+        modules: Names of modules that the server keeps.
+        inline_bytes: Activations up to this size come within the response.
+        stream: Whether to ask for a stream.
+        fields: OpenAI's and vLLM's own fields. A field that is None is left out; an ``extra_body``
+            among them is merged in.
     """
     fields = dict(fields)
     extra = fields.pop("extra_body", None) or {}
     for name in (*fields, *extra):
-        if name in _OWN:
-            raise WeirError("is an argument of its own; pass it as that", name)
-        near = difflib.get_close_matches(name, _SITE_REQUESTS, n=1, cutoff=0.85)
-        if near:  # a server passes over fields that it does not know
-            raise WeirError(f"no field of a request; did you mean the argument {near[0]}?", name)
+        if name in _RESERVED:
+            raise WeirError("is set by the client itself; use the method's own arguments", name)
+        near = difflib.get_close_matches(name, _WEIR_ARGUMENTS, n=1, cutoff=0.85)
+        if near:  # a server ignores fields that it does not know
+            raise WeirError(f"is not a field of a request; did you mean the argument {near[0]}?", name)
     xargs = fields.get("vllm_xargs") or extra.get("vllm_xargs")
-    if (wrong := misplaced(xargs if isinstance(xargs, Mapping) else None, {**fields, **extra})) is not None:
-        raise wrong
+    if (error := misplaced(xargs if isinstance(xargs, Mapping) else None, {**fields, **extra})) is not None:
+        raise error
     body = {"model": model, "return_token_ids": True, **fields, **extra}
-    if body.get("echo") and "prompt" in about and "return_token_ids" not in (*fields, *extra):
-        del body["return_token_ids"]  # with it, vLLM leaves the prompt's text out
-    body = {name: value for name, value in body.items() if value is not None} | dict(about)
-    wish = weir_object(capture, interventions, modules, inline_bytes, stream)
-    if wish is not None:
-        body[WIRE_KEY] = wish
+    if body.get("echo") and "prompt" in prompt and "return_token_ids" not in (*fields, *extra):
+        del body["return_token_ids"]  # with token ids, vLLM leaves the prompt's text out
+    body = {name: value for name, value in body.items() if value is not None} | dict(prompt)
+    weir = weir_object(capture, interventions, modules, inline_bytes, stream)
+    if weir is not None:
+        body[WIRE_KEY] = weir
     if stream:
         body["stream"] = True
     return body
 
 
-def about_of(prompt: Any) -> tuple[str, dict[str, Any]]:
-    """(path, what `body_of` calls about) for a text, token ids, or chat messages."""
+def route_and_prompt(prompt: Any) -> tuple[str, dict[str, Any]]:
+    """Return the route for a text, token ids or chat messages, and the body's field for them."""
     if isinstance(prompt, str) or is_tokens(prompt):
         return COMPLETIONS, {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
     if is_chat(prompt):
@@ -90,32 +97,35 @@ def about_of(prompt: Any) -> tuple[str, dict[str, Any]]:
 
 
 def is_tokens(prompt: Any) -> bool:
-    """Whether this is one prompt, given as token ids."""
-    return _list(prompt) and len(prompt) > 0 and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt)
+    """Return whether `prompt` is one prompt, given as token ids."""
+    return _is_list(prompt) and len(prompt) > 0 and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt)
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether this is one conversation."""
-    return _list(prompt) and len(prompt) > 0 and all(isinstance(m, Mapping) and "role" in m for m in prompt)
+    """Return whether `prompt` is one conversation."""
+    return _is_list(prompt) and len(prompt) > 0 and all(isinstance(m, Mapping) and "role" in m for m in prompt)
 
 
-def several(prompts: Any) -> list[Any] | None:
-    """The prompts of a list of them, None if `prompts` is a single one."""
+def prompt_batch(prompts: Any) -> list[Any] | None:
+    """Return the prompts of a list of them, or None if `prompts` is a single one."""
     if isinstance(prompts, str) or is_tokens(prompts):
         return None
-    if not _list(prompts):
-        raise WeirError(f"expected a prompt or a list of them, got {type(prompts).__name__}", "prompt")
+    if not _is_list(prompts):
+        raise WeirError(f"expected a prompt or a list of prompts, got {type(prompts).__name__}", "prompt")
     return list(prompts)
 
 
-def conversations(messages: Any) -> list[Any] | None:
-    """The conversations of a list of them, None if `messages` is one; a text is none, and would miss the template."""
+def chat_batch(messages: Any) -> list[Any] | None:
+    """Return the conversations of a list of them, or None if `messages` is a single one.
+
+    A text is refused: it would not get the chat template.
+    """
     if is_chat(messages):
         return None
-    if not _list(messages) or not all(map(is_chat, messages)):
+    if not _is_list(messages) or not all(map(is_chat, messages)):
         raise WeirError("expected chat messages ({'role', 'content'}), or a list of conversations", "messages")
     return list(messages)
 
 
-def _list(value: Any) -> bool:
+def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))

@@ -1,4 +1,4 @@
-"""What the clients do, without I/O: generators that yield effects (`vllm_weir.client.effects`)."""
+"""The clients' flows, without I/O: generators that yield effects (`vllm_weir.client.effects`)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from vllm_weir.client.effects import (
     ReadChunk,
     SendRequest,
     Sleep,
-    range_of,
+    content_range,
 )
-from vllm_weir.client.errors import NotFound, ServerError, error_of
-from vllm_weir.client.payload import CHAT, about_of, body_of
+from vllm_weir.client.errors import NotFound, ServerError, error_from
+from vllm_weir.client.payload import CHAT, body_of, route_and_prompt
 from vllm_weir.client.results import Choice, Chunk, Completion, activations_of, completion_of
 from vllm_weir.client.sse import EventParser, StreamAssembler
 from vllm_weir.errors import WeirError
@@ -35,10 +35,10 @@ T = TypeVar("T")
 Flow = Generator[Effect, Any, T]
 _logger = logging.getLogger(__name__)
 
-UNTOUCHED = (429, 503)
-"""Statuses that say that the request was not worked on."""
-PASSING = (429, 500, 502, 503, 504)
-"""Statuses after which asking again may help."""
+NOT_STARTED = (429, 503)
+"""Statuses of requests that the server has not begun to process."""
+TRANSIENT = (429, 500, 502, 503, 504)
+"""Statuses after which another attempt may succeed."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,11 @@ class RetryPolicy:
     """When to try again, and after how long.
 
     Attributes:
-        most: further attempts after the first.
-        base: seconds before the first of them; doubled for each one after it, with up to half of it at random.
+        most: Further attempts after the first.
+        base: Seconds before the first of them, doubled for each later one; up to half is added at
+            random.
+        longest: The most seconds before an attempt, without the random part.
+        chance: Returns a random number from 0 to 1.
     """
 
     most: int = 2
@@ -56,86 +59,90 @@ class RetryPolicy:
     chance: Callable[[], float] = random.random
 
     def wait(self, attempt: int, headers: Mapping[str, str] | None = None) -> Sleep:
-        """Before attempt number `attempt` (from 1). A server's ``Retry-After`` counts, up to a minute."""
-        asked = (headers or {}).get("retry-after", "")
-        if asked.isdigit():
-            return Sleep(min(float(asked), 60.0))
+        """Return the pause before further attempt number `attempt` (from 1).
+
+        A server's ``Retry-After`` takes precedence, up to a minute.
+        """
+        retry_after = (headers or {}).get("retry-after", "")
+        if retry_after.isdigit():
+            return Sleep(min(float(retry_after), 60.0))
         delay = min(self.base * 2 ** (attempt - 1), self.longest)
         return Sleep(delay * (1 + self.chance() / 2))
 
 
-def ask(effect: SendRequest | DownloadBody | OpenStream, retries: RetryPolicy) -> Flow[HttpResponse]:
-    """Send it, and again after failures that allow that: never a request that changes or generates something, once
-    the server may have begun with it.
+def send(effect: SendRequest | OpenStream, retries: RetryPolicy) -> Flow[HttpResponse]:
+    """Send a request, again after failures that allow it, and return the last response.
+
+    A request that is not repeatable is not sent again once the server may have begun to process it.
 
     Raises:
-        ServerError: if no attempt got an answer.
+        ServerError: If the last attempt got no response.
     """
-    call = effect if isinstance(effect, SendRequest) else effect.call
+    request = effect if isinstance(effect, SendRequest) else effect.request
     for attempt in range(1, retries.most + 2):
         last = attempt == retries.most + 1
         try:
-            reply = yield effect
+            response = yield effect
         except ConnectionLost as lost:
-            if last or (lost.sent and not call.repeatable):
-                raise ServerError(f"{call.method} {call.path}: {lost.why}") from None
+            if last or (lost.sent and not request.repeatable):
+                raise ServerError(f"{request.method} {request.path}: {lost.why}") from None
             yield retries.wait(attempt)
             continue
-        if last or reply.status not in (PASSING if call.repeatable else UNTOUCHED):
-            return reply
-        yield retries.wait(attempt, reply.headers)
+        if last or response.status not in (TRANSIENT if request.repeatable else NOT_STARTED):
+            return response
+        yield retries.wait(attempt, response.headers)
     raise AssertionError("unreachable")
 
 
-def bytes_of(call: SendRequest, retries: RetryPolicy) -> Flow[bytes]:
-    """What a call answers; raises the error that it tells of."""
-    reply = yield from ask(call, retries)
-    if not 200 <= reply.status < 300:
-        raise error_of(reply.status, reply.body)
-    return reply.body
+def request_bytes(request: SendRequest, retries: RetryPolicy) -> Flow[bytes]:
+    """Return a response's body; raises the error that it reports."""
+    response = yield from send(request, retries)
+    if not 200 <= response.status < 300:
+        raise error_from(response.status, response.body)
+    return response.body
 
 
-def data_of(call: SendRequest, retries: RetryPolicy) -> Flow[Any]:
-    """The JSON data that a call answers (None for an empty answer); raises the error that it tells of."""
-    body = yield from bytes_of(call, retries)
+def request_json(request: SendRequest, retries: RetryPolicy) -> Flow[Any]:
+    """Return a response's JSON data, None if it is empty; raises the error that it reports."""
+    body = yield from request_bytes(request, retries)
     if not body.strip():
         return None
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
-        raise ServerError(f"{call.path} answered something that is no JSON") from None
+        raise ServerError(f"the response to {request.path} is not JSON") from None
 
 
 def load_adapter(name: str, path: str | None, retries: RetryPolicy) -> Flow[None]:
-    """Have the server load a LoRA adapter, if it does not have it; afterwards it is a model of that name.
+    """Have the server load a LoRA adapter if it does not have it; it is then a model of that name.
 
     Raises:
-        WeirError: if it has none of that name and cannot load it.
+        WeirError: If the server neither has the adapter nor can load it.
     """
-    found = yield from data_of(SendRequest("GET", "/v1/models"), retries)
-    if name in {m.get("id") for m in found.get("data", ())}:
+    models = yield from request_json(SendRequest("GET", "/v1/models"), retries)
+    if name in {m.get("id") for m in models.get("data", ())}:
         return
     if path is None:
-        raise WeirError(f"the server has no adapter {name!r}; say where it is", "path")
-    call = SendRequest("POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path}, repeatable=False)
+        raise WeirError(f"the server has no adapter {name!r}; give its path", "path")
+    body = {"lora_name": name, "lora_path": path}
     try:
-        yield from bytes_of(call, retries)
+        yield from request_bytes(SendRequest("POST", "/v1/load_lora_adapter", json=body, repeatable=False), retries)
     except NotFound as e:
-        if e.message not in ("Not Found", "HTTP status 404"):  # there is such a route, and it says what is not there
+        if e.message not in ("Not Found", "HTTP status 404"):  # the route exists: no such adapter
             raise WeirError(e.message, "path") from None
         raise WeirError(
-            f"the server loads no adapters, so not {name!r}: start it with --enable-lora and the environment variable "
+            f"the server cannot load the adapter {name!r}: start it with --enable-lora and the environment variable "
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or with --lora-modules",
             "name",
         ) from None
 
 
 def find_model(retries: RetryPolicy) -> Flow[str]:
-    """The model that the server serves; the first, if there are adapters besides."""
-    found = yield from data_of(SendRequest("GET", "/v1/models"), retries)
-    models = [m for m in found.get("data", ()) if not m.get("parent")] if isinstance(found, dict) else []
+    """Return the name of the model that the server serves, adapters aside."""
+    data = yield from request_json(SendRequest("GET", "/v1/models"), retries)
+    models = [m for m in data.get("data", ()) if not m.get("parent")] if isinstance(data, dict) else []
     if not models:
-        raise NotFound("the server names no model", "model", 404)
+        raise NotFound("the server lists no model", "model", 404)
     return models[0]["id"]
 
 
@@ -144,9 +151,9 @@ class GenerationRequest:
     """One generation, as the caller asked for it.
 
     Attributes:
-        prompt: a text, token ids, or chat messages.
-        fields: OpenAI's and vLLM's own.
-        save_to: a directory for the activations, or None for memory.
+        prompt: A text, token ids, or chat messages.
+        fields: OpenAI's and vLLM's own fields.
+        save_to: The directory for the activations, or None to hold them in memory.
     """
 
     prompt: Any
@@ -157,11 +164,11 @@ class GenerationRequest:
     fields: Mapping[str, Any]
     save_to: Path | None = None
 
-    def call(self, model: str, stream: bool) -> SendRequest:
-        """The request."""
-        path, about = about_of(self.prompt)
+    def http_request(self, model: str, stream: bool) -> SendRequest:
+        """Return the HTTP request."""
+        path, prompt = route_and_prompt(self.prompt)
         body = body_of(
-            about,
+            prompt,
             self.fields.get("model") or model,
             capture=self.capture,
             interventions=self.interventions,
@@ -173,24 +180,24 @@ class GenerationRequest:
         return SendRequest("POST", path, json=body, repeatable=False)
 
 
-def generate(asked: GenerationRequest, model: str, retries: RetryPolicy) -> Flow[Completion]:
-    """One generation, and whatever of its results lies on the server."""
-    call = asked.call(model, stream=False)
-    data = yield from data_of(call, retries)
+def generate(generation: GenerationRequest, model: str, retries: RetryPolicy) -> Flow[Completion]:
+    """Generate, and fetch the activations that are kept on the server."""
+    request = generation.http_request(model, stream=False)
+    data = yield from request_json(request, retries)
     if not isinstance(data, dict) or not data.get("choices"):
-        raise ServerError("the server's answer has no choices")
-    completion = completion_of(data, chat=call.path == CHAT, asked=WIRE_KEY in call.json)
-    yield from collect(completion, asked.save_to, retries)
+        raise ServerError("the server's response has no choices")
+    completion = completion_of(data, chat=request.path == CHAT, asks_weir=WIRE_KEY in request.json)
+    yield from collect(completion, generation.save_to, retries)
     return completion
 
 
-def stream(asked: GenerationRequest, model: str, retries: RetryPolicy) -> Flow[None]:
-    """Emits every `Chunk`, the last one with the whole result."""
-    call = asked.call(model, stream=True)
-    reply = yield from ask(OpenStream(call), retries)
-    if reply.status != 200:
-        raise error_of(reply.status, reply.body)
-    events, assembler = EventParser(), StreamAssembler(call.path == CHAT, WIRE_KEY in call.json)
+def stream(generation: GenerationRequest, model: str, retries: RetryPolicy) -> Flow[None]:
+    """Emit every `Chunk` of a streamed generation, the last one with the whole result."""
+    request = generation.http_request(model, stream=True)
+    response = yield from send(OpenStream(request), retries)
+    if response.status != 200:
+        raise error_from(response.status, response.body)
+    parser, assembler = EventParser(), StreamAssembler(request.path == CHAT, WIRE_KEY in request.json)
     while not assembler.done:
         try:
             data = yield ReadChunk()
@@ -198,16 +205,16 @@ def stream(asked: GenerationRequest, model: str, retries: RetryPolicy) -> Flow[N
             raise ServerError(f"the stream broke: {lost.why}") from None
         if data is None:
             break
-        for event in events.feed(data):
-            for chunk in assembler.take(event):
+        for event in parser.feed(data):
+            for chunk in assembler.add(event):
                 yield EmitValue(chunk)
-    whole = assembler.result()
-    yield from collect(whole, asked.save_to, retries)
-    yield EmitValue(Chunk(result=whole))
+    completion = assembler.result()
+    yield from collect(completion, generation.save_to, retries)
+    yield EmitValue(Chunk(result=completion))
 
 
 def collect(completion: Completion, save_to: Path | None, retries: RetryPolicy) -> Flow[None]:
-    """Fetch the activations that lie on the server, then free them there; write inline ones where files are wanted."""
+    """Fetch the activations that are on the server and free them there; write `save_to`'s files."""
     for choice in completion.choices:
         rows = choice.scores if choice.rows is None else choice.rows
         if choice.reference is not None:
@@ -238,63 +245,65 @@ def _fetch_choice(choice: Choice, save_to: Path | None, retries: RetryPolicy) ->
     yield from free(reference, retries)
 
 
-def place(reference: str) -> str:
-    """Path of a result on the server."""
+def result_path(reference: str) -> str:
+    """Return the path of a result on the server."""
     return f"/v1/activations/{reference}"
 
 
 def fetch(reference: str, sink: BinaryIO, retries: RetryPolicy) -> Flow[int]:
-    """Download a result into `sink`; a broken connection is taken up where it broke. Returns its bytes.
+    """Download a result into `sink`, resuming after breaks, and return its size in bytes.
 
-    Any number of breaks is allowed, as long as no more than ``retries.most`` in a row bring nothing new.
+    The download is abandoned after more than ``retries.most`` attempts in a row that bring nothing
+    new.
 
     Raises:
-        NotFound: if it has expired.
-        ServerError: if it cannot be had whole.
+        NotFound: If the result has expired.
+        ServerError: If it cannot be downloaded whole.
     """
-    held, total, tag, idle = 0, None, "", 0
-    why = "nothing came"
-    while idle <= retries.most:
-        if idle:
-            yield retries.wait(idle)
+    received, total, tag, fruitless = 0, None, "", 0
+    why = "nothing was received"
+    while fruitless <= retries.most:
+        if fruitless:
+            yield retries.wait(fruitless)
         headers = {"Accept-Encoding": "identity"}
-        if held:
-            headers["Range"] = f"bytes={held}-"
+        if received:
+            headers["Range"] = f"bytes={received}-"
             if tag:
                 headers["If-Range"] = tag
-        effect = DownloadBody(SendRequest("GET", place(reference), headers=headers), sink, held)
-        before = held
+        effect = DownloadBody(SendRequest("GET", result_path(reference), headers=headers), sink, received)
+        before = received
         try:
-            reply = yield effect
+            response = yield effect
         except ConnectionLost as lost:
-            held, why, tag = sink.tell(), lost.why, effect.tag or tag
-            idle = 0 if held > before else idle + 1
+            received, why, tag = sink.tell(), lost.why, effect.tag or tag
+            fruitless = 0 if received > before else fruitless + 1
             continue
-        if reply.status in PASSING:
-            idle, why = idle + 1, f"HTTP status {reply.status}"
+        if response.status in TRANSIENT:
+            fruitless, why = fruitless + 1, f"HTTP status {response.status}"
             continue
-        if reply.status == 416 and held:
-            held = 0  # what is there has fewer bytes than we hold: not the same; from the start
+        if response.status == 416 and received:
+            # The file has fewer bytes than were received, so it is another one: start again.
+            received = 0
             sink.seek(0)
-            idle, why = idle + 1, "the result changed on the server"
+            fruitless, why = fruitless + 1, "the result changed on the server"
             continue
-        if reply.status not in (200, 206):
-            raise error_of(reply.status, reply.body)
-        first, total = range_of(reply.headers)
-        held, tag = sink.tell(), effect.tag or tag
-        if total is None or held == total:
-            sink.truncate(held)
-            return held
-        idle = 0 if held > max(before, first) else idle + 1
-        why = f"{held} of {total} bytes came"
-    raise ServerError(f"could not download {place(reference)}: {why}")
+        if response.status not in (200, 206):
+            raise error_from(response.status, response.body)
+        first, total = content_range(response.headers)
+        received, tag = sink.tell(), effect.tag or tag
+        if total is None or received == total:
+            sink.truncate(received)
+            return received
+        fruitless = 0 if received > max(before, first) else fruitless + 1
+        why = f"received {received} of {total} bytes"
+    raise ServerError(f"could not download {result_path(reference)}: {why}")
 
 
 def free(reference: str, retries: RetryPolicy) -> Flow[None]:
-    """Let the server forget a result. It is here already and would expire there, so a failure is only logged."""
+    """Delete a downloaded result on the server; it would expire, so a failure is only logged."""
     try:
-        yield from data_of(SendRequest("DELETE", place(reference)), retries)
+        yield from request_json(SendRequest("DELETE", result_path(reference)), retries)
     except NotFound:
         return
     except WeirError as e:
-        _logger.warning("could not free %s on the server, where it will expire: %s", place(reference), e)
+        _logger.warning("could not free %s on the server, where it will expire: %s", result_path(reference), e)

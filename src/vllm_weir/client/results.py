@@ -1,4 +1,4 @@
-"""From a server's answer to what a caller gets: completions with activations, scores and receipts."""
+"""Results of the clients: completions with activations, scores and receipts."""
 
 from __future__ import annotations
 
@@ -29,17 +29,22 @@ ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass
 class Choice:
-    """One sequence of an answer.
+    """One generated sequence.
 
     Attributes:
-        text: what was generated.
-        token_ids: its tokens; None if the server did not say (``return_token_ids=False``).
-        scores: of a request that projects: an `Activations` whose rows are the scores, float32 [rows, m]; else None.
-        receipt: what was really done; None for a request that asks nothing of Weir.
-        path: the file that holds the activations, of a request with ``save_to``.
-        finish_reason: OpenAI's.
-        tool_calls: OpenAI's, of a chat.
-        reference: the id of activations that lie on the server, until they are fetched.
+        index: Its number among the `n` sequences.
+        text: The generated text.
+        token_ids: The generated tokens; None if the server did not return them
+            (``return_token_ids=False``).
+        finish_reason: OpenAI's field.
+        tool_calls: OpenAI's field, of a chat.
+        receipt: What was really captured and changed; None if nothing was asked of Weir.
+        scores: For a request that projects, an `Activations` whose rows are the scores,
+            float32 [rows, m]; otherwise None.
+        path: The file that holds the activations, for a request with ``save_to``.
+        reference: The id of activations that are kept on the server and not fetched yet.
+        refusal: Why the server kept no activations; empty if it did.
+        rows: The captured rows, once they are here.
     """
 
     index: int = 0
@@ -56,10 +61,10 @@ class Choice:
 
     @property
     def activations(self) -> Activations | None:
-        """The captured rows (of a request that projects, the scores, as offline); None if nothing was captured.
+        """The captured rows, or the scores if the request projects; None if nothing was captured.
 
         Raises:
-            WeirError: if the server did not keep them; it says why.
+            WeirError: If the server did not keep them, with its reason.
         """
         if self.refusal:
             raise WeirError(self.refusal, "activations")
@@ -70,12 +75,15 @@ class Choice:
 
 @dataclass
 class Completion:
-    """The answer to one prompt; what `Choice` has, the completion has as well, of its first choice.
+    """The response to one prompt. Its properties are those of its first choice.
 
     Attributes:
-        choices: the `n` sequences, by index.
-        prompt_token_ids: the prompt's tokens; None if the server did not say.
-        raw: ``openai.types.Completion`` or ``openai.types.chat.ChatCompletion``; of a stream None.
+        choices: The `n` sequences, ordered by index.
+        model: The model's name.
+        id: The request's id.
+        prompt_token_ids: The prompt's tokens; None if the server did not return them.
+        usage: OpenAI's field.
+        raw: ``openai.types.Completion`` or ``openai.types.chat.ChatCompletion``; None for a stream.
     """
 
     choices: list[Choice]
@@ -87,7 +95,7 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """What was generated."""
+        """The generated text."""
         return self.choices[0].text
 
     @property
@@ -97,32 +105,32 @@ class Completion:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended."""
+        """Why the generation ended."""
         return self.choices[0].finish_reason
 
     @property
     def tool_calls(self) -> list[Any] | None:
-        """As of `Choice`."""
+        """OpenAI's tool calls, of a chat."""
         return self.choices[0].tool_calls
 
     @property
     def path(self) -> Path | None:
-        """As of `Choice`."""
+        """The file that holds the activations, for a request with ``save_to``."""
         return self.choices[0].path
 
     @property
     def activations(self) -> Activations | None:
-        """As of `Choice`."""
+        """See `Choice.activations`."""
         return self.choices[0].activations
 
     @property
     def scores(self) -> Activations | None:
-        """As of `Choice`."""
+        """The scores, for a request that projects."""
         return self.choices[0].scores
 
     @property
     def receipt(self) -> Receipt | None:
-        """As of `Choice`."""
+        """What was really captured and changed."""
         return self.choices[0].receipt
 
 
@@ -131,11 +139,13 @@ class Chunk:
     """A piece of a stream.
 
     Attributes:
-        index: the choice that it belongs to.
-        text, token_ids: what is new.
-        scores: the new rows, of a request that projects.
-        result: the whole answer; only of the last chunk, which has nothing new besides.
-        raw: OpenAI's chunk; None of the last.
+        index: The index of the choice that it belongs to.
+        text: The new text.
+        token_ids: The new tokens.
+        finish_reason: OpenAI's field, of a choice's last chunk.
+        scores: The new scores, for a request that projects.
+        result: The whole completion, in the last chunk, which carries nothing else.
+        raw: OpenAI's chunk; None in the last.
     """
 
     index: int = 0
@@ -148,43 +158,43 @@ class Chunk:
 
 
 def site_of(name: str) -> Site:
-    """The site that the wire calls ``"resid_post.10"``."""
+    """Return the site that a response calls ``"resid_post.10"``."""
     try:
         return parse_site(name)
     except WeirError:
-        raise WeirError(f"the server speaks of a site {brief(name)!r}; is it of another version?") from None
+        raise WeirError(f"the server named an unknown site {brief(name)!r}; is it another version of Weir?") from None
 
 
-def _counts(data: Mapping[str, int]) -> dict[Site, int]:
-    return {site_of(name): n for name, n in data.items()}
-
-
-_RECEIPT = {f.name for f in dataclasses.fields(Receipt)}
+_RECEIPT_FIELDS = {field.name for field in dataclasses.fields(Receipt)}
 
 
 def receipt_of(data: Mapping[str, Any]) -> Receipt:
-    """The inverse of `Receipt.to_dict`; what a later version adds is left out."""
-    known = {name: value for name, value in data.items() if name in _RECEIPT}
+    """Return the receipt that `Receipt.to_dict` wrote; fields of a later version are left out."""
+    fields = {name: value for name, value in data.items() if name in _RECEIPT_FIELDS}
     for name in ("captured", "dropped"):
-        known[name] = _counts(known.get(name, {}))
-    known["steered"] = tuple(_counts(sites) for sites in known.get("steered", ()))
+        fields[name] = _site_counts(fields.get(name, {}))
+    fields["steered"] = tuple(_site_counts(counts) for counts in fields.get("steered", ()))
     for name in ("shared", "files"):
-        known[name] = tuple(known.get(name, ()))
-    return Receipt(**known)
+        fields[name] = tuple(fields.get(name, ()))
+    return Receipt(**fields)
+
+
+def _site_counts(data: Mapping[str, int]) -> dict[Site, int]:
+    return {site_of(name): count for name, count in data.items()}
 
 
 def scores_of(data: Mapping[str, Any]) -> Activations:
-    """Of the wire's ``scores`` object: rows float32 [rows, m]. What is not finite travels as null: NaN here."""
+    """Return a response's ``scores`` as rows, float32 [rows, m]; null (not finite) becomes NaN."""
     rows = {site_of(name): values for name, values in data["sites"].items()}
 
-    def at(name: str) -> dict[Site, torch.Tensor]:
-        apart = data.get(f"{name}_of")
-        if apart is not None:
-            return {site_of(site): torch.tensor(values, dtype=torch.int64) for site, values in apart.items()}
-        shared = torch.tensor(data[name], dtype=torch.int64)
-        return dict.fromkeys(rows, shared)
+    def per_site(name: str) -> dict[Site, torch.Tensor]:
+        by_site = data.get(f"{name}_of")
+        if by_site is not None:
+            return {site_of(site): torch.tensor(values, dtype=torch.int64) for site, values in by_site.items()}
+        return dict.fromkeys(rows, torch.tensor(data[name], dtype=torch.int64))
 
-    return Activations({site: _matrix(values) for site, values in rows.items()}, at("positions"), at("token_ids"))
+    matrices = {site: _matrix(values) for site, values in rows.items()}
+    return Activations(matrices, per_site("positions"), per_site("token_ids"))
 
 
 def _matrix(values: list[list[float]]) -> torch.Tensor:
@@ -194,12 +204,12 @@ def _matrix(values: list[list[float]]) -> torch.Tensor:
 
 
 def activations_of(data: bytes) -> Activations:
-    """Of the bytes that `Activations.save` writes; raises WeirError if they are anything else."""
+    """Return the activations that `Activations.save` wrote; raises WeirError for other bytes."""
     try:
         end = 8 + int.from_bytes(data[:8], "little")
         meta = json.loads(data[8:end]).get("__metadata__", {})
         if meta.get("weir") != "1":
-            raise WeirError("the server sent a file that Activations.save did not write")
+            raise WeirError("the server sent a file that is not one of activations")
         tensors = load_tensors(data)
         sites = [Site(hook, layer) for hook, layer in json.loads(meta["sites"])]
         rows, positions, token_ids = (
@@ -212,11 +222,11 @@ def activations_of(data: bytes) -> Activations:
         raise WeirError(f"the activations that the server sent cannot be read: {e}") from None
 
 
-def take_weir(choice: Choice, data: dict[str, Any]) -> None:
-    """Put the wire's ``weir`` object of a choice into it; activations by reference leave their id there.
+def add_weir_fields(choice: Choice, data: dict[str, Any]) -> None:
+    """Fill `choice` from its ``weir`` object; for activations by reference, with their id.
 
     Raises:
-        WeirError: if the server could not do what was asked, or sent something that makes no sense.
+        WeirError: If the server could not do what was asked, or sent malformed data.
     """
     if data.get("error"):
         raise WeirError(str(data["error"]))
@@ -224,39 +234,40 @@ def take_weir(choice: Choice, data: dict[str, Any]) -> None:
         choice.receipt = receipt_of(data["receipt"])
     if data.get("scores") is not None:
         choice.scores = scores_of(data["scores"])
-    found = data.get("activations")
-    if found is None:
+    activations = data.get("activations")
+    if activations is None:
         return
-    if "b64" in found:
+    if "b64" in activations:
         try:
-            choice.rows = activations_of(base64.b64decode(found["b64"], validate=True))
-            found.pop("b64")  # once is enough: `raw` does not hold it again
+            choice.rows = activations_of(base64.b64decode(activations["b64"], validate=True))
+            activations.pop("b64")  # so that `raw` does not hold the data again
         except (binascii.Error, TypeError) as e:
             raise WeirError(f"the activations that the server sent are not valid base64 ({e})") from None
-    elif isinstance(found.get("id"), str) and ID.fullmatch(found["id"]):
-        # Where it lies is known; an address from the answer is not followed, so that no key travels elsewhere.
-        choice.reference = found["id"]
+    elif isinstance(activations.get("id"), str) and ID.fullmatch(activations["id"]):
+        # The response's address is not followed, so that the API key is never sent elsewhere.
+        choice.reference = activations["id"]
     else:
-        why = next((found[k] for k in ("reason", "refused", "error") if found.get(k)), "it does not say why")
+        reasons = (activations.get(key) for key in ("reason", "refused", "error"))
+        why = next(filter(None, reasons), "it gave no reason")
         choice.refusal = f"the server sent no activations: {brief(why, 500)}"
 
 
-def unheeded() -> ServerError:
-    """For a choice without ``weir``, where the request had that: vLLM passes over fields that it does not know."""
-    return ServerError(
-        "the server has no Weir: what was asked of it was passed over; start it with `weir serve`", "weir"
-    )
+def weir_missing() -> ServerError:
+    """Return the error for a response without ``weir``: plain vLLM ignores unknown fields."""
+    return ServerError("the server has no Weir and ignored what was asked of it; start it with `weir serve`", "weir")
 
 
-def completion_of(data: Mapping[str, Any], chat: bool, asked: bool = False) -> Completion:
-    """The whole answer, of ``/v1/completions`` or ``/v1/chat/completions``.
+def completion_of(data: Mapping[str, Any], chat: bool, asks_weir: bool = False) -> Completion:
+    """Return the completion in a response of ``/v1/completions`` or ``/v1/chat/completions``.
 
     Args:
-        asked: whether the request asked something of Weir.
+        data: The response's JSON data.
+        chat: Whether it is of ``/v1/chat/completions``.
+        asks_weir: Whether the request asked something of Weir.
 
     Raises:
-        WeirError: if the server could not do it.
-        ServerError: if the server knows nothing of it.
+        WeirError: If the server could not do what was asked.
+        ServerError: If the server has no Weir.
     """
     choices = []
     prompt_ids = data.get("prompt_token_ids")
@@ -271,9 +282,9 @@ def completion_of(data: Mapping[str, Any], chat: bool, asked: bool = False) -> C
         )
         prompt_ids = raw.get("prompt_token_ids") or prompt_ids
         if raw.get("weir") is not None:
-            take_weir(choice, raw["weir"])
-        elif asked:
-            raise unheeded()
+            add_weir_fields(choice, raw["weir"])
+        elif asks_weir:
+            raise weir_missing()
         choices.append(choice)
     choices.sort(key=lambda c: c.index)
     return Completion(
@@ -288,7 +299,7 @@ def completion_of(data: Mapping[str, Any], chat: bool, asked: bool = False) -> C
 
 @functools.cache
 def raw_type(chat: bool, chunk: bool) -> Any:
-    """The class of the `openai` package for an answer."""
+    """Return the `openai` package's class for a response or a chunk."""
     if chat:
         from openai.types.chat import ChatCompletion, ChatCompletionChunk
 

@@ -105,7 +105,7 @@ class WeirAPI(VLLMAPI):
             _responses.reset(token)
         output, call = result if isinstance(result, tuple) else (result, None)
         if responses and isinstance(output, ModelOutput):
-            completion = completion_of(responses[-1], chat=True, asked=WIRE_KEY in body)
+            completion = completion_of(responses[-1], chat=True, asks_weir=WIRE_KEY in body)
             if any(choice.reference for choice in completion.choices):
                 async with self._client() as client:
                     await client.collect(completion)

@@ -354,8 +354,8 @@ def test_a_stream_that_breaks_is_an_error_and_is_not_begun_again(server, driver)
     event = json.dumps({"choices": [{"index": 0, "text": "a", "finish_reason": None}]})
     for pieces, what in (
         ([f"data: {event}\n\n".encode(), httpx.ReadError("gone")], "broke: ReadError: gone"),
-        ([f"data: {event}\n\n".encode()], "before the answer was complete"),
-        ([b"data: {oh\n\n"], "no JSON"),
+        ([f"data: {event}\n\n".encode()], "before the response was complete"),
+        ([b"data: {oh\n\n"], "not JSON"),
         ([b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'], "out of memory"),
     ):
         server.seen.clear()
