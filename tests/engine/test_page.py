@@ -161,7 +161,7 @@ def test_a_click_shows_blocks_by_tokens(page, server, tmp_path):
     assert len(cells) == shown * expected.shape[1]
     for token, layer, score in cells:
         assert abs(score - expected[token, layer]) <= 1e-5 * np.abs(expected).max()
-    assert page.inner_text("#map-title") == "odd, block by token"
+    assert page.inner_text("#map-title") == "Scores of odd by block and token"
     picture(page, "page_heat_map", tmp_path)
 
 

@@ -45,7 +45,7 @@ def app_of(server: ServerState) -> FastAPI:
     app = FastAPI()
     for module in (activations, marks, steering, vectors):
         app.include_router(module.router())
-    app.add_middleware(BodyLimit, most=server.limits.body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=server.limits.body_bytes)
     app.add_exception_handler(WeirError, weir_error)
     app.add_exception_handler(
         HTTPException, lambda _r, e: error(e.status_code if e.status_code in TYPES else 404, str(e.detail))
@@ -63,5 +63,5 @@ def serving(folder: Path, processes: int = 1, **options: Any) -> Iterator[list[S
         yield servers
     finally:
         for server in servers:
-            if server.home is not None:
-                server.home.close()
+            if server.directory is not None:
+                server.directory.close()

@@ -35,7 +35,7 @@ def test_the_drop_in_classes_keep_what_a_request_asks_for_itself():
     from vllm_weir.integrations.probe_hook import HiddenStateRequest
 
     own = weir.params(SamplingParams(), capture=weir.Capture("mlp_out", 2), interventions=weir.Add(torch.ones(4), 1))
-    wire = HiddenStateRequest.parse([5], False, True, False, False).ask(own).extra_args["weir"]
+    wire = HiddenStateRequest.parse([5], False, True, False, False).add_capture(own).extra_args["weir"]
     assert [(c["hook"], c["layers"], c.get("positions")) for c in wire["capture"]] == [
         ("mlp_out", [2], None),
         ("resid_post", [5], "sampled"),

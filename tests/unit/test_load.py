@@ -182,7 +182,7 @@ def test_where_routes_cannot_be_loaded_they_say_why(monkeypatch):
 
     app = FastAPI()
     monkeypatch.delenv("WEIR_DISABLE", raising=False)
-    monkeypatch.setattr(endpoints, "load_rooms", broken)
+    monkeypatch.setattr(endpoints, "load_route_modules", broken)
     plugin = endpoints.Endpoints()
     plugin.attach_router(app)
     import asyncio
@@ -207,8 +207,8 @@ def test_where_routes_cannot_be_loaded_they_say_why(monkeypatch):
 
 def test_every_route_is_under_a_prefix_that_the_refusals_have():
     app = FastAPI()
-    for room in endpoints.load_rooms():
-        app.include_router(room.router())
+    for module in endpoints.load_route_modules():
+        app.include_router(module.router())
     paths = [*app.openapi()["paths"], "/weir", "/weir/weir.js"]
     assert len(paths) > 10
     for path in paths:
@@ -230,7 +230,7 @@ def test_weir_serve_does_not_start_without_its_routes(monkeypatch):
     def broken():
         raise ModuleNotFoundError("No module named 'zstandard'", name="zstandard")
 
-    monkeypatch.setattr(command, "load_rooms", broken)
+    monkeypatch.setattr(command, "load_route_modules", broken)
     monkeypatch.setattr(command, "prepare", lambda arguments, environ: arguments)
     with pytest.raises(weir.WeirError, match=r"pip install zstandard"):
         command.serve(["m"])

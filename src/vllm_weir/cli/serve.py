@@ -11,7 +11,7 @@ from vllm_weir.config.env import disabled
 from vllm_weir.errors import WeirError
 from vllm_weir.guard import refuse
 from vllm_weir.schema.json_text import fits_header
-from vllm_weir.server.endpoint_plugin import load_rooms
+from vllm_weir.server.endpoint_plugin import load_route_modules
 from vllm_weir.server.limits import ADMIN_KEY, ServerLimits
 from vllm_weir.server.shared.directory import clear
 
@@ -69,7 +69,7 @@ def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str
 def _check_loading() -> None:
     """Raise WeirError where the server would start without Weir's routes."""
     try:
-        load_rooms()
+        load_route_modules()
     except Exception as e:
         raise WeirError(refuse.cause_of(e)) from e
 

@@ -1,1 +1,1 @@
-"""Surfaces of other tools."""
+"""Weir behind the interfaces of other tools."""

@@ -1,6 +1,7 @@
-"""Inspect AI provider ``weir/<model>``: Inspect's own vLLM provider, with steering and capture through ``extra_body``.
+"""The Inspect AI provider ``weir/<model>``: Inspect's vLLM provider with steering and capture.
 
-Its entry point makes ``get_model("weir/meta-llama/Llama-3.1-8B")`` and ``inspect eval --model weir/...`` find it.
+An entry point makes it known to ``get_model("weir/meta-llama/Llama-3.1-8B")`` and to
+``inspect eval --model weir/...``.
 """
 
 from __future__ import annotations
@@ -39,27 +40,29 @@ _responses: ContextVar[list[dict[str, Any]] | None] = ContextVar("weir_responses
 
 @modelapi(name="weir")
 def weir() -> type[VLLMAPI]:
-    """Inspect's registry asks this for the provider."""
+    """Return the provider, for Inspect's registry."""
     return WeirAPI
 
 
 class WeirAPI(VLLMAPI):
     """Inspect's vLLM provider, talking to ``weir serve``.
 
-    Of ``GenerateConfig.extra_body`` it understands
+    In ``GenerateConfig.extra_body`` it understands
 
-    * ``"weir"``: ``{"capture": [...], "interventions": [...]}`` with Weir's objects or their wire form;
-    * ``"extra_args"``: vllm-lens's keys ``output_residual_stream`` and ``apply_steering_vectors``, as offline;
-    * ``"lora_request"``: ``{"lora_name", "lora_path"}``: the adapter is loaded if the server does not have it.
+    * ``"weir"``: ``{"capture": [...], "interventions": [...]}`` with Weir's objects or their wire
+    form;
+    * ``"extra_args"``: vllm-lens's keys ``output_residual_stream`` and ``apply_steering_vectors``;
+    * ``"lora_request"``: ``{"lora_name", "lora_path"}``: an adapter, loaded if the server does not
+    have it.
 
-    ``ModelOutput.metadata`` gets ``"activations"`` (`vllm_weir.Activations`; for vllm-lens's key a dict with
-    ``"residual_stream"`` [layers, rows, d_model]), ``"scores"`` (of captures that project), ``"receipt"``,
-    ``"prompt_token_ids"`` and ``"token_ids"``, of the first choice, and with ``num_choices`` a list of the same as
-    ``"choices"``. What was captured is not written to Inspect's logs.
+    ``ModelOutput.metadata`` gets, for the first choice, ``"activations"`` (`vllm_weir.Activations`;
+    for vllm-lens's key a dict with ``"residual_stream"``, [layers, rows, d_model]), ``"scores"``
+    (of captures that project), ``"receipt"``, ``"prompt_token_ids"`` and ``"token_ids"``; with
+    ``num_choices``, also a list of the same as ``"choices"``. Captured rows are not written to
+    Inspect's logs.
 
-    Args:
-        model_name, base_url, port, api_key, config, server_args: as of Inspect's vLLM provider; without an address
-            (also in ``WEIR_BASE_URL`` or ``VLLM_BASE_URL``) it starts ``weir serve`` with `server_args`.
+    The arguments are those of Inspect's vLLM provider. Without an address (which may also be in
+    ``WEIR_BASE_URL`` or ``VLLM_BASE_URL``) it starts ``weir serve`` with `server_args`.
     """
 
     def __init__(
@@ -76,20 +79,20 @@ class WeirAPI(VLLMAPI):
         if base_url is None and port is None:
             base_url = os.environ.get("WEIR_BASE_URL")
         if base_url is not None and urlsplit(base_url).path in ("", "/"):
-            base_url = f"{base_url.rstrip('/')}/v1"  # as of the client: what OpenAI's takes, and what a person writes
+            base_url = f"{base_url.rstrip('/')}/v1"  # OpenAI's client needs it
         api_key = api_key or os.environ.get("WEIR_API_KEY")
         enable_lora = bool(server_args.get("enable_lora"))
-        # A flag is given by its name alone; one that is off is not given.
+        # A flag that is on has no value on the command line; one that is off is left out.
         server_args = {k: None if v is True else v for k, v in server_args.items() if v is not False and v is not None}
         super().__init__(model_name, base_url, port, api_key, config, **server_args)
-        self._server = _own_server(self._server, self.base_model, base_url or (f"port {port}" if port else ""))
+        self._server = _weir_server(self._server, self.base_model, base_url or (f"port {port}" if port else ""))
         self._server.enable_lora |= enable_lora
         self._adapters: set[str] = set()
 
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
     ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
-        """Generate, with what ``config.extra_body`` asks of Weir."""
+        """Generate, doing what ``config.extra_body`` asks of Weir."""
         body, lens, lens_only = server_body(config.extra_body or {})
         adapter = (config.extra_body or {}).get("lora_request")
         await self._ensure_server_started()
@@ -115,20 +118,20 @@ class WeirAPI(VLLMAPI):
         return result
 
     def on_response(self, response: dict[str, Any]) -> None:
-        """Inspect hands over the whole answer here, before it becomes a ModelOutput."""
-        found = _responses.get()
-        if found is not None:
-            found.append(response)
+        """Record the whole response, before Inspect makes a ModelOutput of it."""
+        responses = _responses.get()
+        if responses is not None:
+            responses.append(response)
 
     def auto_streamable(self, config: GenerateConfig) -> bool:
-        """Inspect puts streams together without what they carry besides text."""
+        """Return whether Inspect may stream; it drops what a stream carries besides text."""
         return WIRE_KEY not in (config.extra_body or {}) and super().auto_streamable(config)
 
     def _client(self) -> AsyncClient:
         return AsyncClient(self._server_root(), self.api_key, model=self.base_model)
 
     def _start_server(self, model_path: str, port: int | None = None) -> tuple[str, Popen[str], int]:
-        """As Inspect's own, with ``weir serve`` in place of ``vllm serve``."""
+        """Start ``weir serve`` as Inspect starts ``vllm serve``."""
         arguments = dict(self.server_args)
         if self._server.enable_lora:
             arguments.setdefault("enable_lora", None)
@@ -141,7 +144,7 @@ class WeirAPI(VLLMAPI):
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
         timeout, host = arguments.pop("timeout", None), arguments.pop("host", "127.0.0.1")
         return start_local_server(
-            [_weir(), "serve", model_path, "--host", host, "--api-key", self.api_key or ""],
+            [_weir_command(), "serve", model_path, "--host", host, "--api-key", self.api_key or ""],
             host=host,
             port=port,
             api_key=self.api_key,
@@ -153,15 +156,16 @@ class WeirAPI(VLLMAPI):
 
 
 def server_body(extra_body: Mapping[str, Any]) -> tuple[dict[str, Any], Capture | None, bool]:
-    """(the ``extra_body`` that the server understands, what vllm-lens's key captures, whether nothing else does).
+    """Return the ``extra_body`` for the server, in which Weir's key stands for vllm-lens's keys.
 
-    vllm-lens's keys become Weir's own here, so that all rows come back in one way.
+    Returns:
+        The body; what vllm-lens's key captures, or None; and whether nothing else is captured.
 
     Raises:
-        WeirError: naming the field that is wrong.
+        WeirError: Naming the field that is wrong.
     """
     body = {name: value for name, value in extra_body.items() if name not in ("extra_args", "lora_request", WIRE_KEY)}
-    arguments = _arguments(extra_body, body)
+    arguments = _extra_arguments(extra_body, body)
     try:
         refuse_lens(arguments)
     except WeirError as e:
@@ -171,43 +175,43 @@ def server_body(extra_body: Mapping[str, Any]) -> tuple[dict[str, Any], Capture 
         if weir_object is not None:
             raise WeirError("given twice, here and in extra_args", f"extra_body.{WIRE_KEY}")
         weir_object = arguments.pop(WIRE_KEY)
-    spec, rest = _parsed(weir_object)
-    asks = lens_capture(arguments.pop(LENS_CAPTURE_KEY, False))
-    steers = arguments.pop(LENS_STEER_KEY, None)
+    spec, server_fields = _parse_weir_object(weir_object)
+    lens = lens_capture(arguments.pop(LENS_CAPTURE_KEY, False))
+    lens_steering = arguments.pop(LENS_STEER_KEY, None)
     spec = RequestSpec(
-        spec.capture + (() if asks is None else (asks,)),
-        spec.interventions + (() if steers is None else lens_interventions(steers)),
+        spec.capture + (() if lens is None else (lens,)),
+        spec.interventions + (() if lens_steering is None else lens_interventions(lens_steering)),
     )
     if arguments:
         body["vllm_xargs"] = dict(body.get("vllm_xargs") or {}) | arguments
-    if spec.capture or spec.interventions or rest:
-        body[WIRE_KEY] = spec.to_json() | rest
+    if spec.capture or spec.interventions or server_fields:
+        body[WIRE_KEY] = spec.to_json() | server_fields
     if extra_body.get("lora_request") is not None:
         adapter = extra_body["lora_request"]
         if not isinstance(adapter, Mapping) or not isinstance(adapter.get("lora_name"), str):
             raise WeirError("expected {'lora_name', 'lora_path'}", "lora_request")
         body["model"] = adapter["lora_name"]
     body.setdefault("return_token_ids", True)
-    return body, asks, spec.capture == (asks,)
+    return body, lens, spec.capture == (lens,)
 
 
-def _arguments(extra_body: Mapping[str, Any], body: dict[str, Any]) -> dict[str, Any]:
-    """``extra_args``, and Weir's and vllm-lens's keys that stand in ``vllm_xargs`` instead, taken off `body`'s."""
-    given, xargs = extra_body.get("extra_args") or {}, body.get("vllm_xargs") or {}
-    for name, value in (("extra_args", given), ("vllm_xargs", xargs)):
+def _extra_arguments(extra_body: Mapping[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+    """Return ``extra_args`` and the keys in ``vllm_xargs`` that belong there, taken from `body`."""
+    extra_args, xargs = extra_body.get("extra_args") or {}, body.get("vllm_xargs") or {}
+    for name, value in (("extra_args", extra_args), ("vllm_xargs", xargs)):
         if not isinstance(value, Mapping):
             raise WeirError(f"expected an object, got {type(value).__name__}", name)
     for key in KEYS:
-        if given.get(key) is not None and xargs.get(key) is not None:
+        if extra_args.get(key) is not None and xargs.get(key) is not None:
             raise WeirError("given twice, here and in extra_args", f"vllm_xargs.{key}")
-    own = {key: value for key, value in xargs.items() if key in KEYS}
-    if own:
+    moved = {key: value for key, value in xargs.items() if key in KEYS}
+    if moved:
         body["vllm_xargs"] = {key: value for key, value in xargs.items() if key not in KEYS}
-    return {**own, **given}
+    return {**moved, **extra_args}
 
 
-def _parsed(weir_object: Any) -> tuple[RequestSpec, dict[str, Any]]:
-    """(captures and interventions, the rest) of the ``weir`` object as users write it."""
+def _parse_weir_object(weir_object: Any) -> tuple[RequestSpec, dict[str, Any]]:
+    """Return a user's captures and interventions, and the fields that only the server reads."""
     if weir_object is None:
         return RequestSpec(), {}
     if isinstance(weir_object, str):
@@ -221,52 +225,51 @@ def _parsed(weir_object: Any) -> tuple[RequestSpec, dict[str, Any]]:
             known = f"capture, interventions, {MODULES_KEY}, {RESPONSE_KEY}, v"
             raise WeirError(f"unknown key; known are {known}", f"{WIRE_KEY}.{brief(key)}")
     if weir_object.get("v", WIRE_VERSION) != WIRE_VERSION:
-        raise WeirError(f"this Weir speaks version {WIRE_VERSION}", f"{WIRE_KEY}.v")
+        raise WeirError(f"this Weir reads version {WIRE_VERSION}", f"{WIRE_KEY}.v")
     captures = parse_captures(weir_object.get("capture", ()), "capture")
     interventions = parse_interventions(weir_object.get("interventions", ()), "interventions")
-    return RequestSpec(captures, interventions), {
-        k: weir_object[k] for k in (MODULES_KEY, RESPONSE_KEY) if k in weir_object
-    }
+    server_fields = {key: weir_object[key] for key in (MODULES_KEY, RESPONSE_KEY) if key in weir_object}
+    return RequestSpec(captures, interventions), server_fields
 
 
 def metadata_of(completion: Completion, lens: Capture | None, lens_only: bool) -> dict[str, Any]:
-    """What ``ModelOutput.metadata`` gets; `lens` and `lens_only` as of `server_body`."""
-    each = []
+    """Return the ``ModelOutput.metadata``; `lens` and `lens_only` are those of `server_body`."""
+    choices = []
     for choice in completion.choices:
-        found: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         if choice.receipt is not None:
-            found["receipt"] = choice.receipt
+            metadata["receipt"] = choice.receipt
         if choice.scores is not None:
-            found["scores"] = choice.scores
+            metadata["scores"] = choice.scores
         rows = choice.activations if choice.scores is None else None
         if rows is not None:
-            found["activations"] = rows if lens is None else _as_lens(rows, lens, lens_only)
+            metadata["activations"] = rows if lens is None else _lens_rows(rows, lens, lens_only)
         if choice.token_ids is not None:
-            found["token_ids"] = choice.token_ids
-        each.append(found)
-    out = dict(each[0])
+            metadata["token_ids"] = choice.token_ids
+        choices.append(metadata)
+    out = dict(choices[0])
     if completion.prompt_token_ids is not None:
         out["prompt_token_ids"] = completion.prompt_token_ids
-    return out | ({"choices": each} if len(each) > 1 else {})
+    return out | ({"choices": choices} if len(choices) > 1 else {})
 
 
-def _as_lens(rows: Activations, lens: Capture, alone: bool) -> Activations | dict[str, torch.Tensor]:
-    """vllm-lens's dict, or, if other rows came too, Weir's object that has its key besides."""
-    every = tuple(site.layer for site in rows.sites if site.hook == "resid_post")
-    layers = every if lens.layers == "all" else lens.layers
+def _lens_rows(rows: Activations, lens: Capture, lens_only: bool) -> Activations | dict[str, torch.Tensor]:
+    """Return vllm-lens's dict or, if other rows came too, Weir's object with vllm-lens's key."""
+    captured = tuple(site.layer for site in rows.sites if site.hook == "resid_post")
+    layers = captured if lens.layers == "all" else lens.layers
     positions = {site: rows.positions_of(*site) for site in rows}
     token_ids = {site: rows.token_ids_of(*site) for site in rows}
-    both = Activations({site: rows[site] for site in rows}, positions, token_ids, layers)
-    return {LENS_KEY: both[LENS_KEY]} if alone else both
+    with_lens = Activations({site: rows[site] for site in rows}, positions, token_ids, layers)
+    return {LENS_KEY: with_lens[LENS_KEY]} if lens_only else with_lens
 
 
 def shortened(value: Any) -> Any:
-    """JSON data for a log: vectors and activations are replaced by their length, token ids stay out."""
+    """Return JSON data for a log, without token ids and with lengths for vectors and rows."""
     if isinstance(value, dict):
-        kept = {k: shortened(v) for k, v in value.items() if k not in ("prompt_token_ids", "token_ids")}
-        if isinstance(kept.get("b64"), str):
-            kept["b64"] = f"({len(kept['b64'])} characters)"
-        return kept
+        short = {k: shortened(v) for k, v in value.items() if k not in ("prompt_token_ids", "token_ids")}
+        if isinstance(short.get("b64"), str):
+            short["b64"] = f"({len(short['b64'])} characters)"
+        return short
     return [shortened(v) for v in value] if isinstance(value, list) else value
 
 
@@ -274,20 +277,20 @@ def _with_body(config: GenerateConfig, body: dict[str, Any]) -> GenerateConfig:
     return config.model_copy(update={"extra_body": body})
 
 
-def _own_server(theirs: VLLMServer, base_model: str, place: str) -> VLLMServer:
-    """Inspect shares one server a base model. Weir's are other ones than vLLM's, and one address is not another."""
+def _weir_server(theirs: VLLMServer, base_model: str, address: str) -> VLLMServer:
+    """Return the server shared by all users of a base model and address, apart from vLLM's own."""
     if _vllm_servers.get(base_model) is theirs and theirs.base_url is None:
         del _vllm_servers[base_model]
-    ours = _vllm_servers.setdefault(f"weir {place} {base_model}", VLLMServer())
+    ours = _vllm_servers.setdefault(f"weir {address} {base_model}", VLLMServer())
     ours.enable_lora |= theirs.enable_lora
     ours.max_lora_rank = max(filter(None, (ours.max_lora_rank, theirs.max_lora_rank)), default=None)
     return ours
 
 
-def _weir() -> str:
-    """The command of this environment."""
-    beside = Path(sys.executable).with_name("weir")
-    found = str(beside) if beside.exists() else shutil.which("weir")
-    if found is None:
+def _weir_command() -> str:
+    """Return the path of the command ``weir``, preferably in this Python's environment."""
+    sibling = Path(sys.executable).with_name("weir")
+    command = str(sibling) if sibling.exists() else shutil.which("weir")
+    if command is None:
         raise WeirError("the command `weir` is not installed; give base_url", "base_url")
-    return found
+    return command

@@ -64,7 +64,7 @@ def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., A
             observer = server_of(self.engine_client).frontend.observer if has_frontend(self.engine_client) else None
             if observer is not None and not isinstance(e, WeirRequestError):  # those are counted where they are raised
                 observer.refused()
-            sent = e if ask is None else ask.sent(e)
+            sent = e if ask is None else ask.as_sent(e)
             return self.create_error_response(str(sent), param=sent.field or None)
 
     return wrapper
@@ -96,7 +96,7 @@ async def _replied(serving: Any, reply: ResponseBuilder, handled: Awaitable[Any]
         return await _finish(serving, reply, result)
     finally:
         if not inspect.isasyncgen(result):  # a stream does so when it ends
-            reply.let_go()
+            reply.release()
 
 
 async def _finish(serving: Any, reply: ResponseBuilder, result: Any) -> Any:
@@ -112,7 +112,7 @@ async def _finish(serving: Any, reply: ResponseBuilder, result: Any) -> Any:
     if not hasattr(result, "choices"):
         return result
     try:
-        answers = await reply.answers()
+        answers = await reply.weir_objects()
     except WeirError as e:
         if e.field == LENS_CAPTURE_KEY:
             return serving.create_error_response(str(e), param=e.field)
@@ -150,7 +150,7 @@ def to_sampling_params(original: Callable[..., Any], status: PatchStatus) -> Cal
             return original(self, *args, **kwargs)
         params = original(self, *args, **kwargs)
         others = {k: v for k, v in (params.extra_args or {}).items() if k not in KEYS}
-        params.extra_args = others | dict(reply.ask.extra_args)
+        params.extra_args = others | dict(reply.request.extra_args)
         return params
 
     return wrapper
@@ -166,7 +166,7 @@ def completion_response(original: Callable[..., Any], _status: PatchStatus) -> C
             results = kwargs[name] if name in kwargs else args[place]
             outputs = (output for result in results for output in result.outputs)
             for choice, output in enumerate(outputs):
-                reply.note(choice, view_of(output))
+                reply.add_view(choice, view_of(output))
         return original(self, *args, **kwargs)
 
     return wrapper
@@ -212,7 +212,7 @@ async def _noted(reply: ResponseBuilder, results: AsyncGenerator[Any, Any], n: i
                 begun = True
                 prompt, output = item if isinstance(item, tuple) else (0, item)
                 for completion in output.outputs:
-                    reply.note(completion.index + prompt * n, view_of(completion))
+                    reply.add_view(completion.index + prompt * n, view_of(completion))
                 yield item
     except WeirError as e:
         reply.failure, reply.failed = e, isinstance(e, WeirFailure)

@@ -1,1 +1,1 @@
-"""Weir over HTTP: what vLLM's own routes answer, Weir's own routes, and the command that serves both."""
+"""Weir over HTTP: its part in the responses of vLLM's routes, and its own routes."""

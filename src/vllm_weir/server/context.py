@@ -1,4 +1,4 @@
-"""The server that an engine belongs to, and the request that is being answered."""
+"""The server that an engine client belongs to, and the response that is being built."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from vllm_weir.server.state import ServerState
 current_response: ContextVar[ResponseBuilder | None] = ContextVar("weir_reply", default=None)
 
 SERVER = "_weir_server"
+"""The attribute of an engine client that holds its `ServerState`."""
 
 
 def server_of(engine_client: Any) -> ServerState:
-    """The state of the server that this engine client belongs to, made when it is first asked for."""
+    """Return the server state of an engine client, creating it on first use."""
     server = getattr(engine_client, SERVER, None)
     if server is None:
         server = ServerState(engine_client, frontend_of(engine_client))
@@ -30,12 +31,12 @@ def server_of(engine_client: Any) -> ServerState:
 
 
 def served_name(engine_client: Any) -> str:
-    """The model's name in vLLM's own metrics."""
+    """Return the model's name in vLLM's own metrics."""
     return engine_client.vllm_config.model_config.served_model_name
 
 
 def check_answered(params: Any) -> None:
-    """Refuse a request whose rows would come back on an answer that has no room for them."""
+    """Refuse a request for rows on a route whose responses cannot carry them."""
     extra = getattr(params, "extra_args", None)
     if current_response.get() is not None or not extra or not asks(extra, None):
         return
@@ -47,4 +48,4 @@ def check_answered(params: Any) -> None:
         raise WeirRequestError(e.message, e.field) from None
     if lens is not None or any(capture.sink.memory for capture in captures):
         field = "capture" if captures else LENS_CAPTURE_KEY
-        raise WeirRequestError(f"this route's answers have no room for rows; use {ROUTES}, or name a sink", field)
+        raise WeirRequestError(f"responses of this route cannot carry rows; use {ROUTES}, or name a sink", field)

@@ -1,7 +1,7 @@
 """The ``vllm.endpoint_plugins`` entry point: Weir's routes on vLLM's server.
 
-vLLM logs and ignores a plugin that cannot be imported, so this imports with the standard library alone; what is missing
-is said where the routes would be.
+vLLM logs and ignores a plugin that cannot be imported, so this module imports with the standard
+library alone. If anything else is missing, routes that report it stand in for Weir's.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROUTERS = ("activations", "info", "marks", "steering", "vectors", "page")
-"""Modules of `vllm_weir.server.routes`, each of which has a router."""
+"""Modules of `vllm_weir.server.routes`, each with a function `router`."""
 PREFIXES = ("/v1/weir", "/v1/activations", "/v1/marks", "/v1/steering", "/v1/vectors", "/weir")
-"""How the paths of all routes begin."""
+"""Prefixes of the paths of all routes."""
 
 
 class Endpoints:
-    """vLLM's EndpointPlugin; vLLM takes it only if ``VLLM_PLUGINS`` names ``weir``, as `weir serve` sees to."""
+    """vLLM's EndpointPlugin.
+
+    vLLM loads it only if ``VLLM_PLUGINS`` names ``weir``, which `weir serve` sets.
+    """
 
     name = "weir"
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes, the limit on bodies, and the form of Weir's errors."""
+        """Add the routes, the limit on request bodies, and the handler of Weir's errors."""
         if disabled():
             return
         try:
-            rooms = load_rooms()
+            modules = load_route_modules()
         except Exception as e:
             why = guard.cause_of(e)
             logger.error("Weir's routes are off: %s", why, exc_info=e)
@@ -51,48 +54,51 @@ class Endpoints:
         from vllm_weir.server.limits import ServerLimits
         from vllm_weir.server.routes.body_limit import BodyLimit
 
-        for room in rooms:
-            app.include_router(room.router())
-        # The innermost of vLLM's middlewares: who has no API key is told that, not the limit.
-        app.add_middleware(BodyLimit, most=ServerLimits.load().body_bytes)
+        for module in modules:
+            app.include_router(module.router())
+        # Inside vLLM's own middlewares: without an API key, that is the error, not the limit.
+        app.add_middleware(BodyLimit, max_bytes=ServerLimits.load().body_bytes)
         app.add_exception_handler(WeirError, weir_error)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Open what the routes share. Several API-server processes are children of one, which names their directory."""
+        """Open what the routes share.
+
+        Several API-server processes are children of one process, whose id names their directory.
+        """
         if disabled() or engine_client is None:
             return
         try:
-            load_rooms()
+            load_route_modules()
             from vllm_weir.frontend.lookup import has_frontend
             from vllm_weir.server.context import served_name, server_of
             from vllm_weir.server.routes import marks
             from vllm_weir.server.shared.peers import Peers
-        except Exception as e:  # noqa: BLE001 - as above
+        except Exception as e:  # noqa: BLE001 - as in attach_router
             state.weir_refusal = guard.cause_of(e)
             return
         if not has_frontend(engine_client):
-            state.weir_refusal = guard.refusal_here() or "this engine was built without Weir's knowledge"
+            state.weir_refusal = guard.refusal_here() or "this engine was created before Weir was loaded"
             logger.error("Weir's routes are off: %s", state.weir_refusal)
             return
         server = server_of(engine_client)
         several = (getattr(args, "api_server_count", None) or 1) > 1
         server.open(os.getppid() if several else os.getpid(), served_name(engine_client))
-        if several and server.home is not None:
+        if several and server.directory is not None:
             answer = functools.partial(marks.answer_here, server.frontend.manager)
-            server.peers = Peers(server.home.room("peers"), answer, str(os.getpid()))
+            server.peers = Peers(server.directory.subdirectory("peers"), answer, str(os.getpid()))
             await server.peers.open()
         state.weir = server
         state.weir_sweeper = asyncio.create_task(server.sweep())
-        logger.info("Weir's routes are on; results by reference lie in %s", server.home and server.home.path)
+        logger.info("Weir's routes are on; results by reference are in %s", server.directory and server.directory.path)
 
 
-def load_rooms() -> list[ModuleType]:
-    """The modules with the routes; raises whatever keeps them from being imported."""
+def load_route_modules() -> list[ModuleType]:
+    """Return the modules with the routes; raises whatever their import raises."""
     return [importlib.import_module(f"vllm_weir.server.routes.{name}") for name in ROUTERS]
 
 
 def _attach_refusals(app: FastAPI, why: str) -> None:
-    """Where Weir's routes would be, say why they are not."""
+    """Add routes that answer with the reason why Weir's own are missing."""
     from fastapi.responses import JSONResponse
 
     error = {"message": why, "type": "ServiceUnavailable", "param": None, "code": 503}

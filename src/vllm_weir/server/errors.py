@@ -1,4 +1,4 @@
-"""Errors of Weir's routes, in the form that all of vLLM's have."""
+"""Errors of Weir's routes, in the form of vLLM's errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_weir.errors import WeirError
 
 
 class ErrorInfo(BaseModel):
-    """What went wrong; `param` names the field to blame."""
+    """What went wrong; `param` names the wrong field."""
 
     message: str
     type: str
@@ -39,37 +39,37 @@ TYPES = {
 
 
 class InternalFault(WeirError):
-    """Not the client's mistake."""
+    """A failure of the server, not a mistake of the client."""
 
     status = 500
 
 
 class StateNotSaved(InternalFault):
-    """The server's disk does not take what it was asked to keep; nothing has changed."""
+    """The server's disk refused what it was to store; nothing was changed."""
 
     status = 507
 
 
 class PeerUnanswered(InternalFault):
-    """Another of the server's processes, which may know, did not say."""
+    """Another of the server's processes, which may know the answer, did not give it."""
 
 
 def error(code: int, message: str, param: str | None = None) -> JSONResponse:
-    """A response."""
+    """Return an error response."""
     return JSONResponse(error_body(code, message, param), code)
 
 
 def error_body(code: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """Its content."""
+    """Return the content of an error response."""
     return ErrorBody(error=ErrorInfo(message=message, type=TYPES[code], param=param, code=code)).model_dump()
 
 
 def declared(*codes: int) -> dict[int | str, dict[str, Any]]:
-    """For a route's `responses`."""
+    """Return a route's `responses`, for these error statuses."""
     return {code: {"model": ErrorBody} for code in codes}
 
 
 def weir_error(_request: Request, e: Exception) -> JSONResponse:
-    """Handler: what Weir refuses is the client's mistake, unless it says that it is not."""
+    """Handle a WeirError: status 400, or an `InternalFault`'s own."""
     assert isinstance(e, WeirError)
     return error(e.status if isinstance(e, InternalFault) else 400, str(e), e.field or None)

@@ -1,4 +1,4 @@
-"""vllm-lens's response fields: tensors as base64 of zstd, as its clients decode them."""
+"""vllm-lens's response fields: tensors as zstd in base64, which its clients decode."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from vllm_weir.results.activations import LENS_KEY, Activations
 from vllm_weir.schema.compat.vllm_lens import LENS_CAPTURE_KEY
 
 
-def activations_field(acts: Activations, most: int) -> dict[str, Any] | None:
-    """The field ``activations`` of a response, or None for a request that captured nothing that way.
+def activations_field(acts: Activations, max_bytes: int) -> dict[str, Any] | None:
+    """Return the response's field ``activations``, None if vllm-lens's key captured nothing.
 
     Raises:
-        WeirError: for more than `most` bytes of rows.
+        WeirError: If the rows have more than `max_bytes` bytes.
     """
     if LENS_KEY not in acts:
         return None
-    stream = acts[LENS_KEY]
-    if stream.nbytes > most:
+    rows = acts[LENS_KEY]
+    if rows.nbytes > max_bytes:
         raise WeirError(
-            f"{stream.nbytes} bytes of rows do not go into an answer of at most {most} (WEIR_SERVE_LENS_BYTES); "
-            "ask for fewer blocks or tokens, or with the key weir, whose rows are fetched by reference",
+            f"{rows.nbytes} bytes of rows exceed the {max_bytes} that a response may carry (WEIR_SERVE_LENS_BYTES); "
+            "ask for fewer blocks or tokens, or use the key weir, whose rows are fetched by reference",
             LENS_CAPTURE_KEY,
         )
-    return {LENS_KEY: encode(stream)}
+    return {LENS_KEY: encode(rows)}
 
 
 def encode(tensor: torch.Tensor) -> dict[str, Any]:
-    """vllm-lens's wire form of a tensor."""
-    held = tensor.contiguous()
-    array = (held.view(torch.int16) if held.dtype == torch.bfloat16 else held).numpy()
-    # A compressor each: they must not be shared between threads.
+    """Return vllm-lens's wire form of a tensor."""
+    tensor = tensor.contiguous()
+    array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    # Threads must not share a compressor.
     data = zstandard.ZstdCompressor(level=1).compress(array.tobytes())
     return {
         "data": base64.b64encode(data).decode("ascii"),

@@ -1,4 +1,4 @@
-"""What a server allows its clients: ``WEIR_SERVE_*`` environment variables."""
+"""Limits of what clients may ask of a server: the ``WEIR_SERVE_*`` environment variables."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ ADMIN_KEY = "WEIR_ADMIN_KEY"
 
 
 class ServerLimits(BaseModel):
-    """Bounds of one server; each is ``WEIR_SERVE_<NAME>``.
+    """The limits of one server; each is ``WEIR_SERVE_<NAME>``.
 
     Attributes:
-        body_bytes: largest request body; a larger one is answered with 413 before it is read whole.
-        inline_default: bytes of rows that a choice carries itself when the request does not say.
-        inline_bytes: most that a request may ask for, and, where Weir's routes are off, most that a choice carries.
-        lens_bytes: most bytes of rows (before compression) in an answer to vllm-lens's keys, which are always inline.
-        spool_bytes: bytes of results kept to be fetched; the oldest go first.
-        spool_seconds: how long a result is kept.
-        rows: most rows that one sequence may ask to have returned.
-        vectors: most names of vectors and modules.
-        vector_bytes: most bytes of all that is kept under names or steers every request (float32, equal vectors once).
-        pace: requests with Weir's keys that enter in a second while plain ones are served, none later than in a second;
-            0: as many as come.
-        directory: where results lie; empty: the system's temporary directory.
+        body_bytes: The largest request body. A larger one is answered with 413 before it is read
+            whole.
+        inline_default: Bytes of rows that a choice carries inline if the request does not say.
+        inline_bytes: The largest inline size that a request may ask for. If Weir's routes are off,
+            the most bytes of rows that a choice can carry.
+        lens_bytes: The most bytes of rows (before compression) in a response to vllm-lens's keys,
+            whose rows are always inline.
+        spool_bytes: Bytes of results that are kept to be fetched; the oldest are removed first.
+        spool_seconds: Seconds for which a result is kept.
+        rows: The most rows that one sequence may return.
+        vectors: The most names of vectors and modules.
+        vector_bytes: The most bytes of vectors under names and in the steering of every request
+            (float32; equal vectors count once).
+        pace: Requests with Weir's keys admitted per second while plain requests are served; each
+            waits a second at most. 0 admits all at once.
+        directory: The directory of results; empty for the system's temporary directory.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -49,11 +53,12 @@ class ServerLimits(BaseModel):
 
     @classmethod
     def load(cls, environ: Mapping[str, str] = os.environ) -> ServerLimits:
-        """From the environment; raises WeirError naming a bad variable."""
+        """Return the limits that the environment sets; raises WeirError naming a wrong variable."""
         warn_of_unknown(environ, PREFIX, [name.upper() for name in cls.model_fields])
-        given = {n: environ[PREFIX + n.upper()] for n in cls.model_fields if PREFIX + n.upper() in environ}
+        variables = {name: PREFIX + name.upper() for name in cls.model_fields}
+        values = {name: environ[variable] for name, variable in variables.items() if variable in environ}
         try:
-            return cls(**given)  # type: ignore[arg-type]
+            return cls(**values)  # type: ignore[arg-type]
         except ValidationError as e:
             first = e.errors()[0]
             raise WeirError(first["msg"], PREFIX + str(first["loc"][0]).upper()) from None

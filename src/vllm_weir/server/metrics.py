@@ -1,7 +1,8 @@
-"""Prometheus metrics of Weir, beside vLLM's on ``/metrics``. Plain requests cost nothing here.
+"""Weir's Prometheus metrics, beside vLLM's on ``/metrics``. Plain requests cost nothing here.
 
-Counters grow when a sequence finishes or is refused. What workers say of their buffers and of requests that wait rides
-along with the rows; a task looks at it once a second, while a request that captures or is steered is live.
+Counters grow when a sequence finishes or is refused. Workers report the load of their buffers and
+the waiting requests with the rows; a task reads the reports once a second while a request that
+captures or is steered is running.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.server.shared.result_files import ResultFiles
 
 PERIOD = 1.0
-"""Seconds between two looks at the gauges."""
+"""Seconds between two updates of the gauges."""
 REFUSED, FAILED = "refused", "failed"
 
 
 class ServerMetrics:
-    """One API-server process's; with several, prometheus_client adds them up in files that vLLM sets up.
+    """The metrics of one API-server process; prometheus_client adds up those of several.
 
     Args:
-        frontend: whose requests are counted.
+        frontend: The engine frontend whose requests are counted.
         model: vLLM's label ``model_name``.
-        spool: results by reference, or None.
+        spool: The results by reference, or None.
+        registry: The registry of the metrics.
     """
 
     def __init__(
@@ -56,45 +58,51 @@ class ServerMetrics:
         self._spooled = gauge("weir_spool_bytes", "Bytes kept to be fetched", "mostrecent").labels(model)
         for reason in (REFUSED, FAILED):
             self._errors.labels(model, reason)
-        self.look()
+        self.update()
 
     def admitted(self) -> None:
-        """A request that captures or is steered has entered."""
+        """Note that a request that captures or is steered was admitted."""
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._watch())
 
     def refused(self) -> None:
-        """A request was refused."""
+        """Count a refused request."""
         self._errors.labels(self._model, REFUSED).inc()
 
     def failed(self) -> None:
-        """A request's rows were lost, or it was not steered as asked."""
+        """Count a request whose rows were lost or that was not steered as asked."""
         self._errors.labels(self._model, FAILED).inc()
 
     def finished(self, view: OutputView) -> None:
-        """A sequence has finished, all that it was promised being true. Where rows may be dropped it waits for them."""
+        """Count a successful sequence's rows, waiting for them if some may be dropped."""
         rows = size = dropped = 0
         for part in view.pending.admitted.parts if view.pending.admitted.spec.site_requests else ():
-            own = view if part is view.part and not view.start else view.with_start(0, part)
-            count = own.rows
-            rows, size = rows + count, size + count * own.row_bytes
+            part_view = view if part is view.part and not view.start else view.with_start(0, part)
+            count = part_view.rows
+            rows += count
+            size += count * part_view.row_bytes
         if self._frontend.settings.overflow == "drop" and view.part.spec.site_requests:
             dropped = sum(view.missing(view.activations()).values())
         steered = view.steered
-        counted = (self._rows, rows - dropped), (self._bytes, size), (self._dropped, dropped), (self._steered, steered)
-        for counter, more in counted:
-            if more:
-                counter.inc(more)
+        increments = (
+            (self._rows, rows - dropped),
+            (self._bytes, size),
+            (self._dropped, dropped),
+            (self._steered, steered),
+        )
+        for counter, increment in increments:
+            if increment:
+                counter.inc(increment)
 
-    def look(self) -> None:
-        """Bring the gauges up to date."""
+    def update(self) -> None:
+        """Update the gauges."""
         store = self._frontend.store
         loads = list(store.loads.values()) if len(store) else []
         self._engines |= {str(load.engine) for load in loads} or {"0"}
         for engine in self._engines:
-            own = [load for load in loads if str(load.engine) == engine]
-            self._fill.labels(self._model, engine).set(max((load.pressure for load in own), default=0.0))
-            self._waiting.labels(self._model, engine).set(max((load.waiting for load in own), default=0))
+            engine_loads = [load for load in loads if str(load.engine) == engine]
+            self._fill.labels(self._model, engine).set(max((load.pressure for load in engine_loads), default=0.0))
+            self._waiting.labels(self._model, engine).set(max((load.waiting for load in engine_loads), default=0))
         self._held.set(self._frontend.pacing.held)
         if self._spool is not None:
             self._spooled.set(self._spool.used)
@@ -102,6 +110,6 @@ class ServerMetrics:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(PERIOD)
-            self.look()
+            self.update()
             if not len(self._frontend.store) and not self._frontend.pacing.held:
                 return

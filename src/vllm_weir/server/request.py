@@ -1,4 +1,4 @@
-"""What an HTTP request asks of Weir, gathered from the places where a client may say it. Pure."""
+"""What an HTTP request asks of Weir, gathered from the places where a client may put it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class WeirRequest:
 
     Attributes:
         extra_args: Weir's part of ``SamplingParams.extra_args``, plain JSON data.
-        inline_bytes: up to this many bytes of rows come with the choice itself.
-        stream: whether chunks carry new scores as they come.
-        lens: whether the answer has vllm-lens's fields.
-        own: whether ``weir`` itself was given, so that rows come as Weir gives them.
-        first: of the lists in ``weir``, the fields that their first entries came from, where these are the fork's.
+        inline_bytes: Up to this many bytes of rows come inline with the choice.
+        stream: Whether chunks carry new scores as they arrive.
+        lens: Whether the response has vllm-lens's fields.
+        own: Whether the key ``weir`` was given, so that rows come in Weir's form.
+        origins: For the lists in ``weir``, the fork's fields that their first entries stand for.
     """
 
     extra_args: Mapping[str, Any]
@@ -36,46 +36,52 @@ class WeirRequest:
     stream: bool = False
     lens: bool = False
     own: bool = False
-    first: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def sent(self, error: WeirError) -> WeirError:
-        """The error, naming the field as the client sent it."""
+    def as_sent(self, error: WeirError) -> WeirError:
+        """Return `error`, naming the field that the client sent."""
         match = _ENTRY.match(error.field)
-        if match is None or match[1] not in self.first:
+        if match is None or match[1] not in self.origins:
             return error
-        first, k = self.first[match[1]], int(match[2])
-        place = first[k] if k < len(first) else f"{match[1]}[{k - len(first)}]"
-        return WeirError(error.message, place + match[3])
+        origins, index = self.origins[match[1]], int(match[2])
+        field = origins[index] if index < len(origins) else f"{match[1]}[{index - len(origins)}]"
+        return WeirError(error.message, field + match[3])
 
     @classmethod
     def parse(
         cls, xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None, limits: ServerLimits
     ) -> WeirRequest | None:
-        """From a request's ``vllm_xargs`` and its unknown top-level keys; None if it asks for nothing.
+        """Return what is asked in ``vllm_xargs`` and in unknown top-level keys, None if nothing is.
 
         Raises:
-            WeirError: naming the field.
+            WeirError: Naming the field.
         """
-        if (wrong := misplaced(xargs, body)) is not None:
-            raise wrong
-        found, fork = _gather(xargs or {}, body or {}), fork_fields(body)
-        if not found and not fork:
+        if (error := misplaced(xargs, body)) is not None:
+            raise error
+        extra_args, fork = _gather(xargs or {}, body or {}), fork_fields(body)
+        if not extra_args and not fork:
             return None
-        refuse_lens(found)
+        refuse_lens(extra_args)
         inline, stream = limits.inline_default, False
-        if WIRE_KEY in found:
-            weir_object, (inline, stream) = _weir_object(found[WIRE_KEY], limits)
-            found[WIRE_KEY] = weir_object
-        first: Mapping[str, tuple[str, ...]] = {}
+        if WIRE_KEY in extra_args:
+            extra_args[WIRE_KEY], inline, stream = _weir_object(extra_args[WIRE_KEY], limits)
+        origins: Mapping[str, tuple[str, ...]] = {}
         if fork:
-            found[WIRE_KEY], first = with_fork(found.get(WIRE_KEY), fork)
-        if LENS_CAPTURE_KEY in found:
-            found[LENS_CAPTURE_KEY] = _lens_layers(found[LENS_CAPTURE_KEY])
-        inline = min(inline, limits.inline_bytes)
-        return cls(found, inline, stream, found.get(LENS_CAPTURE_KEY) is not None, WIRE_KEY in found, first)
+            extra_args[WIRE_KEY], origins = with_fork(extra_args.get(WIRE_KEY), fork)
+        if LENS_CAPTURE_KEY in extra_args:
+            extra_args[LENS_CAPTURE_KEY] = _lens_layers(extra_args[LENS_CAPTURE_KEY])
+        return cls(
+            extra_args,
+            inline_bytes=min(inline, limits.inline_bytes),
+            stream=stream,
+            lens=extra_args.get(LENS_CAPTURE_KEY) is not None,
+            own=WIRE_KEY in extra_args,
+            origins=origins,
+        )
 
 
 def _gather(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Weir's and vllm-lens's keys from all places; raises WeirError for one given twice."""
     found: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for place, values in places(xargs, body):
@@ -88,28 +94,28 @@ def _gather(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
-def _weir_object(data: Any, limits: ServerLimits) -> tuple[dict[str, Any], tuple[int, bool]]:
-    """(the wire form without what is only for the answer, (inline bytes, whether scores are streamed))."""
+def _weir_object(data: Any, limits: ServerLimits) -> tuple[dict[str, Any], int, bool]:
+    """Return the wire form without ``response``, and what that holds: inline bytes, and stream."""
     if isinstance(data, str):
         data = loads(data, WIRE_KEY)
     if not isinstance(data, Mapping):
         raise WeirError(f"expected an object, got {type(data).__name__}", WIRE_KEY)
     weir_object = dict(data)
-    response = _response(weir_object.pop(RESPONSE, None), limits)
+    inline, stream = _response_options(weir_object.pop(RESPONSE, None), limits)
     captures = weir_object.get("capture")
-    several = captures if isinstance(captures, Sequence) and not isinstance(captures, str) else [captures]
-    for i, capture in enumerate(several):
+    is_list = isinstance(captures, Sequence) and not isinstance(captures, str)
+    for i, capture in enumerate(captures if is_list else [captures]):
         sink = capture.get("sink") if isinstance(capture, Mapping) else None
         if sink is not None and not isinstance(sink, str):
-            # Anyone who reaches the server may send this: it does not choose where files go.
+            # Clients must not choose where the server writes files.
             raise WeirError(
                 "over HTTP a sink is 'memory' or the name of one that the server's operator set up",
                 f"capture[{i}].sink",
             )
-    return weir_object, response
+    return weir_object, inline, stream
 
 
-def _response(data: Any, limits: ServerLimits) -> tuple[int, bool]:
+def _response_options(data: Any, limits: ServerLimits) -> tuple[int, bool]:
     path = f"{WIRE_KEY}.{RESPONSE}"
     if data is None:
         data = {}
@@ -127,7 +133,7 @@ def _response(data: Any, limits: ServerLimits) -> tuple[int, bool]:
 
 
 def _lens_layers(value: Any) -> Any:
-    """vllm-lens takes true or a list; vLLM's request model turns a true inside ``vllm_xargs`` into a number."""
+    """Return vllm-lens's capture; in ``vllm_xargs`` vLLM turns its true into a number."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if value not in (0, 1):
             raise WeirError("expected true, a list of blocks, or that as JSON", LENS_CAPTURE_KEY)

@@ -1,4 +1,4 @@
-"""One HTTP request's reply: which views belong to its choices, and what is added to its response or chunks."""
+"""Weir's part of one HTTP response, in its body or its chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_weir.frontend.receive.release import HeldSequences
 from vllm_weir.server.errors import TYPES, error_body
 from vllm_weir.server.lens_response import activations_field
 from vllm_weir.server.request import WeirRequest
-from vllm_weir.server.response_body import NOTHING, answer, new_scores, projects, whole
+from vllm_weir.server.response_body import NO_LOCK, new_scores, projects, weir_object, whole
 from vllm_weir.server.state import ServerState
 
 DATA = "data: "
@@ -21,151 +21,156 @@ DONE = "data: [DONE]"
 
 
 class ResponseBuilder:
-    """Notes the views of a request's outputs and makes of them what goes out.
+    """Collects the views of a request's outputs, and builds Weir's part of the response from them.
 
     Attributes:
-        ask: what the request asks.
-        failure: why the engine refused or failed it; known before vLLM has put it into words.
-        failed: whether that is none of the client's; up to 0.28 vLLM does not know one from the other.
-        several: whether there is more than one choice.
-        held: its sequences.
+        request: What the request asks.
+        failure: Why the engine refused or failed the request; None if it did not.
+        failed: Whether `failure` is the server's, not the client's mistake. vLLM up to 0.28 does
+            not distinguish them.
+        several: Whether there is more than one choice.
+        held: The request's sequences, whose rows are held until the response is out.
+        lens: vllm-lens's field ``activations``, once choice 0 is answered.
     """
 
-    def __init__(self, ask: WeirRequest, server: ServerState) -> None:
-        self.ask = ask
+    def __init__(self, request: WeirRequest, server: ServerState) -> None:
+        self.request = request
         self.failure: WeirError | None = None
         self.failed = self.several = False
         self.held = HeldSequences()
+        self.lens: dict[str, Any] | None = None
         self._server = server
         self._views: dict[int, OutputView] = {}
-        self._sent: dict[int, int] = {}
-        self._kept: list[str] = []
-        self._lens: dict[str, Any] | None = None
+        self._streamed_ends: dict[int, int] = {}  # choice -> end of the scores that were streamed
+        self._spooled: list[str] = []  # ids of the results that this response refers to
 
-    def note(self, choice: int, view: OutputView | None) -> None:
-        """The latest view of a choice."""
+    def add_view(self, choice: int, view: OutputView | None) -> None:
+        """Add the latest view of a choice."""
         if view is not None:
             self._views[choice] = view
             self.several |= choice > 0
 
-    async def answers(self) -> dict[int, dict[str, Any]]:
-        """Choice -> its object; raises WeirError if rows were lost or do not go into the answer."""
+    async def weir_objects(self) -> dict[int, dict[str, Any]]:
+        """Return the ``weir`` object of each choice.
 
-        def every() -> dict[int, dict[str, Any]]:
-            return {i: self._answer(i) for i in sorted(self._views)}
+        Raises:
+            WeirError: If rows were lost or do not fit into the response.
+        """
+
+        def build() -> dict[int, dict[str, Any]]:
+            return {choice: self._weir_object(choice) for choice in sorted(self._views)}
 
         try:
-            return every() if all(map(_at_hand, self._views.values())) else await self._server.run(every, self.discard)
+            if all(map(_receipt_only, self._views.values())):
+                return build()
+            return await self._server.run(build, self.discard)
         except WeirError:
             self.discard()
             raise
 
-    @property
-    def lens(self) -> dict[str, Any] | None:
-        """vllm-lens's field ``activations``, once choice 0 is answered."""
-        return self._lens
-
     async def rewrite(self, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        """The server-sent events of a stream, with what Weir adds."""
+        """Yield a stream's server-sent events with Weir's part added."""
         try:
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    self._kept.clear()
+                    self._spooled.clear()
                     try:
-                        yield await self._rewritten(chunk)
-                    except WeirError as e:  # scores on their way were lost: it ends as any stream that fails
+                        yield await self._rewrite(chunk)
+                    except WeirError as e:  # scores were lost: the stream ends with the error
                         if (observer := self._server.frontend.observer) is not None:
                             observer.failed()
                         yield _event(error_body(500, str(e), e.field or None))
                         yield f"{DONE}\n\n"
                         return
                     except BaseException:
-                        self.discard()  # nobody will ever know the ids in it
+                        self.discard()  # the client does not get the ids in this chunk
                         raise
         finally:
-            self.let_go()
+            self.release()
 
-    def let_go(self) -> None:
-        """The answer is out, or nobody waits for it: free the rows that it was made of."""
+    def release(self) -> None:
+        """Free the rows, as the response is out or nobody waits for it."""
         self._views.clear()
         self.held.release()
 
     def discard(self) -> None:
-        """Free what was put away for chunks or responses that nobody got."""
-        for key in self._kept:
+        """Delete the results that a response or chunk refers to which nobody received."""
+        for key in self._spooled:
             if self._server.spool is not None:
                 self._server.spool.delete(key)
 
-    def _answer(self, choice: int) -> dict[str, Any]:
+    def _weir_object(self, choice: int) -> dict[str, Any]:
         view = whole(self._views.pop(choice))
-        # What vllm-lens's field carries is not sent twice.
-        rows = self.ask.own or self.several
-        # The event loop, which makes a receipt alone, waits for no thread.
-        work = self._server.work if view.part.spec.site_requests else NOTHING
+        # Rows in vllm-lens's field are not sent a second time.
+        rows = self.request.own or self.several
+        # A receipt alone is built in the event loop, which must not wait for a thread.
+        cpu_lock = self._server.cpu_lock if view.part.spec.site_requests else NO_LOCK
+        inline_bytes = self._server.inline_bytes(self.request.inline_bytes)
         try:
-            out = answer(view, self._server.inline_bytes(self.ask.inline_bytes), self._keep, rows, work)
-            if self.ask.lens and choice == 0 and not projects(view):
-                with work:
-                    self._lens = activations_field(view.activations(), self._server.limits.lens_bytes)
+            out = weir_object(view, inline_bytes, self._spool, rows, cpu_lock)
+            if self.request.lens and choice == 0 and not projects(view):
+                with cpu_lock:
+                    self.lens = activations_field(view.activations(), self._server.limits.lens_bytes)
             return out
         finally:
             view.drop()
 
-    def _keep(self, acts: Any, size: int) -> dict[str, Any]:
-        where = self._server.keep(acts, size, self._kept)
-        self._kept.append(where["id"])
-        return where
+    def _spool(self, acts: Any, size: int) -> dict[str, Any]:
+        reference = self._server.keep(acts, size, self._spooled)
+        self._spooled.append(reference["id"])
+        return reference
 
-    async def _rewritten(self, chunk: str) -> str:
+    async def _rewrite(self, chunk: str) -> str:
         if chunk.startswith(DONE):
-            if self._lens is None:
+            if self.lens is None:
                 return chunk
-            return f"{_event({'activations': self._lens})}{chunk}"
+            return f"{_event({'activations': self.lens})}{chunk}"
         if not chunk.startswith(f"{DATA}{{"):
             return chunk
         data = json.loads(chunk[len(DATA) :])
         if "error" in data:
             if self.failure is not None and self.failure.field:
-                data["error"]["param"] = self.ask.sent(self.failure).field
+                data["error"]["param"] = self.request.as_sent(self.failure).field
             if self.failed:
                 data["error"] |= {"type": TYPES[500], "code": 500}
             return _event(data)
-        added = [await self._add(choice) for choice in data.get("choices", ())]
-        return _event(data) if any(added) else chunk
+        changed = [await self._add_weir(choice) for choice in data.get("choices", ())]
+        return _event(data) if any(changed) else chunk
 
-    async def _add(self, choice: dict[str, Any]) -> bool:
-        """Put what is due into a chunk's choice; whether anything was."""
+    async def _add_weir(self, choice: dict[str, Any]) -> bool:
+        """Add ``weir`` to a chunk's choice if it is due, and return whether it was."""
         index = choice["index"]
         view = self._views.get(index)
         if view is None:
             return False
         if choice.get("finish_reason") is not None:
-            if _at_hand(view):
+            if _receipt_only(view):
                 choice["weir"] = self._final(index)
             else:
                 choice["weir"] = await self._server.run(lambda: self._final(index), self.discard)
             return True
-        if not self.ask.stream or not projects(view) or view.end <= (start := self._sent.get(index, 0)):
+        start = self._streamed_ends.get(index, 0)
+        if not self.request.stream or not projects(view) or view.end <= start:
             return False
         delta = choice.get("delta") or {}
         if delta.get("role") and not delta.get("content"):
-            return False  # a chat's opening: the token that the scores belong to is still to come
-        self._sent[index] = view.end
-        found = await self._server.run(lambda: new_scores(view, start))
-        if found is not None:
-            choice["weir"] = {"scores": found}
-        return found is not None
+            return False  # a chat's opening chunk; the token of these scores is in a later one
+        self._streamed_ends[index] = view.end
+        scores = await self._server.run(lambda: new_scores(view, start))
+        if scores is not None:
+            choice["weir"] = {"scores": scores}
+        return scores is not None
 
     def _final(self, index: int) -> dict[str, Any]:
         try:
-            return self._answer(index)
-        except WeirError as e:  # the tokens are out already: the choice says what it lacks
+            return self._weir_object(index)
+        except WeirError as e:  # the tokens are out already, so the choice carries the error
             self.discard()
             return {"error": str(e)}
 
 
-def _at_hand(view: OutputView) -> bool:
-    """Whether a finished sequence's answer is a receipt alone that waits for nothing: a thread costs more than it."""
+def _receipt_only(view: OutputView) -> bool:
+    """Return whether a finished sequence has no rows to wait for, so that no thread is needed."""
     return not view.part.spec.site_requests and view.concluded()
 
 

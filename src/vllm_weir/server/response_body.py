@@ -1,4 +1,4 @@
-"""A sequence's rows as the JSON object ``weir`` of its choice. Pure: where large results go is handed in."""
+"""The JSON object ``weir`` of a choice: a sequence's receipt, and its rows or scores."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from vllm_weir.frontend.outputs.view import OutputView
 from vllm_weir.results.activations import Activations
 from vllm_weir.schema.hooks import Site
 
-NOTHING: AbstractContextManager = nullcontext()
-Keep = Callable[[Activations, int], dict[str, Any]]
-"""Puts away rows of so many bytes and says how they are fetched: {"id", "url", "expires_in"}; or raises WeirError."""
+NO_LOCK: AbstractContextManager = nullcontext()
+Spool = Callable[[Activations, int], dict[str, Any]]
+"""Stores rows of so many bytes and returns {"id", "url", "expires_in"}; may raise WeirError."""
 
 
 def whole(view: OutputView) -> OutputView:
-    """A view of all of its sequence's rows, also where outputs carry only what is new."""
+    """Return the view of all of the sequence's rows, even if the output carries only new ones."""
     return view if view.start == 0 else view.with_start(0)
 
 
-def answer(
-    view: OutputView, inline_bytes: int, keep: Keep, rows: bool = True, work: AbstractContextManager = NOTHING
+def weir_object(
+    view: OutputView, inline_bytes: int, spool: Spool, rows: bool = True, cpu_lock: AbstractContextManager = NO_LOCK
 ) -> dict[str, Any]:
-    """The object for one finished sequence; waits for its rows.
+    """Return the object of one finished sequence; waits for its rows.
 
     Args:
-        view: all of its rows, see `whole`.
-        inline_bytes: results of at most this many bytes are put in; larger ones are given to `keep`.
-        rows: False leaves rows out (they go with the answer in another form).
-        work: entered for what keeps the interpreter; not while `keep` is called.
+        view: All of its rows; see `whole`.
+        inline_bytes: Rows of at most this many bytes are inline; larger ones are given to `spool`.
+        spool: Stores rows to be fetched.
+        rows: Whether to include rows; False if the response carries them in another form.
+        cpu_lock: Held while the object is built, but neither while waiting nor while `spool` runs.
 
     Raises:
-        WeirError: if rows were lost.
+        WeirError: If rows were lost.
     """
     view.wait()
-    with work:
+    with cpu_lock:
         out: dict[str, Any] = {"receipt": view.receipt().to_dict()}
         acts = view.activations()
         if projects(view):
@@ -49,48 +50,51 @@ def answer(
         if not rows or not acts.sites:
             return out
         size, data = _inline(acts, inline_bytes)
-    found = out["activations"] = {"sites": [name(site) for site in acts.sites], "format": "safetensors", "bytes": size}
+    activations = out["activations"] = {
+        "sites": [name(site) for site in acts.sites],
+        "format": "safetensors",
+        "bytes": size,
+    }
     if data is not None:
-        found["b64"] = base64.b64encode(data).decode("ascii")
+        activations["b64"] = base64.b64encode(data).decode("ascii")
         return out
     try:
-        found |= keep(acts, size)
+        activations |= spool(acts, size)
     except WeirError as e:
-        found["error"] = e.message
+        activations["error"] = e.message
     return out
 
 
 def projects(view: OutputView) -> bool:
-    """Whether the sequence's captures give scores instead of rows."""
+    """Return whether the sequence's captures yield scores instead of rows."""
     postprocess = view.part.spec.postprocess
     return bool(view.part.spec.site_requests) and postprocess is not None and bool(postprocess.directions)
 
 
 def new_scores(view: OutputView, start: int) -> dict[str, Any] | None:
-    """Scores at positions from `start` on, or None if there are none; waits for them."""
+    """Return the scores at positions from `start` on, None if there are none; waits for them."""
     acts = view.with_start(start).activations()
     return scores(acts) if any(acts.count(site) for site in acts.sites) else None
 
 
 def scores(acts: Activations) -> dict[str, Any]:
-    """Scores by site with their positions and tokens; one that is not finite is null."""
+    """Return scores by site with positions and tokens; a score that is not finite is null."""
     out: dict[str, Any] = {"sites": {name(site): _floats(acts[site]) for site in acts.sites}}
     try:
-        at, ids = acts.positions.tolist(), acts.token_ids.tolist()
-        return {"positions": at, "token_ids": ids, **out}
-    except WeirError:  # the sites have different rows
+        return {"positions": acts.positions.tolist(), "token_ids": acts.token_ids.tolist(), **out}
+    except WeirError:  # the sites have different positions
         out["positions_of"] = {name(s): acts.positions_of(*s).tolist() for s in acts.sites}
         out["token_ids_of"] = {name(s): acts.token_ids_of(*s).tolist() for s in acts.sites}
         return out
 
 
 def name(site: Site) -> str:
-    """``resid_post.10``."""
+    """Return a site's name in a response, such as ``resid_post.10``."""
     return f"{site.hook}.{site.layer}"
 
 
 def size_of(acts: Activations) -> int:
-    """Bytes of the rows alone."""
+    """Return the bytes of the rows alone."""
     return sum(acts[site].nbytes for site in acts.sites)
 
 
@@ -102,7 +106,7 @@ def _floats(rows: torch.Tensor) -> list[list[float | None]]:
 
 
 def _inline(acts: Activations, inline_bytes: int) -> tuple[int, bytes | None]:
-    """(bytes, what goes inline, if it does)."""
+    """Return the size in bytes, and the file's bytes if they are to be inline."""
     size = size_of(acts)
     if size > inline_bytes:
         return size, None

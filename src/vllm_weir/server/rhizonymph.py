@@ -1,4 +1,4 @@
-"""Request fields of the fork RhizoNymph/vllm as Weir's own wire form. Pure."""
+"""Request fields of the fork RhizoNymph/vllm, translated into Weir's wire form."""
 
 from __future__ import annotations
 
@@ -15,28 +15,37 @@ from vllm_weir.schema.request import WIRE_VERSION
 def with_fork(
     weir_object: Mapping[str, Any] | None, fields: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """A wire form (or None) that does what the fork's fields say, too: its module first, then its tiers, then the rest.
+    """Return a wire form that also does what the fork's fields ask.
+
+    The fork's module comes first, then its tiers, then the request's own interventions.
+
+    Args:
+        weir_object: The request's own wire form, or None.
+        fields: The fork's fields of the request.
 
     Returns:
-        It, and for its lists ``modules`` and ``interventions`` the fields that their first entries came from.
+        The wire form; and, for its lists ``modules`` and ``interventions``, the fork's fields that
+        their first entries stand for.
 
     Raises:
-        WeirError: naming the field.
+        WeirError: Naming the field.
     """
     out: dict[str, Any] = dict(weir_object or {"v": WIRE_VERSION})
-    first: dict[str, tuple[str, ...]] = {}
+    origins: dict[str, tuple[str, ...]] = {}
     name = fields.get(NAME)
     if name is not None:
         if not isinstance(name, str):
-            raise WeirError("the name of a module is a string", NAME)
-        out["modules"] = [name, *_several(out.get("modules"))]
-        first["modules"] = (NAME,)
+            raise WeirError("expected the name of a module, a string", NAME)
+        out["modules"] = [name, *_as_list(out.get("modules"))]
+        origins["modules"] = (NAME,)
     tiers = from_tiers(**{key: fields.get(key) for key in TIERS})
     if tiers:
-        out["interventions"] = [*(one.to_json() for one in tiers), *_several(out.get("interventions"))]
-        first["interventions"] = tuple(one.path for one in tiers)
-    return out, first
+        out["interventions"] = [*(one.to_json() for one in tiers), *_as_list(out.get("interventions"))]
+        origins["interventions"] = tuple(one.path for one in tiers)
+    return out, origins
 
 
-def _several(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

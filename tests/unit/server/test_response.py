@@ -67,7 +67,7 @@ def server(tmp_path):
 
 def reply(server, view, inline=0, **more):
     made = ResponseBuilder(WeirRequest({}, inline, own=True, **more), server)
-    made.note(0, view)
+    made.add_view(0, view)
     return made
 
 
@@ -129,7 +129,7 @@ def test_rows_that_come_too_late_are_freed(server):
     server.spool.put = lambda *what: made.append(put(*what)) or made[-1]
 
     async def go():
-        task = asyncio.create_task(reply(server, view).answers())
+        task = asyncio.create_task(reply(server, view).weir_objects())
         assert await asyncio.to_thread(waits.wait, 10)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -156,7 +156,7 @@ def test_lost_rows_are_said_on_the_choice_of_a_stream(server):
     (out,) = asyncio.run(go())
     assert json.loads(out[6:])["choices"][0]["weir"] == {"error": "3 rows did not arrive"}
     with pytest.raises(WeirError):
-        asyncio.run(reply(server, view).answers())
+        asyncio.run(reply(server, view).weir_objects())
 
 
 def test_scores_that_are_lost_end_the_stream_with_an_error(server, monkeypatch):
@@ -202,7 +202,7 @@ def test_too_much_for_vllm_lens_is_refused(server, monkeypatch):
     made = reply(server, view, lens=True)
     server.limits = ServerLimits(lens_bytes=10)
     with pytest.raises(WeirError, match="WEIR_SERVE_LENS_BYTES") as e:
-        asyncio.run(made.answers())
+        asyncio.run(made.weir_objects())
     assert e.value.field == "output_residual_stream"
     assert module.activations_field(held, 1 << 20) is not None
 
@@ -257,7 +257,7 @@ def test_a_receipt_alone_is_answered_without_a_thread_if_nothing_is_to_be_waited
     async def go():
         made = reply(server, view)
         if not streamed:
-            return (await made.answers())[0]
+            return (await made.weir_objects())[0]
         (only,) = [c async for c in made.rewrite(chunks(chunk("stop")))]
         return json.loads(only[6:])["choices"][0]["weir"]
 
@@ -278,8 +278,8 @@ def test_one_answer_at_a_time_is_made_and_none_waits_for_rows_of_another(server,
     monkeypatch.setattr(Activations, "pieces", make)
 
     async def go():
-        late = asyncio.create_task(reply(server, View(wait=lambda: arrive.wait(10))).answers())
-        await asyncio.gather(*(reply(server, View()).answers() for _ in range(6)))
+        late = asyncio.create_task(reply(server, View(wait=lambda: arrive.wait(10))).weir_objects())
+        await asyncio.gather(*(reply(server, View()).weir_objects() for _ in range(6)))
         assert not late.done()
         arrive.set()
         await late
@@ -294,9 +294,9 @@ def test_who_waits_for_another_processs_file_holds_no_other_answer_up(server):
 
     async def go():
         with locked(server.spool._lock):
-            kept = asyncio.create_task(reply(server, View()).answers())
+            kept = asyncio.create_task(reply(server, View()).weir_objects())
             assert await asyncio.to_thread(tries.wait, 10)
-            inline = (await asyncio.wait_for(reply(server, View(), 1 << 20).answers(), 10))[0]["activations"]
+            inline = (await asyncio.wait_for(reply(server, View(), 1 << 20).weir_objects(), 10))[0]["activations"]
             assert "b64" in inline and not kept.done()
         assert "id" in (await kept)[0]["activations"]
 
@@ -345,10 +345,10 @@ def test_scores_that_are_not_finite_are_null():
 
 def test_without_routes_rows_go_inline_up_to_the_bound(server):
     server.spool = None
-    out = asyncio.run(reply(server, View(), 0).answers())[0]["activations"]
+    out = asyncio.run(reply(server, View(), 0).weir_objects())[0]["activations"]
     assert "b64" in out
     server.limits = ServerLimits(inline_bytes=10)
-    out = asyncio.run(reply(server, View(), 0).answers())[0]["activations"]
+    out = asyncio.run(reply(server, View(), 0).weir_objects())[0]["activations"]
     assert "b64" not in out and "`weir serve`" in out["error"] and out["bytes"] == 96
 
 
@@ -361,9 +361,9 @@ def test_what_was_kept_for_an_answer_that_fails_is_freed(server, monkeypatch):
 
     lost.activations = activations
     made = reply(server, View())
-    made.note(1, lost)
+    made.add_view(1, lost)
     with pytest.raises(WeirError, match="did not arrive"):
-        asyncio.run(made.answers())
+        asyncio.run(made.weir_objects())
     assert len(server.spool) == 0
 
     def large(*_):

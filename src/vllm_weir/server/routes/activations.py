@@ -1,4 +1,4 @@
-"""Captured rows by reference."""
+"""The routes for captured rows by reference."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from vllm_weir.server.state import ServerState, server_state
 
 MEDIA = "application/octet-stream"
 _PART = re.compile(r"\s*(\d{0,18})-(\d{0,18})\s*", re.ASCII)
-Id = Annotated[str, Path(description="The id that the choice's `weir.activations.id` says.")]
+Id = Annotated[str, Path(description="The choice's `weir.activations.id`.")]
 State = Annotated[ServerState, Depends(server_state)]
 
 
 class OpenResultFile(FileResponse):
-    """An open file, also one that is deleted while it is read."""
+    """A response with an open file, which may be deleted while it is sent."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         super().__init__(f"/proc/self/fd/{file.fileno()}", media_type=MEDIA, filename=name)
         self._file = file
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # A range that is none, or of other units, is to be ignored (RFC 9110, 14.2); Starlette answers in plain text.
+        # A malformed range, or one in other units, must be ignored (RFC 9110, 14.2).
         headers = [(k, v) for k, v in scope["headers"] if k != b"range" or _is_range(v.decode("latin-1"))]
-        outside: Message | None = None
+        not_satisfiable: Message | None = None
 
-        async def noted(message: Message) -> None:
-            nonlocal outside
+        async def send_unless_416(message: Message) -> None:
+            nonlocal not_satisfiable
             if message["type"] == "http.response.start" and message["status"] == 416:
-                outside = message
-            if outside is None:
+                not_satisfiable = message
+            if not_satisfiable is None:
                 await send(message)
 
         with self._file:
-            await super().__call__({**scope, "headers": headers}, receive, noted)
-        if outside is not None:
-            size = dict(outside["headers"]).get(b"content-range", b"").decode("latin-1").rpartition("/")[2]
-            answer = error(416, f"no byte of the file is in the range; it has {size}", "Range")
-            answer.headers["Content-Range"] = f"bytes */{size}"
-            await answer(scope, receive, send)
+            await super().__call__({**scope, "headers": headers}, receive, send_unless_416)
+        if not_satisfiable is not None:  # Starlette's own answer is plain text
+            size = dict(not_satisfiable["headers"]).get(b"content-range", b"").decode("latin-1").rpartition("/")[2]
+            response = error(416, f"the range is outside the file, which has {size} bytes", "Range")
+            response.headers["Content-Range"] = f"bytes */{size}"
+            await response(scope, receive, send)
 
 
 def router() -> APIRouter:
-    """GET and DELETE /v1/activations/{id}."""
+    """Return the routes GET and DELETE /v1/activations/{id}."""
     routes = weir_router()
 
     @routes.get(
@@ -82,10 +82,10 @@ def router() -> APIRouter:
 
 def _is_range(value: str) -> bool:
     unit, _, parts = value.partition("=")
-    found = [_PART.fullmatch(part) for part in parts.split(",")]
+    matches = [_PART.fullmatch(part) for part in parts.split(",")]
     return unit.strip() == "bytes" and all(
-        part is not None and any(part.groups()) and not (all(part.groups()) and int(part[1]) > int(part[2]))
-        for part in found
+        match is not None and any(match.groups()) and not (all(match.groups()) and int(match[1]) > int(match[2]))
+        for match in matches
     )
 
 

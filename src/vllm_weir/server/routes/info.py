@@ -1,4 +1,4 @@
-"""What this server serves."""
+"""The route that describes the server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_weir.server.state import ServerState, server_state
 
 
 class SiteInfo(BaseModel):
-    """A hook point of a block: whether it is served, and if not, why."""
+    """A hook point of a block; `why` gives the reason if it is not served."""
 
     hook: str
     layer: int
@@ -23,7 +23,7 @@ class SiteInfo(BaseModel):
 
 
 class ServerInfo(BaseModel):
-    """`limits` has no paths; `admin` says whether the server has an admin key."""
+    """The server. `limits` has no paths; `admin` says whether there is an admin key."""
 
     version: str
     model: str
@@ -36,7 +36,7 @@ class ServerInfo(BaseModel):
 
 
 def router() -> APIRouter:
-    """GET /v1/weir/info."""
+    """Return the route GET /v1/weir/info."""
     routes = weir_router()
 
     @routes.get("/v1/weir/info", responses=declared(400, 401), summary="The model, its hook points, and the limits")
@@ -52,13 +52,13 @@ def router() -> APIRouter:
             d_model=capabilities.d_model,
             dtype=capabilities.dtype,
             sites=[SiteInfo(hook=v.hook, layer=v.layer, served=v.supported, why=v.reason) for v in verdicts],
-            limits=shown(state.limits),
+            limits=public_limits(state.limits),
             admin=state.admin_key is not None,
         )
 
     return routes
 
 
-def shown(limits: ServerLimits) -> dict[str, int | float]:
-    """The limits without what is the operator's alone."""
+def public_limits(limits: ServerLimits) -> dict[str, int | float]:
+    """Return the limits without those that only the operator may see."""
     return limits.model_dump(exclude={"directory"})

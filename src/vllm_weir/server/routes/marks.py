@@ -1,4 +1,4 @@
-"""Marks: rows that were captured with ``keep="marked"`` go to their sink."""
+"""The route for marks, which send rows captured with ``keep="marked"`` to their sink."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from vllm_weir.server.errors import declared, error
 from vllm_weir.server.routes.router import weir_router
 from vllm_weir.server.state import ServerState, server_state
 
-PATIENCE = 10.0
-"""Seconds for which an answer waits for the sinks, which go on after it."""
-METADATA = 64 << 10
-"""Most bytes of a mark's metadata, as JSON."""
+SINK_TIMEOUT = 10.0
+"""Seconds for which a response waits for the sinks, which continue after it."""
+MAX_METADATA = 64 << 10
+"""The most bytes of a mark's metadata, as JSON."""
 
 State = Annotated[ServerState, Depends(server_state)]
 
 
 class Mark(BaseModel):
-    """A finished or running request."""
+    """A mark of a finished or running request."""
 
     model_config = ConfigDict(
         extra="forbid", json_schema_extra={"examples": [{"id": "cmpl-8d2f", "metadata": {"reason": "odd"}}]}
     )
 
-    id: str = Field(min_length=1, max_length=512, description="The answer's `id`; all its sequences are meant.")
+    id: str = Field(min_length=1, max_length=512, description="The response's `id`; all its sequences are marked.")
     metadata: dict[str, Any] = Field({}, description="Kept with the rows; up to 64 KiB as JSON.")
 
 
 class Written(BaseModel):
-    """One sequence's rows at one sink, `state` as in a receipt."""
+    """One sequence's rows at one sink; `state` is as in a receipt."""
 
     sink: str
     state: str
@@ -48,8 +48,8 @@ class Written(BaseModel):
 class Marked(BaseModel):
     """What was marked.
 
-    `sinks` has the sequences that have finished; those of the others are written when they do. `gone` says what was
-    not marked, because its rows are gone.
+    `sinks` has the sequences that have finished; the rows of others are written when they finish.
+    `gone` gives the reasons why rows could not be marked.
     """
 
     id: str
@@ -58,7 +58,7 @@ class Marked(BaseModel):
 
 
 def router() -> APIRouter:
-    """POST /v1/marks."""
+    """Return the route POST /v1/marks."""
     routes = weir_router()
 
     @routes.post(
@@ -69,17 +69,17 @@ def router() -> APIRouter:
     )
     async def mark(body: Mark, state: State) -> Marked | Response:
         size = len(dumps(body.metadata, "metadata"))
-        if size > METADATA:
-            raise WeirError(f"is {size} bytes of JSON; at most {METADATA} are kept", "metadata")
+        if size > MAX_METADATA:
+            raise WeirError(f"is {size} bytes of JSON; at most {MAX_METADATA} are kept", "metadata")
         question = body.model_dump()
-        found = await answer_here(state.frontend.manager, question)
-        if not found["known"] and state.peers is not None:
-            others = await state.peers.ask(question, 2 * PATIENCE)
-            found = max([found, *others], key=lambda one: (one["known"], bool(one["gone"])))
-        if not found["known"]:
-            what = "; ".join(found["gone"]) or f"no request {body.id[:40]!r} with rows to mark is known here"
-            return error(404, what, "id")
-        return Marked(id=body.id, sinks=found["sinks"], gone=found["gone"])
+        answer = await answer_here(state.frontend.manager, question)
+        if not answer["known"] and state.peers is not None:
+            others = await state.peers.ask(question, 2 * SINK_TIMEOUT)
+            answer = max([answer, *others], key=lambda one: (one["known"], bool(one["gone"])))
+        if not answer["known"]:
+            why = "; ".join(answer["gone"]) or f"no request {body.id[:40]!r} with rows to mark is known here"
+            return error(404, why, "id")
+        return Marked(id=body.id, sinks=answer["sinks"], gone=answer["gone"])
 
     return routes
 
@@ -89,18 +89,18 @@ async def answer_here(manager: SinkManager, question: dict[str, Any]) -> dict[st
     return await run_in_threadpool(_mark, manager, question["id"], question["metadata"])
 
 
-def _mark(manager: SinkManager, answer: str, metadata: dict[str, Any]) -> dict[str, Any]:
+def _mark(manager: SinkManager, request_id: str, metadata: dict[str, Any]) -> dict[str, Any]:
     tickets: list[Ticket] = []
     gone: list[str] = []
     known = False
-    for name in manager.marks.answered_as(answer):
+    for internal_id in manager.marks.answered_as(request_id):
         try:
-            tickets += manager.mark(name, metadata, hold=False)
+            tickets += manager.mark(internal_id, metadata, hold=False)
             known = True
         except WeirError as e:
             gone.append(e.message)
-    late = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + SINK_TIMEOUT
     for ticket in tickets:
-        with suppress(WeirError):  # its state says it
-            ticket.settle(max(0.0, late - time.monotonic()))
+        with suppress(WeirError):  # reported by its state
+            ticket.settle(max(0.0, deadline - time.monotonic()))
     return {"known": known, "sinks": [{"sink": t.sink, "state": t.state} for t in tickets], "gone": gone}

@@ -1,4 +1,4 @@
-"""The page at ``/weir``: chat with the served model, its tokens coloured by a probe. Fixed files, no build step."""
+"""The page at ``/weir``, a chat whose tokens a probe colours; its files need no build step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILES = {
     "/weir/rows.js": ("rows.js", "text/javascript"),
     "/weir/heatmap.js": ("heatmap.js", "text/javascript"),
 }
-"""Path -> file and type; nothing else is served."""
+"""Path -> file and media type; nothing else is served."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -26,17 +26,21 @@ HEADERS = {
 
 
 def router() -> APIRouter:
-    """Routes of the page. It holds no secret: what it asks of the server it asks with the key that its user gives."""
-    out = APIRouter(tags=["weir page"])
-    for path, (name, kind) in FILES.items():
-        out.add_api_route(path, _sender(name, kind), methods=["GET"], response_class=Response, include_in_schema=False)
-    return out
+    """Return the page's routes.
+
+    They need no key: the page holds no secret, and sends its user's API key with every request.
+    """
+    routes = APIRouter(tags=["weir page"])
+    for path, (name, media_type) in FILES.items():
+        send = _sender(name, media_type)
+        routes.add_api_route(path, send, methods=["GET"], response_class=Response, include_in_schema=False)
+    return routes
 
 
-def _sender(name: str, kind: str) -> Callable[[], Awaitable[Response]]:
+def _sender(name: str, media_type: str) -> Callable[[], Awaitable[Response]]:
     body = (files("vllm_weir.server") / "static" / name).read_bytes()
 
     async def send() -> Response:
-        return Response(body, media_type=f"{kind}; charset=utf-8", headers=HEADERS)
+        return Response(body, media_type=f"{media_type}; charset=utf-8", headers=HEADERS)
 
     return send

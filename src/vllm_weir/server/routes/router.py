@@ -1,4 +1,4 @@
-"""How Weir's routes are called: who may is looked at before what was sent, and what cannot be read has their errors."""
+"""The router class of Weir's routes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from vllm_weir.server.routes.auth import require_admin
 
 
 class WeirRoute(APIRoute):
-    """FastAPI reads and parses a body before it calls dependencies, and raises Starlette's error, which vLLM does not
-    put into its form, for bytes that are no text of JSON."""
+    """A route that checks the admin key before the body, and reports an unreadable body like vLLM.
+
+    FastAPI parses a body before it calls dependencies. For bytes that are not text it raises
+    Starlette's error, which vLLM does not convert.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's, between these two."""
+        """Return FastAPI's handler with these two differences."""
         handle = super().get_route_handler()
-        admin = any(one.dependency is require_admin for one in self.dependencies)
+        needs_admin = any(one.dependency is require_admin for one in self.dependencies)
 
         async def handler(request: Request) -> Response:
-            if admin:
+            if needs_admin:
                 require_admin(request)
             try:
                 return await handle(request)
@@ -37,11 +40,11 @@ class WeirRoute(APIRoute):
                 first = e.errors()[0]
                 if first["type"] != "json_invalid":
                     raise
-                return error(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}", "body")
+                return error(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", "body")
 
         return handler
 
 
 def weir_router() -> APIRouter:
-    """An empty router of Weir's."""
+    """Return an empty router for Weir's routes."""
     return APIRouter(tags=["weir"], route_class=WeirRoute)

@@ -1,4 +1,4 @@
-"""Steering of every request, and named modules: the routes and bodies of the fork RhizoNymph/vllm."""
+"""Routes for steering every request and for named modules, as in the fork RhizoNymph/vllm."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from vllm_weir.server.routes.vectors import check_room
 from vllm_weir.server.state import ServerState, server_state
 
 State = Annotated[ServerState, Depends(server_state)]
-Target = Annotated[Literal["main", "draft"] | None, Query(description="`draft` is refused: no draft model is steered.")]
+Target = Annotated[Literal["main", "draft"] | None, Query(description="`draft` is refused.")]
 ADMIN = [Depends(require_admin)]
 
 
 def router() -> APIRouter:
-    """/v1/steering and /v1/steering/modules."""
+    """Return the routes /v1/steering and /v1/steering/modules."""
     routes = weir_router()
     _steering(routes)
     _modules(routes)
@@ -53,7 +53,7 @@ def _steering(routes: APIRouter) -> None:
         "/v1/steering/clear",
         dependencies=ADMIN,
         responses=declared(400, 401, 403, 413, 507),
-        summary="Steer no request but those that ask for it",
+        summary="Remove all steering of every request",
     )
     async def clear_steering(state: State, body: Annotated[bodies.ClearSteering | None, Body()] = None) -> bodies.Done:
         _main_only(body.target if body else None)
@@ -64,14 +64,14 @@ def _steering(routes: APIRouter) -> None:
         "/v1/steering",
         response_model_exclude_none=True,
         responses=declared(400, 401),
-        summary="What every request undergoes",
+        summary="The steering of every request",
     )
     def get_steering(state: State, target: Target = None) -> bodies.SteeringState:
         _main_only(target)
         contents = state.names.read()
-        return bodies.SteeringState(
-            active_layers=_active(contents.always[: contents.tiers]), interventions=[_shown(i) for i in contents.always]
-        )
+        active = _active_layers(contents.always[: contents.tiers])
+        interventions = [_with_digests(one) for one in contents.always]
+        return bodies.SteeringState(active_layers=active, interventions=interventions)
 
     @routes.get("/v1/steering/layers", responses=declared(400, 401), summary="The hook points that can be steered")
     async def get_layers(state: State, target: Target = None) -> bodies.Layers | bodies.LayersOfModels:
@@ -90,7 +90,7 @@ def _modules(routes: APIRouter) -> None:
     async def register(body: bodies.RegisterModule, state: State) -> bodies.ModuleChanged:
         if body.kind != "additive" or body.sae_manifest is not None:
             raise WeirError(
-                "modules of SAEs are not served: no weights are read from paths or addresses that clients name; "
+                "modules of SAEs are not served: the server does not read weights from paths that clients name; "
                 "register the features' directions as vectors and clamps",
                 "kind" if body.kind != "additive" else "sae_manifest",
             )
@@ -102,7 +102,7 @@ def _modules(routes: APIRouter) -> None:
         dependencies=ADMIN,
         response_model=bodies.ModuleChanged,
         responses=declared(400, 401, 403, 404, 413, 507),
-        summary="Forget a module; requests that were admitted with it go on",
+        summary="Delete a module; requests already admitted with it go on",
     )
     async def unregister(body: bodies.UnregisterModule, state: State) -> Any:
         return await state.run(lambda: _unregister(state, body.name))
@@ -115,39 +115,46 @@ def _modules(routes: APIRouter) -> None:
 
 def _main_only(target: str | None) -> None:
     if target == "draft":
-        raise WeirError("no draft model is steered: Weir refuses speculative decoding; leave target out", "target")
+        raise WeirError("draft models are not steered: Weir refuses speculative decoding; omit target", "target")
 
 
-def _given(body: bodies.Fields) -> tuple[list[Intervention], tuple[Intervention, ...] | None]:
-    """(what the fork's fields ask, Weir's own list or None); refused if there is neither."""
+def _parse_fields(body: bodies.Fields) -> tuple[list[Intervention], tuple[Intervention, ...] | None]:
+    """Return the interventions of the fork's fields, and Weir's own list or None.
+
+    Raises:
+        WeirError: If the body has neither.
+    """
     tiers = from_fields({f"{p}{kind}": getattr(body, f"{p}{kind}") for p in TIERS for kind in ("vectors", "clamps")})
     own = None if body.interventions is None else parse_interventions(body.interventions, "interventions")
     if not tiers and not own:
         raise WeirError(
-            "there is nothing in it: give vectors, prefill_vectors or decode_vectors {hook: {layer: vector}}, clamps, "
-            "or interventions; /clear takes steering away",
+            "nothing to apply: give vectors, prefill_vectors or decode_vectors {hook: {layer: vector}}, clamps, "
+            "or interventions; use /clear to remove steering",
             "vectors",
         )
     return tiers, own
 
 
 def _set(state: ServerState, body: bodies.SetSteering) -> bodies.SteeringSet:
-    tiers, own = _given(body)
+    tiers, own = _parse_fields(body)
     layers: set[int] = set()
 
     def edit(contents: RegistryContents) -> RegistryContents:
-        settled, others = _settle(state, contents, tiers, own or ())
+        from_tiers, from_list = _resolve_names(state, contents, tiers, own or ())
         capabilities = state.frontend.require_capabilities()
-        layers.update(layer for one in (*settled, *others) for layer in one.resolve_layers(capabilities.num_layers))
+        layers.update(
+            layer for one in (*from_tiers, *from_list) for layer in one.resolve_layers(capabilities.num_layers)
+        )
         before = () if body.replace else contents.always
-        keys = {_place(one) for one in settled}
-        kept = [one for one in before[: contents.tiers] if _place(one) not in keys]
-        merged = sorted((*kept, *settled), key=lambda one: isinstance(one, Clamp))  # stable: additions, then clamps
-        rest = tuple(before[contents.tiers :]) if own is None else others
+        replaced = {_replacement_key(one) for one in from_tiers}
+        kept = [one for one in before[: contents.tiers] if _replacement_key(one) not in replaced]
+        # Stable: additions stay in order, and clamps follow them.
+        merged = sorted((*kept, *from_tiers), key=lambda one: isinstance(one, Clamp))
+        rest = tuple(before[contents.tiers :]) if own is None else from_list
         if len(merged) + len(rest) > MAX_INTERVENTIONS:
-            raise WeirError(f"more than {MAX_INTERVENTIONS} interventions of every request; clear some", "vectors")
+            raise WeirError(f"more than {MAX_INTERVENTIONS} interventions for every request; clear some", "vectors")
         after = replace(contents, always=(*merged, *rest), tiers=len(merged))
-        state.frontend.settled(after.always, everyone=True)  # all of it together has to fit, too
+        state.frontend.settled(after.always, everyone=True)  # together they must fit, too
         check_room(after, state.limits)
         return after
 
@@ -156,52 +163,55 @@ def _set(state: ServerState, body: bodies.SetSteering) -> bodies.SteeringSet:
     return bodies.SteeringSet(hook_points=hooks, layers_updated=sorted(layers))
 
 
-def _settle(
+def _resolve_names(
     state: ServerState, contents: RegistryContents, *parts: Sequence[Intervention]
 ) -> list[tuple[Intervention, ...]]:
-    """Interventions with the content of the names they use; raises WeirError if the engine cannot do them."""
+    """Return interventions with vectors in place of names.
+
+    Raises:
+        WeirError: If a name is unknown, or the engine cannot carry an intervention out.
+    """
     registry = VectorRegistry()
     registry.load(contents)
     return [state.frontend.settled(part, registry) for part in parts]
 
 
-def _place(one: Intervention) -> tuple[Any, ...]:
-    """What a later one of the fork's fields replaces."""
+def _replacement_key(one: Intervention) -> tuple[Any, ...]:
+    """Return the key under which an intervention of the fork's fields replaces an earlier one."""
     return type(one), one.hook, one.layers, one.positions
 
 
 def _register(state: ServerState, body: bodies.RegisterModule) -> bodies.ModuleChanged:
-    tiers, own = _given(body)
+    tiers, own = _parse_fields(body)
 
     def edit(contents: RegistryContents) -> RegistryContents:
         if body.name in contents.vectors:
-            raise WeirError(f"a vector is kept as {body.name!r}; delete it or take another name", "name")
-        settled, others = _settle(state, contents, tiers, own or ())
-        state.frontend.settled((*settled, *others))
-        after = replace(contents, modules={**contents.modules, body.name: (*settled, *others)})
+            raise WeirError(f"a vector is named {body.name!r}; delete it or choose another name", "name")
+        from_tiers, from_list = _resolve_names(state, contents, tiers, own or ())
+        state.frontend.settled((*from_tiers, *from_list))
+        after = replace(contents, modules={**contents.modules, body.name: (*from_tiers, *from_list)})
         check_room(after, state.limits)
         return after
 
-    return _changed(state, body.name, edit)
+    return _change_modules(state, body.name, edit)
 
 
 def _unregister(state: ServerState, name: str) -> bodies.ModuleChanged | Response:
-    have = state.names.read().modules
-    if name not in have:
-        return error(
-            404, f"no module is registered as {brief(name)!r}; there are {', '.join(have) or 'none'}"[:2000], "name"
-        )
-    return _changed(state, name, lambda c: replace(c, modules={n: m for n, m in c.modules.items() if n != name}))
+    registered = state.names.read().modules
+    if name not in registered:
+        why = f"no module is registered as {brief(name)!r}; registered are {', '.join(registered) or 'none'}"
+        return error(404, why[:2000], "name")
+    return _change_modules(state, name, lambda c: replace(c, modules={n: m for n, m in c.modules.items() if n != name}))
 
 
-def _changed(
+def _change_modules(
     state: ServerState, name: str, edit: Callable[[RegistryContents], RegistryContents]
 ) -> bodies.ModuleChanged:
     return bodies.ModuleChanged(name=name, modules=sorted(state.names.change(edit).modules))
 
 
-def _active(always: Sequence[Intervention]) -> dict[str, dict[str, bodies.ActiveHook]]:
-    """Norms of what is added, and numbers of clamps, by block and hook point."""
+def _active_layers(always: Sequence[Intervention]) -> dict[str, dict[str, bodies.ActiveHook]]:
+    """Return the norms of what is added and the numbers of clamps, by block and hook point."""
     sums: dict[tuple[int, str], dict[str, Any]] = {}
     clamps: dict[tuple[int, str], int] = {}
     for one in always:
@@ -225,14 +235,14 @@ def _active(always: Sequence[Intervention]) -> dict[str, dict[str, bodies.Active
     return out
 
 
-def _shown(one: Intervention) -> dict[str, Any]:
-    """Its wire form, vectors by digest."""
+def _with_digests(one: Intervention) -> dict[str, Any]:
+    """Return an intervention's wire form, with vectors by digest."""
     return one.with_vectors(lambda vector, _at: Vector(ref=vector.digest)).to_json()
 
 
 def _layers(capabilities: EngineCapabilities) -> dict[str, bodies.LayerPoints]:
     out: dict[str, bodies.LayerPoints] = {}
-    for site, why in sorted(capabilities.sites.items(), key=lambda entry: entry[0].layer):
-        if not why:
+    for site, refusal in sorted(capabilities.sites.items(), key=lambda entry: entry[0].layer):
+        if not refusal:
             out.setdefault(str(site.layer), bodies.LayerPoints(hook_points=[])).hook_points.append(site.hook)
     return out

@@ -1,4 +1,4 @@
-"""Bodies of the steering routes. What is in the vectors is checked by `vllm_weir.schema`, which names the field."""
+"""Bodies of the steering routes; `vllm_weir.schema` checks the vectors in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class VectorBytes(BaseModel):
 
 
 class VectorRef(BaseModel):
-    """A vector kept under a name, or its digest."""
+    """A vector's name or digest."""
 
     model_config = ConfigDict(extra="forbid")
     ref: str
@@ -76,7 +76,7 @@ Wires = Annotated[list[dict[str, Any]] | None, SkipValidation]
 
 
 class Fields(BaseModel):
-    """Interventions by tier, hook point and block, and in Weir's own form."""
+    """Interventions by tier, hook point and block, and in Weir's wire form."""
 
     vectors: Annotated[Vectors, Field(description="Added at every position: {hook: {block: vector}}.")] = None
     prefill_vectors: Annotated[Vectors, Field(description="Added at the prompt's positions.")] = None
@@ -88,8 +88,11 @@ class Fields(BaseModel):
 
 
 class SetSteering(Fields):
-    """For every request. Without `replace` only the given tiers' hook points and blocks get a new meaning, and
-    `interventions`, if given, take the place of earlier ones."""
+    """Steering for every request.
+
+    Without `replace`, only the hook points and blocks of the given tiers change, and
+    `interventions`, if given, replace earlier ones.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -103,12 +106,12 @@ class SetSteering(Fields):
             ]
         },
     )
-    replace: Annotated[StrictBool, Field(description="Whether all earlier steering goes.")] = False
+    replace: Annotated[StrictBool, Field(description="Whether to remove all earlier steering.")] = False
     target: Literal["main", "draft"] | None = None
 
 
 class ClearSteering(BaseModel):
-    """Which model; there is only the main one."""
+    """Which model to clear; only the main one can be steered."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{}]})
     target: Literal["main", "draft"] | None = None
@@ -129,28 +132,31 @@ class RegisterModule(Fields):
 
 
 class UnregisterModule(BaseModel):
-    """Which."""
+    """The module to delete."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"name": "cheerful"}]})
     name: Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Done(BaseModel):
-    """It is done."""
+    """The change was made."""
 
     status: Literal["ok"] = "ok"
 
 
 class SteeringSet(Done):
-    """What the request spoke of."""
+    """The hook points and blocks that the request named."""
 
     hook_points: list[str]
     layers_updated: list[int]
 
 
 class ActiveHook(BaseModel):
-    """L2 norms of what is added, by the tier: at every position, in the prompt, and while generating; `clamps`: how
-    many there are."""
+    """Steering at one hook point of a block.
+
+    L2 norms of what is added, by tier: at every position, in the prompt, and while generating; and
+    the number of clamps.
+    """
 
     norm: float | None = None
     prefill_norm: float | None = None
@@ -159,39 +165,43 @@ class ActiveHook(BaseModel):
 
 
 class SteeringState(BaseModel):
-    """`active_layers`: block -> hook point, of what was set by tier; `interventions`: all, in order, in wire form."""
+    """The steering of every request.
+
+    `active_layers` has what was set by tier, by block and hook point; `interventions` has all, in
+    order, in wire form.
+    """
 
     active_layers: dict[str, dict[str, ActiveHook]]
     interventions: list[dict[str, Any]]
 
 
 class LayerPoints(BaseModel):
-    """The hook points of a block; `embed` and `final_norm` are told with block 0."""
+    """The hook points of a block; `embed` and `final_norm` are listed with block 0."""
 
     hook_points: list[str]
 
 
 class Layers(BaseModel):
-    """By block."""
+    """Hook points by block."""
 
     layers: dict[str, LayerPoints]
 
 
 class LayersOfModels(BaseModel):
-    """By model and block."""
+    """Hook points by model and block."""
 
     layers: dict[str, dict[str, LayerPoints]]
 
 
 class ModuleChanged(Done):
-    """`modules` are the names that there are now."""
+    """A change of one module; `modules` has all names after it."""
 
     name: str
     modules: list[str]
 
 
 class Modules(BaseModel):
-    """The names."""
+    """The names of the modules."""
 
     modules: list[str]
     count: int

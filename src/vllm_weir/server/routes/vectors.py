@@ -1,4 +1,4 @@
-"""Steering vectors by name: upload, look, delete."""
+"""Routes for steering vectors by name: upload, read, delete."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MEDIA = {
     "application/x-gguf": "gguf",
     "application/octet-stream": "",
 }
-"""Content types of uploads -> format; empty: what its first bytes say."""
+"""Content type of an upload -> its format; empty if its first bytes tell."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
@@ -42,9 +42,9 @@ State = Annotated[ServerState, Depends(server_state)]
 class VectorInfo(BaseModel):
     """A vector under a name, or directions of blocks.
 
-    `refs` are what stands for its parts in a request (``{"ref": ...}``); with `layers` the name itself stands in
-    ``modules`` for all of them, each added to the stream leaving its block. `shape` is [d_model], [n, d_model] or
-    [n_layers, n, d_model].
+    `refs` are what stands for its parts in a request (``{"ref": ...}``); with `layers` the name
+    itself stands in ``modules`` for all of them, each added to the stream leaving its block.
+    `shape` is [d_model], [n, d_model] or [n_layers, n, d_model].
     """
 
     model_config = ConfigDict(
@@ -71,14 +71,14 @@ class VectorInfo(BaseModel):
 
 
 class VectorContent(VectorInfo):
-    """With its content in the form in which JSON uploads are taken: `vector`, or `directions` by block."""
+    """A vector with its content as a JSON upload has it: `vector`, or `directions` by block."""
 
     vector: dict[str, Any] | None = None
     directions: dict[str, dict[str, Any]] | None = None
 
 
 class VectorList(BaseModel):
-    """All that are kept under names."""
+    """All named vectors."""
 
     vectors: list[VectorInfo]
 
@@ -107,20 +107,20 @@ _UPLOAD = {
 
 
 def router() -> APIRouter:
-    """PUT, GET, DELETE /v1/vectors/{name}, and GET /v1/vectors."""
+    """Return the routes PUT, GET, DELETE /v1/vectors/{name} and GET /v1/vectors."""
     routes = weir_router()
 
-    @routes.get("/v1/vectors", responses=declared(401), summary="The vectors kept under names")
-    def every(state: State) -> VectorList:
-        kept = state.names.read().vectors
-        return VectorList(vectors=[describe(name, named) for name, named in sorted(kept.items())])
+    @routes.get("/v1/vectors", responses=declared(401), summary="The named vectors")
+    def list_all(state: State) -> VectorList:
+        vectors = state.names.read().vectors
+        return VectorList(vectors=[describe(name, named) for name, named in sorted(vectors.items())])
 
     @routes.put(
         "/v1/vectors/{name}",
         dependencies=[Depends(require_admin)],
         responses=declared(400, 401, 403, 413, 507),
         openapi_extra=_UPLOAD,
-        summary="Keep a vector, or directions of several blocks, under a name; replaces what was there",
+        summary="Store a vector, or directions of several blocks, under a name, replacing an earlier one",
     )
     async def put(name: Name, request: Request, state: State) -> VectorInfo:
         check_name(name)
@@ -140,7 +140,7 @@ def router() -> APIRouter:
         if named is None:
             return _unknown(name)
         if format == "safetensors":
-            return Response(_file(named), media_type="application/vnd.safetensors")
+            return Response(_safetensors(named), media_type="application/vnd.safetensors")
         return VectorContent(**describe(name, named).model_dump(), **to_json(dict(named.directions)))
 
     @routes.delete(
@@ -149,7 +149,7 @@ def router() -> APIRouter:
         status_code=204,
         response_class=Response,
         responses=declared(401, 403, 404, 507),
-        summary="Forget a name; requests that were admitted with it go on",
+        summary="Delete a name; requests already admitted with it go on",
     )
     async def delete(name: Name, state: State) -> Response:
         found = await state.run(lambda: _delete(state, name))
@@ -159,19 +159,19 @@ def router() -> APIRouter:
 
 
 def check_name(name: str) -> None:
-    """Raise WeirError for what cannot be a vector's name."""
+    """Raise WeirError if this cannot be a vector's name."""
     if not NAME.fullmatch(name) or _DIGEST.fullmatch(name):
         raise WeirError(
-            "a name has 1 to 128 letters, digits and . _ : @ + -, begins with a letter or digit, and is no digest",
+            "a name has 1 to 128 letters, digits and . _ : @ + -, begins with a letter or digit, and is not a digest",
             "name",
         )
 
 
 def check_room(contents: RegistryContents, limits: ServerLimits) -> None:
-    """Raise WeirError if this is more than the server keeps."""
+    """Raise WeirError if the contents exceed the server's limits."""
     names = len(contents.vectors) + len(contents.modules)
     if names > limits.vectors:
-        raise WeirError(f"{limits.vectors} names are kept already (WEIR_SERVE_VECTORS); delete some", "name")
+        raise WeirError(f"{limits.vectors} names are in use, the limit (WEIR_SERVE_VECTORS); delete some", "name")
     arrays = {
         v.digest: v.array.nbytes
         for n in contents.vectors.values()
@@ -189,7 +189,7 @@ def check_room(contents: RegistryContents, limits: ServerLimits) -> None:
 
 
 def describe(name: str, named: NamedVector) -> VectorInfo:
-    """What a name stands for."""
+    """Return the description of a named vector."""
     arrays = {layer: v.array for layer, v in named.directions.items() if v.array is not None}
     first = next(iter(arrays.values()))
     digests = "".join(f"{layer}:{v.digest}" for layer, v in named.directions.items())
@@ -209,7 +209,7 @@ def _put(state: ServerState, name: str, data: bytes, media: str, capabilities: E
 
     def edit(contents: RegistryContents) -> RegistryContents:
         if name in contents.modules:
-            raise WeirError(f"a module is registered as {name!r}; unregister it or take another name", "name")
+            raise WeirError(f"a module is named {name!r}; unregister it or choose another name", "name")
         after = replace(contents, vectors={**contents.vectors, name: NamedVector(directions)})
         check_room(after, state.limits)
         return after
@@ -218,21 +218,21 @@ def _put(state: ServerState, name: str, data: bytes, media: str, capabilities: E
 
 
 def _format(media: str, data: bytes) -> str:
-    kind = MEDIA.get(media.partition(";")[0].strip().lower())
-    if kind is None:
-        raise WeirError(f"{brief(media)!r} is not read; send {', '.join(MEDIA)}", "Content-Type")
-    return kind or kind_of(data)
+    file_format = MEDIA.get(media.partition(";")[0].strip().lower())
+    if file_format is None:
+        raise WeirError(f"unsupported type {brief(media)!r}; send {', '.join(MEDIA)}", "Content-Type")
+    return file_format or kind_of(data)
 
 
 def _check(directions: Directions, capabilities: EngineCapabilities) -> None:
     for layer, vector in directions.items():
-        place = "vector" if layer is None else f"vector.{layer}"
+        field = "vector" if layer is None else f"vector.{layer}"
         width = vector.array.shape[-1] if vector.array is not None else 0
         if width != capabilities.d_model:
-            raise WeirError(f"width {width} does not match the model's {capabilities.d_model}", place)
+            raise WeirError(f"width {width} does not match the model's {capabilities.d_model}", field)
         if layer is not None and layer >= capabilities.num_layers:
             raise WeirError(
-                f"block {layer} does not exist: the model has blocks 0..{capabilities.num_layers - 1}", place
+                f"block {layer} does not exist: the model has blocks 0..{capabilities.num_layers - 1}", field
             )
 
 
@@ -249,7 +249,7 @@ def _delete(state: ServerState, name: str) -> bool:
     return found
 
 
-def _file(named: NamedVector) -> bytes:
+def _safetensors(named: NamedVector) -> bytes:
     from safetensors.numpy import save
 
     arrays: Mapping[str, Any] = {
@@ -259,4 +259,4 @@ def _file(named: NamedVector) -> bytes:
 
 
 def _unknown(name: str) -> Response:
-    return error(404, f"no vector is kept under {brief(name)!r}", "name")
+    return error(404, f"there is no vector named {brief(name)!r}", "name")

@@ -1,1 +1,1 @@
-"""What the processes of one server share through a directory."""
+"""State that the API-server processes of one server share through a directory."""

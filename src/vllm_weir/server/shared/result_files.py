@@ -1,4 +1,4 @@
-"""Results by reference: files with a lifetime and a byte budget, shared by all API-server processes of a server."""
+"""Results by reference: files with a lifetime and a byte budget, shared by a server's processes."""
 
 from __future__ import annotations
 
@@ -14,66 +14,71 @@ from typing import BinaryIO
 
 from vllm_weir.errors import WeirError
 from vllm_weir.results.activations import Activations
-from vllm_weir.server.response_body import NOTHING
+from vllm_weir.server.response_body import NO_LOCK
 from vllm_weir.server.shared.directory import locked
 
 SUFFIX, LOCK = ".safetensors", ".lock"
-SPARE = 16
-"""Where there is no room, this part of the budget is freed along: to look at every file for each result is slow."""
+SLACK = 16
+"""When results are removed to make room, 1/SLACK of the budget is freed in addition.
+
+Making room looks at every file, which is too slow to do for each result.
+"""
 _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _COUNT = struct.Struct("<q")
 
 
 class ResultFiles:
-    """Files ``<id>.safetensors``; an id is random, and knowing it is what gives access.
+    """Files ``<id>.safetensors``. An id is random: whoever knows it has access.
 
-    How many bytes are kept stands in the file that is locked; what readers delete is taken off when the files are
-    looked at, which is when there seems to be no room, and at every `sweep`.
+    The lock file holds the number of bytes kept. Deletions are subtracted from it by the next scan
+    of the files: at every `sweep`, and when there seems to be no room.
 
     Args:
-        directory: where they lie; for this only.
-        budget: bytes of all of them.
-        lifetime: seconds that one is kept.
+        directory: The directory of the files; nothing else is in it.
+        budget: The most bytes of all files.
+        lifetime: Seconds for which a file is kept.
     """
 
     def __init__(self, directory: Path, budget: int, lifetime: float) -> None:
         self.directory, self.budget, self.lifetime = directory, budget, lifetime
 
     def put(
-        self, acts: Activations, size: int, work: AbstractContextManager = NOTHING, spare: Collection[str] = ()
+        self, acts: Activations, size: int, cpu_lock: AbstractContextManager = NO_LOCK, keep_ids: Collection[str] = ()
     ) -> str:
-        """Write rows of about `size` bytes and return their id; the oldest results make room.
+        """Write activations and return their id; the oldest results make room.
 
         Args:
-            work: entered for what keeps the interpreter, and left while other writers are waited for.
-            spare: ids that make no room: those of the same answer.
+            acts: The activations.
+            size: About how many bytes they have.
+            cpu_lock: Held while the file's bytes are made, not while other writers are waited for.
+            keep_ids: Results that must not make room: those of the same response.
 
         Raises:
-            WeirError: if they alone are larger than the budget, or the disk refuses them.
+            WeirError: If the activations alone exceed the budget, or the disk refuses them.
         """
-        self._check(size)
+        self._check_budget(size)
         key = secrets.token_hex(16)
         temporary = self.directory / f".{key}"
-        with work:
+        with cpu_lock:
             pieces = acts.pieces()
-        made = sum(map(len, pieces))
+        file_size = sum(map(len, pieces))
         try:
-            # One writer at a time: what is kept never exceeds the budget.
+            # With one writer at a time, the files never exceed the budget.
             with locked(self._lock) as lock:
-                kept = self._reserve(lock, made, spare)
+                kept = self._make_room(lock, file_size, keep_ids)
                 with open(temporary, "xb") as file:
                     file.writelines(pieces)
-                self._count(lock, kept + made)
+                self._write_count(lock, kept + file_size)
                 os.replace(temporary, self._path(key))
         except OSError as e:
-            raise WeirError(f"the server could not keep {size} bytes: {e.strerror}") from None
+            raise WeirError(f"the server could not store {size} bytes: {e.strerror}") from None
         finally:
-            with suppress(OSError):  # it has its own name by now, or could not be made
+            with suppress(OSError):  # it was renamed, or could not be created
                 temporary.unlink()
         return key
 
     def open(self, key: str) -> BinaryIO | None:
-        """The file, readable also when it expires meanwhile; None for an id that is unknown, expired or none."""
+        """Open a result, which stays readable if it expires meanwhile; None for an unknown id."""
         if not is_id(key):
             return None
         try:
@@ -87,7 +92,7 @@ class ResultFiles:
         return file
 
     def delete(self, key: str) -> bool:
-        """Free a result early; whether there was one."""
+        """Delete a result, and return whether there was one."""
         if not is_id(key):
             return False
         try:
@@ -97,15 +102,15 @@ class ResultFiles:
         return True
 
     def sweep(self) -> None:
-        """Remove what has expired."""
+        """Remove expired results."""
         with locked(self._lock) as lock:
-            self._look(lock)
+            self._scan(lock)
 
     @property
     def used(self) -> int:
-        """Bytes of all results, those that were deleted since the last `sweep` included."""
+        """Bytes of all results, including those deleted since the last scan."""
         try:
-            return _number(self._lock.read_bytes()) or 0
+            return _parse_count(self._lock.read_bytes()) or 0
         except FileNotFoundError:
             return 0
 
@@ -119,63 +124,69 @@ class ResultFiles:
     def _path(self, key: str) -> Path:
         return self.directory / f"{key}{SUFFIX}"
 
-    def _check(self, size: int) -> None:
+    def _check_budget(self, size: int) -> None:
         if size > self.budget:
             raise WeirError(
                 f"{size} bytes are more than the server keeps (WEIR_SERVE_SPOOL_BYTES={self.budget}); "
                 "capture fewer blocks or positions, reduce, project or compress them, or name a sink"
             )
 
-    def _reserve(self, lock: int, size: int, spare: Collection[str]) -> int:
-        """Have room for so many bytes more; returns how many are kept at most."""
-        self._check(size)
-        kept = _number(os.pread(lock, _COUNT.size, 0))
+    def _make_room(self, lock: int, size: int, keep_ids: Collection[str]) -> int:
+        """Make room for `size` more bytes and return how many are kept; the lock is held."""
+        self._check_budget(size)
+        kept = _parse_count(os.pread(lock, _COUNT.size, 0))
         if kept is None or kept + size > self.budget:
-            kept = self._look(lock, size, {f"{key}{SUFFIX}" for key in spare})
+            kept = self._scan(lock, size, {f"{key}{SUFFIX}" for key in keep_ids})
             if kept + size > self.budget:
                 raise WeirError(
-                    f"with the other results of this answer {size} bytes are more than the server keeps "
+                    f"{size} bytes and the other results of this response are more than the server keeps "
                     f"(WEIR_SERVE_SPOOL_BYTES={self.budget}); ask for less in one request"
                 )
         return kept
 
-    def _look(self, lock: int, size: int = 0, spare: Collection[str] = ()) -> int:
-        """Remove what has expired, what a writer that was killed left, and, if `size` bytes more do not fit, the
-        oldest until they do with room to spare; returns how many are kept. The lock is held: nobody writes."""
-        now, held = time.time(), []
+    def _scan(self, lock: int, size: int = 0, keep_names: Collection[str] = ()) -> int:
+        """Remove expired files and those of killed writers, and count the bytes of the others.
+
+        If `size` more bytes do not fit, the oldest files are removed until they do, with some
+        slack. The lock is held, so nobody writes.
+
+        Returns:
+            The bytes that are kept.
+        """
+        now, kept = time.time(), []
         with os.scandir(self.directory) as entries:
             for entry in entries:
                 if entry.name == LOCK:
                     continue
                 with suppress(FileNotFoundError):  # deleted by its reader
-                    found = entry.stat(follow_symlinks=False)
-                    if not entry.name.endswith(SUFFIX) or found.st_mtime + self.lifetime < now:
+                    status = entry.stat(follow_symlinks=False)
+                    if not entry.name.endswith(SUFFIX) or status.st_mtime + self.lifetime < now:
                         os.unlink(entry.path)
                         continue
-                    held.append((found.st_mtime, found.st_size, entry.path))
-        total = sum(made for _, made, _ in held)
+                    kept.append((status.st_mtime, status.st_size, entry.path))
+        total = sum(file_size for _, file_size, _ in kept)
         if total + size > self.budget:
-            most = max(0, self.budget - self.budget // SPARE - size)
-            for _, made, path in sorted(held):
-                if total <= most:
+            target = max(0, self.budget - self.budget // SLACK - size)
+            for _, file_size, path in sorted(kept):
+                if total <= target:
                     break
-                if os.path.basename(path) in spare:
+                if os.path.basename(path) in keep_names:
                     continue
                 with suppress(FileNotFoundError):
                     os.unlink(path)
-                total -= made
-        self._count(lock, total)
+                total -= file_size
+        self._write_count(lock, total)
         return total
 
-    def _count(self, lock: int, kept: int) -> None:
+    def _write_count(self, lock: int, kept: int) -> None:
         os.pwrite(lock, _COUNT.pack(kept), 0)
 
 
-def _number(data: bytes) -> int | None:
-    """The count that stands in the lock's file; None where none does yet."""
+def _parse_count(data: bytes) -> int | None:
+    """Return the count that the lock file holds, None if it is new."""
     return _COUNT.unpack(data)[0] if len(data) == _COUNT.size else None
 
 
 def is_id(key: str) -> bool:
-    """Whether this can be an id: 32 hexadecimal digits, nothing that means a path."""
+    """Return whether this can be an id: 32 hexadecimal digits, nothing that means a path."""
     return _ID.fullmatch(key) is not None

@@ -1,9 +1,12 @@
-"""What the API-server processes of one server share: vectors and modules by name, interventions of every request.
+"""State that a server's processes share: named vectors, modules, and steering of every request.
 
-A directory holds ``state.json`` and a safetensors file for each vector, named by its content. A change is made under a
-file lock: vectors first, then the new state under a temporary name, whose time of modification is set to its
-generation and which is then renamed over the old one. So a reader sees a whole state, and one ``os.stat`` tells whether
-it is a new one. What a writer that died left behind is cleaned up by the next.
+A directory holds ``state.json`` and a safetensors file for each vector, named by its digest. A
+change is made under a file lock: first the vectors are written, then the new state under a
+temporary name. Its modification time is set to its generation, and it is renamed over the old
+state. So a reader sees a whole state, and one ``os.stat`` tells whether it is new. The next writer
+cleans up after one that died.
+
+This is not sqlite3: every request would open a transaction instead of calling ``os.stat``.
 """
 
 from __future__ import annotations
@@ -30,15 +33,15 @@ from vllm_weir.server.errors import StateNotSaved
 from vllm_weir.server.shared.directory import locked
 
 logger = logging.getLogger(__name__)
-_STATE, _LOCK, _VECTOR = "state.json", "lock", ".safetensors"
+_STATE, _LOCK, _VECTOR_SUFFIX = "state.json", "lock", ".safetensors"
 _SECOND = 1_000_000_000
 
 
 class SharedState:
-    """The contents of a directory, in step with other processes that use it. Safe to use from several threads.
+    """The shared state in a directory. Several threads may use one instance.
 
     Args:
-        folder: made if need be, for its owner only.
+        folder: The directory, created with mode 0700 if it does not exist.
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:
@@ -46,36 +49,36 @@ class SharedState:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = self._folder / _STATE
         self._contents = RegistryContents()
-        self._reading = threading.Lock()
-        self._gone = False
+        self._load_lock = threading.Lock()
+        self._removed = False
         with locked(self._folder / _LOCK):
             if not self._path.exists():
                 self._publish(RegistryContents(generation=1))
 
     def read(self) -> RegistryContents:
-        """The newest contents; the same object, after one ``os.stat``, while nothing has changed."""
+        """Return the newest contents; the same object, after one ``os.stat``, if unchanged."""
         contents = self._contents
         try:
             generation = os.stat(self._path).st_mtime_ns // _SECOND
         except FileNotFoundError:
-            if not self._gone:  # nobody can change what is not there: what is known stays right
-                self._gone = True
-                logger.error("%s was removed: names and steering of this server can no longer be changed", self._folder)
+            if not self._removed:  # nobody can change the state any more, so it stays valid
+                self._removed = True
+                logger.error("%s was removed: vectors, modules and steering can no longer be changed", self._folder)
             return contents
         if generation == contents.generation:
             return contents
-        with self._reading:
+        with self._load_lock:
             self._contents = self._load(self._contents)
             return self._contents
 
     def change(self, edit: Callable[[RegistryContents], RegistryContents]) -> RegistryContents:
-        """Replace the contents by what `edit` makes of the newest; what it raises changes nothing.
+        """Replace the contents by what `edit` makes of the newest; if it raises, nothing changes.
 
         Returns:
-            The new contents, which every later `read` in any process gives, or newer ones.
+            The new contents, or newer ones. Every later `read` in any process returns them.
 
         Raises:
-            NotKept: if the disk refuses them.
+            StateNotSaved: If the disk refuses them.
         """
         try:
             with locked(self._folder / _LOCK):
@@ -83,30 +86,29 @@ class SharedState:
                 after = edit(before)
                 self._publish(replace(after, generation=before.generation + 1))
         except OSError as e:
-            logger.error("names and steering of this server stay as they are: %s: %s", self._folder, e)
-            raise StateNotSaved(  # a client is told why, and no path of the server
-                f"the server's disk did not take the change ({e.strerror or 'it cannot be read'}), and all is as it "
-                "was; ask whoever runs the server to make room where it keeps names (WEIR_SERVE_DIRECTORY), then send "
-                "it again"
+            logger.error("vectors, modules and steering were not changed: %s: %s", self._folder, e)
+            raise StateNotSaved(  # without the server's paths, which are not the client's business
+                f"the server could not save the change ({e.strerror or 'it cannot be read'}); nothing was changed; "
+                "ask its operator to make room in WEIR_SERVE_DIRECTORY, then send the request again"
             ) from None
         return self.read()
 
     def _publish(self, contents: RegistryContents) -> None:
-        """Write a state; the lock is held. After an error (a full disk) nothing of it is left."""
+        """Write a state; the lock is held. After an error (a full disk) nothing of it remains."""
         arrays: dict[str, np.ndarray] = {}
         text = json.dumps(_to_json(contents, arrays), separators=(",", ":"), allow_nan=False)
-        fresh = [digest for digest in arrays if not self._vector(digest).exists()]
+        missing = [digest for digest in arrays if not self._vector_path(digest).exists()]
         try:
-            for digest in fresh:
-                self._write(self._vector(digest), save({"v": arrays[digest]}))
+            for digest in missing:
+                self._write(self._vector_path(digest), save({"v": arrays[digest]}))
             self._write(self._path, text.encode(), contents.generation)
         except OSError:
-            for digest in fresh:
-                self._vector(digest).unlink(missing_ok=True)
+            for digest in missing:
+                self._vector_path(digest).unlink(missing_ok=True)
             raise
-        with suppress(OSError):  # the change stands; the next one cleans up
+        with suppress(OSError):  # the change is made; the next one cleans up
             for file in self._folder.iterdir():
-                if file.suffix == ".tmp" or (file.suffix == _VECTOR and file.stem not in arrays):
+                if file.suffix == ".tmp" or (file.suffix == _VECTOR_SUFFIX and file.stem not in arrays):
                     file.unlink()
 
     def _write(self, path: Path, data: bytes, generation: int | None = None) -> None:
@@ -121,28 +123,28 @@ class SharedState:
             temporary.unlink(missing_ok=True)
             raise
 
-    def _vector(self, digest: str) -> Path:
-        return self._folder / f"{digest}{_VECTOR}"
+    def _vector_path(self, digest: str) -> Path:
+        return self._folder / f"{digest}{_VECTOR_SUFFIX}"
 
-    def _load(self, known: RegistryContents) -> RegistryContents:
-        """The state on disk, or `known` if that is newer; vectors that are known are not read again."""
-        have = {v.digest: v for v in _vectors(known)}
+    def _load(self, current: RegistryContents) -> RegistryContents:
+        """Return the newer of `current` and the state on disk, without reading vectors again."""
+        vectors = {vector.digest: vector for vector in _vectors(current)}
         while True:
             data = json.loads(self._path.read_bytes())
-            if data["generation"] <= known.generation:
-                return known
+            if data["generation"] <= current.generation:
+                return current
             try:
-                return _from_json(data, lambda digest: have.get(digest) or self._read_vector(digest))
+                return _from_json(data, lambda digest: vectors.get(digest) or self._read_vector(digest))
             except FileNotFoundError:
-                # A writer has moved on and removed a vector of the state that was being read: there is a newer one.
+                # A writer removed a vector of this state, so there is a newer one.
                 if json.loads(self._path.read_bytes())["generation"] == data["generation"]:
                     raise
 
     def _read_vector(self, digest: str) -> Vector:
         try:
-            array = load(self._vector(digest).read_bytes())["v"]
+            array = load(self._vector_path(digest).read_bytes())["v"]
         except (SafetensorError, KeyError) as e:
-            raise OSError(f"{self._vector(digest)} is damaged: {e}") from e
+            raise OSError(f"{self._vector_path(digest)} is damaged: {e}") from e
         array.setflags(write=False)
         return Vector(array=array)
 
@@ -150,45 +152,50 @@ class SharedState:
 def _vectors(contents: RegistryContents) -> Iterator[Vector]:
     for named in contents.vectors.values():
         yield from named.directions.values()
-    for one in (*(i for module in contents.modules.values() for i in module), *contents.always):
-        yield from one.given
+    for module in (*contents.modules.values(), contents.always):
+        for intervention in module:
+            yield from intervention.given
 
 
 def _to_json(contents: RegistryContents, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The state, vectors by digest; they themselves go into `arrays`."""
+    """Return the state with digests for vectors, and put the vectors into `arrays`."""
 
-    def keep(vector: Vector) -> str:
+    def digest_of(vector: Vector) -> str:
         if vector.array is None:
-            raise WeirError(f"{vector.ref!r} is a name; what is kept has to be content")
+            raise WeirError(f"{vector.ref!r} is a name, not the content of a vector, so it cannot be stored")
         arrays[vector.digest] = vector.array
         return vector.digest
 
-    def wires(interventions: Sequence[Intervention]) -> list[dict[str, Any]]:
-        return [one.with_vectors(lambda v, _at: Vector(ref=keep(v))).to_json() for one in interventions]
+    def wire_forms(interventions: Sequence[Intervention]) -> list[dict[str, Any]]:
+        return [one.with_vectors(lambda v, _at: Vector(ref=digest_of(v))).to_json() for one in interventions]
 
     return {
         "generation": contents.generation,
         "vectors": {
-            name: [[layer, keep(v)] for layer, v in named.directions.items()]
+            name: [[layer, digest_of(v)] for layer, v in named.directions.items()]
             for name, named in contents.vectors.items()
         },
-        "modules": {name: wires(module) for name, module in contents.modules.items()},
-        "always": wires(contents.always),
+        "modules": {name: wire_forms(module) for name, module in contents.modules.items()},
+        "always": wire_forms(contents.always),
         "tiers": contents.tiers,
     }
 
 
-def _from_json(data: Mapping[str, Any], vector: Callable[[str], Vector]) -> RegistryContents:
-    def whole(wire: dict[str, Any], path: str) -> Intervention:
-        return parse_intervention(wire, path).with_vectors(lambda v, _at: vector(v.ref))
+def _from_json(data: Mapping[str, Any], vector_of: Callable[[str], Vector]) -> RegistryContents:
+    """Return the state that `_to_json` wrote; `vector_of` returns the vector with a digest."""
+
+    def parse(wire_form: dict[str, Any], path: str) -> Intervention:
+        return parse_intervention(wire_form, path).with_vectors(lambda v, _at: vector_of(v.ref))
 
     return RegistryContents(
         generation=data["generation"],
-        vectors={name: NamedVector({layer: vector(d) for layer, d in kept}) for name, kept in data["vectors"].items()},
-        modules={
-            name: tuple(whole(wire, f"modules.{name}[{k}]") for k, wire in enumerate(wires))
-            for name, wires in data["modules"].items()
+        vectors={
+            name: NamedVector({layer: vector_of(d) for layer, d in stored}) for name, stored in data["vectors"].items()
         },
-        always=tuple(whole(wire, f"steering[{k}]") for k, wire in enumerate(data["always"])),
+        modules={
+            name: tuple(parse(wire_form, f"modules.{name}[{k}]") for k, wire_form in enumerate(module))
+            for name, module in data["modules"].items()
+        },
+        always=tuple(parse(wire_form, f"steering[{k}]") for k, wire_form in enumerate(data["always"])),
         tiers=data["tiers"],
     )

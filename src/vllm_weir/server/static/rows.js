@@ -1,8 +1,9 @@
-// What travels: vectors out, rows and server-sent events in.
+// Encoding of vectors, decoding of rows and of server-sent events.
 
+/** Bytes of a value, by safetensors dtype. */
 const BYTES = { F32: 4, F16: 2, BF16: 2 };
 
-/** Float32Array -> Weir's wire form of a vector. */
+/** Return Weir's wire form of a vector, given as a Float32Array. */
 export function encode(values) {
   const bytes = new Uint8Array(values.buffer, values.byteOffset, values.byteLength);
   let text = "";
@@ -14,25 +15,25 @@ export function fromBase64(text) {
   return Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer;
 }
 
-/** ArrayBuffer of a safetensors file -> {name: Float32Array} of its floating-point tensors. */
+/** Return the floating-point tensors of a safetensors file (an ArrayBuffer) as {name: Float32Array}. */
 export function safetensors(buffer) {
   const view = new DataView(buffer);
   const length = Number(view.getBigUint64(0, true));
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));
-  const out = {};
+  const tensors = {};
   delete header.__metadata__;
-  for (const [name, { dtype, data_offsets: [from, to] }] of Object.entries(header)) {
+  for (const [name, { dtype, data_offsets: [start, end] }] of Object.entries(header)) {
     if (!(dtype in BYTES)) continue;
-    const values = new Float32Array((to - from) / BYTES[dtype]);
-    for (let i = 0; i < values.length; i++) values[i] = read(view, 8 + length + from + i * BYTES[dtype], dtype);
-    out[name] = values;
+    const values = new Float32Array((end - start) / BYTES[dtype]);
+    for (let i = 0; i < values.length; i++) values[i] = readFloat(view, 8 + length + start + i * BYTES[dtype], dtype);
+    tensors[name] = values;
   }
-  return out;
+  return tensors;
 }
 
-function read(view, at, dtype) {
-  if (dtype === "F32") return view.getFloat32(at, true);
-  const bits = view.getUint16(at, true);
+function readFloat(view, offset, dtype) {
+  if (dtype === "F32") return view.getFloat32(offset, true);
+  const bits = view.getUint16(offset, true);
   if (dtype === "BF16") {
     const word = new DataView(new ArrayBuffer(4));
     word.setUint32(0, bits << 16);
@@ -43,7 +44,7 @@ function read(view, at, dtype) {
   return sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024));
 }
 
-/** The JSON objects of a response's server-sent events, as they come. */
+/** Yield the JSON objects of a response's server-sent events as they arrive. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,6 +1,6 @@
-// Chat with the served model; see docs/guides/page.md.
+// A chat with the served model, its tokens coloured by a probe; see docs/guides/page.md.
 
-import { colour, fill, format, magnitude } from "./heatmap.js";
+import { colour, fillTable, format, magnitude } from "./heatmap.js";
 import { encode, events, fromBase64, safetensors } from "./rows.js";
 
 const base = location.pathname.replace(/\/weir\/?$/, "");
@@ -13,52 +13,52 @@ async function call(path, body, method = body ? "POST" : "GET", signal = undefin
   const response = await fetch(base + path, { method, headers, signal, body: body && JSON.stringify(body) });
   if (response.ok) return response;
   const text = await response.text();
-  let said = text;
+  let message = text;
   try {
     const { error } = JSON.parse(text);
-    said = typeof error === "string" ? error : [error.param, error.message].filter(Boolean).join(": ");
-  } catch { /* not JSON: shown as it came */ }
-  throw new Error(`${response.status}: ${said}`);
+    message = typeof error === "string" ? error : [error.param, error.message].filter(Boolean).join(": ");
+  } catch { /* not JSON: show the text itself */ }
+  throw new Error(`${response.status}: ${message}`);
 }
 
-function complain(error) {
+function showError(error) {
   $("error").textContent = error ? String(error.message || error) : "";
   $("error").hidden = !error;
 }
 
 async function connect() {
-  complain(null);
+  showError(null);
   try {
     const models = await (await call("/v1/models")).json();
     const info = await (await call("/v1/weir/info")).json();
     state.model = models.data[0].id;
     state.width = info.d_model;
-    const first = !state.layers.length;
+    const firstTime = !state.layers.length;
     state.layers = info.sites.filter((s) => s.hook === "resid_post" && s.served).map((s) => s.layer);
     $("model").textContent = `${state.model}, ${info.num_layers} blocks of width ${info.d_model}`;
     const middle = state.layers[Math.floor(state.layers.length / 2)];
     for (const id of ["probe-layer", "new-layer"]) {
       $(id).max = info.num_layers - 1;
-      if (first) $(id).value = middle;
+      if (firstTime) $(id).value = middle;
     }
     const named = await (await call("/v1/vectors")).json();
     for (const { name, shape, layers, refs } of named.vectors) {
-      if (layers.length) keep(name, (layer) => ({ ref: refs[nearest(layers, layer)] }));
-      else if (shape.length === 1) keep(name, () => ({ ref: name }));
+      if (layers.length) addVector(name, (layer) => ({ ref: refs[nearest(layers, layer)] }));
+      else if (shape.length === 1) addVector(name, () => ({ ref: name }));
     }
     showVectors();
   } catch (error) {
     $("model").textContent = "not connected";
-    complain(error);
+    showError(error);
   }
 }
 
-/** A vector, by what stands for it in requests; one that is there already keeps its slider. */
-function keep(name, wire) {
+/** Add a vector, or replace it and keep its slider. wire: a function from a block to its wire form. */
+function addVector(name, wire) {
   state.vectors.set(name, { ...state.vectors.get(name), wire });
 }
 
-/** Index of the block that has a direction of its own, nearest to `layer`. */
+/** Return the index in `layers` of the block nearest to `layer`. */
 function nearest(layers, layer) {
   return layers.reduce((best, l, i) => (Math.abs(l - layer) < Math.abs(layers[best] - layer) ? i : best), 0);
 }
@@ -74,18 +74,18 @@ function showVectors() {
 function slider(name) {
   const box = document.createElement("div");
   box.className = "slider";
-  const label = document.createElement("label"), shown = document.createElement("output");
+  const label = document.createElement("label"), output = document.createElement("output");
   const scale = Object.assign(document.createElement("input"), { type: "range", min: -20, max: 20, step: 0.5, value: 0 });
   const layer = Object.assign(document.createElement("input"), { type: "number", min: 0, value: $("probe-layer").value });
   scale.dataset.steer = name;
   layer.dataset.layerOf = name;
-  scale.setAttribute("aria-label", `how much of ${name}`);
+  scale.setAttribute("aria-label", `strength of ${name}`);
   layer.setAttribute("aria-label", `block of ${name}`);
   layer.title = "block";
-  const show = () => (shown.textContent = ` × ${scale.value}`);
-  scale.addEventListener("input", show);
-  show();
-  label.append(name, shown);
+  const showScale = () => (output.textContent = ` × ${scale.value}`);
+  scale.addEventListener("input", showScale);
+  showScale();
+  label.append(name, output);
   const row = document.createElement("div");
   row.className = "row";
   row.append(scale, layer);
@@ -101,83 +101,85 @@ function interventions() {
   });
 }
 
-function wish() {
+/** Return the request's `weir` object. */
+function weirFields() {
   const probe = state.vectors.get($("probe").value);
-  const out = { v: 1, interventions: interventions() };
+  const weir = { v: 1, interventions: interventions() };
   if (probe) {
-    out.capture = [{ hook: "resid_post", layers: state.layers, positions: "sampled", project: probe.wire(Number($("probe-layer").value)) }];
-    out.response = { stream: true };
+    weir.capture = [{ hook: "resid_post", layers: state.layers, positions: "sampled", project: probe.wire(Number($("probe-layer").value)) }];
+    weir.response = { stream: true };
   }
-  return out;
+  return weir;
 }
 
+/** Return the route and the body of the next request. */
 function request() {
   const common = {
     model: state.model, stream: true, temperature: Number($("temperature").value),
-    max_tokens: Number($("max-tokens").value), weir: wish(),
+    max_tokens: Number($("max-tokens").value), weir: weirFields(),
   };
-  const said = state.messages.map(({ role, text }) => ({ role, content: text }));
-  if (state.chat) return ["/v1/chat/completions", { ...common, messages: said, logprobs: true, top_logprobs: 0 }];
-  return ["/v1/completions", { ...common, prompt: said.map((m) => m.content).join(""), logprobs: 0 }];
+  const messages = state.messages.map(({ role, text }) => ({ role, content: text }));
+  if (state.chat) return ["/v1/chat/completions", { ...common, messages, logprobs: true, top_logprobs: 0 }];
+  return ["/v1/completions", { ...common, prompt: messages.map((m) => m.content).join(""), logprobs: 0 }];
 }
 
-async function open(signal) {
+async function openStream(signal) {
   try {
     return await call(...request(), "POST", signal);
   } catch (error) {
     if (!state.chat || !/chat.template/i.test(error.message)) throw error;
-    state.chat = false; // a base model: it goes on with the text
+    state.chat = false; // a base model without a chat template continues the text
     return call(...request(), "POST", signal);
   }
 }
 
 async function send(text) {
-  complain(null);
+  showError(null);
   const message = { role: "user", text };
   state.messages.push(message);
-  show(message);
+  showMessage(message);
   const control = new AbortController();
   const reply = { role: "assistant", text: "", tokens: [], scored: 0, probe: $("probe").value, steer: interventions() };
-  busy(control);
+  setBusy(control);
   try {
-    const response = await open(control.signal);
+    const response = await openStream(control.signal);
     state.messages.push(reply);
-    show(reply);
-    for await (const event of events(response)) take(reply, event);
+    showMessage(reply);
+    for await (const event of events(response)) addEvent(reply, event);
   } catch (error) {
-    if (error.name !== "AbortError") complain(error);
-    if (state.messages.at(-1) === message) { // nothing was answered: it goes back to where it was written
+    if (error.name !== "AbortError") showError(error);
+    if (state.messages.at(-1) === message) { // no answer: put the text back into the input
       state.messages.pop().element.remove();
       $("text").value = text;
     }
   } finally {
-    busy(null);
+    setBusy(null);
   }
 }
 
-function take(reply, event) {
+function addEvent(reply, event) {
   if (event.error) throw new Error(event.error.message ?? event.error);
   for (const choice of event.choices ?? []) {
     const texts = choice.logprobs?.content?.map((t) => t.token) ?? choice.logprobs?.tokens;
     const delta = choice.delta?.content ?? choice.text ?? "";
     reply.text += delta;
-    for (const [i, text] of spell(texts ?? (delta ? [delta] : []), delta).entries()) addToken(reply, text, texts?.[i] ?? text);
-    if (choice.weir?.scores) takeScores(reply, choice.weir.scores, Boolean(choice.weir.receipt));
+    for (const [i, text] of visibleParts(texts ?? (delta ? [delta] : []), delta).entries()) addToken(reply, text, texts?.[i] ?? text);
+    if (choice.weir?.scores) addScores(reply, choice.weir.scores, Boolean(choice.weir.receipt));
     if (choice.weir?.receipt) finish(reply, choice.weir.receipt);
   }
   $("messages").scrollTop = $("messages").scrollHeight;
 }
 
-/** What each of a chunk's tokens adds to its text: nothing for special tokens and halves of characters. */
-function spell(tokens, delta) {
+/** Return what each token of a chunk adds to its text: special tokens and partial characters add nothing. */
+function visibleParts(tokens, delta) {
   let rest = delta;
-  const out = tokens.map((token) => {
+  const parts = tokens.map((token) => {
     const part = rest.startsWith(token) ? token : "";
     rest = rest.slice(part.length);
     return part;
   });
-  if (out.length) out[out.length - 1] += rest;
-  return out;
+  if (parts.length) parts[parts.length - 1] += rest;
+  return parts;
 }
 
 function addToken(reply, text, name) {
@@ -185,23 +187,23 @@ function addToken(reply, text, name) {
   span.className = "token";
   span.textContent = text;
   const index = reply.tokens.push({ text: name, scores: {}, span }) - 1;
-  span.addEventListener("click", () => heat(reply, index));
+  span.addEventListener("click", () => showMap(reply, index));
   reply.body.append(span);
 }
 
-function takeScores(reply, scores, complete) {
-  const from = complete ? 0 : reply.scored;
+function addScores(reply, scores, complete) {
+  const start = complete ? 0 : reply.scored;
   const sites = Object.entries(scores.sites);
   for (const [site, rows] of sites) {
     const layer = Number(site.split(".").at(-1));
-    rows.forEach((row, i) => { if (reply.tokens[from + i]) reply.tokens[from + i].scores[layer] = row[0] ?? NaN; });
+    rows.forEach((row, i) => { if (reply.tokens[start + i]) reply.tokens[start + i].scores[layer] = row[0] ?? NaN; });
   }
-  reply.scored = from + (sites[0]?.[1].length ?? 0);
+  reply.scored = start + (sites[0]?.[1].length ?? 0);
   paint(reply);
 }
 
 function finish(reply, receipt) {
-  const steered = reply.steer.map((s) => `${s.vector.ref ?? "a vector of this page"} × ${s.scale} at block ${s.layers[0]}`);
+  const steered = reply.steer.map((s) => `${s.vector.ref ?? "a vector made on this page"} × ${s.scale} at block ${s.layers[0]}`);
   const note = document.createElement("span");
   note.className = "note";
   note.textContent = `${reply.tokens.length} tokens` + (steered.length ? `, steered by ${steered.join(", ")}` : "");
@@ -212,33 +214,33 @@ function finish(reply, receipt) {
 function paint(reply) {
   if (!reply.probe) return;
   const layer = Number($("probe-layer").value);
-  const most = magnitude(reply.tokens.map((t) => t.scores[layer]));
+  const max = magnitude(reply.tokens.map((t) => t.scores[layer]));
   for (const token of reply.tokens) {
     const score = token.scores[layer];
-    token.span.style.backgroundColor = colour(score, most);
+    token.span.style.backgroundColor = colour(score, max);
     if (score === undefined) continue;
     token.span.dataset.score = score;
     token.span.title = `${reply.probe} at block ${layer}: ${format(score)}`;
   }
-  $("low").textContent = most ? format(-most) : "";
-  $("high").textContent = most ? format(most) : "";
+  $("low").textContent = max ? format(-max) : "";
+  $("high").textContent = max ? format(max) : "";
 }
 
-function heat(reply, index) {
+function showMap(reply, index) {
   state.open = { reply, index };
   for (const { span } of state.messages.flatMap((m) => m.tokens ?? [])) span.classList.remove("chosen");
   reply.tokens[index].span.classList.add("chosen");
   $("map").hidden = false;
   if (!reply.probe) {
-    $("map-title").textContent = "No vector was chosen for this reply: choose one and send again";
+    $("map-title").textContent = "No vector was selected for this reply. Select one and send the message again.";
     $("map-table").replaceChildren();
     return;
   }
-  $("map-title").textContent = `${reply.probe}, block by token`;
-  fill($("map-table"), reply.tokens, index, state.layers);
+  $("map-title").textContent = `Scores of ${reply.probe} by block and token`;
+  fillTable($("map-table"), reply.tokens, index, state.layers);
 }
 
-function show(message) {
+function showMessage(message) {
   const element = document.createElement("li"), who = document.createElement("span"), body = document.createElement("span");
   element.className = message.role;
   who.className = "who";
@@ -250,12 +252,13 @@ function show(message) {
   $("messages").scrollTop = $("messages").scrollHeight;
 }
 
-function busy(control) {
+function setBusy(control) {
   state.stop = control;
   $("send").disabled = Boolean(control);
   $("stop").hidden = !control;
 }
 
+/** Return the mean of a text's rows at one block, a Float32Array. */
 async function meanRow(text, layer) {
   const body = {
     model: state.model, prompt: text, max_tokens: 1,
@@ -269,15 +272,15 @@ async function meanRow(text, layer) {
 }
 
 async function makeVector() {
-  complain(null);
+  showError(null);
   const name = $("new-name").value.trim(), layer = Number($("new-layer").value);
-  if (!name || state.vectors.has(name)) throw new Error(name ? `there is a vector ${name} already` : "the vector needs a name");
-  if (!$("new-plus").value || !$("new-minus").value) throw new Error("both texts are needed");
+  if (!name || state.vectors.has(name)) throw new Error(name ? `There is already a vector named ${name}.` : "Give the vector a name.");
+  if (!$("new-plus").value || !$("new-minus").value) throw new Error("Fill in both texts.");
   const plus = await meanRow($("new-plus").value, layer), minus = await meanRow($("new-minus").value, layer);
-  const apart = plus.map((v, i) => v - minus[i]), length = Math.hypot(...apart);
-  if (!(length > 0)) throw new Error("the two texts have the same mean row");
-  const wire = encode(apart.map((v) => v / length));
-  keep(name, () => wire);
+  const difference = plus.map((v, i) => v - minus[i]), length = Math.hypot(...difference);
+  if (!(length > 0)) throw new Error("Both texts have the same mean row; choose others.");
+  const wire = encode(difference.map((v) => v / length));
+  addVector(name, () => wire);
   showVectors();
   $("probe").value = name;
 }
@@ -304,6 +307,6 @@ $("clear").addEventListener("click", () => {
 });
 $("map-close").addEventListener("click", () => ($("map").hidden = true));
 $("probe-layer").addEventListener("input", () => state.messages.filter((m) => m.tokens).forEach(paint));
-$("new-make").addEventListener("click", () => makeVector().catch(complain));
+$("new-make").addEventListener("click", () => makeVector().catch(showError));
 $("key").addEventListener("change", connect);
 connect();

@@ -126,7 +126,7 @@ def test_the_drop_in_classes_need_no_second_token(frontend, flags):
     from vllm_weir.integrations.probe_hook import HiddenStateRequest
 
     for layers, P in (("all", 1), ([1, 2], 6)):
-        params = HiddenStateRequest.parse(layers, *flags).ask(SamplingParams(max_tokens=1))
+        params = HiddenStateRequest.parse(layers, *flags).add_capture(SamplingParams(max_tokens=1))
         extra = params.extra_args or {}
         tracker, _ = frontend.admit(f"r{next(_numbers)}", extra, [5] * P, P, 1)
         assert bool(tracker.pending.memory.spec.site_requests) == any(flags) == bool(extra)

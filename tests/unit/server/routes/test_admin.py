@@ -630,7 +630,7 @@ def test_requests_of_the_fork(pair):
         ask = WeirRequest.parse(None, bad, server.limits)
         with pytest.raises(WeirError) as caught:
             lowered(server, {key: value for key, value in ask.extra_args["weir"].items() if key != "v"})
-        sent = ask.sent(caught.value)
+        sent = ask.as_sent(caught.value)
         assert (sent.field, sent.message) == (field, caught.value.message)
 
 

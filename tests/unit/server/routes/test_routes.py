@@ -30,7 +30,7 @@ SITE = Site("resid_post", 1)
 def app(tmp_path):
     app = FastAPI()
     app.include_router(activations.router())
-    app.add_middleware(BodyLimit, most=1000)
+    app.add_middleware(BodyLimit, max_bytes=1000)
     app.add_exception_handler(WeirError, weir_error)
     app.state.weir = SimpleNamespace(spool=ResultFiles(tmp_path, 1 << 20, 60.0), admin_key="sesame")
 

@@ -27,7 +27,7 @@ def routes(tmp_path_factory):
     try:
         yield schemathesis.openapi.from_asgi("/openapi.json", app_of(server))
     finally:
-        server.home.close()
+        server.directory.close()
 
 
 HEADERS = [{"X-Weir-Admin-Key": KEY}, {"Authorization": "Bearer wrong"}, {}]
@@ -90,4 +90,4 @@ def test_examples_of_the_page_are_served(tmp_path):
             answer = client.post(f"/v1/steering/{path}", json=example)
             assert answer.status_code == 200 or "width" in answer.json()["error"]["message"], answer.text
     finally:
-        server.home.close()
+        server.directory.close()

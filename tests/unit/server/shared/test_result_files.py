@@ -76,9 +76,9 @@ def test_results_of_one_answer_do_not_make_room_for_each_other(spool):
     """Of ten that fit one by one, nine had gone when the client got their ids."""
     before = spool.put(acts(), SIZE)
     kept = []
-    with pytest.raises(WeirError, match="with the other results of this answer"):
+    with pytest.raises(WeirError, match="and the other results of this response"):
         for k in range(30):
-            kept.append(spool.put(acts(value=k), SIZE, spare=kept))
+            kept.append(spool.put(acts(value=k), SIZE, keep_ids=kept))
     assert 2 < len(kept) < 30 and spool.open(before) is None and spool.used <= spool.budget
     for key in kept:
         spool.open(key).close()
@@ -95,7 +95,7 @@ def test_a_full_disk_is_an_error_that_names_what_could_not_be_written(spool, tmp
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(WeirError) as caught:
         spool.put(acts(), SIZE)
-    assert caught.value.message == f"the server could not keep {SIZE} bytes: No space left on device"
+    assert caught.value.message == f"the server could not store {SIZE} bytes: No space left on device"
     assert len(spool) == 0 and [p.name for p in spool.directory.iterdir()] == [".lock"]
     with pytest.raises(WeirError, match="No space left on device"):
         acts().save(tmp_path / "x.safetensors")
@@ -219,7 +219,7 @@ def test_processes_share_a_directory_and_the_last_removes_it(tmp_path):
     assert first.path.stat().st_mode & 0o777 == 0o700
     second = SharedDirectory(1234567, str(tmp_path))
     assert first.path == second.path
-    (first.room("spool") / "x").write_text("x")
+    (first.subdirectory("spool") / "x").write_text("x")
     first.close()
     assert second.path.exists()
     second.close()
@@ -229,7 +229,7 @@ def test_processes_share_a_directory_and_the_last_removes_it(tmp_path):
 def test_what_a_killed_server_left_is_removed(tmp_path):
     code = (
         "import os, signal; from vllm_weir.server.shared.directory import SharedDirectory; "
-        f"h = SharedDirectory(KEY, {str(tmp_path)!r}); (h.room('spool') / 'old').write_text('x'); "
+        f"h = SharedDirectory(KEY, {str(tmp_path)!r}); (h.subdirectory('spool') / 'old').write_text('x'); "
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     for key in (11, 12):
@@ -237,7 +237,7 @@ def test_what_a_killed_server_left_is_removed(tmp_path):
     assert [p.name[-2:] for p in tmp_path.iterdir()] == ["12"], "the second one has removed the first"
     assert (next(tmp_path.iterdir()) / "spool" / "old").exists()
     home = SharedDirectory(12, str(tmp_path))  # the same number again: nothing of the other server is in it
-    assert [p.name for p in tmp_path.iterdir()] == [home.path.name] and not list(home.room("spool").iterdir())
+    assert [p.name for p in tmp_path.iterdir()] == [home.path.name] and not list(home.subdirectory("spool").iterdir())
     home.close()
 
 
@@ -262,7 +262,7 @@ def test_a_directory_that_others_could_write_is_not_used(tmp_path):
     name = f"weir-serve-{os.getuid()}-99"
     (tmp_path / name).symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").mkdir()
-    with pytest.raises(WeirError, match="not this user's alone"):
+    with pytest.raises(WeirError, match="only this user can access"):
         SharedDirectory(99, str(tmp_path))
     assert not list((tmp_path / "elsewhere").iterdir())
 
