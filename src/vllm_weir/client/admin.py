@@ -134,7 +134,7 @@ def to_json_data(value: Any) -> Any:
         return {str(name): to_json_data(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json_data(inner) for inner in value]
-    if hasattr(value, "detach"):  # a torch tensor, told without importing torch
+    if hasattr(value, "detach"):  # a torch tensor, recognised without importing torch
         value = value.detach().cpu().float()
     return value.tolist() if hasattr(value, "tolist") else value
 

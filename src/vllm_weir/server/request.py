@@ -103,8 +103,8 @@ def _weir_object(data: Any, limits: ServerLimits) -> tuple[dict[str, Any], int, 
     weir_object = dict(data)
     inline, stream = _response_options(weir_object.pop(RESPONSE, None), limits)
     captures = weir_object.get("capture")
-    is_list = isinstance(captures, Sequence) and not isinstance(captures, str)
-    for i, capture in enumerate(captures if is_list else [captures]):
+    capture_list = captures if isinstance(captures, Sequence) and not isinstance(captures, str) else [captures]
+    for i, capture in enumerate(capture_list):
         sink = capture.get("sink") if isinstance(capture, Mapping) else None
         if sink is not None and not isinstance(sink, str):
             # Clients must not choose where the server writes files.
