@@ -1,4 +1,4 @@
-"""What a caller writes: `params` puts captures and interventions into a copy of vLLM's SamplingParams."""
+"""The public functions: `params` puts captures and interventions into a copy of vLLM's SamplingParams."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def params(
     capture: Capture | Mapping[str, Any] | Sequence[Capture | Mapping[str, Any]] | None = None,
     interventions: Intervention | Mapping[str, Any] | Sequence[Intervention | Mapping[str, Any]] | None = None,
 ) -> SamplingParams:
-    """A copy of `sampling_params` that carries what is asked of Weir.
+    """Return a copy of `sampling_params` that carries captures and interventions.
 
     Args:
-        sampling_params: vLLM's own; never changed. None stands for ``SamplingParams()``.
+        sampling_params: vLLM's own; never changed. None: ``SamplingParams()``.
         capture: one `Capture` or a list of them (or their wire form).
         interventions: one intervention or a list of them (or their wire form), applied in the order given.
 
-    Params from an earlier call keep what is not given now; what is given replaces it.
+    Given the result of an earlier call, an argument replaces what that call was given; one left out keeps it.
 
     Returns:
         A new ``SamplingParams`` whose ``extra_args["weir"]`` is plain JSON data; usable in any number of requests.
@@ -67,31 +67,36 @@ def params(
 
 
 def register(llm: Any, name: str, vector: Any) -> str:
-    """Keep `vector` under `name` for requests to this engine; returns its digest.
+    """Register `vector` under `name` for requests to this engine, and return its digest.
 
-    It is [d_model], [n, d_model] or [n_layers, n, d_model]; what its rows mean is up to the intervention that names it.
+    Its shape is [d_model], [n, d_model] or [n_layers, n, d_model]; the intervention that names it says what the rows
+    mean.
 
-    A name stands for what it means when a request is admitted: registering it again affects later requests only, and
-    their KV cache entries never mix, because what is cached is keyed by content.
+    A request uses the vector that the name stands for when it is admitted. Registering the name again affects later
+    requests only; their KV cache entries never mix, because they are keyed by content.
 
     Raises:
-        WeirError: for a vector that is none, or an engine that Weir does not serve.
+        WeirError: if this is not a vector, or Weir does not serve the engine.
     """
     return _frontend(llm).registry.put(name, vector)
 
 
 def unregister(llm: Any, name: str) -> None:
-    """Forget a name; requests already admitted go on. Raises WeirError if there is no such name."""
+    """Forget a registered name; requests that were admitted keep their vector.
+
+    Raises:
+        WeirError: if there is no such name.
+    """
     _frontend(llm).registry.remove(name)
 
 
 def list_vectors(llm: Any) -> dict[str, dict[str, Any]]:
-    """Registered vectors: name -> {"digest", "shape"}."""
+    """Return the registered vectors: name -> {"digest", "shape"}."""
     return _frontend(llm).registry.names()
 
 
 def set_global(llm: Any, interventions: Any) -> None:
-    """Interventions that every request admitted from now on undergoes, before its own; replaces earlier ones.
+    """Apply interventions to every request admitted from now on, before its own; they replace earlier global ones.
 
     Raises:
         WeirError: naming the field that is wrong; then nothing changes.
@@ -100,24 +105,24 @@ def set_global(llm: Any, interventions: Any) -> None:
 
 
 def clear_global(llm: Any) -> None:
-    """Requests admitted from now on undergo only their own interventions."""
+    """Remove the global interventions from requests admitted from now on."""
     _frontend(llm).set_always(())
 
 
 def sites(llm: Any) -> list[SiteVerdict]:
-    """Every hook point of every block of the engine's model: whether it is served, and if not, why.
+    """Return every hook point of every block of the engine's model: whether it is served, and if not, why.
 
     Args:
-        llm: ``LLM``, ``LLMEngine`` or Weir's drop-in; of an ``AsyncLLM`` use `sites_async`.
+        llm: ``LLM``, ``LLMEngine`` or Weir's drop-in class; for an ``AsyncLLM`` use `sites_async`.
 
     Raises:
-        WeirError: if Weir does not serve this engine at all; it says why.
+        WeirError: if Weir does not serve this engine at all, with the reason.
     """
     return _verdicts(_frontend(llm).require_capabilities())
 
 
 async def sites_async(engine: Any) -> list[SiteVerdict]:
-    """`sites` of an ``AsyncLLM``, whose workers can only be asked asynchronously."""
+    """Return the same as `sites` for an ``AsyncLLM``, whose workers can only be asked asynchronously."""
     from vllm_weir.frontend.lookup import ask_workers
 
     await ask_workers(engine)
@@ -129,17 +134,17 @@ def _verdicts(capabilities: Any) -> list[SiteVerdict]:
 
 
 def mark(request_id: str, *, llm: Any = None, **metadata: Any) -> list[Ticket]:
-    """Have the rows of a request written that were captured with ``keep="marked"``.
+    """Write the rows of a request that were captured with ``keep="marked"``.
 
-    May be called while the request runs (its rows are written when it finishes) and for `marked_seconds` after it.
+    May be called while the request runs (its rows are written when it finishes) and until `marked_seconds` after it.
 
     Args:
-        request_id: as on vLLM's output (``out.request_id``); all `n` sequences are meant.
-        llm: the engine, if there are several in this process that know the id.
-        metadata: plain JSON data that the sink keeps with the rows.
+        request_id: as on vLLM's output (``out.request_id``); stands for all its `n` sequences.
+        llm: the engine; needed if several engines of this process know the id.
+        **metadata: plain JSON data that the sink stores with the rows.
 
     Returns:
-        One ticket for each sequence and sink whose rows are being written now: ``ticket.wait()`` gives the files.
+        One ticket for each sequence and sink whose rows are being written; ``ticket.wait()`` returns the files.
 
     Raises:
         WeirError: if no such request is known, or its rows are gone.
@@ -147,18 +152,18 @@ def mark(request_id: str, *, llm: Any = None, **metadata: Any) -> list[Ticket]:
     from vllm_weir.frontend.engine_frontend import frontends
 
     dumps(metadata, "metadata")
-    boards = [frontend.manager for frontend in ([_frontend(llm)] if llm is not None else frontends())]
-    if not boards:
+    managers = [frontend.manager for frontend in ([_frontend(llm)] if llm is not None else frontends())]
+    if not managers:
         raise WeirError("there is no engine in this process", "request_id")
-    able = [manager for manager in boards if manager.marks.has(request_id)]
-    if len(able) > 1:
-        raise WeirError(f"{len(able)} engines of this process have a request {request_id!r}; pass llm", "llm")
-    late = [manager for manager in boards if manager.marks.had(request_id)]
-    return (able or late or boards)[0].mark(request_id, metadata)
+    running = [manager for manager in managers if manager.marks.has(request_id)]
+    if len(running) > 1:
+        raise WeirError(f"{len(running)} engines of this process have a request {request_id!r}; pass llm", "llm")
+    finished = [manager for manager in managers if manager.marks.had(request_id)]
+    return (running or finished or managers)[0].mark(request_id, metadata)
 
 
 def flush(llm: Any, timeout: float = 600.0) -> None:
-    """Wait until every sink of the engine has taken the rows sent to it, and has made them durable.
+    """Wait until every sink of the engine has stored the rows sent to it durably.
 
     Raises:
         WeirError: if that takes longer than `timeout` seconds, or a sink fails.
@@ -167,7 +172,10 @@ def flush(llm: Any, timeout: float = 600.0) -> None:
 
 
 def sinks(llm: Any) -> dict[str, dict[str, Any]]:
-    """The engine's open sinks: name -> what waits, what was taken, dropped and failed, and the last error."""
+    """Return the state of the engine's open sinks.
+
+    Name -> counts of what waits, was taken, was dropped and failed, and the last error.
+    """
     return _frontend(llm).manager.report()
 
 
@@ -185,5 +193,5 @@ def _frontend(llm: Any) -> Any:
 
 
 def demo_model() -> str:
-    """Directory of the small Llama that ships with the package (HF format, bf16, own tokenizer)."""
+    """Return the directory of the small Llama that ships with the package (HF format, bf16, own tokenizer)."""
     return str(Path(__file__).parent / "demo" / "model")

@@ -1,4 +1,4 @@
-"""The error that a user of Weir meets, and its kinds for files."""
+"""The errors that users of Weir meet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 
 def brief(value: object, limit: int = 40) -> str:
-    """The start of what a caller sent, for an error message; huge numbers and deep nesting have no text."""
+    """Return the first `limit` characters of a value for an error message, also of one that has no text.
+
+    Huge integers and deeply nested lists raise when they are made a string.
+    """
     try:
         return str(value)[:limit]
     except (ValueError, RecursionError):
@@ -15,7 +18,7 @@ def brief(value: object, limit: int = 40) -> str:
 
 
 def _printable(text: str) -> str:
-    """As UTF-8 can hold it: half of a surrogate pair, which JSON may bring, is shown as JSON writes it."""
+    """Return the text with lone surrogates, which JSON may contain and UTF-8 cannot, as escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -26,8 +29,8 @@ class WeirError(ValueError):
 
     Attributes:
         field: dotted path of what is wrong, e.g. ``capture[0].layers``; empty when no single field is to blame.
-        outputs: all of the batch, the other requests' whole, where ``LLM.generate`` raises because one of them failed
-            once the batch was done; else None.
+        outputs: where ``LLM.generate`` raises because one request of a batch failed: the outputs of the whole batch,
+            complete for the other requests. Otherwise None.
     """
 
     outputs: Sequence[Any] | None = None
@@ -42,9 +45,11 @@ class WeirError(ValueError):
 
 
 class StoreError(WeirError):
-    """A file or folder that could not be listed, read or written: no permission, a broken disk, no connection. Of what
-    is in it nothing is known."""
+    """A file or folder could not be listed, read or written: no permission, a broken disk, no connection.
+
+    Says nothing about its contents.
+    """
 
 
 class MissingFile(StoreError, FileNotFoundError):
-    """A file that is not there."""
+    """A file does not exist."""

@@ -1,8 +1,8 @@
-"""Framing of what workers tell the caller's process, and of the vectors they fetch from it. msgpack, no pickle.
+"""Messages between the workers and the caller's process: rows that have arrived, and vectors that are missing.
 
-A message has three frames: the `MessageHeader`, marks of rows that have arrived, and marks of what was steered.
-Marks are int32 arrays, so that a step of hundreds of requests is one small message. A fourth frame holds the rows
-themselves when the reader cannot map the worker's memory.
+msgpack, no pickle. A message has three frames: the `MessageHeader`, the arrivals (which rows have arrived) and the
+steered positions. The last two are int32 arrays with the fields below, so that a step of hundreds of requests is one
+small message. A fourth frame holds the rows themselves when the reader cannot map the worker's memory.
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ from __future__ import annotations
 import msgspec
 
 MARK_FIELDS = ("row_seq", "rank", "position", "count", "stride")
-"""Rows `rank`.. of a row sequence are those of `count` positions from `position`, `stride` apart; rank -1: dropped."""
+"""Fields of an arrival: `count` rows of a row sequence from index `rank` on, of the positions `position`,
+`position + stride`, ... A `rank` of -1 means that these rows were dropped."""
 STEER_FIELDS = ("group", "position", "count", "stride")
-"""A group's interventions were applied at these positions."""
+"""Fields of steered positions: a group's interventions acted at `position`, `position + stride`, ... (`count`)."""
 
 
 class SequenceOpened(msgspec.Struct, array_like=True):
-    """A row sequence: rows of one request that share their columns.
+    """A new row sequence: rows of one request that share their columns.
 
-    `kind` is ``"rows"``; for ``"fold"`` a rank is a cell of arena rows instead, which holds [columns, values] float32,
-    a reduction of the prompt's rows. For ``"scores"`` a rank is [columns, values] float32, products with directions,
-    and for ``"packed"`` [columns, values] bytes, compressed rows: of both, `width` counts bytes, and ranks follow each
-    other without gaps.
+    Attributes:
+        kind: what one entry (a rank) of the sequence is:
+            ``"rows"``: a row of every column, in the model's dtype;
+            ``"fold"``: a reduction of the prompt's rows, [columns, values] float32 in whole arena rows;
+            ``"scores"``: products with directions, [columns, values] float32;
+            ``"packed"``: compressed rows, [columns, values] bytes.
+        width: size of an entry: arena rows for ``"fold"``, bytes for ``"scores"`` and ``"packed"``, whose entries
+            follow each other without gaps.
     """
 
     row_seq: int
@@ -33,16 +38,16 @@ class SequenceOpened(msgspec.Struct, array_like=True):
 
     @property
     def rows(self) -> int:
-        """Arena rows of a rank (of rows, and of a fold)."""
+        """Arena rows of an entry of the kinds ``"rows"`` and ``"fold"``."""
         return self.width or len(self.columns)
 
     def rank_bytes(self, row_bytes: int) -> int:
-        """Bytes of a rank, where an arena row has `row_bytes`."""
+        """Return the bytes of an entry, where an arena row has `row_bytes`."""
         return self.width if self.kind in ("scores", "packed") else self.rows * row_bytes
 
 
 class ExtentPlaced(msgspec.Struct, array_like=True):
-    """Ranks from `rank` on lie from row `start` of the worker's arena on, `capacity` of them."""
+    """A new extent: `capacity` entries, from index `rank` on, lie from row `start` of the worker's arena on."""
 
     row_seq: int
     rank: int
@@ -51,7 +56,7 @@ class ExtentPlaced(msgspec.Struct, array_like=True):
 
 
 class ExtentRetired(msgspec.Struct, array_like=True):
-    """An extent holds `filled` ranks and will get no more."""
+    """An extent is complete: it holds `filled` entries and will get no more."""
 
     row_seq: int
     rank: int
@@ -60,7 +65,7 @@ class ExtentRetired(msgspec.Struct, array_like=True):
 
 
 class GroupDefined(msgspec.Struct, array_like=True):
-    """A number for some interventions (their indices) of a request."""
+    """A number that stands for some of a request's interventions, named by their indices in `moves`."""
 
     group: int
     request_id: str
@@ -68,7 +73,7 @@ class GroupDefined(msgspec.Struct, array_like=True):
 
 
 class LayoutUpdate(msgspec.Struct, array_like=True):
-    """What changed in the layout of one reader's rows."""
+    """Changes in the layout of one reader's rows since its last message."""
 
     opened: list[SequenceOpened] = []
     placed: list[ExtentPlaced] = []
@@ -81,11 +86,17 @@ class LayoutUpdate(msgspec.Struct, array_like=True):
 
 
 class MessageHeader(msgspec.Struct, array_like=True):
-    """What the frames beside it hold, or which requests failed and why.
+    """First frame of a message: what the other frames hold, or which requests failed and why.
 
-    `pressure` is the share of the worker's arena in use; `spill` asks the reader to empty its retired extents.
-    `engine` is the worker's data-parallel engine, and `waiting` how many requests of it wait for table space.
-    `broken` says why rows of this step are lost: every request that the reader still waits for fails.
+    Attributes:
+        token: names the reader's process, as in its `ReaderEndpoint`.
+        d_model, dtype: width and dtype of the rows.
+        failures: request id -> why it failed.
+        pressure: share of the worker's arena in use.
+        spill: whether the reader should copy its retired extents out of the arena.
+        broken: why rows of this step are lost; every request that the reader still waits for fails.
+        engine: index of the worker's data-parallel engine.
+        waiting: requests of that engine that wait for room in the device tables.
     """
 
     token: str
@@ -102,14 +113,14 @@ class MessageHeader(msgspec.Struct, array_like=True):
 
 
 class VectorQuery(msgspec.Struct, array_like=True):
-    """A worker asks for vectors by digest; the answer is their float32 bytes, one frame each, empty if unknown."""
+    """A worker's question for vectors by digest; the answer has one frame each, float32 bytes, empty if unknown."""
 
     token: str
     digests: list[str]
 
 
 class WorkerHello(msgspec.Struct, array_like=True):
-    """A worker introduces its arena: `rows` rows of `row_bytes` bytes; the file descriptor comes along."""
+    """A worker introduces its arena of `rows` rows of `row_bytes` bytes; the file descriptor comes with it."""
 
     token: str
     worker: str
@@ -124,7 +135,14 @@ decode_hello = msgspec.msgpack.Decoder(WorkerHello).decode
 
 
 class ReaderEndpoint(msgspec.Struct, frozen=True):
-    """Where a caller's process listens: for messages, for questions about vectors, and for arenas ("" if remote)."""
+    """Addresses at which a caller's process listens.
+
+    Attributes:
+        rows: for messages.
+        vectors: for questions about vectors.
+        arenas: for workers that introduce their arena; "" if they are on another machine.
+        token: names the process.
+    """
 
     rows: str
     vectors: str
@@ -133,7 +151,7 @@ class ReaderEndpoint(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> ReaderEndpoint:
-        """From the form that travels with a request."""
+        """Read the text that travels with a request; the inverse of `str`."""
         return cls(*text.split("\t"))
 
     def __str__(self) -> str:

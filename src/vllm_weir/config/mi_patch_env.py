@@ -1,4 +1,4 @@
-"""The environment variables ``VLLM_ACT_*`` of Vllm_mi_patch, read as a sink for every request. Pure data."""
+"""Vllm_mi_patch's environment variables ``VLLM_ACT_*``, read as a sink for every request. Pure data."""
 
 from __future__ import annotations
 
@@ -19,24 +19,34 @@ _ON, _OFF = ("1", "true", "on"), ("0", "false", "off", "")
 _MODES = ("rp8", "full8", "topk8", "none")
 _VARIABLES = ("CAPTURE", "MODE", "RP_K", "RP_SEED", "TOPK_K", "OUTDIR", "RETURN", "PER_DIM")
 _IDLE = ("BITS", "ATTNM", "HIDDEN_SIZE")
-"""Vllm_mi_patch's that ask for nothing here: codes have 8 bits in both, it keeps no attention, and the width is the
-model's."""
+"""Vllm_mi_patch's variables without a meaning here: codes have 8 bits in both, attention is not kept by either, and the
+width is the model's."""
 _RETURNS = ("sharded", "gathered", "summary")
 
 
 def act_sink(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """The wire form of the sink that these variables ask for, or None.
+    """Return the wire form of the sink that these variables ask for, or None without ``VLLM_ACT_CAPTURE``.
 
-    ``VLLM_ACT_CAPTURE`` (0), ``_MODE`` (rp8, full8, topk8, none), ``_RP_K`` (512), ``_RP_SEED`` (12345), ``_TOPK_K``
-    (64; of a model narrower than it all values), ``_OUTDIR`` (/tmp/vllm_activations), ``_RETURN`` (sharded, gathered:
-    files with whole rows, since every rank holds the whole residual stream; summary: running norms in the log and no
-    files), ``_PER_DIM`` (1 there): scales are per row whatever it says, because a scale per dimension of a single row
-    keeps nothing. ``_BITS``, ``_ATTNM`` and ``_HIDDEN_SIZE`` mean nothing here. Any other is told of in the log.
+    ============ ================== ===================================================================
+    variable     default            meaning
+    ============ ================== ===================================================================
+    ``CAPTURE``  0                  whether to capture
+    ``MODE``     rp8                compression: rp8, full8, topk8 or none
+    ``RP_K``     512                values of a row with rp8
+    ``RP_SEED``  12345              seed of rp8's projection
+    ``TOPK_K``   64                 values of a row with topk8; all of a narrower model's
+    ``OUTDIR``   /tmp/vllm_activations
+    ``RETURN``   sharded            sharded, gathered: files with whole rows, since every rank holds the
+                                    whole residual stream; summary: running norms in the log, no files
+    ``PER_DIM``  0                  no effect: a scale per dimension of a single row keeps nothing
+    ============ ================== ===================================================================
+
+    ``BITS``, ``ATTNM`` and ``HIDDEN_SIZE`` have no meaning here; any other name is warned about.
 
     Raises:
         WeirError: naming the variable that is wrong.
     """
-    # left out here, so that they are not offered to whoever misspelt another
+    # Names without a meaning are left out, so that the warning does not suggest them.
     warn_of_unknown(
         {k: v for k, v in environ.items() if k.removeprefix(f"{NAME}_") not in _IDLE}, f"{NAME}_", _VARIABLES
     )
@@ -68,7 +78,7 @@ def act_sink(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 @functools.cache
 def _warn_of_per_dim() -> None:
-    # An engine's own processes, which vLLM gives these names, read what the one that started them has read.
+    # An engine's own processes (vLLM gives them these names) read the same variables as the one that started them.
     if not multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker")):
         logger.warning(
             "VLLM_ACT_PER_DIM has no effect: a row is scaled as a whole; a scale per dimension of one row keeps nothing"

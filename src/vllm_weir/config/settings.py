@@ -1,4 +1,8 @@
-"""Engine settings: ``additional_config={"weir": {...}}`` first, then ``WEIR_*`` environment variables."""
+"""Engine settings: ``additional_config={"weir": {...}}`` first, then ``WEIR_*`` environment variables.
+
+Not pydantic-settings: its texts for nested values are JSON only, where these are lists with commas, and it passes over
+misspelt variables, which are warned of here.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,11 @@ from vllm_weir.schema.sinks import parse_sinks
 from vllm_weir.schema.table_sizes import TableSizes
 
 STEP_SHARE = 8
-"""A step records no more rows than this part of the host buffer."""
+"""A step records at most 1 / `STEP_SHARE` of the rows that the host buffer holds."""
 OTHER_VARIABLES = ("DISABLE", "ADMIN_KEY", "API_KEY", "BASE_URL", "END_WITH_PARENT")
-"""``WEIR_*`` that are no settings of an engine."""
+"""``WEIR_*`` variables that are not settings of an engine."""
 TAP_VERSION = 7
-"""Raised whenever the tap's traced form changes, so that no compiled graph of another form is reused."""
+"""Version of what a tap adds to the traced graph; part of the key of vLLM's compile cache."""
 
 
 class Settings(BaseModel):
@@ -34,29 +38,29 @@ class Settings(BaseModel):
 
     Attributes:
         hooks: hook points to tap; ``resid_post`` serves ``resid_pre`` too. None: all that the model has, or, where
-            taps cannot be taken out of CUDA graphs (runner V1 on a GPU), `resid_pre` and `resid_post`.
+            taps cannot be left out of CUDA graphs (runner V1 on a GPU), `resid_pre` and `resid_post`.
         layers: blocks to tap, ``"all"`` or a list.
-        buffer_bytes: size of the ring on the device.
-        host_bytes: most pinned, shared host memory for rows, from which results reach the caller without a copy; it is
-            taken as needed. 0: a quarter of the machine's memory, at most 32 GiB.
+        buffer_bytes: size of the ring buffer on the device.
+        host_bytes: limit of pinned, shared host memory for rows, from which results reach the caller without a copy; it
+            is allocated as needed. 0: a quarter of the machine's memory, at most 32 GiB.
         overflow: what happens when the host memory is full: ``"wait"`` holds the step back until there is room (and
-            fails the request after `timeout`), ``"drop"`` goes on without the rows and says so in the receipt.
+            fails the request after `timeout`), ``"drop"`` goes on without the rows and reports it in the receipt.
         vector_bytes: size of the device table of steering vectors (float32 rows of the model's width); requests wait
             in the queue while it is full.
-        max_programs: different combinations of interventions that tokens of live requests can have.
-        max_instructions: terms of all those combinations together.
-        ship: which ranks of a tensor-parallel group send rows: the ``"first"`` (all hold the same stream), or every one
-            those of its share of the taps (``"split"``), over its own bus.
-        graphs: when CUDA graphs with live taps are captured: ``"lazy"``, a few at start-up and others once steps have
-            asked for them often, or ``"eager"``, all at start-up.
-        timeout: seconds that ``out.activations`` waits for rows still on their way before it raises.
-        refused: what becomes of hook points that are named under `hooks` and that the model does not have, or that
-            failed their proof: requests for them fail (``"request"``), or the engine does not start (``"start"``).
-        describe: where hook points are in a model whose structure does not tell, see
-        `vllm_weir.worker.discovery.overrides`.
+        max_programs: distinct combinations of interventions that the tokens of live requests can have.
+        max_instructions: instructions of all those combinations together.
+        ship: which ranks of a tensor-parallel group send rows: the ``"first"`` (all hold the same stream), or each
+            rank its share of the taps (``"split"``), over its own bus.
+        graphs: when CUDA graphs with live taps are captured: ``"lazy"``, a few sizes at start-up and others once steps
+            have asked for them often, or ``"eager"``, all at start-up.
+        timeout: seconds that ``out.activations`` waits for rows that are still on their way before it raises.
+        refused: what happens if the model lacks a hook point named under `hooks`, or its verification failed: requests
+            for it fail (``"request"``), or the engine does not start (``"start"``).
+        describe: where the hook points are in a model whose structure does not show it, see
+            `vllm_weir.worker.discovery.overrides`.
         sinks: name -> ``{consumer: options}``: where captures may send their rows, and with ``"capture"`` what a sink
             gets of every request; see docs/guides/sinks.md.
-        marked_bytes, marked_seconds: how much, and how long, rows wait for `weir.mark` (``keep="marked"``).
+        marked_bytes, marked_seconds: how many bytes of rows wait for `weir.mark` (``keep="marked"``), and how long.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
@@ -82,72 +86,94 @@ class Settings(BaseModel):
     marked_seconds: Annotated[float, Field(gt=0, le=604_800)] = 600.0
 
     @classmethod
-    def load(cls, additional_config: object, environ: Mapping[str, str] = os.environ) -> Settings:  # noqa: C901
-        """Settings of an engine; raises WeirError naming the bad one."""
-        given: dict[str, Any] = {}
-        warn_of_unknown(environ, "WEIR_", {*map(str.upper, cls.model_fields), *OTHER_VARIABLES}, ("SERVE_", "TEST_"))
-        for name in cls.model_fields:
-            text = environ.get(f"WEIR_{name.upper()}")
-            if text is not None:
-                given[name] = _from_text(name, text)
-        for key in additional_config if isinstance(additional_config, Mapping) else ():
-            if isinstance(key, str) and meant(key) == WIRE_KEY:
-                raise WeirError(f"did you mean {WIRE_KEY!r}?", f"additional_config.{key}")
-        if isinstance(additional_config, Mapping) and "weir" in additional_config:
-            own = additional_config["weir"]
-            if not isinstance(own, Mapping):
-                raise WeirError(f"expected an object, got {type(own).__name__}", "additional_config.weir")
-            given.update(own)
+    def load(cls, additional_config: object, environ: Mapping[str, str] = os.environ) -> Settings:
+        """Read the settings of an engine.
+
+        Args:
+            additional_config: vLLM's; its key ``"weir"`` overrides the environment.
+            environ: the environment variables; those named ``WEIR_*`` are read.
+
+        Raises:
+            WeirError: naming the setting that is wrong.
+        """
+        given = cls._from_environ(environ) | _from_config(additional_config)
         if "sinks" in given:
             given["sinks"] = parse_sinks(given["sinks"])
         act = act_sink(environ)
         if act is not None:
             given["sinks"] = given.get("sinks", {}) | parse_sinks({ACT: act}, ACT)
-        if isinstance(given.get("hooks"), str):
-            given["hooks"] = [given["hooks"]]
-        if isinstance(given.get("hooks"), (list, tuple)):
-            given["hooks"] = tuple(normalise_hook(h, "settings.hooks") for h in given["hooks"])
+        if "hooks" in given:
+            given["hooks"] = _normalise_hooks(given["hooks"])
         for name, value in given.items():
-            if isinstance(value, bool):  # no setting is one, and pydantic would take it for 0 or 1
+            if isinstance(value, bool):  # no setting is a bool, and pydantic would read it as 0 or 1
                 raise WeirError(f"expected another kind of value, got {value}", f"settings.{name}")
         try:
             return cls(**given)
         except ValidationError as e:
-            first = e.errors()[0]
-            place = ".".join(str(p) for p in first["loc"])
-            message = first["msg"]
-            cause = first.get("ctx", {}).get("error")
-            if isinstance(cause, WeirError):
-                message = cause.message
-            if first["type"] == "extra_forbidden":
-                near = difflib.get_close_matches(place, cls.model_fields, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                message = f"unknown setting; {hint}known are {', '.join(cls.model_fields)}"
-            raise WeirError(message, f"settings.{place}") from None
+            raise cls._refusal(e) from None
+
+    @classmethod
+    def _from_environ(cls, environ: Mapping[str, str]) -> dict[str, Any]:
+        warn_of_unknown(environ, "WEIR_", {*map(str.upper, cls.model_fields), *OTHER_VARIABLES}, ("SERVE_", "TEST_"))
+        texts = {name: environ.get(f"WEIR_{name.upper()}") for name in cls.model_fields}
+        return {name: _from_text(name, text) for name, text in texts.items() if text is not None}
+
+    @classmethod
+    def _refusal(cls, error: ValidationError) -> WeirError:
+        first = error.errors()[0]
+        name, message = ".".join(map(str, first["loc"])), first["msg"]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, WeirError):
+            message = cause.message
+        if first["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(name, cls.model_fields, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            message = f"unknown setting; {hint}known are {', '.join(cls.model_fields)}"
+        return WeirError(message, f"settings.{name}")
 
     def table_sizes(self, d_model: int) -> TableSizes:
-        """Rows of the device tables."""
+        """Return the number of rows of each device table."""
         return TableSizes(max(1, self.vector_bytes // (4 * d_model)), self.max_programs, self.max_instructions)
 
     def ring_rows(self, d_model: int, itemsize: int) -> int:
-        """Rows that the ring holds."""
+        """Return how many rows the ring holds."""
         return self.buffer_bytes // (d_model * itemsize)
 
     def host_rows(self, d_model: int, itemsize: int) -> int:
-        """Rows that the host buffer holds."""
+        """Return how many rows the host buffer holds."""
         size = self.host_bytes
         if not size:
             size = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4, 32 << 30)
         return max(1, size // (d_model * itemsize))
 
     def step_rows(self, d_model: int, itemsize: int) -> int:
-        """Rows that one step may take of the host buffer."""
+        """Return how many rows of the host buffer one step may use."""
         return max(1, self.host_rows(d_model, itemsize) // STEP_SHARE)
 
     def graph_identity(self) -> str:
-        """Digest of everything that changes the traced graph; part of vLLM's compile-cache key."""
+        """Return a digest of everything that changes the traced graph, for the key of vLLM's compile cache."""
         text = f"weir-tap {TAP_VERSION} {sorted(set(self.hooks or ['*']))} {self.layers} {self.describe}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _from_config(additional_config: object) -> dict[str, Any]:
+    if not isinstance(additional_config, Mapping):
+        return {}
+    for key in additional_config:
+        if isinstance(key, str) and meant(key) == WIRE_KEY:
+            raise WeirError(f"did you mean {WIRE_KEY!r}?", f"additional_config.{key}")
+    own = additional_config.get("weir", {})
+    if not isinstance(own, Mapping):
+        raise WeirError(f"expected an object, got {type(own).__name__}", "additional_config.weir")
+    return dict(own)
+
+
+def _normalise_hooks(hooks: Any) -> Any:
+    if isinstance(hooks, str):
+        hooks = [hooks]
+    if isinstance(hooks, (list, tuple)):
+        return tuple(normalise_hook(hook, "settings.hooks") for hook in hooks)
+    return hooks
 
 
 def _from_text(name: str, text: str) -> Any:

@@ -190,35 +190,26 @@ def _names() -> Iterator[tuple[str, str, str]]:
 NAMES = tuple(_names())
 
 
-def _fillers(slot: str) -> Iterator[tuple[str, Agreement]]:  # noqa: C901
-    """All phrases that may fill a slot, of either sentiment."""
+def _fillers(slot: str) -> list[tuple[str, Agreement]]:
+    """Return all phrases that may fill a slot, of either sentiment."""
     if slot == "P":
-        for name, gender, register in NAMES:
-            yield name, Agreement(gender, register)
-    elif slot == "C":
-        for name, _, register in NAMES:
-            yield name, Agreement(register=register)
-    elif slot in PRONOUNS:
-        for gender, word in PRONOUNS[slot].items():
-            yield word, Agreement(gender)
-    elif slot in lx.SENTIMENT_SLOTS:
-        for phrases in lx.SENTIMENT_SLOTS[slot]:
-            for phrase in phrases:
-                yield phrase, Agreement()
-    elif slot in lx.REGISTER_SLOTS:
-        for register, phrases in lx.REGISTER_SLOTS[slot].items():
-            for phrase in phrases:
-                yield phrase, Agreement(register=register)
-    elif slot in lx.NEUTRAL_SLOTS:
-        for phrase in lx.NEUTRAL_SLOTS[slot]:
-            yield phrase, Agreement()
-    else:
-        by_phrase: dict[str, set[str]] = {}
-        for topic, slots in lx.TOPIC_SLOTS.items():
-            for phrase in slots[slot]:
-                by_phrase.setdefault(phrase, set()).add(topic)
-        for phrase, topics in by_phrase.items():
-            yield phrase, Agreement(topics=frozenset(topics))
+        return [(name, Agreement(gender, register)) for name, gender, register in NAMES]
+    if slot == "C":
+        return [(name, Agreement(register=register)) for name, _, register in NAMES]
+    if slot in PRONOUNS:
+        return [(word, Agreement(gender)) for gender, word in PRONOUNS[slot].items()]
+    if slot in lx.SENTIMENT_SLOTS:
+        return [(phrase, Agreement()) for phrase in chain.from_iterable(lx.SENTIMENT_SLOTS[slot])]
+    if slot in lx.REGISTER_SLOTS:
+        phrases = lx.REGISTER_SLOTS[slot].items()
+        return [(phrase, Agreement(register=register)) for register, some in phrases for phrase in some]
+    if slot in lx.NEUTRAL_SLOTS:
+        return [(phrase, Agreement()) for phrase in lx.NEUTRAL_SLOTS[slot]]
+    topics: dict[str, set[str]] = {}
+    for topic, slots in lx.TOPIC_SLOTS.items():
+        for phrase in slots[slot]:
+            topics.setdefault(phrase, set()).add(topic)
+    return [(phrase, Agreement(topics=frozenset(of))) for phrase, of in topics.items()]
 
 
 def slot_key(name: str) -> str:

@@ -30,7 +30,7 @@ class TokenScores:
 
 
 def heat_map(row_views: Sequence[TokenScores], path: Path, caption: str) -> Path:
-    """Layers x tokens, one panel a text, with the words under the columns; all panels share one scale."""
+    """Draw layers x tokens, one panel per text, with the words under the columns; all panels share one scale."""
     plt = _pyplot()
     longest = max(len(s.words) for s in row_views)
     layers = max(len(s.scores) for s in row_views)
@@ -65,7 +65,7 @@ def heat_map(row_views: Sequence[TokenScores], path: Path, caption: str) -> Path
 
 
 def curves(named: dict[str, Sequence[float]], path: Path, label: str) -> Path:
-    """One line per name over the layers, named at its right end."""
+    """Draw one line per name over the layers, named at its right end."""
     plt = _pyplot()
     figure, axis = plt.subplots(figsize=(6.2, 3.2), layout="constrained")
     for (name, values), colour in zip(named.items(), LINES, strict=False):
@@ -90,7 +90,7 @@ def doses(
     path: Path,
     label: str,
 ) -> Path:
-    """Shares by scale on the left, one line a name; on the right a dot for each text's score, and their mean."""
+    """Draw shares by scale on the left, one line per name; on the right a dot for each text's score, and their mean."""
     plt = _pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.4), layout="constrained")
     at = range(len(scales))

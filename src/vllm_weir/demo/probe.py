@@ -20,12 +20,12 @@ class Probe:
     bias: float
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
-        """Log-odds of the positive class, float64 [...], of rows `x` [..., d]."""
+        """Return the log-odds of the positive class, float64 [...], of rows `x` [..., d]."""
         return x.double() @ self.weight + self.bias
 
 
 def fit_probe(x: torch.Tensor, y: torch.Tensor, l2: float = 0.01) -> Probe:
-    """Logistic regression with an L2 penalty on standardised rows, fitted by L-BFGS.
+    """Fit logistic regression with an L2 penalty on standardised rows by L-BFGS.
 
     Args:
         x: rows [n, d].
@@ -61,7 +61,7 @@ def fit_probe(x: torch.Tensor, y: torch.Tensor, l2: float = 0.01) -> Probe:
 
 
 def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
-    """Area under the ROC curve: the share of (positive, negative) pairs ranked right, ties counting half.
+    """Return the area under the ROC curve: the share of (positive, negative) pairs ranked right, ties counting half.
 
     Args:
         scores: [n].
@@ -76,16 +76,16 @@ def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def accuracy(scores: torch.Tensor, labels: torch.Tensor) -> float:
-    """Share of scores [n] on the right side of zero."""
+    """Return the share of scores [n] on the right side of zero."""
     return float(((scores > 0) == labels.bool()).double().mean())
 
 
 def mean_difference(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Mean of the positive rows less mean of the negative ones, float64 [d]; `x` [n, d], `y` [n]."""
+    """Return the mean of the positive rows minus the mean of the negative ones, float64 [d]; `x` [n, d], `y` [n]."""
     x, positive = x.double(), y.bool()
     return x[positive].mean(0) - x[~positive].mean(0)
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Cosine of the angle between two vectors [d]."""
+    """Return the cosine of the angle between two vectors [d]."""
     return float(torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=0))

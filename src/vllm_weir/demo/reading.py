@@ -45,12 +45,12 @@ class StoryRows:
 
 
 def compiler() -> str | None:
-    """A C++ compiler, which torch.compile needs on CPU, or None."""
+    """Return the path of a C++ compiler, which torch.compile needs on CPU, or None."""
     return next((found for name in ("g++", "clang++", "c++") if (found := shutil.which(name))), None)
 
 
 def context_length(model: str) -> int:
-    """Tokens to make room for: a story's, or what the model has."""
+    """Return the context length to ask for: a story's length, or less if the model has less."""
     from transformers import AutoConfig
 
     text = AutoConfig.from_pretrained(model).get_text_config()
@@ -58,7 +58,7 @@ def context_length(model: str) -> int:
 
 
 def start_engine(model: str, dtype: Literal["auto", "float32"], eager: bool) -> Any:
-    """A stock ``vllm.LLM``; Weir comes with it because it is installed."""
+    """Start a stock ``vllm.LLM``; Weir is active because it is installed."""
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -121,5 +121,5 @@ def read(
 
 
 def is_local(model: str) -> bool:
-    """Whether `model` is a directory rather than a name on the hub."""
+    """Return whether `model` is a directory rather than a name on the hub."""
     return Path(model).is_dir()

@@ -1,4 +1,4 @@
-"""The same rows from transformers, in fp32, as a check."""
+"""The check: the same rows from transformers, in fp32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def parameter_count(model: str) -> int | None:
-    """Parameters of a model by its configuration alone, or None if transformers cannot build it."""
+    """Return the number of parameters by the configuration alone, or None if transformers cannot build the model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -20,7 +20,7 @@ def parameter_count(model: str) -> int | None:
 
 @torch.no_grad()
 def reference_rows(model: str, token_ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """``resid_post`` of every block, float32 [layers, tokens, d], for each sequence: eager attention, no cache.
+    """Return ``resid_post`` of every block, float32 [layers, tokens, d], for each sequence: eager attention, no cache.
 
     Taken from the blocks themselves: transformers' last ``hidden_states`` are behind the final norm.
     """
@@ -45,7 +45,10 @@ def reference_rows(model: str, token_ids: Sequence[Sequence[int]]) -> list[torch
 
 
 def worst_error(rows: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
-    """The largest max|difference| / max|reference| over all layers of all sequences, each [layers, tokens, d]."""
+    """Return the largest max|difference| / max|reference| of any layer of any sequence.
+
+    `rows` and `reference` hold one tensor [layers, tokens, d] per sequence.
+    """
     worst = 0.0
     for mine, theirs in zip(rows, reference, strict=True):
         if mine.shape != theirs.shape:

@@ -1,4 +1,4 @@
-"""The demo: read stories with vLLM, fit a probe a layer on what Weir captured, then steer along what was found."""
+"""The demo: read stories with vLLM, fit one probe per layer on the captured rows, then steer the mood of new ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ console = Console(highlight=False, soft_wrap=True)
 MIN_AUC, MAX_ERROR = 0.95, 1e-5
 """What the shipped model must reach, else the exit code is 1."""
 LARGE = 1_000_000_000
-"""Parameters from which on transformers, in fp32 on the CPU, is not asked for a comparison."""
+"""Larger models are not compared with transformers, which would run them in fp32 on the CPU."""
 TRAIN_SEED, HELD_OUT_SEED = 2001, 2002
 COMPARED = 4
 
@@ -100,16 +100,16 @@ def main(
     error = _compare(model, held, parameters)
     words = [[llm.get_tokenizer().decode([i]).strip() or "␣" for i in ids] for ids in held.tokens]
     pictures = [*_draw(probes, results, held, words, [stories[1][i] for i in shown], out)]
-    told = _steer(llm, seen, probes, labels[0], shipped)
-    pictures.append(_draw_doses(told, shipped, out))
+    dose_results = _steer(llm, seen, probes, labels[0], shipped)
+    pictures.append(_draw_doses(dose_results, shipped, out))
     console.print("Pictures: " + "\n          ".join(map(str, pictures)), end="")
     console.print(f"   ({time.perf_counter() - started:.0f} s in all)")
-    if shipped and not _promises_kept(results, error, told):
+    if shipped and not _promises_kept(results, error, dose_results):
         raise typer.Exit(1)
 
 
 def _quiet(model: str) -> None:
-    """Settings that vLLM and the hub client read on import."""
+    """Set what vLLM and the hub client read from the environment on import."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -129,7 +129,11 @@ def _first(stories: list[Story], sentiment: str) -> int:
 def _fit(
     seen: StoryRows, held: StoryRows, labels: torch.Tensor, held_labels: torch.Tensor
 ) -> tuple[list[pr.Probe], list[LayerResult]]:
-    """For each layer a probe that reads any token (returned), and what probes on last tokens and means achieve."""
+    """Fit three probes per layer, on any token, on last tokens and on means, and measure them on held-out stories.
+
+    Returns:
+        The probes that read any token, and the measures of all, one entry per layer.
+    """
     probes, results = [], []
     for layer in range(len(seen.last)):
         of_last = pr.fit_probe(seen.last[layer], labels)
@@ -169,7 +173,7 @@ def _print_results(results: list[LayerResult]) -> None:
 
 
 def _compare(model: str, held: StoryRows, parameters: int | None) -> float | None:
-    """The error against transformers over a handful of stories, printed; None where it was not measured."""
+    """Print and return the error against transformers over a few stories; None where it was not measured."""
     if parameters is None or parameters > LARGE:
         why = "transformers cannot build this model" if parameters is None else "the model has over 1 B parameters"
         console.print(f"Not compared with transformers: {why}")
@@ -207,27 +211,29 @@ def _draw(
 def _steer(
     llm: Any, seen: StoryRows, probes: list[pr.Probe], labels: torch.Tensor, shipped: bool
 ) -> list[steering.DoseResult]:
-    """Stories steered along the difference of the two moods' mean rows at the middle block, printed."""
+    """Steer stories along the difference of the two moods' mean rows at the middle block, and print them."""
     layer = len(probes) // 2
     vector = pr.mean_difference(seen.mean[layer], labels)
     with console.status("writing steered stories"):
-        told = steering.tell(llm, vector, layer, probes[layer], console)
-    steering.print_doses(console, told, layer, float(vector.norm()), grammar=shipped)
-    steering.print_story(console, told)
-    return told
+        dose_results = steering.tell(llm, vector, layer, probes[layer], console)
+    steering.print_doses(console, dose_results, layer, float(vector.norm()), grammar=shipped)
+    steering.print_story(console, dose_results)
+    return dose_results
 
 
-def _draw_doses(told: list[steering.DoseResult], shipped: bool, out: Path) -> Path:
-    shares = {"positive": [d.share(1) for d in told], "negative": [d.share(-1) for d in told]}
+def _draw_doses(dose_results: list[steering.DoseResult], shipped: bool, out: Path) -> Path:
+    shares = {"positive": [d.share(1) for d in dose_results], "negative": [d.share(-1) for d in dose_results]}
     if shipped:
-        shares["well-formed"] = [d.well_formed for d in told]
-    scores = [[s.score for s in d.stories] for d in told]
-    return doses([d.scale for d in told], shares, scores, out / "dose_response.png", "probe's log-odds of positive")
+        shares["well-formed"] = [d.well_formed for d in dose_results]
+    scores = [[s.score for s in d.stories] for d in dose_results]
+    return doses(
+        [d.scale for d in dose_results], shares, scores, out / "dose_response.png", "probe's log-odds of positive"
+    )
 
 
-def _promises_kept(results: list[LayerResult], error: float | None, told: list[steering.DoseResult]) -> bool:
+def _promises_kept(results: list[LayerResult], error: float | None, dose_results: list[steering.DoseResult]) -> bool:
     best = max(r.auc_last for r in results)
-    broken = steering.failures(told)
+    broken = steering.failures(dose_results)
     for sentence in broken:
         console.print(f"[red]FAILED[/]: {sentence}")
     if best < MIN_AUC:

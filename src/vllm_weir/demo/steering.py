@@ -1,4 +1,4 @@
-"""The demo's second half: write stories steered towards one mood or the other, and judge what comes out."""
+"""The demo's second half: steer stories towards one mood or the other, and judge the results."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DoseResult:
     flipped: float | None
 
     def share(self, sign: int) -> float:
-        """Share of stories with this sign."""
+        """Return the share of stories with this sign."""
         return sum(s.sign == sign for s in self.stories) / len(self.stories)
 
     @property
@@ -113,11 +113,11 @@ def tell(llm: Any, vector: torch.Tensor, layer: int, probe: Probe, console: Cons
         )
     ]
     by_scale = {scale: stories[i * OPENINGS : (i + 1) * OPENINGS] for i, scale in enumerate(SCALES)}
-    return [DoseResult(scale, told, flipped(told, by_scale[0.0], scale)) for scale, told in by_scale.items()]
+    return [DoseResult(scale, stories, flipped(stories, by_scale[0.0], scale)) for scale, stories in by_scale.items()]
 
 
 def _scores(llm: Any, outputs: Sequence[Any], layer: int, probe: Probe) -> list[float]:
-    """Mean probe score over each output's tokens, in a second pass that nothing steers."""
+    """Return the mean probe score over each output's tokens, from a second pass without steering."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -132,10 +132,10 @@ def _scores(llm: Any, outputs: Sequence[Any], layer: int, probe: Probe) -> list[
     return [float(probe.score(out.activations["resid_post", layer]).mean()) for out in again]
 
 
-def flipped(told: Sequence[SteeredStory], unsteered: Sequence[SteeredStory], scale: float) -> float | None:
-    """Share of the stories of the other mood in `unsteered` that have the mood of `scale` in `told`."""
+def flipped(stories: Sequence[SteeredStory], unsteered: Sequence[SteeredStory], scale: float) -> float | None:
+    """Return the share of stories of the other mood in `unsteered` that have the mood of `scale` in `stories`."""
     sign = 1 if scale > 0 else -1
-    others = [new for new, old in zip(told, unsteered, strict=True) if old.sign == -sign]
+    others = [new for new, old in zip(stories, unsteered, strict=True) if old.sign == -sign]
     return sum(s.sign == sign for s in others) / len(others) if scale and others else None
 
 
@@ -144,7 +144,10 @@ def _signed(scale: float) -> str:
 
 
 def print_doses(console: Console, doses: Sequence[DoseResult], layer: int, norm: float, grammar: bool) -> None:
-    """A row for each scale; `grammar`: whether the model can be expected to know the generator's."""
+    """Build a table with a row for each scale.
+
+    `grammar`: whether the model can be expected to write sentences of the generator's grammar.
+    """
     table = Table(
         title=f"Steered: scale x (mean of happy rows - mean of sad rows), norm {norm:.1f}, after block {layer}",
         title_justify="left",
@@ -163,7 +166,7 @@ def print_doses(console: Console, doses: Sequence[DoseResult], layer: int, norm:
 
 
 def print_story(console: Console, doses: Sequence[DoseResult]) -> None:
-    """One opening and what follows it at three scales: the first that goes both ways."""
+    """Return the first opening that changes its mood in both directions, with its continuations at three scales."""
     shown = [dose for dose in doses if dose.scale in SHOWN]
     columns = list(zip(*(dose.stories for dose in shown), strict=True))
     stories = next((c for c in columns if c[0].sign == -1 and c[-1].sign == 1), columns[0])
@@ -175,7 +178,7 @@ def print_story(console: Console, doses: Sequence[DoseResult]) -> None:
 
 
 def failures(doses: Sequence[DoseResult]) -> list[str]:
-    """What of the shipped model's promise was not kept, as sentences."""
+    """Return a sentence for every promise about the shipped model that the results do not keep."""
     return [
         f"no {name} scale flips {MIN_FLIPPED:.0%} of the stories with {MIN_WELL_FORMED:.0%} of them well-formed"
         for name, sign in (("positive", 1), ("negative", -1))

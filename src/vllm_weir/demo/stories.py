@@ -326,7 +326,7 @@ def chat_pairs(n: int, seed: int) -> list[ChatPair]:
 
 
 def _join(tokens: list[str]) -> str:
-    """The one right spacing of a sentence of the grammar."""
+    """Return a sentence of the grammar with the only right spacing."""
     text = ""
     for i, token in enumerate(tokens):
         closing = token in ".,!" or (token == '"' and i > 0 and tokens[i - 1] == ",")

@@ -1,1 +1,1 @@
-"""Small helpers that know nothing of Weir."""
+"""General helpers that know nothing of Weir."""

@@ -1,4 +1,4 @@
-"""Small arrays on their way to the device, beside what it is doing."""
+"""Copies of small arrays to the device that wait for nothing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array as a tensor of `device`, which need not have got to it yet; do not change the array afterwards.
+    """Return the array as a tensor of `device`; the copy may still be under way, so do not change the array.
 
-    From pinned memory: a copy from any other makes the host wait until the device has done all that it was given, and
-    then the device waits for the host.
+    It goes through pinned memory: from pageable memory the host would wait until the device has done all its work,
+    and the device would then wait for the host.
     """
     tensor = torch.from_numpy(array)
     if device.type != "cuda" or not tensor.numel():

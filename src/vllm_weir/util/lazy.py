@@ -9,18 +9,18 @@ from typing import Any
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package.
+    """Return ``__getattr__`` and ``__dir__`` for a package.
 
     Args:
         package: its ``__name__``.
-        modules: public name -> where it is: a module, or ``module:name`` if it has another name there.
+        modules: public name -> its module, or ``module:name`` if it has another name there.
     """
 
     def getattribute(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, _, there = modules[name].partition(":")
-        value = getattr(importlib.import_module(module), there or name)
+        module, _, attribute = modules[name].partition(":")
+        value = getattr(importlib.import_module(module), attribute or name)
         vars(sys.modules[package])[name] = value
         return value
 

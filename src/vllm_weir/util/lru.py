@@ -1,54 +1,56 @@
-"""Remembering what was made of something, within bounds."""
+"""A cache bounded in bytes, for any number of threads."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from cachetools import LRUCache
 
 Value = TypeVar("Value")
 
 
 class LruCache(Generic[Value]):
-    """The values that were used last, up to `most` bytes of them all and `largest` of one. For any threads."""
+    """The most recently used values, up to a total size.
 
-    def __init__(self, most: int, largest: int | None = None) -> None:
-        self._most, self._largest = most, most if largest is None else largest
-        self._known: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
-        self._bytes = 0
+    The callers know what a value and its key take better than a `getsizeof` of cachetools could, so `put` is told.
+
+    Args:
+        max_bytes: total size of all entries.
+        max_entry_bytes: size of the largest entry that is kept; by default `max_bytes`.
+    """
+
+    def __init__(self, max_bytes: int, max_entry_bytes: int | None = None) -> None:
+        self._entries: LRUCache[Hashable, tuple[Value, int]] = LRUCache(max_bytes, getsizeof=_size_of)
+        self._max_entry_bytes = max_bytes if max_entry_bytes is None else max_entry_bytes
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._entries)
 
     @property
     def size(self) -> int:
-        """Bytes of all that is kept, as they were given."""
-        return self._bytes
+        """Total size of all entries in bytes, as `put` was told."""
+        return int(self._entries.currsize)
 
     def get(self, key: Hashable) -> Value | None:
-        """What is remembered under `key`, or None."""
+        """Return the value of `key`, or None, and mark it as used."""
         with self._lock:
-            found = self._known.get(key)
-            if found is None:
-                return None
-            self._known.move_to_end(key)
-            return found[0]
+            entry = self._entries.get(key)
+        return None if entry is None else entry[0]
 
     def put(self, key: Hashable, value: Value, size: int) -> None:
-        """Remember `value`; `size`: about the bytes that it and its key take."""
-        if size > self._largest:
-            return
-        with self._lock:
-            before = self._known.pop(key, None)
-            self._bytes += size - (before[1] if before is not None else 0)
-            self._known[key] = value, size
-            while self._bytes > self._most:
-                self._bytes -= self._known.popitem(last=False)[1][1]
+        """Keep `value`, which takes about `size` bytes together with its key; too large a value is not kept."""
+        if size <= self._max_entry_bytes:
+            with self._lock:
+                self._entries[key] = value, size
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all entries."""
         with self._lock:
-            self._known.clear()
-            self._bytes = 0
+            self._entries.clear()
+
+
+def _size_of(entry: tuple[Any, int]) -> int:
+    return entry[1]

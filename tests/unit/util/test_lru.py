@@ -28,7 +28,7 @@ from vllm_weir.util.lru import LruCache
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=60))
 def test_the_last_used_are_kept_within_bounds(steps):
-    memo, model = LruCache(20, largest=8), {}
+    memo, model = LruCache(20, max_entry_bytes=8), {}
     for key, size, put in steps:
         if put:
             memo.put(key, (key, size), size)
