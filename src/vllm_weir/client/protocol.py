@@ -30,6 +30,7 @@ from vllm_weir.client.results import Choice, Chunk, Completion, activations_of, 
 from vllm_weir.client.sse import EventParser, StreamAssembler
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.request import WIRE_KEY
+from vllm_weir.util.atomic_write import atomic_write
 
 T = TypeVar("T")
 Flow = Generator[Effect, Any, T]
@@ -233,13 +234,8 @@ def _fetch_choice(choice: Choice, save_to: Path | None, retries: RetryPolicy) ->
         choice.rows = activations_of(memory.getvalue())
     else:
         path = save_to / f"{reference}.safetensors"
-        part = path.with_suffix(".part")
-        try:
-            with part.open("w+b") as file:
-                yield from fetch(reference, file, retries)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        with atomic_write(path) as file:
+            yield from fetch(reference, file, retries)
         choice.path = path
     choice.reference = None
     yield from free(reference, retries)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
-import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -24,6 +21,7 @@ from vllm_weir.results.checksum import checksums
 from vllm_weir.results.safetensors_header import CODES, build_header
 from vllm_weir.results.site_slices import SiteSlices, without_base
 from vllm_weir.schema.hooks import Site, parse_site
+from vllm_weir.util.atomic_write import atomic_write
 
 LENS_KEY = "residual_stream"
 
@@ -200,17 +198,12 @@ class Activations(Mapping):
             WeirError: if the file, which it names, cannot be written.
         """
         path = Path(path)
-        temporary = path.parent / f".weir-{secrets.token_hex(8)}"
         pieces = self.pieces()
         try:
-            with open(temporary, "xb") as file:
+            with atomic_write(path) as file:
                 file.writelines(pieces)
-            os.replace(temporary, path)  # processes that have mapped an older file keep it
         except (OSError, ValueError) as e:  # ValueError: the name contains a NUL
             raise WeirError(f"cannot write {path}: {getattr(e, 'strerror', None) or e}") from e
-        finally:
-            with suppress(OSError, ValueError):  # it is gone if all went well
-                temporary.unlink()
         return path
 
     def to_bytes(self) -> bytes:

@@ -148,6 +148,11 @@ class _Cursor:
 
 
 def _gguf(data: bytes, field: str) -> Directions:
+    """Read a control vector in GGUF.
+
+    Not with the reader of the `gguf` package: it takes a path only, loops as often as counts in the file say, and does
+    not check reads against the file's end. vLLM does not install it either.
+    """
     cursor = _Cursor(data, field)
     if cursor.take(4) != b"GGUF":
         raise WeirError("no GGUF file: it does not begin with 'GGUF'", field)

@@ -16,6 +16,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.results.activations import Activations
 from vllm_weir.server.response_body import NO_LOCK
 from vllm_weir.server.shared.directory import locked
+from vllm_weir.util.atomic_write import atomic_write
 
 SUFFIX, LOCK = ".safetensors", ".lock"
 SLACK = 16
@@ -58,7 +59,6 @@ class ResultFiles:
         """
         self._check_budget(size)
         key = secrets.token_hex(16)
-        temporary = self.directory / f".{key}"
         with cpu_lock:
             pieces = acts.pieces()
         file_size = sum(map(len, pieces))
@@ -66,15 +66,12 @@ class ResultFiles:
             # With one writer at a time, the files never exceed the budget.
             with locked(self._lock) as lock:
                 kept = self._make_room(lock, file_size, keep_ids)
-                with open(temporary, "xb") as file:
+                with atomic_write(self._path(key)) as file:
                     file.writelines(pieces)
-                self._write_count(lock, kept + file_size)
-                os.replace(temporary, self._path(key))
+                    file.flush()
+                    self._write_count(lock, kept + file_size)
         except OSError as e:
             raise WeirError(f"the server could not store {size} bytes: {e.strerror}") from None
-        finally:
-            with suppress(OSError):  # it was renamed, or could not be created
-                temporary.unlink()
         return key
 
     def open(self, key: str) -> BinaryIO | None:

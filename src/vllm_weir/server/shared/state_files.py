@@ -31,6 +31,7 @@ from vllm_weir.schema.interventions import Intervention, parse_intervention
 from vllm_weir.schema.vectors import Vector
 from vllm_weir.server.errors import StateNotSaved
 from vllm_weir.server.shared.directory import locked
+from vllm_weir.util.atomic_write import atomic_write
 
 logger = logging.getLogger(__name__)
 _STATE, _LOCK, _VECTOR_SUFFIX = "state.json", "lock", ".safetensors"
@@ -112,16 +113,11 @@ class SharedState:
                     file.unlink()
 
     def _write(self, path: Path, data: bytes, generation: int | None = None) -> None:
-        temporary = path.with_name(f"{path.name}.tmp")
-        try:
-            with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
-                out.write(data)
+        with atomic_write(path, 0o600) as file:
+            file.write(data)
             if generation is not None:
-                os.utime(temporary, ns=(generation * _SECOND, generation * _SECOND))
-            os.rename(temporary, path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+                file.flush()  # a later write would set the time again
+                os.utime(file.fileno(), ns=(generation * _SECOND, generation * _SECOND))
 
     def _vector_path(self, digest: str) -> Path:
         return self._folder / f"{digest}{_VECTOR_SUFFIX}"

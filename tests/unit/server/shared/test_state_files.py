@@ -20,8 +20,8 @@ from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryCo
 from vllm_weir.schema.interventions import Add, Clamp
 from vllm_weir.schema.vectors import Vector
 from vllm_weir.server.errors import StateNotSaved
-from vllm_weir.server.shared import state_files as shared
 from vllm_weir.server.shared.state_files import SharedState
+from vllm_weir.util import atomic_write
 
 NAMES = st.sampled_from(["a", "b", "c"])
 
@@ -260,7 +260,7 @@ def test_a_change_that_the_disk_refuses_leaves_nothing_behind(tmp_path, monkeypa
                 raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shared, "open", lambda *a, **k: Full(real(*a, **k)), raising=False)
+        patch.setattr(atomic_write, "open", lambda *a, **k: Full(real(*a, **k)), raising=False)
         with pytest.raises(StateNotSaved, match=r"\(No space left on device\)"):
             kept.change(lambda c: replace(c, vectors={"b": NamedVector({None: vector(2.0), 1: vector(3.0, 64)})}))
     assert sorted(os.listdir(tmp_path)) == files
