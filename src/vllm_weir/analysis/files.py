@@ -10,7 +10,8 @@ import torch
 
 from vllm_weir.analysis.reconstruct import native
 from vllm_weir.storage.layouts.npz_file import read_npz
-from vllm_weir.storage.object_store import ObjectStore, split_url
+from vllm_weir.storage.object_store import ObjectStore
+from vllm_weir.storage.urls import split_url
 
 
 def load_activation_manifest(manifest_path: str | PathLike) -> dict[str, Any]:
@@ -25,9 +26,9 @@ def load_activation_manifest(manifest_path: str | PathLike) -> dict[str, Any]:
     try:
         manifest = json.loads(data)
     except (ValueError, RecursionError) as e:
-        raise store.fail(name, f"is no JSON: {str(e)[:80]}") from None
+        raise store.error(name, f"is no JSON: {str(e)[:80]}") from None
     if not isinstance(manifest, dict):
-        raise store.fail(name, "is no manifest")
+        raise store.error(name, "is no manifest")
     return manifest
 
 

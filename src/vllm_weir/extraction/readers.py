@@ -100,9 +100,8 @@ class Lines:
         return _LineCounter(name)
 
     def read(self, store: ObjectStore, part: InputFile, begin: int, end: int, column: str) -> Iterator[Any]:
-        store._refresh()
         skip = begin
-        with store.fs.open(store.path(part.name), "rb", compression="gzip" if not part.marks else None) as stream:
+        with store.open(part.name, "gzip" if not part.marks else None) as stream:
             if part.marks:
                 mark = begin // STRIDE
                 stream.seek(part.marks[mark])
@@ -177,14 +176,13 @@ class Parquet:
         return _Whole(name, self._count)
 
     def _count(self, store: ObjectStore, name: str, column: str) -> int:
-        with store.fs.open(store.path(name), "rb") as stream:
+        with store.open(name) as stream:
             file = pq.ParquetFile(stream, pre_buffer=False)
             _column(file.schema_arrow.names, column)
             return file.metadata.num_rows
 
     def read(self, store: ObjectStore, part: InputFile, begin: int, end: int, column: str) -> Iterator[Any]:
-        store._refresh()
-        with store.fs.open(store.path(part.name), "rb") as stream:
+        with store.open(part.name) as stream:
             file = pq.ParquetFile(stream, pre_buffer=False)
             name = _column(file.schema_arrow.names, column)
             first = 0
@@ -212,7 +210,6 @@ class Arrow:
             return sum(batch.num_rows for batch in batches)
 
     def read(self, store: ObjectStore, part: InputFile, begin: int, end: int, column: str) -> Iterator[Any]:
-        store._refresh()
         with self._batches(store, part.name) as (schema, batches):
             place = schema.names.index(_column(schema.names, column))
             first = 0
@@ -224,7 +221,7 @@ class Arrow:
 
     @contextlib.contextmanager
     def _batches(self, store: ObjectStore, name: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
-        opened = pa.memory_map(store.path(name)) if store.local else store.fs.open(store.path(name), "rb")
+        opened = pa.memory_map(store.path(name)) if store.local else store.open(name)
         with opened as stream:
             options = pa.ipc.IpcReadOptions(use_threads=False)
             head = stream.read(6)

@@ -111,7 +111,7 @@ def check_run(store: ObjectStore, identity: dict[str, Any]) -> bool:
         if found["format"] != FORMAT or found["version"] != VERSION:
             raise ValueError
     except (ValueError, KeyError, TypeError):
-        raise store.fail(RUN, "does not say which run this is") from None
+        raise store.error(RUN, "does not say which run this is") from None
     for name, wanted in identity.items():
         if found.get(name) != wanted:
             raise WeirError(
@@ -140,7 +140,7 @@ def read_skipped(store: ObjectStore) -> dict[int, str]:
         entries = [json.loads(line) for line in data.splitlines()]
         return {int(entry["record"]): str(entry["reason"]) for entry in entries}
     except (ValueError, KeyError, TypeError):
-        raise store.fail(SKIPPED, "is damaged; delete it, and the run finds those records again") from None
+        raise store.error(SKIPPED, "is damaged; delete it, and the run finds those records again") from None
 
 
 def write_skipped(store: ObjectStore, skipped: dict[int, str]) -> None:

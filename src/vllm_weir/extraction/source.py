@@ -18,7 +18,9 @@ import pyarrow as pa
 
 from vllm_weir.errors import WeirError
 from vllm_weir.extraction.readers import READERS, InputFile, kind_of
-from vllm_weir.storage.object_store import ObjectStore, naming, split_url
+from vllm_weir.storage.object_store import ObjectStore
+from vllm_weir.storage.store_errors import store_errors
+from vllm_weir.storage.urls import split_url
 
 BLOCK = 4 << 20
 """Files are read and digested in blocks of so many bytes."""
@@ -69,7 +71,7 @@ class TextSource:
 
     def _read_part(self, part: InputFile, first: int, begin: int, end: int) -> Iterator[InputRecord]:
         file = self.store.describe(part.name)
-        with naming("read", file):
+        with store_errors("read", file):
             try:
                 for i, raw in enumerate(READERS[self.kind].read(self.store, part, begin, end, self.column), begin):
                     yield _record(first + i, raw, f"{file}, {READERS[self.kind].unit} {i + 1}", self.column)
@@ -128,11 +130,10 @@ def _scan(store: ObjectStore, name: str, kind: str, digest: Any, column: str) ->
     """Digest a file, and count its records."""
     file = store.describe(name)
     reader = READERS[kind]
-    with naming("read", file):
-        store._refresh()
+    with store_errors("read", file):
         counter = reader.counter(name)
         size = 0
-        with store.fs.open(store.path(name), "rb") as stream:
+        with store.open(name) as stream:
             while block := stream.read(BLOCK):
                 digest.update(block)
                 counter.feed(block)
@@ -161,9 +162,9 @@ def _saved(store: ObjectStore, split: str | None, options: dict[str, Any] | None
         try:
             files = [str(entry["filename"]) for entry in _json(store, "state.json")["_data_files"]]
         except (KeyError, TypeError):
-            raise store.fail("state.json", "does not list the dataset's files") from None
+            raise store.error("state.json", "does not list the dataset's files") from None
         for gone in [file for file in files if file not in names]:
-            raise store.fail(gone, "state.json names it, and it is not there")
+            raise store.error(gone, "state.json names it, and it is not there")
         return store, files
     return store, names
 
@@ -173,9 +174,9 @@ def _json(store: ObjectStore, name: str) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except ValueError as e:
-        raise store.fail(name, f"is no JSON: {e}") from None
+        raise store.error(name, f"is no JSON: {e}") from None
     if not isinstance(value, dict):
-        raise store.fail(name, "is no JSON object")
+        raise store.error(name, "is no JSON object")
     return value
 
 

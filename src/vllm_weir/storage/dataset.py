@@ -190,7 +190,7 @@ class ActivationDataset(Mapping):
         try:
             return decode(records, block.header)
         except WeirError as e:
-            raise block.store.fail(block.name, f"damaged: {e.message}") from None
+            raise block.store.error(block.name, f"damaged: {e.message}") from None
 
     def no_rows(self, runs: np.ndarray, space: str) -> Tensor:
         """What `read` gives for none of these runs' rows: as wide, and of the same dtype, as if there were some."""

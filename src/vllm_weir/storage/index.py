@@ -79,7 +79,7 @@ class Index:
         if not isinstance(out, dict):
             what = f"the metadata of request {self.requests[request][:80]!r} are damaged"
             blocks = [self.blocks[code] for code in self.block[self.runs_of(request)][:1].tolist()]
-            raise blocks[0].store.fail(blocks[0].name, what) if blocks else WeirError(what)
+            raise blocks[0].store.error(blocks[0].name, what) if blocks else WeirError(what)
         return out
 
     def by_block(self) -> Iterator[tuple[RecordBlock, np.ndarray]]:
@@ -143,7 +143,7 @@ class Index:
         request = self.requests[int(self.request[run])]
         row = f"the row at byte {byte} (position {position} of {site} of request {request[:80]!r})"
         wrong = f"and {len(at) - 1:,} more do not fit their checksums" if len(at) > 1 else "does not fit its checksum"
-        return block.store.fail(block.name, f"damaged: {row} {wrong}; restore the file from a copy")
+        return block.store.error(block.name, f"damaged: {row} {wrong}; restore the file from a copy")
 
     def uneven(self, which: np.ndarray, parts: Iterable[tuple[np.ndarray, int]]) -> WeirError:
         """An error about rows of one site of several widths. `parts`: (which of the rows, int64; their width)."""

@@ -19,8 +19,9 @@ from vllm_weir.storage.layouts.base import MARKER, Writer, read_marker
 from vllm_weir.storage.layouts.npz import FILE, FOLDER, read_npz_layout
 from vllm_weir.storage.layouts.packed import is_pack, read_packed
 from vllm_weir.storage.layouts.per_request import read_per_request
-from vllm_weir.storage.object_store import ObjectStore, split_url
+from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.safetensors_io import read_container
+from vllm_weir.storage.urls import split_url
 
 _WRITERS = {
     "sharded": ("sharded", "ShardedWriter"),
@@ -133,10 +134,10 @@ def _read(store: ObjectStore, layout: str, names: dict[str, int], incomplete: bo
     if layout == "sharded":
         return _read_sharded(store, names, incomplete)
     if layout == "npz":
-        return read_npz_layout(store, store.names(deep=True, folders=FOLDER))
+        return read_npz_layout(store, store.names(deep=True, folder_prefix=FOLDER))
     readers = {"packed": read_packed, "per_request": read_per_request}
     if layout not in readers:
-        raise store.fail(MARKER, f"unknown layout {layout[:40]!r}")
+        raise store.error(MARKER, f"unknown layout {layout[:40]!r}")
     return readers[layout](store, names)
 
 
@@ -158,7 +159,7 @@ def _recognise(
             return _read_sharded(store, names)
         if "hidden_states" in container.tensors:
             return read_native(store, names, layer_ids)
-        raise store.fail(tensors[0], "holds no activations that Weir knows")
+        raise store.error(tensors[0], "holds no activations that Weir knows")
     if any(FILE.fullmatch(n.rpartition("/")[2]) for n in names):
         return read_foreign_npz(store, names, hidden_size)
     if is_fork(store, names):
@@ -175,4 +176,4 @@ def _refuse_renamed(store: ObjectStore, files: list[str], known: Callable[[str],
     """Files of which nothing would be read, because of their names, are an error."""
     for name in files:
         if not known(name):
-            raise store.fail(name, "was renamed, or is in a folder that has to be opened by itself")
+            raise store.error(name, "was renamed, or is in a folder that has to be opened by itself")

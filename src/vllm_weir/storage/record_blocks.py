@@ -71,7 +71,7 @@ class FileBlock(RecordBlock):
                 data = self._map = self.store.map(self.name)
                 self._let_others_go()
             if int(offsets.max()) + self.width > len(data):
-                raise self.store.fail(self.name, "has become shorter than its index says; it is truncated")
+                raise self.store.error(self.name, "has become shorter than its index says; it is truncated")
             return take(data, offsets, self.width)
         return self._fetch(offsets)
 
@@ -99,7 +99,7 @@ class FileBlock(RecordBlock):
         ranges = np.searchsorted(starts, at, side="right") - 1
         for i, data in enumerate(self.store.read_ranges(self.name, starts, ends)):
             if len(data) != ends[i] - starts[i]:
-                raise self.store.fail(self.name, "is shorter than its index says; it is truncated")
+                raise self.store.error(self.name, "is shorter than its index says; it is truncated")
             mine = ranges == i
             out[order[mine]] = take(np.frombuffer(data, np.uint8), at[mine] - starts[i], self.width)
         return out
@@ -133,7 +133,7 @@ class ArrayBlock(RecordBlock):
         if array is None:
             array = self.unpack(self.store, self.name)
             if array.shape != (self.count, self.width) or array.dtype != np.uint8:
-                raise self.store.fail(self.name, "changed while it was open")
+                raise self.store.error(self.name, "changed while it was open")
         recent[self] = array
         for old in list(recent)[: -self.KEEP]:
             recent.pop(old, None)
@@ -157,6 +157,6 @@ def check_inside(block: RecordBlock, offsets: np.ndarray, rows: np.ndarray, stri
     if (offsets < 0).any() or (strides < 0).any() or (rows < 0).any():
         raise WeirError(f"{block.store.describe(block.name)}: its index has negative numbers")
     if int(ends.max()) > block.extent():
-        raise block.store.fail(
+        raise block.store.error(
             block.name, f"truncated: its index reaches byte {int(ends.max())}, the file has {block.extent()}"
         )

@@ -34,24 +34,24 @@ def read_container(store: ObjectStore, name: str, size: int | None = None) -> Sa
     size = store.size(name) if size is None else size
     start = store.read(name, 0, 65_536 if size > 65_536 else size)
     if len(start) < 8:
-        raise store.fail(name, f"{len(start)} bytes are too few for a safetensors file; it is truncated or foreign")
+        raise store.error(name, f"{len(start)} bytes are too few for a safetensors file; it is truncated or foreign")
     length = int.from_bytes(start[:8], "little")
     if length > MAX_HEADER or 8 + length > size:
-        raise store.fail(name, f"says its header has {length} bytes; it is truncated or no safetensors file")
+        raise store.error(name, f"says its header has {length} bytes; it is truncated or no safetensors file")
     if 8 + length > len(start):
         start += store.read(name, len(start), 8 + length)
     try:
         entries = json.loads(start[8 : 8 + length])
     except (ValueError, RecursionError) as e:
-        raise store.fail(name, f"its header is no JSON: {str(e)[:80]}") from None
+        raise store.error(name, f"its header is no JSON: {str(e)[:80]}") from None
     if not isinstance(entries, dict):
-        raise store.fail(name, "its header is no JSON object")
+        raise store.error(name, "its header is no JSON object")
     metadata = entries.get("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise store.fail(name, "its metadata are not strings")
+        raise store.error(name, "its metadata are not strings")
     own = metadata.get("weir") not in (None, "1") or "request" in metadata  # Activations.save writes no checksum
     if (own or "crc" in metadata) and metadata.pop("crc", None) != _crc(entries):
-        raise store.fail(name, "its header is damaged: the checksum does not fit")
+        raise store.error(name, "its header is damaged: the checksum does not fit")
     tensors = {}
     for key, entry in entries.items():
         if key != "__metadata__":
@@ -70,9 +70,9 @@ def _tensor(store: ObjectStore, name: str, key: str, entry: Any, base: int, size
         if type(start) is not int or type(end) is not int or not 0 <= start <= end or end - start != count:
             raise ValueError
     except (KeyError, TypeError, ValueError):
-        raise store.fail(name, f"its entry for tensor {key[:60]!r} makes no sense") from None
+        raise store.error(name, f"its entry for tensor {key[:60]!r} makes no sense") from None
     if base + end > size:
-        raise store.fail(
+        raise store.error(
             name, f"truncated: tensor {key[:60]!r} ends at byte {base + end}, the file has {size}"
         ) from None
     return TensorEntry(dtype, tuple(shape), base + start, base + end)

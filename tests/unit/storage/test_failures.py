@@ -646,7 +646,7 @@ def test_requests_that_are_dropped_anywhere_on_a_disk_full_at_times(
 
 
 def test_room_that_was_set_aside_is_given_back_when_a_file_is_published(tmp_path: Path) -> None:
-    spool = ObjectStore(tmp_path).spool("x")
+    spool = ObjectStore(tmp_path).new_file("x")
     spool.write(b"begun")
     assert spool.reserve(1000) and spool.reserve(10) and os.stat(spool.temporary).st_size >= 1000
     spool.write(b" and done")
@@ -661,7 +661,7 @@ def test_room_that_cannot_be_set_aside(refused: int, tmp_path: Path, monkeypatch
         raise OSError(refused, os.strerror(refused))
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    spool = ObjectStore(tmp_path).spool("x")
+    spool = ObjectStore(tmp_path).new_file("x")
     spool.write(b"begun")
     if refused == errno.ENOSPC:
         with pytest.raises(WeirError, match=r"cannot write .*/x: No space left on device"):

@@ -16,8 +16,7 @@ from vllm_weir.consumers import EngineInfo, Finished, Rows
 from vllm_weir.consumers.filesystem import Filesystem
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
-from vllm_weir.storage import LAYOUTS, load, open_writer
-from vllm_weir.storage import object_store as atomic_module
+from vllm_weir.storage import LAYOUTS, atomic_file, load, object_store, open_writer
 from vllm_weir.storage.layouts import manifest, sharded
 
 
@@ -67,7 +66,7 @@ def test_a_sink_whose_disk_was_full_takes_the_same_requests_again(
             raise
 
     with monkeypatch.context() as patch:
-        patch.setattr(atomic_module.AtomicFile, "publish", lambda *_: (_ for _ in ()).throw(WeirError("full")))
+        patch.setattr(atomic_file.AtomicFile, "publish", lambda *_: (_ for _ in ()).throw(WeirError("full")))
         for name in "abcd":
             with pytest.raises(WeirError, match="full"):
                 send(name)
@@ -90,7 +89,7 @@ def test_whatever_stops_a_flush_it_can_be_tried_again(
     writer = open_writer(tmp_path, layout)
     write(writer, "a")
     with monkeypatch.context() as patch:
-        patch.setattr(atomic_module.AtomicFile, "publish", stopped)
+        patch.setattr(atomic_file.AtomicFile, "publish", stopped)
         with pytest.raises(kind):
             writer.flush()
     writer.close()
@@ -106,7 +105,7 @@ def test_a_folder_that_cannot_be_synced_leaves_nothing_published(
 
     writer = open_writer(tmp_path, layout, fsync=True)
     with monkeypatch.context() as patch:
-        patch.setattr(atomic_module, "_sync_folder", broken)
+        patch.setattr(atomic_file, "_sync_folder", broken)
         with pytest.raises(WeirError, match="Input/output error"):
             write(writer, "a")
             writer.flush()
@@ -121,7 +120,7 @@ def test_a_manifest_may_name_shards_that_came_after_the_files_were_listed(
     again, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path, "sharded", ["a"])
-    read, came = atomic_module.ObjectStore.read, []
+    read, came = object_store.ObjectStore.read, []
 
     def late(self, name: str, *more: int) -> bytes:
         if name == manifest.MANIFEST and not came:
@@ -131,7 +130,7 @@ def test_a_manifest_may_name_shards_that_came_after_the_files_were_listed(
                 writer.tidy()
         return read(self, name, *more)
 
-    monkeypatch.setattr(atomic_module.ObjectStore, "read", late)
+    monkeypatch.setattr(object_store.ObjectStore, "read", late)
     found = again(tmp_path)
     if again is load:
         check(found, ["a", "b"])

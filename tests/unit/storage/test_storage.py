@@ -483,7 +483,7 @@ def test_reading_leaves_no_thread_that_could_abort_the_process_at_its_end(tmp_pa
 @pytest.mark.parametrize(
     ("url", "why"),
     [("", "it is empty; the current directory is '.'"), (None, "is text, got NoneType"), (7, "is text, got int"),
-     (b"acts", "is text, got bytes"), ("a\0b", "no path holds a NUL")],
+     (b"acts", "is text, got bytes"), ("a\0b", "cannot contain a NUL")],
 )  # fmt: skip
 def test_a_url_that_is_none_is_refused(url: Any, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty one was the current directory."""
@@ -501,6 +501,6 @@ def test_a_url_that_is_none_is_refused(url: Any, why: str, tmp_path: Path, monke
 @pytest.mark.parametrize("options", [[1], "x", 7, {1: 2}])
 def test_storage_options_that_are_none_are_refused(options: Any, tmp_path: Path) -> None:
     for call in (load, open_writer):
-        with pytest.raises(WeirError, match=r"^storage_options: a dict whose keys are the names of options$") as e:
+        with pytest.raises(WeirError, match=r"^storage_options: expected a dict whose keys are names of options$") as e:
             call(tmp_path, storage_options=options)
         assert e.value.field == "storage_options"

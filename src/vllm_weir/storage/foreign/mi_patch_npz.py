@@ -93,7 +93,7 @@ def _look(store: ObjectStore, name: str) -> tuple[dict[str, Any], WeirError | No
         return {}, e
     key = "q" if "q" in shapes else "values"
     if "weir" not in shapes and not ({key, "scale", "zero"} <= shapes.keys() and len(shapes[key][0]) == 2):
-        return {}, store.fail(name, "has not the fields q, scale, zero (or indices, values, scale, zero)")
+        return {}, store.error(name, "has not the fields q, scale, zero (or indices, values, scale, zero)")
     return shapes, None
 
 

@@ -65,7 +65,7 @@ def read_fork(store: ObjectStore, names: dict[str, int]) -> Index:
     out = IndexBuilder("fork")
     if unnamed:
         if not parts:
-            raise store.fail(unnamed[0].file, f"no capture is left to read; {_left_out(unnamed, parts)}")
+            raise store.error(unnamed[0].file, f"no capture is left to read; {_left_out(unnamed, parts)}")
         out.notes.append(_left_out(unnamed, parts))
     blocks: dict[tuple[str, int, str], int] = {}
     called = _names(parts)
@@ -145,7 +145,7 @@ def _describe(store: ObjectStore, name: str, data: str) -> list[_Part | _Unnamed
             return [_part(data, {**content, **e}, seq, int(e["offset"])) for e in content["entries"]]
         return [_part(data, content, 0, 0)]
     except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise store.fail(name, f"is no description of captured rows: {str(e)[:120]}") from None
+        raise store.error(name, f"is no description of captured rows: {str(e)[:120]}") from None
 
 
 def _part(data: str, entry: dict[str, Any], seq: int, offset: int) -> _Part | _Unnamed:

@@ -19,9 +19,10 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage.index import Index, IndexBuilder, short_names
 from vllm_weir.storage.layouts.per_request import plain_header
-from vllm_weir.storage.object_store import ObjectStore, naming
+from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import FileBlock
 from vllm_weir.storage.safetensors_io import read_container
+from vllm_weir.storage.store_errors import store_errors
 
 SUFFIX = ".safetensors"
 
@@ -55,14 +56,14 @@ def _add(out: IndexBuilder, store: ObjectStore, name: str, names: dict[str, int]
     container = read_container(store, name, names[name])
     states, tokens = container.tensors.get("hidden_states"), container.tensors.get("token_ids")
     if states is None or tokens is None:
-        raise store.fail(name, "has no hidden_states and token_ids; it was not written by extract_hidden_states")
+        raise store.error(name, "has no hidden_states and token_ids; it was not written by extract_hidden_states")
     if len(states.shape) != 3 or tokens.dtype != "I64" or len(tokens.shape) != 1:
-        raise store.fail(name, f"hidden_states are [tokens, layers, d], found {list(states.shape)}")
+        raise store.error(name, f"hidden_states are [tokens, layers, d], found {list(states.shape)}")
     n, layers, _ = states.shape
     if layers != len(ids):
         raise WeirError(f"{store.describe(name)} holds {layers} layers, got {len(ids)} ids", "layer_ids")
     if tokens.shape[0] not in (n, 0):
-        raise store.fail(name, f"has {n} rows and {tokens.shape[0]} tokens")
+        raise store.error(name, f"has {n} rows and {tokens.shape[0]} tokens")
     header = plain_header(store, name, states)
     values = np.frombuffer(store.read(name, tokens.start, tokens.end), "<i8")
     request = out.request(called)
@@ -79,11 +80,11 @@ def _refuse_unfinished(store: ObjectStore, name: str, names: dict[str, int]) -> 
     """vLLM holds a lock beside a file while it writes it."""
     if not store.local or f"{name}.lock" not in names:
         return
-    with naming("open", store.describe(f"{name}.lock")):
+    with store_errors("open", store.describe(f"{name}.lock")):
         fd = os.open(store.path(f"{name}.lock"), os.O_RDONLY)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
-            raise store.fail(name, "is still being written by vLLM") from None
+            raise store.error(name, "is still being written by vLLM") from None

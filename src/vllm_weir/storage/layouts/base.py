@@ -51,7 +51,7 @@ class Writer(ABC):
     """
 
     layout: str
-    folders: ClassVar[str | None] = None
+    folder_prefix: ClassVar[str | None] = None
     """How the folders begin that its requests have, if they have some."""
 
     def __init__(self, store: ObjectStore, compress: object = None) -> None:
@@ -62,9 +62,9 @@ class Writer(ABC):
         self._seen: dict[str, dict[Site, _Seen]] = {}
         self._finished: set[str] = set()
         self._closed = False
-        store.make()
+        store.make_folder()
         _claim(store, self.layout)
-        store.sweep(self.folders)
+        store.sweep(self.folder_prefix)
 
     def write(self, batch: Batch) -> None:
         """Add rows. Raises WeirError if they are wrong, repeated, of another kind than their site's before, belong to a
@@ -276,7 +276,7 @@ def read_marker(store: ObjectStore) -> str:
             raise ValueError
         version, layout = marker["version"], marker["layout"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise store.fail(MARKER, f"does not say that this is a dataset of {FORMAT}") from None
+        raise store.error(MARKER, f"does not say that this is a dataset of {FORMAT}") from None
     if version != VERSION:
-        raise store.fail(MARKER, f"version {str(version)[:20]} is not known; this Weir reads {VERSION}")
+        raise store.error(MARKER, f"version {str(version)[:20]} is not known; this Weir reads {VERSION}")
     return str(layout)

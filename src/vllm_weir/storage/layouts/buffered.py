@@ -21,10 +21,11 @@ from vllm_weir.results.checksum import checksums
 from vllm_weir.results.safetensors_header import CODES, NAMES, build_header
 from vllm_weir.schema.compression import ITEMSIZE, Compression, header_bytes
 from vllm_weir.schema.hooks import Site, normalise_hook
+from vllm_weir.storage.atomic_file import AtomicFile
 from vllm_weir.storage.batch import CheckedBatch
 from vllm_weir.storage.index import site_order
 from vllm_weir.storage.layouts.base import Writer
-from vllm_weir.storage.object_store import AtomicFile, ObjectStore
+from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import FETCH, JOIN
 from vllm_weir.storage.safetensors_io import SafetensorsHeader, TensorEntry
 
@@ -154,7 +155,7 @@ def publish_tensors(
         if kind in _LISTS:
             crc[site] = zlib.crc32(data.data if data.size else b"", crc.get(site, 0))
     metadata = {**metadata, "lists": json.dumps(crc)}
-    spool = store.spool(name) if spool is None else spool
+    spool = store.new_file(name) if spool is None else spool
     try:
         spool.write(build_header({key: layout for key, (layout, _) in tensors.items()}, metadata))
         for _, data in tensors.values():
@@ -222,24 +223,24 @@ def read_site(
     except (KeyError, ValueError, TypeError) as e:
         if isinstance(e, WeirError):
             raise
-        raise store.fail(file, f"damaged: {name[:80]!r} is incomplete") from None
+        raise store.error(file, f"damaged: {name[:80]!r} is incomplete") from None
     n = lists[0].shape[0] if lists[0].shape else 0
     if site.layer < 0 or any(t.dtype != dtype or t.shape != (n,) for t, dtype in zip(lists, _LISTS.values())):
-        raise store.fail(file, f"damaged: the positions of {name[:80]!r} do not fit")
+        raise store.error(file, f"damaged: the positions of {name[:80]!r} do not fit")
     dtype, shape, _ = tensor_layout(header, n)
     if (place.dtype, list(place.shape)) != (dtype, shape):
-        raise store.fail(
+        raise store.error(
             file, f"damaged: {name[:80]!r} is {NAMES.get(place.dtype, place.dtype)} {list(place.shape)}, "
             f"its header says {NAMES[dtype]} {shape}",
         )  # fmt: skip
     parts = _read_lists(read, lists) if n else [b""] * len(lists)
     if any(len(part) != t.end - t.start for part, t in zip(parts, lists)):
-        raise store.fail(file, "truncated while it was read")
+        raise store.error(file, "truncated while it was read")
     if crc is not None and crc != zlib.crc32(b"".join(parts)):
         what = f"positions, tokens or checksums of {name[:80]!r}"
-        raise store.fail(file, f"damaged: {what} are not what was written; restore the file from a copy")
+        raise store.error(file, f"damaged: {what} are not what was written; restore the file from a copy")
     positions, tokens = (np.frombuffer(part, "<i8").astype(np.int64) for part in parts[:2])
     sums = np.frombuffer(parts[2], "<u4") if len(parts) > 2 else None
     if n and (positions[0] < 0 or (np.diff(positions) <= 0).any()):
-        raise store.fail(file, f"damaged: the positions of {name[:80]!r} do not ascend")
+        raise store.error(file, f"damaged: the positions of {name[:80]!r} do not ascend")
     return site, place, positions, tokens, sums

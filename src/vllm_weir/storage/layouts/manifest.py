@@ -151,7 +151,7 @@ def from_parquet(store: ObjectStore, name: str, data: bytes) -> pa.Table:
         _refuse_gaps(table)
         return table
     except (pa.ArrowException, LookupError, OSError, ValueError) as e:
-        raise store.fail(name, f"its manifest cannot be read: {str(e)[:200]}") from None
+        raise store.error(name, f"its manifest cannot be read: {str(e)[:200]}") from None
 
 
 def _sites_of(table: pa.Table) -> pa.ChunkedArray:
@@ -187,7 +187,7 @@ def read_manifest(store: ObjectStore, names: dict[str, int]) -> pa.Table:
         if not known <= names.keys():  # a writer at work has joined shards that were not there yet
             names.update(store.names())
         for gone in sorted(known - set(names)):
-            raise store.fail(gone or MANIFEST, "the manifest names it, and it is not there")
+            raise store.error(gone or MANIFEST, "the manifest names it, and it is not there")
     fresh = sorted(name for name in names if is_shard(name) and name not in known)
     if store.local or len(fresh) < 2:
         tables += [read_shard_manifest(store, name, names[name]) for name in fresh]
@@ -201,15 +201,15 @@ def read_shard_manifest(store: ObjectStore, name: str, size: int) -> pa.Table:
     """The manifest inside a shard."""
     container = read_container(store, name, size)
     if container.metadata.get("weir") != "shard" or "manifest" not in container.tensors:
-        raise store.fail(name, "is no shard of Weir's")
+        raise store.error(name, "is no shard of Weir's")
     place = container.tensors["manifest"]
     data = store.read(name, place.start, place.end)
     crc = container.metadata.get("manifest")  # which earlier versions did not write
     if crc is not None and crc != f"{zlib.crc32(data):08x}":
-        raise store.fail(name, "damaged: its manifest is not what was written; restore the file from a copy")
+        raise store.error(name, "damaged: its manifest is not what was written; restore the file from a copy")
     table = from_parquet(store, name, data)
     if any(file != name for file in pc.unique(table["file"].cast(pa.string())).to_pylist()):
-        raise store.fail(name, "was renamed: its manifest has another name for it")
+        raise store.error(name, "was renamed: its manifest has another name for it")
     return table
 
 

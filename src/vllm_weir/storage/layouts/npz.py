@@ -51,11 +51,11 @@ class NpzWriter(BufferedWriter):
     """Layout ``npz``."""
 
     layout = "npz"
-    folders = FOLDER
+    folder_prefix = FOLDER
 
     def __init__(self, store: ObjectStore, compress: object = None, buffer_bytes: int = 4 << 30) -> None:
         super().__init__(store, compress, buffer_bytes)
-        self._files = set(store.names(deep=True, folders=FOLDER))
+        self._files = set(store.names(deep=True, folder_prefix=FOLDER))
 
     def holds(self, request_id: str) -> bool:
         return f"{folder_of(request_id)}/{MANIFEST}" in self._files
@@ -79,7 +79,7 @@ class NpzWriter(BufferedWriter):
         """Raise WeirError rather than write over another program's files; Weir's own are of an attempt that failed."""
         for name in (f"{folder}/{file_of(s.site)}" for s in sites):
             if name in self._files and not _is_own(self.store, name):
-                raise self.store.fail(name, "is another program's, or damaged; choose another id, or another place")
+                raise self.store.error(name, "is another program's, or damaged; choose another id, or another place")
 
     def _clear(self, folder: str, sites: list[SiteRows], put: list[str]) -> None:
         """Take away what was `put` of a request that could not be written: programs that know no manifests would take
@@ -264,18 +264,18 @@ def add_request(out: IndexBuilder, store: ObjectStore, manifest: str, names: dic
         if not isinstance(request, str) or not isinstance(own["metadata"], dict):
             raise TypeError
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
-        raise store.fail(manifest, "damaged: it makes no sense") from None
+        raise store.error(manifest, "damaged: it makes no sense") from None
     if crc is not None and crc != _crc(content):
-        raise store.fail(manifest, "damaged or edited: its checksum does not fit")
+        raise store.error(manifest, "damaged or edited: its checksum does not fit")
     for name, site in files:
         if name != file_of(site):  # above all no path that leads out of the folder
-            raise store.fail(manifest, f"damaged: it names {brief(name, 80)!r} for {site}")
+            raise store.error(manifest, f"damaged: it names {brief(name, 80)!r} for {site}")
     request = posixpath.join(run, request)
     code = out.request(folder if request in out.requests else request, metadata)
     for short, site in files:
         name = posixpath.join(folder, short)
         if name not in names:
-            raise store.fail(name, "is missing, and the manifest names it")
+            raise store.error(name, "is missing, and the manifest names it")
         add_own(out, store, name, code, site)
     return True
 
@@ -287,10 +287,10 @@ def add_own(out: IndexBuilder, store: ObjectStore, name: str, request: int, site
         header = json.loads(some["weir"].tobytes())
         positions, tokens = some["positions"], some["token_ids"]
     except (KeyError, ValueError, RecursionError):
-        raise store.fail(name, "was not written by Weir, or is damaged") from None
+        raise store.error(name, "was not written by Weir, or is damaged") from None
     Compression.from_header(header, f"{store.describe(name)}: header")
     if positions.ndim != 1 or positions.shape != tokens.shape or {positions.dtype, tokens.dtype} != {np.dtype("int64")}:
-        raise store.fail(name, "damaged: its positions do not fit")
+        raise store.error(name, "damaged: its positions do not fit")
     block = out.block(ArrayBlock(store, name, header, len(positions), unpack_own))
     out.run(request, site, block, 0, positions, tokens)
 
@@ -310,4 +310,4 @@ def unpack_own(store: ObjectStore, name: str) -> np.ndarray:
     except (KeyError, ValueError) as e:
         if isinstance(e, WeirError):
             raise
-        raise store.fail(name, f"damaged: {str(e)[:120]}") from None
+        raise store.error(name, f"damaged: {str(e)[:120]}") from None

@@ -58,7 +58,7 @@ def _guarded(store: ObjectStore, name: str, read: Callable[[io.BytesIO], _T]) ->
     try:
         return read(raw)
     except _DAMAGE as e:
-        raise store.fail(name, f"is no npz file, or a damaged one: {type(e).__name__}: {str(e)[:120]}") from None
+        raise store.error(name, f"is no npz file, or a damaged one: {type(e).__name__}: {str(e)[:120]}") from None
 
 
 def write_npz(arrays: dict[str, np.ndarray]) -> bytes:

@@ -11,6 +11,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.results.safetensors_header import MAX_HEADER
+from vllm_weir.storage.atomic_file import AtomicFile
 from vllm_weir.storage.index import Index, IndexBuilder, text_field
 from vllm_weir.storage.layouts.buffered import (
     BufferedWriter,
@@ -20,7 +21,7 @@ from vllm_weir.storage.layouts.buffered import (
     reader_of,
     site_tensors,
 )
-from vllm_weir.storage.object_store import AtomicFile, ObjectStore
+from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import FileBlock
 from vllm_weir.storage.safetensors_io import read_container
 
@@ -74,7 +75,7 @@ class PackedWriter(BufferedWriter):
         if request_id not in self._waiting:
             return
         if self._spool is None:
-            self._spool = self.store.spool(self._next)
+            self._spool = self.store.new_file(self._next)
         self._spool.reserve(self._waiting_bytes + self._list_bytes + self._header_bytes + FILE_BYTES)
 
     def _waits(self, request_id: str) -> bool:
@@ -148,7 +149,7 @@ def read_packed(store: ObjectStore, names: dict[str, int]) -> Index:
 def _add_file(out: IndexBuilder, store: ObjectStore, name: str, size: int) -> None:
     container = read_container(store, name, size)
     if container.metadata.get("weir") != "pack":
-        raise store.fail(name, "is no pack of Weir's")
+        raise store.error(name, "is no pack of Weir's")
     try:
         headers = json.loads(container.metadata["headers"])
         requests = [
@@ -156,7 +157,7 @@ def _add_file(out: IndexBuilder, store: ObjectStore, name: str, size: int) -> No
             for r in json.loads(container.metadata["requests"])
         ]
     except (KeyError, TypeError, ValueError, IndexError, RecursionError):
-        raise store.fail(name, "damaged: its metadata make no sense") from None
+        raise store.error(name, "damaged: its metadata make no sense") from None
     blocks: dict[str, int] = {}
     read = reader_of(store, name, container)
     for request, metadata, sites in requests:

@@ -72,7 +72,7 @@ def add_file(out: IndexBuilder, store: ObjectStore, name: str, size: int, contai
     """Add one file, also of `Activations.save`, which writes neither a request nor headers."""
     meta = container.metadata
     if meta.get("weir") not in ("1", "records"):
-        raise store.fail(name, "was not written by Weir")
+        raise store.error(name, "was not written by Weir")
     try:
         sites = [Site(str(hook), int(layer)) for hook, layer in json.loads(meta["sites"])]
         headers = json.loads(meta["headers"]) if "headers" in meta else [None] * len(sites)
@@ -80,16 +80,16 @@ def add_file(out: IndexBuilder, store: ObjectStore, name: str, size: int, contai
         if len(headers) != len(sites):
             raise ValueError
     except (KeyError, TypeError, ValueError, RecursionError):
-        raise store.fail(name, "damaged: its metadata make no sense") from None
+        raise store.error(name, "damaged: its metadata make no sense") from None
     if request in out.requests:
-        raise store.fail(name, f"request {request[:80]!r} is in another file too")
+        raise store.error(name, f"request {request[:80]!r} is in another file too")
     code = out.request(request, meta.get("metadata", ""))
     read = reader_of(store, name, container)
     for site, header in zip(sites, headers):
         key = f"{site.hook}.{site.layer}"
         if header is None:
             if key not in container.tensors:
-                raise store.fail(name, f"damaged: {key!r} is missing")
+                raise store.error(name, f"damaged: {key!r} is missing")
             header = plain_header(store, name, container.tensors[key])
         found, place, positions, tokens, sums = read_site(store, name, container, key, header, read)
         block = out.block(FileBlock(store, name, header, size))
@@ -100,5 +100,5 @@ def plain_header(store: ObjectStore, name: str, tensor: TensorEntry) -> dict[str
     """The header of uncompressed rows stored as a tensor [n, d]."""
     dtype = NAMES.get(tensor.dtype, tensor.dtype)
     if dtype not in ROW_DTYPES or len(tensor.shape) < 2 or not tensor.shape[-1]:
-        raise store.fail(name, f"rows are {', '.join(ROW_DTYPES)} [n, d], found {dtype} {list(tensor.shape)}")
+        raise store.error(name, f"rows are {', '.join(ROW_DTYPES)} [n, d], found {dtype} {list(tensor.shape)}")
     return Compression().header(tensor.shape[-1], dtype)

@@ -17,6 +17,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.results.checksum import checksums
 from vllm_weir.results.safetensors_header import CODES, build_header
 from vllm_weir.schema.compression import ITEMSIZE, header_bytes
+from vllm_weir.storage.atomic_file import AtomicFile
 from vllm_weir.storage.batch import CheckedBatch
 from vllm_weir.storage.layouts.base import Writer
 from vllm_weir.storage.layouts.manifest import (
@@ -29,7 +30,7 @@ from vllm_weir.storage.layouts.manifest import (
     to_parquet,
 )
 from vllm_weir.storage.layouts.sharded_reader import index_of
-from vllm_weir.storage.object_store import AtomicFile, ObjectStore
+from vllm_weir.storage.object_store import ObjectStore
 
 GAP = 4096
 """Bytes in which a shard's own header must fit: it is written last, before rows whose number it holds."""
@@ -218,7 +219,7 @@ class ShardedWriter(Writer):
         shard = self._open.get(header)
         if shard is None:
             name = f"{SHARD_PREFIX}{self.name}-{self._count:06d}{SHARD_SUFFIX}"
-            spool = self.store.spool(name)
+            spool = self.store.new_file(name)
             try:
                 spool.write(bytes(GAP))
             except WeirError:

@@ -35,7 +35,7 @@ def index_of(store: ObjectStore, table: pa.Table, names: dict[str, int], *, inco
     except WeirError:
         raise
     except (ValueError, TypeError, IndexError, KeyError, pa.ArrowException) as e:
-        raise store.fail(MANIFEST, f"the manifest makes no sense: {str(e)[:200]}") from None
+        raise store.error(MANIFEST, f"the manifest makes no sense: {str(e)[:200]}") from None
 
 
 def _index(store: ObjectStore, table: pa.Table, names: dict[str, int], incomplete: bool) -> Index:
@@ -118,7 +118,7 @@ def damaged_shards(store: ObjectStore, files: list[str]) -> Iterator[tuple[str, 
             i = place[name]
             if not _plain(joined.take(order[bounds[i] : bounds[i + 1]])).equals(_plain(own)):
                 what = f"damaged: its own manifest and {MANIFEST} differ; whatever is whole, restore both from a copy"
-                yield name, store.fail(name, what)
+                yield name, store.error(name, what)
 
 
 def _plain(table: pa.Table) -> pa.Table:
@@ -153,7 +153,7 @@ def _check_complete(
     short = np.flatnonzero(mark & (rows != have[request]))
     if len(short):
         i = int(short[0])
-        raise store.fail(
+        raise store.error(
             MANIFEST,
             f"request {requests[request[i]][:80]!r} has {have[request[i]]} of its {rows[i]} rows; a shard is missing",
         )
@@ -185,7 +185,7 @@ def _blocks(
     for pair in pairs.tolist():
         name, code = files[pair // (len(kinds) + 1)], pair % (len(kinds) + 1)
         if name not in names:
-            raise store.fail(name, "the manifest names it, and it is not there")
+            raise store.error(name, "the manifest names it, and it is not there")
         if store.local and name not in whole:  # elsewhere `verify` does: it takes a request for each shard
             read_container(store, name, names[name])
             whole.add(name)

@@ -15,7 +15,7 @@ from vllm_weir import analysis
 from vllm_weir.codec import decode, encode, project
 from vllm_weir.errors import StoreError, WeirError
 from vllm_weir.schema.compression import Compression
-from vllm_weir.storage import Batch, load, object_store, open_writer
+from vllm_weir.storage import Batch, atomic_file, load, open_writer
 from vllm_weir.storage.layouts.npz_file import read_npz, write_npz
 
 SITE = ("resid_post", 3)
@@ -172,7 +172,7 @@ def test_a_request_that_the_disk_has_no_room_for_leaves_no_folder(
     fits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Vllm_mi_patch's loader would take the folder for a request."""
-    plain, files = object_store._write_all, 0
+    plain, files = atomic_file._write_all, 0
 
     def full(fd: int, data: memoryview, offset: int) -> None:
         nonlocal files
@@ -186,11 +186,11 @@ def test_a_request_that_the_disk_has_no_room_for_leaves_no_folder(
             for hook, layer in (("resid_post", 3), ("resid_post", 4), ("resid_mid", 3)):
                 writer.write(Batch(name, hook, layer, [0, 1], [5, 6], torch.randn(2, D)))
         writer.finish_request("a")
-        monkeypatch.setattr(object_store, "_write_all", full)
+        monkeypatch.setattr(atomic_file, "_write_all", full)
         with pytest.raises(StoreError, match="No space left"):
             writer.finish_request("b")
         assert sorted(p.name for p in tmp_path.iterdir()) == ["req_a", "weir.json"]
-        monkeypatch.setattr(object_store, "_write_all", plain)
+        monkeypatch.setattr(atomic_file, "_write_all", plain)
         assert list(writer.failed) == ["b"]
     with open_writer(tmp_path, "npz") as writer:
         writer.write(Batch("b", "resid_post", 3, [0, 1], [5, 6], torch.randn(2, D)))
