@@ -50,7 +50,7 @@ def make(path: Path | str, layout: str, names: list[str], *, compress: object = 
 
 def check(dataset: ActivationDataset, names: list[str], *, summed: bool = True) -> None:
     """The dataset holds exactly these requests, whole, to the bit, and all their rows (or none) have checksums."""
-    assert dataset.layout == "npz" or (dataset.index.summed == summed).all()
+    assert dataset.layout == "npz" or (dataset.index.run_has_checksums == summed).all()
     assert sorted(dataset.requests) == sorted(names)
     for name in names:
         n = length_of(name)

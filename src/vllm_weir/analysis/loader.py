@@ -26,8 +26,10 @@ from vllm_weir.schema.scalars import plain
 from vllm_weir.storage.dataset import ActivationDataset
 from vllm_weir.storage.foreign.mi_patch_npz import is_foreign
 from vllm_weir.storage.index import Index, short_names
-from vllm_weir.storage.layouts.npz import CODES, folder_of, home_of, to_arrays, unpack_own
+from vllm_weir.storage.layouts.npz import folder_of
+from vllm_weir.storage.layouts.npz_arrays import CODES, to_arrays
 from vllm_weir.storage.layouts.npz_file import read_npz
+from vllm_weir.storage.layouts.npz_reader import home_of, unpack_own
 from vllm_weir.storage.loading import load
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import ArrayBlock, RecordBlock
@@ -192,9 +194,9 @@ class ActivationLoader:
     def _blocks(self, request: str, site: Any) -> list[RecordBlock]:
         """Return the blocks that hold a site's rows of one request."""
         index = self.dataset.index
-        runs = index.runs_of(index.code[request])
-        runs = runs[index.site[runs] == self.dataset.sites.index(site)]
-        return [index.blocks[code] for code in np.unique(index.block[runs]).tolist()]
+        runs = index.runs_of(index.request_codes[request])
+        runs = runs[index.run_site[runs] == self.dataset.sites.index(site)]
+        return [index.blocks[code] for code in np.unique(index.run_block[runs]).tolist()]
 
     def compute_similarity(self, acts1: Matrix, acts2: Matrix, metric: str = "cosine") -> float:
         """Return a similarity, see `vllm_weir.analysis.compute_similarity`."""
@@ -241,7 +243,7 @@ def _folders(index: Index) -> dict[str, str]:
     """Return request -> its folder, for Weir's npz files."""
     homes = {}
     for code, request in enumerate(index.requests):
-        for block in (index.blocks[b] for b in index.block[index.runs_of(code)[:1]].tolist()):
+        for block in (index.blocks[b] for b in index.run_block[index.runs_of(code)[:1]].tolist()):
             if isinstance(block, ArrayBlock) and block.unpack is unpack_own:
                 homes[request] = home_of(block.name)[0]
     short = short_names(homes.values())

@@ -1,3 +1,3 @@
-"""A whole dataset of texts to a dataset of activations: resumable, exactly once, on one engine or on Ray."""
+"""Activations of every text of a dataset, on one engine or on Ray; runs can be resumed."""
 
 from __future__ import annotations

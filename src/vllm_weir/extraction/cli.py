@@ -1,4 +1,4 @@
-"""``weir extract``."""
+"""The command ``weir extract``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_weir.errors import WeirError
-from vllm_weir.storage.cli import _compression, _json, _refusals
+from vllm_weir.storage.cli import exit_on_error, parse_compression, parse_json
 
 
 def extract(
@@ -49,26 +49,26 @@ def extract(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
-    """Read a dataset of texts with a model, and keep the activations; run again, it goes on where it stopped.
+    """Read a dataset of texts with a model and store activations; run it again to continue.
 
     Exit code 0: done; 1: refused or failed; 130: interrupted.
     """
-    with _refusals():
+    with exit_on_error():
         from vllm_weir.extraction.plan import Ray
-        from vllm_weir.extraction.progress import bar, show
+        from vllm_weir.extraction.progress import progress_reporter, show
         from vllm_weir.extraction.run import extract as run
 
-        options: dict[str, Any] = {"fsync": fsync, "storage_options": _json(storage_options, "storage_options")}
+        options: dict[str, Any] = {"fsync": fsync, "storage_options": parse_json(storage_options, "storage_options")}
         if shard_bytes is not None:
             options["shard_bytes"] = shard_bytes
-        cluster = Ray(ray_workers, ray_address, ray_gpus, ray_cpus, _json(ray_options, "ray_options"))
-        with bar(quiet) as report:
+        cluster = Ray(ray_workers, ray_address, ray_gpus, ray_cpus, parse_json(ray_options, "ray_options"))
+        with progress_reporter(quiet) as report:
             summary = run(
                 source, model, out, layers=_layers(layers), hook=hook, positions=_positions(positions),
-                compress=_compression(compress), reduce=reduce, dtype=dtype, max_tokens=max_tokens,
+                compress=parse_compression(compress), reduce=reduce, dtype=dtype, max_tokens=max_tokens,
                 max_length=max_length, column=column, split=split, layout=layout, limit=limit, batch=batch,
-                on_error=on_error, engine=_engine(engine or []), ray=cluster if ray else None,
-                flush_seconds=flush_seconds, source_options=_json(source_options, "source_options"), report=report,
+                on_error=on_error, engine=_engine_options(engine or []), ray=cluster if ray else None,
+                flush_seconds=flush_seconds, source_options=parse_json(source_options, "source_options"), report=report,
                 **options,
             )  # fmt: skip
     if as_json:
@@ -85,7 +85,7 @@ def _layers(text: str) -> Any:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise WeirError(f"'all', or ints with commas, got {text[:40]!r}", "layers") from None
+        raise WeirError(f"expected 'all' or ints with commas, got {text[:40]!r}", "layers") from None
 
 
 def _positions(text: str) -> Any:
@@ -95,18 +95,19 @@ def _positions(text: str) -> Any:
         return text  # a name or a slice
 
 
-def _engine(given: list[str]) -> dict[str, Any]:
-    """``key=value``, values as JSON where they are, and whole JSON objects."""
-    out: dict[str, Any] = {}
-    for text in given:
+def _engine_options(arguments: list[str]) -> dict[str, Any]:
+    """Parse ``key=value`` arguments, whose values may be JSON, and JSON objects."""
+    options: dict[str, Any] = {}
+    for text in arguments:
         if text.lstrip().startswith("{"):
-            out |= _json(text, "engine")
+            options |= parse_json(text, "engine")
             continue
         key, equals, value = text.partition("=")
         if not equals or not key:
-            raise WeirError(f"key=value or a JSON object, got {text[:40]!r}", "engine")
+            raise WeirError(f"expected key=value or a JSON object, got {text[:40]!r}", "engine")
+        name = key.strip().replace("-", "_")
         try:
-            out[key.strip().replace("-", "_")] = json.loads(value)
+            options[name] = json.loads(value)
         except ValueError:
-            out[key.strip().replace("-", "_")] = {"True": True, "False": False, "None": None}.get(value, value)
-    return out
+            options[name] = {"True": True, "False": False, "None": None}.get(value, value)
+    return options

@@ -1,4 +1,4 @@
-"""The engine that reads texts: a stock ``vllm.LLM``, asked for the same rows of every prompt."""
+"""The engine of a run: a plain ``vllm.LLM`` with the same capture for every prompt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_weir.util.parent_death import children_that_end_with_us
 
 @dataclass(frozen=True)
 class PromptRows:
-    """What the engine made of one prompt. `rows`: one batch a site, whose request id is still empty."""
+    """The output for one prompt; `rows`: a batch for each site, with an empty request id."""
 
     rows: list[Batch]
     prompt_tokens: int
@@ -29,74 +29,76 @@ class PromptRows:
 
 
 class ExtractionEngine(Protocol):
-    """What a run needs of an engine.
+    """The methods and attributes of an engine that a run uses.
 
     Attributes:
-        limit: most tokens of a prompt.
-        row_bytes: bytes of rows that a token gives, at most.
+        limit: Most tokens of a prompt.
+        row_bytes: Most bytes of rows that a token gives.
     """
 
     limit: int
     row_bytes: int
 
     def encode(self, values: Sequence[str | list[dict[str, Any]]]) -> list[list[int] | WeirError]:
-        """The tokens of texts and chats; in the place of one that has none, why."""
+        """Return the tokens of each text or chat, or an error for one that has none."""
         ...
 
     def read(self, prompts: Sequence[list[int]]) -> list[PromptRows]:
-        """The rows of prompts, in their order."""
+        """Return the rows of each prompt."""
         ...
 
     def close(self) -> None:
-        """Stop it."""
+        """Stop the engine."""
         ...
 
 
 class VllmEngine:
-    """Starts vLLM; raises WeirError if it does not serve what is wanted."""
+    """vLLM as the engine of a run; raises WeirError if it cannot capture what the run extracts."""
 
-    def __init__(self, wanted: RunSpec) -> None:
+    def __init__(self, spec: RunSpec) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm import LLM, SamplingParams
 
         from vllm_weir.api import params
         from vllm_weir.frontend.lookup import frontend_of
 
-        # Nothing is read from the prefix cache (a captured prompt is computed whole), so nothing is kept in it.
-        options = {"enable_prefix_caching": False, "disable_log_stats": True} | wanted.engine
+        # A captured prompt is computed whole, so the prefix cache would never be used.
+        options = {"enable_prefix_caching": False, "disable_log_stats": True} | spec.engine
         with children_without_sigint(), children_that_end_with_us():
             try:
-                self.llm = LLM(model=wanted.model, **options)
+                self.llm = LLM(model=spec.model, **options)
             except TypeError as e:
                 raise WeirError(f"vLLM refuses an option: {e}", "engine") from e
         capabilities = frontend_of(self.llm).require_capabilities()
-        capture = wanted.capture
+        capture = spec.capture
         layers = capture.resolve_layers(capabilities.num_layers)
         for layer in layers:
-            if why := capabilities.sites.get(Site(capture.hook, layer), "the model has no such point"):
-                raise WeirError(f"{capture.hook}[{layer}] cannot be captured: {why}", "hook")
+            reason = capabilities.sites.get(Site(capture.hook, layer), "the model has no such point")
+            if reason:
+                raise WeirError(f"{capture.hook}[{layer}] cannot be captured: {reason}", "hook")
         dtype = capture.dtype or capabilities.dtype
-        width = capabilities.d_model * ITEMSIZE[dtype]
+        record_bytes = capabilities.d_model * ITEMSIZE[dtype]
         if capture.compress is not None:
-            width = header_bytes(capture.compress.header(capabilities.d_model, dtype))
-        self.row_bytes = width * len(layers)
-        self.limit = self.llm.model_config.max_model_len - wanted.max_tokens
-        self.params = params(SamplingParams(max_tokens=wanted.max_tokens, temperature=0), capture=capture)
+            record_bytes = header_bytes(capture.compress.header(capabilities.d_model, dtype))
+        self.row_bytes = record_bytes * len(layers)
+        self.limit = self.llm.model_config.max_model_len - spec.max_tokens
+        self.params = params(SamplingParams(max_tokens=spec.max_tokens, temperature=0), capture=capture)
         self.tokenizer = self.llm.get_tokenizer()
 
     def encode(self, values: Sequence[str | list[dict[str, Any]]]) -> list[list[int] | WeirError]:
-        texts = [_encodable(value if isinstance(value, str) else self._chat(value)) for value in values]
-        out: list[list[int] | WeirError] = [text if isinstance(text, WeirError) else [] for text in texts]
-        for chat in (False, True):
-            # A chat's template has put the special tokens in.
-            mine = [i for i, v in enumerate(values) if isinstance(v, list) == chat and isinstance(texts[i], str)]
-            if mine:
-                found = self.tokenizer([texts[i] for i in mine], add_special_tokens=not chat)["input_ids"]
-                for i, ids in zip(mine, found, strict=True):
-                    out[i] = list(ids)
-        return out
+        """Return the tokens of each text or chat, or an error for one that has none."""
+        texts = [_encodable(value if isinstance(value, str) else self._chat_text(value)) for value in values]
+        encoded: list[list[int] | WeirError] = [text if isinstance(text, WeirError) else [] for text in texts]
+        for is_chat in (False, True):
+            chosen = [i for i, v in enumerate(values) if isinstance(v, list) == is_chat and isinstance(texts[i], str)]
+            if chosen:
+                # The template of a chat has already added the special tokens.
+                ids = self.tokenizer([texts[i] for i in chosen], add_special_tokens=not is_chat)["input_ids"]
+                for i, tokens in zip(chosen, ids, strict=True):
+                    encoded[i] = list(tokens)
+        return encoded
 
-    def _chat(self, messages: list[dict[str, Any]]) -> str | WeirError:
+    def _chat_text(self, messages: list[dict[str, Any]]) -> str | WeirError:
         from jinja2 import TemplateError
 
         try:
@@ -107,15 +109,17 @@ class VllmEngine:
             return WeirError(f"the chat template refuses it: {str(e)[:160]}")
 
     def read(self, prompts: Sequence[list[int]]) -> list[PromptRows]:
-        outs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], self.params, use_tqdm=False)
-        return [_reading(out) for out in outs]
+        """Return the rows of each prompt."""
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], self.params, use_tqdm=False)
+        return [_prompt_rows(output) for output in outputs]
 
     def close(self) -> None:
+        """Shut down the engine core."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
 def _encodable(text: str | WeirError) -> str | WeirError:
-    """A text that tokenizers take: JSON may hold half of a surrogate pair, on which a whole batch would fail."""
+    """Return the text, or an error if UTF-8 cannot encode it (its whole batch would fail)."""
     try:
         if isinstance(text, str):
             text.encode()
@@ -124,36 +128,39 @@ def _encodable(text: str | WeirError) -> str | WeirError:
     return text
 
 
-def _reading(out: Any) -> PromptRows:
-    done, acts = out.outputs[0], out.activations
-    if acts is None or not out.receipt.complete or out.receipt.dropped:
-        raise WeirError(f"the rows of request {out.request_id} are not complete; see the settings host_bytes, overflow")
+def _prompt_rows(output: Any) -> PromptRows:
+    completion, acts = output.outputs[0], output.activations
+    if acts is None or not output.receipt.complete or output.receipt.dropped:
+        raise WeirError(
+            f"the rows of request {output.request_id} are not complete; see the settings host_bytes, overflow"
+        )
     rows = []
     for site in acts.sites:
         records, header = acts.compressed(site) if acts.is_compressed else (acts[site], None)
-        at = acts.positions_of(*site), acts.token_ids_of(*site)
-        rows.append(Batch("", site.hook, site.layer, *at, records, header))
-    return PromptRows(rows, len(out.prompt_token_ids), len(done.token_ids), str(done.finish_reason))
+        positions, token_ids = acts.positions_of(*site), acts.token_ids_of(*site)
+        rows.append(Batch("", site.hook, site.layer, positions, token_ids, records, header))
+    return PromptRows(rows, len(output.prompt_token_ids), len(completion.token_ids), str(completion.finish_reason))
 
 
 @contextlib.contextmanager
 def children_without_sigint() -> Iterator[None]:
-    """Processes that are started inside do not see Ctrl-C, which a terminal sends to all: this one decides.
+    """Block SIGINT in processes that are started inside: a terminal sends Ctrl-C to all of them.
 
-    A thread that takes the signal meanwhile keeps Ctrl-C working here.
+    Child processes inherit the mask of this thread. Another thread, without the mask, receives the
+    signal meanwhile, so that Ctrl-C keeps working here.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     from multiprocessing import resource_tracker
 
-    resource_tracker.ensure_running()  # it would unblock the signal
-    over = threading.Event()
-    taker = threading.Thread(target=over.wait, name="weir-sigint", daemon=True)
-    taker.start()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    resource_tracker.ensure_running()  # starting it later would unblock the signal
+    done = threading.Event()
+    receiver = threading.Thread(target=done.wait, name="weir-sigint", daemon=True)
+    receiver.start()
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        over.set()
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        done.set()

@@ -1,4 +1,4 @@
-"""What a run of `weir extract` does and where its rows go; may be pickled."""
+"""`ExtractionPlan`: what a run of `weir extract` does and where its rows go; can be pickled."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ class Ray:
     """How to run on Ray.
 
     Args:
-        workers: engines.
-        address: of a cluster; None for the one that this process is in, or else a new local one.
-        gpus, cpus: for each worker; None: one GPU if the cluster has any, and one CPU.
-        options: of ``ray.init``.
+        workers: Number of engines.
+        address: Address of a cluster; None for the one that this process is in, or else a new local
+            one.
+        gpus: GPUs of each worker; None for one, if the cluster has any.
+        cpus: CPUs of each worker.
+        options: Options of ``ray.init``.
     """
 
     workers: int = 1
@@ -36,37 +38,40 @@ class Ray:
 
 @dataclass(frozen=True)
 class OutputTarget:
-    """Where rows go; may be pickled. See `open_writer`."""
+    """Where rows go: arguments of `open_writer`. Can be pickled."""
 
     url: str
     layout: str = "sharded"
     options: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise WeirError, without writing anything, if `writer` would."""
+        """Raise WeirError, without writing anything, if `writer` would raise one."""
         check_layout(self.layout, self.options.keys() - {"fsync", "storage_options"})
         is_claimed(self.store, self.layout)
 
     def writer(self) -> Writer:
-        """A new writer."""
+        """Open a writer."""
         return open_writer(self.url, self.layout, **self.options)
 
     @property
     def store(self) -> ObjectStore:
-        """The place."""
+        """The store of the dataset."""
         return ObjectStore(self.url, self.options.get("storage_options"))
 
 
 @dataclass(frozen=True)
 class ExtractionPlan:
-    """All that a worker needs to know; may be pickled.
+    """Everything that a worker needs to know; can be pickled.
 
     Args:
-        batch, skip, flush_seconds: as for `RecordLoop`.
-        start_engine: makes the engine.
+        spec: What is extracted.
+        source: The records.
+        target: Where rows go.
+        batch, skip, flush_seconds: As for `RecordLoop`.
+        start_engine: Starts the engine.
     """
 
-    wanted: RunSpec
+    spec: RunSpec
     source: TextSource
     target: OutputTarget
     batch: int = 256
@@ -75,24 +80,27 @@ class ExtractionPlan:
     start_engine: Callable[[RunSpec], ExtractionEngine] = VllmEngine
 
     def begin(self, writer: Writer) -> None:
-        """Hold the dataset to this run; after the engine has accepted what is wanted."""
-        if not check_run(writer.store, self.wanted.identity(self.source)):
-            begin_run(writer.store, self.wanted.identity(self.source), not self.target_requests())
+        """Write the identity of the run to the dataset, once the engine has started."""
+        identity = self.spec.identity(self.source)
+        if not check_run(writer.store, identity):
+            begin_run(writer.store, identity, not self.target_requests())
 
     def target_requests(self) -> int:
-        """Requests that are there already."""
+        """Return the number of requests that the dataset has."""
         from vllm_weir.storage.loading import load
 
         return len(load(self.target.url, storage_options=self.target.options.get("storage_options")))
 
-    def share(self, engine: ExtractionEngine, writer: Writer, **more: Any) -> RecordLoop:
-        """The part of the run that one engine does."""
+    def record_loop(self, engine: ExtractionEngine, writer: Writer, **options: Any) -> RecordLoop:
+        """Return the loop of one engine and writer; `options`: further ones of `RecordLoop`."""
         return RecordLoop(
-            self.source, engine, writer, max_length=self.wanted.max_length, batch=self.batch, skip=self.skip,
-            flush_seconds=self.flush_seconds, known=read_skipped(writer.store) if self.skip else {},
-            told=describe_rows(self.wanted.capture), reaches=self.wanted.reaches, **more,
+            self.source, engine, writer, max_length=self.spec.max_length, batch=self.batch, skip=self.skip,
+            flush_seconds=self.flush_seconds, known_skipped=read_skipped(writer.store) if self.skip else {},
+            row_notes=describe_rows(self.spec.capture), reaches=self.spec.reaches, **options,
         )  # fmt: skip
 
-
-def _known(plan: ExtractionPlan, total: int) -> dict[int, str]:
-    return {i: why for i, why in read_skipped(plan.target.store).items() if i < total} if plan.skip else {}
+    def known_skipped(self, total: int) -> dict[int, str]:
+        """Return why earlier runs skipped some of the first `total` records, by record."""
+        if not self.skip:
+            return {}
+        return {index: reason for index, reason in read_skipped(self.target.store).items() if index < total}

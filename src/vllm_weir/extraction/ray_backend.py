@@ -1,4 +1,4 @@
-"""The same run on Ray Data: groups of records go to a pool of engines, each with a writer of its own."""
+"""A run on Ray Data: groups of records go to a pool of actors, each with an engine and a writer."""
 
 from __future__ import annotations
 
@@ -14,30 +14,34 @@ if TYPE_CHECKING:
     from vllm_weir.extraction.plan import ExtractionPlan, Ray
 
 GROUPS = 4
-"""Groups of records in a task: while one is written the next is under way."""
+"""Groups of records in a task: one is written while the engine reads the next."""
 
 
 class RayWorker:
-    """An actor: an engine and a writer. What a task was given is published when it returns, so that Ray may repeat a
-    task whose worker died: the new one's writer knows what is there."""
+    """An actor with an engine and a writer.
+
+    The records of a task are published when it returns, so Ray may repeat a task whose worker has
+    died: the writer of the new worker finds what is already there.
+    """
 
     def __init__(self, plan: ExtractionPlan) -> None:
         self.error: WeirError | None = None
         try:
-            engine = plan.start_engine(plan.wanted)
+            engine = plan.start_engine(plan.spec)
             self.writer = plan.target.writer()
-            self.share = plan.share(engine, self.writer)
+            self.loop = plan.record_loop(engine, self.writer)
             plan.begin(self.writer)
-        except WeirError as e:  # raised here, Ray would try again for ever
+        except WeirError as e:  # if it were raised here, Ray would try again forever
             self.error = e
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
+        """Process tasks; return the counts or the error of each as JSON."""
         done = []
         for start, stop in zip(batch["start"].tolist(), batch["stop"].tolist(), strict=True):
             try:
                 if self.error is not None:
                     raise self.error
-                counts = self.share.run(start, stop)
+                counts = self.loop.run(start, stop)
             except WeirError as e:
                 done.append(json.dumps({"error": e.message, "field": e.field}))
             else:
@@ -46,54 +50,57 @@ class RayWorker:
 
 
 def run(
-    plan: ExtractionPlan, how: Ray, left: Sequence[tuple[int, int]], total: int, tell: Callable[[RecordCounts], Any],
-    stop: Callable[[], bool],
+    plan: ExtractionPlan, settings: Ray, remaining: Sequence[tuple[int, int]], total: int,
+    report: Callable[[RecordCounts], Any], stop: Callable[[], bool],
 ) -> None:  # fmt: skip
     """Run on Ray.
 
     Args:
-        left: groups of records with something to do, as (start, stop).
-        total: records in all; those outside `left` are settled.
-        tell, stop: as `RecordLoop` has them.
+        plan: The run.
+        settings: How to run on Ray.
+        remaining: Groups of records that are not done, as (start, stop).
+        total: Number of records.
+        report: As for `RecordLoop`.
+        stop: As for `RecordLoop`.
 
     Raises:
-        WeirError: the first that a worker met.
+        WeirError: The first error of a worker.
     """
     try:
         import ray
         from ray.data import ActorPoolStrategy, DataContext
     except ImportError as e:
         raise WeirError("Ray is missing: pip install 'vllm-weir[ray]'", "ray") from e
-    if how.workers < 1:
-        raise WeirError("at least 1", "ray_workers")
-    own = not ray.is_initialized()
-    if own:
-        ray.init(address=how.address, **{"include_dashboard": False, "log_to_driver": False} | how.options)
+    if settings.workers < 1:
+        raise WeirError(f"expected at least 1, got {settings.workers}", "ray_workers")
+    starts_ray = not ray.is_initialized()
+    if starts_ray:
+        ray.init(address=settings.address, **{"include_dashboard": False, "log_to_driver": False} | settings.options)
     try:
         DataContext.get_current().enable_progress_bars = False
-        gpus = how.gpus if how.gpus is not None else float(ray.cluster_resources().get("GPU", 0) > 0)
-        tasks = _tasks(left)
+        gpus = settings.gpus if settings.gpus is not None else float(ray.cluster_resources().get("GPU", 0) > 0)
+        tasks = _tasks(remaining)
         results = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map_batches(
-            RayWorker, fn_constructor_args=(plan,), batch_size=1, compute=ActorPoolStrategy(size=how.workers),
-            num_cpus=how.cpus, num_gpus=gpus,
+            RayWorker, fn_constructor_args=(plan,), batch_size=1, compute=ActorPoolStrategy(size=settings.workers),
+            num_cpus=settings.cpus, num_gpus=gpus,
         )  # fmt: skip
         for row in results.iter_rows():
-            tell(_counts(row["done"]))
+            report(_counts(row["done"]))
             if stop():
                 return
-        _tell_settled(plan, left, total, tell)
+        report(_outside(plan, remaining, total))
     finally:
-        if own:
+        if starts_ray:
             ray.shutdown()
         with plan.target.writer() as writer:
             writer.tidy()
 
 
-def _tasks(left: Sequence[tuple[int, int]]) -> list[dict[str, int]]:
-    """Neighbouring groups together, up to GROUPS."""
+def _tasks(remaining: Sequence[tuple[int, int]]) -> list[dict[str, int]]:
+    """Join up to GROUPS neighbouring groups into a task."""
     tasks: list[dict[str, int]] = []
     groups = 0
-    for start, stop in left:
+    for start, stop in remaining:
         if tasks and tasks[-1]["stop"] == start and groups < GROUPS:
             tasks[-1]["stop"] = stop
             groups += 1
@@ -104,20 +111,16 @@ def _tasks(left: Sequence[tuple[int, int]]) -> list[dict[str, int]]:
 
 
 def _counts(text: str) -> RecordCounts:
-    found = json.loads(text)
-    if "error" in found:
-        raise WeirError(found["error"], found["field"])
-    found["skipped"] = {int(index): why for index, why in found["skipped"].items()}
-    return RecordCounts(**found)
+    """Parse what a worker returned for a task; raise its error."""
+    result = json.loads(text)
+    if "error" in result:
+        raise WeirError(result["error"], result["field"])
+    result["skipped"] = {int(index): reason for index, reason in result["skipped"].items()}
+    return RecordCounts(**result)
 
 
-def _tell_settled(
-    plan: ExtractionPlan, left: Sequence[tuple[int, int]], total: int, tell: Callable[[RecordCounts], Any]
-) -> None:
-    """Count the records that no task was made for."""
-    from vllm_weir.extraction.plan import _known
-
-    known = _known(plan, total)
-    inside = {i for start, stop in left for i in range(start, stop)}
-    skipped = {i: why for i, why in known.items() if i not in inside}
-    tell(RecordCounts(held=total - len(inside) - len(skipped), skipped=skipped))
+def _outside(plan: ExtractionPlan, remaining: Sequence[tuple[int, int]], total: int) -> RecordCounts:
+    """Count the records outside the remaining groups."""
+    inside = {i for start, stop in remaining for i in range(start, stop)}
+    skipped = {i: reason for i, reason in plan.known_skipped(total).items() if i not in inside}
+    return RecordCounts(held=total - len(inside) - len(skipped), skipped=skipped)

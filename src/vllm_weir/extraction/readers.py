@@ -1,4 +1,4 @@
-"""How each kind of file is counted and read, a part at a time."""
+"""Readers of the kinds of files with texts: they count records, and read any range of them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ import pyarrow.parquet as pq
 from vllm_weir.errors import WeirError
 from vllm_weir.storage.object_store import ObjectStore
 
-STRIDE = 256
-"""Of every so many lines the place is kept, so that a reader may begin in the middle of a file."""
-CHATS = "messages"
+MARK_LINES = 256
+"""The place of every so many lines is kept, so that reading can begin in the middle of a file."""
+CHAT_COLUMN = "messages"
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file.
+    """A file of a source.
 
     Attributes:
-        name: in its store.
-        records: how many.
-        marks: bytes at which every STRIDE-th line begins (line formats that are not compressed).
+        name: Its name in the store.
+        records: Number of records.
+        marks: Bytes at which every MARK_LINES-th line begins (line formats that are not
+            compressed).
     """
 
     name: str
@@ -38,85 +39,101 @@ class InputFile:
 
 
 class RecordCounter(Protocol):
-    """Sees a file's bytes once, in order."""
+    """Counts the records of a file, whose bytes it is fed in order."""
 
-    def feed(self, block: bytes) -> None: ...
-    def part(self, store: ObjectStore, column: str) -> InputFile: ...
+    def feed(self, block: bytes) -> None:
+        """Take the next bytes of the file."""
+        ...
+
+    def part(self, store: ObjectStore, column: str) -> InputFile:
+        """Return the counted file, after all bytes."""
+        ...
 
 
 class FileReader(Protocol):
-    """A kind of file. `read` yields for each record its raw value, or an exception that says what is wrong with it."""
+    """A reader of one kind of file.
+
+    Attributes:
+        unit: What a record is called in messages.
+    """
 
     unit: str
 
-    def counter(self, name: str) -> RecordCounter: ...
-    def read(self, store: ObjectStore, part: InputFile, begin: int, end: int, column: str) -> Iterator[Any]: ...
+    def counter(self, name: str) -> RecordCounter:
+        """Return a counter for a file."""
+        ...
+
+    def read(self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str) -> Iterator[Any]:
+        """Yield the raw values of records `start` to `stop` - 1, or exceptions."""
+        ...
 
 
 class _LineCounter:
     def __init__(self, name: str) -> None:
-        self.name, self.lines, self.at, self.marks = name, 0, 0, [0]
-        self.unzip = zlib.decompressobj(31) if name.endswith(".gz") else None
-        self.open_line = False
+        self.name, self.lines, self.offset, self.marks = name, 0, 0, [0]
+        self.decompressor = zlib.decompressobj(31) if name.endswith(".gz") else None
+        self.in_line = False
 
     def feed(self, block: bytes) -> None:
-        if self.unzip is not None:
-            block = self._unzipped(block)
-        begin = 0
-        while (end := block.find(b"\n", begin)) >= 0:
+        if self.decompressor is not None:
+            block = self._decompressed(block)
+        line_start = 0
+        while (end := block.find(b"\n", line_start)) >= 0:
             self.lines += 1
-            begin = end + 1
-            if self.lines % STRIDE == 0:
-                self.marks.append(self.at + begin)
-        self.open_line = begin < len(block) or (self.open_line and not block)
-        self.at += len(block)
+            line_start = end + 1
+            if self.lines % MARK_LINES == 0:
+                self.marks.append(self.offset + line_start)
+        self.in_line = line_start < len(block) or (self.in_line and not block)
+        self.offset += len(block)
 
-    def _unzipped(self, block: bytes) -> bytes:
-        assert self.unzip is not None
-        out = b""
+    def _decompressed(self, block: bytes) -> bytes:
+        assert self.decompressor is not None
+        text = b""
         try:
             while block:
-                out += self.unzip.decompress(block)
-                block = self.unzip.unused_data
-                if self.unzip.eof and block:  # files of several members
-                    self.unzip = zlib.decompressobj(31)
+                text += self.decompressor.decompress(block)
+                block = self.decompressor.unused_data
+                if self.decompressor.eof and block:  # a file may have several members
+                    self.decompressor = zlib.decompressobj(31)
         except zlib.error as e:
-            raise OSError(f"no gzip data: {e}") from None
-        return out
+            raise OSError(f"not gzip data: {e}") from None
+        return text
 
     def part(self, store: ObjectStore, column: str) -> InputFile:
-        if self.unzip is not None and not self.unzip.eof and self.at:
-            raise OSError("the gzip data end too early")
-        lines = self.lines + self.open_line
-        return InputFile(self.name, lines, () if self.unzip is not None else tuple(self.marks))
+        if self.decompressor is not None and not self.decompressor.eof and self.offset:
+            raise OSError("the gzip data ends too early")
+        lines = self.lines + self.in_line
+        return InputFile(self.name, lines, () if self.decompressor is not None else tuple(self.marks))
 
 
 class Lines:
-    """Plain text, one text a line; an empty line is an empty text."""
+    """Plain text with one text a line; an empty line is an empty text."""
 
     unit = "line"
 
     def counter(self, name: str) -> RecordCounter:
+        """Return a counter for a file."""
         return _LineCounter(name)
 
-    def read(self, store: ObjectStore, part: InputFile, begin: int, end: int, column: str) -> Iterator[Any]:
-        skip = begin
+    def read(self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str) -> Iterator[Any]:
+        """Yield the texts of lines `start` to `stop` - 1, or an exception for an invalid line."""
+        skip = start
         with store.open(part.name, "gzip" if not part.marks else None) as stream:
             if part.marks:
-                mark = begin // STRIDE
+                mark = start // MARK_LINES
                 stream.seek(part.marks[mark])
-                skip = begin - mark * STRIDE
-            lines = islice(stream, skip, skip + end - begin)
-            got = 0
-            for line in lines:
-                if begin + got == 0:  # some editors put one in front of a file
+                skip = start - mark * MARK_LINES
+            lines_read = 0
+            for line in islice(stream, skip, skip + stop - start):
+                if start + lines_read == 0:  # some editors begin a file with a byte order mark
                     line = line.removeprefix(codecs.BOM_UTF8)
-                got += 1
+                lines_read += 1
                 yield self.value(line.removesuffix(b"\n").removesuffix(b"\r"), column)
-        if got != end - begin:
+        if lines_read != stop - start:
             raise EOFError("it has become shorter while it was read")
 
     def value(self, line: bytes, column: str) -> Any:
+        """Return the value of a line, or an exception for an invalid one."""
         try:
             return line.decode()
         except UnicodeDecodeError as e:
@@ -124,31 +141,26 @@ class Lines:
 
 
 class JsonLines(Lines):
-    """One JSON object a line."""
+    """Text with one JSON object a line."""
 
     def value(self, line: bytes, column: str) -> Any:
+        """Return the value of the column, or else of that of chats, or an exception."""
         try:
-            found = json.loads(line)
+            record = json.loads(line)
         except (ValueError, RecursionError) as e:
-            return ValueError(f"no JSON ({str(e)[:120]})")
-        if not isinstance(found, dict):
-            return ValueError(f"a JSON object is expected, got a {type(found).__name__}")
-        if column in found:
-            return found[column]
-        if CHATS in found:
-            return found[CHATS]
-        return _missing(column, found)
-
-
-def _missing(column: str, found: Any) -> ValueError:
-    """The record has no such column."""
-    have = ", ".join(map(str, list(found)[:12])) or "none"
-    return ValueError(f"no column {column!r}; it has {have}")
+            return ValueError(f"not JSON ({str(e)[:120]})")
+        if not isinstance(record, dict):
+            return ValueError(f"expected a JSON object, got a {type(record).__name__}")
+        for name in (column, CHAT_COLUMN):
+            if name in record:
+                return record[name]
+        have = ", ".join(map(str, list(record)[:12])) or "none"
+        return ValueError(f"no column {column!r}; it has {have}")
 
 
 @dataclass
-class _Whole:
-    """Counts by looking at the finished file, not at its bytes."""
+class _FileCounter:
+    """Counts the records of a file by opening it, not from the bytes that it is fed."""
 
     name: str
     count: Any
@@ -159,74 +171,79 @@ class _Whole:
         return InputFile(self.name, self.count(store, self.name, column))
 
 
-def _column(names: list[str], column: str, field: str = "column") -> str:
+def _text_column(names: list[str], column: str) -> str:
+    """Return `column`, or else the column of chats; raise WeirError if there is neither."""
     if column in names:
         return column
-    if CHATS in names:
-        return CHATS
-    raise WeirError(f"there is no column {column!r}; there are {', '.join(names[:20]) or 'none'}", field)
+    if CHAT_COLUMN in names:
+        return CHAT_COLUMN
+    raise WeirError(f"there is no column {column!r}; there are {', '.join(names[:20]) or 'none'}", "column")
 
 
 class Parquet:
-    """Parquet, by row groups. Without Arrow's threads, as manifests are read."""
+    """Parquet, read by row groups, and like manifests without Arrow's threads."""
 
     unit = "row"
 
     def counter(self, name: str) -> RecordCounter:
-        return _Whole(name, self._count)
+        """Return a counter for a file."""
+        return _FileCounter(name, self._count)
 
     def _count(self, store: ObjectStore, name: str, column: str) -> int:
         with store.open(name) as stream:
             file = pq.ParquetFile(stream, pre_buffer=False)
-            _column(file.schema_arrow.names, column)
+            _text_column(file.schema_arrow.names, column)
             return file.metadata.num_rows
 
-    def read(self, store: ObjectStore, part: InputFile, begin: int, end: int, column: str) -> Iterator[Any]:
+    def read(self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str) -> Iterator[Any]:
+        """Yield the values of rows `start` to `stop` - 1."""
         with store.open(part.name) as stream:
             file = pq.ParquetFile(stream, pre_buffer=False)
-            name = _column(file.schema_arrow.names, column)
-            first = 0
+            name = _text_column(file.schema_arrow.names, column)
+            group_start = 0
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
-                if first < end and first + rows > begin:
-                    at = first
+                if group_start < stop and group_start + rows > start:
+                    batch_start = group_start
                     for batch in file.iter_batches(1024, row_groups=[group], columns=[name], use_threads=False):
-                        yield from _values(batch.column(0), begin - at, end - at)
-                        at += len(batch)
-                first += rows
+                        yield from _values(batch.column(0), start - batch_start, stop - batch_start)
+                        batch_start += len(batch)
+                group_start += rows
 
 
 class Arrow:
-    """Arrow IPC, as HF `datasets` saves it (streams; files too)."""
+    """Arrow IPC streams, as HF `datasets` saves them, and files."""
 
     unit = "row"
 
     def counter(self, name: str) -> RecordCounter:
-        return _Whole(name, self._count)
+        """Return a counter for a file."""
+        return _FileCounter(name, self._count)
 
     def _count(self, store: ObjectStore, name: str, column: str) -> int:
         with self._batches(store, name) as (schema, batches):
-            _column(schema.names, column)
+            _text_column(schema.names, column)
             return sum(batch.num_rows for batch in batches)
 
-    def read(self, store: ObjectStore, part: InputFile, begin: int, end: int, column: str) -> Iterator[Any]:
+    def read(self, store: ObjectStore, part: InputFile, start: int, stop: int, column: str) -> Iterator[Any]:
+        """Yield the values of rows `start` to `stop` - 1."""
         with self._batches(store, part.name) as (schema, batches):
-            place = schema.names.index(_column(schema.names, column))
-            first = 0
+            column_index = schema.names.index(_text_column(schema.names, column))
+            batch_start = 0
             for batch in batches:
-                if first >= end:
+                if batch_start >= stop:
                     return
-                yield from _values(batch.column(place), begin - first, end - first)
-                first += batch.num_rows
+                yield from _values(batch.column(column_index), start - batch_start, stop - batch_start)
+                batch_start += batch.num_rows
 
     @contextlib.contextmanager
     def _batches(self, store: ObjectStore, name: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
         opened = pa.memory_map(store.path(name)) if store.local else store.open(name)
         with opened as stream:
             options = pa.ipc.IpcReadOptions(use_threads=False)
-            head = stream.read(6)
+            magic = stream.read(6)
             stream.seek(0)
-            if head == b"ARROW1":
+            if magic == b"ARROW1":
                 file = pa.ipc.open_file(stream, options=options)
                 yield file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
             else:
@@ -234,9 +251,9 @@ class Arrow:
                 yield reader.schema, iter(reader)
 
 
-def _values(array: pa.Array, begin: int, end: int) -> list[Any]:
-    """Entries `begin` to `end` - 1 (clipped) as Python values."""
-    low, high = max(begin, 0), min(max(end, 0), len(array))
+def _values(array: pa.Array, start: int, stop: int) -> list[Any]:
+    """Return entries `start` to `stop` - 1, as far as they exist, as Python values."""
+    low, high = max(start, 0), min(max(stop, 0), len(array))
     return array.slice(low, high - low).to_pylist() if low < high else []
 
 
@@ -244,14 +261,14 @@ READERS: dict[str, FileReader] = {"jsonl": JsonLines(), "txt": Lines(), "parquet
 _ENDINGS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "txt", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
-_BESIDE = {"state.json", "dataset_info.json", "dataset_dict.json"}
-"""Files that say something about a saved dataset, and hold no records."""
+_DESCRIPTIONS = {"state.json", "dataset_info.json", "dataset_dict.json"}
+"""Files that describe a saved dataset and have no records."""
 
 
 def kind_of(name: str) -> str:
-    """A file's kind by its name; empty for others."""
+    """Return the kind of a file by its name, or an empty string if it has none."""
     base = name.rpartition("/")[2]
-    if base in _BESIDE:
+    if base in _DESCRIPTIONS:
         return ""
     stem = base.removesuffix(".gz")
     kind = next((kind for ending, kind in _ENDINGS.items() if stem.endswith(ending)), "")

@@ -1,4 +1,4 @@
-"""What a run extracts, and the file that holds a dataset of activations to it."""
+"""`RunSpec`: what a run extracts; and the files beside the rows that describe a run."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from vllm_weir.schema.capture import Capture
 from vllm_weir.storage.object_store import ObjectStore
 
 RUN, SKIPPED = "extract.json", "skipped.jsonl"
-"""Files beside the rows: what the run is, and the records that it could not take."""
+"""Files beside the rows: the identity of the run, and the records that it skipped."""
 FORMAT, VERSION = "weir-extract", 1
-HARMLESS = frozenset(
+SPEED_OPTIONS = frozenset(
     {
         "block_size", "disable_log_stats", "distributed_executor_backend", "gpu_memory_utilization",
         "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs", "use_tqdm_on_load",
     }
 )  # fmt: skip
-"""Engine options that a run may change when it goes on: they decide how fast it is, not what the rows are."""
+"""Engine options that may change when a run is resumed: they affect its speed, not its rows."""
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What is taken of every record.
+    """What is extracted from every record.
 
     Args:
-        model: as vLLM takes it.
-        hook, layers, positions, compress, reduce, dtype: as for `Capture`.
-        max_tokens: tokens that each request generates, greedily; one is vLLM's least.
-        max_length: prompts are cut to so many tokens; None refuses what is too long.
-        engine: options of ``vllm.LLM``.
+        model: As for vLLM.
+        hook, layers, positions, compress, reduce, dtype: As for `Capture`.
+        max_tokens: Tokens that each request generates, greedily; vLLM needs at least one.
+        max_length: Prompts are cut to this many tokens; None refuses longer ones than the engine
+            takes.
+        engine: Options of ``vllm.LLM``.
     """
 
     model: str
@@ -50,24 +51,24 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise WeirError("a directory or hub id", "model")
+            raise WeirError("expected a directory or hub id", "model")
         for name in ("max_tokens", "max_length"):
             value = getattr(self, name)
             if not (value is None and name == "max_length") and (type(value) is not int or value < 1):
-                raise WeirError(f"a number of tokens, at least 1, got {brief(value)}", name)
+                raise WeirError(f"expected a number of tokens, at least 1, got {brief(value)}", name)
         if not isinstance(self.engine, dict) or "model" in self.engine:
-            raise WeirError("options of vllm.LLM by name; the model is given apart", "engine")
+            raise WeirError("expected a dict of options of vllm.LLM, without the model", "engine")
         try:
             json.dumps(self.engine)
         except (TypeError, ValueError):
-            raise WeirError("plain JSON data", "engine") from None
+            raise WeirError("expected plain JSON data", "engine") from None
         positions = self.capture.positions
         if positions.kind == "generated":  # what it selects does not depend on the text
             check_reached(((positions, "positions"),), 1, self.max_tokens, self.max_tokens)
 
     @property
     def capture(self) -> Capture:
-        """What each request asks of Weir."""
+        """The capture of each request."""
         try:
             return Capture(
                 self.hook, self.layers, self.positions, dtype=self.dtype, reduce=self.reduce, compress=self.compress
@@ -76,32 +77,32 @@ class RunSpec:
             raise WeirError(e.message, e.field.removeprefix("capture.")) from None
 
     def reaches(self, prompt_len: int) -> bool:
-        """Whether the request of a prompt of so many tokens can have a row that is wanted."""
+        """Return whether a prompt of this many tokens can give a row."""
         return self.capture.positions.reaches(prompt_len, prompt_len + self.max_tokens - 1)
 
     def identity(self, source: TextSource) -> dict[str, Any]:
-        """All that decides what the rows are, as plain JSON data."""
+        """Return everything that determines the rows, as plain JSON data."""
         capture = self.capture.to_json()
-        asked = {name: capture.get(name) for name in ("hook", "layers", "positions", "dtype", "reduce", "compress")}
-        # As it is read back when the run goes on: tuples are lists there, and all keys texts.
-        engine = json.loads(json.dumps({k: v for k, v in sorted(self.engine.items()) if k not in HARMLESS}))
+        captured = {name: capture.get(name) for name in ("hook", "layers", "positions", "dtype", "reduce", "compress")}
+        # As it is read back from the file: tuples become lists, and keys strings.
+        engine = json.loads(json.dumps({k: v for k, v in sorted(self.engine.items()) if k not in SPEED_OPTIONS}))
         return {
             "format": FORMAT, "version": VERSION, "source": source.digest, "column": source.column,
-            "model": self.model, **asked, "max_tokens": self.max_tokens, "max_length": self.max_length,
+            "model": self.model, **captured, "max_tokens": self.max_tokens, "max_length": self.max_length,
             "engine": engine,
         }  # fmt: skip
 
 
 def request_id(source: TextSource, index: int) -> str:
-    """The id of a record's request: the same in every run over the same texts. Ids sort as the records do."""
+    """Return the id of a record's request: the same in every run, and sorted as the records."""
     return f"{index:010d}-{source.digest[:12]}"
 
 
 def check_run(store: ObjectStore, identity: dict[str, Any]) -> bool:
-    """Whether the run of this identity was begun in a folder.
+    """Return whether the run with this identity was begun in a folder.
 
     Raises:
-        WeirError: if another one was; it names the first field that differs.
+        WeirError: If another run was begun there; it names the first field that differs.
     """
     if RUN not in store.names():
         return False
@@ -111,7 +112,7 @@ def check_run(store: ObjectStore, identity: dict[str, Any]) -> bool:
         if found["format"] != FORMAT or found["version"] != VERSION:
             raise ValueError
     except (ValueError, KeyError, TypeError):
-        raise store.error(RUN, "does not say which run this is") from None
+        raise store.error(RUN, "does not describe a run of weir extract") from None
     for name, wanted in identity.items():
         if found.get(name) != wanted:
             raise WeirError(
@@ -123,7 +124,7 @@ def check_run(store: ObjectStore, identity: dict[str, Any]) -> bool:
 
 
 def begin_run(store: ObjectStore, identity: dict[str, Any], empty: bool) -> None:
-    """Hold a folder to this run; `empty`: whether no request is in it yet."""
+    """Write the identity of a run to a folder; `empty`: whether the folder has no request."""
     if check_run(store, identity):
         return
     if not empty:
@@ -132,7 +133,7 @@ def begin_run(store: ObjectStore, identity: dict[str, Any], empty: bool) -> None
 
 
 def read_skipped(store: ObjectStore) -> dict[int, str]:
-    """Records that earlier runs could not take: index -> reason."""
+    """Return the records that earlier runs skipped: index -> reason."""
     if SKIPPED not in store.names():
         return {}
     data = store.read(SKIPPED)
@@ -144,7 +145,7 @@ def read_skipped(store: ObjectStore) -> dict[int, str]:
 
 
 def write_skipped(store: ObjectStore, skipped: dict[int, str]) -> None:
-    """Keep the list of records that could not be taken."""
+    """Write the list of skipped records."""
     if skipped and skipped != read_skipped(store):
         store.put(SKIPPED, b"".join(_lines(skipped)))
 

@@ -1,7 +1,7 @@
-"""Where texts come from: JSONL, Parquet, plain text, and datasets saved by HF `datasets`, behind any fsspec URL.
+"""Sources of texts at any fsspec URL: JSONL, Parquet, plain text and saved HF datasets.
 
-A source numbers its records from 0 in a fixed order, says what each is (or why it is none), and has a digest of its
-bytes, so that a run that goes on tomorrow knows that it reads the same texts.
+A source numbers its records from 0 in a fixed order, and has a digest of its bytes, which tells a
+resumed run that it reads the same texts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_weir.storage.store_errors import store_errors
 from vllm_weir.storage.urls import split_url
 
 BLOCK = 4 << 20
-"""Files are read and digested in blocks of so many bytes."""
+"""Files are read and digested in blocks of this many bytes."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class InputRecord:
     """One record.
 
     Attributes:
-        index: its number in the source.
-        value: the text, or a chat (a list of messages), or None.
-        reason: why it is none, naming the place; empty if it is one.
+        index: Its number in the source.
+        value: The text, or a chat (a list of messages); None for an invalid record.
+        reason: Why the record is invalid, naming the file and line; else empty.
     """
 
     index: int
@@ -46,9 +46,9 @@ class TextSource:
     """Records of one or more files. Made by `open_source`; may be pickled.
 
     Attributes:
-        store, kind, parts: the files.
-        column: whose value is the text.
-        digest: hexadecimal, of the files' names and bytes.
+        store, kind, parts: The files.
+        column: Column of the text.
+        digest: Digest of the files' names and bytes, hexadecimal.
     """
 
     store: ObjectStore
@@ -61,19 +61,19 @@ class TextSource:
         return sum(part.records for part in self.parts)
 
     def read(self, start: int, stop: int) -> Iterator[InputRecord]:
-        """Records `start` to `stop` - 1, in order."""
+        """Yield records `start` to `stop` - 1, in order."""
         first = 0
         for part in self.parts:
-            begin, end = max(start - first, 0), min(stop - first, part.records)
-            if begin < end:
-                yield from self._read_part(part, first, begin, end)
+            part_start, part_stop = max(start - first, 0), min(stop - first, part.records)
+            if part_start < part_stop:
+                yield from self._read_part(part, first, part_start, part_stop)
             first += part.records
 
-    def _read_part(self, part: InputFile, first: int, begin: int, end: int) -> Iterator[InputRecord]:
+    def _read_part(self, part: InputFile, first: int, start: int, stop: int) -> Iterator[InputRecord]:
         file = self.store.describe(part.name)
         with store_errors("read", file):
             try:
-                for i, raw in enumerate(READERS[self.kind].read(self.store, part, begin, end, self.column), begin):
+                for i, raw in enumerate(READERS[self.kind].read(self.store, part, start, stop, self.column), start):
                     yield _record(first + i, raw, f"{file}, {READERS[self.kind].unit} {i + 1}", self.column)
             except (pa.ArrowException, KeyError, EOFError) as e:
                 raise WeirError(f"cannot read {file}: {str(e)[:200]}", "source") from e
@@ -86,19 +86,19 @@ def open_source(
     split: str | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> TextSource:
-    """Texts in a file or a folder; reads all of it once, for its digest and the number of its records.
+    """Open the texts in a file or folder, which is read once to digest it and count records.
 
     Args:
-        url: ``.jsonl`` (``.ndjson``, ``.json`` with one object a line), ``.parquet``, ``.txt`` (one text a line), any
-            of the line formats with ``.gz``, a folder of files of one of these kinds, or a folder of
-            ``Dataset.save_to_disk``; a local path or any fsspec URL.
-        column: whose value is the text. Where it is missing and there is a column ``messages``, or where its value is a
-            list of messages, the record is a chat.
-        split: which one of a saved ``DatasetDict``.
-        storage_options: for fsspec.
+        url: ``.jsonl`` (``.ndjson``, ``.json`` with one object a line), ``.parquet``, ``.txt`` (one
+            text a line), any of the line formats with ``.gz``, a folder of files of one of these
+            kinds, or a folder of ``Dataset.save_to_disk``; a local path or any fsspec URL.
+        column: Column of the text. A record is a chat if its value is a list of messages, or if it
+            lacks this column and has a column ``messages``.
+        split: Split of a saved ``DatasetDict``.
+        storage_options: Options for fsspec.
 
     Raises:
-        WeirError: if there is nothing to read, or it cannot be told what it is.
+        WeirError: If there are no texts, or their format is not recognised.
     """
     store = ObjectStore(url, storage_options)
     if store.is_file():
@@ -108,26 +108,27 @@ def open_source(
     else:
         if not store.exists():
             raise WeirError(
-                f"{store.url} does not exist; of a dataset on the Hugging Face hub name a file "
-                "(hf://datasets/OWNER/NAME/FILE), or keep it with save_to_disk and name that folder",
+                f"{store.url} does not exist; for a dataset on the Hugging Face hub, name a file "
+                "(hf://datasets/OWNER/NAME/FILE), or save it with save_to_disk and name that folder",
                 "source",
             )
-        store, names = _saved(store, split, storage_options)
-    found = {name: kind_of(name) for name in names}
-    kinds = {kind for kind in found.values() if kind}
+        store, names = _folder_files(store, split, storage_options)
+    kind_by_name = {name: kind_of(name) for name in names}
+    kinds = {kind for kind in kind_by_name.values() if kind}
     if len(kinds) != 1:
-        what = f"holds files of several kinds ({', '.join(sorted(kinds))}); name one" if kinds else "holds no texts"
-        raise WeirError(f"{store.url} {what}; JSONL, Parquet, .txt and saved HF datasets are read", "source")
+        problem = f"holds files of several kinds ({', '.join(sorted(kinds))}); name one" if kinds else "holds no texts"
+        raise WeirError(f"{store.url} {problem}; JSONL, Parquet, .txt and saved HF datasets are read", "source")
     kind = kinds.pop()
     digest, parts = hashlib.blake2b(digest_size=16), []
-    for name in sorted(name for name in names if found[name]) if len(names) > 1 and kind != "arrow" else names:
-        if found[name]:
+    # A saved dataset has an order of its own.
+    for name in names if kind == "arrow" else sorted(names):
+        if kind_by_name[name]:
             parts.append(_scan(store, name, kind, digest, column))
     return TextSource(store, kind, tuple(parts), column, digest.hexdigest())
 
 
 def _scan(store: ObjectStore, name: str, kind: str, digest: Any, column: str) -> InputFile:
-    """Digest a file, and count its records."""
+    """Add a file to the digest, and count its records."""
     file = store.describe(name)
     reader = READERS[kind]
     with store_errors("read", file):
@@ -145,8 +146,10 @@ def _scan(store: ObjectStore, name: str, kind: str, digest: Any, column: str) ->
             raise WeirError(f"cannot read {file}: {str(e)[:200]}", "source") from e
 
 
-def _saved(store: ObjectStore, split: str | None, options: dict[str, Any] | None) -> tuple[ObjectStore, list[str]]:
-    """The files of a folder; those of a saved HF dataset in its own order."""
+def _folder_files(
+    store: ObjectStore, split: str | None, options: dict[str, Any] | None
+) -> tuple[ObjectStore, list[str]]:
+    """Return the files of a folder, or of a saved HF dataset in its order."""
     names = list(store.names())
     if "dataset_dict.json" in names:
         splits = list(_json(store, "dataset_dict.json").get("splits", []))
@@ -157,14 +160,14 @@ def _saved(store: ObjectStore, split: str | None, options: dict[str, Any] | None
         store = ObjectStore(f"{store.url.rstrip('/')}/{split}", options)
         names = list(store.names())
     elif split is not None:
-        raise WeirError(f"{store.url} is no DatasetDict that was saved to disk; leave split out", "split")
+        raise WeirError(f"{store.url} is not a saved DatasetDict; leave split out", "split")
     if "state.json" in names:
         try:
             files = [str(entry["filename"]) for entry in _json(store, "state.json")["_data_files"]]
         except (KeyError, TypeError):
             raise store.error("state.json", "does not list the dataset's files") from None
-        for gone in [file for file in files if file not in names]:
-            raise store.error(gone, "state.json names it, and it is not there")
+        for missing in [file for file in files if file not in names]:
+            raise store.error(missing, "is missing, although state.json names it")
         return store, files
     return store, names
 
@@ -174,14 +177,14 @@ def _json(store: ObjectStore, name: str) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except ValueError as e:
-        raise store.error(name, f"is no JSON: {e}") from None
+        raise store.error(name, f"is not JSON: {e}") from None
     if not isinstance(value, dict):
-        raise store.error(name, "is no JSON object")
+        raise store.error(name, "is not a JSON object")
     return value
 
 
 def _record(index: int, raw: Any, where: str, column: str) -> InputRecord:
-    """What a format's reader found, judged: a text, a chat, or a reason."""
+    """Make a record of a raw value, or of the exception that a reader returned for it."""
     if isinstance(raw, Exception):
         return InputRecord(index, None, f"{where}: {raw}")
     if isinstance(raw, str):
@@ -190,5 +193,5 @@ def _record(index: int, raw: Any, where: str, column: str) -> InputRecord:
         if all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in raw):
             return InputRecord(index, raw)
         return InputRecord(index, None, f"{where}: a chat is a list of messages with role and content")
-    what = "an empty list" if raw == [] else "nothing" if raw is None else f"a {type(raw).__name__}"
-    return InputRecord(index, None, f"{where}: column {column!r} holds {what}, not a text or a list of messages")
+    found = "an empty list" if raw == [] else "nothing" if raw is None else f"a {type(raw).__name__}"
+    return InputRecord(index, None, f"{where}: column {column!r} holds {found}, not a text or a list of messages")

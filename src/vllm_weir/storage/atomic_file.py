@@ -1,4 +1,4 @@
-"""`AtomicFile`: a file of an `ObjectStore` that is written piece by piece and published in one step."""
+"""`AtomicFile`: a file that is written piece by piece and published in one step."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import os
 import re
 import secrets
 import tempfile
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from vllm_weir.storage.store_errors import store_errors
 
-if TYPE_CHECKING:
-    from vllm_weir.storage.object_store import ObjectStore
-
 UPLOAD_NAME = "weir-upload"
-"""Base of a temporary file's name in the folder of temporary files, for a file that will be sent to a remote store."""
+"""Base of a temporary file's name in the folder of temporary files, for a file that will be sent to
+a remote store."""
 
 _TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp", re.DOTALL)
 """Name of the temporary file of an `AtomicFile` in a local store."""
@@ -26,15 +25,39 @@ _TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp", re.DOTALL)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 WRITE_BYTES = 1 << 20
-"""Bytes of one write call: for larger ones ext4 looks for long runs of free memory, which can be slow."""
+"""Bytes of one write call: for larger ones ext4 looks for long runs of free memory, which can be
+slow."""
+
+
+class PublishingStore(Protocol):
+    """The part of `ObjectStore` that an `AtomicFile` uses."""
+
+    local: bool
+    fsync: bool
+
+    def path(self, name: str) -> str:
+        """Return the path of a file as the file system understands it."""
+        ...
+
+    def describe(self, name: str) -> str:
+        """Return the file as error messages name it."""
+        ...
+
+    def store_errors(self, action: str, name: str) -> AbstractContextManager[None]:
+        """Raise any error of the file system as a StoreError that names the file."""
+        ...
+
+    def upload(self, path: str, name: str) -> None:
+        """Send a local file to a remote store."""
+        ...
 
 
 class AtomicFile:
     """A file that is not visible under its name until `publish`. Made by `ObjectStore.new_file`.
 
-    In a local store it is a hidden file in the same folder, which `publish` renames. For a remote store it is a local
-    temporary file, which `publish` uploads. While the writer lives it holds a lock on the temporary file, so that
-    other processes can tell what a dead writer left behind.
+    In a local store it is a hidden file in the same folder, which `publish` renames. For a remote
+    store it is a local temporary file, which `publish` uploads. While the writer lives it holds a
+    lock on the temporary file, so that other processes can tell what a dead writer left behind.
 
     Attributes:
         store, name: Where it will be published.
@@ -43,7 +66,7 @@ class AtomicFile:
         size: Bytes written.
     """
 
-    def __init__(self, store: ObjectStore, name: str) -> None:
+    def __init__(self, store: PublishingStore, name: str) -> None:
         self.store, self.name, self.size = store, name, 0
         self._reserved = 0
         self.file = store.describe(name)
@@ -78,7 +101,8 @@ class AtomicFile:
         Not to be called while another thread writes: the C library may reserve by writing zeros.
 
         Returns:
-            False if the file system cannot reserve, so that only writing shows whether there is room.
+            False if the file system cannot reserve, so that only writing shows whether there is
+            room.
 
         Raises:
             StoreError: If the disk is full.
@@ -89,7 +113,8 @@ class AtomicFile:
             return False
         with store_errors("write", self.file):
             try:
-                self._reserve(-(-size // WRITE_BYTES) * WRITE_BYTES)  # rounded up, so that calls are few
+                # Rounded up, so that calls are few.
+                self._reserve(-(-size // WRITE_BYTES) * WRITE_BYTES)
             except OSError as e:
                 if e.errno in _CANNOT_RESERVE:
                     return False
@@ -174,10 +199,10 @@ def remove_stale_files(root: str, folder_prefix: str | None) -> None:
 
 
 def _create_locked(path: str, mode: int) -> int:
-    """Create and lock a file; return its descriptor, or -1 if another process removed it before it was locked."""
+    """Create and lock a file; return its descriptor, or -1 if it was removed before the lock."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    # The lock tells whoever finds the file that its writer lives. Some network file systems have no locks; there a
-    # dead writer's file stays.
+    # The lock tells whoever finds the file that its writer lives. Some network file systems have no
+    # locks; there a dead writer's file stays.
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX)
     if os.path.exists(path):

@@ -1,4 +1,4 @@
-"""`Batch`: some rows of one site of one request, on their way into a file."""
+"""`Batch`: rows of one site of one request, for a `Writer`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class Batch:
     """Rows of one site of one request.
 
     Attributes:
-        request_id: any string.
-        hook, layer: the site.
+        request_id: Any string.
+        hook, layer: The site.
         positions: int64 [n] (tensor, array or list); no position of a site may come twice.
         token_ids: int64 [n], the token at each position; -1 where unknown.
-        rows: tensor [n, d], float32, float16 or bfloat16; or, with a header, records: uint8 [n, record_bytes].
-        header: of `Compression.header`, for records.
+        rows: Tensor [n, d], float32, float16 or bfloat16; with a header, records: uint8 [n,
+            record_bytes].
+        header: What `Compression.header` returned, for records.
     """
 
     request_id: str
@@ -40,17 +41,20 @@ class Batch:
 
     @property
     def site(self) -> Site:
+        """The site of the rows."""
         return Site(self.hook, self.layer)
 
 
 @dataclass(eq=False)
 class CheckedBatch:
-    """A checked batch.
+    """A checked batch, compressed and on the host.
 
     Attributes:
-        records: uint8 [n, record_bytes], C-contiguous, on the CPU.
-        header: as JSON text.
-        ascending: whether the positions are.
+        request_id, site: As in `Batch`.
+        positions, token_ids: int64 [n].
+        records: uint8 [n, record_bytes], C-contiguous.
+        header: Header of the records as JSON text.
+        ascending: Whether the positions ascend.
     """
 
     request_id: str
@@ -63,11 +67,12 @@ class CheckedBatch:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the records."""
         return self.records.nbytes
 
 
 def pack(batch: Batch, compression: Compression) -> CheckedBatch:
-    """Check a batch, compress it unless it is, and bring it to the host; raises WeirError naming the field."""
+    """Check a batch, compress it and copy it to the host; raise WeirError naming the field."""
     check_id(batch.request_id, "batch.request_id")
     if isinstance(batch.layer, bool) or not isinstance(batch.layer, int) or not 0 <= batch.layer < 2**31:
         raise WeirError("a layer is an int, counted from 0", "batch.layer")
@@ -81,10 +86,10 @@ def pack(batch: Batch, compression: Compression) -> CheckedBatch:
     if n and (positions[0] if ascending else positions.min()) < 0:
         raise WeirError("a position is never negative", "batch.positions")
     if batch.header is None:
-        dtype = _name(rows.dtype)
+        dtype = _dtype_name(rows.dtype)
         if dtype not in ROW_DTYPES:
             raise WeirError(f"rows are {', '.join(ROW_DTYPES)}, got {dtype}; records need their header", "batch.rows")
-        header = _made(compression, rows.shape[1], dtype)
+        header = _new_header(compression, rows.shape[1], dtype)
         if compression.method != "none":
             rows = encode(rows, compression)
         elif rows.is_contiguous() and rows.numel():
@@ -93,7 +98,7 @@ def pack(batch: Batch, compression: Compression) -> CheckedBatch:
             rows = as_bytes(rows)
     else:
         header = header_text(batch.header)
-        width = _checked(header)
+        width = _record_bytes(header)
         if rows.dtype != torch.uint8 or rows.shape[1] != width:
             raise WeirError(
                 f"records are uint8 [n, {width}] by their header, got {rows.dtype} {list(rows.shape)}", "batch.rows"
@@ -103,18 +108,18 @@ def pack(batch: Batch, compression: Compression) -> CheckedBatch:
 
 
 def check_id(request_id: object, field: str) -> None:
-    """Raises WeirError if something is no request id: a string of 1 to 4096 characters that UTF-8 can encode."""
+    """Raise WeirError unless this is a string of 1 to 4096 characters that UTF-8 can encode."""
     if not isinstance(request_id, str) or not 0 < len(request_id) <= 4096:
         raise WeirError("a request id is a string of 1 to 4096 characters", field)
     if not request_id.isascii():
         try:
             request_id.encode()
-        except UnicodeEncodeError:  # half of a surrogate pair; one such id would spoil a file of many requests
+        except UnicodeEncodeError:  # half of a surrogate pair, which could not be written
             raise WeirError(f"a request id is text, got {request_id[:80]!a}", field) from None
 
 
 def header_text(header: Mapping[str, Any]) -> str:
-    """A header as JSON text, always the same for the same header."""
+    """Return a header as JSON text; equal headers give equal text."""
     try:
         return json.dumps(header, sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError):
@@ -122,25 +127,25 @@ def header_text(header: Mapping[str, Any]) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 @functools.lru_cache(maxsize=64)
-def _made(compression: Compression, d_model: int, dtype: str) -> str:
+def _new_header(compression: Compression, d_model: int, dtype: str) -> str:
     return header_text(compression.header(d_model, dtype))
 
 
 @functools.lru_cache(maxsize=64)
-def _checked(text: str) -> int:
-    """Bytes of a record, of a header that is right."""
+def _record_bytes(text: str) -> int:
+    """Check a header and return the bytes of one of its records."""
     header = json.loads(text)
     Compression.from_header(header, "batch.header")
     return header_bytes(header)
 
 
 def metadata_text(metadata: Mapping[str, Any] | None) -> str:
-    """A request's metadata as JSON text; raises WeirError if it is not plain data."""
+    """Return a request's metadata as JSON text; raise WeirError if it is not plain data."""
     try:
         return json.dumps(dict(metadata or {}), sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as e:

@@ -1,8 +1,10 @@
-"""``weir inspect`` and ``weir convert``."""
+"""The commands ``weir inspect`` and ``weir convert``, and what commands over datasets share."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from vllm_weir.storage.dataset import ActivationDataset
     from vllm_weir.storage.verify import Verified
 
-_OPTIONS = typer.Option("--storage-options", help="For fsspec, JSON.")
+_STORAGE_OPTIONS = typer.Option("--storage-options", help="For fsspec, JSON.")
 
 
 def inspect(
@@ -25,43 +27,43 @@ def inspect(
     verify: Annotated[bool, typer.Option("--verify", help="Read all rows; exit code 1 if some are damaged.")] = False,
     layer_ids: Annotated[str, typer.Option(help="Of vLLM's own hidden states, with commas.")] = "",
     hidden_size: Annotated[int | None, typer.Option(help="d_model, for Vllm_mi_patch's topk8.")] = None,
-    storage_options: Annotated[str, _OPTIONS] = "{}",
+    storage_options: Annotated[str, _STORAGE_OPTIONS] = "{}",
 ) -> None:
-    """Show what a dataset holds: requests, sites, sizes, statistics; and whether all of it is whole."""
+    """Show requests, sites, sizes and statistics of a dataset, and whether it is damaged."""
     from vllm_weir.storage.loading import load
-    from vllm_weir.storage.stats import inspect as look
+    from vllm_weir.storage.stats import inspect as dataset_stats
     from vllm_weir.storage.stats import show
 
-    with _refusals():
-        dataset = load(path, **_reading(layer_ids, hidden_size, storage_options))
-        checked = _verified(dataset) if verify else None
-        found = look(dataset, 0 if checked is not None and checked.damaged else sample)
+    with exit_on_error():
+        dataset = load(path, **_load_options(layer_ids, hidden_size, storage_options))
+        verified = _verify(dataset) if verify else None
+        stats = dataset_stats(dataset, 0 if verified is not None and verified.damaged else sample)
     if as_json:
-        more = {} if checked is None else {"verified": checked.to_dict()}
-        typer.echo(json.dumps(found.to_dict() | more, indent=2))
+        more = {} if verified is None else {"verified": verified.to_dict()}
+        typer.echo(json.dumps(stats.to_dict() | more, indent=2))
     else:
-        show(found)
-    if checked is not None:
-        _report(checked, as_json)
+        show(stats)
+    if verified is not None:
+        _report(verified, as_json)
 
 
-def _verified(dataset: ActivationDataset) -> Verified:
+def _verify(dataset: ActivationDataset) -> Verified:
     from vllm_weir.storage.verify import verify
 
-    with _progress(False) as bar:
+    with progress_bar(False) as bar:
         task = bar.add_task("rows", total=dataset.count(), rate="")
         return verify(dataset, lambda done: bar.update(task, completed=done))
 
 
-def _report(checked: Verified, quiet: bool) -> None:
-    """Say what a verification found, and end with exit code 1 if it found damage."""
-    for one in checked.damaged:
-        typer.echo(f"Error: {one.error} ({one.rows:,} damaged rows in this file)", err=True)
+def _report(verified: Verified, quiet: bool) -> None:
+    """Print what was damaged, and exit with code 1 if anything was."""
+    for file in verified.damaged:
+        typer.echo(f"Error: {file.error} ({file.rows:,} damaged rows in this file)", err=True)
     if not quiet:
-        summed = checked.rows - checked.unsummed
-        damaged = sum(one.rows for one in checked.damaged)
-        typer.echo(f"{checked.rows:,} rows read, {summed:,} have checksums, {damaged:,} are damaged")
-    if checked.damaged:
+        with_checksum = verified.rows - verified.unsummed
+        damaged = sum(file.rows for file in verified.damaged)
+        typer.echo(f"{verified.rows:,} rows read, {with_checksum:,} have checksums, {damaged:,} are damaged")
+    if verified.damaged:
         raise typer.Exit(1)
 
 
@@ -76,34 +78,35 @@ def convert(
     fsync: Annotated[bool, typer.Option("--fsync", help="Wait until files are on the disk.")] = False,
     layer_ids: Annotated[str, typer.Option(help="Of vLLM's own hidden states, with commas.")] = "",
     hidden_size: Annotated[int | None, typer.Option(help="d_model, for Vllm_mi_patch's topk8.")] = None,
-    storage_options: Annotated[str, _OPTIONS] = "{}",
+    storage_options: Annotated[str, _STORAGE_OPTIONS] = "{}",
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
-    """Copy activations into another layout or compression; run again, it goes on where it stopped."""
-    from vllm_weir.storage.conversion import convert as copy
+    """Copy activations into another layout or compression; run it again to continue."""
+    from vllm_weir.storage.conversion import convert as copy_dataset
     from vllm_weir.storage.loading import load
 
-    with _refusals(), _progress(quiet) as bar:
-        reading = _reading(layer_ids, hidden_size, storage_options)
-        dataset = load(source, **reading)
+    with exit_on_error(), progress_bar(quiet) as bar:
+        load_options = _load_options(layer_ids, hidden_size, storage_options)
+        dataset = load(source, **load_options)
         task = bar.add_task("rows", total=dataset.count(), rate="")
 
-        def step(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             speed = bar.tasks[task].speed
             bar.update(task, completed=done, total=total, rate=f"{speed:,.0f} rows/s" if speed else "")
 
-        copied = copy(
-            dataset, target, to, compress=_compression(compress), again=again, progress=step, fsync=fsync,
-            storage_options=reading["storage_options"],
+        copied = copy_dataset(
+            dataset, target, to, compress=parse_compression(compress), again=again, progress=report, fsync=fsync,
+            storage_options=load_options["storage_options"],
         )  # fmt: skip
     skipped = len(dataset) - copied
-    there = f"; {skipped:,} were there already" if skipped else ""
-    typer.echo(f"{copied:,} requests copied to {target}{there}")
+    already = f"; {skipped:,} were there already" if skipped else ""
+    typer.echo(f"{copied:,} requests copied to {target}{already}")
     for note in dataset.index.notes:
         typer.echo(f"Note: {note}", err=True)
 
 
-def _progress(quiet: bool) -> Progress:
+def progress_bar(quiet: bool) -> Progress:
+    """Return a progress bar on stderr, hidden if `quiet`; its tasks have a field `rate`."""
     return Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"), TimeRemainingColumn(), console=Console(stderr=True),
@@ -111,37 +114,38 @@ def _progress(quiet: bool) -> Progress:
     )  # fmt: skip
 
 
-def _compression(text: str | None) -> Any:
+def parse_compression(text: str | None) -> Any:
+    """Return the value of an option ``--compress``: a name or a JSON object."""
     if text is not None and text.lstrip().startswith("{"):
-        return _json(text, "compress")
+        return parse_json(text, "compress")
     return text
 
 
-def _reading(layer_ids: str, hidden_size: int | None, storage_options: str) -> dict[str, Any]:
+def _load_options(layer_ids: str, hidden_size: int | None, storage_options: str) -> dict[str, Any]:
     try:
         ids = [int(n) for n in layer_ids.split(",")] if layer_ids else None
     except ValueError:
-        raise WeirError(f"ints with commas, got {layer_ids[:40]!r}", "layer_ids") from None
-    return {"layer_ids": ids, "hidden_size": hidden_size, "storage_options": _json(storage_options, "storage_options")}
+        raise WeirError(f"expected ints with commas, got {layer_ids[:40]!r}", "layer_ids") from None
+    options = parse_json(storage_options, "storage_options")
+    return {"layer_ids": ids, "hidden_size": hidden_size, "storage_options": options}
 
 
-def _json(text: str, field: str) -> dict[str, Any]:
+def parse_json(text: str, field: str) -> dict[str, Any]:
+    """Parse the value of an option that is a JSON object; raise WeirError naming `field`."""
     try:
         value = json.loads(text)
     except ValueError as e:
         raise WeirError(f"not valid JSON: {e}", field) from None
     if not isinstance(value, dict):
-        raise WeirError("a JSON object", field)
+        raise WeirError("expected a JSON object", field)
     return value
 
 
-class _refusals:
-    """Ends the command with exit code 1 and the message of a WeirError, without a traceback."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, WeirError):
-            typer.echo(f"Error: {error}", err=True)
-            raise typer.Exit(1) from error
+@contextlib.contextmanager
+def exit_on_error() -> Iterator[None]:
+    """End the command with the message of a WeirError and exit code 1, without a traceback."""
+    try:
+        yield
+    except WeirError as e:
+        typer.echo(f"Error: {e}", err=True)
+        raise typer.Exit(1) from e

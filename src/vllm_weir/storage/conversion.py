@@ -1,4 +1,4 @@
-"""From one dataset to another: layout and compression, request by request, exactly once."""
+"""Copying a dataset into another layout or compression, request by request, each exactly once."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from vllm_weir.storage.dataset import ActivationDataset
 from vllm_weir.storage.index import Index
 from vllm_weir.storage.layouts.base import Writer
 from vllm_weir.storage.loading import load, open_writer
+from vllm_weir.storage.provenance import SOURCE
 
 _Rows = tuple[np.ndarray, np.ndarray]
-CHUNK = 64 << 20
+"""Rows as `Index.expand` names them: the run of each, and its row id."""
+PIECE_BYTES = 64 << 20
 """Rows are copied in pieces of about this many decoded bytes."""
 
 
@@ -36,24 +38,27 @@ def convert(
     progress: Callable[[int, int], Any] | None = None,
     **options: Any,
 ) -> int:
-    """Copy a dataset. What the target holds already is skipped, so a conversion that was interrupted just goes on.
+    """Copy a dataset, without requests that the target already has.
 
-    What the source's reader should know (`Index.notes`, of foreign formats) comes along in the requests' metadata,
+    Notes on the source (`Index.notes`, of foreign formats) are stored in the requests' metadata,
     under ``"source"``.
 
     Args:
-        source: what `load` takes, or a dataset.
-        target, layout, options: as for `open_writer`.
-        compress: for the target; None keeps the records as they are, to the bit.
-        again: allow to compress rows anew that are compressed with loss already.
-        progress: called with (rows done, rows in all) after every piece.
+        source: What `load` takes, or a dataset.
+        target: As `url` of `open_writer`.
+        layout: As for `open_writer`.
+        compress: Compression of the target; None copies the records bit for bit.
+        again: Allow compressing rows that are already compressed with loss.
+        progress: Called with (rows done, rows in all) after every piece.
+        **options: As for `open_writer`.
 
     Returns:
-        Requests copied.
+        Number of requests copied.
 
     Raises:
-        WeirError: if rows would be compressed with loss a second time; if the target holds another request of the same
-            id, or one that is compressed in another way; and as `load` and `open_writer` do.
+        WeirError: If rows would be compressed with loss a second time; if the target has another
+            request of the same id, or one that is compressed in another way; and as `load` and
+            `open_writer` do.
     """
     dataset = source if isinstance(source, ActivationDataset) else load(source)
     wanted = None if compress is None else Compression.parse(compress)
@@ -61,103 +66,106 @@ def convert(
         _check_lossless(dataset, wanted)
     copied = 0
     index = dataset.index
-    told = {"source": {"layout": index.layout, "notes": index.notes}} if index.notes else {}
-    done, total = 0, dataset.count()
-    per_request = np.bincount(index.request, index.rows, len(dataset)).astype(np.int64)
+    notes = {SOURCE: {"layout": index.layout, "notes": index.notes}} if index.notes else {}
+    rows_done, total = 0, dataset.count()
+    request_rows = np.bincount(index.run_request, index.run_rows, len(dataset)).astype(np.int64)
     with open_writer(target, layout, **options) as writer:
         held = {request for request in dataset.requests if writer.holds(request)}
         _check_held(dataset, load(target, storage_options=options.get("storage_options")), held, wanted)
         for code, request in enumerate(dataset.requests):
             if request not in held:
-                report = functools.partial(_report, progress, total, done)
+                report = functools.partial(_report, progress, total, rows_done)
                 _copy_request(dataset, code, writer, wanted, report)
-                writer.finish_request(request, told | dataset.metadata(request))
+                writer.finish_request(request, notes | dataset.metadata(request))
                 copied += 1
-            done += int(per_request[code])
+            rows_done += int(request_rows[code])
             if progress is not None:
-                progress(done, total)
+                progress(rows_done, total)
     return copied
 
 
 def _check_lossless(dataset: ActivationDataset, wanted: Compression) -> None:
-    """Raise WeirError if this compression would come on top of another one that loses."""
-    had = {dataset.index.lossy} if dataset.index.lossy and wanted.method != "none" else set()
-    for have in map(Compression.from_header, dataset.headers):
-        if have.method not in ("none", "fp16") and have != wanted:
-            had.add(have.method)
-    if had:
+    """Raise WeirError if the rows are already compressed with loss in another way."""
+    lossy = {dataset.index.lossy} if dataset.index.lossy and wanted.method != "none" else set()
+    for compression in map(Compression.from_header, dataset.headers):
+        if compression.method not in ("none", "fp16") and compression != wanted:
+            lossy.add(compression.method)
+    if lossy:
         raise WeirError(
-            f"{dataset.url} is compressed by {', '.join(sorted(had))} already; to lose more, pass again=True (--again)",
+            f"{dataset.url} is compressed by {', '.join(sorted(lossy))} already; to lose more, pass again=True "
+            "(--again)",
             "compress",
         )
 
 
 def _check_held(
-    dataset: ActivationDataset, there: ActivationDataset, held: set[str], wanted: Compression | None
+    dataset: ActivationDataset, target: ActivationDataset, held: set[str], wanted: Compression | None
 ) -> None:
-    """Raise WeirError unless what the target holds of these requests is what this conversion would put there."""
+    """Raise WeirError unless the target has the requests `held` as they would be copied."""
     if not held:
         return
-    asked = {wanted} if wanted is not None else {Compression.from_header(h) for h in dataset.headers}
-    index = there.index
-    mine = np.isin(index.request, [index.code[request] for request in held if request in index.code])
-    for block in np.unique(index.block[mine]).tolist():
+    allowed = {wanted} if wanted is not None else {Compression.from_header(h) for h in dataset.headers}
+    index = target.index
+    held_codes = [index.request_codes[request] for request in held if request in index.request_codes]
+    held_runs = np.isin(index.run_request, held_codes)
+    for block in np.unique(index.run_block[held_runs]).tolist():
         found = Compression.from_header(index.blocks[block].header)
-        if found not in asked:
+        if found not in allowed:
             raise WeirError(
-                f"{there.url} holds requests of this dataset already, compressed by {found.method}; choose another "
-                "place, or go on with the same",
+                f"{target.url} holds requests of this dataset already, compressed by {found.method}; choose another "
+                "place, or the same compression",
                 "compress",
             )
-    for request in sorted(held & set(there.requests)):
-        asked_for, found_there = _rows_of(dataset, request), _rows_of(there, request)
-        alike = asked_for.keys() == found_there.keys() and all(
-            _alike(dataset.index, rows, index, found_there[site]) for site, rows in asked_for.items()
+    for request in sorted(held & set(target.requests)):
+        source_rows, target_rows = _rows_of(dataset, request), _rows_of(target, request)
+        same = source_rows.keys() == target_rows.keys() and all(
+            _same_rows(dataset.index, rows, index, target_rows[site]) for site, rows in source_rows.items()
         )
-        if not alike:
+        if not same:
             raise WeirError(
-                f"{there.url} holds another request {request[:80]!r}: its rows are not those of {dataset.url}; choose "
+                f"{target.url} holds another request {request[:80]!r}: its rows are not those of {dataset.url}; choose "
                 "another place for one of the two",
                 "target",
             )
 
 
 def _rows_of(dataset: ActivationDataset, request: str) -> dict[Site, _Rows]:
-    """Sites that have rows -> the rows by position, as `Index.expand` names them."""
+    """Return the rows of each site that has some, ordered by position."""
     index = dataset.index
-    runs = index.runs_of(index.code[request])
-    rows = {code: dataset.ordered(runs[index.site[runs] == code]) for code in np.unique(index.site[runs]).tolist()}
-    return {index.sites[code]: found for code, found in rows.items() if len(found[0])}
+    runs = index.runs_of(index.request_codes[request])
+    codes = np.unique(index.run_site[runs]).tolist()
+    rows = {code: dataset.ordered(runs[index.run_site[runs] == code]) for code in codes}
+    return {index.sites[code]: site_rows for code, site_rows in rows.items() if len(site_rows[0])}
 
 
-def _alike(one: Index, ones: _Rows, other: Index, others: _Rows) -> bool:
-    """Whether rows of two datasets are the same: positions, tokens, and records, where these are compressed alike."""
-    if not np.array_equal(one.positions[ones[1]], other.positions[others[1]]):
+def _same_rows(index: Index, rows: _Rows, other_index: Index, other_rows: _Rows) -> bool:
+    """Return whether rows agree in positions, tokens and, if compressed alike, records."""
+    if not np.array_equal(index.positions[rows[1]], other_index.positions[other_rows[1]]):
         return False
-    if not np.array_equal(one.token_ids[ones[1]], other.token_ids[others[1]]):
+    if not np.array_equal(index.token_ids[rows[1]], other_index.token_ids[other_rows[1]]):
         return False
-    if _headers(one, ones[0]) != _headers(other, others[0]):
-        return True  # the same prompt: what was compressed anew is not compared
-    return np.array_equal(_sums(one, *ones), _sums(other, *others))
+    if _headers(index, rows[0]) != _headers(other_index, other_rows[0]):
+        return True  # the records differ by their compression
+    return np.array_equal(_row_checksums(index, *rows), _row_checksums(other_index, *other_rows))
 
 
-def _headers(index: Index, which: np.ndarray) -> set[str]:
-    return {header_text(index.blocks[block].header) for block in np.unique(index.block[which]).tolist()}
+def _headers(index: Index, row_runs: np.ndarray) -> set[str]:
+    return {header_text(index.blocks[block].header) for block in np.unique(index.run_block[row_runs]).tolist()}
 
 
-def _sums(index: Index, which: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Checksums of rows' records, uint32 [rows]; of rows that were stored without, their records are read."""
-    out = index.checksums[at].copy()
-    bare = np.flatnonzero(~index.summed[which])
-    if len(bare):
-        for mine, records in index.gather(which[bare], at[bare]).values():
-            out[bare[mine]] = checksums(records)
-    return out
+def _row_checksums(index: Index, row_runs: np.ndarray, row_ids: np.ndarray) -> np.ndarray:
+    """Return checksums of the records, uint32 [rows]; records that were stored without are read."""
+    row_sums = index.checksums[row_ids].copy()
+    missing = np.flatnonzero(~index.run_has_checksums[row_runs])
+    if len(missing):
+        for chosen, records in index.gather(row_runs[missing], row_ids[missing]).values():
+            row_sums[missing[chosen]] = checksums(records)
+    return row_sums
 
 
-def _report(progress: Callable[[int, int], Any] | None, total: int, start: int, done: int) -> None:
+def _report(progress: Callable[[int, int], Any] | None, total: int, rows_before: int, rows_done: int) -> None:
     if progress is not None:
-        progress(start + done, total)
+        progress(rows_before + rows_done, total)
 
 
 def _copy_request(
@@ -165,28 +173,29 @@ def _copy_request(
 ) -> None:
     index = dataset.index
     runs = index.runs_of(code)
-    done = 0
-    for site in np.unique(index.site[runs]).tolist():
-        mine = runs[index.site[runs] == site]
-        which, at = dataset.ordered(mine)
-        widest = max(index.blocks[b].header["d_model"] for b in np.unique(index.block[mine]).tolist())
-        size = max(1, CHUNK // (4 * widest))
-        for begin in range(0, max(1, len(which)), size):  # a site without rows was asked for, too
-            some = slice(begin, begin + size)
-            _copy_rows(dataset, code, mine, which[some], at[some], writer, wanted)
-            done += len(which[some])
-            progress(done)
+    rows_done = 0
+    for site in np.unique(index.run_site[runs]).tolist():
+        site_runs = runs[index.run_site[runs] == site]
+        row_runs, row_ids = dataset.ordered(site_runs)
+        widest = max(index.blocks[b].header["d_model"] for b in np.unique(index.run_block[site_runs]).tolist())
+        size = max(1, PIECE_BYTES // (4 * widest))
+        # Once for a site without rows, so that it is kept.
+        for start in range(0, max(1, len(row_runs)), size):
+            piece = slice(start, start + size)
+            _copy_rows(dataset, code, site_runs, row_runs[piece], row_ids[piece], writer, wanted)
+            rows_done += len(row_runs[piece])
+            progress(rows_done)
 
 
 def _copy_rows(
-    dataset: ActivationDataset, code: int, runs: np.ndarray, which: np.ndarray, at: np.ndarray, writer: Writer,
-    wanted: Compression | None,
+    dataset: ActivationDataset, code: int, site_runs: np.ndarray, row_runs: np.ndarray, row_ids: np.ndarray,
+    writer: Writer, wanted: Compression | None,
 ) -> None:  # fmt: skip
-    """Some rows, or none, of a request's site, whose runs `runs` are."""
+    """Copy rows of one site of a request, or an empty batch; `site_runs`: all its runs."""
     index = dataset.index
-    first = int(index.block[runs[0]])
-    none = np.zeros((0, index.blocks[first].width), np.uint8)
-    for block, (mine, records) in (index.gather(which, at) or {first: (which, none)}).items():
+    first = int(index.run_block[site_runs[0]])
+    no_records = np.zeros((0, index.blocks[first].width), np.uint8)
+    for block, (chosen, records) in (index.gather(row_runs, row_ids) or {first: (row_runs, no_records)}).items():
         header: dict[str, Any] | None = index.blocks[block].header
         rows = torch.from_numpy(records)
         if wanted is not None and wanted != Compression.from_header(header):
@@ -197,9 +206,9 @@ def _copy_rows(
         writer.write(
             Batch(
                 index.requests[code],
-                *index.sites[int(index.site[runs[0]])],
-                index.positions[at[mine]],
-                index.token_ids[at[mine]],
+                *index.sites[int(index.run_site[site_runs[0]])],
+                index.positions[row_ids[chosen]],
+                index.token_ids[row_ids[chosen]],
                 rows,
                 header,
             )

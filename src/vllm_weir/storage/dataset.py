@@ -1,8 +1,7 @@
-"""`ActivationDataset`: read activations by request, site and position, whatever they were stored as."""
+"""`ActivationDataset`: activations by request, site and position, in any stored format."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,9 +16,10 @@ from vllm_weir.results.activations import Activations
 from vllm_weir.schema.hooks import Site, parse_site
 from vllm_weir.schema.positions import Positions
 from vllm_weir.storage.batch import header_text
-from vllm_weir.storage.index import PLAIN, Index
+from vllm_weir.storage.index import UNCOMPRESSED_DTYPES, Index
 from vllm_weir.storage.provenance import check_placed
 from vllm_weir.storage.record_blocks import RecordBlock
+from vllm_weir.storage.row_selection import selected_rows
 
 if TYPE_CHECKING:
     from vllm_weir.storage.torch_dataset import RowStream
@@ -30,10 +30,10 @@ class DatasetRows:
     """Rows of one site, ordered by request (as in `ActivationDataset.requests`) and position.
 
     Attributes:
-        rows: tensor [n, d].
-        positions, token_ids: int64 [n]; token -1 where unknown.
+        rows: Tensor [n, d].
+        positions, token_ids: int64 [n]; token id -1 where it is unknown.
         request_index: int64 [n], index into `requests`.
-        requests: the dataset's.
+        requests: The requests of the dataset.
     """
 
     rows: Tensor
@@ -49,8 +49,8 @@ class DatasetRows:
 class ActivationDataset(Mapping):
     """Activations of many requests: a mapping from request id to `Activations`. Made by `load`.
 
-    Nothing but the index is read before it is asked for; local files are mapped into memory. May be pickled, and used
-    in DataLoader workers.
+    Only the index is read up front; local files are mapped into memory. Can be pickled, and used in
+    DataLoader workers.
     """
 
     def __init__(self, index: Index, url: str) -> None:
@@ -84,7 +84,7 @@ class ActivationDataset(Mapping):
 
     @property
     def header(self) -> dict[str, Any]:
-        """The one header; raises WeirError if there are several, see `headers`."""
+        """The only header; raises WeirError if there are several, see `headers`."""
         headers = self.headers
         if len(headers) != 1:
             raise WeirError(f"{self.url} has records of {len(headers)} kinds; see .headers")
@@ -97,117 +97,120 @@ class ActivationDataset(Mapping):
         return iter(self.index.requests)
 
     def __contains__(self, request: object) -> bool:
-        return request in self.index.code
+        return request in self.index.request_codes
 
     def __getitem__(self, request: str) -> Activations:
-        """One request's activations; a site's rows are read and decoded when they are looked at."""
-        code = self._code(request)
-        runs = self.index.runs_of(code)
-        mine = {self.sites[s]: runs[self.index.site[runs] == s] for s in np.unique(self.index.site[runs]).tolist()}
-        places = {site: self.ordered(some) for site, some in mine.items()}
-        positions = {site: torch.from_numpy(self.index.positions[at]) for site, (_, at) in places.items()}
-        tokens = {site: torch.from_numpy(self.index.token_ids[at]) for site, (_, at) in places.items()}
-        return Activations(_LazyRows(self, mine, places), positions, tokens)  # type: ignore[arg-type]
+        """Return a request's activations; a site's rows are read when they are accessed."""
+        index = self.index
+        runs = index.runs_of(self._request_code(request))
+        codes = np.unique(index.run_site[runs]).tolist()
+        site_runs = {self.sites[code]: runs[index.run_site[runs] == code] for code in codes}
+        site_rows = {site: self.ordered(some) for site, some in site_runs.items()}
+        positions = {site: torch.from_numpy(index.positions[ids]) for site, (_, ids) in site_rows.items()}
+        tokens = {site: torch.from_numpy(index.token_ids[ids]) for site, (_, ids) in site_rows.items()}
+        return Activations(_LazyRows(self, site_runs, site_rows), positions, tokens)  # type: ignore[arg-type]
 
     def metadata(self, request: str) -> dict[str, Any]:
-        """What was stored with a request."""
-        return self.index.describe(self._code(request))
+        """Return the metadata that was stored with a request."""
+        return self.index.request_metadata(self._request_code(request))
 
     def count(self, site: object = None) -> int:
-        """Rows of one site, or of all."""
+        """Return the number of rows of one site, or of all."""
         if site is None:
-            return int(self.index.rows.sum())
-        return int(self.index.rows[self.index.site == self._site(site)].sum())
+            return int(self.index.run_rows.sum())
+        return int(self.index.run_rows[self.index.run_site == self._site_code(site)].sum())
 
     def rows(
         self, site: object, requests: Sequence[str] | str | None = None, positions: object = "all", *,
         space: str = "model",
     ) -> DatasetRows:  # fmt: skip
-        """Rows of one site.
+        """Read rows of one site.
 
         Args:
             site: ``("resid_post", 10)``, ``"resid_post.10"`` or ``"blocks.10.hook_resid_post"``.
-            requests: ids, or one; None for all; of an empty list [0, d], as wide and of the dtype as all would be.
-            positions: a selector, as for `Capture`. Those that count from the prompt's end need requests whose
-                metadata hold ``prompt_tokens``. Of a request whose rows are means or maxima over positions none can
-                be chosen.
-            space: ``"model"``: decoded, [n, d_model], float32 (uncompressed rows keep their dtype). ``"projected"``: of
-                rp8 the compressed space, [n, k], for inner products.
+            requests: Ids, or one id; None for all. An empty list gives [0, d], with the width and
+                dtype of all rows.
+            positions: A selector, as for `Capture`. Those that count from the prompt's end need
+                ``prompt_tokens`` in the requests' metadata. Rows that are means or maxima over
+                positions cannot be selected by position.
+            space: ``"model"`` for decoded rows [n, d_model], float32 (uncompressed rows keep their
+                dtype); ``"projected"`` for the compressed space of rp8, [n, k], in which inner
+                products are estimates.
 
         Raises:
-            KeyError: for a site or a request that is not there.
-            WeirError: if positions cannot be chosen, or the rows differ in width.
+            KeyError: For a site or a request that is not there.
+            WeirError: If positions cannot be selected, or the rows differ in width.
         """
         runs = self.runs_of(site, requests)
-        which, at = self.ordered(runs)
+        row_runs, row_ids = self.ordered(runs)
         selector = Positions.parse(positions)
         if selector.kind != "all":
-            check_placed(self.index, np.unique(self.index.request[which]).tolist(), parse_site(site), selector)
-        chosen = self._select(which, at, selector)
-        which, at = which[chosen], at[chosen]
+            check_placed(self.index, np.unique(self.index.run_request[row_runs]).tolist(), parse_site(site), selector)
+        selected = selected_rows(self.index, row_runs, row_ids, selector)
+        row_runs, row_ids = row_runs[selected], row_ids[selected]
         if not len(runs):
             runs = self.runs_of(site, None)
         return DatasetRows(
-            self.read(which, at, space) if len(which) else self.no_rows(runs, space),
-            torch.from_numpy(self.index.positions[at]),
-            torch.from_numpy(self.index.token_ids[at]),
-            torch.from_numpy(self.index.request[which]),
+            self.read(row_runs, row_ids, space) if len(row_runs) else self.no_rows(runs, space),
+            torch.from_numpy(self.index.positions[row_ids]),
+            torch.from_numpy(self.index.token_ids[row_ids]),
+            torch.from_numpy(self.index.run_request[row_runs]),
             self.requests,
         )
 
     def torch(self, site: object, **options: Any) -> RowStream:
-        """Shuffled rows of one site as a torch `IterableDataset`; for the options see `RowStream`."""
+        """Return a `RowStream` with these options: shuffled rows of one site for training."""
         from vllm_weir.storage.torch_dataset import RowStream
 
         return RowStream(self, site, **options)
 
-    def read(self, which: np.ndarray, at: np.ndarray, space: str = "model") -> Tensor:
-        """Decoded records of rows named as by `Index.expand`, in that order."""
+    def read(self, row_runs: np.ndarray, row_ids: np.ndarray, space: str = "model") -> Tensor:
+        """Read and decode rows, named as by `Index.expand`: tensor [n, d], in that order."""
         _check_space(space)
-        if not len(which):
+        if not len(row_runs):
             return torch.zeros(0, 0)
         parts = []
-        for block, (mine, records) in self.index.gather(which, at).items():
-            tensor, source = torch.from_numpy(records), self.index.blocks[block]
-            parts.append((mine, self.decoded(tensor, source) if space == "model" else project(tensor, source.header)))
+        for code, (chosen, records) in self.index.gather(row_runs, row_ids).items():
+            tensor, block = torch.from_numpy(records), self.index.blocks[code]
+            parts.append((chosen, self.decoded(tensor, block) if space == "model" else project(tensor, block.header)))
         if len(parts) == 1:
             return parts[0][1]
-        dtype = parts[0][1].dtype if len({p.dtype for _, p in parts}) == 1 else torch.float32
-        if len({p.shape[1] for _, p in parts}) != 1:
-            raise self.index.uneven(which, [(mine, part.shape[1]) for mine, part in parts])
-        out = torch.empty(len(which), parts[0][1].shape[1], dtype=dtype)
-        for mine, part in parts:
-            out[torch.from_numpy(mine)] = part.to(dtype)
-        return out
+        dtype = parts[0][1].dtype if len({part.dtype for _, part in parts}) == 1 else torch.float32
+        if len({part.shape[1] for _, part in parts}) != 1:
+            raise self.index.width_error(row_runs, [(chosen, part.shape[1]) for chosen, part in parts])
+        rows = torch.empty(len(row_runs), parts[0][1].shape[1], dtype=dtype)
+        for chosen, part in parts:
+            rows[torch.from_numpy(chosen)] = part.to(dtype)
+        return rows
 
     @staticmethod
     def decoded(records: Tensor, block: RecordBlock) -> Tensor:
-        """A block's records as rows: float32, or the stored dtype of uncompressed ones."""
+        """Decode records of a block: float32, or the stored dtype if they are uncompressed."""
         if block.header["method"] == "none":
             if not len(records):  # numpy's empty arrays have no strides to view them by
                 records = records.new_zeros(records.shape)
-            return records.view(PLAIN[block.header["dtype"]])
+            return records.view(UNCOMPRESSED_DTYPES[block.header["dtype"]])
         try:
             return decode(records, block.header)
         except WeirError as e:
             raise block.store.error(block.name, f"damaged: {e.message}") from None
 
     def no_rows(self, runs: np.ndarray, space: str) -> Tensor:
-        """What `read` gives for none of these runs' rows: as wide, and of the same dtype, as if there were some."""
+        """Return an empty tensor [0, d] with the width and dtype of the rows of some runs."""
         _check_space(space)
-        kinds: dict[tuple, RecordBlock] = {}
-        for block in (self.index.blocks[code] for code in np.unique(self.index.block[runs]).tolist()):
-            kinds.setdefault(tuple(block.header[name] for name in ("method", "dtype", "d_model", "k")), block)
-        none = [(torch.zeros(0, block.width, dtype=torch.uint8), block) for block in kinds.values()]
+        blocks: dict[tuple, RecordBlock] = {}
+        for block in (self.index.blocks[code] for code in np.unique(self.index.run_block[runs]).tolist()):
+            blocks.setdefault(tuple(block.header[name] for name in ("method", "dtype", "d_model", "k")), block)
+        none = [(torch.zeros(0, block.width, dtype=torch.uint8), block) for block in blocks.values()]
         parts = [self.decoded(*one) if space == "model" else project(one[0], one[1].header) for one in none]
         return parts[0] if len({part.dtype for part in parts}) == 1 else parts[0].float()
 
-    def _code(self, request: object) -> int:
-        if request not in self.index.code:
+    def _request_code(self, request: object) -> int:
+        if request not in self.index.request_codes:
             raise KeyError(f"{self.url} has no request {str(request)[:80]!r}")
-        return self.index.code[request]  # type: ignore[index]
+        return self.index.request_codes[request]  # type: ignore[index]
 
-    def _site(self, site: object) -> int:
+    def _site_code(self, site: object) -> int:
         wanted = parse_site(site)
         if wanted not in self.sites:
             have = ", ".join(map(str, self.sites[:8])) or "none"
@@ -215,64 +218,19 @@ class ActivationDataset(Mapping):
         return self.sites.index(wanted)
 
     def runs_of(self, site: object, requests: Sequence[str] | str | None) -> np.ndarray:
-        """Numbers of the runs in `index` that hold rows of `site`, of all or of some requests."""
-        code = self._site(site)
+        """Return the runs of a site, of all or some requests: int64 [runs], ascending."""
+        code = self._site_code(site)
         if requests is None:
-            return np.flatnonzero(self.index.site == code)
-        wanted = {self._code(name) for name in ([requests] if isinstance(requests, str) else requests)}
+            return np.flatnonzero(self.index.run_site == code)
+        wanted = {self._request_code(name) for name in ([requests] if isinstance(requests, str) else requests)}
         runs = np.concatenate([*map(self.index.runs_of, wanted), np.zeros(0, np.int64)])
-        return np.sort(runs[self.index.site[runs] == code])
+        return np.sort(runs[self.index.run_site[runs] == code])
 
     def ordered(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of runs by request and position."""
-        which, at = self.index.expand(runs)
-        order = np.lexsort((self.index.positions[at], self.index.request[which]))
-        return which[order], at[order]
-
-    def _select(self, which: np.ndarray, at: np.ndarray, selector: Positions) -> np.ndarray:
-        if selector.kind == "all":
-            return np.ones(len(at), bool)
-        positions, tokens = self.index.positions[at], self.index.token_ids[at]
-        if selector.needs_token_ids:
-            self._check_tokens(which, tokens, selector)
-            return selector.mask(positions, 0, tokens)
-        if selector.kind == "list" and min(selector.numbers, default=0) >= 0:
-            return selector.mask(positions, 0, tokens)
-        out = np.zeros(len(at), bool)
-        request = self.index.request[which]
-        bounds = np.flatnonzero(np.diff(request, prepend=-1, append=-1))
-        for begin, end in itertools.pairwise(bounds.tolist()):
-            prompt = self._prompt_tokens(int(request[begin]), selector)
-            out[begin:end] = selector.mask(positions[begin:end], prompt, tokens[begin:end])
-        return out
-
-    def _check_tokens(self, which: np.ndarray, tokens: np.ndarray, selector: Positions) -> None:
-        """Raise WeirError if it is not known what a selector by token selects."""
-        if selector.kind == "special":
-            raise WeirError(
-                "a dataset has no tokenizer to say which tokens are special; name them, "
-                f"{{{'token_ids' if selector.values[0] else 'not_token_ids'!r}: tokenizer.all_special_ids}}",
-                "positions.special",
-            )
-        if len(unknown := np.flatnonzero(tokens < 0)):
-            raise WeirError(
-                f"request {self.requests[self.index.request[which[unknown[0]]]][:80]!r} was stored without token ids; "
-                "choose by position",
-                f"positions.{selector.kind}",
-            )
-
-    def _prompt_tokens(self, request: int, selector: Positions) -> int:
-        prompt = self.index.describe(request).get("prompt_tokens")
-        if isinstance(prompt, int) and not isinstance(prompt, bool) and prompt >= 0:
-            return prompt
-        bounds = selector.values[:2] if selector.kind == "slice" else (-1,)
-        if all(b is None or b >= 0 for b in bounds):
-            return 0
-        raise WeirError(
-            f"request {self.requests[request][:80]!r} was stored without prompt_tokens, which "
-            f"{selector.to_json()!r} counts from; use absolute positions",
-            "positions",
-        )
+        """Return the rows of some runs, as `Index.expand` does, ordered by request and position."""
+        row_runs, row_ids = self.index.expand(runs)
+        order = np.lexsort((self.index.positions[row_ids], self.index.run_request[row_runs]))
+        return row_runs[order], row_ids[order]
 
     def __repr__(self) -> str:
         return (
@@ -287,25 +245,27 @@ def _check_space(space: str) -> None:
 
 
 class _LazyRows(Mapping):
-    """Site -> decoded rows, read at each look."""
+    """Site -> decoded rows, which are read at every access."""
 
     def __init__(
         self,
         dataset: ActivationDataset,
-        runs: dict[Site, np.ndarray],
-        places: dict[Site, tuple[np.ndarray, np.ndarray]],
+        site_runs: dict[Site, np.ndarray],
+        site_rows: dict[Site, tuple[np.ndarray, np.ndarray]],
     ) -> None:
-        self._dataset, self._runs, self._places = dataset, runs, places
+        self._dataset, self._site_runs, self._site_rows = dataset, site_runs, site_rows
 
     def __getitem__(self, site: Site) -> Tensor:
-        which, at = self._places[site]
-        return self._dataset.read(which, at) if len(which) else self._dataset.no_rows(self._runs[site], "model")
+        row_runs, row_ids = self._site_rows[site]
+        if len(row_runs):
+            return self._dataset.read(row_runs, row_ids)
+        return self._dataset.no_rows(self._site_runs[site], "model")
 
     def __contains__(self, site: object) -> bool:
-        return site in self._places  # without reading rows
+        return site in self._site_rows  # Mapping's own would read rows
 
     def __iter__(self) -> Iterator[Site]:
-        return iter(self._places)
+        return iter(self._site_rows)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._site_rows)

@@ -1,4 +1,4 @@
-"""`Index`: what a dataset holds and where, as arrays; the same for every layout and foreign format."""
+"""`Index`: what a dataset contains and where it is stored, the same for every format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,27 +18,35 @@ from vllm_weir.schema.hooks import HOOKS, Site
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import RecordBlock, check_inside
 
-if TYPE_CHECKING:
-    pass
+UNCOMPRESSED_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+"""Dtypes of uncompressed rows, by their names in headers."""
 
 
 @dataclass(eq=False)
 class Index:
-    """Runs of rows. Run i: `rows[i]` records of one site of one request, at ``offset[i] + j * stride[i]`` of a block.
+    """The rows of a dataset, in runs.
+
+    A *run* is consecutive records of one site of one request in one block. Record j of run i begins
+    at ``run_offset[i] + j * run_stride[i]`` of its block. Requests, sites and blocks are named by
+    *codes*, their places in `requests`, `sites` and `blocks`. A row is named by its run and its
+    *row id*, its place in `positions`, `token_ids` and `checksums`.
 
     Attributes:
-        layout: what was read.
-        requests, sites, blocks: what the codes point to.
-        metadata: JSON text for each request; empty for none.
-        request, site, block: codes, int64 [runs].
-        offset, stride, rows: int64 [runs].
-        positions, token_ids: int64 [all rows], run by run; token -1 where unknown.
-        checksums: uint32 [all rows], of their records.
-        summed: bool [runs]; False for runs that were stored without checksums.
-        incomplete: requests that were begun and not finished, and are left out.
-        notes: what a reader should know (foreign formats).
-        lossy: how rows were compressed with loss before, where the headers do not say it (foreign formats).
-        store, files: where there are shards and manifests to compare, and their names (layout ``sharded``).
+        layout: What was read.
+        requests, sites, blocks: What the codes stand for.
+        metadata: JSON text of each request; empty for none.
+        run_request, run_site, run_block: Codes, int64 [runs].
+        run_offset, run_stride, run_rows: int64 [runs].
+        positions, token_ids: int64 [rows], run by run; token id -1 where it is unknown.
+        checksums: uint32 [rows], of the records.
+        run_has_checksums: bool [runs]; False for runs that were stored without checksums.
+        incomplete: Requests that were begun and not finished, and are left out.
+        notes: What a user should know about the data (foreign formats).
+        lossy: How rows were compressed before, where the headers do not say it (foreign formats).
+        store, files: Names of shards and manifests that can be compared, and their store (layout
+            ``sharded``).
+        run_start: Row id of each run's first row, int64 [runs + 1].
+        request_codes: Request -> code.
     """
 
     layout: str
@@ -46,16 +54,16 @@ class Index:
     sites: list[Site]
     blocks: list[RecordBlock]
     metadata: list[str]
-    request: np.ndarray
-    site: np.ndarray
-    block: np.ndarray
-    offset: np.ndarray
-    stride: np.ndarray
-    rows: np.ndarray
+    run_request: np.ndarray
+    run_site: np.ndarray
+    run_block: np.ndarray
+    run_offset: np.ndarray
+    run_stride: np.ndarray
+    run_rows: np.ndarray
     positions: np.ndarray
     token_ids: np.ndarray
     checksums: np.ndarray
-    summed: np.ndarray
+    run_has_checksums: np.ndarray
     incomplete: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     lossy: str = ""
@@ -63,105 +71,116 @@ class Index:
     files: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if {int(self.rows.sum()), len(self.token_ids), len(self.checksums)} != {len(self.positions)}:
-            raise WeirError(f"the index of this {self.layout} dataset is damaged: its counts do not fit")
+        if {int(self.run_rows.sum()), len(self.token_ids), len(self.checksums)} != {len(self.positions)}:
+            raise WeirError(f"the index of this {self.layout} dataset is damaged: its counts do not match")
         for block, runs in self.by_block():
-            check_inside(block, self.offset[runs], self.rows[runs], self.stride[runs])
-        self.start = np.concatenate([[0], np.cumsum(self.rows)]).astype(np.int64)
-        self.code = {request: i for i, request in enumerate(self.requests)}
+            check_inside(block, self.run_offset[runs], self.run_rows[runs], self.run_stride[runs])
+        self.run_start = np.concatenate([[0], np.cumsum(self.run_rows)]).astype(np.int64)
+        self.request_codes = {request: code for code, request in enumerate(self.requests)}
 
-    def describe(self, request: int) -> dict[str, Any]:
-        """A request's metadata."""
+    def request_metadata(self, request: int) -> dict[str, Any]:
+        """Return the metadata of a request, by its code."""
         try:
-            out = json.loads(self.metadata[request] or "{}")
+            metadata = json.loads(self.metadata[request] or "{}")
         except ValueError:
-            out = None
-        if not isinstance(out, dict):
-            what = f"the metadata of request {self.requests[request][:80]!r} are damaged"
-            blocks = [self.blocks[code] for code in self.block[self.runs_of(request)][:1].tolist()]
-            raise blocks[0].store.error(blocks[0].name, what) if blocks else WeirError(what)
-        return out
+            metadata = None
+        if not isinstance(metadata, dict):
+            message = f"the metadata of request {self.requests[request][:80]!r} is damaged"
+            blocks = [self.blocks[code] for code in self.run_block[self.runs_of(request)][:1].tolist()]
+            raise blocks[0].store.error(blocks[0].name, message) if blocks else WeirError(message)
+        return metadata
 
     def by_block(self) -> Iterator[tuple[RecordBlock, np.ndarray]]:
-        """The blocks, each with the runs that lie in it, int64 [its runs], ascending."""
-        order = np.argsort(self.block, kind="stable")
-        bounds = np.searchsorted(self.block[order], np.arange(len(self.blocks) + 1))
+        """Yield each block with the runs in it, int64 [its runs], ascending."""
+        order = np.argsort(self.run_block, kind="stable")
+        bounds = np.searchsorted(self.run_block[order], np.arange(len(self.blocks) + 1))
         for i, block in enumerate(self.blocks):
             yield block, order[bounds[i] : bounds[i + 1]]
 
     def runs_of(self, request: int) -> np.ndarray:
-        """The runs of a request, int64 [its runs], ascending."""
-        order, bounds = self._by_request
+        """Return the runs of a request, by its code: int64 [its runs], ascending."""
+        order, bounds = self._runs_by_request
         return order[bounds[request] : bounds[request + 1]]
 
     @functools.cached_property
-    def _by_request(self) -> tuple[np.ndarray, np.ndarray]:
-        """The runs in the order of their requests, and where each request's begin: who reads request by request would
-        else look through all of them every time."""
-        order = np.argsort(self.request, kind="stable")
-        return order, np.searchsorted(self.request[order], np.arange(len(self.requests) + 1))
+    def _runs_by_request(self) -> tuple[np.ndarray, np.ndarray]:
+        """The runs sorted by request, and where those of each request begin."""
+        order = np.argsort(self.run_request, kind="stable")
+        return order, np.searchsorted(self.run_request[order], np.arange(len(self.requests) + 1))
 
     def expand(self, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All rows of some runs: (which run, index into `positions`), each int64 [rows]."""
-        counts = self.rows[runs]
-        which = np.repeat(runs, counts)
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        return which, self.start[which] + within
+        """Return the rows of some runs: the run of each and its row id, each int64 [rows]."""
+        counts = self.run_rows[runs]
+        row_runs = np.repeat(runs, counts)
+        within_run = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return row_runs, self.run_start[row_runs] + within_run
 
-    def gather(self, which: np.ndarray, at: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """Records of rows (as `expand` names them): block -> (which of the rows, uint8 [n, width]).
+    def gather(self, row_runs: np.ndarray, row_ids: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """Read the records of rows: block -> (indices into the rows, records uint8 [n, width]).
 
-        Raises WeirError naming the file if one of them does not fit its checksum.
+        Raises:
+            WeirError: Naming the file, if a record does not match its checksum.
         """
-        offsets = self.offsets(which, at)
-        blocks = self.block[which]
-        out = {}
-        for block in np.unique(blocks).tolist():
-            mine = np.flatnonzero(blocks == block)
-            records = self.blocks[block].gather(offsets[mine])
-            wrong = mine[self.misfits(which[mine], at[mine], records)]
+        offsets = self.offsets(row_runs, row_ids)
+        row_blocks = self.run_block[row_runs]
+        by_block = {}
+        for block in np.unique(row_blocks).tolist():
+            chosen = np.flatnonzero(row_blocks == block)
+            records = self.blocks[block].gather(offsets[chosen])
+            wrong = chosen[self.mismatches(row_runs[chosen], row_ids[chosen], records)]
             if len(wrong):
-                raise self.damage(which[wrong], at[wrong])
-            out[block] = (mine, records)
-        return out
+                raise self.damage_error(row_runs[wrong], row_ids[wrong])
+            by_block[block] = (chosen, records)
+        return by_block
 
-    def offsets(self, which: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Where in their blocks the records of rows (as `expand` names them) begin: int64 [rows]."""
-        return self.offset[which] + (at - self.start[which]) * self.stride[which]
+    def offsets(self, row_runs: np.ndarray, row_ids: np.ndarray) -> np.ndarray:
+        """Return where the records of rows begin in their blocks: int64 [rows]."""
+        return self.run_offset[row_runs] + (row_ids - self.run_start[row_runs]) * self.run_stride[row_runs]
 
-    def misfits(self, which: np.ndarray, at: np.ndarray, records: np.ndarray) -> np.ndarray:
-        """Which of these records, of rows of one block, do not fit their checksums: int64 [misfits], ascending."""
-        summed = self.summed[which]
-        if not summed.any():
+    def mismatches(self, row_runs: np.ndarray, row_ids: np.ndarray, records: np.ndarray) -> np.ndarray:
+        """Return which rows of one block do not match their checksums: int64, ascending."""
+        has_checksum = self.run_has_checksums[row_runs]
+        if not has_checksum.any():
             return np.zeros(0, np.int64)
-        return np.flatnonzero((checksums(records) != self.checksums[at]) & summed)
+        return np.flatnonzero((checksums(records) != self.checksums[row_ids]) & has_checksum)
 
-    def damage(self, which: np.ndarray, at: np.ndarray) -> WeirError:
-        """An error that names the file, and the first of some rows of one block that do not fit their checksums."""
-        run, byte, position = int(which[0]), int(self.offsets(which[:1], at[:1])[0]), int(self.positions[at[0]])
-        block, site = self.blocks[int(self.block[run])], self.sites[int(self.site[run])]
-        request = self.requests[int(self.request[run])]
-        row = f"the row at byte {byte} (position {position} of {site} of request {request[:80]!r})"
-        wrong = f"and {len(at) - 1:,} more do not fit their checksums" if len(at) > 1 else "does not fit its checksum"
-        return block.store.error(block.name, f"damaged: {row} {wrong}; restore the file from a copy")
+    def damage_error(self, row_runs: np.ndarray, row_ids: np.ndarray) -> WeirError:
+        """Return an error that names the file and the first of some damaged rows of one block."""
+        run, position = int(row_runs[0]), int(self.positions[row_ids[0]])
+        offset = int(self.offsets(row_runs[:1], row_ids[:1])[0])
+        block, site = self.blocks[int(self.run_block[run])], self.sites[int(self.run_site[run])]
+        request = self.requests[int(self.run_request[run])]
+        row = f"the row at byte {offset} (position {position} of {site} of request {request[:80]!r})"
+        if len(row_ids) > 1:
+            damage = f"{row} and {len(row_ids) - 1:,} more do not match their checksums"
+        else:
+            damage = f"{row} does not match its checksum"
+        return block.store.error(block.name, f"damaged: {damage}; restore the file from a copy")
 
-    def uneven(self, which: np.ndarray, parts: Iterable[tuple[np.ndarray, int]]) -> WeirError:
-        """An error about rows of one site of several widths. `parts`: (which of the rows, int64; their width)."""
-        kinds: dict[int, set[int]] = {}
-        for mine, width in parts:
-            kinds.setdefault(width, set()).update(self.request[which[mine]].tolist())
-        told = ", ".join(
-            f"{width} ({self.requests[min(some)][:80]!r}{f' and {len(some) - 1:,} more' if len(some) > 1 else ''})"
-            for width, some in sorted(kinds.items())
-        )
-        site = self.sites[int(self.site[which[0]])]
+    def width_error(self, row_runs: np.ndarray, parts: Iterable[tuple[np.ndarray, int]]) -> WeirError:
+        """Return an error about rows of one site that differ in width.
+
+        Args:
+            row_runs: The run of each row.
+            parts: Indices into the rows, int64, and the width of those rows.
+        """
+        requests_by_width: dict[int, set[int]] = {}
+        for chosen, width in parts:
+            requests_by_width.setdefault(width, set()).update(self.run_request[row_runs[chosen]].tolist())
+        listed = []
+        for width, requests in sorted(requests_by_width.items()):
+            more = f" and {len(requests) - 1:,} more" if len(requests) > 1 else ""
+            listed.append(f"{width} ({self.requests[min(requests)][:80]!r}{more})")
+        site = self.sites[int(self.run_site[row_runs[0]])]
         return WeirError(
-            f"rows of {site} differ in width between requests: {told}; read requests of one width at a time", "requests"
+            f"rows of {site} differ in width between requests: {', '.join(listed)}; read requests of one width at a "
+            "time",
+            "requests",
         )
 
 
 class IndexBuilder:
-    """Collects runs one by one, for formats that are read file by file."""
+    """Builds an `Index` run by run, for formats that are read file by file."""
 
     def __init__(self, layout: str) -> None:
         self.layout = layout
@@ -176,19 +195,19 @@ class IndexBuilder:
         self.notes: list[str] = []
         self.lossy = ""
 
-    def request(self, name: str, metadata: str = "") -> int:
-        """The code of a request."""
+    def add_request(self, name: str, metadata: str = "") -> int:
+        """Add a request if it is new, and return its code."""
         if name not in self.requests:
             self.requests[name] = len(self.requests)
             self.metadata.append(metadata)
         return self.requests[name]
 
-    def block(self, block: RecordBlock) -> int:
-        """The code of a new block."""
+    def add_block(self, block: RecordBlock) -> int:
+        """Add a block and return its code."""
         self.blocks.append(block)
         return len(self.blocks) - 1
 
-    def run(
+    def add_run(
         self,
         request: int,
         site: Site,
@@ -199,50 +218,72 @@ class IndexBuilder:
         stride: int | None = None,
         checksums: np.ndarray | None = None,
     ) -> None:
-        """A run of records; `stride` bytes apart, if not one after the other; `checksums`: uint32 [rows], if any."""
-        code = self.sites.setdefault(site, len(self.sites))
-        step = self.blocks[block].width if stride is None else stride
-        self.runs.append((request, code, block, offset, step, len(positions), checksums is not None))
+        """Add a run of records.
+
+        Args:
+            request: Its code.
+            site: The site.
+            block: Code of the block.
+            offset: Where in the block the first record begins.
+            positions: int64 [rows].
+            token_ids: int64 [rows]; None if they are unknown.
+            stride: Bytes from one record to the next; None if they follow each other.
+            checksums: uint32 [rows], if there are any.
+        """
+        site_code = self.sites.setdefault(site, len(self.sites))
+        if stride is None:
+            stride = self.blocks[block].width
+        self.runs.append((request, site_code, block, offset, stride, len(positions), checksums is not None))
         self.positions.append(np.asarray(positions, np.int64))
         tokens = np.full(len(positions), -1, np.int64) if token_ids is None else np.asarray(token_ids, np.int64)
         self.token_ids.append(tokens)
         self.checksums.append(np.zeros(len(positions), np.uint32) if checksums is None else checksums)
 
     def build(self) -> Index:
-        """The index."""
-        table = np.array(self.runs, np.int64).reshape(-1, 7)
-        none = [np.zeros(0, np.int64)]
+        """Return the index, its sites sorted."""
+        columns = np.array(self.runs, np.int64).reshape(-1, 7).T
+        request, site, block, offset, stride, rows, has_checksums = columns
         sites = sorted(self.sites, key=site_order)
-        place = np.zeros(len(sites), np.int64)
-        for new, site in enumerate(sites):
-            place[self.sites[site]] = new
+        new_site_codes = np.zeros(len(sites), np.int64)
+        for code, one in enumerate(sites):
+            new_site_codes[self.sites[one]] = code
+        nothing = [np.zeros(0, np.int64)]
         return Index(
-            self.layout, list(self.requests), sites, self.blocks, self.metadata, table[:, 0],
-            place[table[:, 1]] if len(table) else table[:, 1], table[:, 2], table[:, 3], table[:, 4], table[:, 5],
-            np.concatenate(self.positions or none), np.concatenate(self.token_ids or none),
-            np.concatenate(self.checksums or none).astype(np.uint32, copy=False), table[:, 6] > 0, notes=self.notes,
+            layout=self.layout,
+            requests=list(self.requests),
+            sites=sites,
+            blocks=self.blocks,
+            metadata=self.metadata,
+            run_request=request,
+            run_site=new_site_codes[site],
+            run_block=block,
+            run_offset=offset,
+            run_stride=stride,
+            run_rows=rows,
+            positions=np.concatenate(self.positions or nothing),
+            token_ids=np.concatenate(self.token_ids or nothing),
+            checksums=np.concatenate(self.checksums or nothing).astype(np.uint32, copy=False),
+            run_has_checksums=has_checksums > 0,
+            notes=self.notes,
             lossy=self.lossy,
-        )  # fmt: skip
+        )
 
 
 def site_order(site: Site) -> tuple[int, int]:
-    """Sites sort by block and then by place in the block."""
+    """Return the key that sorts sites by block, and then by their place in the block."""
     return site.layer, HOOKS.index(site.hook)
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
-    """What to call requests that have a path each: its last part where that is enough to tell them apart."""
-    every = set(paths)
-    times = Counter(path.rpartition("/")[2] for path in every)
-    return {path: last if times[last := path.rpartition("/")[2]] == 1 else path for path in every}
+    """Shorten paths to their last parts, where these tell them apart; return path -> name."""
+    distinct = set(paths)
+    counts = Counter(path.rpartition("/")[2] for path in distinct)
+    return {path: last if counts[last := path.rpartition("/")[2]] == 1 else path for path in distinct}
 
 
 def text_field(data: Mapping[str, Any], name: str) -> str:
-    """A string entry; raises KeyError or TypeError."""
+    """Return a string entry; raise KeyError if it is missing and TypeError if it is no string."""
     value = data[name]
     if not isinstance(value, str):
         raise TypeError(name)
     return value
-
-
-PLAIN = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -1,4 +1,4 @@
-"""`open_writer` and `load`: from a URL to a writer or a dataset, by layout or by what is found there."""
+"""`open_writer` and `load`: writers and datasets by URL; `load` recognises the format."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 from vllm_weir.errors import MissingFile, WeirError, brief
 from vllm_weir.storage.dataset import ActivationDataset
 from vllm_weir.storage.foreign.mi_patch_npz import read_foreign_npz
-from vllm_weir.storage.foreign.rhizonymph import is_fork, read_fork
-from vllm_weir.storage.foreign.vllm_hidden_states import read_native
+from vllm_weir.storage.foreign.rhizonymph import is_rhizonymph, read_rhizonymph
+from vllm_weir.storage.foreign.vllm_hidden_states import read_hidden_states
 from vllm_weir.storage.index import Index
 from vllm_weir.storage.layouts.base import MARKER, Writer, read_marker
-from vllm_weir.storage.layouts.npz import FILE, FOLDER, read_npz_layout
+from vllm_weir.storage.layouts.npz import FILE, FOLDER
+from vllm_weir.storage.layouts.npz_reader import read_npz_layout
 from vllm_weir.storage.layouts.packed import is_pack, read_packed
 from vllm_weir.storage.layouts.per_request import read_per_request
 from vllm_weir.storage.object_store import ObjectStore
@@ -29,7 +30,8 @@ _WRITERS = {
     "per_request": ("per_request", "PerRequestWriter"),
     "npz": ("npz", "NpzWriter"),
 }
-"""Layout -> (module, class). That of `sharded` is imported when it is used: it alone needs pyarrow."""
+"""Layout -> (module, class). They are imported when they are used, since `sharded` needs
+pyarrow."""
 LAYOUTS = tuple(_WRITERS)
 _OPTIONS = {
     "sharded": {"shard_bytes"},
@@ -48,27 +50,29 @@ def open_writer(
     storage_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Writer:
-    """A writer into a new or an existing dataset.
+    """Open a writer into a new or an existing dataset.
 
     Args:
-        url: folder: a local path, or any fsspec URL (``s3://bucket/run``).
-        layout: ``"sharded"``, ``"packed"``, ``"per_request"`` or ``"npz"``; of an existing dataset the one it has.
-        compress: for rows that come without a header; see `Compression.parse`.
-        fsync: wait until published files are on the disk (local only).
-        storage_options: for fsspec.
-        options: ``shard_bytes`` (sharded), ``pack_bytes`` (packed), ``buffer_bytes`` (all but sharded).
+        url: Folder: a local path or any fsspec URL (``s3://bucket/run``).
+        layout: ``"sharded"``, ``"packed"``, ``"per_request"`` or ``"npz"``; an existing dataset
+            keeps its layout.
+        compress: Compression of rows that come without a header; see `Compression.parse`.
+        fsync: Wait until published files are on the disk (local only).
+        storage_options: Options for fsspec.
+        **options: ``shard_bytes`` (sharded), ``pack_bytes`` (packed), ``buffer_bytes`` (all but
+            sharded).
 
     Raises:
-        WeirError: for unknown layouts and options, an empty URL (the current directory is ``"."``), and if the place
-            cannot be written or holds something else.
+        WeirError: For unknown layouts and options, an empty URL (the current directory is ``"."``),
+            and if the folder cannot be written or holds something else.
     """
     check_layout(layout, options)
     module, name = _WRITERS[layout]
-    return getattr(_imported(module), name)(ObjectStore(url, storage_options, fsync=fsync), compress, **options)
+    return getattr(_layout_module(module), name)(ObjectStore(url, storage_options, fsync=fsync), compress, **options)
 
 
-def _imported(module: str) -> Any:
-    """A layout's module, which may need pyarrow."""
+def _layout_module(module: str) -> Any:
+    """Import a module of `layouts`, which may need pyarrow."""
     try:
         return importlib.import_module(f"vllm_weir.storage.layouts.{module}")
     except ImportError as e:
@@ -76,12 +80,12 @@ def _imported(module: str) -> Any:
 
 
 def _read_sharded(store: ObjectStore, names: dict[str, int], incomplete: bool = False) -> Index:
-    table = _imported("manifest").read_manifest(store, names)
-    return _imported("sharded_reader").index_of(store, table, names, incomplete=incomplete)
+    table = _layout_module("manifest").read_manifest(store, names)
+    return _layout_module("sharded_reader").index_of(store, table, names, incomplete=incomplete)
 
 
 def check_layout(layout: str, options: Iterable[str] = ()) -> None:
-    """Raise WeirError for an unknown layout, or options that it does not have."""
+    """Raise WeirError for an unknown layout, or an option that the layout does not have."""
     if layout not in LAYOUTS:
         raise WeirError(f"unknown layout {brief(layout)!r}; choose from {', '.join(LAYOUTS)}", "layout")
     for name in options:
@@ -97,26 +101,26 @@ def load(
     layer_ids: Sequence[int] | None = None,
     hidden_size: int | None = None,
 ) -> ActivationDataset:
-    """Open activations for reading: Weir's own layouts, files of `Activations.save`, and foreign formats.
+    """Open activations: Weir's own layouts, files of `Activations.save`, and foreign formats.
 
     Args:
-        url: folder or file: a local path, or any fsspec URL.
-        storage_options: for fsspec.
-        incomplete: with the requests that were begun and never finished (layout ``sharded``).
-        layer_ids: for vLLM's own hidden states, which do not say their layers.
-        hidden_size: for Vllm_mi_patch's topk8, which does not say its width.
+        url: Folder or file: a local path or any fsspec URL.
+        storage_options: Options for fsspec.
+        incomplete: Include requests that were begun and never finished (layout ``sharded``).
+        layer_ids: Layers of vLLM's own hidden states, whose files do not say them.
+        hidden_size: d_model of Vllm_mi_patch's topk8, whose files do not say it.
 
     Raises:
-        MissingFile: if there is nothing at the URL.
-        StoreError: if it cannot be read; it names the file.
-        WeirError: if no activations are found there, or a file is damaged; it names the file.
+        MissingFile: If there is nothing at the URL.
+        StoreError: If it cannot be read; it names the file.
+        WeirError: If no activations are found there, or a file is damaged; it names the file.
     """
     store = ObjectStore(url, storage_options)
     if store.is_file():
         parent, name = split_url(store.url)
         store = ObjectStore(parent, storage_options)
         names = {name: store.size(name)}
-        if name.endswith((".bin", ".json")):  # the fork's come in pairs
+        if name.endswith((".bin", ".json")):  # files of RhizoNymph/vllm come in pairs
             stem = posixpath.splitext(name)[0]
             names = {n: size for n, size in store.names().items() if posixpath.splitext(n)[0] == stem}
         index = _recognise(store, names, layer_ids, hidden_size, str(url))
@@ -130,7 +134,7 @@ def load(
 
 
 def _read(store: ObjectStore, layout: str, names: dict[str, int], incomplete: bool) -> Index:
-    """The index of what Weir's marker says is there; what lies in other folders is another dataset."""
+    """Read the index of a dataset of a known layout; folders in it are other datasets."""
     if layout == "sharded":
         return _read_sharded(store, names, incomplete)
     if layout == "npz":
@@ -144,36 +148,37 @@ def _read(store: ObjectStore, layout: str, names: dict[str, int], incomplete: bo
 def _recognise(
     store: ObjectStore, names: dict[str, int], layer_ids: Sequence[int] | None, hidden_size: int | None, url: str
 ) -> Index:
-    """The index of a file, or of a folder without Weir's marker, by what is in it."""
-    tensors = sorted(n for n in names if n.endswith(".safetensors"))
-    if tensors:
-        container = read_container(store, tensors[0], names[tensors[0]])
+    """Read the index of a file, or of a folder without a marker, and recognise its format."""
+    files = sorted(n for n in names if n.endswith(".safetensors"))
+    if files:
+        container = read_container(store, files[0], names[files[0]])
         kind = container.metadata.get("weir")
         if kind in ("1", "records"):
             return read_per_request(store, names)
         if kind == "pack":
-            _refuse_renamed(store, tensors, is_pack)
+            _refuse_renamed(store, files, is_pack)
             return read_packed(store, names)
         if kind == "shard":
-            _refuse_renamed(store, tensors, _imported("manifest").is_shard)
+            _refuse_renamed(store, files, _layout_module("manifest").is_shard)
             return _read_sharded(store, names)
         if "hidden_states" in container.tensors:
-            return read_native(store, names, layer_ids)
-        raise store.error(tensors[0], "holds no activations that Weir knows")
+            return read_hidden_states(store, names, layer_ids)
+        raise store.error(files[0], "holds no activations that Weir knows")
     if any(FILE.fullmatch(n.rpartition("/")[2]) for n in names):
         return read_foreign_npz(store, names, hidden_size)
-    if is_fork(store, names):
-        return read_fork(store, names)
+    if is_rhizonymph(names):
+        return read_rhizonymph(store, names)
     if not store.exists():
         if not store.local:
             with contextlib.suppress(MissingFile):
-                store.read("", 0, 1)  # says why, where `exists` takes a refused connection for an answer
+                # Raises the reason, if `exists` took a refused connection for a no.
+                store.read("", 0, 1)
         raise MissingFile(f"{url} does not exist")
     raise WeirError(f"{url} holds no activations that Weir knows")
 
 
-def _refuse_renamed(store: ObjectStore, files: list[str], known: Callable[[str], bool]) -> None:
-    """Files of which nothing would be read, because of their names, are an error."""
+def _refuse_renamed(store: ObjectStore, files: list[str], has_name: Callable[[str], bool]) -> None:
+    """Raise WeirError for a file that would not be read because of its name."""
     for name in files:
-        if not known(name):
-            raise store.error(name, "was renamed, or is in a folder that has to be opened by itself")
+        if not has_name(name):
+            raise store.error(name, "was renamed, or is in a folder that must be loaded by itself")

@@ -1,4 +1,4 @@
-"""Local files behind those methods of fsspec's file systems that `ObjectStore` calls, without fsspec."""
+"""Local files with those methods of fsspec's file systems that `ObjectStore` calls."""
 
 from __future__ import annotations
 

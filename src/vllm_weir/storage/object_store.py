@@ -1,5 +1,6 @@
-"""`ObjectStore`: files by name in a local folder or behind an fsspec URL; each appears whole or not at all.
+"""`ObjectStore`: files by name in a local folder or behind an fsspec URL.
 
+Each file appears whole or not at all.
 Every error of the operating system or of a store becomes a StoreError that names the file.
 """
 
@@ -25,7 +26,7 @@ BUCKET_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oci", "oss",
 
 
 class ObjectStore:
-    """Files under a URL, by name (``/`` separates folders). Can be pickled, and used in forked processes.
+    """Files under a URL, by name (``/`` separates folders); may be pickled, and used after a fork.
 
     Args:
         url: Local path or any fsspec URL (``s3://bucket/run``, ``memory://run``, ...).
@@ -147,7 +148,7 @@ class ObjectStore:
             return int(self.fs.size(self.path(name)) or 0)
 
     def open(self, name: str, compression: str | None = None) -> BinaryIO:
-        """Open a file for reading; `compression` may be ``"gzip"``. Errors are those of the file system."""
+        """Open a file for reading, decompressed if `compression` is ``"gzip"``."""
         self._reconnect_after_fork()
         return self.fs.open(self.path(name), "rb", compression=compression)
 
@@ -197,10 +198,11 @@ class ObjectStore:
             self.fs.rm_file(self.path(name))
 
     def sweep(self, folder_prefix: str | None = None) -> None:
-        """Delete temporary files whose writers have died: those in the folder, or those of uploads to remote stores.
+        """Delete temporary files whose writers have died, in the folder or of uploads.
 
         Args:
-            folder_prefix: Also look in those folders of a local store whose names begin so; None for no folder.
+            folder_prefix: Also look in those folders of a local store whose names begin so; None
+                for no folder.
         """
         if self.local:
             remove_stale_files(self.root, folder_prefix)
@@ -208,7 +210,7 @@ class ObjectStore:
             remove_stale_uploads()
 
     def _forget_listings(self) -> None:
-        """Drop what fsspec has listed, in which files that others have written since are missing."""
+        """Drop fsspec's cached listings, which lack files that others have written since."""
         self._reconnect_after_fork()
         self.fs.invalidate_cache()
 
@@ -226,7 +228,7 @@ def _fsspec_of(url: str, options: dict[str, Any]) -> tuple[Any, str]:
         raise WeirError(f"cannot open {url}: it needs fsspec: pip install 'vllm-weir[keep]'") from e
     try:
         return url_to_fs(url, **options)
-    except (ValueError, TypeError, ImportError) as e:  # an unknown protocol or option, or a package is missing
+    except (ValueError, TypeError, ImportError) as e:
         raise WeirError(f"cannot open {url}: {e}") from e
 
 

@@ -1,4 +1,4 @@
-"""What is in a dataset: counts, sizes, and statistics of a sample of its rows."""
+"""Counts and sizes of a dataset, and statistics over a sample of its rows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,20 @@ RP8_NOTE = "rows of rp8 are least-squares estimates: norms are about sqrt(k / d_
 
 @dataclass(frozen=True)
 class SiteStats:
-    """One site.
+    """Figures of one site.
 
-    Statistics are over a sample of the decoded rows: mean and standard deviation of the values, mean of the rows'
-    norms; `bad`: sampled rows that hold NaN or Inf.
+    Statistics are over a sample of the decoded rows.
+
+    Attributes:
+        hook, layer: The site.
+        rows, requests: Rows of the site, and requests that have some.
+        d_model: Width of a row.
+        method, dtype: Compression, and the dtype of the rows before it.
+        stored_bytes: Bytes of the records.
+        sampled: Rows in the sample.
+        mean, std, smallest, largest: Over the values of the sample.
+        norm: Mean of the norms of the rows.
+        bad: Rows of the sample that contain NaN or Inf.
     """
 
     hook: str
@@ -47,7 +57,18 @@ class SiteStats:
 
 @dataclass(frozen=True)
 class DatasetStats:
-    """A dataset. `raw_bytes`: of the rows as the model made them, without compression."""
+    """Figures of a dataset.
+
+    Attributes:
+        path, layout: The dataset.
+        requests, incomplete: Finished requests, and unfinished ones, which are left out.
+        rows, tokens: Rows, and distinct positions of requests.
+        files: Files with records.
+        stored_bytes, raw_bytes: Bytes of the records, and of the same rows without compression.
+        headers: Distinct headers of the records.
+        sites: Figures of each site.
+        notes: What a user should know about the data.
+    """
 
     path: str
     layout: str
@@ -63,24 +84,24 @@ class DatasetStats:
     notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return plain JSON data."""
         return asdict(self)
 
 
 def inspect(dataset: ActivationDataset, sample: int = 512, seed: int = 0) -> DatasetStats:
-    """Look into a dataset. `sample`: rows of each site that statistics are taken from; 0 for none."""
+    """Return figures of a dataset, with statistics over `sample` random rows of each site."""
     index = dataset.index
     widths = np.array([b.width for b in index.blocks] or [0])
     raw = np.array([_raw_bytes(b.header) for b in index.blocks] or [0])
-    sites = [_site(dataset, i, site, widths, sample, seed) for i, site in enumerate(dataset.sites)]
-    pairs = np.repeat(index.request, index.rows) << 32 | index.positions
+    sites = [_site_stats(dataset, i, site, widths, sample, seed) for i, site in enumerate(dataset.sites)]
+    pairs = np.repeat(index.run_request, index.run_rows) << 32 | index.positions
     notes = index.notes + source_notes(index) + capture_notes(index)
     rp8 = [RP8_NOTE] if any(h["method"] == "rp8" for h in dataset.headers) else []
     return DatasetStats(
         path=dataset.url, layout=dataset.layout, requests=len(dataset), incomplete=len(dataset.incomplete),
         rows=dataset.count(), tokens=len(np.unique(pairs)), files=len({b.name for b in index.blocks}),
-        stored_bytes=int((widths[index.block] * index.rows).sum()),
-        raw_bytes=int((raw[index.block] * index.rows).sum()),
+        stored_bytes=int((widths[index.run_block] * index.run_rows).sum()),
+        raw_bytes=int((raw[index.run_block] * index.run_rows).sum()),
         headers=dataset.headers, sites=sites, notes=list(dict.fromkeys(notes + rp8)),
     )  # fmt: skip
 
@@ -89,27 +110,29 @@ def _raw_bytes(header: dict[str, Any]) -> int:
     return header["d_model"] * (4 if header["dtype"] == "float32" else 2)
 
 
-def _site(dataset: ActivationDataset, code: int, site: Site, widths: np.ndarray, sample: int, seed: int) -> SiteStats:
+def _site_stats(
+    dataset: ActivationDataset, code: int, site: Site, widths: np.ndarray, sample: int, seed: int
+) -> SiteStats:
     index = dataset.index
-    runs = np.flatnonzero(index.site == code)
-    which, at = index.expand(runs)
+    runs = np.flatnonzero(index.run_site == code)
+    row_runs, row_ids = index.expand(runs)
     empty: dict[str, Any] = {"d_model": 0, "method": "", "dtype": ""}
-    header = index.blocks[index.block[runs[0]]].header if len(runs) else empty
-    same_width = len({index.blocks[b].header["d_model"] for b in np.unique(index.block[runs]).tolist()}) == 1
-    picked = np.random.default_rng(seed).permutation(len(which))[: sample if same_width else 0]
+    header = index.blocks[index.run_block[runs[0]]].header if len(runs) else empty
+    same_width = len({index.blocks[b].header["d_model"] for b in np.unique(index.run_block[runs]).tolist()}) == 1
+    picked = np.random.default_rng(seed).permutation(len(row_runs))[: sample if same_width else 0]
     picked.sort()
     return SiteStats(
-        hook=site.hook, layer=site.layer, rows=len(which), requests=len(np.unique(index.request[runs])),
+        hook=site.hook, layer=site.layer, rows=len(row_runs), requests=len(np.unique(index.run_request[runs])),
         d_model=header["d_model"], method=header["method"], dtype=header["dtype"],
-        stored_bytes=int((widths[index.block[runs]] * index.rows[runs]).sum()),
-        **_statistics(_read(dataset, which[picked], at[picked])),
+        stored_bytes=int((widths[index.run_block[runs]] * index.run_rows[runs]).sum()),
+        **_statistics(_sampled_rows(dataset, row_runs[picked], row_ids[picked])),
     )  # fmt: skip
 
 
-def _read(dataset: ActivationDataset, which: np.ndarray, at: np.ndarray) -> Tensor:
-    """Rows for statistics; none of Vllm_mi_patch's that keep no values, do not say their width or are damaged."""
+def _sampled_rows(dataset: ActivationDataset, row_runs: np.ndarray, row_ids: np.ndarray) -> Tensor:
+    """Read rows for statistics, or none from Vllm_mi_patch's files that cannot be decoded."""
     try:
-        return dataset.read(which, at).double()
+        return dataset.read(row_runs, row_ids).double()
     except StoreError:
         raise
     except WeirError:
@@ -119,17 +142,17 @@ def _read(dataset: ActivationDataset, which: np.ndarray, at: np.ndarray) -> Tens
 
 
 def _statistics(rows: Tensor) -> dict[str, Any]:
-    good = rows[rows.isfinite().all(-1)]
-    out: dict[str, Any] = dict.fromkeys(("mean", "std", "norm", "smallest", "largest"))
-    if good.numel():
-        out["mean"], out["std"] = good.mean().item(), good.std(correction=0).item()
-        out["norm"] = good.norm(dim=-1).mean().item()
-        out["smallest"], out["largest"] = good.min().item(), good.max().item()
-    return out | {"sampled": len(rows), "bad": len(rows) - len(good)}
+    finite = rows[rows.isfinite().all(-1)]
+    stats: dict[str, Any] = dict.fromkeys(("mean", "std", "norm", "smallest", "largest"))
+    if finite.numel():
+        stats["mean"], stats["std"] = finite.mean().item(), finite.std(correction=0).item()
+        stats["norm"] = finite.norm(dim=-1).mean().item()
+        stats["smallest"], stats["largest"] = finite.min().item(), finite.max().item()
+    return stats | {"sampled": len(rows), "bad": len(rows) - len(finite)}
 
 
 def show(found: DatasetStats, console: Console | None = None) -> None:
-    """Print figures as a table."""
+    """Print the figures of a dataset as a table."""
     console = console or Console(highlight=False)
     console.print(f"[bold]{escape(found.path)}[/bold]: {found.layout}", soft_wrap=True)
     times = f", {found.raw_bytes / found.stored_bytes:.1f} times less than uncompressed" if found.stored_bytes else ""
@@ -137,7 +160,7 @@ def show(found: DatasetStats, console: Console | None = None) -> None:
     console.print(
         f"{found.requests:,} requests{unfinished}, {found.tokens:,} tokens, {found.rows:,} rows in "
         f"{found.files:,} file{'s' if found.files != 1 else ''}; "
-        f"{_size(found.stored_bytes)}{times if found.raw_bytes != found.stored_bytes else ''}",
+        f"{readable_size(found.stored_bytes)}{times if found.raw_bytes != found.stored_bytes else ''}",
         soft_wrap=True,
     )
     for header in found.headers:
@@ -152,9 +175,10 @@ def show(found: DatasetStats, console: Console | None = None) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for s in found.sites:
         figures = [f"{v:.2g}" if v is not None else "" for v in (s.mean, s.std, s.norm, s.smallest, s.largest)]
-        cells = [f"{s.rows:,}", f"{s.requests:,}", str(s.d_model), _size(s.stored_bytes), *figures]
+        cells = [f"{s.rows:,}", f"{s.requests:,}", str(s.d_model), readable_size(s.stored_bytes), *figures]
         table.add_row(f"{s.hook}\\[{s.layer}]", *cells, *([str(s.bad)] if bad else []))
-    # As wide as its numbers are: rich would cut them to the width of the terminal, or to 80 where there is none.
+    # As wide as its numbers need: rich would cut them to the width of the terminal, or to 80
+    # columns.
     wanted = console.measure(table, options=console.options.update(max_width=10_000)).maximum
     wide = Console(file=console.file, width=max(wanted, console.width), highlight=False)
     wide.print(table)
@@ -165,7 +189,8 @@ def show(found: DatasetStats, console: Console | None = None) -> None:
         console.print(f"note: {escape(note)}", soft_wrap=True)
 
 
-def _size(n: float) -> str:
+def readable_size(n: float) -> str:
+    """Return a number of bytes with a decimal unit, e.g. ``1.5 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if n < 1000:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"

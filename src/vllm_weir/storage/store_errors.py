@@ -10,7 +10,7 @@ from vllm_weir.errors import MissingFile, StoreError, WeirError
 
 @contextlib.contextmanager
 def store_errors(action: str, file: str) -> Iterator[None]:
-    """Raise an OSError of the block as a StoreError that names `file`, or as MissingFile if the file is not there."""
+    """Raise an OSError of the block as StoreError (or MissingFile) with the name of `file`."""
     try:
         yield
     except WeirError:

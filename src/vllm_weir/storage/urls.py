@@ -23,7 +23,7 @@ def checked_url(url: object) -> str:
 
 
 def local_path(url: str) -> str | None:
-    """Return the absolute path of a local URL; None for another file system or a chain of several."""
+    """Return the absolute path of a local URL, or None for other and chained file systems."""
     for protocol in LOCAL_PROTOCOLS:
         if url.startswith(protocol) and "::" not in url:
             return absolute_path(url.removeprefix(protocol))
@@ -44,7 +44,8 @@ def split_url(url: str) -> tuple[str, str]:
     if "://" not in url:
         folder, _, name = url.rpartition("/")
         return folder or ("/" if url.startswith("/") else "."), name
-    # Of a chain of file systems (zip://rows.npz::s3://bucket/a.zip) the path is in the first link that has one.
+    # Of a chain of file systems (zip://rows.npz::s3://bucket/a.zip) the path is in the first link
+    # that has one.
     links = url.split("::")
     link_index = next(i for i, link in enumerate(links) if "://" in link)
     protocol, _, path = links[link_index].partition("://")

@@ -1,4 +1,4 @@
-"""Reading every row of a dataset to see whether it is still what was written."""
+"""Checking that every row of a dataset is still what was written."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from vllm_weir.storage.dataset import ActivationDataset
 from vllm_weir.storage.index import Index
 from vllm_weir.storage.record_blocks import RecordBlock
 
-PIECE = 64 << 20
+PIECE_BYTES = 64 << 20
 """Records are read in pieces of about this many bytes."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A file of which some rows are damaged. `rows`: how many; `error`: what is wrong with the first of them."""
+    """A file with damaged rows.
+
+    Attributes:
+        file: The file.
+        rows: How many of its rows are damaged.
+        error: What is wrong with the first of them.
+    """
 
     file: str
     rows: int
@@ -28,12 +34,13 @@ class Damage:
 
 @dataclass(frozen=True)
 class Verified:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
-        rows: rows of the dataset, all of which were read.
-        unsummed: those of them that were stored without a checksum, so that nothing can be said of their bytes.
-        damaged: a `Damage` for each damaged file.
+        rows: Rows of the dataset, all of which were read.
+        unsummed: Those of them that were stored without a checksum, so that damage would not be
+            noticed.
+        damaged: A `Damage` for each damaged file.
     """
 
     rows: int
@@ -41,58 +48,67 @@ class Verified:
     damaged: list[Damage]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return plain JSON data."""
         return asdict(self)
 
 
 def verify(dataset: ActivationDataset, progress: Callable[[int], Any] | None = None) -> Verified:
-    """Read all rows of a dataset, without decoding them, and compare them with their checksums; and each shard's own
-    manifest with the joined one.
+    """Read all rows of a dataset, without decoding them, and compare them with their checksums.
+
+    Of the layout ``sharded`` it also compares each shard's own manifest with the joined one.
 
     Args:
-        dataset: from `load`.
-        progress: called with the number of rows that were read so far, after every piece.
+        dataset: From `load`.
+        progress: Called with the number of rows read so far, after every piece.
 
     Raises:
-        StoreError: if a file cannot be read, which says nothing of its rows.
+        StoreError: If a file cannot be read, which says nothing about its rows.
     """
     index = dataset.index
-    found: dict[str, Damage] = {}
-    done = 0
+    damaged: dict[str, Damage] = {}
+    rows_read = 0
     if index.store is not None:
         from vllm_weir.storage.layouts.sharded_reader import damaged_shards  # which needs pyarrow
 
         for name, error in damaged_shards(index.store, index.files):
             file = index.store.describe(name)
-            found[file] = Damage(file, 0, error.message)
+            damaged[file] = Damage(file, 0, error.message)
     for block, runs in index.by_block():
-        which, at = index.expand(runs)
-        at_byte = np.argsort(index.offsets(which, at), kind="stable")
-        step = max(1, PIECE // block.width)
-        for begin in range(0, len(at_byte), step):
-            some = at_byte[begin : begin + step]
-            one = _damage(index, block, which[some], at[some])
-            if one is not None:
-                before = found.get(one.file, Damage(one.file, 0, one.error))
-                found[one.file] = Damage(one.file, before.rows + one.rows, before.error)
-            done += len(some)
+        row_runs, row_ids = index.expand(runs)
+        by_offset = np.argsort(index.offsets(row_runs, row_ids), kind="stable")
+        piece_rows = max(1, PIECE_BYTES // block.width)
+        for start in range(0, len(by_offset), piece_rows):
+            piece = by_offset[start : start + piece_rows]
+            damage = _damage(index, block, row_runs[piece], row_ids[piece])
+            if damage is not None:
+                earlier = damaged.get(damage.file, Damage(damage.file, 0, damage.error))
+                damaged[damage.file] = Damage(damage.file, earlier.rows + damage.rows, earlier.error)
+            rows_read += len(piece)
             if progress is not None:
-                progress(done)
-    sealed = np.array([block.sealed for block in index.blocks], bool)
-    bare = ~index.summed & ~sealed[index.block] if len(sealed) else ~index.summed
-    return Verified(done, int(index.rows[bare].sum()), list(found.values()))
+                progress(rows_read)
+    return Verified(rows_read, _rows_without_checksums(index), list(damaged.values()))
 
 
-def _damage(index: Index, block: RecordBlock, which: np.ndarray, at: np.ndarray) -> Damage | None:
-    """What is wrong with some rows of one block."""
+def _rows_without_checksums(index: Index) -> int:
+    in_file = np.array([block.has_own_checksums for block in index.blocks], bool)
+    without = ~index.run_has_checksums
+    if len(in_file):
+        without &= ~in_file[index.run_block]
+    return int(index.run_rows[without].sum())
+
+
+def _damage(index: Index, block: RecordBlock, row_runs: np.ndarray, row_ids: np.ndarray) -> Damage | None:
+    """Return what is wrong with some rows of one block, if anything is."""
     file = block.store.describe(block.name)
     try:
-        records = block.gather(index.offsets(which, at))
+        records = block.gather(index.offsets(row_runs, row_ids))
     except StoreError as e:
         if not isinstance(e, MissingFile):
             raise
-        return Damage(file, len(at), e.message)
+        return Damage(file, len(row_ids), e.message)
     except WeirError as e:
-        return Damage(file, len(at), e.message)
-    wrong = index.misfits(which, at, records)
-    return Damage(file, len(wrong), index.damage(which[wrong], at[wrong]).message) if len(wrong) else None
+        return Damage(file, len(row_ids), e.message)
+    wrong = index.mismatches(row_runs, row_ids, records)
+    if not len(wrong):
+        return None
+    return Damage(file, len(wrong), index.damage_error(row_runs[wrong], row_ids[wrong]).message)

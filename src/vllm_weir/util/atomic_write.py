@@ -1,4 +1,4 @@
-"""Write a file under a temporary name and rename it, so that readers see the old content or the new one, whole."""
+"""Writing a file under a temporary name and renaming it, so that readers never see a part of it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import BinaryIO
 
 @contextmanager
 def atomic_write(path: str | os.PathLike, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Open a hidden temporary file beside `path`, and rename it to `path` when the block ends without an error.
+    """Open a temporary file beside `path`, and rename it to `path` if the block succeeds.
 
-    A process that has the older file open or mapped keeps it. After an error `path` is untouched, and the temporary
-    file is gone. Nothing waits for the disk: `vllm_weir.storage.atomic_file.AtomicFile` does that where it is asked
-    for, reserves room, and can be told from the file of a process that has died.
+    A process that has the old file open or mapped keeps it. After an error `path` is untouched, and
+    the temporary file is deleted. For datasets there is `vllm_weir.storage.atomic_file.AtomicFile`,
+    which also syncs and reserves disk space, uploads, and finds the files of dead writers.
 
     Args:
         path: The file to write; its folder exists.

@@ -150,7 +150,9 @@ def test_bad_records_are_listed(tmp_path: Path) -> None:
 
 def test_a_text_too_short_for_the_positions_is_no_record_without_rows(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "t.jsonl", ["a b c d e f", "a b c", "a b c d e"])
-    with pytest.raises(WeirError, match=r"^record 1: none of the positions .* text of 3 tokens; .*--on-error skip"):
+    with pytest.raises(
+        WeirError, match=r"^record 1: none of the selected positions .* text of 3 tokens; .*--on-error skip"
+    ):
         run_fake(source, str(tmp_path / "out"), positions="4:")
     summary = run_fake(source, str(tmp_path / "out"), positions="4:", on_error="skip")
     assert (summary.requests + summary.held, list(summary.skipped)) == (2, [1])
@@ -280,7 +282,7 @@ def test_differences_sees_each_kind(source: Path, tmp_path: Path) -> None:
     for file in (tmp_path / "a").iterdir():
         (tmp_path / "c" / file.name).write_bytes(raw if file == shard else file.read_bytes())
     other = load(tmp_path / "c")
-    other.index.summed[:] = False  # else the checksum tells before anyone compares
+    other.index.run_has_checksums[:] = False  # else the checksum tells before anyone compares
     assert any("bytes of rows" in d for d in differences(other, whole))
 
 
@@ -307,8 +309,8 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_engine_starts(sour
     with open_writer(tmp_path / "packed", "packed"):
         pass
     for out, change, message in (
-        ("file", {}, "no dataset of Weir's"),
-        ("full", {}, "no dataset of Weir's"),
+        ("file", {}, "not a Weir dataset"),
+        ("full", {}, "not a Weir dataset"),
         ("packed", {}, "cannot be continued as 'sharded'"),
         ("new", {"layout": "heap"}, "layout: unknown layout"),
         ("new", {"pack_bytes": 9}, "pack_bytes: unknown option"),
@@ -342,7 +344,7 @@ def test_command(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert cli._positions("-4:") == "-4:" and cli._positions('{"token_ids": [3]}') == {"token_ids": [3]}
     assert cli._positions("[0, -1]") == [0, -1]
     for option, value, told in (
-        ("--layers", "", "layers: 'all', or ints with commas, got ''"),
+        ("--layers", "", "layers: expected 'all' or ints with commas, got ''"),
         ("--positions", "[]", "positions: an empty list"),
         ("--positions", '{"special": 1}', "positions.special: true"),
     ):

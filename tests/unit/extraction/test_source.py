@@ -105,9 +105,9 @@ def test_lines_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("", "no JSON"),
-        ("{", "no JSON"),
-        ("[1]", "a JSON object is expected, got a list"),
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[1]", "expected a JSON object, got a list"),
         ('{"body": "x"}', "no column 'text'; it has body"),
         ('{"text": "  "}', "the text is empty"),
         ('{"text": null}', "holds nothing, not a text"),
@@ -179,7 +179,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(WeirError, match=r"split: .* has the splits train, test; name one"):
         open_source(tmp_path / "dict")
     (tmp_path / "dict" / "train" / "data-00001-of-00003.arrow").unlink()
-    with pytest.raises(WeirError, match=r"data-00001-of-00003\.arrow: state.json names it"):
+    with pytest.raises(WeirError, match=r"data-00001-of-00003\.arrow: is missing, although state.json names it"):
         open_source(tmp_path / "dict", split="train")
 
 

@@ -28,7 +28,7 @@ from vllm_weir.results.activations import Activations
 from vllm_weir.results.checksum import MULTIPLIER, checksums
 from vllm_weir.results.safetensors_header import build_header
 from vllm_weir.storage import ActivationDataset, Batch, convert, inspect, load, open_writer
-from vllm_weir.storage.layouts import sharded
+from vllm_weir.storage.layouts import open_shard
 from vllm_weir.storage.layouts.manifest import SCHEMA, from_parquet, to_parquet
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.safetensors_io import read_container
@@ -84,11 +84,11 @@ def flip(dataset: ActivationDataset, request: str, site: tuple[str, int], positi
     """Flip one bit of a row in its file, which is returned."""
     index = dataset.index
     runs = np.flatnonzero(
-        (index.request == index.code[request]) & (index.site == index.sites.index(site))  # type: ignore[arg-type]
+        (index.run_request == index.request_codes[request]) & (index.run_site == index.sites.index(site))  # type: ignore[arg-type]
     )
     which, at = index.expand(runs)
     (row,) = np.flatnonzero(index.positions[at] == position)
-    block = index.blocks[index.block[which[row]]]
+    block = index.blocks[index.run_block[which[row]]]
     byte = int(index.offsets(which[row : row + 1], at[row : row + 1])[0]) + rng.randrange(block.width)
     with block.store.fs.open(block.store.path(block.name), "rb") as file:
         raw = bytearray(file.read())
@@ -113,7 +113,7 @@ def test_a_flipped_bit_is_an_error_that_names_the_file(
         file = flip(load(url), "b", SITE, position, rng)
         dataset = load(url)
         wrong = rf"{file.name}: damaged: the row at byte \d+ \(position {position} of resid_post\[3\] of request 'b'\)"
-        with pytest.raises(WeirError, match=rf"{wrong} does not fit its checksum; restore the file from a copy"):
+        with pytest.raises(WeirError, match=rf"{wrong} does not match its checksum; restore the file from a copy"):
             dataset["b"][SITE]
         with pytest.raises(WeirError, match=wrong):
             dataset.rows(SITE)
@@ -163,7 +163,7 @@ def without_checksums(path: Path, layout: str) -> None:
             if not name.endswith(".checksums"):
                 shape = [len(data)] if name == "manifest" else list(t.shape)
                 tensors[name] = ((t.dtype, shape, len(data)), data)
-        room = sharded.GAP if layout == "sharded" else 0
+        room = open_shard.HEADER_SPACE if layout == "sharded" else 0
         for crc in ("lists", "manifest"):
             container.metadata.pop(crc, None)
         header = build_header({name: place for name, (place, _) in tensors.items()}, container.metadata, room)
@@ -217,7 +217,7 @@ def test_every_way_of_reading_compares_checksums(
 ) -> None:
     make(tmp_path / "ds", layout, NAMES)
     file = flip(load(tmp_path / "ds"), "b", SITE, 2, random.Random(3))
-    with pytest.raises(WeirError, match=f"{file.name}: damaged: the row at byte .* does not fit its checksum"):
+    with pytest.raises(WeirError, match=f"{file.name}: damaged: the row at byte .* does not match its checksum"):
         read(load(tmp_path / "ds"), tmp_path / "out")
     if (tmp_path / "out" / "weir.json").exists():  # nothing damaged was copied
         assert "b" not in load(tmp_path / "out")
@@ -234,8 +234,8 @@ def test_rows_that_are_given_up_or_tried_again_leave_the_others_their_checksums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small batches and large ones, with requests abandoned between them and a write that is interrupted."""
-    monkeypatch.setattr(sharded, "GATHER", 2000)
-    monkeypatch.setattr(sharded, "SMALL", 700)
+    monkeypatch.setattr(open_shard, "GATHER_BYTES", 2000)
+    monkeypatch.setattr(open_shard, "SMALL_BATCH_BYTES", 700)
     writer = open_writer(tmp_path, "sharded")
     large = rows_of("x", *SITE, 40)
     for name in NAMES:
@@ -246,14 +246,14 @@ def test_rows_that_are_given_up_or_tried_again_leave_the_others_their_checksums(
         writer.finish_request(name, {"prompt_tokens": 5, "text": name})
     for error in (KeyboardInterrupt, MemoryError):
         with monkeypatch.context() as patch, pytest.raises(error):
-            patch.setattr(sharded, "checksums", lambda _, error=error: (_ for _ in ()).throw(error))
+            patch.setattr(open_shard, "checksums", lambda _, error=error: (_ for _ in ()).throw(error))
             writer.write(Batch("x", *SITE, np.arange(40), np.arange(40), large))
     writer.write(Batch("x", *SITE, np.arange(40), np.arange(40), large))
     writer.finish_request("x")
     write(writer, "d")
     writer.close()
     dataset = load(tmp_path)
-    assert torch.equal(dataset["x"][SITE], large) and dataset.index.summed.all()
+    assert torch.equal(dataset["x"][SITE], large) and dataset.index.run_has_checksums.all()
     assert sorted(dataset) == [*NAMES, "d", "x"]
     for name in (*NAMES, "d"):
         for site in SITES:

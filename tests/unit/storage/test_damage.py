@@ -19,7 +19,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.results.safetensors_header import build_header
 from vllm_weir.storage import LAYOUTS, load, open_writer
 from vllm_weir.storage.layouts.manifest import MANIFEST, SCHEMA, to_parquet
-from vllm_weir.storage.layouts.sharded import GAP
+from vllm_weir.storage.layouts.open_shard import HEADER_SPACE
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.safetensors_io import read_container
 from vllm_weir.storage.verify import verify
@@ -35,8 +35,8 @@ def replace_manifest(file: Path, change: Any) -> None:
     tensors = {name: (t.dtype, list(t.shape), t.end - t.start) for name, t in places.items()}
     tensors["manifest"] = ("U8", [len(manifest)], len(manifest))
     container.metadata.pop("manifest", None)
-    header = build_header(tensors, container.metadata, GAP)
-    file.write_bytes(header + raw[GAP : places["manifest"].start] + manifest)
+    header = build_header(tensors, container.metadata, HEADER_SPACE)
+    file.write_bytes(header + raw[HEADER_SPACE : places["manifest"].start] + manifest)
 
 
 def with_column(table: pa.Table, name: str, values: Any) -> pa.Table:
@@ -184,19 +184,19 @@ def test_a_place_outside_its_dictionary_is_damage_of_the_manifest(
 @pytest.mark.parametrize(
     ("name", "values", "why"),
     [
-        ("rows", lambda runs: [1 << 62] * len(runs), "its counts do not fit its positions"),
-        ("rows", lambda runs: [None] * len(runs), "column rows has gaps"),
-        ("request", lambda runs: [None, *runs[1:]], "column request has gaps"),
-        ("position", lambda runs: [[None] * len(run) for run in runs], "column position has gaps"),
+        ("rows", lambda runs: [1 << 62] * len(runs), "its counts do not match its positions"),
+        ("rows", lambda runs: [None] * len(runs), "column rows has missing values"),
+        ("request", lambda runs: [None, *runs[1:]], "column request has missing values"),
+        ("position", lambda runs: [[None] * len(run) for run in runs], "column position has missing values"),
         (
             "position",
             lambda runs: [[1] * sum(map(len, runs)), *([] for _ in runs[1:])],
-            "its counts do not fit its positions",
+            "its counts do not match its positions",
         ),
         (
             "checksum",
             lambda runs: [[1] * sum(map(len, runs)), *([] for _ in runs[1:])],
-            "its counts do not fit its checksums",
+            "its counts do not match its checksums",
         ),
     ],
 )

@@ -190,7 +190,7 @@ def test_an_attempt_that_failed_is_written_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["sharded", "packed", "per_request"])
 def test_layouts_that_need_a_place_of_their_own_say_so(layout: str, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(WeirError, match="is not empty and no dataset of Weir's; choose another place"):
+    with pytest.raises(WeirError, match="is not empty and not a Weir dataset; choose another place"):
         open_writer(tmp_path, layout)
     for either in (layout, "npz"):
         with pytest.raises(WeirError, match=r"cannot create .*notes\.txt: File exists"):

@@ -76,7 +76,7 @@ def test_looking_at_requests_one_by_one_is_not_quadratic(tmp_path: Path, monkeyp
     fill(tmp_path / "ds", "sharded", requests)
     dataset = load(tmp_path / "ds")
     looked = []
-    for name in ("request", "site"):
+    for name in ("run_request", "run_site"):
         monkeypatch.setattr(dataset.index, name, Counted(getattr(dataset.index, name), looked))
     for request in dataset:
         assert len(dataset[request].positions) == len(dataset.rows(SITE, request)) == 1

@@ -106,7 +106,7 @@ def test_the_length_is_what_a_pass_yields(
 
 
 def test_a_stream_without_end_has_no_length(dataset: ActivationDataset) -> None:
-    with pytest.raises(TypeError, match="without end"):
+    with pytest.raises(TypeError, match="endless stream"):
         len(dataset.torch(SITE, epochs=None))
 
 

@@ -1,17 +1,19 @@
 """Reading npz files that Vllm_mi_patch wrote.
 
-Its code is ``q = x / scale + zero``, so the value is ``(q - zero) * scale``; its own inverse says otherwise. With
-scales per dimension (its default) it takes the range over one row, which is nothing: such files hold no values any
-more, and are refused. Rows of its rp8 are in the projected space, and the projection was not stored. Its topk8 does
-not say how wide a row is, but its manifest does, if there is one.
+It quantises by ``q = x / scale + zero``, so the value is ``(q - zero) * scale``; its own inverse
+computes something else. With scales per dimension (its default) it takes the range of each
+dimension over a single row, which is zero, so such files have lost their values and are refused.
+Rows of its rp8 are in the projected space, and the projection is not stored. Files of its topk8 do
+not say how wide a row is; a manifest does, if there is one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import posixpath
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +21,9 @@ from vllm_weir.errors import MissingFile, StoreError, WeirError
 from vllm_weir.schema.compression import MAX_WIDTH, Compression
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage.index import Index, IndexBuilder, short_names
-from vllm_weir.storage.layouts.npz import FILE, MANIFEST, add_own, add_request, home_of, unpack_own
+from vllm_weir.storage.layouts.npz import FILE, MANIFEST
 from vllm_weir.storage.layouts.npz_file import read_npz, read_some
+from vllm_weir.storage.layouts.npz_reader import add_own_file, add_request, home_of, unpack_own
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import ArrayBlock, RecordBlock
 
@@ -30,93 +33,149 @@ NOTES = [
     "its random projection was not stored: rows of its rp8 can be compared with one another only",
 ]
 
-NO_WIDTH = "its topk8 does not say how wide a row is, nor does a manifest: to decode rows pass hidden_size"
+NO_WIDTH_NOTE = "its topk8 does not say how wide a row is, nor does a manifest: to decode rows pass hidden_size"
 
 
 def read_foreign_npz(store: ObjectStore, names: dict[str, int], hidden_size: int | None = None) -> Index:
-    """The index of an output directory, or of single files.
+    """Read the index of an output directory, or of single files.
 
-    Weir's own files of the layout `npz` may be among them, or all there is: a request's folder, or a copy of some. A
-    damaged file is noted, and raises when its rows are asked for; at once, where there is no other.
+    Weir's own files of the layout `npz` may be among them, or be all there is: a request's folder,
+    or a copy of some files. A damaged file is noted, and raises when its rows are accessed; or at
+    once, if there is no other.
 
     Args:
-        hidden_size: d_model, which rows of topk8 need where no manifest says it. What else is known of them is read
-            without.
+        store: Store of the files.
+        names: The files, and their sizes in bytes.
+        hidden_size: d_model, which is needed to decode topk8 where no manifest says it.
     """
-    out = IndexBuilder("npz")
-    sequences: dict[str, set[str]] = {}
-    found, errors = [], []
-    widths = cache(partial(_widths, store))
+    files = []
     for name in sorted(names):
         match = FILE.fullmatch(posixpath.basename(name))
         if match:
-            sequences.setdefault(posixpath.dirname(name), set()).add(match[1])
-            found.append((name, match))
-    called = short_names([*sequences, *(home_of(name)[0] for name, _ in found)])
-    if any(match[3] != "0" for _, match in found):
-        out.notes.append("files of tensor-parallel ranks other than 0 are left out")
-    whole: set[str] = set()
-    for name, match in found:
-        if match[3] != "0" or not whole.isdisjoint({posixpath.dirname(name), home_of(name)[0]}):
-            continue
-        shapes, error = _look(store, name)
-        if "weir" in shapes:
-            _add_own(out, store, name, int(match[2]), names, called, whole)
-            continue
-        out.layout, out.lossy = "vllm_mi_patch", "Vllm_mi_patch to 8 bits"
-        folder = posixpath.dirname(name)
-        request = called[folder] or "request"
-        if len(sequences[folder]) > 1:
-            request = f"{request}/seq{match[1]}"
-        place = out.request(request), Site("resid_post", int(match[2]))
-        if error is None:
-            width = hidden_size
-            if "q" not in shapes and width is None:
-                width = widths(folder).get((int(match[1]), int(match[2])))
-            _add(out, store, name, *place, shapes, width)
-        else:
-            errors.append(error)
-            out.notes.append(f"damaged: {error.message}")
-            out.run(*place, out.block(_Damaged(store, name, error.message)), 0, np.arange(1))
-    if errors and len(errors) == len(out.blocks):
-        raise errors[0]
-    return out.build()
+            files.append(_File(name, posixpath.dirname(name), match[1], int(match[2]), match[3] == "0"))
+    return _ForeignReader(store, names, files, hidden_size).read()
 
 
-def _look(store: ObjectStore, name: str) -> tuple[dict[str, Any], WeirError | None]:
-    """(shape and dtype) of the arrays of a file by name, or what is wrong with it."""
+class _File(NamedTuple):
+    """An npz file, with what its name says."""
+
+    name: str
+    folder: str
+    sequence: str
+    layer: int
+    is_first_rank: bool
+
+
+class _ForeignReader:
+    """Builds the index of `read_foreign_npz`."""
+
+    def __init__(self, store: ObjectStore, names: dict[str, int], files: list[_File], hidden_size: int | None) -> None:
+        self._store, self._names, self._files, self._hidden_size = store, names, files, hidden_size
+        self._builder = IndexBuilder("npz")
+        self._sequences: dict[str, set[str]] = {}
+        for file in files:
+            self._sequences.setdefault(file.folder, set()).add(file.sequence)
+        self._folder_names = short_names([*self._sequences, *(home_of(file.name)[0] for file in files)])
+        self._folders_done: set[str] = set()
+        """Folders of Weir's own requests that were added by their manifests."""
+        self._manifest_widths = cache(partial(_widths, store))
+        self._errors: list[WeirError] = []
+
+    def read(self) -> Index:
+        """Read the files and return their index."""
+        if not all(file.is_first_rank for file in self._files):
+            self._builder.notes.append("files of tensor-parallel ranks other than 0 are left out")
+        for file in self._files:
+            in_done_folder = not self._folders_done.isdisjoint({file.folder, home_of(file.name)[0]})
+            if not file.is_first_rank or in_done_folder:
+                continue
+            shapes, error = _shapes(self._store, file.name)
+            if "weir" in shapes:
+                self._add_own(file)
+            else:
+                self._add_foreign(file, shapes, error)
+        if self._errors and len(self._errors) == len(self._builder.blocks):
+            raise self._errors[0]
+        return self._builder.build()
+
+    def _add_own(self, file: _File) -> None:
+        """Add the request of one of Weir's files, or the file alone if there is no manifest."""
+        # The file does not name its hook point; its folder does, which may be the folder that was
+        # opened.
+        home, hook = home_of(file.name)
+        for folder in (file.folder, home):
+            manifest = posixpath.join(folder, MANIFEST)
+            id_prefix = posixpath.dirname(self._folder_names[folder])
+            if manifest in self._names and add_request(self._builder, self._store, manifest, self._names, id_prefix):
+                self._folders_done.add(folder)
+                return
+        if "/" not in file.name:
+            _, hook = home_of(self._store.describe(file.name))
+        request = self._builder.add_request(self._folder_names[home] or "request")
+        add_own_file(self._builder, self._store, file.name, request, Site(hook, file.layer))
+
+    def _add_foreign(self, file: _File, shapes: dict[str, Any], error: WeirError | None) -> None:
+        """Add a file of Vllm_mi_patch's; a damaged one as a row that raises."""
+        builder = self._builder
+        builder.layout, builder.lossy = "vllm_mi_patch", "Vllm_mi_patch to 8 bits"
+        name = self._folder_names[file.folder] or "request"
+        if len(self._sequences[file.folder]) > 1:
+            name = f"{name}/seq{file.sequence}"
+        request, site = builder.add_request(name), Site("resid_post", file.layer)
+        if error is not None:
+            self._errors.append(error)
+            builder.notes.append(f"damaged: {error.message}")
+            block: ArrayBlock = _Damaged(self._store, file.name, error.message)
+            builder.add_run(request, site, builder.add_block(block), 0, np.arange(1))
+            return
+        builder.notes += [note for note in NOTES if note not in builder.notes]
+        width = self._hidden_size
+        rows, values = shapes["q" if "q" in shapes else "values"][0]
+        if "q" in shapes:
+            width = values
+        elif width is None:
+            width = self._manifest_widths(file.folder).get((int(file.sequence), file.layer))
+            if width is None and NO_WIDTH_NOTE not in builder.notes:
+                builder.notes.append(NO_WIDTH_NOTE)
+        header = Compression().header(width or max(1, values), "float32")
+        block = ArrayBlock(self._store, file.name, header, rows, partial(_unpack, width=width))
+        builder.add_run(request, site, builder.add_block(block), 0, np.arange(rows))
+
+
+def _shapes(store: ObjectStore, name: str) -> tuple[dict[str, Any], WeirError | None]:
+    """Return the (shape, dtype) of each array of a file, or what is wrong with the file."""
     try:
         _, shapes = read_some(store, name, ())
     except StoreError:
-        raise  # nothing is known of it
+        raise  # it says nothing about the content
     except WeirError as e:
         return {}, e
     key = "q" if "q" in shapes else "values"
     if "weir" not in shapes and not ({key, "scale", "zero"} <= shapes.keys() and len(shapes[key][0]) == 2):
-        return {}, store.error(name, "has not the fields q, scale, zero (or indices, values, scale, zero)")
+        return {}, store.error(name, "lacks the fields q, scale, zero (or indices, values, scale, zero)")
     return shapes, None
 
 
 def _widths(store: ObjectStore, folder: str) -> dict[tuple[int, int], int]:
-    """(sequence, layer) -> values of a row, as the folder's manifest says, if it has one. Of rp8 these are its k."""
+    """Return (sequence, layer) -> width of a row (k of rp8), if the folder has a manifest."""
     try:
         data = store.read(posixpath.join(folder, MANIFEST))
     except MissingFile:
         return {}
-    out = {}
-    try:
-        for sequence, one in json.loads(data)["sequences"].items():
-            for layer, entry in one["layers"].items():
-                width = entry["shape"][1]  # the other is no number of rows: it counts a token once a layer
+    widths = {}
+    # Widths are optional.
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        for sequence, content in json.loads(data)["sequences"].items():
+            for layer, entry in content["layers"].items():
+                # `shape[0]` is not the number of rows: it counts a token once for each layer.
+                width = entry["shape"][1]
                 if type(width) is int and 0 < width <= MAX_WIDTH:
-                    out[int(sequence), int(layer)] = width
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        pass  # as good as none: rows can do without
-    return out
+                    widths[int(sequence), int(layer)] = width
+    return widths
 
 
 class _Damaged(ArrayBlock):
-    """A file that could not be read: one row, since nobody knows how many, which raises."""
+    """A damaged file: a single row that raises when it is read, since the number is unknown."""
 
     def __init__(self, store: ObjectStore, name: str, message: str) -> None:
         super().__init__(store, name, Compression().header(1, "float32"), 1, partial(_unpack, width=1))
@@ -127,51 +186,8 @@ class _Damaged(ArrayBlock):
 
 
 def is_foreign(block: RecordBlock) -> bool:
-    """Whether a block is a file of Vllm_mi_patch's that can be read."""
+    """Return whether a block is a readable file of Vllm_mi_patch's."""
     return isinstance(block, ArrayBlock) and not isinstance(block, _Damaged) and block.unpack is not unpack_own
-
-
-def _add_own(
-    out: IndexBuilder,
-    store: ObjectStore,
-    name: str,
-    layer: int,
-    names: dict[str, int],
-    called: dict[str, str],
-    whole: set[str],
-) -> None:
-    """Add the request that one of Weir's files belongs to, once; or the file alone, where there is no manifest."""
-    # A file does not say its hook point. It lies in a folder that does, which may itself be what was opened.
-    home, hook = home_of(name)
-    for folder in (posixpath.dirname(name), home):
-        manifest = posixpath.join(folder, MANIFEST)
-        if manifest in names and add_request(out, store, manifest, names, posixpath.dirname(called[folder])):
-            whole.add(folder)
-            return
-    if "/" not in name:
-        _, hook = home_of(store.describe(name))
-    add_own(out, store, name, out.request(called[home] or "request"), Site(hook, layer))
-
-
-def _add(
-    out: IndexBuilder,
-    store: ObjectStore,
-    name: str,
-    request: int,
-    site: Site,
-    shapes: dict[str, Any],
-    width: int | None,
-) -> None:
-    """Add a file; `width`: of topk8, if it is known."""
-    out.notes += [note for note in NOTES if note not in out.notes]
-    n, stored = shapes["q" if "q" in shapes else "values"][0]
-    if "q" in shapes:
-        width = stored
-    elif width is None and NO_WIDTH not in out.notes:
-        out.notes.append(NO_WIDTH)
-    header = Compression().header(width or max(1, stored), "float32")
-    block = out.block(ArrayBlock(store, name, header, n, partial(_unpack, width=width)))
-    out.run(request, site, block, 0, np.arange(n))
 
 
 def _unpack(store: ObjectStore, name: str, *, width: int | None) -> np.ndarray:
@@ -179,18 +195,24 @@ def _unpack(store: ObjectStore, name: str, *, width: int | None) -> np.ndarray:
     try:
         rows = rebuild(arrays, width)
     except WeirError as e:
-        where = f"{store.describe(name)}: {e.message}"
-        raise WeirError(where, e.field if e.field == "hidden_size" else "") from None
+        message = f"{store.describe(name)}: {e.message}"
+        raise WeirError(message, e.field if e.field == "hidden_size" else "") from None
     return np.ascontiguousarray(rows, "<f4").view(np.uint8)
 
 
 def rebuild(arrays: dict[str, Any], width: int | None = None) -> np.ndarray:
-    """Rows of the arrays of one file: float32 [n, k] (dense) or [n, width] (topk8).
+    """Decode the arrays of one file: float32 [n, k] (dense) or [n, width] (topk8).
 
-    Vllm_mi_patch's scales are [n], or [k] if its function for scales per dimension was given all rows at once (of as
-    many rows as values the former is meant); those of Weir's own files are [n, 1] and stand for ``q * scale + zero``.
+    Vllm_mi_patch's scales are [n], or [k] if its function for scales per dimension was given all
+    rows at once; if n equals k they are taken to be per row. Scales of Weir's own files are [n, 1]
+    and mean ``q * scale + zero``.
 
-    Raises WeirError if fields are missing or do not fit, or if the file keeps no values.
+    Args:
+        arrays: Arrays of the file by name.
+        width: Values of a row, for topk8.
+
+    Raises:
+        WeirError: If fields are missing or do not match, or if the file has lost its values.
     """
     sparse = "indices" in arrays
     for key in ("indices", "values", "scale", "zero") if sparse else ("q", "scale", "zero"):
@@ -221,7 +243,10 @@ def rebuild(arrays: dict[str, Any], width: int | None = None) -> np.ndarray:
 
 
 def scatter(indices: np.ndarray, values: np.ndarray, width: int) -> np.ndarray:
-    """Sparse rows [n, k] as dense ones [n, width]; int16 indices that wrapped are taken as the uint16 they were."""
+    """Return sparse rows [n, k] as dense ones [n, width].
+
+    int16 indices are read as uint16, since Vllm_mi_patch stores larger ones wrapped.
+    """
     if indices.shape != values.shape or indices.dtype.kind not in "iu":
         raise WeirError(
             f"indices {indices.dtype} {list(indices.shape)} do not fit values {list(values.shape)}", "indices"
@@ -232,6 +257,6 @@ def scatter(indices: np.ndarray, values: np.ndarray, width: int) -> np.ndarray:
         indices = indices.view(np.uint16)
     if indices.size and (int(indices.max()) >= width or int(indices.min()) < 0):
         raise WeirError(f"index {int(indices.max())} is outside a row of {width} values", "indices")
-    out = np.zeros((len(values), width), np.float32)
-    np.put_along_axis(out, indices.astype(np.int64), values, axis=1)
-    return out
+    dense = np.zeros((len(values), width), np.float32)
+    np.put_along_axis(dense, indices.astype(np.int64), values, axis=1)
+    return dense

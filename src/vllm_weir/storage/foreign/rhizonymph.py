@@ -1,8 +1,9 @@
-"""Reading the captures of the fork RhizoNymph/vllm: ``.bin`` files of raw rows and ``.json`` files that describe them.
+"""Reading captures of the fork RhizoNymph/vllm: ``.bin`` files of raw rows, described in JSON.
 
-Layouts ``per_file`` (one pair for a request's layer and hook), ``packed`` (one pair a request, with ``entries``) and
-``sharded`` (``shard-*``, of many requests). Its hooks: ``pre_attn``, ``post_attn``, ``post_mlp``, ``post_block``; its
-``mlp_in``, what enters the MLP behind the norm, is no hook point of Weir: what was captured there is left out.
+Its layouts are ``per_file`` (a pair of files for each layer and hook of a request), ``packed`` (a
+pair for each request, with ``entries``) and ``sharded`` (``shard-*``, with many requests). Its
+hooks are ``pre_attn``, ``post_attn``, ``post_mlp`` and ``post_block``. Weir has no hook point for
+``mlp_in``, the normalised input of the MLP; captures there are left out.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class _Part(NamedTuple):
 
 
 class _Unnamed(NamedTuple):
-    """A capture at a point that has no name in Weir; `file` describes it."""
+    """A capture at a point that Weir has no name for; `file` is the .json file."""
 
     request: str
     hook: str
@@ -46,97 +47,102 @@ class _Unnamed(NamedTuple):
     file: str
 
 
-def read_fork(store: ObjectStore, names: dict[str, int]) -> Index:
-    """The index of a capture root, a tag, a request's folder, or one file.
+def read_rhizonymph(store: ObjectStore, names: dict[str, int]) -> Index:
+    """Read the index of a capture root, a tag, a request's folder, or a pair of files.
 
     Raises:
-        WeirError: if a file is damaged, or all that is there was captured at points that Weir has no name for.
+        WeirError: If a file is damaged, or all captures are at points that Weir has no name for.
     """
     parts: list[_Part] = []
     unnamed: list[_Unnamed] = []
     for name in sorted(names):
         data = name.removesuffix(".json") + ".bin"
         if name.endswith(".json") and data in names:
-            for part in _describe(store, name, data):
+            for part in _described_parts(store, name, data):
                 if isinstance(part, _Part):
                     parts.append(part)
                 else:
                     unnamed.append(part)
-    out = IndexBuilder("fork")
+    builder = IndexBuilder("fork")
     if unnamed:
         if not parts:
-            raise store.error(unnamed[0].file, f"no capture is left to read; {_left_out(unnamed, parts)}")
-        out.notes.append(_left_out(unnamed, parts))
+            raise store.error(unnamed[0].file, f"no capture is left to read; {_left_out_note(unnamed, parts)}")
+        builder.notes.append(_left_out_note(unnamed, parts))
     blocks: dict[tuple[str, int, str], int] = {}
-    called = _names(parts)
+    request_names = _request_names(parts)
     by_site: dict[tuple[str, Site], list[_Part]] = {}
     for part in sorted(parts, key=lambda p: (p.seq, p.file, p.offset)):
-        by_site.setdefault((called[_home(part)], part.site), []).append(part)
-    for (request, site), some in by_site.items():
-        if any(p.positions is None for p in some) and "rows without positions are numbered from 0" not in out.notes:
-            out.notes.append("rows without positions are numbered from 0")
-        _add(out, store, names, blocks, out.request(request), site, some)
-    return out.build()
+        by_site.setdefault((request_names[_request_key(part)], part.site), []).append(part)
+    if any(part.positions is None for part in parts):
+        builder.notes.append("rows without positions are numbered from 0")
+    for (request, site), site_parts in by_site.items():
+        _add(builder, store, names, blocks, builder.add_request(request), site, site_parts)
+    return builder.build()
 
 
-def _left_out(unnamed: list[_Unnamed], parts: list[_Part]) -> str:
-    """What is not read, and why."""
-    where: dict[str, list[int]] = {}
+def _left_out_note(unnamed: list[_Unnamed], parts: list[_Part]) -> str:
+    """Say which captures are left out, and why."""
+    layers_by_hook: dict[str, list[int]] = {}
     for one in unnamed:
-        where.setdefault(one.hook[:40], []).append(one.layer)
+        layers_by_hook.setdefault(one.hook[:40], []).append(one.layer)
     points = (
         f"{len(layers)} x {hook!r} (blocks {', '.join(map(str, sorted({*layers})))})"[:200]
-        for hook, layers in sorted(where.items())
+        for hook, layers in sorted(layers_by_hook.items())
     )
-    gone = {_home(one) for one in unnamed} - {_home(part) for part in parts}
-    nothing_else = f"; requests that hold nothing else: {len(gone)}" if gone else ""
+    only_unnamed = {_request_key(one) for one in unnamed} - {_request_key(part) for part in parts}
+    nothing_else = f"; requests that hold nothing else: {len(only_unnamed)}" if only_unnamed else ""
     return f"left out, as Weir has no such hook point: {', '.join(points)}{nothing_else}"
 
 
-def _home(part: _Part | _Unnamed) -> tuple[str, str]:
-    """Whose rows these are: tags may use an id each."""
+def _request_key(part: _Part | _Unnamed) -> tuple[str, str]:
+    """Return the folder and id of the request: several tags may have a request of the same id."""
     return part.file.rpartition("/")[0], part.request
 
 
-def _names(parts: list[_Part]) -> dict[tuple[str, str], str]:
-    """What requests are called: by their ids, with the folder in front where several folders have one of that id."""
-    homes = {_home(part) for part in parts}
-    times = Counter(request for _, request in homes)
+def _request_names(parts: list[_Part]) -> dict[tuple[str, str], str]:
+    """Name requests by their ids, after the folder if several folders have one of the same id."""
+    keys = {_request_key(part) for part in parts}
+    id_counts = Counter(request for _, request in keys)
     return {
-        (folder, request): request if times[request] == 1 else f"{folder.removesuffix(f'/{request}')}/{request}"
-        for folder, request in homes
+        (folder, request): request if id_counts[request] == 1 else f"{folder.removesuffix(f'/{request}')}/{request}"
+        for folder, request in keys
     }
 
 
 def _add(
-    out: IndexBuilder, store: ObjectStore, names: dict[str, int], blocks: dict[tuple[str, int, str], int], request: int,
-    site: Site, parts: list[_Part],
+    builder: IndexBuilder, store: ObjectStore, names: dict[str, int], blocks: dict[tuple[str, int, str], int],
+    request: int, site: Site, parts: list[_Part],
 ) -> None:  # fmt: skip
-    positions, counted = [], 0
+    """Add the parts of one site of a request.
+
+    A recomputed position comes again; its last row is used.
+    """
+    positions, rows_before = [], 0
     for part in parts:
-        known = part.positions if part.positions is not None else range(counted, counted + part.rows)
-        positions.append(np.asarray(known, np.int64))
-        counted += part.rows
-    # A recomputed position comes again; the last row is the one that counts.
-    flat = np.concatenate(positions)
-    _, last = np.unique(flat[::-1], return_index=True)
-    final = np.zeros(len(flat), bool)
-    final[len(flat) - 1 - last] = True
-    begin = 0
-    for part, some in zip(parts, positions):
-        keep = final[begin : begin + len(some)]
-        begin += len(some)
+        numbered = range(rows_before, rows_before + part.rows)
+        positions.append(np.asarray(numbered if part.positions is None else part.positions, np.int64))
+        rows_before += part.rows
+    joined = np.concatenate(positions)
+    _, last_from_end = np.unique(joined[::-1], return_index=True)
+    is_last = np.zeros(len(joined), bool)
+    is_last[len(joined) - 1 - last_from_end] = True
+    first_row = 0
+    for part, part_positions in zip(parts, positions):
+        used = is_last[first_row : first_row + len(part_positions)]
+        first_row += len(part_positions)
         key = (part.file, part.width, part.dtype)
         if key not in blocks:
             header = Compression().header(part.width, part.dtype)
-            blocks[key] = out.block(FileBlock(store, part.file, header, names[part.file]))
-        width = out.blocks[blocks[key]].width
-        edges = np.flatnonzero(np.diff(keep.astype(np.int8), prepend=0, append=0))
-        for a, b in zip(edges[::2].tolist(), edges[1::2].tolist()):
-            out.run(request, site, blocks[key], part.offset + a * width, some[a:b])
+            blocks[key] = builder.add_block(FileBlock(store, part.file, header, names[part.file]))
+        record_bytes = builder.blocks[blocks[key]].width
+        edges = np.flatnonzero(np.diff(used.astype(np.int8), prepend=0, append=0))
+        for start, end in zip(edges[::2].tolist(), edges[1::2].tolist()):
+            offset = part.offset + start * record_bytes
+            builder.add_run(request, site, blocks[key], offset, part_positions[start:end])
 
 
-def _describe(store: ObjectStore, name: str, data: str) -> list[_Part | _Unnamed]:
+def _described_parts(store: ObjectStore, name: str, data: str) -> list[_Part | _Unnamed]:
+    """Parse a .json file; `data`: name of its .bin file."""
     raw = store.read(name)
     try:
         content = json.loads(raw)
@@ -145,31 +151,31 @@ def _describe(store: ObjectStore, name: str, data: str) -> list[_Part | _Unnamed
             return [_part(data, {**content, **e}, seq, int(e["offset"])) for e in content["entries"]]
         return [_part(data, content, 0, 0)]
     except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise store.error(name, f"is no description of captured rows: {str(e)[:120]}") from None
+        raise store.error(name, f"is not a description of captured rows: {str(e)[:120]}") from None
 
 
 def _part(data: str, entry: dict[str, Any], seq: int, offset: int) -> _Part | _Unnamed:
-    given, layer = text_field(entry, "hook"), int(entry["layer"])
+    their_hook, layer = text_field(entry, "hook"), int(entry["layer"])
     try:
-        hook = normalise_hook(_HOOKS.get(given, given), "hook")
+        hook = normalise_hook(_HOOKS.get(their_hook, their_hook), "hook")
     except WeirError:
-        return _Unnamed(str(entry["request_id"]), given, layer, data.removesuffix(".bin") + ".json")
+        return _Unnamed(str(entry["request_id"]), their_hook, layer, data.removesuffix(".bin") + ".json")
     site = Site(hook, layer)
     rows, width = (int(n) for n in entry["shape"])
     dtype, positions = entry.get("dtype", "float32"), entry.get("positions")
     if dtype not in ROW_DTYPES:
         raise ValueError(f"dtype {str(dtype)[:20]!r} is none of {', '.join(ROW_DTYPES)}")
     if min(site.layer, rows, offset) < 0 or width < 1:
-        raise ValueError("negative numbers")
+        raise ValueError("its numbers are out of range")
     if entry.get("nbytes", rows * width * ITEMSIZE[dtype]) != rows * width * ITEMSIZE[dtype]:
-        raise ValueError(f"nbytes {entry['nbytes']} does not fit the shape")
+        raise ValueError(f"nbytes {entry['nbytes']} does not match the shape")
     if positions is not None:
         positions = [int(p) for p in positions]
         if len(positions) != rows or min(positions, default=0) < 0:
-            raise ValueError("its positions do not fit its rows")
+            raise ValueError("its positions do not match its rows")
     return _Part(str(entry["request_id"]), site, data, seq, offset, rows, width, dtype, positions)
 
 
-def is_fork(store: ObjectStore, names: dict[str, int]) -> bool:
-    """Whether a folder holds the fork's pairs of files."""
+def is_rhizonymph(names: dict[str, int]) -> bool:
+    """Return whether the files of a folder include such pairs."""
     return any(n.endswith(".json") and n.removesuffix(".json") + ".bin" in names for n in names)

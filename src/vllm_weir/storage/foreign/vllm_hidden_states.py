@@ -1,9 +1,9 @@
-"""Reading what vLLM's own ``extract_hidden_states`` writes: ``<request>.safetensors`` with ``hidden_states``
-[tokens, layers, d] and ``token_ids`` [tokens].
+"""Reading the hidden states that vLLM's own ``extract_hidden_states`` writes.
 
-The files do not say which layers they hold. The ids given to vLLM (``eagle_aux_hidden_state_layer_ids``) count the
-stream *entering* block k (k = number of blocks: leaving the last): k > 0 is ``resid_post[k - 1]``, 0
-is ``resid_pre[0]``.
+A file is ``<request>.safetensors`` with ``hidden_states`` [tokens, layers, d] and ``token_ids``
+[tokens]. It does not say which layers it has. Layer id k, as given to vLLM
+(``eagle_aux_hidden_state_layer_ids``), is the stream *entering* block k (or leaving the last, if k
+is the number of blocks): ``resid_post[k - 1]``, or ``resid_pre[0]`` if k is 0.
 """
 
 from __future__ import annotations
@@ -28,12 +28,21 @@ SUFFIX = ".safetensors"
 
 
 def site_of(layer_id: int) -> Site:
-    """The site of one of vLLM's layer ids."""
+    """Return the site of one of vLLM's layer ids."""
     return Site("resid_post", layer_id - 1) if layer_id else Site("resid_pre", 0)
 
 
-def read_native(store: ObjectStore, names: dict[str, int], layer_ids: Sequence[int] | None) -> Index:
-    """The index of such files. `layer_ids`: as given to vLLM, in that order."""
+def read_hidden_states(store: ObjectStore, names: dict[str, int], layer_ids: Sequence[int] | None) -> Index:
+    """Read the index of such files.
+
+    Args:
+        store: Store of the files.
+        names: The files, and their sizes in bytes.
+        layer_ids: As given to vLLM, in that order.
+
+    Raises:
+        WeirError: If `layer_ids` is missing or wrong, or a file is damaged, foreign or unfinished.
+    """
     if layer_ids is None:
         raise WeirError(
             f"{store.url} holds hidden states of vLLM's extract_hidden_states, which do not say their layers; pass "
@@ -42,16 +51,18 @@ def read_native(store: ObjectStore, names: dict[str, int], layer_ids: Sequence[i
         )
     ids = list(layer_ids)
     if not ids or len(set(ids)) != len(ids) or not all(type(i) is int and i >= 0 for i in ids):
-        raise WeirError("layer_ids is a list of distinct ints, from 0", "layer_ids")
-    out = IndexBuilder("vllm")
+        raise WeirError("layer_ids is a list of distinct ints, at least 0", "layer_ids")
+    builder = IndexBuilder("vllm")
     files = [name for name in sorted(names) if name.endswith(SUFFIX)]
-    called = short_names(name.removesuffix(SUFFIX) for name in files)
+    request_names = short_names(name.removesuffix(SUFFIX) for name in files)
     for name in files:
-        _add(out, store, name, names, ids, called[name.removesuffix(SUFFIX)])
-    return out.build()
+        _add(builder, store, name, names, ids, request_names[name.removesuffix(SUFFIX)])
+    return builder.build()
 
 
-def _add(out: IndexBuilder, store: ObjectStore, name: str, names: dict[str, int], ids: list[int], called: str) -> None:
+def _add(
+    builder: IndexBuilder, store: ObjectStore, name: str, names: dict[str, int], ids: list[int], request_name: str
+) -> None:
     _refuse_unfinished(store, name, names)
     container = read_container(store, name, names[name])
     states, tokens = container.tensors.get("hidden_states"), container.tensors.get("token_ids")
@@ -65,19 +76,19 @@ def _add(out: IndexBuilder, store: ObjectStore, name: str, names: dict[str, int]
     if tokens.shape[0] not in (n, 0):
         raise store.error(name, f"has {n} rows and {tokens.shape[0]} tokens")
     header = plain_header(store, name, states)
-    values = np.frombuffer(store.read(name, tokens.start, tokens.end), "<i8")
-    request = out.request(called)
-    block = out.block(FileBlock(store, name, header, names[name]))
-    width = out.blocks[block].width
+    token_ids = np.frombuffer(store.read(name, tokens.start, tokens.end), "<i8")
+    request = builder.add_request(request_name)
+    block = builder.add_block(FileBlock(store, name, header, names[name]))
+    width = builder.blocks[block].width
     for i, layer_id in enumerate(ids):
-        out.run(
+        builder.add_run(
             request, site_of(layer_id), block, states.start + i * width, np.arange(n),
-            values if len(values) else None, stride=layers * width,
+            token_ids if len(token_ids) else None, stride=layers * width,
         )  # fmt: skip
 
 
 def _refuse_unfinished(store: ObjectStore, name: str, names: dict[str, int]) -> None:
-    """vLLM holds a lock beside a file while it writes it."""
+    """Raise WeirError for a file that vLLM is still writing, which it shows by a lock."""
     if not store.local or f"{name}.lock" not in names:
         return
     with store_errors("open", store.describe(f"{name}.lock")):

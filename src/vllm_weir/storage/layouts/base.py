@@ -1,4 +1,4 @@
-"""What every layout's writer does alike: check, count, refuse repetitions, and keep failures apart."""
+"""`Writer`: the base of all layouts' writers, which checks rows and isolates failures."""
 
 from __future__ import annotations
 
@@ -18,48 +18,51 @@ from vllm_weir.storage.batch import Batch, CheckedBatch, check_id, metadata_text
 from vllm_weir.storage.object_store import ObjectStore
 
 MARKER = "weir.json"
-SHARING = ("npz",)
-"""Layouts whose folder may hold other programs' files, too: Vllm_mi_patch asks for no empty one."""
+"""File that says which layout a folder has."""
+SHARED_FOLDER_LAYOUTS = ("npz",)
+"""Layouts whose folder may hold files of other programs, since Vllm_mi_patch does not need an empty
+one."""
 
 
-class _Seen:
-    """Positions of one site of one request that were written, and the header of their records."""
+class _WrittenRows:
+    """Positions of one site of one request that were written, and their records' header."""
 
     def __init__(self, header: str) -> None:
         self.header = header
         self.parts: list[np.ndarray] = []
-        self.top, self.rows = -1, 0
+        self.highest, self.count = -1, 0
 
     def add(self, positions: np.ndarray, ascending: bool) -> None:
         if len(positions):
             self.parts.append(positions)
-            self.top = max(self.top, int(positions[-1] if ascending else positions.max()))
-            self.rows += len(positions)
+            self.highest = max(self.highest, int(positions[-1] if ascending else positions.max()))
+            self.count += len(positions)
 
 
 class Writer(ABC):
-    """Writes rows into a dataset. Made by `open_writer`; safe to use from several threads.
+    """A writer of rows into a dataset. Made by `open_writer`; safe to use from several threads.
 
-    Rows of a request become part of the dataset when the request is finished *and* that was flushed (by `flush`, by
-    `close`, or because enough came together). What was not, a later writer does not hold: write it again. In a ``with``
-    statement that an exception ends, what is finished is published, and what is unfinished is dropped.
+    The rows of a request become part of the dataset when the request is finished *and* flushed: by
+    `flush`, by `close`, or because enough rows have come together. Until then they are lost with
+    the writer. When an exception ends a ``with`` statement, finished requests are published and
+    unfinished ones dropped.
 
     Attributes:
-        store: where.
-        layout: its name.
-        failed: request -> why its rows cannot be kept. Other requests are not affected.
+        store: Where the files go.
+        layout: Name of the layout.
+        failed: Request -> why its rows cannot be kept. Other requests are not affected.
     """
 
     layout: str
     folder_prefix: ClassVar[str | None] = None
-    """How the folders begin that its requests have, if they have some."""
+    """Prefix of the folders that the layout gives its requests, if it does."""
 
     def __init__(self, store: ObjectStore, compress: object = None) -> None:
         self.store = store
         self.compression = Compression.parse(compress)
         self.failed: dict[str, str] = {}
         self._lock = threading.RLock()
-        self._seen: dict[str, dict[Site, _Seen]] = {}
+        self._written: dict[str, dict[Site, _WrittenRows]] = {}
         self._finished: set[str] = set()
         self._closed = False
         store.make_folder()
@@ -67,8 +70,13 @@ class Writer(ABC):
         store.sweep(self.folder_prefix)
 
     def write(self, batch: Batch) -> None:
-        """Add rows. Raises WeirError if they are wrong, repeated, of another kind than their site's before, belong to a
-        finished request, or cannot be kept."""
+        """Add rows.
+
+        Raises:
+            WeirError: If they are invalid, repeated, or differ from earlier rows of their site in
+                width, dtype or compression; if the request is finished; or if they cannot be
+                written.
+        """
         packed = pack(batch, self.compression)
         with self._lock:
             self._check_open(packed.request_id)
@@ -79,56 +87,60 @@ class Writer(ABC):
             except WeirError as e:
                 self._fail(packed.request_id, str(e))
                 raise
-            self._seen.setdefault(packed.request_id, {}).setdefault(packed.site, _Seen(packed.header)).add(
-                packed.positions, packed.ascending
-            )
+            sites = self._written.setdefault(packed.request_id, {})
+            sites.setdefault(packed.site, _WrittenRows(packed.header)).add(packed.positions, packed.ascending)
 
     def finish_request(self, request_id: str, metadata: Mapping[str, Any] | None = None) -> None:
-        """Declare a request complete. `metadata`: plain JSON data to keep with it.
+        """Declare a request complete.
 
-        ``prompt_tokens`` in it (an int) lets readers select positions such as ``"last_prompt"``.
+        Args:
+            request_id: The request.
+            metadata: Plain JSON data to store with it. ``prompt_tokens`` (an int) lets readers
+                select positions such as ``"last_prompt"``.
         """
         check_id(request_id, "request_id")
         text = metadata_text(metadata)
         with self._lock:
             self._check_open(request_id)
-            seen = self._seen.pop(request_id, {})
+            sites = self._written.pop(request_id, {})
             try:
-                self._finish(request_id, text, sum(site.rows for site in seen.values()))
+                self._finish(request_id, text, sum(rows.count for rows in sites.values()))
             except WeirError as e:
                 self._fail(request_id, str(e))
                 raise
             self._finished.add(request_id)
 
     def settle(self, request_id: str) -> None:
-        """Have the disk take a finished request that is not published yet, or set the room for it aside.
+        """Write a finished, unpublished request to the disk, or reserve the space for it.
 
-        Raises WeirError if it cannot, as when it is full; then `abandon` the request, or try again.
+        Raises:
+            WeirError: If that fails, as on a full disk; then `abandon` the request, or try again.
         """
         with self._lock:
             self._settle(request_id)
 
     def pending(self, request_id: str) -> bool:
-        """Whether a request is finished and not published."""
+        """Return whether a request is finished but not published."""
         with self._lock:
-            return self._waits(request_id)
+            return self._is_pending(request_id)
 
     def abandon(self, request_id: str) -> None:
-        """Forget a request that is unfinished, or finished and not published: its rows do not become part of the
-        dataset."""
+        """Drop a request that is not published; its rows do not become part of the dataset."""
         with self._lock:
-            self._seen.pop(request_id, None)
+            self._written.pop(request_id, None)
             self._drop(request_id)
 
     def holds(self, request_id: str) -> bool:
-        """Whether a request is complete: in the dataset, or finished here."""
+        """Return whether a request is in the dataset, or finished by this writer."""
         with self._lock:
             return request_id in self._finished
 
     def flush(self, *, join: bool = False) -> None:
-        """Publish what is finished. After an error (a full disk) nothing is lost: try again.
+        """Publish finished requests; after an error (such as a full disk) it can be tried again.
 
-        `join`: bring what readers look at first up to date, too, if it is not.
+        Args:
+            join: Also update the joined manifest (layout ``sharded``) if this writer has published
+                since.
         """
         with self._lock:
             self._flush()
@@ -136,13 +148,13 @@ class Writer(ABC):
                 self._tidy(others=False)
 
     def tidy(self) -> None:
-        """Flush, and bring what readers look at first up to date with what other writers have published."""
+        """Flush, and join manifests (layout ``sharded``), also those of other writers."""
         with self._lock:
             self._flush()
             self._tidy(others=True)
 
     def close(self) -> None:
-        """Flush and end. Unfinished requests are dropped. After an error try again, or `discard` what is left."""
+        """Flush, drop unfinished requests and end; after an error, try again or `discard`."""
         with self._lock:
             if not self._closed:
                 self._flush()
@@ -150,11 +162,11 @@ class Writer(ABC):
                 self._closed = True
 
     def discard(self) -> None:
-        """End without publishing anything more, and leave no temporary files."""
+        """End without publishing anything more, and delete temporary files."""
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._let_go()
+                self._close_files()
 
     def __enter__(self) -> Writer:
         return self
@@ -164,13 +176,13 @@ class Writer(ABC):
             try:
                 self.close()
             finally:
-                self.discard()  # nothing, unless that failed
+                self.discard()  # does nothing, unless `close` has failed
             return
         with self._lock:
             try:
-                self._flush()  # what is finished is whole, whatever went wrong afterwards
+                self._flush()  # finished requests are complete, whatever went wrong later
             except (WeirError, OSError) as e:
-                error.add_note(f"requests that were finished before could not be published either: {e}")
+                error.add_note(f"finished requests could not be published either: {e}")
             finally:
                 self._end()
                 self._closed = True
@@ -184,11 +196,12 @@ class Writer(ABC):
             raise WeirError(f"{self.store.url} holds request {request_id[:80]!r} already", "request_id")
 
     def _refuse_other_header(self, packed: CheckedBatch) -> None:
-        seen = self._seen.get(packed.request_id, {}).get(packed.site)
-        if seen is not None and seen.header != packed.header:
+        written = self._written.get(packed.request_id, {}).get(packed.site)
+        if written is not None and written.header != packed.header:
             raise WeirError(
-                f"rows of {packed.site} of request {packed.request_id[:80]!r} were written as {_kind(seen.header)}, "
-                f"these are {_kind(packed.header)}; compress all rows of a site alike, or write these under another id",
+                f"rows of {packed.site} of request {packed.request_id[:80]!r} were written as "
+                f"{_describe(written.header)}, these are {_describe(packed.header)}; compress all rows of a site "
+                "alike, or write these under another id",
                 "batch.header",
             )
 
@@ -196,20 +209,20 @@ class Writer(ABC):
         new = packed.positions
         if not packed.ascending and len(np.unique(new)) < len(new):
             raise WeirError(f"a position of {packed.site} comes twice", "batch.positions")
-        seen = self._seen.get(packed.request_id, {}).get(packed.site)
-        if seen is None or not len(new) or (new[0] if packed.ascending else new.min()) > seen.top:
-            return  # rows nearly always come in ascending order
-        again = np.isin(new, np.concatenate(seen.parts))
-        if again.any():
+        written = self._written.get(packed.request_id, {}).get(packed.site)
+        if written is None or not len(new) or (new[0] if packed.ascending else new.min()) > written.highest:
+            return  # the usual case: positions ascend from batch to batch
+        repeated = np.isin(new, np.concatenate(written.parts))
+        if repeated.any():
             raise WeirError(
-                f"position {int(new[again][0])} of {packed.site} of request {packed.request_id[:80]!r} was written "
+                f"position {int(new[repeated][0])} of {packed.site} of request {packed.request_id[:80]!r} was written "
                 "before",
                 "batch.positions",
             )
 
     def _fail(self, request_id: str, reason: str) -> None:
         self.failed[request_id] = reason
-        self._seen.pop(request_id, None)
+        self._written.pop(request_id, None)
         self._drop(request_id)
 
     @abstractmethod
@@ -225,50 +238,50 @@ class Writer(ABC):
     def _flush(self) -> None: ...
 
     def _settle(self, request_id: str) -> None:  # noqa: B027
-        """Nothing, where a request is published when it is finished."""
+        """Do nothing, where a request is published when it is finished."""
 
-    def _waits(self, request_id: str) -> bool:
+    def _is_pending(self, request_id: str) -> bool:
         return False
 
     def _tidy(self, others: bool) -> None:  # noqa: B027
-        """Nothing, where every file is whole by itself. `others`: even if nothing was published here."""
+        """Update the joined manifest, if any; `others`: even if this writer published nothing."""
 
     def _end(self) -> None:
-        self._let_go()
+        self._close_files()
 
-    def _let_go(self) -> None:  # noqa: B027  (most have nothing open)
-        """Let go of what is open."""
+    def _close_files(self) -> None:  # noqa: B027  (most have no open files)
+        """Close and delete unpublished files."""
 
 
-def _kind(header: str) -> str:
-    """A header for people, e.g. ``rp8 (k 64, seed 7), bfloat16 rows of 4096``."""
+def _describe(header: str) -> str:
+    """Describe a header in words, e.g. ``rp8 (k 64, seed 7), bfloat16 rows of 4096``."""
     parsed = json.loads(header)
-    more = ", ".join(f"{name} {parsed[name]}" for name in ("k", "seed") if parsed.get(name))
+    options = ", ".join(f"{name} {parsed[name]}" for name in ("k", "seed") if parsed.get(name))
     method = "uncompressed" if parsed["method"] == "none" else parsed["method"]
-    return f"{method}{f' ({more})' if more else ''}, {parsed['dtype']} rows of {parsed['d_model']}"
+    return f"{method}{f' ({options})' if options else ''}, {parsed['dtype']} rows of {parsed['d_model']}"
 
 
 def is_claimed(store: ObjectStore, layout: str) -> bool:
-    """Whether a dataset of this layout is there; raises WeirError if something else is that cannot stay beside it."""
+    """Return whether the folder has this layout; raise WeirError if it has something else."""
     names = store.names()
     if MARKER in names:
         found = read_marker(store)
         if found != layout:
             raise WeirError(f"{store.url} is a dataset of layout {found!r}; it cannot be continued as {layout!r}")
         return True
-    if (names and layout not in SHARING) or store.is_file():
-        raise WeirError(f"{store.url} is not empty and no dataset of Weir's; choose another place")
+    if (names and layout not in SHARED_FOLDER_LAYOUTS) or store.is_file():
+        raise WeirError(f"{store.url} is not empty and not a Weir dataset; choose another place")
     return False
 
 
 def _claim(store: ObjectStore, layout: str) -> None:
-    """Write the marker that says what the folder is, or check the one that is there."""
+    """Write the marker of the layout, or check the one that is there."""
     if not is_claimed(store, layout):
         store.put(MARKER, json.dumps({"format": FORMAT, "version": VERSION, "layout": layout}).encode())
 
 
 def read_marker(store: ObjectStore) -> str:
-    """The layout that a dataset's marker names."""
+    """Return the layout that a dataset's marker names."""
     data = store.read(MARKER)
     try:
         marker = json.loads(data)
@@ -278,5 +291,5 @@ def read_marker(store: ObjectStore) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise store.error(MARKER, f"does not say that this is a dataset of {FORMAT}") from None
     if version != VERSION:
-        raise store.error(MARKER, f"version {str(version)[:20]} is not known; this Weir reads {VERSION}")
+        raise store.error(MARKER, f"version {str(version)[:20]} is unknown; this version of Weir reads {VERSION}")
     return str(layout)

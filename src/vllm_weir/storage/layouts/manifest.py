@@ -1,10 +1,11 @@
-"""The manifest of the `sharded` layout: a table, one row a *run* (consecutive records of one site of one request).
+"""The manifest of the `sharded` layout: a table of runs.
 
-A shard carries the manifest of its own runs, so publishing a shard is one step. ``manifest.parquet`` joins them for
-readers; what is not in it yet is read from the shards. A request that is finished has one more row, ``finished``, with
-its metadata and the number of its rows. Rows count only if they come from the writer that finished their request:
-so whatever an interrupted writer left behind is not read. Manifests of earlier versions have no checksums, and no
-sites (hook and layer in one).
+A *run* is consecutive records of one site of one request. A shard contains the manifest of its own
+runs, so publishing a shard is one step. ``manifest.parquet`` joins them for readers; shards that
+are not in it yet are read one by one. A finished request has one more entry, ``finished``, with its
+metadata and the number of its rows. Only runs of the writer that finished a request are read, so
+what an interrupted writer left behind is ignored. The columns ``checksum`` and ``site`` (hook and
+layer in one) may be missing.
 """
 
 from __future__ import annotations
@@ -52,16 +53,18 @@ SCHEMA = pa.schema(
         ("metadata", pa.string()),
     ]
 )
-# Of checksums no two are alike, so looking for those that are would only take time.
-_ALIKE = [f"{f.name}.list.element" if pa.types.is_list(f.type) else f.name for f in SCHEMA if f.name != "checksum"]
+# Checksums hardly repeat, so a dictionary of them would only take time.
+_DICTIONARY_COLUMNS = [
+    f"{f.name}.list.element" if pa.types.is_list(f.type) else f.name for f in SCHEMA if f.name != "checksum"
+]
 
 
 class ShardRuns:
-    """The runs of one shard in the making."""
+    """The entries of the manifest of a shard that is being written."""
 
     def __init__(self, writer: str, file: str, header: str, dtype: str, stride: int) -> None:
         self.stride = stride
-        self.constant = {"writer": writer, "file": file, "compression": header, "dtype": dtype, "stride": stride}
+        self.constants = {"writer": writer, "file": file, "compression": header, "dtype": dtype, "stride": stride}
         self.columns: dict[str, list[Any]] = {
             name: [] for name in ("request", "hook", "layer", "rows", "offset", "finished", "metadata")
         }
@@ -71,35 +74,35 @@ class ShardRuns:
     def __len__(self) -> int:
         return len(self.positions)
 
-    def add(self, packed: CheckedBatch, offset: int) -> None:
-        """A run whose first record is at byte `offset` of the file."""
-        self._row(packed.request_id, packed.site.hook, packed.site.layer, len(packed.positions), offset, False, "")
-        self.positions.append(packed.positions)
-        self.token_ids.append(packed.token_ids)
+    def add(self, batch: CheckedBatch, offset: int) -> None:
+        """Add a run whose first record begins at byte `offset` of the file."""
+        self._add_entry(batch.request_id, batch.site.hook, batch.site.layer, len(batch.positions), offset, False, "")
+        self.positions.append(batch.positions)
+        self.token_ids.append(batch.token_ids)
 
     def finish(self, request: str, rows: int, metadata: str) -> None:
-        """The mark of a finished request; `rows`: of all its sites together."""
-        self._row(request, "", -1, rows, 0, True, metadata)
+        """Mark a request as finished, with the number of rows of all its sites."""
+        self._add_entry(request, "", -1, rows, 0, True, metadata)
         self.positions.append(np.zeros(0, np.int64))
         self.token_ids.append(np.zeros(0, np.int64))
 
     def cut(self, n: int) -> None:
-        """Drop all but the first n entries."""
+        """Keep only the first `n` entries."""
         for column in (*self.columns.values(), self.positions, self.token_ids):
             del column[n:]
 
     def drop(self, request: str) -> None:
-        """Drop the entries of a request; its records are left where they are."""
+        """Remove the entries of a request. Its records stay in the file."""
         keep = [name != request for name in self.columns["request"]]
         for column in (*self.columns.values(), self.positions, self.token_ids):
             column[:] = itertools.compress(column, keep)
 
-    def _row(self, *values: Any) -> None:
+    def _add_entry(self, *values: Any) -> None:
         for column, value in zip(self.columns.values(), values):
             column.append(value)
 
     def table(self, checksums: list[np.ndarray]) -> pa.Table:
-        """As an Arrow table of SCHEMA. `checksums`: for each entry those of its rows, uint32."""
+        """Return the entries as a table of SCHEMA; `checksums`: uint32 [rows] of each entry."""
         n = len(self)
         ends = np.concatenate([[0], np.cumsum([len(p) for p in self.positions])]).astype(np.int32)
         lists = {
@@ -117,27 +120,28 @@ class ShardRuns:
             elif field.name == "site":
                 pairs = zip(self.columns["hook"], self.columns["layer"])
                 arrays.append(pa.array([f"{hook}.{layer}" if hook else None for hook, layer in pairs], _TEXT))
-            elif field.name in self.constant:
-                value = self.constant[field.name]
+            elif field.name in self.constants:
+                value = self.constants[field.name]
                 column = pa.array([value] * n, field.type if field.type == pa.int64() else pa.string())
                 arrays.append(column.cast(field.type))
             else:
-                plain = pa.string() if field.type == _TEXT else field.type
-                arrays.append(pa.array(self.columns[field.name], plain).cast(field.type))
+                value_type = pa.string() if field.type == _TEXT else field.type
+                arrays.append(pa.array(self.columns[field.name], value_type).cast(field.type))
         return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
 
 def to_parquet(table: pa.Table) -> bytes:
-    """A manifest as Parquet bytes, its pages with checksums."""
+    """Return a manifest as Parquet, with checksums of its pages."""
     sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd", use_dictionary=_ALIKE, write_page_checksum=True)
+    pq.write_table(table, sink, compression="zstd", use_dictionary=_DICTIONARY_COLUMNS, write_page_checksum=True)
     return sink.getvalue()
 
 
 def from_parquet(store: ObjectStore, name: str, data: bytes) -> pa.Table:
-    """Read a manifest; raises WeirError naming the file if it is damaged or something else.
+    """Parse a manifest; raise WeirError, naming the file, if it is damaged or foreign.
 
-    Without Arrow's threads: one that lets go of `data` while the interpreter ends would abort the process.
+    Arrow's threads are not used: one that frees `data` while the interpreter shuts down would abort
+    the process.
     """
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True, pre_buffer=False)
@@ -147,79 +151,85 @@ def from_parquet(store: ObjectStore, name: str, data: bytes) -> pa.Table:
         if "site" not in table.column_names:
             table = table.append_column("site", _sites_of(table))
         table = pa.Table.from_arrays([table[field.name].cast(field.type) for field in SCHEMA], schema=SCHEMA)
-        table.validate(full=True)  # else places in a dictionary that is shorter are an error wherever they are used
-        _refuse_gaps(table)
+        # Otherwise codes outside their dictionary would fail later, where they are used.
+        table.validate(full=True)
+        _refuse_nulls(table)
         return table
     except (pa.ArrowException, LookupError, OSError, ValueError) as e:
         raise store.error(name, f"its manifest cannot be read: {str(e)[:200]}") from None
 
 
 def _sites_of(table: pa.Table) -> pa.ChunkedArray:
-    """Column ``site`` of a manifest that lacks it, as it would be written today: joined and own ones are compared."""
+    """Return the column ``site`` of a manifest that lacks it, as it would be written."""
     names = pc.binary_join_element_wise(table["hook"].cast(pa.string()), table["layer"].cast(pa.string()), ".")
     return pc.if_else(table["finished"], pa.scalar(None, pa.string()), names)
 
 
-def _refuse_gaps(table: pa.Table) -> None:
-    """Raise ValueError where values are missing, but for what may be: checksums, metadata, sites of marks."""
+def _refuse_nulls(table: pa.Table) -> None:
+    """Raise ValueError for a null in a column that cannot have one."""
     for field in SCHEMA:
         chunks = table[field.name].chunks
-        whole = [] if field.name in ("checksum", "metadata", "site") else chunks
+        required = [] if field.name in ("checksum", "metadata", "site") else chunks
         lists = [chunk.flatten() for chunk in chunks] if pa.types.is_list(field.type) else []
-        if any(values.null_count for values in (*whole, *lists)):
-            raise ValueError(f"column {field.name} has gaps")
+        if any(values.null_count for values in (*required, *lists)):
+            raise ValueError(f"column {field.name} has missing values")
 
 
 def is_shard(name: str) -> bool:
-    """Whether a file is a shard, by its name."""
+    """Return whether a file has the name of a shard."""
     base = posixpath.basename(name)
     return base.startswith(SHARD_PREFIX) and base.endswith(SHARD_SUFFIX)
 
 
 def read_manifest(store: ObjectStore, names: dict[str, int]) -> pa.Table:
-    """The manifest of everything published. `names`: the files there are, and their bytes; those that come meanwhile
-    are added."""
+    """Read the manifest of everything published.
+
+    Args:
+        store: Store of the dataset.
+        names: Its files, and their sizes in bytes; files that appeared meanwhile are added.
+    """
     tables = []
-    known: set[str] = set()
+    joined: set[str] = set()
     if MANIFEST in names:
         tables.append(from_parquet(store, MANIFEST, store.read(MANIFEST)))
-        known = set(pc.unique(tables[0]["file"].cast(pa.string())).to_pylist())
-        if not known <= names.keys():  # a writer at work has joined shards that were not there yet
+        joined = set(pc.unique(tables[0]["file"].cast(pa.string())).to_pylist())
+        # A writer has published and joined shards since the files were listed.
+        if not joined <= names.keys():
             names.update(store.names())
-        for gone in sorted(known - set(names)):
-            raise store.error(gone or MANIFEST, "the manifest names it, and it is not there")
-    fresh = sorted(name for name in names if is_shard(name) and name not in known)
-    if store.local or len(fresh) < 2:
-        tables += [read_shard_manifest(store, name, names[name]) for name in fresh]
+        for missing in sorted(joined - set(names)):
+            raise store.error(missing or MANIFEST, "is missing, although the manifest names it")
+    unjoined = sorted(name for name in names if is_shard(name) and name not in joined)
+    if store.local or len(unjoined) < 2:
+        tables += [read_shard_manifest(store, name, names[name]) for name in unjoined]
     else:
         with ThreadPoolExecutor(16) as pool:  # each takes a few round trips
-            tables += pool.map(lambda name: read_shard_manifest(store, name, names[name]), fresh)
+            tables += pool.map(lambda name: read_shard_manifest(store, name, names[name]), unjoined)
     return pa.concat_tables(tables).unify_dictionaries() if tables else SCHEMA.empty_table()
 
 
 def read_shard_manifest(store: ObjectStore, name: str, size: int) -> pa.Table:
-    """The manifest inside a shard."""
+    """Read the manifest inside a shard."""
     container = read_container(store, name, size)
     if container.metadata.get("weir") != "shard" or "manifest" not in container.tensors:
-        raise store.error(name, "is no shard of Weir's")
-    place = container.tensors["manifest"]
-    data = store.read(name, place.start, place.end)
-    crc = container.metadata.get("manifest")  # which earlier versions did not write
+        raise store.error(name, "is not a shard that Weir wrote")
+    entry = container.tensors["manifest"]
+    data = store.read(name, entry.start, entry.end)
+    crc = container.metadata.get("manifest")  # optional
     if crc is not None and crc != f"{zlib.crc32(data):08x}":
         raise store.error(name, "damaged: its manifest is not what was written; restore the file from a copy")
     table = from_parquet(store, name, data)
     if any(file != name for file in pc.unique(table["file"].cast(pa.string())).to_pylist()):
-        raise store.error(name, "was renamed: its manifest has another name for it")
+        raise store.error(name, "was renamed: its manifest names another file")
     return table
 
 
 def column(table: pa.Table, name: str) -> np.ndarray:
-    """A column of numbers as an array."""
+    """Return a column of numbers as an array."""
     return table[name].to_numpy()
 
 
 def codes(table: pa.Table, name: str) -> tuple[np.ndarray, list[str]]:
-    """A column of strings as indices into its distinct values."""
+    """Return a column of strings as codes, int64 [entries], and the strings that they stand for."""
     chunked = table[name]
     if not pa.types.is_dictionary(chunked.type):
         chunked = chunked.dictionary_encode()
@@ -230,10 +240,10 @@ def codes(table: pa.Table, name: str) -> tuple[np.ndarray, list[str]]:
 
 
 def flat(table: pa.Table, name: str) -> np.ndarray:
-    """The values of a list column, one list after the other."""
+    """Return the values of a column of lists, joined."""
     return np.concatenate([chunk.flatten().to_numpy() for chunk in table[name].chunks] or [np.zeros(0, np.int64)])
 
 
 def lengths(table: pa.Table, name: str) -> np.ndarray:
-    """How many values each list of a list column has: int64 [rows], -1 where there is no list."""
+    """Return the lengths of a column of lists: int64 [entries], -1 for a null."""
     return pc.list_value_length(table[name]).fill_null(-1).to_numpy().astype(np.int64)

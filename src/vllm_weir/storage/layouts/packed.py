@@ -1,4 +1,4 @@
-"""The `packed` layout: many requests in one safetensors file, each whole; files roll by size."""
+"""The `packed` layout: safetensors files of about a fixed size, each of many requests."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ from vllm_weir.errors import WeirError
 from vllm_weir.results.safetensors_header import MAX_HEADER
 from vllm_weir.storage.atomic_file import AtomicFile
 from vllm_weir.storage.index import Index, IndexBuilder, text_field
-from vllm_weir.storage.layouts.buffered import (
-    BufferedWriter,
-    SiteRows,
-    publish_tensors,
-    read_site,
-    reader_of,
-    site_tensors,
-)
+from vllm_weir.storage.layouts.buffered import BufferedWriter, SiteRows
+from vllm_weir.storage.layouts.site_tensors import list_reader, publish_tensors, read_site, site_tensors
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import FileBlock
 from vllm_weir.storage.safetensors_io import read_container
 
 PREFIX, SUFFIX = "pack-", ".safetensors"
 HEADER_BYTES = 32 << 20
-"""A file is published, too, once its header is about this large: readers parse it whole, and take none over 100 MB."""
+"""A file is also published once its header is about this large: readers parse it whole, and accept
+up to 100 MB."""
 SITE_BYTES = 640
-"""What one site of one request adds to the header, at most: names, places and checksums of its tensors."""
+"""Bytes that one site of one request adds to the header, at most: names, places and checksums of
+its tensors."""
 LIST_BYTES = 20
-"""What stands beside a row: its position, its token, its checksum."""
+"""Bytes stored for a row beside its record: position, token id and checksum."""
 FILE_BYTES = 4096
-"""What a file takes beside its requests, at most."""
+"""Bytes of a file that belong to no request, at most."""
 
 
 class PackedWriter(BufferedWriter):
-    """Layout ``packed``.
+    """The writer of the layout ``packed``.
 
     Args:
-        pack_bytes: a file is published once its requests are this large.
+        store: Where the files go.
+        compress: Compression of rows that come without a header.
+        pack_bytes: A file is published once its requests have this many bytes.
+        buffer_bytes: As for `BufferedWriter`.
     """
 
     layout = "packed"
@@ -56,8 +55,8 @@ class PackedWriter(BufferedWriter):
         self._count = 0
         self._waiting: dict[str, tuple[list[SiteRows], str]] = {}
         self._waiting_bytes = self._header_bytes = self._list_bytes = 0
-        self._spool: AtomicFile | None = None
-        """Where the waiting requests will be written, with room for those that were settled."""
+        self._file: AtomicFile | None = None
+        """The file for the waiting requests, with space reserved for those that were settled."""
         self._finished = set(read_packed(store, store.names()).requests)
 
     def _publish_request(self, request_id: str, sites: list[SiteRows], metadata: str) -> None:
@@ -74,11 +73,11 @@ class PackedWriter(BufferedWriter):
     def _settle(self, request_id: str) -> None:
         if request_id not in self._waiting:
             return
-        if self._spool is None:
-            self._spool = self.store.new_file(self._next)
-        self._spool.reserve(self._waiting_bytes + self._list_bytes + self._header_bytes + FILE_BYTES)
+        if self._file is None:
+            self._file = self.store.new_file(self._next_name)
+        self._file.reserve(self._waiting_bytes + self._list_bytes + self._header_bytes + FILE_BYTES)
 
-    def _waits(self, request_id: str) -> bool:
+    def _is_pending(self, request_id: str) -> bool:
         return request_id in self._waiting
 
     def _drop(self, request_id: str) -> None:
@@ -89,8 +88,8 @@ class PackedWriter(BufferedWriter):
             self._header_bytes -= _header_share(request_id, sites, metadata)
             self._list_bytes -= sum(LIST_BYTES * len(s.positions) for s in sites)
             if not self._waiting:
-                self._let_go()
-            if request_id not in self._parts:  # it was finished
+                self._close_files()
+            if request_id not in self._parts:  # it is finished
                 self._finished.discard(request_id)
                 self.held_bytes -= size
         super()._drop(request_id)
@@ -102,54 +101,54 @@ class PackedWriter(BufferedWriter):
         headers: list[dict[str, Any]] = []
         tensors: dict[str, tuple[tuple[str, list[int], int], np.ndarray]] = {}
         for n, (request, (sites, metadata)) in enumerate(self._waiting.items()):
-            used = []
+            request_sites = []
             for s in sites:
                 if s.header not in headers:
                     headers.append(s.header)
-                used.append([f"{n}/{s.name}", headers.index(s.header)])
-            requests.append({"request": request, "sites": used, "metadata": metadata})
+                request_sites.append([f"{n}/{s.name}", headers.index(s.header)])
+            requests.append({"request": request, "sites": request_sites, "metadata": metadata})
             tensors |= site_tensors(sites, f"{n}/")
         meta = {"weir": "pack", "headers": json.dumps(headers), "requests": json.dumps(requests)}
-        spool, self._spool = self._spool, None
-        publish_tensors(self.store, self._next, tensors, meta, spool)
+        file, self._file = self._file, None
+        publish_tensors(self.store, self._next_name, tensors, meta, file)
         self._count += 1
         self.held_bytes -= self._waiting_bytes
         self._waiting, self._waiting_bytes, self._header_bytes, self._list_bytes = {}, 0, 0, 0
 
-    def _let_go(self) -> None:
-        spool, self._spool = self._spool, None
-        if spool is not None:
-            spool.discard()
+    def _close_files(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.discard()
 
     @property
-    def _next(self) -> str:
-        """The file that comes next."""
+    def _next_name(self) -> str:
+        """Name of the next file."""
         return f"{PREFIX}{self.name}-{self._count:06d}{SUFFIX}"
 
 
 def _header_share(request: str, sites: list[SiteRows], metadata: str) -> int:
-    """About how many bytes of a file's header a request takes; its texts are quoted there twice."""
+    """Estimate the bytes of a file's header that a request takes; its texts are quoted twice."""
     return SITE_BYTES * len(sites) + len(json.dumps(json.dumps([request, metadata])))
 
 
 def is_pack(name: str) -> bool:
-    """Whether a file is one of this layout, by its name."""
+    """Return whether a file has a name of this layout."""
     return name.startswith(PREFIX) and name.endswith(SUFFIX)
 
 
 def read_packed(store: ObjectStore, names: dict[str, int]) -> Index:
-    """The index of a folder of such files (or of one)."""
-    out = IndexBuilder("packed")
+    """Read the index of a folder of such files, or of one file."""
+    builder = IndexBuilder("packed")
     for name in sorted(names):
         if is_pack(name):
-            _add_file(out, store, name, names[name])
-    return out.build()
+            _add_file(builder, store, name, names[name])
+    return builder.build()
 
 
-def _add_file(out: IndexBuilder, store: ObjectStore, name: str, size: int) -> None:
+def _add_file(builder: IndexBuilder, store: ObjectStore, name: str, size: int) -> None:
     container = read_container(store, name, size)
     if container.metadata.get("weir") != "pack":
-        raise store.error(name, "is no pack of Weir's")
+        raise store.error(name, "was not written by Weir")
     try:
         headers = json.loads(container.metadata["headers"])
         requests = [
@@ -157,16 +156,16 @@ def _add_file(out: IndexBuilder, store: ObjectStore, name: str, size: int) -> No
             for r in json.loads(container.metadata["requests"])
         ]
     except (KeyError, TypeError, ValueError, IndexError, RecursionError):
-        raise store.error(name, "damaged: its metadata make no sense") from None
+        raise store.error(name, "damaged: its metadata is not valid") from None
     blocks: dict[str, int] = {}
-    read = reader_of(store, name, container)
+    read = list_reader(store, name, container)
     for request, metadata, sites in requests:
-        if request in out.requests:
-            continue  # two writers did it; the first counts
-        code = out.request(request, metadata)
+        if request in builder.requests:
+            continue  # two writers have written it; the first counts
+        code = builder.add_request(request, metadata)
         for key, header in sites:
-            site, place, positions, tokens, sums = read_site(store, name, container, key, header, read)
+            stored = read_site(store, name, container, key, header, read)
             kind = json.dumps(header, sort_keys=True)
             if kind not in blocks:
-                blocks[kind] = out.block(FileBlock(store, name, header, size))
-            out.run(code, site, blocks[kind], place.start, positions, tokens, checksums=sums)
+                blocks[kind] = builder.add_block(FileBlock(store, name, header, size))
+            stored.add_to(builder, code, blocks[kind])

@@ -1,4 +1,4 @@
-"""The `per_request` layout: one safetensors file a request; uncompressed ones `Activations.load` reads too."""
+"""The `per_request` layout: a safetensors file for each request, as of `Activations.save`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,8 @@ from vllm_weir.results.safetensors_header import NAMES
 from vllm_weir.schema.compression import ROW_DTYPES, Compression
 from vllm_weir.schema.hooks import Site
 from vllm_weir.storage.index import Index, IndexBuilder
-from vllm_weir.storage.layouts.buffered import (
-    BufferedWriter,
-    SiteRows,
-    publish_tensors,
-    read_site,
-    reader_of,
-    safe_name,
-    site_tensors,
-)
+from vllm_weir.storage.layouts.buffered import BufferedWriter, SiteRows, safe_name
+from vllm_weir.storage.layouts.site_tensors import list_reader, publish_tensors, read_site, site_tensors
 from vllm_weir.storage.object_store import ObjectStore
 from vllm_weir.storage.record_blocks import FileBlock
 from vllm_weir.storage.safetensors_io import SafetensorsHeader, TensorEntry, read_container
@@ -26,7 +19,7 @@ SUFFIX = ".safetensors"
 
 
 class PerRequestWriter(BufferedWriter):
-    """Layout ``per_request``."""
+    """The writer of the layout ``per_request``."""
 
     layout = "per_request"
 
@@ -35,6 +28,7 @@ class PerRequestWriter(BufferedWriter):
         self._files = set(store.names())
 
     def holds(self, request_id: str) -> bool:
+        """Return whether there is a file of the request."""
         return safe_name(request_id) + SUFFIX in self._files
 
     def _check_open(self, request_id: str) -> None:
@@ -45,9 +39,9 @@ class PerRequestWriter(BufferedWriter):
     def _publish_request(self, request_id: str, sites: list[SiteRows], metadata: str) -> None:
         name = safe_name(request_id) + SUFFIX
         tensors = site_tensors(sites)
-        plain = all(s.header["method"] == "none" for s in sites)
+        uncompressed = all(s.header["method"] == "none" for s in sites)
         meta = {
-            "weir": "1" if plain else "records",
+            "weir": "1" if uncompressed else "records",
             "request": request_id,
             "sites": json.dumps([list(s.site) for s in sites]),
             "headers": json.dumps([s.header for s in sites]),
@@ -60,16 +54,16 @@ class PerRequestWriter(BufferedWriter):
 
 
 def read_per_request(store: ObjectStore, names: dict[str, int]) -> Index:
-    """The index of a folder of such files (or of one)."""
-    out = IndexBuilder("per_request")
+    """Read the index of a folder of such files, or of one file."""
+    builder = IndexBuilder("per_request")
     for name in sorted(names):
         if name.endswith(SUFFIX):
-            add_file(out, store, name, names[name], read_container(store, name, names[name]))
-    return out.build()
+            add_file(builder, store, name, names[name], read_container(store, name, names[name]))
+    return builder.build()
 
 
-def add_file(out: IndexBuilder, store: ObjectStore, name: str, size: int, container: SafetensorsHeader) -> None:
-    """Add one file, also of `Activations.save`, which writes neither a request nor headers."""
+def add_file(builder: IndexBuilder, store: ObjectStore, name: str, size: int, container: SafetensorsHeader) -> None:
+    """Add one file; those of `Activations.save` name neither a request nor headers."""
     meta = container.metadata
     if meta.get("weir") not in ("1", "records"):
         raise store.error(name, "was not written by Weir")
@@ -80,24 +74,24 @@ def add_file(out: IndexBuilder, store: ObjectStore, name: str, size: int, contai
         if len(headers) != len(sites):
             raise ValueError
     except (KeyError, TypeError, ValueError, RecursionError):
-        raise store.error(name, "damaged: its metadata make no sense") from None
-    if request in out.requests:
+        raise store.error(name, "damaged: its metadata is not valid") from None
+    if request in builder.requests:
         raise store.error(name, f"request {request[:80]!r} is in another file too")
-    code = out.request(request, meta.get("metadata", ""))
-    read = reader_of(store, name, container)
+    code = builder.add_request(request, meta.get("metadata", ""))
+    read = list_reader(store, name, container)
     for site, header in zip(sites, headers):
         key = f"{site.hook}.{site.layer}"
         if header is None:
             if key not in container.tensors:
                 raise store.error(name, f"damaged: {key!r} is missing")
             header = plain_header(store, name, container.tensors[key])
-        found, place, positions, tokens, sums = read_site(store, name, container, key, header, read)
-        block = out.block(FileBlock(store, name, header, size))
-        out.run(code, found, block, place.start, positions, tokens, checksums=sums)
+        stored = read_site(store, name, container, key, header, read)
+        block = builder.add_block(FileBlock(store, name, header, size))
+        stored.add_to(builder, code, block)
 
 
 def plain_header(store: ObjectStore, name: str, tensor: TensorEntry) -> dict[str, Any]:
-    """The header of uncompressed rows stored as a tensor [n, d]."""
+    """Return the header of uncompressed rows that are stored as a tensor [n, d]."""
     dtype = NAMES.get(tensor.dtype, tensor.dtype)
     if dtype not in ROW_DTYPES or len(tensor.shape) < 2 or not tensor.shape[-1]:
         raise store.error(name, f"rows are {', '.join(ROW_DTYPES)} [n, d], found {dtype} {list(tensor.shape)}")

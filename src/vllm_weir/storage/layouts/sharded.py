@@ -1,23 +1,16 @@
-"""The `sharded` layout: rows go straight into large safetensors files, and a Parquet manifest says where each is."""
+"""The `sharded` layout: large safetensors files, and a Parquet manifest of the rows in them."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import time
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-
-import numpy as np
-import pyarrow as pa
+from concurrent.futures import ThreadPoolExecutor
 
 from vllm_weir.errors import WeirError
-from vllm_weir.results.checksum import checksums
 from vllm_weir.results.safetensors_header import CODES, build_header
 from vllm_weir.schema.compression import ITEMSIZE, header_bytes
-from vllm_weir.storage.atomic_file import AtomicFile
 from vllm_weir.storage.batch import CheckedBatch
 from vllm_weir.storage.layouts.base import Writer
 from vllm_weir.storage.layouts.manifest import (
@@ -29,129 +22,21 @@ from vllm_weir.storage.layouts.manifest import (
     read_manifest,
     to_parquet,
 )
+from vllm_weir.storage.layouts.open_shard import FINISH_SPACE, HEADER_SPACE, OpenShard
 from vllm_weir.storage.layouts.sharded_reader import index_of
 from vllm_weir.storage.object_store import ObjectStore
 
-GAP = 4096
-"""Bytes in which a shard's own header must fit: it is written last, before rows whose number it holds."""
-GATHER = 4 << 20
-"""Small batches are collected up to this many bytes before they go to the file."""
-ROW_ROOM, RUN_ROOM, MARK_ROOM, MANIFEST_ROOM = 24, 160, 160, 8 << 10
-"""Bytes that a row, a run, a mark (beside its texts) and everything else take in a shard's manifest, at most."""
-SMALL = 1 << 20
-"""Batches below this many bytes are small: file systems take a few large writes faster than many small ones."""
-
-
-@dataclass(eq=False)
-class _Shard:
-    """A shard in the making: what is in the spool, then `sent`, then the first `held` bytes of `gathered`.
-
-    `sent` is written by a thread while more is gathered. If that fails it is written again before anything follows it.
-    `sums`: checksums of consecutive records, by the byte of the file where the first one begins.
-    """
-
-    spool: AtomicFile
-    runs: ShardRuns
-    header: dict
-    thread: ThreadPoolExecutor
-    gathered: bytearray = field(default_factory=bytearray)
-    held: int = 0
-    spare: bytearray = field(default_factory=bytearray)
-    sent: memoryview = field(default_factory=lambda: memoryview(b""))
-    sums: dict[int, np.ndarray] = field(default_factory=dict)
-    writing: Future[None] | None = None
-    end: int = GAP
-    room: int = MANIFEST_ROOM
-
-    def append(self, packed: CheckedBatch) -> None:
-        offset, size = self.end, packed.nbytes
-        if size >= SMALL:
-            self.settle()
-            self._write(packed.records.data)
-        elif size:
-            if self.held + size > GATHER:
-                self._send()
-            if not self.gathered:
-                self.gathered = bytearray(GATHER)
-            memoryview(self.gathered)[self.held : self.held + size] = packed.records.data.cast("B")
-            self.held += size
-        self.end += size
-        self.room += ROW_ROOM * len(packed.positions) + RUN_ROOM + len(packed.request_id)
-        self.runs.add(packed, offset)
-
-    def settle(self) -> None:
-        """Everything so far is in the file afterwards; raises WeirError if it cannot be, and then nothing is lost."""
-        self._send()
-        self._wait()
-
-    def secure(self) -> None:
-        """Have room set aside for everything so far and its manifest; raises WeirError if there is none."""
-        self._wait()
-        if self.spool.reserve(self.end + self.room):
-            self._send()
-        else:
-            self.settle()
-
-    def drop(self, request: str) -> None:
-        """Forget a request's runs, and give back the room of records that no others follow."""
-        columns = self.runs.columns
-        counts = [rows for name, rows in zip(columns["request"], columns["rows"]) if name == request]
-        self.room -= ROW_ROOM * sum(counts) + (RUN_ROOM + len(request)) * len(counts)
-        self.runs.drop(request)
-        if self.writing is not None:
-            wait([self.writing])
-            writing, self.writing = self.writing, None
-            if writing.exception() is None:
-                self.sent = memoryview(b"")
-        offsets, rows, stride = columns["offset"], columns["rows"], self.runs.stride
-        end = offsets[-1] + rows[-1] * stride if offsets else GAP
-        kept = end - self.spool.size
-        if kept < 0:
-            self.spool.truncate(end)
-            with contextlib.suppress(WeirError):  # it had room, and others may have taken it meanwhile
-                self.spool.reserve(end + self.room)
-        self.sums = {at: sums[: (end - at) // stride] for at, sums in self.sums.items() if at < end}
-        self.held = min(self.held, max(0, kept - len(self.sent)))
-        self.sent = self.sent[: max(0, kept)]
-        self.end = end
-
-    def _send(self) -> None:
-        """Have what was gathered written, when what was sent before is."""
-        self._wait()
-        if self.held:
-            self.sent = memoryview(self.gathered)[: self.held]
-            self.gathered, self.spare, self.held = self.spare, self.gathered, 0
-            self.writing = self.thread.submit(self._write, self.sent)
-
-    def _wait(self) -> None:
-        if self.writing is not None:
-            wait([self.writing])  # whoever is interrupted here waits again the next time
-            writing, self.writing = self.writing, None
-            writing.result()
-        elif self.sent:
-            self._write(self.sent)
-        self.sent = memoryview(b"")
-
-    def _write(self, records: memoryview) -> None:
-        """Put records into the file, and their checksums where those of another try were."""
-        self.sums[self.spool.size] = checksums(np.frombuffer(records, np.uint8).reshape(-1, self.runs.stride))
-        self.spool.write(records)
-
-    def table(self) -> pa.Table:
-        """The manifest of what is written."""
-        sums = np.concatenate([*self.sums.values(), np.zeros(0, np.uint32)])
-        parts = []
-        for offset, rows, finished in zip(*(self.runs.columns[name] for name in ("offset", "rows", "finished"))):
-            first = 0 if finished else (offset - GAP) // self.runs.stride
-            parts.append(sums[first : first + (0 if finished else rows)])
-        return self.runs.table(parts)
+MIN_UNJOINED = 16
+"""`flush` rewrites the joined manifest when it lacks this many shards, and as many as it has."""
 
 
 class ShardedWriter(Writer):
-    """Layout ``sharded``.
+    """The writer of the layout ``sharded``. It has one open shard for each kind of records.
 
     Args:
-        shard_bytes: a shard is published once it is this large.
+        store: Where the files go.
+        compress: Compression of rows that come without a header.
+        shard_bytes: A shard is published once it has this many bytes.
     """
 
     layout = "sharded"
@@ -161,139 +46,146 @@ class ShardedWriter(Writer):
             raise WeirError("shard_bytes is a number of bytes, at least 1", "shard_bytes")
         super().__init__(store, compress)
         self.shard_bytes = shard_bytes
-        # Names sort by time, and never meet those of another writer.
+        # Names sort by time and are distinct from those of other writers.
         self.name = f"{time.time_ns():016x}{secrets.token_hex(4)}"
         self._count = 0
         self._thread = ThreadPoolExecutor(1, "weir-sharded")
-        self._open: dict[str, _Shard] = {}
-        self._marks: dict[str, tuple[int, str]] = {}
-        self._in: dict[str, set[str]] = {}
-        self._out: set[str] = set()
+        self._open: dict[str, OpenShard] = {}
+        """Open shards, by the header of their records."""
+        self._pending: dict[str, tuple[int, str]] = {}
+        """Finished, unpublished requests: number of rows, and metadata."""
+        self._open_headers: dict[str, set[str]] = {}
+        """Requests -> headers of the open shards with rows of theirs."""
+        self._partly_published: set[str] = set()
         """Unfinished requests of which some rows are published."""
         names = store.names()
         self._finished = set(index_of(store, read_manifest(store, names), names).requests)
-        self._loose = sum(is_shard(name) for name in names) if MANIFEST not in names else 0
-        self._joined = sum(is_shard(name) for name in names) - self._loose
+        shards = sum(is_shard(name) for name in names)
+        self._unjoined = shards if MANIFEST not in names else 0
+        """Shards that the joined manifest lacks, as far as this writer knows."""
+        self._joined = shards - self._unjoined
 
     def _append(self, packed: CheckedBatch) -> None:
-        if not len(packed.positions) and packed.site in self._seen.get(packed.request_id, {}):
-            return  # the first says that the site was asked for
+        if not len(packed.positions) and packed.site in self._written.get(packed.request_id, {}):
+            # Only a site's first batch matters without rows: it says that the site was captured.
+            return
         shard = self._shard(packed.header)
         shard.append(packed)
-        self._in.setdefault(packed.request_id, set()).add(packed.header)
+        self._open_headers.setdefault(packed.request_id, set()).add(packed.header)
         if shard.end >= self.shard_bytes:
             self._publish(packed.header)
 
     def _finish(self, request_id: str, metadata: str, rows: int) -> None:
-        self._marks[request_id] = (rows, metadata)
-        for header in self._in.get(request_id, ()):
-            self._open[header].room += _mark_room(request_id, metadata)
+        self._pending[request_id] = (rows, metadata)
+        for header in self._open_headers.get(request_id, ()):
+            self._open[header].manifest_space += _finish_space(request_id, metadata)
 
     def _settle(self, request_id: str) -> None:
-        for header in self._in.get(request_id, ()):
+        for header in self._open_headers.get(request_id, ()):
             self._open[header].secure()
 
-    def _waits(self, request_id: str) -> bool:
-        return request_id in self._marks
+    def _is_pending(self, request_id: str) -> bool:
+        return request_id in self._pending
 
     def _drop(self, request_id: str) -> None:
-        mark = self._marks.pop(request_id, None)
-        if mark is not None:
+        pending = self._pending.pop(request_id, None)
+        if pending is not None:
             self._finished.discard(request_id)
-        mine = self._in.pop(request_id, set())
+        headers = self._open_headers.pop(request_id, set())
         for header, shard in list(self._open.items()):
-            if header in mine:
+            if header in headers:
                 shard.drop(request_id)
-                shard.room -= _mark_room(request_id, mark[1]) if mark is not None else 0
+                shard.manifest_space -= _finish_space(request_id, pending[1]) if pending is not None else 0
             if not len(shard.runs):
                 del self._open[header]
-                shard.spool.discard()
-        if request_id in self._out:
-            # Without a mark nobody reads what is published; with one, later rows would be taken for more of the same.
-            self._out.discard(request_id)
+                shard.file.discard()
+        if request_id in self._partly_published:
+            # Readers ignore published rows of an unfinished request, but not if this writer
+            # finished it later.
+            self._partly_published.discard(request_id)
             self.failed.setdefault(
                 request_id, "it was abandoned when some of them were published; use another id, or another writer"
             )
 
-    def _shard(self, header: str) -> _Shard:
+    def _shard(self, header: str) -> OpenShard:
+        """Return the open shard for a header; the empty header is for a shard without records."""
         shard = self._open.get(header)
         if shard is None:
             name = f"{SHARD_PREFIX}{self.name}-{self._count:06d}{SHARD_SUFFIX}"
-            spool = self.store.new_file(name)
+            file = self.store.new_file(name)
             try:
-                spool.write(bytes(GAP))
+                file.write(bytes(HEADER_SPACE))
             except WeirError:
-                spool.discard()
+                file.discard()
                 raise
             parsed = json.loads(header) if header else {}
             dtype, stride = (parsed["dtype"], header_bytes(parsed)) if parsed else ("", 0)
-            shard = self._open[header] = _Shard(
-                spool, ShardRuns(self.name, name, header, dtype, stride), parsed, self._thread
-            )
+            runs = ShardRuns(self.name, name, header, dtype, stride)
+            shard = self._open[header] = OpenShard(file, runs, parsed, self._thread)
             self._count += 1
         return shard
 
     def _publish(self, header: str) -> None:
-        """Publish one open shard, with the marks of the requests that have nothing unpublished elsewhere."""
+        """Publish an open shard, and mark requests finished that need no other."""
         shard = self._open[header]
-        ready = [r for r in self._marks if self._in.get(r, set()) <= {header}]
+        ready = [request for request in self._pending if self._open_headers.get(request, set()) <= {header}]
         runs, rows_end = len(shard.runs), 0
         try:
-            shard.settle()
-            rows_end = shard.spool.size
+            shard.write_all()
+            rows_end = shard.file.size
             for request in ready:
-                shard.runs.finish(request, *self._marks[request])
+                shard.runs.finish(request, *self._pending[request])
             manifest = to_parquet(shard.table())
-            shard.spool.write(manifest)
-            shard.spool.write_at(0, _shard_header(shard.header, rows_end - GAP, manifest))
-            shard.spool.publish()
+            shard.file.write(manifest)
+            shard.file.write_at(0, _shard_header(shard.header, rows_end - HEADER_SPACE, manifest))
+            shard.file.publish()
         except BaseException:
-            # All as before, for another try.
+            # Undo everything but the rows, so that it can be tried again.
             shard.runs.cut(runs)
             if rows_end:
-                shard.spool.truncate(rows_end)
+                shard.file.truncate(rows_end)
             raise
         del self._open[header]
-        self._out.update(shard.runs.columns["request"])
-        self._out.difference_update(ready)
+        self._partly_published.update(shard.runs.columns["request"])
+        self._partly_published.difference_update(ready)
         for request in ready:
-            del self._marks[request]
-            self._in.pop(request, None)
-        for headers in self._in.values():
+            del self._pending[request]
+            self._open_headers.pop(request, None)
+        for headers in self._open_headers.values():
             headers.discard(header)
-        self._loose += 1
+        self._unjoined += 1
 
     def _flush(self) -> None:
         for header in list(self._open):
             self._publish(header)
-        if self._marks:
+        if self._pending:  # requests without rows
             self._shard("")
             self._publish("")
-        if self._loose >= max(16, self._joined):
+        if self._unjoined >= max(MIN_UNJOINED, self._joined):
             self._join()
 
     def _tidy(self, others: bool) -> None:
-        if others or self._loose:
+        if others or self._unjoined:
             self._join()
 
     def _end(self) -> None:
-        self._let_go()
-        if self._loose:
+        self._close_files()
+        if self._unjoined:
             self._join()
 
-    def _let_go(self) -> None:
-        self._thread.shutdown()  # nothing is written to a file that is closed
+    def _close_files(self) -> None:
+        self._thread.shutdown()  # first, so that it does not write to a closed file
         while self._open:
-            self._open.popitem()[1].spool.discard()
+            self._open.popitem()[1].file.discard()
 
     def _join(self) -> None:
         names = self.store.names()
         self.store.put(MANIFEST, to_parquet(read_manifest(self.store, names)))
-        self._joined, self._loose = sum(map(is_shard, names)), 0
+        self._joined, self._unjoined = sum(map(is_shard, names)), 0
 
 
-def _mark_room(request_id: str, metadata: str) -> int:
-    return MARK_ROOM + len(request_id) + len(metadata)
+def _finish_space(request_id: str, metadata: str) -> int:
+    return FINISH_SPACE + len(request_id) + len(metadata)
 
 
 def _shard_header(header: dict, rows_bytes: int, manifest: bytes) -> bytes:
@@ -301,8 +193,9 @@ def _shard_header(header: dict, rows_bytes: int, manifest: bytes) -> bytes:
     if header:
         fields = header["fields"]
         record = header_bytes(header)
-        plain = len(fields) == 1 and fields[0]["dtype"] in CODES
-        dtype, width = (fields[0]["dtype"], record // ITEMSIZE[fields[0]["dtype"]]) if plain else ("uint8", record)
+        uncompressed = len(fields) == 1 and fields[0]["dtype"] in CODES
+        dtype = fields[0]["dtype"] if uncompressed else "uint8"
+        width = record // ITEMSIZE[dtype]
         tensors["rows"] = (CODES[dtype], [rows_bytes // record, width], rows_bytes)
     tensors["manifest"] = ("U8", [len(manifest)], len(manifest))
     metadata = {
@@ -310,4 +203,4 @@ def _shard_header(header: dict, rows_bytes: int, manifest: bytes) -> bytes:
         "header": json.dumps(header, sort_keys=True),
         "manifest": f"{zlib.crc32(manifest):08x}",
     }
-    return build_header(tensors, metadata, room=GAP)
+    return build_header(tensors, metadata, room=HEADER_SPACE)

@@ -129,7 +129,7 @@ def test_a_damaged_file_is_noted_and_found(mi_patch: tuple[Path, np.ndarray]) ->
     for url in (file, file.parent):
         if url == file.parent:
             (file.parent / "seq0_layer0_rank0.npz").unlink()
-        with pytest.raises(WeirError, match=r"seq0_layer10_rank0\.npz: is no npz file, or a damaged one"):
+        with pytest.raises(WeirError, match=r"seq0_layer10_rank0\.npz: is not an npz file, or is damaged"):
             load(url)
 
 
@@ -300,5 +300,5 @@ def test_the_forks_points_without_a_name_are_left_out_and_said(tmp_path: Path) -
         "left out, as Weir has no such hook point: 4 x 'mlp_in' (blocks 0, 3, 4, 5); requests that hold nothing else: 1"
     )
     (tmp_path / "r1" / "4_post_mlp.json").write_text(json.dumps({"request_id": "r1", "layer": 4, "hook": 7}))
-    with pytest.raises(WeirError, match=r"4_post_mlp.json: is no description"):
+    with pytest.raises(WeirError, match=r"4_post_mlp.json: is not a description"):
         load(tmp_path)

@@ -138,7 +138,7 @@ def test_a_manifest_that_was_edited_or_cut_off_is_damaged(tmp_path: Path) -> Non
     ):
         assert old in good
         manifest.write_text(good.replace(old, new))
-        with pytest.raises(WeirError, match=rf"^{manifest}: damaged or edited: its checksum does not fit$"):
+        with pytest.raises(WeirError, match=rf"^{manifest}: damaged or edited: its checksum does not match$"):
             load(tmp_path)
     for text in (good[:-30], good[: len(good) // 2], "", "[]", "7", '"x"', "[" * 100_000, good.replace("{}", "[1]")):
         manifest.write_text(text)
@@ -146,7 +146,7 @@ def test_a_manifest_that_was_edited_or_cut_off_is_damaged(tmp_path: Path) -> Non
             load(tmp_path)
     manifest.write_text(good)
     (tmp_path / "req_a" / "seq0_layer3_rank0.npz").unlink()
-    with pytest.raises(WeirError, match=r"seq0_layer3_rank0\.npz: is missing, and the manifest names it"):
+    with pytest.raises(WeirError, match=r"seq0_layer3_rank0\.npz: is missing, although the manifest names it"):
         load(tmp_path)
 
 

@@ -1,0 +1,155 @@
+"""`OpenShard`: a shard of the `sharded` layout that is being written."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from vllm_weir.errors import WeirError
+from vllm_weir.results.checksum import checksums
+from vllm_weir.storage.atomic_file import AtomicFile
+from vllm_weir.storage.batch import CheckedBatch
+from vllm_weir.storage.layouts.manifest import ShardRuns
+
+HEADER_SPACE = 4096
+"""Bytes at the start of a shard that are kept free for its header, which is written last: it has
+the number of rows."""
+GATHER_BYTES = 4 << 20
+"""Small batches are gathered in memory up to this many bytes before they are written to the
+file."""
+SMALL_BATCH_BYTES = 1 << 20
+"""Batches below this many bytes are small: file systems take a few large writes faster than many
+small ones."""
+ROW_SPACE, RUN_SPACE, FINISH_SPACE, MANIFEST_SPACE = 24, 160, 160, 8 << 10
+"""Upper bounds of the bytes in a shard's manifest for a row, a run, a finished request, and
+everything else."""
+
+
+@dataclass(eq=False)
+class OpenShard:
+    """A shard that is being written: records in the file, then in `sending`, then in `gathered`.
+
+    `sending` is written by a thread while more batches are gathered. If that write fails, it is
+    repeated before anything that follows it is written.
+
+    Attributes:
+        file: The file.
+        runs: Its runs so far.
+        header: Header of its records; empty for a shard without records.
+        thread: Writes `sending`.
+        gathered: Buffer of small batches, of which the first `gathered_bytes` are in use.
+        spare: The buffer that is not being filled; the two are swapped.
+        sending: What the thread writes, or has failed to write.
+        checksums: Checksums of consecutive records, by the byte of the file at which the first one
+            begins.
+        writing: The thread's write, until its outcome is known.
+        end: Bytes of the file, once everything so far is written.
+        manifest_space: Upper bound of the bytes of its manifest.
+    """
+
+    file: AtomicFile
+    runs: ShardRuns
+    header: dict
+    thread: ThreadPoolExecutor
+    gathered: bytearray = field(default_factory=bytearray)
+    gathered_bytes: int = 0
+    spare: bytearray = field(default_factory=bytearray)
+    sending: memoryview = field(default_factory=lambda: memoryview(b""))
+    checksums: dict[int, np.ndarray] = field(default_factory=dict)
+    writing: Future[None] | None = None
+    end: int = HEADER_SPACE
+    manifest_space: int = MANIFEST_SPACE
+
+    def append(self, batch: CheckedBatch) -> None:
+        """Add a batch; small ones may stay in memory for now."""
+        offset, size = self.end, batch.nbytes
+        if size >= SMALL_BATCH_BYTES:
+            self.write_all()
+            self._write(batch.records.data)
+        elif size:
+            if self.gathered_bytes + size > GATHER_BYTES:
+                self._send()
+            if not self.gathered:
+                self.gathered = bytearray(GATHER_BYTES)
+            end = self.gathered_bytes + size
+            memoryview(self.gathered)[self.gathered_bytes : end] = batch.records.data.cast("B")
+            self.gathered_bytes = end
+        self.end += size
+        self.manifest_space += ROW_SPACE * len(batch.positions) + RUN_SPACE + len(batch.request_id)
+        self.runs.add(batch, offset)
+
+    def write_all(self) -> None:
+        """Write everything so far to the file; after a WeirError it can be tried again."""
+        self._send()
+        self._wait()
+
+    def secure(self) -> None:
+        """Reserve disk space for everything so far and the manifest, or raise WeirError."""
+        self._wait()
+        if self.file.reserve(self.end + self.manifest_space):
+            self._send()
+        else:
+            self.write_all()
+
+    def drop(self, request: str) -> None:
+        """Forget a request's runs, and free the space of its records at the end of the shard."""
+        columns = self.runs.columns
+        counts = [rows for name, rows in zip(columns["request"], columns["rows"]) if name == request]
+        self.manifest_space -= ROW_SPACE * sum(counts) + (RUN_SPACE + len(request)) * len(counts)
+        self.runs.drop(request)
+        if self.writing is not None:
+            wait([self.writing])
+            writing, self.writing = self.writing, None
+            if writing.exception() is None:
+                self.sending = memoryview(b"")
+        offsets, rows, stride = columns["offset"], columns["rows"], self.runs.stride
+        end = offsets[-1] + rows[-1] * stride if offsets else HEADER_SPACE
+        unwritten = end - self.file.size
+        if unwritten < 0:
+            self.file.truncate(end)
+            # The space was reserved; others may have taken it meanwhile.
+            with contextlib.suppress(WeirError):
+                self.file.reserve(end + self.manifest_space)
+        self.checksums = {
+            start: sums[: (end - start) // stride] for start, sums in self.checksums.items() if start < end
+        }
+        self.gathered_bytes = min(self.gathered_bytes, max(0, unwritten - len(self.sending)))
+        self.sending = self.sending[: max(0, unwritten)]
+        self.end = end
+
+    def table(self) -> pa.Table:
+        """Return the manifest of what is written."""
+        sums = np.concatenate([*self.checksums.values(), np.zeros(0, np.uint32)])
+        by_run = []
+        columns = self.runs.columns
+        for offset, rows, finished in zip(columns["offset"], columns["rows"], columns["finished"]):
+            first = 0 if finished else (offset - HEADER_SPACE) // self.runs.stride
+            by_run.append(sums[first : first + (0 if finished else rows)])
+        return self.runs.table(by_run)
+
+    def _send(self) -> None:
+        """Let the thread write what was gathered, after what it was given earlier."""
+        self._wait()
+        if self.gathered_bytes:
+            self.sending = memoryview(self.gathered)[: self.gathered_bytes]
+            self.gathered, self.spare, self.gathered_bytes = self.spare, self.gathered, 0
+            self.writing = self.thread.submit(self._write, self.sending)
+
+    def _wait(self) -> None:
+        """Wait until `sending` is written, or write it if the thread has failed to."""
+        if self.writing is not None:
+            wait([self.writing])  # if this is interrupted, `writing` is still set for the next call
+            writing, self.writing = self.writing, None
+            writing.result()
+        elif self.sending:
+            self._write(self.sending)
+        self.sending = memoryview(b"")
+
+    def _write(self, records: memoryview) -> None:
+        """Append records to the file, and keep their checksums in place of a failed attempt's."""
+        self.checksums[self.file.size] = checksums(np.frombuffer(records, np.uint8).reshape(-1, self.runs.stride))
+        self.file.write(records)
