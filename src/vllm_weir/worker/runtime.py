@@ -1,4 +1,4 @@
-"""The worker's runtime: keeps the live requests, plans each step, and sends what the taps have written.
+"""The worker's runtime: keeps live requests, plans each step, sends what taps have written.
 
 Everything it is told is plain data from the patches; it uses torch, but not vLLM.
 """
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 MAX_SITE_SETS = 4096
 STREAM_SHARE = 8
-"""A step without a CUDA graph is streamed if its rows would fill more than this part of the ring."""
+"""A step without a CUDA graph is streamed if its rows would fill more than this part of the
+ring."""
 SPILL = 0.6
 """Share of the host buffer in use from which readers are asked to take their rows out of it."""
 
@@ -59,8 +60,8 @@ class ModelInfo:
     Attributes:
         d_model, dtype, device: of the stream.
         max_tokens: of a step.
-        rank, ranks: this worker's place in its tensor-parallel group, all of which hold the same stream, and the
-            group's size.
+        rank, ranks: this worker's place in its tensor-parallel group, all of which hold the same
+            stream, and the group's size.
         runner: which of vLLM's model runners drives it.
         engine: its data-parallel engine.
     """
@@ -76,7 +77,9 @@ class ModelInfo:
 
 
 class WorkerRuntime:
-    """What captures and steers in one worker; built once the model is loaded and before it is compiled.
+    """What captures and steers in one worker.
+
+    It is built once the model is loaded and before it is compiled.
 
     Args:
         model: gets the taps.
@@ -86,7 +89,8 @@ class WorkerRuntime:
 
     Attributes:
         taps: numbers of this worker's taps.
-        all_live: whether all requests of the coming step capture or are steered; on all ranks alike.
+        all_live: whether all requests of the coming step capture or are steered; on all ranks
+            alike.
     """
 
     def __init__(self, model: torch.nn.Module, model_info: ModelInfo, settings: Settings, sites: SiteMap) -> None:
@@ -146,12 +150,13 @@ class WorkerRuntime:
                 self.ring, self._copy_out, self.tensors.ranks, self.switch.numbers, self._codecs
             )
         self._step: tuple[int, StepPlan] | None = None
-        """First ring row (of a streamed step, of its groups) and plan of the step that is being issued."""
+        """First ring row (of a streamed step, of its groups) and plan of the step that is being
+        issued."""
         self._failures: dict[str, dict[str, str]] = {}
         """Endpoint -> request -> reason, of requests that failed while a step was planned."""
 
     def _taps_to_send(self, settings: Settings) -> Sequence[int]:
-        """Return the taps whose rows this worker sends; all ranks of a tensor-parallel group hold the same rows."""
+        """Return the taps whose rows this worker sends: all tensor-parallel ranks hold them."""
         if settings.ship == "split":
             return self.taps[self.model_info.rank :: self.model_info.ranks]
         return self.taps if self.model_info.rank == 0 else ()
@@ -170,8 +175,9 @@ class WorkerRuntime:
         """Note which requests join, leave, and resume before the next step.
 
         Args:
-            new: (id, engine wire form, prompt length, prompt ids, positions that come from the prefix cache). A wire
-                form with ``refused`` is that of a request which fails for that reason.
+            new: (id, engine wire form, prompt length, prompt ids, positions that come from the
+                prefix cache). A wire form with ``refused`` is that of a request which fails for
+                that reason.
             finished: ids of requests that leave; unknown ones are ignored.
             resumed: ids of requests that go on after a preemption without having left.
         """
@@ -208,7 +214,7 @@ class WorkerRuntime:
         self._vectors.clear()
 
     def _prefetch_vectors(self, joining: Iterable[tuple[str, EngineSpec]]) -> None:
-        """Fetch the missing vectors of requests (endpoint, spec) that join in one step, all at once."""
+        """Fetch all missing vectors of requests (endpoint, spec) that join in one step."""
         wanted: dict[str, list[str]] = {}
         for endpoint, spec in joining:
             postprocess = spec.captures.postprocess
@@ -240,7 +246,11 @@ class WorkerRuntime:
         self.buffer_server.grant(endpoint, start)
 
     def begin_step(self, *groups: tuple[Sequence[str], Sequence[int]]) -> None:
-        """Turn on the taps that the coming step needs, alike on all ranks; `groups` as in `ActiveTaps.taps_in`."""
+        """Turn on the taps that the coming step needs, alike on all ranks.
+
+        Args:
+            groups: as in `ActiveTaps.taps_in`.
+        """
         self.switch.turn(self._active_taps.taps_in(*groups))
         self.all_live = len(self._active_taps) >= sum(len(request_ids) for request_ids, _ in groups)
 
@@ -302,12 +312,12 @@ class WorkerRuntime:
         return plan
 
     def _streamed_copy_for(self, plan: StepPlan) -> StreamedCopy | None:
-        """Return what streams the step if it does not run in a CUDA graph and has many rows; else None."""
+        """Return what streams a step without a CUDA graph, if it has many rows; else None."""
         most = min(self.ring.capacity // STREAM_SHARE, self.ring.capacity - plan.group_rows)
         return self._streamed_copy if plan.rows and plan.rows - plan.group_rows > most else None
 
     def _claim_ring(self, rows: int) -> int:
-        """Return the first of the next `rows` rows of the ring; the device waits until nothing else is in them.
+        """Return the first of the next `rows` ring rows; the device waits until they are free.
 
         Raises:
             ValueError: if the ring is too small.
@@ -343,7 +353,7 @@ class WorkerRuntime:
             site_sets.changed = False
 
     def end_step(self) -> None:
-        """Send the step's rows, and tell what was steered; to be called once the forward pass has been issued."""
+        """Send the rows of the forward pass that was issued, and tell what was steered."""
         self.switch.turn(0)  # what is called between steps (by users, through `apply_model`) belongs to no request
         step, self._step = self._step, None
         if step is None and not self.row_seqs.layout_updates:
@@ -374,7 +384,7 @@ class WorkerRuntime:
         return self._copy_out.ship(plan, first_row, lambda: pack(True), lambda: pack(False))
 
     def close(self) -> None:
-        """Send what is under way, then end threads, sockets and pinned memory; nothing is served after it."""
+        """Send what is under way, then end threads, sockets and pinned memory."""
         self.notifier.close()
         self.buffer_server.close()
         self.host.close()
@@ -399,7 +409,7 @@ class WorkerRuntime:
         }
 
     def _verdicts(self) -> list[tuple[str, int, str]]:
-        """Return (hook point, layer, why it is refused or "") of the sites of this worker's blocks."""
+        """Return (hook point, layer, why it is refused or "") of this worker's sites."""
         taps = set(self.taps)
         untapped = "it is not tapped by this engine; start it with 'hooks' / 'layers' settings that include it"
         found = [(*site, "" if tap_of(site) in taps else untapped) for site in self.sites.anchors]

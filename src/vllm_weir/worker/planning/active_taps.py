@@ -1,4 +1,7 @@
-"""Which taps each step needs, computed from what every rank is told alike, not from what one rank happens to hold."""
+"""Which taps each step needs, computed from what every rank is told alike.
+
+What one rank happens to hold must not decide: all ranks have to choose the same CUDA graphs.
+"""
 
 from __future__ import annotations
 

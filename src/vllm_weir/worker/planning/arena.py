@@ -17,8 +17,9 @@ class _Piece:
 class Arena:
     """An allocator of contiguous pieces of `capacity` rows.
 
-    A piece has two holders, the writer (the worker that fills it) and the reader (the process that asked for the
-    rows); it is free again once both have released it. Safe to use from several threads.
+    A piece has two holders, the writer (the worker that fills it) and the reader (the process that
+    asked for the rows); it is free again once both have released it. Safe to use from several
+    threads.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -41,7 +42,10 @@ class Arena:
         return self._used / self.capacity
 
     def allocate(self, rows: int, patience: float = 0.0) -> int | None:
-        """Return the start of a piece of `rows` rows, the lowest that fits; None if there is none for `patience` s."""
+        """Return the start of a piece of `rows` rows, the lowest that fits.
+
+        None if there is none for `patience` seconds.
+        """
         deadline = time.monotonic() + patience
         with self._changed:
             while (start := self._find(rows)) is None:
@@ -64,7 +68,7 @@ class Arena:
         return None
 
     def release(self, start: int) -> None:
-        """Count one holder less of the piece at `start`; after both have released it, it is free."""
+        """Count one holder less of the piece at `start`, which is free after the second one."""
         with self._changed:
             piece = self._held[start]
             piece.holders -= 1

@@ -67,7 +67,7 @@ class CapturePlanner:
     def plan(
         self, builder: PlanBuilder, request: CapturingRequest, endpoint: int, first: int, start: int, count: int
     ) -> None:
-        """Plan a request's `count` tokens from position `start` on, which are tokens `first` and on of the step.
+        """Plan a request's `count` tokens from position `start` on, tokens `first` and on.
 
         Raises:
             WeirError: if there is no room for them.
@@ -118,7 +118,7 @@ class CapturePlanner:
         start: int,
         end: int,
     ) -> None:
-        """Plan positions from `start` to `end` (not included), all with `code`, which are tokens ``offset + ...``."""
+        """Plan positions from `start` to `end` (not included), all of them with `code`."""
         site_set = self._site_set(request, code)
         row_seq = self._row_seq(request, code, site_set, start)
         position = start
@@ -151,7 +151,8 @@ class CapturePlanner:
         """Return the row sequence for a token with `code` at `position`."""
         row_seq = request.row_seqs.get(site_set)
         if row_seq is not None and self._row_seqs.last_position[row_seq.index] >= position:
-            # Computed again after a preemption: a new row sequence, so that rows already handed out do not change.
+            # Computed again after a preemption: a new row sequence, so that rows already handed out
+            # do not change.
             self._row_seqs.close(row_seq)
             row_seq = None
         if row_seq is None:
@@ -179,7 +180,7 @@ class CapturePlanner:
     def _plan_reduction(
         self, builder: PlanBuilder, request: CapturingRequest, endpoint: int, offset: int, start: int, end: int
     ) -> None:
-        """Reduce rows of the prompt at the wanted ones of the positions from `start` to `end` (not included).
+        """Reduce rows of the prompt at the wanted positions from `start` to `end` (not included).
 
         They are tokens ``offset + ...`` of the step, and all have the same columns.
         """
@@ -208,7 +209,7 @@ class CapturePlanner:
         )  # fmt: skip
 
     def _resume_reduction(self, request: CapturingRequest, position: int) -> tuple[RowSequence, int]:
-        """Return the row sequence of a reduction that goes on at `position`, and `resumed` as in `REDUCTION`."""
+        """Return the row sequence of a reduction that goes on at `position`, and its `resumed`."""
         row_seqs, reduction = self._row_seqs, request.reduction
         if reduction is not None:
             last = row_seqs.last_position[reduction.index]

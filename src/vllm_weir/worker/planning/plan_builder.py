@@ -1,4 +1,4 @@
-"""The builder of a step's plan: collects what each request's tokens do, and lays the ring out. Pure numpy."""
+"""The builder of a step's plan: what each request's tokens do, and their ring rows. Pure numpy."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class _ByEndpoint:
 class PlanBuilder:
     """What the tokens of one step do.
 
-    Requests are added one after the other, those in the steady state all at once. Endpoints are given by their numbers
-    in `SteadyState.endpoints`.
+    Requests are added one after the other, those in the steady state all at once. Endpoints are
+    given by their numbers in `SteadyState.endpoints`.
 
     Args:
         size: tokens of the step.
@@ -139,7 +139,7 @@ class PlanBuilder:
         count: int,
         site_set: int,
     ) -> None:
-        """Capture `count` consecutive tokens at consecutive positions, to `place` of the arena and on."""
+        """Capture `count` consecutive tokens and positions; they go to `place` and on."""
         self.site_sets[token : token + count] = site_set
         self._token_runs.append(
             (
@@ -158,7 +158,7 @@ class PlanBuilder:
         positions: np.ndarray,
         site_set: int,
     ) -> None:
-        """Capture any `tokens` at any `positions` [n] (ascending), to `place` of the arena and on."""
+        """Capture any `tokens` at any `positions`, [n] and ascending; they go to `place` and on."""
         self.site_sets[tokens] = site_set
         bounds = [(start, end) for start, end, _ in _consecutive_runs(tokens) if end - start > 1]
         if bounds:
@@ -218,7 +218,7 @@ class PlanBuilder:
             self._arrivals.add(endpoint, np.array([(row_seq.number, 0, positions[-1], 1, 1)], ARRIVAL))
 
     def drop(self, endpoint: int, row_seq: int, positions: np.ndarray) -> None:
-        """Tell the reader that rows at `positions` (ascending) found no room; `row_seq`: its number."""
+        """Report that rows of a row sequence (its number) at `positions` are dropped."""
         self._add_arrivals(endpoint, row_seq, None, positions)
 
     def steer_one_each(self, endpoints: np.ndarray, groups: np.ndarray, positions: np.ndarray) -> None:
@@ -247,7 +247,11 @@ class PlanBuilder:
         self.programs_by_token = [c for c in self.programs_by_token if not first <= c.tokens[0] < end]
 
     def finish(self, endpoints: Sequence[str]) -> StepPlan | None:
-        """Return the plan, None if nothing happens in the step; `endpoints`: their addresses, by number."""
+        """Return the plan, None if nothing happens in the step.
+
+        Args:
+            endpoints: addresses of the readers, by number.
+        """
         self._expand_token_runs()
         self._expand_steered_runs()
         if self._is_empty():
@@ -299,7 +303,7 @@ class PlanBuilder:
     def _split_placements(
         self, placements: np.ndarray, first_rows: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return `copies`, `copy_runs` and `records` of the plan; `first_rows`: ring row of each placement."""
+        """Return the plan's `copies`, `copy_runs` and `records`; `first_rows` are in the ring."""
         places, sizes, codecs = placements["place"], placements["size"], placements["codec"]
         as_records = codecs >= 0
         if not as_records.any():
@@ -316,7 +320,7 @@ class PlanBuilder:
         return copies, np.empty(0, COPY_RUN), records
 
     def _place_reductions(self, slots: np.ndarray, spans: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
-        """Give the groups of reductions the first ring rows, and fill in their tokens' `slots` and `spans`.
+        """Place the groups of reductions in the first ring rows, and set `slots` and `spans`.
 
         Returns:
             `group_rows`, `reductions` and `reduced` of the plan.
@@ -380,7 +384,7 @@ class PlanBuilder:
         self._num_placements += len(placements)
 
     def _add_arrivals(self, endpoint: int, row_seq: int, rank: int | None, positions: np.ndarray) -> None:
-        """Add rows of consecutive ranks from `rank` on, or dropped ones, at `positions` (ascending)."""
+        """Add rows at `positions` (ascending), of ranks from `rank` on; None for dropped ones."""
         arrivals = [
             (row_seq, -1 if rank is None else rank + start, positions[start], end - start, stride)
             for start, end, stride in _strided_runs(positions)
@@ -398,7 +402,7 @@ def _consecutive_runs(values: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def _strided_runs(values: np.ndarray) -> list[tuple[int, int, int]]:
-    """Return (start, end, stride): one run if all values are equally far apart, else as `_consecutive_runs`."""
+    """Return (start, end, stride) of runs: one if all values are equally far apart."""
     if int(values[-1]) - int(values[0]) == len(values) - 1:
         return [(0, len(values), 1)]
     steps = np.diff(values)

@@ -1,12 +1,13 @@
 """The planner of a step: what every scheduled token is to record and to undergo. Pure numpy.
 
-A token that is captured gets a *site set* (the set of columns whose rows are wanted) and a *slot* (the ring row of its
-first wanted column); the column at place k of the site set goes to ring row ``slot + k``. So only wanted rows are
-written. A token that is steered gets a *program*. Where the rows go from the ring is said by the plan's copies.
+A token that is captured gets a *site set* (the set of columns whose rows are wanted) and a *slot*
+(the ring row of its first wanted column); the column at place k of the site set goes to ring row
+``slot + k``. So only wanted rows are written. A token that is steered gets a *program*. Where the
+rows go from the ring is said by the plan's copies.
 
-Most tokens of most steps are the one new token of a request for which nothing changes any more from token to token:
-those are planned all at once from the arrays of `SteadyState`, and a step that only repeats the last one is not
-planned at all. The others are planned one request after the other.
+Most tokens of most steps are the one new token of a request for which nothing changes any more from
+token to token: those are planned all at once from the arrays of `SteadyState`, and a step that only
+repeats the last one is not planned at all. The others are planned one request after the other.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Planner:
             self.steady_state.add_request(request_id, endpoint)
 
     def _select(self, spec: ResolvedSpec) -> tuple[SelectorSet, list[tuple[int, ...]]] | None:
-        """Return the selectors of a spec, and the columns that each wants of this worker; None if there are none."""
+        """Return a spec's selectors and the columns that each wants of this worker, if any."""
         by_positions: dict[Positions, set[int]] = {}
         for site_request in spec.site_requests:
             column = column_of(site_request.site, site_request.before)
@@ -177,7 +178,8 @@ class Planner:
         if len(steady):
             is_steady[steady] = self._plan_steady(builder, slots[steady], first_tokens[steady], computed[steady])
         others = ((slots != 0) & ~is_steady).nonzero()[0]
-        # What one takes from the prefix cache may be computed by another in this step, whose failure is then known.
+        # What one takes from the prefix cache may be computed by another in this step, whose
+        # failure is then known.
         others = others[computed[others].argsort(kind="stable")]
         arguments = np.stack([others, first_tokens[others], computed[others], counts[others]], 1)
         for k, first_token, start, count in arguments.tolist():
@@ -198,7 +200,8 @@ class Planner:
         """Plan one token each of requests in the steady state, all arrays [n].
 
         Returns:
-            bool [n], for which of them that was possible: the others' rows need another extent or row sequence.
+            bool [n], for which of them that was possible: the others' rows need another extent or
+            row sequence.
         """
         steady, row_seqs = self.steady_state, self.row_seqs
         indices = steady.row_seq[slots]
@@ -228,7 +231,7 @@ class Planner:
         return fits
 
     def _plan_one(self, builder: PlanBuilder, request_id: str, first_token: int, start: int, count: int) -> None:
-        """Plan one request's tokens; if that fails, the request is removed and its reader told why."""
+        """Plan one request's tokens; a request that fails is removed, and its reader told why."""
         capturing, steered = self.capturing.get(request_id), self.steered.get(request_id)
         slot = self.steady_state.slot_of(request_id)
         endpoint = int(self.steady_state.endpoint[slot])

@@ -1,8 +1,9 @@
 """Row sequences: where the rows of a request go in host memory. Pure numpy.
 
-A row sequence is the run of one request's rows that share a site set; its `rank` counts token positions, each of which
-has one row for each column. It lives in extents of the arena, ``[capacity, columns, d_model]`` each: what a step adds
-is one piece for the device's copy engine, and any site of it a tensor that needs no copying.
+A row sequence is the run of one request's rows that share a site set; its `rank` counts token
+positions, each of which has one row for each column. It lives in extents of the arena, ``[capacity,
+columns, d_model]`` each: what a step adds is one piece for the device's copy engine, and any site
+of it a tensor that needs no copying.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from vllm_weir.errors import WeirError
 from vllm_weir.worker.planning.arena import Arena
 
 FIRST_GENERATED = 256
-"""Generated tokens that a row sequence's first extent has room for, if so many can come; later extents double."""
+"""Generated tokens that a row sequence's first extent has room for, if so many can come; later
+extents double."""
 FEWEST = 16
 """Ranks of an extent in a crowded arena, if no more are needed at once."""
 CROWDED = 0.4
@@ -26,7 +28,8 @@ CROWDED = 0.4
 EXTENT_SHARE = 8
 """An extent for generated tokens, which may never come, is at most this part of the arena."""
 PROMPT_SHARE = 2
-"""The same for rows of a prompt, which are sure to come: what lies in one extent is handed out without a copy."""
+"""The same for rows of a prompt, which are sure to come: what lies in one extent is handed out
+without a copy."""
 
 _ARRAYS = (
     "number", "next_rank", "end_rank", "origin", "rank_size", "ring_rows", "units_per_row", "codec", "last_position",
@@ -61,14 +64,18 @@ class RowSequence:
 
 @dataclass(frozen=True)
 class ResultCell:
-    """What a row sequence holds for a token (or for all of them) instead of rows: [columns, values] float32.
+    """What a row sequence holds instead of rows, for a token or for all of them.
+
+    [columns, values] float32, unless `kind` says otherwise.
 
     Attributes:
-        kind: ``"fold"`` for a reduction, or a codec's records: ``"scores"``, or ``"packed"``, [columns, values] bytes.
+        kind: ``"fold"`` for a reduction, or a codec's records: ``"scores"``, or ``"packed"``,
+            [columns, values] bytes.
         values: per column.
         size: arena rows of the cell; bytes for records.
         codec: number of the codec, -1 for none.
-        units_per_row: bytes of an arena row for records, which follow each other without gaps; 1 for a reduction.
+        units_per_row: bytes of an arena row for records, which follow each other without gaps; 1
+            for a reduction.
     """
 
     kind: str
@@ -118,7 +125,8 @@ class RowSequences:
     end_rank: np.ndarray
     """First rank that the last extent has no room for."""
     origin: np.ndarray
-    """Place in the arena where rank 0 would be, going by the last extent: a row, or a byte for records."""
+    """Place in the arena where rank 0 would be, going by the last extent: a row, or a byte for
+    records."""
     rank_size: np.ndarray
     """Arena rows of a rank: the number of columns, or the size of a cell; bytes for records."""
     ring_rows: np.ndarray
@@ -139,7 +147,7 @@ class RowSequences:
         most_rows: int,
         cell: ResultCell | None = None,
     ) -> RowSequence:
-        """Return a new row sequence, which has no extent yet; with a `cell` it holds that instead of rows."""
+        """Return a new row sequence without an extent; with a `cell` it holds that, not rows."""
         self.catch_up()
         if not self._free:
             self._grow_arrays(2 * len(self.next_rank))
@@ -172,7 +180,7 @@ class RowSequences:
         self._free.append(row_seq.index)
 
     def place(self, row_seq: RowSequence, ranks: int) -> list[tuple[int, int, int]]:
-        """Return places for the next `ranks` ranks: (first rank, its place as in `origin`, count) per extent.
+        """Return places for the next `ranks` ranks: (first rank, place, count) per extent.
 
         There are fewer than asked for if there is no room for the rest and rows may be dropped.
 
@@ -199,16 +207,16 @@ class RowSequences:
         return places
 
     def retire_all(self) -> None:
-        """Close every extent, so that readers can take their rows out; row sequences go on in new ones."""
+        """Close every extent, so that readers can take rows out; sequences go on in new ones."""
         self.catch_up()
         for row_seq in self.live.values():
             self._retire(row_seq)
 
     def defer_advance(self, indices: np.ndarray, steps: int) -> None:
-        """Let the row sequences at `indices` have `steps` rows more than the arrays say, until `catch_up`.
+        """Count `steps` more rows for the row sequences at `indices` when `catch_up` is called.
 
-        So a step that repeats the last one touches no array; whoever reads `next_rank` or `last_position` must catch up
-        first.
+        So a step that repeats the last one touches no array; whoever reads `next_rank` or
+        `last_position` must catch up first.
         """
         self._deferred = (indices, steps)
 
@@ -234,7 +242,7 @@ class RowSequences:
         return layout_update
 
     def _extend(self, row_seq: RowSequence, ranks: int) -> bool:
-        """Give a row sequence, whose extent is full, another one; return whether there was room for it.
+        """Give a row sequence, whose extent is full, another; return whether there was room.
 
         It has room for `ranks` ranks if that can be had, but may have less.
         """
@@ -255,7 +263,7 @@ class RowSequences:
         return True
 
     def _wanted_capacity(self, row_seq: RowSequence, rank: int, ranks: int, units_per_row: int) -> int:
-        """Return how many ranks an extent that begins at `rank` should have, of which `ranks` are needed at once."""
+        """Return the ranks an extent from `rank` on should have; `ranks` are needed at once."""
         if rank < row_seq.prompt_rows:
             generated = min(FIRST_GENERATED, row_seq.most_rows - row_seq.prompt_rows)
             expected, share = row_seq.prompt_rows - rank + generated, PROMPT_SHARE
@@ -267,7 +275,7 @@ class RowSequences:
         return min(max(1, largest), max(ranks, expected))
 
     def _allocate(self, wanted: int, least: int, rank_size: int, units_per_row: int) -> tuple[int, int, int] | None:
-        """Allocate room for `wanted` ranks, or for fewer, but not for fewer than `least`; wait only for the latter.
+        """Allocate room for `wanted` ranks, or for fewer down to `least`; wait only for these.
 
         Returns:
             Start and rows of the piece, and how many ranks it is for; None if there is no room.

@@ -1,4 +1,4 @@
-"""Site sets: sets of columns that are captured of a token, as rows of the rank table. Pure numpy."""
+"""Site sets: the columns that are captured of a token, as rows of a table. Pure numpy."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class SiteSets:
     def hold(self, columns: tuple[int, ...], reduced: bool = False) -> int:
         """Return the number of the site set of these columns (ascending), for one user more.
 
-        Tokens whose rows are `reduced` have site sets of their own: their ranks count cells of a group, while in a
-        streamed step those of other tokens are replaced by places in the bands.
+        Tokens whose rows are `reduced` have site sets of their own: their ranks count cells of a
+        group, while in a streamed step those of other tokens are replaced by places in the bands.
 
         Raises:
             WeirError: if the table is full.

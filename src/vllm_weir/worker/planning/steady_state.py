@@ -1,4 +1,4 @@
-"""What is the same for a live request from one generated token to the next, as arrays by slot. Pure numpy."""
+"""What stays the same for a live request from token to token, as arrays. Pure numpy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ class SteadyState:
 
     Attributes:
         endpoints: addresses of the readers, by number.
-        ready: int64 [slots], first position from which the slot's other values hold for every token.
+        ready: int64 [slots], first position from which the slot's other values hold for every
+            token.
         row_seq: int64 [slots], index of the row sequence that rows go to, -1 for none.
         site_set: int64 [slots], what is captured, -1 for nothing.
         program: int64 [slots], program of its tokens, -1 for none.
-        group: int64 [slots], number of the interventions that are reported to the reader, -1 for none.
+        group: int64 [slots], number of the interventions that are reported to the reader, -1 for
+            none.
         endpoint: int64 [slots], number of its reader in `endpoints`.
     """
 

@@ -20,7 +20,8 @@ from vllm_weir.worker.steering.programs import ActiveIntervention, ProgramTable
 from vllm_weir.worker.steering.unsteered_kv import SteeredKeys, UnsteeredKV
 
 MOST_CACHED = 64
-"""Instructions of interventions whose recipe is cached: an identity cache keeps up to `identity_cache.MOST` recipes."""
+"""Instructions of interventions whose recipe is cached: an identity cache keeps up to
+`identity_cache.MOST` recipes."""
 
 ProgramIdentity = tuple[tuple[str, int], ...]
 """(digest, rank) of every intervention of a program."""
@@ -31,8 +32,10 @@ class SteeringRecipe:
 
     Attributes:
         choice: the distinct selectors of the interventions.
-        interventions: (intervention, digest, bit of its selector), in the order in which they apply.
-        local: indices of interventions with a site at this worker's taps, which are those it can report.
+        interventions: (intervention, digest, bit of its selector), in the order in which they
+            apply.
+        local: indices of interventions with a site at this worker's taps, which are those it can
+            report.
         vectors: digests of the vectors that they need.
         by_position: whether an intervention has an instruction for each position.
     """
@@ -58,14 +61,14 @@ class SteeringRecipe:
         return active
 
     def varies(self, code: int) -> bool:
-        """Return whether what is done at positions with `code` depends on the position or its token, too."""
+        """Return whether what is done with `code` also depends on the position or its token."""
         if not (self.by_position or self._by_token):
             return False
         active = [self.interventions[k][0] for k in self.active(code)]
         return any(i.per_position or i.positions.needs_token_ids for i in active)
 
     def program(self, code: int) -> tuple[ProgramIdentity, list[ActiveIntervention]]:
-        """Return what is done at all positions with `code`, if that does not depend on the position."""
+        """Return what is done at positions with `code`, if it is the same at all of them."""
         program = self._programs.get(code)
         if program is None:
             active = [ActiveIntervention(*self.interventions[k][:2], -1) for k in self.active(code)]
@@ -95,7 +98,8 @@ class SteeredRequest:
         entered: whether the planner has seen from which position on it is computed here.
         programs: programs that it holds: identity -> (key, number).
         groups: indices of interventions -> number under which the reader knows them.
-        by_code: code -> (group, program) at all positions with it, as far as they do not depend on the position.
+        by_code: code -> (group, program) at all positions with it, as far as they do not depend on
+            the position.
     """
 
     request_id: str
@@ -117,7 +121,8 @@ class SteeringPlanner:
         row_seqs: where readers are told of groups.
 
     Attributes:
-        reports: whether this worker reports what was steered: one of a tensor-parallel group is enough.
+        reports: whether this worker reports what was steered: one of a tensor-parallel group is
+            enough.
         unsteered_kv: what is in the prefix cache without having been steered as its keys say.
     """
 
@@ -171,7 +176,7 @@ class SteeringPlanner:
     def plan(
         self, builder: PlanBuilder, request: SteeredRequest, endpoint: int, first: int, start: int, count: int
     ) -> None:
-        """Plan a request's `count` tokens from position `start` on, which are tokens `first` and on of the step.
+        """Plan a request's `count` tokens from position `start` on, tokens `first` and on.
 
         Raises:
             WeirError: if it cannot be steered as asked.
@@ -191,7 +196,9 @@ class SteeringPlanner:
             builder.programs[offset + run_start : offset + run_end] = program
 
     def _report_cached(self, builder: PlanBuilder, request: SteeredRequest, endpoint: int, start: int) -> None:
-        """Report positions before `start`: their KV comes from the prefix cache, whose keys say it was steered alike.
+        """Report positions before `start`, whose KV comes from the prefix cache.
+
+        Its keys in the cache say that it was steered alike.
 
         Raises:
             WeirError: if it may come from a request that failed before it was steered.
@@ -212,7 +219,7 @@ class SteeringPlanner:
     def _plan_scattered(
         self, builder: PlanBuilder, request: SteeredRequest, endpoint: int, offset: int, positions: np.ndarray
     ) -> None:
-        """Plan any positions (tokens ``offset + positions``), also with programs that depend on position or token."""
+        """Plan any positions (tokens ``offset + positions``); programs may depend on these."""
         selectors = request.selectors
         codes = selectors.codes(positions)
         for code in map(int, distinct(codes)):
@@ -233,14 +240,17 @@ class SteeringPlanner:
                     builder.programs_by_token.append(choice)
 
     def group_and_program(self, request: SteeredRequest, code: int) -> tuple[int, int]:
-        """Return group and program of all tokens with `code`, if they do not depend on the position; -1 for none."""
+        """Return group and program of all tokens with `code`, -1 for none.
+
+        Neither may depend on the position, see `SteeringRecipe.varies`.
+        """
         found = request.by_code.get(code)
         if found is None:
             found = request.by_code[code] = self._group(request, code), self.program(request, code)
         return found
 
     def _group(self, request: SteeredRequest, code: int) -> int:
-        """Return the number of the interventions at positions with `code` that this worker reports, -1 for none."""
+        """Return the number of the reported interventions at positions with `code`, or -1."""
         if not self.reports:
             return -1
         reported = request.recipe.active(code)
@@ -281,7 +291,7 @@ class SteeringPlanner:
     def _programs_by_token(
         self, request: SteeredRequest, code: int, open_bits: list[int], tokens: np.ndarray, position: int
     ) -> ProgramsByToken:
-        """Return the choice between programs for `tokens` with `code`, whose `open_bits` depend on the token's id."""
+        """Return the programs for `tokens` with `code`; `open_bits` depend on the token's id."""
         selectors = [request.selectors.distinct[bit] for bit in open_bits]
         programs = []
         for combination in range(1 << len(open_bits)):

@@ -21,8 +21,8 @@ class ProgramsByToken:
     Attributes:
         tokens: int64 [n], of the step.
         token_sets: sets of token ids.
-        programs: int32 [2 ** sets], the program to choose: bit j of the index says whether the token's id is in
-            ``token_sets[j]``.
+        programs: int32 [2 ** sets], the program to choose: bit j of the index says whether the
+            token's id is in ``token_sets[j]``.
     """
 
     tokens: np.ndarray
@@ -43,21 +43,23 @@ class StepPlan:
     """What one step does; dtypes in capitals are those of `vllm_weir.worker.planning.columns`.
 
     Attributes:
-        slots: int32 [tokens], ring row of a token's first captured row, counted within the step, -1 for none.
+        slots: int32 [tokens], ring row of a token's first captured row, counted within the step, -1
+            for none.
         site_sets: int32 [tokens], what is captured, -1 for nothing.
         programs: int32 [tokens], what is done to the token, -1 for nothing.
         rows: ring rows that the step writes.
         captured_tokens: int64 [m], the tokens whose rows are captured one by one.
-        copies: ROW_COPY [n], the rows of each captured token that is sent uncompressed, in the order of
-            `captured_tokens`; 0 rows for tokens of a request that failed while the step was planned.
+        copies: ROW_COPY [n], the rows of each captured token that is sent uncompressed, in the
+            order of `captured_tokens`; 0 rows for tokens of a request that failed while the step
+            was planned.
         copy_runs: COPY_RUN, of `copies`; the other copies stand alone.
         arrivals: endpoint -> ARRIVAL [m].
         steered: endpoint -> STEERED [m].
         programs_by_token: programs that are still to be chosen on the device.
         failures: requests that cannot be served any further.
         records: RECORD [n], the captured tokens that are sent as records of a codec.
-        spans: int32 [tokens], for tokens whose rows are reduced: see `vllm_weir.schema.reductions` for a group's first
-            one, -1 for the others; 0 for all other tokens.
+        spans: int32 [tokens], for tokens whose rows are reduced: see `vllm_weir.schema.reductions`
+            for a group's first one, -1 for the others; 0 for all other tokens.
         group_rows: ring rows of the groups of reductions, which come before all others.
         reductions: REDUCTION [n], reductions to go on with.
         reduced: ROW_COPY, the results of reductions that the step completes.
@@ -82,7 +84,7 @@ class StepPlan:
 
     @property
     def acting_tokens(self) -> np.ndarray:
-        """int32 [n]: tokens to which a tap does something, those that begin a group of reduced rows first."""
+        """int32 [n]: tokens on which taps act, those first that begin a group of reduced rows."""
         acts = (self.programs >= 0) | ((self.slots >= 0) & (self.spans >= 0))
         for choice in self.programs_by_token:
             acts[choice.tokens] = True
@@ -101,17 +103,23 @@ class StepPlan:
         return int(rows[0]) if len(rows) and (rows == rows[0]).all() else 0
 
     def in_lanes(self, stride: int, first_group_row: int = 0) -> StepPlan:
-        """Return the plan with the n-th captured token in slot ``n * stride``, and groups from that ring row on."""
+        """Return the plan with the n-th captured token in slot ``n * stride``.
+
+        Args:
+            stride: ring rows of a lane.
+            first_group_row: ring row at which groups of reduced rows begin.
+        """
         slots = self.slots.copy()
         slots[self.spans != 0] += first_group_row
-        # Tokens of a request that failed while it was planned are captured tokens without a site set.
+        # Tokens of a request that failed while it was planned are captured tokens without a site
+        # set.
         captured = self.captured_tokens
         slots[captured] = np.where(self.site_sets[captured] >= 0, np.arange(len(captured)) * stride, -1)
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return StepPlan(**values | {"slots": slots})
 
     def lanes_of(self, slots: np.ndarray) -> np.ndarray:
-        """Return the places, int64 [n], in `captured_tokens` of those whose rows start at `slots` [n]."""
+        """Return the indices in `captured_tokens`, int64 [n], of those with these `slots` [n]."""
         live = np.flatnonzero(self.site_sets[self.captured_tokens] >= 0)
         return live[np.searchsorted(self.slots[self.captured_tokens[live]], slots)]
 
@@ -122,7 +130,7 @@ class StepPlan:
 
 
 class AdvancedPlan(StepPlan):
-    """The plan of the `times`-th step after `base`, if every request goes on by one position a step.
+    """The plan of the `times`-th step after `base`: every request is `times` positions on.
 
     What hardly any step needs is made when it is looked at.
     """

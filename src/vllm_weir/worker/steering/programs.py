@@ -1,8 +1,8 @@
 """Programs: the interventions of requests as rows of device tables, shared by content. Pure numpy.
 
-A program is what happens to one token at every tap: per tap a chain of nodes, one per instruction, linked by `next`.
-Tables are written incrementally when requests join and their rows are reused after they leave; `ProgramTable` keeps
-the host's copy and says which rows changed.
+A program is what happens to one token at every tap: per tap a chain of nodes, one per instruction,
+linked by `next`. Tables are written incrementally when requests join and their rows are reused
+after they leave; `ProgramTable` keeps the host's copy and says which rows changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import tap_of
 
 LAST, AFTER_POST = 1, 2
-"""Node flags: the last term of an intervention; the intervention belongs to the next block's resid_pre."""
+"""Node flags: the last term of an intervention; the intervention belongs to the next block's
+resid_pre."""
 INT_FIELDS = ("kind", "u", "w", "next", "flags")
 FLOAT_FIELDS = ("a", "b", "lo", "hi")
 MOST_PLACES = 1024
@@ -28,7 +29,10 @@ MOST_PLACES = 1024
 
 
 class ActiveIntervention(NamedTuple):
-    """An intervention as it applies to a token; `rank`: of its instruction if it has one per position, else -1."""
+    """An intervention as it applies to a token.
+
+    `rank` is the place of its instruction, if it has one for each position, else -1.
+    """
 
     intervention: ResolvedIntervention
     digest: str
@@ -36,7 +40,10 @@ class ActiveIntervention(NamedTuple):
 
 
 class _Slots:
-    """Reference-counted table rows by key; the row of an idle key keeps its content until it is needed again."""
+    """Reference-counted table rows by key.
+
+    The row of an idle key keeps its content until it is needed for another.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.slot_of: dict[Hashable, int] = {}
@@ -223,7 +230,7 @@ class ProgramTable:
         self.changed["floats"].update(nodes)
 
     def _chains(self, active: Sequence[ActiveIntervention]) -> dict[tuple, list[int]]:
-        """Return what happens at a tap, (instruction, flags) in order -> the taps at which it does."""
+        """Return (instruction, flags) in the order of a tap -> the taps that have them."""
         if len(active) == 1:
             ((intervention, _, rank),) = active
             taps = self._taps_of(intervention.hook, intervention.layers)
@@ -246,7 +253,7 @@ class ProgramTable:
 
 
 def _chain_of(intervention: ResolvedIntervention, rank: int) -> tuple:
-    """Return what an intervention does at each of its taps, as in `_chains`: all of it, or one instruction."""
+    """Return what an intervention, or one of its instructions, does at a tap, as in `_chains`."""
     terms = intervention.instructions if rank < 0 else intervention.instructions[rank : rank + 1]
     flags = AFTER_POST if intervention.hook == "resid_pre" else 0
     if len(terms) == 1:

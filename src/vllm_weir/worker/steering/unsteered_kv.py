@@ -1,7 +1,7 @@
-"""What failed requests have left in the prefix cache: KV under the keys of steering that was not done.
+"""KV that failed requests have left in the prefix cache, under keys of steering not done.
 
-The readers of failed requests use other keys once they know (see `RowStore.salt`). Requests that were on their way by
-then, and those of other processes, are compared with what is kept here.
+The readers of failed requests use other keys once they know (see `RowStore.salt`). Requests that
+were on their way by then, and those of other processes, are compared with what is kept here.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ class UnsteeredKV:
         """Note that a request failed: it was not steered from position `start` on."""
         self._failed.append((keys, start))
         if len(self._failed) > MOST_FAILED:
-            # A salt belongs to one process, which uses another one since; all processes begin without a salt.
+            # A salt belongs to one process, which uses another one since; all processes begin
+            # without a salt.
             forgotten, _ = self._failed.popleft()
             self._forgot_unsalted |= not forgotten.salt
 
     def may_reach(self, keys: SteeredKeys, end: int) -> bool:
-        """Return whether a request whose first `end` positions are cached may be given KV of a failed one."""
+        """Return whether a request with `end` cached positions may be given KV of a failed one."""
         if self._forgot_unsalted and not keys.salt:
             return True
         return any(
@@ -67,9 +68,10 @@ class UnsteeredKV:
 
 
 def _shares_unsteered(failed: SteeredKeys, start: int, keys: SteeredKeys, end: int) -> bool:
-    """Return whether keys are equal up to a position before `end` at which `failed` should have been steered.
+    """Return whether `failed` should have been steered at a position that both have keys for.
 
-    It was not steered from `start` on.
+    `failed` was not steered from position `start` on; only positions before `end` count, and only
+    as long as all keys are equal.
     """
     for position in range(end if start < end else 0):
         known_tokens = [t for t in (keys.token_at(position), failed.token_at(position)) if t is not None]

@@ -78,7 +78,7 @@ class VectorFetcher:
         return vectors
 
     def _query(self, endpoint: str, digests: list[str]) -> dict[str, np.ndarray]:
-        """Return the vectors that the caller's process has; raises ValueError if it does not answer."""
+        """Return the vectors that the caller has; raise ValueError if it does not answer."""
         reader = messages.ReaderEndpoint.parse(endpoint)
         try:
             socket = self._socket(reader.vectors)
@@ -90,7 +90,10 @@ class VectorFetcher:
         return self._parse(dict(zip(digests, frames, strict=True)))
 
     def _parse(self, frames: Mapping[str, bytes]) -> dict[str, np.ndarray]:
-        """Return the vectors of the model's width; an empty frame stands for a vector that the caller does not have."""
+        """Return the vectors of the model's width.
+
+        An empty frame stands for a vector that the caller does not have.
+        """
         size = self._d_model * 4
         return {digest: np.frombuffer(frame, "<f4") for digest, frame in frames.items() if len(frame) == size}
 
