@@ -252,9 +252,9 @@ def test_words_of_steering_that_never_come_fail_the_request(engine, monkeypatch)
 
 def test_vectors_come_along_and_are_asked_for_only_where_that_was_not_so(engine, monkeypatch):
     llm, oracle = engine
-    asked, ask = [], VectorFetcher._ask
+    asked, ask = [], VectorFetcher._query
     monkeypatch.setattr(
-        VectorFetcher, "_ask", lambda self, reply, digests: asked.append(digests) or ask(self, reply, digests)
+        VectorFetcher, "_query", lambda self, endpoint, digests: asked.append(digests) or ask(self, endpoint, digests)
     )
 
     def steered(*seeds):

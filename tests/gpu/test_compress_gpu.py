@@ -66,8 +66,8 @@ def test_prompts_that_leave_the_ring_band_by_band(directory, how, monkeypatch):
 
     begin, streamed = StreamedCopy.begin, []
 
-    def counting(self, plan, columns_of):
-        begin(self, plan, columns_of)
+    def counting(self, plan, columns_of, listed):
+        begin(self, plan, columns_of, listed)
         streamed.append((plan.rows, len(plan.records), len(plan.copies), self.stride))
 
     monkeypatch.setattr(StreamedCopy, "begin", counting)

@@ -45,14 +45,14 @@ class SharedMirror(MappedBuffer):
 class Post:
     """One worker with `layers` blocks and a store that reads from it (by mapping its memory, or in messages)."""
 
-    def __init__(self, layers: int, rows: int = 4000, near: bool = True, patience: float | None = 0.0, profiles=512):
+    def __init__(self, layers: int, rows: int = 4000, near: bool = True, patience: float | None = 0.0, max_site_sets=512):
         taps = num_taps(layers)
         self.columns = frozenset(range(taps * STAGES))
         self.arena = Arena(rows)
         self.rows = torch.full((rows, D), -1.0)
         self.row_seqs = RowSequences(self.arena, patience)
         table = ProgramTable(TableSizes(4, 4, 4), taps, range(taps), D)
-        self.planner = Planner(self.columns, taps * STAGES, profiles, table, self.row_seqs)
+        self.planner = Planner(self.columns, taps * STAGES, max_site_sets, table, self.row_seqs)
         self.planner.capture_planner.row_bytes = D * self.rows.element_size()
         self.compression = None
         """How the rows of those are compressed that ask for it."""
