@@ -231,7 +231,7 @@ def measure(case: str, count: int, steps: int, runs: int) -> dict[str, dict[str,
         gc.collect()
     assert runtime.usage()["requests"] == 0
     frontend.close()
-    runtime.drain.close()
+    runtime.notifier.close()
     return clock.table()
 
 

@@ -62,7 +62,7 @@ def make_runtime(requests: int) -> WorkerRuntime:
     capabilities = ModelInfo(WIDTH, torch.bfloat16, torch.device("cpu"), requests * PROMPT)
     settings = Settings.load({"weir": SETTINGS})
     runtime = WorkerRuntime(Nothing(), capabilities, settings, SiteMap(LAYERS, anchors))
-    runtime._outlet.ship = lambda plan, start, quick, treat: (plan.segments, no_wait)[1]
+    runtime._copy_out.ship = lambda plan, start, quick, treat: (plan.segments, no_wait)[1]
     return runtime
 
 
@@ -72,9 +72,9 @@ class Line:
     def __init__(self, runtime: WorkerRuntime, frontend: EngineFrontend) -> None:
         self.parcels: list[Any] = []
         self._frames: list[Any] = []
-        self._drain, self._frontend = runtime.drain, frontend
-        runtime.drain.send = self.parcels.append
-        runtime.drain._post = lambda address, frames: self._frames.append(frames)
+        self._drain, self._frontend = runtime.notifier, frontend
+        runtime.notifier.send = self.parcels.append
+        runtime.notifier._post = lambda address, frames: self._frames.append(frames)
 
     def carry(self, clock: Clock, kind: str) -> None:
         """Deliver what waits."""
@@ -82,7 +82,7 @@ class Line:
             return
         _, _, (state, *_), _ = self._frontend._receiver.close.peek()
         for parcel in self.parcels:
-            replies = sorted(parcel.layout_updates.keys() | parcel.marks.keys() | parcel.steered.keys())
+            replies = sorted(parcel.layout_updates.keys() | parcel.arrivals.keys() | parcel.steered.keys())
             for reply in replies:
                 with clock.part(f"worker: drain thread, {kind} message"):
                     self._drain._tell(reply, parcel, "")

@@ -252,10 +252,13 @@ def test_words_of_steering_that_never_come_fail_the_request(engine, monkeypatch)
 
 def test_vectors_come_along_and_are_asked_for_only_where_that_was_not_so(engine, monkeypatch):
     llm, oracle = engine
-    asked, ask = [], VectorFetcher._ask
-    monkeypatch.setattr(
-        VectorFetcher, "_ask", lambda self, reply, digests: asked.append(digests) or ask(self, reply, digests)
-    )
+    asked, query = [], VectorFetcher._query
+
+    def recorded(self, endpoint, digests):
+        asked.append(digests)
+        return query(self, endpoint, digests)
+
+    monkeypatch.setattr(VectorFetcher, "_query", recorded)
 
     def steered(*seeds):
         moves = [weir.Add(vectors(seed)(D), 1) for seed in seeds]

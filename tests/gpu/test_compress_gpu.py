@@ -66,9 +66,9 @@ def test_prompts_that_leave_the_ring_band_by_band(directory, how, monkeypatch):
 
     begin, streamed = StreamedCopy.begin, []
 
-    def counting(self, plan, columns_of):
-        begin(self, plan, columns_of)
-        streamed.append((plan.rows, len(plan.packs), len(plan.jobs), self.stride))
+    def counting(self, plan, columns_of, listed):
+        begin(self, plan, columns_of, listed)
+        streamed.append((plan.rows, len(plan.records), len(plan.copies), self.stride))
 
     monkeypatch.setattr(StreamedCopy, "begin", counting)
     ring = 3 * 1024
@@ -166,7 +166,7 @@ def test_the_host_does_not_wait(directory):
 
     llm = get_llm(directory, enforce_eager=False, dtype="bfloat16", kv_cache_memory_bytes=1 << 30)
     runtime = _runtime(llm)
-    ship, calls = runtime._outlet.ship, []
+    ship, calls = runtime._copy_out.ship, []
 
     def strict(*args):
         torch.cuda.set_sync_debug_mode("error")
@@ -176,7 +176,7 @@ def test_the_host_does_not_wait(directory):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    runtime._outlet.ship = strict
+    runtime._copy_out.ship = strict
     try:
         base = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
         captures = [
@@ -185,7 +185,7 @@ def test_the_host_does_not_wait(directory):
         asked = [weir.params(base, capture=c) for c in captures]
         llm.generate([{"prompt_token_ids": list(range(5, 25))}] * 2, asked, use_tqdm=False)
     finally:
-        runtime._outlet.ship = ship
+        runtime._copy_out.ship = ship
     assert len(calls) >= 16
 
 

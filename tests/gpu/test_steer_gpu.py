@@ -58,7 +58,7 @@ def test_the_triton_tap_equals_the_cpu_op(d_model, dtype, beside):
                 )
             )
         table.hold_vectors(list(rows), lambda digests, rows=rows: {x: rows[x] for x in digests})
-        numbers.append(table.take(active)[1])
+        numbers.append(table.hold(active)[1])
     n = 64
     plan = torch.tensor([[-1, -1, -1, 0]] * 80, dtype=torch.int32)
     plan[:n, 0] = torch.arange(n, dtype=torch.int32) * 3

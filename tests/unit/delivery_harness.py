@@ -13,6 +13,7 @@ from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, num_taps
 from vllm_weir.worker.planning.arena import Arena
+from vllm_weir.worker.planning.columns import as_integers
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.steering.programs import ProgramTable
@@ -38,21 +39,21 @@ class SharedMirror(MappedBuffer):
         return torch.from_numpy(memory)
 
     def drop(self, start):
-        self._arena.let_go(start)
+        self._arena.release(start)
 
 
 class Post:
     """One worker with `layers` blocks and a store that reads from it (by mapping its memory, or in messages)."""
 
-    def __init__(self, layers: int, rows: int = 4000, near: bool = True, patience: float | None = 0.0, profiles=512):
+    def __init__(self, layers: int, rows: int = 4000, near: bool = True, patience: float | None = 0.0, max_site_sets=512):
         taps = num_taps(layers)
         self.columns = frozenset(range(taps * STAGES))
         self.arena = Arena(rows)
         self.rows = torch.full((rows, D), -1.0)
         self.row_seqs = RowSequences(self.arena, patience)
         table = ProgramTable(TableSizes(4, 4, 4), taps, range(taps), D)
-        self.planner = Planner(self.columns, taps * STAGES, profiles, table, self.row_seqs)
-        self.planner.reader.row_bytes = D * self.rows.element_size()
+        self.planner = Planner(self.columns, taps * STAGES, max_site_sets, table, self.row_seqs)
+        self.planner.capture_planner.row_bytes = D * self.rows.element_size()
         self.compression = None
         """How the rows of those are compressed that ask for it."""
         self.store = RowStore()
@@ -68,23 +69,23 @@ class Post:
         marks = steered = np.zeros((0, 5), np.int32)
         if plan is not None:
             self._check(plan, where)
-            for after, place, size, columns, _ in plan.packs.tolist():
-                (token,) = np.flatnonzero(plan.slots == after - columns)
+            for ring_row, place, size, columns, _ in plan.records.tolist():
+                (token,) = np.flatnonzero(plan.slots == ring_row)
                 name, position = where[token]
-                wanted = self.planner.profiles.columns_of[int(plan.profiles[token])]
+                wanted = self.planner.site_sets.columns_of[int(plan.site_sets[token])]
                 rows = torch.stack([content(name, column, position).float() for column in wanted])
                 records = codec.encode(rows, self.compression)
                 assert len(wanted) == columns and records.numel() == size
                 self.rows.view(-1).view(torch.uint8)[place : place + size] = records.view(-1)
-            plain = [t for t in plan.tokens.tolist() if not len(plan.packs)]
-            for token, (_, row, width, *_) in zip(plain, plan.jobs.tolist(), strict=True):
+            plain = [t for t in plan.captured_tokens.tolist() if not len(plan.records)]
+            for token, (_, row, width) in zip(plain, plan.copies.tolist(), strict=True):
                 name, position = where[token]
-                columns = self.planner.profiles.columns_of[int(plan.profiles[token])] if width else ()
+                columns = self.planner.site_sets.columns_of[int(plan.site_sets[token])] if width else ()
                 assert len(columns) == width
                 for k, column in enumerate(columns):
                     self.rows[row + k] = content(name, column, position)
-            marks = np.concatenate([*plan.marks.values(), marks])
-            steered = np.concatenate([*plan.steered.values(), np.zeros((0, 4), np.int32)])
+            marks = np.concatenate([*map(as_integers, plan.arrivals.values()), marks])
+            steered = np.concatenate([*map(as_integers, plan.steered.values()), np.zeros((0, 4), np.int32)])
         message = (self.row_seqs.take_layout_updates(), marks, steered)
         if deliver:
             self.deliver(message)
@@ -106,13 +107,13 @@ class Post:
             while self.store.prepare():
                 pass
             for extent in layout_updates.retired:
-                self.arena.let_go(extent.start)
+                self.arena.release(extent.start)
                 if not self.near:
-                    self.arena.let_go(extent.start)
+                    self.arena.release(extent.start)
 
     def _fetch(self, layout_updates, marks) -> bytes:
         for opened in layout_updates.opened:
-            self._far[opened.row_seq] = (opened.rank_bytes(self.planner.reader.row_bytes), [])
+            self._far[opened.row_seq] = (opened.rank_bytes(self.planner.capture_planner.row_bytes), [])
         for placed in layout_updates.placed:
             self._far[placed.row_seq][1].append(placed)
         parts = []
@@ -120,29 +121,30 @@ class Post:
             if rank >= 0:
                 width, extents = self._far[number]
                 extent = next(x for x in reversed(extents) if x.rank <= rank)
-                first = extent.start * self.planner.reader.row_bytes + (rank - extent.rank) * width
+                first = extent.start * self.planner.capture_planner.row_bytes + (rank - extent.rank) * width
                 parts.append(self.rows.view(-1).view(torch.uint8)[first : first + count * width].numpy().tobytes())
         return b"".join(parts)
 
     def _check(self, plan, where) -> None:
-        """Slots are dense and disjoint, and what the tables say agrees with the jobs."""
-        assert len(plan.slots) == len(plan.profiles) == len(plan.programs) == len(where)
+        """Slots are dense and disjoint, and what the tables say agrees with the copies."""
+        assert len(plan.slots) == len(plan.site_sets) == len(plan.programs) == len(where)
         used = np.zeros(plan.rows, int)
-        if len(plan.packs):  # these tests compress all requests or none
+        if len(plan.records):  # these tests compress all requests or none
             return
-        for token, (slot, _, width, *_) in zip(plan.tokens.tolist(), plan.jobs.tolist(), strict=True):
+        for token, (slot, _, width) in zip(plan.captured_tokens.tolist(), plan.copies.tolist(), strict=True):
             if width:
                 assert plan.slots[token] == slot
-                columns = np.flatnonzero(self.planner.profiles.ranks[plan.profiles[token]] >= 0)
+                columns = np.flatnonzero(self.planner.site_sets.ranks[plan.site_sets[token]] >= 0)
                 assert len(columns) == width
-                used[slot + self.planner.profiles.ranks[plan.profiles[token], columns]] += 1
+                used[slot + self.planner.site_sets.ranks[plan.site_sets[token], columns]] += 1
         assert (used == 1).all()
-        silent = np.setdiff1d(np.arange(len(where)), plan.tokens)
-        assert (plan.slots[silent] == -1).all() and (plan.profiles[silent] == -1).all()
-        for a, b in plan.runs:
-            if plan.jobs[a:b, 2].all():
-                (width,) = set(plan.jobs[a:b, 2].tolist())
-                assert (np.diff(plan.tokens[a:b]) == 1).all() and (np.diff(plan.jobs[a:b, 1]) == width).all()
+        silent = np.setdiff1d(np.arange(len(where)), plan.captured_tokens)
+        assert (plan.slots[silent] == -1).all() and (plan.site_sets[silent] == -1).all()
+        for a, b in plan.copy_runs.tolist():
+            copies = plan.copies[a:b]
+            if copies["rows"].all():
+                (width,) = set(copies["rows"].tolist())
+                assert (np.diff(plan.captured_tokens[a:b]) == 1).all() and (np.diff(copies["arena_row"]) == width).all()
                 assert b - a > 1
         whole = [(s + k, r + k) for s, r, n in plan.segments.tolist() for k in range(n)]
-        assert whole == [(s + k, r + k) for s, r, n, *_ in plan.jobs.tolist() for k in range(n)]
+        assert whole == [(s + k, r + k) for s, r, n in plan.copies.tolist() for k in range(n)]

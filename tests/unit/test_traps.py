@@ -28,7 +28,7 @@ from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.hooks import ALIASES, BLOCK_HOOKS, HOOKS, place_of
 from vllm_weir.schema.interventions import BLEND
 from vllm_weir.schema.positions import Positions
-from vllm_weir.schema.reductions import CONTINUED, COUNT, DONE, RESUMED, STRAND
+from vllm_weir.schema.reductions import CONTINUED
 from vllm_weir.schema.request import Postprocess, ResolvedSpec
 from vllm_weir.schema.selectors import Selectors
 from vllm_weir.schema.taps import STAGES, column_of, tap_of
@@ -82,10 +82,12 @@ def test_trap_06_rows_computed_again_come_once_and_those_handed_out_stay(selecto
         run(n, at)
     request.verify()
     assert all(early[site].equal(rows) for site, rows in held.items()), "rows of an earlier output have changed"
-    assert len(post.row_seqs.live) <= len(post.planner.reading["r0"].profiles), "rows of before still have their place"
+    assert len(post.row_seqs.live) <= len(post.planner.capturing["r0"].site_sets), (
+        "rows of before still have their place"
+    )
     post.planner.remove("r0")
     post.step([], None)
-    assert not post.row_seqs.live and not len(post.planner.profiles)
+    assert not post.row_seqs.live and not len(post.planner.site_sets)
     del early, held
     request.tracker = request.pending = None
     gc.collect()
@@ -106,15 +108,16 @@ def test_trap_06_a_sum_that_was_begun_is_begun_anew(selector, again):
     """Else the rows before the preemption count twice."""
     planner = planner_of(COLUMNS, 8)
     spec = ResolvedSpec(spec_of([("resid_post", [1], selector)]).site_requests, Postprocess("mean"))
-    planner.read("r", "a", spec, 6, None, 4)
-    (begun,) = step(planner, [("r", 4, 0)]).folds
+    planner.add_capture("r", "a", spec, 6, None, 4)
+    (begun,) = step(planner, [("r", 4, 0)]).reductions
     planner.resume(["r"])
-    folds = [fold for n, at in again for fold in step(planner, [("r", n, at)]).folds]
-    assert not begun[DONE] and [bool(f[DONE]) for f in folds] == [False] * (len(folds) - 1) + [True]
-    assert {f[STRAND] for f in folds} != {begun[STRAND]} and len({f[STRAND] for f in folds}) == 1
-    assert [f[RESUMED] for f in folds] == [0] + [CONTINUED] * (len(folds) - 1)
-    assert folds[-1][COUNT] == Positions.parse(selector).mask(np.arange(6), 6).sum()
-    assert planner.row_seqs.take_layout_updates()["a"].closed == [begun[STRAND]]
+    parts = [part for n, at in again for part in step(planner, [("r", n, at)]).reductions]
+    assert not begun["done"] and [bool(part["done"]) for part in parts] == [False] * (len(parts) - 1) + [True]
+    row_seqs = {part["row_seq"] for part in parts}
+    assert row_seqs != {begun["row_seq"]} and len(row_seqs) == 1
+    assert [part["resumed"] for part in parts] == [0] + [CONTINUED] * (len(parts) - 1)
+    assert parts[-1]["count"] == Positions.parse(selector).mask(np.arange(6), 6).sum()
+    assert planner.row_seqs.take_layout_updates()["a"].closed == [begun["row_seq"]]
 
 
 def test_trap_06_what_was_steered_before_a_preemption_is_vouched_for_anew():
@@ -229,7 +232,7 @@ def test_trap_10_a_request_that_joins_again_keeps_its_prompt():
         follow=lambda new, finished, resumed: joined.extend(new),
         begin_step=lambda *groups: None,
         end_step=lambda: None,
-        drain=SimpleNamespace(),
+        notifier=SimpleNamespace(),
     )
     runner = SimpleNamespace(execute_model=lambda output: None)
     _hold_execute_model(runner, runtime)
@@ -391,13 +394,13 @@ def test_trap_15_every_way_to_ask_for_the_sampled_rows_gives_one_for_each_output
     assert np.flatnonzero(scattered.codes(every) & 1).tolist() == expected
     for others in ([], [("resid_post", [1], "0:1:2")]):
         planner = planner_of(COLUMNS, 8)
-        planner.read("r", "a", spec_of([("resid_post", [0], "sampled"), *others]), P, None, G)
-        profiles = []
+        planner.add_capture("r", "a", spec_of([("resid_post", [0], "sampled"), *others]), P, None, G)
+        site_sets = []
         for n, at in ((P, 0), *((1, p) for p in range(P, rows))):
             plan = step(planner, [("r", n, at)])
-            profiles += [-1] * n if plan is None else plan.profiles.tolist()
-        _, (column,) = planner._wanted_of(spec_of([("resid_post", [0], "sampled")]))
-        found = [p for p, k in enumerate(profiles) if k >= 0 and set(column) <= set(planner.profiles.columns_of[k])]
+            site_sets += [-1] * n if plan is None else plan.site_sets.tolist()
+        _, (column,) = planner._select(spec_of([("resid_post", [0], "sampled")]))
+        found = [p for p, k in enumerate(site_sets) if k >= 0 and set(column) <= set(planner.site_sets.columns_of[k])]
         assert found == expected
 
 

@@ -94,7 +94,8 @@ class GraphSets:
             self._ready.update((ALL, desc) for of_mode in descs.values() for desc in of_mode)
         else:
             # All with one call: what an earlier graph leaves in the pool, only one on the same stream can use.
-            self._capture_guarded(self._runtime.wide, {mode: _spaced(of_mode) for mode, of_mode in descs.items()})
+            spaced = {mode: _spaced(of_mode) for mode, of_mode in descs.items()}
+            self._capture_guarded(self._runtime.boundary_taps, spaced)
 
     def _dispatch_step(self, *args: Any, **kwargs: Any) -> Any:
         desc = self._dispatch(*args, **kwargs)
@@ -140,7 +141,7 @@ class GraphSets:
         mode = desc.cg_mode.name
         if other is None:
             return 1 / WORTH_IT[mode]
-        if self._runtime.alone:
+        if self._runtime.all_live:
             return 1 / WORTH_MORE[mode]
         padding = other[1].num_tokens - desc.num_tokens
         return (padding + IDLE_TAP * (self._taps(other[0]) - self._taps(mask))) / PATIENCE

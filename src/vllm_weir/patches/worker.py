@@ -121,7 +121,7 @@ def _hold_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
             for r in scheduler_output.scheduled_new_reqs
             if (wire := wire_of(r)) is not None
         ]
-        runtime.drain.waiting = vars(scheduler_output).get(WAITING, 0)
+        runtime.notifier.waiting = vars(scheduler_output).get(WAITING, 0)
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids  # by V1; V2 has them join again
         runtime.follow(new, scheduler_output.finished_req_ids, resumed)
         runtime.begin_step(*_starts(scheduler_output))

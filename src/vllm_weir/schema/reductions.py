@@ -1,4 +1,4 @@
-"""Reductions made by the taps: how positions are grouped, and the fields of the plan that say so."""
+"""Reductions made by the taps: how positions are grouped, and how the plan says so."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ GROUP = 128
 """Positions of a group."""
 
 SPAN, MAXIMUM, SEEDED = 255, 1 << 8, 1 << 9
-"""In the plan, of a group's first token: how many tokens follow each other from it to the group's last one; whether the
-largest values are wanted and not the sum; whether the cells hold what an earlier step has made of the group."""
+"""Parts of the span of a group's first token in a plan: how many tokens there are from it to the
+group's last one; whether the largest values are wanted, not the sum; whether the cells hold what an
+earlier step left of the group."""
 
 CONTINUED, COMPLETE = 1, 2
-"""Of a fold that earlier steps began: whether its first group is their last one, or their last one is complete."""
-
-FIELDS = ("row_seq", "cell", "groups", "columns", "resumed", "count", "done", "maximum")
-
-STRAND, CELL, GROUPS, COLUMNS, RESUMED, COUNT, DONE, LARGEST = range(len(FIELDS))
+"""Of a reduction that earlier steps began: its first group is their last one, or their last one is
+complete."""

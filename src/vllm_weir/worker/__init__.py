@@ -1,1 +1,1 @@
-"""The worker's half: plan, tap, ring, drain."""
+"""What runs in each worker: discovery of hook points, plans, taps, and the transfer of rows."""

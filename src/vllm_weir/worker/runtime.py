@@ -1,6 +1,6 @@
-"""The worker's runtime: follows the live requests, plans each step, and sends what the taps have written.
+"""The worker's runtime: keeps live requests, plans each step, sends what taps have written.
 
-Everything it is told is plain data from the patches; it knows torch, but no vLLM.
+Everything it is told is plain data from the patches; it uses torch, but not vLLM.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.row_sequences import RowSequences
-from vllm_weir.worker.planning.step_plan import PACKED, StepPlan
+from vllm_weir.worker.planning.step_plan import StepPlan
 from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.steering.unsteered_kv import SteeredKeys
 from vllm_weir.worker.steering.vector_fetch import VectorFetcher
@@ -45,16 +45,26 @@ if TYPE_CHECKING:
     from vllm_weir.worker.transfer.streamed_copy import StreamedCopy
 
 logger = logging.getLogger(__name__)
-MAX_PROFILES = 4096
+MAX_SITE_SETS = 4096
 STREAM_SHARE = 8
-"""A step without a CUDA graph is streamed if its rows would fill more than this part of the ring."""
+"""A step without a CUDA graph is streamed if its rows would fill more than this part of the
+ring."""
 SPILL = 0.6
 """Share of the host buffer in use from which readers are asked to take their rows out of it."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the worker needs to know of the engine it stands in."""
+    """What the worker needs to know of its engine.
+
+    Attributes:
+        d_model, dtype, device: of the stream.
+        max_tokens: of a step.
+        rank, ranks: this worker's place in its tensor-parallel group, all of which hold the same
+            stream, and the group's size.
+        runner: which of vLLM's model runners drives it.
+        engine: its data-parallel engine.
+    """
 
     d_model: int
     dtype: torch.dtype
@@ -62,78 +72,97 @@ class ModelInfo:
     max_tokens: int
     rank: int = 0
     ranks: int = 1
-    """This worker's place in its tensor-parallel group, all of which hold the same stream, and the group's size."""
     runner: str = ""
-    """Which of vLLM's model runners drives it."""
     engine: int = 0
-    """Its data-parallel engine."""
 
 
 class WorkerRuntime:
-    """One per worker. Built once the model is loaded and before it is compiled."""
+    """What captures and steers in one worker.
+
+    It is built once the model is loaded and before it is compiled.
+
+    Args:
+        model: gets the taps.
+        model_info: of the engine.
+        settings: of Weir.
+        sites: the hook points that were found in the model.
+
+    Attributes:
+        taps: numbers of this worker's taps.
+        all_live: whether all requests of the coming step capture or are steered; on all ranks
+            alike.
+    """
 
     def __init__(self, model: torch.nn.Module, model_info: ModelInfo, settings: Settings, sites: SiteMap) -> None:
         self.model_info, self.sites = model_info, sites
-        placed = chosen(sites, settings)
-        self.taps = tuple(placed)
-        if settings.ship == "split":
-            mine = self.taps[model_info.rank :: model_info.ranks]
-        else:
-            mine = self.taps if model_info.rank == 0 else ()
-        ships = bool(mine)
-        columns = frozenset(tap * STAGES + stage for tap in mine for stage in range(STAGES))
-        taps = num_taps(sites.num_layers)
-        num_columns = taps * STAGES
-        self.table = ProgramTable(settings.table_sizes(model_info.d_model), taps, self.taps, model_info.d_model)
-        size = (model_info.d_model, model_info.dtype.itemsize)
-        self.ring = Ring(
-            settings.ring_rows(*size) if ships else 1, model_info.d_model, model_info.dtype, model_info.device
-        )
-        cuda = model_info.device.type == "cuda"
-        self.host = HostBuffer(settings.host_rows(*size) if ships else 1, size[0] * size[1], cuda and ships)
+        anchors = chosen(sites, settings)
+        self.taps = tuple(anchors)
+        d_model, device = model_info.d_model, model_info.device
+        row_size = (d_model, model_info.dtype.itemsize)
+        is_cuda = device.type == "cuda"
+        sent_taps = self._taps_to_send(settings)
+        sends = bool(sent_taps)
+        self._max_step_rows = min(settings.ring_rows(*row_size), settings.step_rows(*row_size)) if sends else 0
+
+        self.ring = Ring(settings.ring_rows(*row_size) if sends else 1, d_model, model_info.dtype, device)
+        self.host = HostBuffer(settings.host_rows(*row_size) if sends else 1, d_model * row_size[1], is_cuda and sends)
         self.arena = Arena(self.host.rows)
         self.name = secrets.token_hex(8)
-        self.link = BufferServer(self.host, self.arena, self.name)
+        self.buffer_server = BufferServer(self.host, self.arena, self.name)
+        host_rows = self.host.view(d_model, model_info.dtype)
+        self.notifier = Notifier(host_rows, self.arena, self.buffer_server, self.name, model_info.engine)
+
+        num_model_taps = num_taps(sites.num_layers)
+        num_columns = num_model_taps * STAGES
+        self.table = ProgramTable(settings.table_sizes(d_model), num_model_taps, self.taps, d_model)
         self.row_seqs = RowSequences(self.arena, settings.timeout if settings.overflow == "wait" else None)
         self.row_seqs.grant = self._grant
-        self.planner = Planner(columns, num_columns, MAX_PROFILES, self.table, self.row_seqs)
-        self.planner.steering_planner.vouches = model_info.rank == 0
-        self.planner.reader.row_bytes = self.host.row_bytes
-        self._treater, self._folder = Postprocessor(self.ring.buffer), TapReducer(self.ring.buffer)
-        self._outlet = (CudaCopyOut if cuda else CpuCopyOut)(self.ring, self.host)
-        self._step_rows = min(settings.ring_rows(*size), settings.step_rows(*size)) if ships else 0
-        self._tables = TableWriter(self.table, model_info.device)
+        columns = frozenset(tap * STAGES + stage for tap in sent_taps for stage in range(STAGES))
+        self.planner = Planner(columns, num_columns, MAX_SITE_SETS, self.table, self.row_seqs)
+        self.planner.steering_planner.reports = model_info.rank == 0
+        self.planner.capture_planner.row_bytes = self.host.row_bytes
+
+        self._table_writer = TableWriter(self.table, device)
         self.tensors = TapTensors(
-            plan=torch.full((model_info.max_tokens, 4), -1, dtype=torch.int32, device=model_info.device),
-            ranks=torch.full((MAX_PROFILES, num_columns), -1, dtype=torch.int32, device=model_info.device),
+            plan=torch.full((model_info.max_tokens, 4), -1, dtype=torch.int32, device=device),
+            ranks=torch.full((MAX_SITE_SETS, num_columns), -1, dtype=torch.int32, device=device),
             ring=self.ring.buffer,
-            **self._tables.tensors,
+            **self._table_writer.tensors,
         )
+        self._plan_writer = PlanWriter(self.tensors.plan)
         self.switch = TapSwitch(self.tensors)
-        self._live = ActiveTaps()
-        self.alone = False
-        """Whether all requests of the coming step read or steer something; on all ranks alike."""
-        rows = self.host.view(model_info.d_model, model_info.dtype)
-        self.drain = Notifier(rows, self.arena, self.link, self.name, model_info.engine)
-        self._fetcher = VectorFetcher(model_info.d_model)
-        self._codecs = Codecs(model_info.d_model, model_info.device, model_info.dtype)
-        self._directions = Directions(self._fetcher, model_info.device, self._codecs)
-        self._writer = PlanWriter(self.tensors.plan)
-        self._step: tuple[int, StepPlan] | None = None
-        self._failures: dict[str, dict[str, str]] = {}
-        for tap, anchor in placed.items():
+        for tap, anchor in anchors.items():
             place(model, anchor, tap, self.switch)
-        self._links = ModulePath(model, placed.values())
-        self._streamer: StreamedCopy | None = None
-        if isinstance(self._outlet, CudaCopyOut) and ships:
+        self._module_path = ModulePath(model, anchors.values())
+
+        self._active_taps = ActiveTaps()
+        self.all_live = False
+        self._vectors = VectorFetcher(d_model)
+        self._codecs = Codecs(d_model, device, model_info.dtype)
+        self._directions = Directions(self._vectors, device, self._codecs)
+        self._postprocessor, self._reducer = Postprocessor(self.ring.buffer), TapReducer(self.ring.buffer)
+        self._copy_out = (CudaCopyOut if is_cuda else CpuCopyOut)(self.ring, self.host)
+        self._streamed_copy: StreamedCopy | None = None
+        if isinstance(self._copy_out, CudaCopyOut) and sends:
             from vllm_weir.worker.transfer.streamed_copy import StreamedCopy
 
-            self._streamer = StreamedCopy(
-                self.ring, self._outlet, self.tensors.ranks, self.switch.numbers, self._codecs
+            self._streamed_copy = StreamedCopy(
+                self.ring, self._copy_out, self.tensors.ranks, self.switch.numbers, self._codecs
             )
+        self._step: tuple[int, StepPlan] | None = None
+        """First ring row (of a streamed step, of its groups) and plan of the step that is being
+        issued."""
+        self._failures: dict[str, dict[str, str]] = {}
+        """Endpoint -> request -> reason, of requests that failed while a step was planned."""
+
+    def _taps_to_send(self, settings: Settings) -> Sequence[int]:
+        """Return the taps whose rows this worker sends: all tensor-parallel ranks hold them."""
+        if settings.ship == "split":
+            return self.taps[self.model_info.rank :: self.model_info.ranks]
+        return self.taps if self.model_info.rank == 0 else ()
 
     @property
-    def wide(self) -> int:
+    def boundary_taps(self) -> int:
         """Mask of the taps on the stream between blocks, which serve most requests."""
         return sum(1 << tap for tap in self.taps if is_boundary(tap))
 
@@ -143,76 +172,89 @@ class WorkerRuntime:
         finished: Iterable[str],
         resumed: Iterable[str] = (),
     ) -> None:
-        """Requests that join (id, engine wire form, prompt length, prompt ids, positions that come from the prefix
-        cache), that leave, and that go on after a preemption without having left, before the next step. A wire form
-        with ``refused`` is that of a request which fails for that reason."""
+        """Note which requests join, leave, and resume before the next step.
+
+        Args:
+            new: (id, engine wire form, prompt length, prompt ids, positions that come from the
+                prefix cache). A wire form with ``refused`` is that of a request which fails for
+                that reason.
+            finished: ids of requests that leave; unknown ones are ignored.
+            resumed: ids of requests that go on after a preemption without having left.
+        """
         for request_id in finished:
-            self._live.leave(request_id)
+            self._active_taps.leave(request_id)
             self.planner.remove(request_id)
             self._directions.release(request_id)
             self._codecs.release(request_id)
         self.planner.resume(resumed)
         joining = [(EngineSpec.from_wire(request[1]["spec"]), *request) for request in new]
-        replaced = self._links.replaced() if joining else ""
+        replaced = self._module_path.replaced() if joining else ""
         for _, _, wire, *_ in joining:
-            if rows := wire.get("rows"):
-                self._fetcher.take(wire["reply"], rows)
-        self._fetch_ahead((wire["reply"], spec) for spec, _, wire, *_ in joining)
+            if vectors := wire.get("rows"):
+                self._vectors.add_inline(wire["reply"], vectors)
+        self._prefetch_vectors((wire["reply"], spec) for spec, _, wire, *_ in joining)
         for spec, request_id, wire, prompt_len, prompt_ids, cached in joining:
             self.planner.remove(request_id)  # a resumed request joins again
-            self._live.join(request_id, spec, prompt_len)
+            self._active_taps.join(request_id, spec, prompt_len)
             try:
-                if why := wire.get("refused"):
-                    raise WeirError(why)
+                if reason := wire.get("refused"):
+                    raise WeirError(reason)
                 if replaced:
-                    raise WeirError(f"{replaced} of the model was replaced: put the tapped one back, or start again")
+                    raise WeirError(
+                        f"{replaced} of the model was replaced after Weir put a tap there; put the tapped module back, "
+                        "or start the engine again"
+                    )
                 self._join(request_id, spec, wire, prompt_len, prompt_ids)
             except (WeirError, ValueError) as e:
-                logger.exception("Weir cannot follow request %s", request_id)
-                self.drain.fail(wire["reply"], request_id, f"the worker could not serve the request: {e}")
+                logger.exception("Weir cannot serve request %s", request_id)
+                self.notifier.fail(wire["reply"], request_id, f"the worker could not serve the request: {e}")
                 if spec.moves:
-                    keyed = SteeredKeys(spec.moves, prompt_len, prompt_ids, _salt(wire))
-                    self.planner.steering_planner.leftovers.add(keyed, cached)
-        self._fetcher.forget()
+                    keys = SteeredKeys(spec.moves, prompt_len, prompt_ids, _salt(wire))
+                    self.planner.steering_planner.unsteered_kv.add(keys, cached)
+        self._vectors.clear()
 
-    def _fetch_ahead(self, joining: Iterable[tuple[str, EngineSpec]]) -> None:
-        """Fetch what requests (reply address, spec) that join in one step need and is not here, all at once."""
+    def _prefetch_vectors(self, joining: Iterable[tuple[str, EngineSpec]]) -> None:
+        """Fetch all missing vectors of requests (endpoint, spec) that join in one step."""
         wanted: dict[str, list[str]] = {}
-        for reply, spec in joining:
+        for endpoint, spec in joining:
             postprocess = spec.captures.postprocess
             if postprocess is not None and postprocess.directions and self.planner.columns:
-                wanted.setdefault(reply, []).extend(self._directions.absent(postprocess.directions))
-            for move in spec.moves:
-                if self.table.local(move) and (absent := self.table.absent(move.vectors)):
-                    wanted.setdefault(reply, []).extend(absent)
-        self._fetcher.fetch_ahead({reply: digests for reply, digests in wanted.items() if digests})
+                wanted.setdefault(endpoint, []).extend(self._directions.absent(postprocess.directions))
+            for intervention in spec.moves:
+                if self.table.is_local(intervention) and (missing := self.table.missing_vectors(intervention.vectors)):
+                    wanted.setdefault(endpoint, []).extend(missing)
+        self._vectors.prefetch({endpoint: digests for endpoint, digests in wanted.items() if digests})
 
     def _join(
         self, request_id: str, spec: EngineSpec, wire: dict, prompt_len: int, prompt_ids: Sequence[int] | None
     ) -> None:
-        reply, postprocess = wire["reply"], spec.captures.postprocess
+        endpoint, postprocess = wire["reply"], spec.captures.postprocess
         if spec.captures.site_requests and self.planner.columns:
-            self.link.maps(reply)
-            directions = -1
+            self.buffer_server.maps(endpoint)
+            codec = -1
             if postprocess is not None and postprocess.directions:
-                directions = PACKED - self._directions.hold(request_id, postprocess.directions, reply)
+                codec = self._directions.hold(request_id, postprocess.directions, endpoint)
             elif postprocess is not None and postprocess.compression is not None:
-                directions = PACKED - self._codecs.hold(request_id, postprocess.compression)
-            self.planner.read(request_id, reply, spec.captures, prompt_len, prompt_ids, wire["most"], directions)
+                codec = self._codecs.hold(request_id, postprocess.compression)
+            self.planner.add_capture(request_id, endpoint, spec.captures, prompt_len, prompt_ids, wire["most"], codec)
         if spec.moves:
-            fetch = functools.partial(self._fetcher.fetch, reply)
-            self.planner.steer(request_id, reply, spec.moves, prompt_len, prompt_ids, fetch, _salt(wire))
+            fetch = functools.partial(self._vectors.fetch, endpoint)
+            self.planner.add_steering(request_id, endpoint, spec.moves, prompt_len, prompt_ids, fetch, _salt(wire))
 
-    def _grant(self, reply: str, start: int, rows: int) -> None:
+    def _grant(self, endpoint: str, start: int, rows: int) -> None:
         self.host.prepare(start, rows)
-        self.link.grant(reply, start)
+        self.buffer_server.grant(endpoint, start)
 
     def begin_step(self, *groups: tuple[Sequence[str], Sequence[int]]) -> None:
-        """Turn on the taps that the coming step needs, alike on all ranks; `groups` as in `ActiveTaps.taps_in`."""
-        self.switch.turn(self._live.taps_in(*groups))
-        self.alone = len(self._live) >= sum(len(request_ids) for request_ids, _ in groups)
+        """Turn on the taps that the coming step needs, alike on all ranks.
 
-    def plan_step(  # noqa: C901
+        Args:
+            groups: as in `ActiveTaps.taps_in`.
+        """
+        self.switch.turn(self._active_taps.taps_in(*groups))
+        self.all_live = len(self._active_taps) >= sum(len(request_ids) for request_ids, _ in groups)
+
+    def plan_step(
         self,
         request_ids: Sequence[str],
         num_tokens: Sequence[int],
@@ -222,100 +264,139 @@ class WorkerRuntime:
     ) -> None:
         """Tell the taps what the coming forward pass is to record and to change.
 
+        What cannot be served fails its own requests; the engine and all other requests go on.
+
         Args:
-            request_ids, num_tokens, num_computed: as in `Planner.plan`.
+            request_ids: requests in batch order.
+            num_tokens: tokens each one has in this step.
+            num_computed: position of each one's first token in this step.
             input_ids: tokens of the step on the device, [>= tokens].
             graph: whether the pass may be replayed from a CUDA graph.
         """
-        start, streamer = 0, None
-        try:
-            plan = self.planner.plan(request_ids, num_tokens, num_computed)
-            if plan is not None and not self.switch.live and (plan.rows or (plan.programs >= 0).any()):
-                raise WeirError("a step that was planned without taps has something for them to do")
-            if plan is not None and plan.rows:
-                most = min(self.ring.capacity // STREAM_SHARE, self.ring.capacity - plan.cells)
-                if plan.rows - plan.cells > most and not graph:
-                    streamer = self._streamer
-                if streamer is None:
-                    start = self.ring.take(plan.rows)
-                    self.ring.claim(start, plan.rows)
-        except (WeirError, ValueError) as e:
-            # What cannot be served fails its own requests; the engine and everybody else go on.
-            logger.exception("Weir cannot plan this step")
-            plan = None
-            for request_id, computed in zip(request_ids, num_computed, strict=True):
-                steering = self.planner.steering.get(request_id)
-                if steering is not None:
-                    self.planner.steering_planner.leftovers.add(steering.keyed, int(computed))
-                live = self.planner.reading.get(request_id) or steering
-                if live is not None:
-                    self.drain.fail(live.reply, request_id, str(e))
         self._step = self.switch.launch = None
+        try:
+            plan = self._plan(request_ids, num_tokens, num_computed)
+            streamed_copy = None if plan is None or graph else self._streamed_copy_for(plan)
+            first_row = 0 if plan is None or streamed_copy is not None else self._claim_ring(plan.rows)
+        except (WeirError, ValueError) as e:
+            logger.exception("Weir cannot plan this step")
+            self._fail_all(request_ids, num_computed, str(e))
+            plan = None
         if plan is None:
-            self._writer.silence()
+            self._plan_writer.silence()
             return
-        for reply, request_id, reason in plan.failures:
-            logger.error("Weir cannot go on serving request %s: %s", request_id, reason)
-            self._failures.setdefault(reply, {})[request_id] = reason
-        self._tables.flush()
-        profiles = self.planner.profiles
-        if profiles.changed:
-            used = profiles.used
-            self.tensors.ranks[:used].copy_(upload(profiles.ranks[:used].copy(), self.tensors.ranks.device))
-            profiles.changed = False
-        listed = None
+        self._note_failures(plan)
+        self._table_writer.flush()
+        self._write_ranks()
+        acting_tokens = None
         if not graph and self.model_info.device.type == "cuda":
-            listed = upload(plan.listed, self.model_info.device)
-        self.switch.launch = None if listed is None else functools.partial(_launch_listed, listed)
-        laid = plan
-        if streamer is not None:
-            streamer.begin(plan, profiles.columns_of, listed)
-            self.switch.launch = streamer.tap
-            start, laid = streamer.cells, plan.in_lanes(streamer.stride, streamer.cells)
-        self._step = start, plan
-        self._writer.write(laid, start if streamer is None else 0, input_ids)
-        self._folder.seed(plan.folds, self._step[0])
+            acting_tokens = upload(plan.acting_tokens, self.model_info.device)
+        if streamed_copy is not None:
+            streamed_copy.begin(plan, self.planner.site_sets.columns_of, acting_tokens)
+            self.switch.launch = streamed_copy.tap
+            first_row = streamed_copy.cells
+            self._plan_writer.write(plan.in_lanes(streamed_copy.stride, first_row), 0, input_ids)
+        else:
+            if acting_tokens is not None:
+                self.switch.launch = functools.partial(_launch_listed, acting_tokens)
+            self._plan_writer.write(plan, first_row, input_ids)
+        self._step = first_row, plan
+        self._reducer.seed(plan.reductions, first_row)
+
+    def _plan(
+        self, request_ids: Sequence[str], num_tokens: Sequence[int], num_computed: Sequence[int]
+    ) -> StepPlan | None:
+        plan = self.planner.plan(request_ids, num_tokens, num_computed)
+        if plan is not None and not self.switch.live and (plan.rows or (plan.programs >= 0).any()):
+            raise WeirError("a step that was planned without taps has something for them to do")
+        return plan
+
+    def _streamed_copy_for(self, plan: StepPlan) -> StreamedCopy | None:
+        """Return what streams a step without a CUDA graph, if it has many rows; else None."""
+        most = min(self.ring.capacity // STREAM_SHARE, self.ring.capacity - plan.group_rows)
+        return self._streamed_copy if plan.rows and plan.rows - plan.group_rows > most else None
+
+    def _claim_ring(self, rows: int) -> int:
+        """Return the first of the next `rows` ring rows; the device waits until they are free.
+
+        Raises:
+            ValueError: if the ring is too small.
+        """
+        if not rows:
+            return 0
+        first_row = self.ring.take(rows)
+        self.ring.claim(first_row, rows)
+        return first_row
+
+    def _fail_all(self, request_ids: Sequence[str], num_computed: Sequence[int], reason: str) -> None:
+        """Tell the readers of all requests of a step that they failed."""
+        for request_id, computed in zip(request_ids, num_computed, strict=True):
+            steered = self.planner.steered.get(request_id)
+            if steered is not None:
+                self.planner.steering_planner.unsteered_kv.add(steered.keys, int(computed))
+            request = self.planner.capturing.get(request_id) or steered
+            if request is not None:
+                self.notifier.fail(request.endpoint, request_id, reason)
+
+    def _note_failures(self, plan: StepPlan) -> None:
+        """Keep the failures of a plan, to be told with the step's rows."""
+        for endpoint, request_id, reason in plan.failures:
+            logger.error("Weir cannot go on serving request %s: %s", request_id, reason)
+            self._failures.setdefault(endpoint, {})[request_id] = reason
+
+    def _write_ranks(self) -> None:
+        """Bring the device's rank table up to date."""
+        site_sets = self.planner.site_sets
+        if site_sets.changed:
+            used = site_sets.used
+            self.tensors.ranks[:used].copy_(upload(site_sets.ranks[:used].copy(), self.tensors.ranks.device))
+            site_sets.changed = False
 
     def end_step(self) -> None:
-        """The forward pass has been issued: send its rows, and word of what was steered, on."""
+        """Send the rows of the forward pass that was issued, and tell what was steered."""
         self.switch.turn(0)  # what is called between steps (by users, through `apply_model`) belongs to no request
         step, self._step = self._step, None
         if step is None and not self.row_seqs.layout_updates:
             return
-        parcel = StepNotice(no_wait, failures=self._failures)
+        notice = StepNotice(no_wait, failures=self._failures)
         self._failures = {}
         if step is not None:
-            start, plan = step
-            self._folder.settle(plan.folds, start)
-            launch, self.switch.launch = self.switch.launch, None
-            if self._streamer is not None and launch == self._streamer.tap:
-                parcel.arrived = self._streamer.end(plan)
-            elif plan.rows:
-                pack = functools.partial(self._treater.pack, plan, start, self._codecs)
-                parcel.arrived = self._outlet.ship(plan, start, lambda: pack(True), lambda: pack(False))
-            parcel.marks, parcel.steered = plan.marks, plan.steered
-        parcel.spill = self.arena.pressure > SPILL
-        if parcel.spill:
+            first_row, plan = step
+            notice.arrived = self._send_rows(plan, first_row) or no_wait
+            notice.arrivals, notice.steered = plan.arrivals, plan.steered
+        notice.spill = self.arena.pressure > SPILL
+        if notice.spill:
             self.row_seqs.retire_all()
-        parcel.layout_updates = self.row_seqs.take_layout_updates()
-        for layout_updates in parcel.layout_updates.values():
-            self._folder.forget(layout_updates.closed)
-        self.drain.send(parcel)
+        notice.layout_updates = self.row_seqs.take_layout_updates()
+        for layout_update in notice.layout_updates.values():
+            self._reducer.forget(layout_update.closed)
+        self.notifier.send(notice)
+
+    def _send_rows(self, plan: StepPlan, first_row: int) -> Callable[[], None] | None:
+        """Send what the taps have written; return what to call to wait until it has arrived."""
+        self._reducer.settle(plan.reductions, first_row)
+        launch, self.switch.launch = self.switch.launch, None
+        if self._streamed_copy is not None and launch == self._streamed_copy.tap:
+            return self._streamed_copy.end(plan)
+        if not plan.rows:
+            return None
+        pack = functools.partial(self._postprocessor.pack, plan, first_row, self._codecs)
+        return self._copy_out.ship(plan, first_row, lambda: pack(True), lambda: pack(False))
 
     def close(self) -> None:
-        """Send what is under way, then let go of threads, sockets and pinned memory; nothing is served after it."""
-        self.drain.close()
-        self.link.close()
+        """Send what is under way, then end threads, sockets and pinned memory."""
+        self.notifier.close()
+        self.buffer_server.close()
         self.host.close()
 
     def silence(self) -> None:
-        """The coming forward pass is a dummy: nothing is recorded or changed."""
+        """Let nothing be recorded or changed in the coming forward pass, which is a dummy."""
         self._step = None
         self.switch.turn(0)
-        self._writer.silence()
+        self._plan_writer.silence()
 
     def report(self) -> dict[str, Any]:
-        """What this worker serves, for the caller's process."""
+        """Return what this worker serves, for the caller's process."""
         return {
             "ok": True,
             "runner": self.model_info.runner,
@@ -324,19 +405,19 @@ class WorkerRuntime:
             "num_layers": self.sites.num_layers,
             "d_model": self.model_info.d_model,
             "dtype": str(self.model_info.dtype).removeprefix("torch."),
-            "ring_rows": self._step_rows,
+            "ring_rows": self._max_step_rows,
         }
 
     def _verdicts(self) -> list[tuple[str, int, str]]:
-        """(hook point, layer, why it is refused or "") of the sites of this worker's blocks."""
+        """Return (hook point, layer, why it is refused or "") of this worker's sites."""
         taps = set(self.taps)
         untapped = "it is not tapped by this engine; start it with 'hooks' / 'layers' settings that include it"
-        found = [(*s, "" if tap_of(s) in taps else untapped) for s in self.sites.anchors]
-        return found + [(*s, why) for s, why in self.sites.refused.items()]
+        found = [(*site, "" if tap_of(site) in taps else untapped) for site in self.sites.anchors]
+        return found + [(*site, reason) for site, reason in self.sites.refused.items()]
 
     def usage(self) -> dict[str, int]:
-        """What is held right now; all zero when no request is live."""
-        live = self.planner.reading.keys() | self.planner.steering.keys()
+        """Return how much is held right now; all zero when no request is live."""
+        live = self.planner.capturing.keys() | self.planner.steered.keys()
         return {"requests": len(live), "host_rows": self.arena.used, **self.table.usage()}
 
 

@@ -100,8 +100,8 @@ class FakeStation:
     def __init__(self):
         self.switch = TapSwitch(tensors())
         self.silenced = 0
-        self.wide, self.taps = ALL, tuple(range(70))
-        self.alone = True
+        self.boundary_taps, self.taps = ALL, tuple(range(70))
+        self.all_live = True
 
     def silence(self):
         self.switch.turn(0)
@@ -152,13 +152,13 @@ def test_where_plain_requests_share_the_step_a_capture_has_to_save_much_more(mon
     monkeypatch.setattr(cuda_graph_sets, "PATIENCE", 30)
     sets, manager, runtime = build()
     del manager.captured[:]
-    runtime.alone = False
+    runtime.all_live = False
     sizes = [step(sets, manager, runtime, True, 1)[0].num_tokens for _ in range(11)]
     assert sizes == [4] * 9 + [1, 1] and manager.captured == [(1, True)], "3 tokens a step"
     runtime.switch.turn(0b1)  # 69 taps more than needed: as 3.45 tokens
     for _ in range(8):
         assert not sets._add(0b1, Desc(Mode.FULL, 4), sets._share(0b1, Desc(Mode.FULL, 4), (ALL, Desc(Mode.FULL, 4))))
-    runtime.alone = True
+    runtime.all_live = True
     assert sets._share(0b1, Desc(Mode.FULL, 4), (ALL, Desc(Mode.FULL, 4))) == 1 / 2
     assert sets._share(0b1, Desc(Mode.FULL, 4), None) == 1 / cuda_graph_sets.WORTH_IT["FULL"]
 
@@ -336,17 +336,17 @@ def test_a_step_needs_the_taps_of_everyone_in_it():
 
 
 def test_a_step_is_known_to_be_shared_with_requests_that_asked_for_nothing():
-    runtime = SimpleNamespace(switch=TapSwitch(tensors()), _live=ActiveTaps())
-    runtime._live.join("a", wire("all"), 5)
-    runtime._live.join("b", wire("prompt"), 5)
+    runtime = SimpleNamespace(switch=TapSwitch(tensors()), _active_taps=ActiveTaps())
+    runtime._active_taps.join("a", wire("all"), 5)
+    runtime._active_taps.join("b", wire("prompt"), 5)
     new, going_on = (["a"], [0]), (["b"], [5])
     WorkerRuntime.begin_step(runtime, new, going_on)
-    assert runtime.alone and runtime.switch.mask == mask(("resid_post", 0))
+    assert runtime.all_live and runtime.switch.mask == mask(("resid_post", 0))
     WorkerRuntime.begin_step(runtime, new, (["b", "plain"], [5, 9]))
-    assert not runtime.alone
-    runtime._live.leave("b")
+    assert not runtime.all_live
+    runtime._active_taps.leave("b")
     WorkerRuntime.begin_step(runtime, new, ([], []))
-    assert runtime.alone
+    assert runtime.all_live
 
 
 @settings(max_examples=200, deadline=None)
@@ -368,7 +368,7 @@ def test_taps_of_a_step_however_requests_came_and_went(joins, data):
         needed = {layer for layer, always, _ in inside.values() if always}
         needed |= {inside[r][0] for r, start in starts if r in inside and not inside[r][1] and start < inside[r][2]}
         assert taps_in(live, *starts) == mask(*(("resid_post", layer) for layer in needed))
-    assert live._longest == max((n for _, always, n in inside.values() if not always), default=0)
+    assert live._longest_prompt == max((n for _, always, n in inside.values() if not always), default=0)
 
 
 def test_sets_for_particular_taps(none_at_start):

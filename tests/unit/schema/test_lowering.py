@@ -62,7 +62,7 @@ class Bench:
         for some in found.by_position:
             some.check(prompt_len)
         moves, rows = [ResolvedIntervention.from_wire(m.to_wire()) for m in found.effective], found.rows
-        self.planner.steer(name, REPLY, moves, prompt_len, prompt_ids, lambda ds: {d: rows[d] for d in ds})
+        self.planner.add_steering(name, REPLY, moves, prompt_len, prompt_ids, lambda ds: {d: rows[d] for d in ds})
 
     def programs(self, names, counts, computed) -> np.ndarray:
         plan = self.planner.plan(names, counts, computed)
@@ -259,8 +259,8 @@ def test_a_token_selector_beside_rows_by_position_waits_for_the_token():
         [1, 2, 3, 4],
     )
     plan = bench.planner.plan(["a"], [1], [5])
-    assert len(plan.lookups) == 1 and plan.lookups[0].tokens.tolist() == [0]
-    without, with_it = plan.lookups[0].programs.tolist()
+    assert len(plan.programs_by_token) == 1 and plan.programs_by_token[0].tokens.tolist() == [0]
+    without, with_it = plan.programs_by_token[0].programs.tolist()
     assert without != with_it and min(without, with_it) >= 0
 
 
@@ -339,7 +339,7 @@ def test_a_pipeline_stage_vouches_for_its_own_moves_only():
 def test_a_rank_that_vouches_for_nothing_steers_all_the_same():
     """In the step that is planned by itself, in the first one with everybody's, and in its repetitions."""
     told, silent = Bench(), Bench()
-    silent.planner.steering_planner.vouches = False
+    silent.planner.steering_planner.reports = False
     for bench in (told, silent):
         bench.join("r", [weir.Add(torch.ones(D), 0)], 3)
     for count, at in ((3, 0), (1, 3), (1, 4), (1, 5)):

@@ -23,7 +23,7 @@ from vllm_weir.util import identity_cache
 from vllm_weir.util.identity_cache import IdentityCache
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.row_sequences import RowSequences
-from vllm_weir.worker.planning.steering_planner import FEW, SteeringPlanner
+from vllm_weir.worker.planning.steering_planner import MOST_CACHED, SteeringPlanner
 from vllm_weir.worker.steering.programs import ProgramTable
 
 
@@ -104,8 +104,8 @@ def test_recipes_of_many_instructions_are_not_kept():
     """They may be megabytes each."""
     table = ProgramTable(TableSizes(400, 400, 1000), num_taps(3), range(num_taps(3)), 4)
     steering_planner = SteeringPlanner(table, RowSequences(Arena(100)))
-    rows = {f"v{k}": np.full(4, float(k), np.float32) for k in range(1, FEW + 2)}
-    for count, kept in ((FEW, 1), (FEW + 1, 1)):
+    rows = {f"v{k}": np.full(4, float(k), np.float32) for k in range(1, MOST_CACHED + 2)}
+    for count, kept in ((MOST_CACHED, 1), (MOST_CACHED + 1, 1)):
         terms = tuple(Instruction(CONST, f"v{k}", None, a=1.0) for k in range(1, count + 1))
         moves = (ResolvedIntervention("resid_post", (1,), Positions("all"), False, terms),)
         for name in "ab":

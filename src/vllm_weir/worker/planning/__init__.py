@@ -1,1 +1,1 @@
-"""Plan what each step records and steers."""
+"""The plan of each step: which rows are captured, where they go, and which tokens are steered."""

@@ -1,4 +1,7 @@
-"""Which steps need live taps: computed from what every rank is told alike, never from what one rank happens to hold."""
+"""Which taps each step needs, computed from what every rank is told alike.
+
+What one rank happens to hold must not decide: all ranks have to choose the same CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +17,35 @@ from vllm_weir.util.identity_cache import IdentityCache
 
 
 class ActiveTaps:
-    """The requests that read or steer something, each with the taps that it needs."""
+    """The requests that capture or steer something, each with the taps that it needs.
+
+    Taps are bit masks: bit t stands for tap t.
+    """
 
     def __init__(self) -> None:
         self._always: dict[str, int] = {}
-        """Request -> mask of its taps, for as long as it lives."""
+        """Request -> mask of its taps, for requests that need them for as long as they live."""
         self._masks: Counter[int] = Counter()
-        """The same masks, and how often each."""
+        """How many requests of `_always` have each mask."""
         self._union = 0
+        """All masks of `_always` together."""
         self._in_prompt: dict[str, tuple[int, int]] = {}
-        """Request -> (prompt length, mask), for requests that need nothing past their prompt."""
-        self._lengths: Counter[int] = Counter()
-        """The same lengths, and how often each."""
-        self._longest = 0
-        self._mask_of = IdentityCache(_mask_of)
+        """Request -> (prompt length, mask), for requests that need no tap past their prompt."""
+        self._prompt_lengths: Counter[int] = Counter()
+        """How many requests of `_in_prompt` have each prompt length."""
+        self._longest_prompt = 0
+        self._mask_of = IdentityCache(_mask_of_spec)
 
     def join(self, request_id: str, spec: EngineSpec, prompt_len: int) -> None:
-        """A request enters."""
+        """Add a request, in place of one with the same id."""
         self.leave(request_id)
         mask = self._mask_of[spec]
         if not mask:
             return
         if spec.end <= prompt_len:
             self._in_prompt[request_id] = (prompt_len, mask)
-            self._lengths[prompt_len] += 1
-            self._longest = max(self._longest, prompt_len)
+            self._prompt_lengths[prompt_len] += 1
+            self._longest_prompt = max(self._longest_prompt, prompt_len)
         else:
             self._always[request_id] = mask
             self._masks[mask] += 1
@@ -48,33 +55,35 @@ class ActiveTaps:
         return len(self._always) + len(self._in_prompt)
 
     def leave(self, request_id: str) -> None:
-        """A request has left; unknown ids are fine."""
-        limited = self._in_prompt.pop(request_id, None)
-        if limited is not None and _one_less(self._lengths, limited[0]):
-            self._longest = max(self._lengths, default=0)
+        """Remove a request; unknown ids are ignored."""
+        in_prompt = self._in_prompt.pop(request_id, None)
+        if in_prompt is not None and _remove_one(self._prompt_lengths, in_prompt[0]):
+            self._longest_prompt = max(self._prompt_lengths, default=0)
         mask = self._always.pop(request_id, None)
-        if mask is not None and _one_less(self._masks, mask):
+        if mask is not None and _remove_one(self._masks, mask):
             self._union = functools.reduce(operator.or_, self._masks, 0)
 
     def taps_in(self, *groups: tuple[Sequence[str], Sequence[int]]) -> int:
-        """Mask of the taps that a step needs; of each group the request ids, and positions of their first tokens in
-        the step.
+        """Return the mask of the taps that a step needs.
 
         Requests that need taps for as long as they live count even in a step that leaves them out.
+
+        Args:
+            groups: request ids, and the position of each one's first token in the step.
         """
         mask = self._union
         for request_ids, starts in groups if self._in_prompt else ():
-            if not request_ids or min(starts) >= self._longest:
+            if not request_ids or min(starts) >= self._longest_prompt:
                 continue
             for request_id, start in zip(request_ids, starts, strict=True):
-                limited = self._in_prompt.get(request_id)
-                if limited is not None and start < limited[0]:
-                    mask |= limited[1]
+                in_prompt = self._in_prompt.get(request_id)
+                if in_prompt is not None and start < in_prompt[0]:
+                    mask |= in_prompt[1]
         return mask
 
 
-def _one_less(counter: Counter[int], key: int) -> bool:
-    """Whether it was the last."""
+def _remove_one(counter: Counter[int], key: int) -> bool:
+    """Count one less; return whether it was the last."""
     counter[key] -= 1
     if counter[key]:
         return False
@@ -82,7 +91,7 @@ def _one_less(counter: Counter[int], key: int) -> bool:
     return True
 
 
-def _mask_of(spec: EngineSpec) -> int:
+def _mask_of_spec(spec: EngineSpec) -> int:
     return functools.reduce(operator.or_, (_mask(*place) for place in spec.places), 0)
 
 

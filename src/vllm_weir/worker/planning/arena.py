@@ -1,48 +1,59 @@
-"""The arena: which parts of the host buffer are in use, and by whom. Pure bookkeeping, in rows."""
+"""The arena: which parts of the host buffer are in use. Pure bookkeeping, in rows."""
 
 from __future__ import annotations
 
 import threading
 import time
 from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+
+@dataclass
+class _Piece:
+    rows: int
+    holders: int
 
 
 class Arena:
-    """Hands out contiguous pieces of `capacity` rows.
+    """An allocator of contiguous pieces of `capacity` rows.
 
-    A piece has two holders, the writer (the worker that fills it) and the reader (the process that asked for the
-    rows); it is free again once both have let go.
+    A piece has two holders, the writer (the worker that fills it) and the reader (the process that
+    asked for the rows); it is free again once both have released it. Safe to use from several
+    threads.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._free: list[tuple[int, int]] = [(0, capacity)]
         """(start, end), ascending, never touching each other."""
-        self._held: dict[int, list[int]] = {}
-        """start -> [size, holders]."""
+        self._held: dict[int, _Piece] = {}
+        """Start -> piece."""
         self._used = 0
         self._changed = threading.Condition()
 
     @property
     def used(self) -> int:
-        """Rows that somebody holds."""
+        """Rows in pieces that somebody holds."""
         return self._used
 
     @property
     def pressure(self) -> float:
-        """Share of the arena that somebody holds."""
+        """Share of the arena in pieces that somebody holds."""
         return self._used / self.capacity
 
     def allocate(self, rows: int, patience: float = 0.0) -> int | None:
-        """Start of a piece of `rows` rows, the lowest that fits; None if none has become free within `patience` s."""
+        """Return the start of a piece of `rows` rows, the lowest that fits.
+
+        None if there is none for `patience` seconds.
+        """
         deadline = time.monotonic() + patience
         with self._changed:
             while (start := self._find(rows)) is None:
-                left = deadline - time.monotonic()
-                if left <= 0 or rows > self.capacity:
+                seconds_left = deadline - time.monotonic()
+                if seconds_left <= 0 or rows > self.capacity:
                     return None
-                self._changed.wait(left)
-            self._held[start] = [rows, 2]
+                self._changed.wait(seconds_left)
+            self._held[start] = _Piece(rows, holders=2)
             self._used += rows
             return start
 
@@ -56,22 +67,23 @@ class Arena:
                 return start
         return None
 
-    def let_go(self, start: int) -> None:
-        """One holder less of the piece at `start`."""
+    def release(self, start: int) -> None:
+        """Count one holder less of the piece at `start`, which is free after the second one."""
         with self._changed:
             piece = self._held[start]
-            piece[1] -= 1
-            if piece[1]:
+            piece.holders -= 1
+            if piece.holders:
                 return
             del self._held[start]
-            self._used -= piece[0]
-            self._give_back(start, start + piece[0])
+            self._used -= piece.rows
+            self._add_free(start, start + piece.rows)
             self._changed.notify_all()
 
-    def _give_back(self, start: int, end: int) -> None:
-        at = bisect_left(self._free, (start, end))
-        if at < len(self._free) and self._free[at][0] == end:
-            end = self._free.pop(at)[1]
-        if at and self._free[at - 1][1] == start:
-            start = self._free.pop(at - 1)[0]
+    def _add_free(self, start: int, end: int) -> None:
+        """Add to the free pieces, joined with free neighbours."""
+        k = bisect_left(self._free, (start, end))
+        if k < len(self._free) and self._free[k][0] == end:
+            end = self._free.pop(k)[1]
+        if k and self._free[k - 1][1] == start:
+            start = self._free.pop(k - 1)[0]
         insort(self._free, (start, end))

@@ -1,4 +1,4 @@
-"""Reading: where the rows of captured tokens go, planned one request after the other. Pure numpy."""
+"""Where the rows of captured tokens go, planned one request after the other. Pure numpy."""
 
 from __future__ import annotations
 
@@ -16,179 +16,218 @@ from vllm_weir.worker.planning.site_sets import SiteSets
 
 @dataclass
 class CapturingRequest:
-    """A live request's captures."""
+    """A live request's captures.
+
+    Attributes:
+        columns: per selector, the columns it wants that this worker fills, ascending.
+        max_generated: tokens that the request can generate.
+        codec: number of the codec that makes records of its rows, -1 for none.
+        site_sets: code -> site set.
+        row_seqs: site set -> row sequence.
+        reduction: holds the prompt's rows, reduced, if they are.
+        reduction_site_set: what is reduced, -1 before the first row.
+        reduced_rows: how many rows have been reduced.
+    """
 
     request_id: str
-    reply: str
+    endpoint: str
     selectors: Selectors
     columns: list[tuple[int, ...]]
-    """Per selector, the columns it wants that this worker fills."""
-    most: int
-    """Tokens that the request can generate."""
+    max_generated: int
     postprocess: Postprocess | None
-    directions: int
-    """``PACKED - number`` of the treatment's codec, -1 for none."""
-    profiles: dict[int, int] = field(default_factory=dict)
-    """Code -> profile."""
+    codec: int
+    site_sets: dict[int, int] = field(default_factory=dict)
     row_seqs: dict[int, RowSequence] = field(default_factory=dict)
-    """Profile -> row sequence."""
-    fold: RowSequence | None = None
-    """What the prompt's rows are reduced into."""
-    fold_profile: int = -1
-    folded: int = 0
-    """Rows that have been reduced."""
+    reduction: RowSequence | None = None
+    reduction_site_set: int = -1
+    reduced_rows: int = 0
 
     @property
-    def folds(self) -> bool:
+    def reduces_prompt(self) -> bool:
         """Whether the prompt's rows are reduced."""
         return self.postprocess is not None and self.postprocess.folds
 
 
 class CapturePlanner:
-    """Plans what readings have recorded.
+    """Plans what capturing requests have captured.
 
     Args:
-        profiles, row_seqs: where columns and rows get their places.
+        site_sets: where columns get their ranks.
+        row_seqs: where rows get their places.
         d_model: width of a row.
 
     Attributes:
         row_bytes: bytes of a row in ring and arena.
     """
 
-    def __init__(self, profiles: SiteSets, row_seqs: RowSequences, d_model: int) -> None:
-        self._profiles, self._row_seqs, self._d_model = profiles, row_seqs, d_model
+    def __init__(self, site_sets: SiteSets, row_seqs: RowSequences, d_model: int) -> None:
+        self._site_sets, self._row_seqs, self._d_model = site_sets, row_seqs, d_model
         self.row_bytes = 4
 
     def plan(
-        self, draft: PlanBuilder, reading: CapturingRequest, reply: int, first: int, start: int, count: int
+        self, builder: PlanBuilder, request: CapturingRequest, endpoint: int, first: int, start: int, count: int
     ) -> None:
-        """The request's `count` tokens from position `start` on, tokens `first`, ... of the step."""
-        if reading.folds and start < reading.selectors.prompt_len:
-            end = min(start + count, reading.selectors.prompt_len)
-            self._fold(draft, reading, reply, first - start, start, end)
-            first, start, count = first + end - start, end, start + count - end
-        runs = reading.selectors.runs(start, start + count) if count else ()
+        """Plan a request's `count` tokens from position `start` on, tokens `first` and on.
+
+        Raises:
+            WeirError: if there is no room for them.
+        """
+        end = start + count
+        offset = first - start
+        if request.reduces_prompt and start < request.selectors.prompt_len:
+            prompt_end = min(end, request.selectors.prompt_len)
+            self._plan_reduction(builder, request, endpoint, offset, start, prompt_end)
+            start = prompt_end
+        runs = request.selectors.runs(start, end) if start < end else ()
         if runs is None:
-            self._plan_scattered(draft, reading, reply, first, np.arange(start, start + count))
+            self._plan_scattered(builder, request, endpoint, offset, np.arange(start, end))
             return
-        row_seqs = self._row_seqs
-        for code, a, b in runs:
-            profile = self.profile(reading, code)
-            row_seq = self._row_seq(reading, code, profile, a)
-            token, position = first + a - start, a
-            for rank, row, n in row_seqs.place(row_seq, b - a):
-                draft.take_run(reply, row_seq, rank, row, token, position, n, profile)
-                token, position = token + n, position + n
-            row_seqs.last[row_seq.index] = b - 1
-            if position < b:
-                draft.drop(reply, row_seq.number, np.arange(position, b))
+        for code, run_start, run_end in runs:
+            self._plan_run(builder, request, endpoint, offset, code, run_start, run_end)
 
-    def leave(self, reading: CapturingRequest) -> None:
-        """The request has left."""
-        for row_seq in reading.row_seqs.values():
+    def leave(self, request: CapturingRequest) -> None:
+        """Release what a request holds."""
+        for row_seq in request.row_seqs.values():
             self._row_seqs.close(row_seq)
-        if reading.fold is not None:
-            self._row_seqs.close(reading.fold)
-        for profile in reading.profiles.values():
-            self._profiles.give_back(profile)
-        if reading.fold_profile >= 0:
-            self._profiles.give_back(reading.fold_profile)
+        if request.reduction is not None:
+            self._row_seqs.close(request.reduction)
+        for site_set in request.site_sets.values():
+            self._site_sets.release(site_set)
+        if request.reduction_site_set >= 0:
+            self._site_sets.release(request.reduction_site_set)
 
-    def profile(self, reading: CapturingRequest, code: int) -> int:
-        """The profile of tokens with `code`; raises WeirError if there are too many."""
-        profile = reading.profiles.get(code)
-        if profile is None:
-            if len(reading.columns) == 1:
-                columns = reading.columns[0]
+    def _site_set(self, request: CapturingRequest, code: int) -> int:
+        """Return the site set of tokens with `code`; raises WeirError if there are too many."""
+        site_set = request.site_sets.get(code)
+        if site_set is None:
+            if len(request.columns) == 1:
+                columns = request.columns[0]
             else:
-                wanted = (columns for bit, columns in enumerate(reading.columns) if code >> bit & 1)
+                wanted = (columns for bit, columns in enumerate(request.columns) if code >> bit & 1)
                 columns = tuple(sorted(set().union(*wanted)))
-            profile = reading.profiles[code] = self._profiles.take(columns)
-        return profile
+            site_set = request.site_sets[code] = self._site_sets.hold(columns)
+        return site_set
+
+    def _plan_run(
+        self,
+        builder: PlanBuilder,
+        request: CapturingRequest,
+        endpoint: int,
+        offset: int,
+        code: int,
+        start: int,
+        end: int,
+    ) -> None:
+        """Plan positions from `start` to `end` (not included), all of them with `code`."""
+        site_set = self._site_set(request, code)
+        row_seq = self._row_seq(request, code, site_set, start)
+        position = start
+        for rank, place, count in self._row_seqs.place(row_seq, end - start):
+            builder.capture_run(endpoint, row_seq, rank, place, offset + position, position, count, site_set)
+            position += count
+        self._row_seqs.last_position[row_seq.index] = end - 1
+        if position < end:
+            builder.drop(endpoint, row_seq.number, np.arange(position, end))
 
     def _plan_scattered(
-        self, draft: PlanBuilder, reading: CapturingRequest, reply: int, first: int, positions: np.ndarray
+        self, builder: PlanBuilder, request: CapturingRequest, endpoint: int, offset: int, positions: np.ndarray
     ) -> None:
-        """As `plan`, of any positions."""
-        codes = reading.selectors.codes(positions)
-        row_seqs = self._row_seqs
-        for code in distinct(codes):
-            profile = self.profile(reading, int(code))
-            at = np.flatnonzero(codes == code)
-            row_seq = self._row_seq(reading, int(code), profile, int(positions[at[0]]))
-            done = 0
-            for rank, row, count in row_seqs.place(row_seq, len(at)):
-                some = at[done : done + count]
-                draft.take_some(reply, row_seq, rank, row, first + some, positions[some], profile)
-                done += count
-            row_seqs.last[row_seq.index] = positions[at[-1]]
-            if done < len(at):
-                draft.drop(reply, row_seq.number, positions[at[done:]])
+        """Plan any positions, which are tokens ``offset + positions``."""
+        codes = request.selectors.codes(positions)
+        for code in map(int, distinct(codes)):
+            site_set = self._site_set(request, code)
+            wanted = positions[codes == code]
+            row_seq = self._row_seq(request, code, site_set, int(wanted[0]))
+            placed = 0
+            for rank, place, count in self._row_seqs.place(row_seq, len(wanted)):
+                some = wanted[placed : placed + count]
+                builder.capture_some(endpoint, row_seq, rank, place, offset + some, some, site_set)
+                placed += count
+            self._row_seqs.last_position[row_seq.index] = wanted[-1]
+            if placed < len(wanted):
+                builder.drop(endpoint, row_seq.number, wanted[placed:])
 
-    def _fold(
-        self, draft: PlanBuilder, reading: CapturingRequest, reply: int, offset: int, start: int, end: int
-    ) -> None:
-        """Reduce rows of the prompt, at those of the positions from `start` to `end` (not included) that are wanted,
-        which are tokens ``offset + position``; all want the same columns."""
-        runs = reading.selectors.runs(start, end)
-        if runs is None:
-            positions = np.arange(start, end)
-            positions = positions[reading.selectors.codes(positions) > 0]
-        else:
-            positions = np.arange(runs[0][1], runs[0][2]) if runs else np.zeros(0, np.int64)
-        assert reading.postprocess is not None
-        how, later = reading.postprocess.reduce, reading.selectors.count(1, end, reading.selectors.prompt_len)[0]
-        if how == "last":
-            positions = positions[:0] if later else positions[-1:]
-        if not len(positions):
-            return
-        row_seqs, columns = self._row_seqs, reading.columns[0]
-        if reading.fold is not None and row_seqs.last[reading.fold.index] >= positions[0]:
-            row_seqs.close(reading.fold)  # computed again after a preemption: all of it
-            reading.fold = None
-        resumed = 0
-        if reading.fold is None:
-            cell = ResultCell("fold", self._d_model, cell_rows(len(columns), self._d_model, self.row_bytes))
-            reading.fold = row_seqs.open(reading.request_id, reading.reply, columns, 1, 1, cell)
-            reading.folded = 0
-        else:
-            same = row_seqs.last[reading.fold.index] // GROUP == positions[0] // GROUP
-            resumed = CONTINUED if same else COMPLETE
-        if reading.fold_profile < 0:
-            reading.fold_profile = self._profiles.take(columns, folded=True)
-        row_seqs.last[reading.fold.index] = positions[-1]
-        reading.folded += len(positions)
-        row = None
-        if not later:
-            placed = row_seqs.place(reading.fold, 1)
-            if not placed:
-                draft.drop(reply, reading.fold.number, positions[-1:])
-                return
-            row = placed[0][1]
-        draft.fold(
-            reply, reading.fold, reading.fold_profile, offset + positions, positions, resumed, reading.folded,
-            how == "max", row,
-        )  # fmt: skip
-
-    def _row_seq(self, reading: CapturingRequest, code: int, profile: int, position: int) -> RowSequence:
-        row_seq = reading.row_seqs.get(profile)
-        if row_seq is not None and self._row_seqs.last[row_seq.index] >= position:
-            # Computed again after a preemption: a new row sequence, so that rows already handed out do not change.
+    def _row_seq(self, request: CapturingRequest, code: int, site_set: int, position: int) -> RowSequence:
+        """Return the row sequence for a token with `code` at `position`."""
+        row_seq = request.row_seqs.get(site_set)
+        if row_seq is not None and self._row_seqs.last_position[row_seq.index] >= position:
+            # Computed again after a preemption: a new row sequence, so that rows already handed out
+            # do not change.
             self._row_seqs.close(row_seq)
             row_seq = None
         if row_seq is None:
-            prompt_len = reading.selectors.prompt_len
-            in_prompt, rows = reading.selectors.count(code, position, prompt_len + reading.most - 1)
-            columns, cell = self._profiles.columns_of[profile], None
-            if reading.postprocess is not None:
-                if reading.postprocess.compression is not None:
-                    record = reading.postprocess.compression.record_bytes(self._d_model)
-                    cell = ResultCell("packed", record, record * len(columns), reading.directions, self.row_bytes)
-                elif reading.postprocess.directions:
-                    values = len(reading.postprocess.directions)
-                    cell = ResultCell("scores", values, 4 * values * len(columns), reading.directions, self.row_bytes)
-                else:
-                    in_prompt, rows = 0, rows - in_prompt
-            row_seq = self._row_seqs.open(reading.request_id, reading.reply, columns, in_prompt, max(rows, 1), cell)
-            reading.row_seqs[profile] = row_seq
+            row_seq = request.row_seqs[site_set] = self._open(request, code, site_set, position)
         return row_seq
+
+    def _open(self, request: CapturingRequest, code: int, site_set: int, position: int) -> RowSequence:
+        """Open a row sequence for tokens with `code` from `position` on."""
+        end = request.selectors.prompt_len + request.max_generated - 1
+        in_prompt, rows = request.selectors.count(code, position, end)
+        columns, cell = self._site_sets.columns_of[site_set], None
+        postprocess = request.postprocess
+        if postprocess is not None:
+            if postprocess.compression is not None:
+                record_bytes = postprocess.compression.record_bytes(self._d_model)
+                size = record_bytes * len(columns)
+                cell = ResultCell("packed", record_bytes, size, request.codec, self.row_bytes)
+            elif postprocess.directions:
+                values = len(postprocess.directions)
+                cell = ResultCell("scores", values, 4 * values * len(columns), request.codec, self.row_bytes)
+            else:
+                in_prompt, rows = 0, rows - in_prompt
+        return self._row_seqs.open(request.request_id, request.endpoint, columns, in_prompt, max(rows, 1), cell)
+
+    def _plan_reduction(
+        self, builder: PlanBuilder, request: CapturingRequest, endpoint: int, offset: int, start: int, end: int
+    ) -> None:
+        """Reduce rows of the prompt at the wanted positions from `start` to `end` (not included).
+
+        They are tokens ``offset + ...`` of the step, and all have the same columns.
+        """
+        assert request.postprocess is not None
+        positions = _wanted_positions(request.selectors, start, end)
+        still_to_come = request.selectors.count(1, end, request.selectors.prompt_len)[0]
+        if request.postprocess.reduce == "last":
+            positions = positions[:0] if still_to_come else positions[-1:]
+        if not len(positions):
+            return
+        reduction, resumed = self._resume_reduction(request, int(positions[0]))
+        if request.reduction_site_set < 0:
+            request.reduction_site_set = self._site_sets.hold(request.columns[0], reduced=True)
+        self._row_seqs.last_position[reduction.index] = positions[-1]
+        request.reduced_rows += len(positions)
+        arena_row = None
+        if not still_to_come:
+            places = self._row_seqs.place(reduction, 1)
+            if not places:
+                builder.drop(endpoint, reduction.number, positions[-1:])
+                return
+            arena_row = places[0][1]
+        builder.reduce(
+            endpoint, reduction, request.reduction_site_set, offset + positions, positions, resumed,
+            request.reduced_rows, request.postprocess.reduce == "max", arena_row,
+        )  # fmt: skip
+
+    def _resume_reduction(self, request: CapturingRequest, position: int) -> tuple[RowSequence, int]:
+        """Return the row sequence of a reduction that goes on at `position`, and its `resumed`."""
+        row_seqs, reduction = self._row_seqs, request.reduction
+        if reduction is not None:
+            last = row_seqs.last_position[reduction.index]
+            if last < position:
+                return reduction, CONTINUED if last // GROUP == position // GROUP else COMPLETE
+            row_seqs.close(reduction)  # all of it is computed again after a preemption
+            request.reduction = None
+        columns = request.columns[0]
+        cell = ResultCell("fold", self._d_model, cell_rows(len(columns), self._d_model, self.row_bytes))
+        request.reduction = row_seqs.open(request.request_id, request.endpoint, columns, 1, 1, cell)
+        request.reduced_rows = 0
+        return request.reduction, 0
+
+
+def _wanted_positions(selectors: Selectors, start: int, end: int) -> np.ndarray:
+    """Return those of the positions from `start` to `end` (not included) that are selected."""
+    runs = selectors.runs(start, end)
+    if runs is None:
+        positions = np.arange(start, end)
+        return positions[selectors.codes(positions) > 0]
+    return np.arange(runs[0][1], runs[0][2]) if runs else np.zeros(0, np.int64)

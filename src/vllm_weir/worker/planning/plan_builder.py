@@ -1,135 +1,205 @@
-"""The builder by which a step's plan is made: collects what its tokens do. Pure numpy."""
+"""The builder of a step's plan: what each request's tokens do, and their ring rows. Pure numpy."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_weir.schema.reductions import CELL, COLUMNS, CONTINUED, DONE, FIELDS, GROUP, MAXIMUM, SEEDED
+from vllm_weir.schema.reductions import CONTINUED, GROUP, MAXIMUM, SEEDED
+from vllm_weir.worker.planning.columns import (
+    ARRIVAL,
+    COPY_RUN,
+    PLACEMENT,
+    RECORD,
+    REDUCTION,
+    ROW_COPY,
+    STEERED,
+    TOKEN_RUN,
+    concatenate,
+)
 from vllm_weir.worker.planning.row_sequences import RowSequence, RowSequences
-from vllm_weir.worker.planning.step_plan import PACKED, StepPlan, TokenLookup
+from vllm_weir.worker.planning.step_plan import ProgramsByToken, RequestFailure, StepPlan
 
 
-class _Fold(NamedTuple):
-    """A request's part in the step's reductions.
+@dataclass(frozen=True)
+class _RequestReduction:
+    """One request's part in the step's reductions.
 
     Attributes:
-        tokens, spans: of the step, [n].
-        at: ring row of each token's group, from the request's first one on, [n].
-        numbers: see `vllm_weir.schema.reductions.FIELDS`.
-        rows: of the ring.
-        row: of the arena, for the result; None if it is not complete.
-        width: ring rows of a group.
+        tokens: int64 [n], of the step.
+        spans: int32 [n], as in `StepPlan`.
+        slots: int64 [n], ring row of each token's group, counted from the request's first one.
+        fields: as in `REDUCTION`, `cell` still 0.
+        group_size: ring rows of a group.
+        arena_row: where the result goes; None if the step does not complete it.
     """
 
     tokens: np.ndarray
     spans: np.ndarray
-    at: np.ndarray
-    numbers: tuple[int, ...]
-    rows: int
-    row: int | None
-    width: int
+    slots: np.ndarray
+    fields: tuple[int, ...]
+    group_size: int
+    arena_row: int | None
 
 
-_NO_FOLDS, _NO_RESULTS = np.zeros((0, len(FIELDS)), np.int64), np.zeros((0, 3), np.int64)
+class _ByEndpoint:
+    """Arrays of one dtype, to be sorted by the reader that each row is for."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self._dtype = dtype
+        self._rows: list[np.ndarray] = []
+        self._endpoints: list[np.ndarray | int] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, endpoints: np.ndarray | int, rows: np.ndarray) -> None:
+        """Add rows [n]; `endpoints`: numbers of their readers, [n], or one for all of them."""
+        self._rows.append(rows)
+        self._endpoints.append(endpoints)
+
+    def sorted(self, endpoints: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return endpoint -> its rows, in the order in which they were added."""
+        if not self._rows:
+            return {}
+        rows = concatenate(self._rows, self._dtype)
+        if len(endpoints) == 1:
+            return {endpoints[0]: rows}
+        parts = zip(self._endpoints, self._rows, strict=True)
+        numbers = np.concatenate([np.broadcast_to(number, len(part)) for number, part in parts])
+        return {endpoints[number]: rows.take((numbers == number).nonzero()[0]) for number in np.unique(numbers)}
 
 
-@dataclass
 class PlanBuilder:
-    """What the tokens of one step do; numbers of replies are those of `SteadyState.replies`."""
+    """What the tokens of one step do.
 
-    size: int
-    lookups: list[TokenLookup] = field(default_factory=list)
-    failures: list[tuple[str, str, str]] = field(default_factory=list)
-    _tokens: list[np.ndarray] = field(default_factory=list)
-    _totals: list[np.ndarray] = field(default_factory=list)
-    _folds: list[_Fold] = field(default_factory=list)
-    _jobs: list[np.ndarray] = field(default_factory=list)
-    _runs: list[tuple[int, int]] = field(default_factory=list)
-    _marks: list[np.ndarray] = field(default_factory=list)
-    _steered: list[np.ndarray] = field(default_factory=list)
-    _forgotten: list[tuple[int, int]] = field(default_factory=list)
-    _taken: int = 0
-    _rows: list[tuple[int, ...]] = field(default_factory=list)
-    """Runs of tokens whose rows follow each other: token, count, row, width, lead, directions, ring rows of a token,
-    and the mark without its stride."""
-    _moves: list[tuple[int, int, int, int, int]] = field(default_factory=list)
-    """The same of what is steered: marks with the reply's number before them."""
+    Requests are added one after the other, those in the steady state all at once. Endpoints are
+    given by their numbers in `SteadyState.endpoints`.
 
-    def __post_init__(self) -> None:
-        self.profiles = np.full(self.size, -1, np.int32)
-        self.programs = np.full(self.size, -1, np.int32)
+    Args:
+        size: tokens of the step.
 
-    def take(
+    Attributes:
+        site_sets, programs, programs_by_token, failures: as in `StepPlan`.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.site_sets = np.full(size, -1, np.int32)
+        self.programs = np.full(size, -1, np.int32)
+        self.programs_by_token: list[ProgramsByToken] = []
+        self.failures: list[RequestFailure] = []
+        self._placements: list[np.ndarray] = []
+        self._num_placements = 0
+        self._copy_runs: list[np.ndarray] = []
+        self._token_runs: list[tuple[int, ...]] = []
+        """See `TOKEN_RUN`."""
+        self._reductions: list[_RequestReduction] = []
+        self._arrivals = _ByEndpoint(ARRIVAL)
+        self._steered = _ByEndpoint(STEERED)
+        self._steered_runs: list[tuple[int, ...]] = []
+        """Endpoint's number, and then as in `STEERED`."""
+        self._cancelled: list[tuple[int, int]] = []
+        """(first token, token after the last one) of requests that failed."""
+
+    def capture_one_each(
         self,
-        replies: np.ndarray,
+        endpoints: np.ndarray,
         row_seqs: RowSequences,
-        x: np.ndarray,
+        indices: np.ndarray,
         ranks: np.ndarray,
         tokens: np.ndarray,
         positions: np.ndarray,
     ) -> None:
-        """One token each of the row sequences `x` (by index); all arrays [n]."""
-        n = len(tokens)
-        jobs = np.empty((n, 5), np.int64)
-        width = row_seqs.width[x]
-        jobs[:, 0], jobs[:, 1], jobs[:, 2] = tokens, row_seqs.origin[x] + ranks * width, width
-        jobs[:, 3], jobs[:, 4] = row_seqs.lead[x], row_seqs.directions[x]
-        self._add(tokens, row_seqs.taken[x], jobs)
-        marks = np.ones((n, 6), np.int64)
-        marks[:, 0], marks[:, 1], marks[:, 2], marks[:, 3] = replies, row_seqs.number[x], ranks, positions
-        self._marks.append(marks)
+        """Capture one token each for the row sequences at `indices`; all arrays [n]."""
+        rank_sizes = row_seqs.rank_size[indices]
+        placements = np.empty(len(tokens), PLACEMENT)
+        placements["token"] = tokens
+        placements["place"] = row_seqs.origin[indices] + ranks * rank_sizes
+        placements["size"] = rank_sizes
+        placements["ring_rows"] = row_seqs.ring_rows[indices]
+        placements["codec"] = row_seqs.codec[indices]
+        self._add_placements(placements)
+        arrivals = np.empty(len(tokens), ARRIVAL)
+        arrivals["row_seq"], arrivals["rank"], arrivals["position"] = row_seqs.number[indices], ranks, positions
+        arrivals["count"] = arrivals["stride"] = 1
+        self._arrivals.add(endpoints, arrivals)
 
-    def take_run(
-        self, reply: int, row_seq: RowSequence, rank: int, row: int, token: int, position: int, count: int, profile: int
-    ) -> None:
-        """Rows `rank`.. of one row sequence, to arena row `row` and on; tokens and positions follow each other."""
-        self.profiles[token : token + count] = profile
-        self._rows.append((token, count, row, *row_seq.shape, reply, row_seq.number, rank, position))
-
-    def take_some(
+    def capture_run(
         self,
-        reply: int,
+        endpoint: int,
         row_seq: RowSequence,
         rank: int,
-        row: int,
+        place: int,
+        token: int,
+        position: int,
+        count: int,
+        site_set: int,
+    ) -> None:
+        """Capture `count` consecutive tokens and positions; they go to `place` and on."""
+        self.site_sets[token : token + count] = site_set
+        self._token_runs.append(
+            (
+                token, count, place, row_seq.rank_size, row_seq.ring_rows, row_seq.codec,
+                endpoint, row_seq.number, rank, position,
+            )
+        )  # fmt: skip
+
+    def capture_some(
+        self,
+        endpoint: int,
+        row_seq: RowSequence,
+        rank: int,
+        place: int,
         tokens: np.ndarray,
         positions: np.ndarray,
-        profile: int,
+        site_set: int,
     ) -> None:
-        """As `take_run`, of any `tokens` and `positions` [n] (ascending)."""
-        n = len(tokens)
-        width, lead, directions, taken = row_seq.shape
-        self.profiles[tokens] = profile
-        jobs = np.empty((n, 5), np.int64)
-        jobs[:, 0], jobs[:, 1] = tokens, row + np.arange(n) * width
-        jobs[:, 2:] = width, lead, directions
-        for start, end, _ in _stretches(tokens):
-            if end - start > 1:
-                self._runs.append((self._taken + start, self._taken + end))
-        self._add(tokens, np.full(n, taken), jobs)
-        self._marks.append(
-            np.array([(reply, row_seq.number, rank + a, positions[a], b - a, s) for a, b, s in _even(positions)])
-        )
+        """Capture any `tokens` at any `positions`, [n] and ascending; they go to `place` and on."""
+        self.site_sets[tokens] = site_set
+        bounds = [(start, end) for start, end, _ in _consecutive_runs(tokens) if end - start > 1]
+        if bounds:
+            copy_runs = np.array(bounds, COPY_RUN)
+            copy_runs["first"] += self._num_placements
+            copy_runs["end"] += self._num_placements
+            self._copy_runs.append(copy_runs)
+        placements = np.empty(len(tokens), PLACEMENT)
+        placements["token"] = tokens
+        placements["place"] = place + np.arange(len(tokens)) * row_seq.rank_size
+        placements["size"] = row_seq.rank_size
+        placements["ring_rows"] = row_seq.ring_rows
+        placements["codec"] = row_seq.codec
+        self._add_placements(placements)
+        self._add_arrivals(endpoint, row_seq.number, rank, positions)
 
-    def fold(
+    def reduce(
         self,
-        reply: int,
+        endpoint: int,
         row_seq: RowSequence,
-        profile: int,
+        site_set: int,
         tokens: np.ndarray,
         positions: np.ndarray,
         resumed: int,
         count: int,
         maximum: bool,
-        row: int | None,
+        arena_row: int | None,
     ) -> None:
-        """Reduce the rows of `tokens` at `positions` [n] (ascending), `count` with those before; the result goes to
-        arena row `row`, if there are no more to come. `resumed`: as in `vllm_weir.worker.tap.reductions`."""
+        """Reduce the rows of `tokens` at `positions` [n] (ascending).
+
+        Args:
+            endpoint: number of the reader.
+            row_seq: holds the result.
+            site_set: what is reduced.
+            tokens: int64 [n], of the step.
+            positions: int64 [n], of the tokens.
+            resumed: as in `REDUCTION`.
+            count: as in `REDUCTION`.
+            maximum: as in `REDUCTION`.
+            arena_row: where the result goes, None if there is more to come.
+        """
         groups = positions // GROUP
         heads = np.concatenate([[0], np.flatnonzero(groups[1:] != groups[:-1]) + 1])
         lasts = np.concatenate([heads[1:], [len(tokens)]]) - 1
@@ -137,150 +207,205 @@ class PlanBuilder:
         spans[heads] = tokens[lasts] - tokens[heads] + 1 + (MAXIMUM if maximum else 0)
         if resumed == CONTINUED:
             spans[0] += SEEDED
-        of = np.arange(len(heads)).repeat(lasts - heads + 1)
-        self.profiles[tokens] = profile
-        columns, width = len(row_seq.columns), row_seq.shape[0]
-        numbers = (row_seq.number, 0, len(heads), columns, resumed, count, row is not None, maximum)
-        self._folds.append(_Fold(tokens, spans, of * width, numbers, len(heads) * width, row, width))
-        if row is not None:
-            self._marks.append(np.array([(reply, row_seq.number, 0, positions[-1], 1, 1)]))
+        group_of_token = np.arange(len(heads)).repeat(lasts - heads + 1)
+        self.site_sets[tokens] = site_set
+        fields = (
+            row_seq.number, 0, len(heads), len(row_seq.columns), resumed, count, arena_row is not None, maximum,
+        )  # fmt: skip
+        slots = group_of_token * row_seq.rank_size
+        self._reductions.append(_RequestReduction(tokens, spans, slots, fields, row_seq.rank_size, arena_row))
+        if arena_row is not None:
+            self._arrivals.add(endpoint, np.array([(row_seq.number, 0, positions[-1], 1, 1)], ARRIVAL))
 
-    def drop(self, reply: int, number: int, positions: np.ndarray) -> None:
-        """Rows that found no room."""
-        self._marks.append(np.array([(reply, number, -1, positions[a], b - a, s) for a, b, s in _even(positions)]))
+    def drop(self, endpoint: int, row_seq: int, positions: np.ndarray) -> None:
+        """Report that rows of a row sequence (its number) at `positions` are dropped."""
+        self._add_arrivals(endpoint, row_seq, None, positions)
 
-    def steer(self, replies: np.ndarray, groups: np.ndarray, positions: np.ndarray) -> None:
-        """One position of each group, all arrays [n]."""
-        marks = np.ones((len(groups), 5), np.int64)
-        marks[:, 0], marks[:, 1], marks[:, 2] = replies, groups, positions
-        self._steered.append(marks)
+    def steer_one_each(self, endpoints: np.ndarray, groups: np.ndarray, positions: np.ndarray) -> None:
+        """Report one steered position for each of the groups; all arrays [n]."""
+        steered = np.empty(len(groups), STEERED)
+        steered["group"], steered["position"] = groups, positions
+        steered["count"] = steered["stride"] = 1
+        self._steered.add(endpoints, steered)
 
-    def steer_run(self, reply: int, group: int, position: int, count: int) -> None:
-        """`count` positions of one group that follow each other."""
-        self._moves.append((reply, group, position, count, 1))
+    def steer_run(self, endpoint: int, group: int, position: int, count: int) -> None:
+        """Report `count` consecutive steered positions of a group."""
+        self._steered_runs.append((endpoint, group, position, count, 1))
 
-    def steer_some(self, reply: int, group: int, positions: np.ndarray) -> None:
-        """Any positions of one group, ascending."""
-        self._moves.extend((reply, group, int(positions[a]), b - a, s) for a, b, s in _even(positions))
-
-    def forget(self, first: int, count: int) -> None:
-        """These tokens do nothing after all."""
-        self._forgotten.append((first, first + count))
-        self.profiles[first : first + count] = self.programs[first : first + count] = -1
-        self.lookups = [x for x in self.lookups if not first <= x.tokens[0] < first + count]
-
-    def finish(self, replies: Sequence[str]) -> StepPlan | None:
-        """The plan; None if nothing happens in the step."""
-        if self._rows:
-            self._spread()
-        if self._moves:
-            self._steered.append(np.array(self._moves))
-        found = self._tokens or self._folds or self._steered or self._marks or self.failures
-        if not (found or (self.programs >= 0).any()):
-            return None
-        tokens = np.concatenate(self._tokens) if self._tokens else np.zeros(0, np.int64)
-        totals = np.concatenate(self._totals) if self._tokens else np.zeros(0, np.int64)
-        jobs = np.concatenate(self._jobs) if self._jobs else np.zeros((0, 5), np.int64)
-        for first, end in self._forgotten:
-            totals[(tokens >= first) & (tokens < end)] = 0
-            jobs[(jobs[:, 0] >= first) & (jobs[:, 0] < end), 2] = 0
-            self._folds = [f for f in self._folds if not first <= f.tokens[0] < end]
-        slots, spans = np.full(self.size, -1, np.int32), np.zeros(self.size, np.int32)
-        cells, folds, results = self._place_folds(slots, spans)
-        ends = cells + totals.cumsum()
-        slots[tokens] = ends - totals
-        jobs[:, 0] = slots[jobs[:, 0]] + jobs[:, 3]
-        if self._forgotten:
-            slots[self.profiles < 0] = -1
-        rows = int(ends[-1]) if len(ends) else cells
-        packs, runs = jobs[:0], self._runs
-        if len(jobs) and jobs[:, 4].min() <= PACKED:
-            packed = jobs[:, 4] <= PACKED
-            packs, jobs, runs = jobs[packed & (jobs[:, 2] > 0)], jobs[~packed], []
-        marks, steered = _by_reply(self._marks, replies), _by_reply(self._steered, replies)
-        return StepPlan(
-            slots,
-            self.profiles,
-            self.programs,
-            rows,
-            tokens,
-            jobs,
-            runs,
-            marks,
-            steered,
-            self.lookups,
-            self.failures,
-            packs,
-            spans,
-            cells,
-            folds,
-            results,
+    def steer_some(self, endpoint: int, group: int, positions: np.ndarray) -> None:
+        """Report any steered positions (ascending) of a group."""
+        self._steered_runs.extend(
+            (endpoint, group, int(positions[start]), end - start, stride)
+            for start, end, stride in _strided_runs(positions)
         )
 
-    def _place_folds(self, slots: np.ndarray, spans: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
-        """Ring rows that groups take, and `folds` and `results` of the plan."""
-        if not self._folds:
-            return 0, _NO_FOLDS, _NO_RESULTS
-        folds = np.array([f.numbers for f in self._folds], np.int64)
-        ends = np.array([f.rows for f in self._folds]).cumsum()
-        starts = np.concatenate([[0], ends[:-1]])
-        tokens = np.concatenate([f.tokens for f in self._folds])
-        spans[tokens] = np.concatenate([f.spans for f in self._folds])
-        lengths = [len(f.tokens) for f in self._folds]
-        slots[tokens] = np.concatenate([f.at for f in self._folds]) + starts.repeat(lengths)
-        widths = np.array([f.width for f in self._folds])
-        folds[:, CELL] = starts // (widths // folds[:, COLUMNS])
-        done = folds[:, DONE] != 0
-        rows = np.array([-1 if f.row is None else f.row for f in self._folds])
-        return int(ends[-1]), folds, np.stack([starts, rows, widths], 1)[done]
+    def cancel(self, first: int, count: int) -> None:
+        """Let the `count` tokens from `first` on do nothing, whatever was added for them."""
+        end = first + count
+        self._cancelled.append((first, end))
+        self.site_sets[first:end] = self.programs[first:end] = -1
+        self.programs_by_token = [c for c in self.programs_by_token if not first <= c.tokens[0] < end]
 
-    def _spread(self) -> None:
-        """Every token of `_rows`."""
-        rows = np.array(self._rows, np.int64)
-        first, count, row, width = rows[:, :4].T
-        run = np.arange(len(rows)).repeat(count)
-        ends = count.cumsum()
-        within = np.arange(len(run)) - (ends - count)[run]
-        tokens = first[run] + within
-        jobs = rows[run, 1:6]
-        jobs[:, 0], jobs[:, 1] = tokens, row[run] + within * width[run]
-        starts = (self._taken + ends - count).tolist()
-        self._runs.extend((start, start + n) for start, n in zip(starts, count.tolist(), strict=True) if n > 1)
-        self._add(tokens, rows[run, 6], jobs)
-        marks = np.ones((len(rows), 6), np.int64)
-        marks[:, :4], marks[:, 4] = rows[:, 7:], count
-        self._marks.append(marks)
+    def finish(self, endpoints: Sequence[str]) -> StepPlan | None:
+        """Return the plan, None if nothing happens in the step.
 
-    def _add(self, tokens: np.ndarray, totals: np.ndarray, jobs: np.ndarray) -> None:
-        self._tokens.append(tokens)
-        self._totals.append(totals)
-        self._jobs.append(jobs)
-        self._taken += len(jobs)
+        Args:
+            endpoints: addresses of the readers, by number.
+        """
+        self._expand_token_runs()
+        self._expand_steered_runs()
+        if self._is_empty():
+            return None
+        placements = concatenate(self._placements, PLACEMENT)
+        self._apply_cancellations(placements)
+        slots, spans = np.full(self.size, -1, np.int32), np.zeros(self.size, np.int32)
+        group_rows, reductions, reduced = self._place_reductions(slots, spans)
+        ring_rows = placements["ring_rows"]
+        ends = group_rows + ring_rows.cumsum()
+        first_rows = ends - ring_rows
+        captured_tokens = np.ascontiguousarray(placements["token"])
+        slots[captured_tokens] = first_rows
+        if self._cancelled:
+            slots[self.site_sets < 0] = -1
+        copies, copy_runs, records = self._split_placements(placements, first_rows)
+        return StepPlan(
+            slots=slots,
+            site_sets=self.site_sets,
+            programs=self.programs,
+            rows=int(ends[-1]) if len(ends) else group_rows,
+            captured_tokens=captured_tokens,
+            copies=copies,
+            copy_runs=copy_runs,
+            arrivals=self._arrivals.sorted(endpoints),
+            steered=self._steered.sorted(endpoints),
+            programs_by_token=self.programs_by_token,
+            failures=self.failures,
+            records=records,
+            spans=spans,
+            group_rows=group_rows,
+            reductions=reductions,
+            reduced=reduced,
+        )
+
+    def _is_empty(self) -> bool:
+        if self._placements or self._reductions or self._arrivals or self._steered or self.failures:
+            return False
+        return not (self.programs >= 0).any()
+
+    def _apply_cancellations(self, placements: np.ndarray) -> None:
+        """Take room and size from the tokens of requests that failed."""
+        tokens = placements["token"]
+        for first, end in self._cancelled:
+            cancelled = (tokens >= first) & (tokens < end)
+            placements["ring_rows"][cancelled] = placements["size"][cancelled] = 0
+            self._reductions = [r for r in self._reductions if not first <= r.tokens[0] < end]
+
+    def _split_placements(
+        self, placements: np.ndarray, first_rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the plan's `copies`, `copy_runs` and `records`; `first_rows` are in the ring."""
+        places, sizes, codecs = placements["place"], placements["size"], placements["codec"]
+        as_records = codecs >= 0
+        if not as_records.any():
+            copies = np.empty(len(placements), ROW_COPY)
+            copies["ring_row"], copies["arena_row"], copies["rows"] = first_rows, places, sizes
+            return copies, concatenate(self._copy_runs, COPY_RUN), np.empty(0, RECORD)
+        chosen = (~as_records).nonzero()[0]
+        copies = np.empty(len(chosen), ROW_COPY)
+        copies["ring_row"], copies["arena_row"], copies["rows"] = first_rows[chosen], places[chosen], sizes[chosen]
+        chosen = (as_records & (sizes > 0)).nonzero()[0]
+        records = np.empty(len(chosen), RECORD)
+        records["ring_row"], records["arena_byte"], records["bytes"] = first_rows[chosen], places[chosen], sizes[chosen]
+        records["ring_rows"], records["codec"] = placements["ring_rows"][chosen], codecs[chosen]
+        return copies, np.empty(0, COPY_RUN), records
+
+    def _place_reductions(self, slots: np.ndarray, spans: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
+        """Place the groups of reductions in the first ring rows, and set `slots` and `spans`.
+
+        Returns:
+            `group_rows`, `reductions` and `reduced` of the plan.
+        """
+        if not self._reductions:
+            return 0, np.empty(0, REDUCTION), np.empty(0, ROW_COPY)
+        reductions = np.array([r.fields for r in self._reductions], REDUCTION)
+        group_sizes = np.array([r.group_size for r in self._reductions])
+        ends = (group_sizes * reductions["groups"]).cumsum()
+        starts = ends - group_sizes * reductions["groups"]
+        tokens = np.concatenate([r.tokens for r in self._reductions])
+        tokens_each = [len(r.tokens) for r in self._reductions]
+        spans[tokens] = np.concatenate([r.spans for r in self._reductions])
+        slots[tokens] = np.concatenate([r.slots for r in self._reductions]) + starts.repeat(tokens_each)
+        ring_rows_per_cell = group_sizes // reductions["columns"]
+        reductions["cell"] = starts // ring_rows_per_cell
+        done = reductions["done"].nonzero()[0]
+        reduced = np.empty(len(done), ROW_COPY)
+        reduced["ring_row"], reduced["rows"] = starts[done], group_sizes[done]
+        reduced["arena_row"] = [r.arena_row for r in self._reductions if r.arena_row is not None]
+        return int(ends[-1]), reductions, reduced
+
+    def _expand_token_runs(self) -> None:
+        """Add every token of the runs."""
+        if not self._token_runs:
+            return
+        runs = np.array(self._token_runs, TOKEN_RUN)
+        counts = runs["count"]
+        ends = counts.cumsum()
+        starts = ends - counts
+        run_of_token = np.arange(len(runs)).repeat(counts)
+        place_in_run = np.arange(len(run_of_token)) - starts[run_of_token]
+        sizes = runs["size"][run_of_token]
+        placements = np.empty(len(run_of_token), PLACEMENT)
+        placements["token"] = runs["token"][run_of_token] + place_in_run
+        placements["place"] = runs["place"][run_of_token] + place_in_run * sizes
+        placements["size"] = sizes
+        placements["ring_rows"] = runs["ring_rows"][run_of_token]
+        placements["codec"] = runs["codec"][run_of_token]
+        long = (counts > 1).nonzero()[0]
+        copy_runs = np.empty(len(long), COPY_RUN)
+        copy_runs["first"], copy_runs["end"] = starts[long] + self._num_placements, ends[long] + self._num_placements
+        self._copy_runs.append(copy_runs)
+        self._add_placements(placements)
+        arrivals = np.empty(len(runs), ARRIVAL)
+        for name in ("row_seq", "rank", "position", "count"):
+            arrivals[name] = runs[name]
+        arrivals["stride"] = 1
+        self._arrivals.add(runs["endpoint"], arrivals)
+
+    def _expand_steered_runs(self) -> None:
+        if self._steered_runs:
+            endpoints, *columns = np.array(self._steered_runs).T
+            steered = np.empty(len(endpoints), STEERED)
+            for name, column in zip(STEERED.names or (), columns, strict=True):
+                steered[name] = column
+            self._steered.add(endpoints, steered)
+
+    def _add_placements(self, placements: np.ndarray) -> None:
+        self._placements.append(placements)
+        self._num_placements += len(placements)
+
+    def _add_arrivals(self, endpoint: int, row_seq: int, rank: int | None, positions: np.ndarray) -> None:
+        """Add rows at `positions` (ascending), of ranks from `rank` on; None for dropped ones."""
+        arrivals = [
+            (row_seq, -1 if rank is None else rank + start, positions[start], end - start, stride)
+            for start, end, stride in _strided_runs(positions)
+        ]
+        self._arrivals.add(endpoint, np.array(arrivals, ARRIVAL))
 
 
-def _stretches(values: np.ndarray) -> list[tuple[int, int, int]]:
-    """(start, end, 1) of the longest runs of consecutive values."""
+def _consecutive_runs(values: np.ndarray) -> list[tuple[int, int, int]]:
+    """Return (start, end, 1) of the longest runs of consecutive values."""
     if int(values[-1]) - int(values[0]) == len(values) - 1:
         return [(0, len(values), 1)]
     breaks = np.flatnonzero(np.diff(values) != 1) + 1
     bounds = [0, *breaks.tolist(), len(values)]
-    return [(a, b, 1) for a, b in itertools.pairwise(bounds)]
+    return [(start, end, 1) for start, end in itertools.pairwise(bounds)]
 
 
-def _even(values: np.ndarray) -> list[tuple[int, int, int]]:
-    """(start, end, stride): as `_stretches`, or one run if all the steps are equal."""
+def _strided_runs(values: np.ndarray) -> list[tuple[int, int, int]]:
+    """Return (start, end, stride) of runs: one if all values are equally far apart."""
     if int(values[-1]) - int(values[0]) == len(values) - 1:
         return [(0, len(values), 1)]
     steps = np.diff(values)
     if (steps == steps[0]).all():
         return [(0, len(values), int(steps[0]))]
-    return _stretches(values)
-
-
-def _by_reply(parts: list[np.ndarray], replies: Sequence[str]) -> dict[str, np.ndarray]:
-    if not parts:
-        return {}
-    every = (parts[0] if len(parts) == 1 else np.concatenate(parts)).astype(np.int32)
-    if len(replies) == 1:
-        return {replies[0]: every[:, 1:]}
-    return {replies[k]: every[every[:, 0] == k, 1:] for k in np.unique(every[:, 0])}
+    return _consecutive_runs(values)

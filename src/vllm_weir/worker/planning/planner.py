@@ -1,12 +1,13 @@
-"""The plan of one step: what every scheduled token is to record and to undergo. Pure numpy.
+"""The planner of a step: what every scheduled token is to record and to undergo. Pure numpy.
 
-A token that is captured gets a *profile* (the set of columns whose rows are wanted) and a *slot* (the ring row of its
-first wanted column); the column at place k of the profile goes to ring row ``slot + k``. So only wanted rows are
-written. A token that is steered gets a *program*. Where the rows go from the ring is said by `jobs`.
+A token that is captured gets a *site set* (the set of columns whose rows are wanted) and a *slot*
+(the ring row of its first wanted column); the column at place k of the site set goes to ring row
+``slot + k``. So only wanted rows are written. A token that is steered gets a *program*. Where the
+rows go from the ring is said by the plan's copies.
 
-Most tokens of most steps are the one new token of a request for which nothing changes any more from token to token:
-those are planned all at once from the arrays of `SteadyState`, and a step that only repeats the last one is not
-planned at all. The others are planned one request after the other.
+Most tokens of most steps are the one new token of a request for which nothing changes any more from
+token to token: those are planned all at once from the arrays of `SteadyState`, and a step that only
+repeats the last one is not planned at all. The others are planned one request after the other.
 """
 
 from __future__ import annotations
@@ -29,74 +30,82 @@ from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.planning.site_sets import SiteSets
 from vllm_weir.worker.planning.steady_state import SteadyState
 from vllm_weir.worker.planning.steering_planner import SteeredRequest, SteeringPlanner
-from vllm_weir.worker.planning.step_plan import RepeatedSteps, StepPlan
+from vllm_weir.worker.planning.step_plan import RepeatedSteps, RequestFailure, StepPlan
 from vllm_weir.worker.steering.programs import ProgramTable
 
-ESTIMATE = 4096
-"""Generated tokens that are looked ahead to guess how many rows a request will have."""
+MOST_EXPECTED = 4096
+"""Generated tokens that are counted at most to guess how many rows a request will have."""
 
 
 class Planner:
-    """Keeps the live requests and turns a step's batch into a StepPlan.
+    """The live requests, and what turns a step's batch into a StepPlan.
 
     Args:
         columns: columns (see `column_of`) that this worker fills.
         num_columns: width of the rank table.
-        max_profiles: height of the rank table.
-        table: where programs live.
+        max_site_sets: height of the rank table.
+        table: where programs are held.
         row_seqs: where rows go; None for a planner whose rows go nowhere in particular.
 
     Attributes:
-        reading, steering: the live requests that do so, by id.
-        profiles: the rank table.
-        reader, steerer: plan one request each.
+        capturing, steered: the live requests that capture or are steered, by id.
+        site_sets: the rank table.
+        capture_planner, steering_planner: plan one request each.
+        steady_state: what goes on without change.
     """
 
     def __init__(
         self,
         columns: frozenset[int],
         num_columns: int,
-        max_profiles: int,
+        max_site_sets: int,
         table: ProgramTable,
         row_seqs: RowSequences | None = None,
     ) -> None:
         self.columns = columns
         self.row_seqs = row_seqs or RowSequences(Arena(1 << 50))
-        self.profiles = SiteSets(max_profiles, num_columns)
-        self.reader = CapturePlanner(self.profiles, self.row_seqs, table.vectors.shape[1])
+        self.site_sets = SiteSets(max_site_sets, num_columns)
+        self.capture_planner = CapturePlanner(self.site_sets, self.row_seqs, table.vectors.shape[1])
         self.steering_planner = SteeringPlanner(table, self.row_seqs)
-        self.reading: dict[str, CapturingRequest] = {}
-        self.steering: dict[str, SteeredRequest] = {}
-        self.seats = SteadyState()
-        self._repeat: RepeatedSteps | None = None
-        self._wanted = IdentityCache(self._wanted_of)
+        self.capturing: dict[str, CapturingRequest] = {}
+        self.steered: dict[str, SteeredRequest] = {}
+        self.steady_state = SteadyState()
+        self._repeated: RepeatedSteps | None = None
+        self._selected = IdentityCache(self._select)
 
-    def read(
+    def add_capture(
         self,
         request_id: str,
-        reply: str,
+        endpoint: str,
         spec: ResolvedSpec,
         prompt_len: int,
         prompt_ids: Sequence[int] | None,
-        most: int = ESTIMATE,
-        directions: int = -1,
+        max_generated: int = MOST_EXPECTED,
+        codec: int = -1,
     ) -> None:
-        """Start capturing for a request that can generate `most` tokens.
+        """Start capturing for a request, if it wants anything of this worker.
 
-        `directions`: ``PACKED - number`` of the codec that its treatment asks for, -1 for none.
+        Args:
+            request_id: of the request.
+            endpoint: of its reader.
+            spec: what it captures.
+            prompt_len: tokens of the prompt.
+            prompt_ids: their ids, None if only the device knows them.
+            max_generated: tokens that it can generate.
+            codec: number of the codec that makes records of its rows, -1 for none.
         """
-        self._end_repeat()
-        wanted = self._wanted[spec]
-        if wanted is not None:
-            choice, columns = wanted
-            selectors = choice.of(prompt_len, prompt_ids)
-            self.reading[request_id] = CapturingRequest(
-                request_id, reply, selectors, columns, min(most, ESTIMATE), spec.postprocess, directions
+        self._end_repetition()
+        selected = self._selected[spec]
+        if selected is not None:
+            selector_set, columns = selected
+            selectors = selector_set.of(prompt_len, prompt_ids)
+            self.capturing[request_id] = CapturingRequest(
+                request_id, endpoint, selectors, columns, min(max_generated, MOST_EXPECTED), spec.postprocess, codec
             )
-            self.seats.take(request_id, reply)
+            self.steady_state.add_request(request_id, endpoint)
 
-    def _wanted_of(self, spec: ResolvedSpec) -> tuple[SelectorSet, list[tuple[int, ...]]] | None:
-        """The selectors of a spec, and the columns that each wants of this worker; thousands of requests share one."""
+    def _select(self, spec: ResolvedSpec) -> tuple[SelectorSet, list[tuple[int, ...]]] | None:
+        """Return a spec's selectors and the columns that each wants of this worker, if any."""
         by_positions: dict[Positions, set[int]] = {}
         for site_request in spec.site_requests:
             column = column_of(site_request.site, site_request.before)
@@ -106,144 +115,156 @@ class Planner:
             return None
         return SelectorSet(tuple(by_positions)), [tuple(sorted(columns)) for columns in by_positions.values()]
 
-    def steer(
+    def add_steering(
         self,
         request_id: str,
-        reply: str,
-        moves: Sequence[ResolvedIntervention],
+        endpoint: str,
+        interventions: Sequence[ResolvedIntervention],
         prompt_len: int,
         prompt_ids: Sequence[int] | None,
-        fetch: Callable,
+        fetch: Callable[[list[str]], dict[str, np.ndarray]],
         salt: str = "",
     ) -> None:
-        """Start steering a request; raises WeirError if the tables cannot hold it. `fetch`, `salt`: as for
-        `SteeringPlanner.join`."""
-        self._end_repeat()
-        self.steering[request_id] = self.steering_planner.join(
-            request_id, reply, moves, prompt_len, prompt_ids, fetch, salt
+        """Start steering a request; arguments and errors as for `SteeringPlanner.join`."""
+        self._end_repetition()
+        self.steered[request_id] = self.steering_planner.join(
+            request_id, endpoint, interventions, prompt_len, prompt_ids, fetch, salt
         )
-        self.seats.take(request_id, reply)
+        self.steady_state.add_request(request_id, endpoint)
 
     def resume(self, request_ids: Iterable[str]) -> None:
-        """These were preempted: what comes before their next tokens may be others', from the prefix cache."""
-        for steering in filter(None, map(self.steering.get, request_ids)):
-            self._end_repeat()
-            steering.entered = False
-            self.seats.wait(self.seats.number(steering.request_id))
+        """Note that requests go on after a preemption.
+
+        KV before their next tokens may be that of other requests then, from the prefix cache.
+        """
+        for request in filter(None, map(self.steered.get, request_ids)):
+            self._end_repetition()
+            request.entered = False
+            self.steady_state.unsettle(self.steady_state.slot_of(request.request_id))
 
     def remove(self, request_id: str) -> None:
-        """Stop following a request; unknown ids are fine (most requests carry no keys)."""
-        reading, steering = self.reading.pop(request_id, None), self.steering.pop(request_id, None)
-        if reading is None and steering is None:
+        """Stop following a request; unknown ids are ignored (most requests carry no keys)."""
+        capturing, steered = self.capturing.pop(request_id, None), self.steered.pop(request_id, None)
+        if capturing is None and steered is None:
             return
-        self._end_repeat()
-        if reading is not None:
-            self.reader.leave(reading)
-        if steering is not None:
-            self.steering_planner.leave(steering)
-        self.seats.leave(request_id)
+        self._end_repetition()
+        if capturing is not None:
+            self.capture_planner.leave(capturing)
+        if steered is not None:
+            self.steering_planner.leave(steered)
+        self.steady_state.remove_request(request_id)
 
     def plan(
         self, request_ids: Sequence[str], num_tokens: Sequence[int], num_computed: Sequence[int]
     ) -> StepPlan | None:
-        """The plan for a batch, or None if nothing is captured or steered in it.
+        """Return the plan for a batch, None if nothing is captured or steered in it.
 
         Args:
             request_ids: requests in batch order.
             num_tokens: tokens each one has in this step.
             num_computed: position of each one's first token in this step.
         """
-        if not self.reading and not self.steering:
+        if not self.capturing and not self.steered:
             return None
         counts, computed = np.asarray(num_tokens, np.int64), np.asarray(num_computed, np.int64)
-        if self._repeat is not None and self._repeat.goes_on(request_ids, counts, computed):
-            return self._repeat.next()
-        self._end_repeat()
-        draft = PlanBuilder(int(counts.sum()))
-        firsts = np.cumsum(counts) - counts
-        seats = self.seats.of(request_ids)
-        steady = (counts == 1) & (computed >= self.seats.ready[seats])
-        followed = steady.nonzero()[0]
-        if len(followed):
-            steady[followed] = self._plan_steady(draft, seats[followed], firsts[followed], computed[followed])
-        others = ((seats != 0) & ~steady).nonzero()[0]
-        # What one takes from the prefix cache may be computed by another in this step, whose failure is then known.
+        if self._repeated is not None and self._repeated.continues(request_ids, counts, computed):
+            return self._repeated.next()
+        self._end_repetition()
+        builder = PlanBuilder(int(counts.sum()))
+        first_tokens = np.cumsum(counts) - counts
+        slots = self.steady_state.slots_of(request_ids)
+        is_steady = (counts == 1) & (computed >= self.steady_state.ready[slots])
+        steady = is_steady.nonzero()[0]
+        if len(steady):
+            is_steady[steady] = self._plan_steady(builder, slots[steady], first_tokens[steady], computed[steady])
+        others = ((slots != 0) & ~is_steady).nonzero()[0]
+        # What one takes from the prefix cache may be computed by another in this step, whose
+        # failure is then known.
         others = others[computed[others].argsort(kind="stable")]
-        places = np.stack([others, firsts[others], computed[others], counts[others]], 1)
-        for k, *at in places.tolist():
-            self._plan_one(draft, request_ids[k], *at)
-        plan = draft.finish(self.seats.replies)
-        if not len(others) and len(counts) == draft.size:
-            x = self.seats.row_seq[seats[followed]]
-            self._repeat = RepeatedSteps(request_ids, computed, plan, self.row_seqs, x[x >= 0])
+        arguments = np.stack([others, first_tokens[others], computed[others], counts[others]], 1)
+        for k, first_token, start, count in arguments.tolist():
+            self._plan_one(builder, request_ids[k], first_token, start, count)
+        plan = builder.finish(self.steady_state.endpoints)
+        if not len(others) and len(counts) == builder.size:
+            row_seqs = self.steady_state.row_seq[slots[steady]]
+            self._repeated = RepeatedSteps(request_ids, computed, plan, self.row_seqs, row_seqs[row_seqs >= 0])
         return plan
 
-    def _end_repeat(self) -> None:
-        self._repeat = None
+    def _end_repetition(self) -> None:
+        self._repeated = None
         self.row_seqs.catch_up()
 
     def _plan_steady(
-        self, draft: PlanBuilder, seats: np.ndarray, firsts: np.ndarray, computed: np.ndarray
+        self, builder: PlanBuilder, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray
     ) -> np.ndarray:
-        """Plan tokens of requests that go on as they did; returns for which of them that was possible."""
-        of, row_seqs = self.seats, self.row_seqs
-        at = of.row_seq[seats]
-        reads = at >= 0
-        x = at[reads]
-        fits = np.ones(len(seats), bool)
-        fits[reads] = (row_seqs.rank[x] < row_seqs.limit[x]) & (row_seqs.last[x] < computed[reads])
+        """Plan one token each of requests in the steady state, all arrays [n].
+
+        Returns:
+            bool [n], for which of them that was possible: the others' rows need another extent or
+            row sequence.
+        """
+        steady, row_seqs = self.steady_state, self.row_seqs
+        indices = steady.row_seq[slots]
+        captures = indices >= 0
+        indices = indices[captures]
+        fits = np.ones(len(slots), bool)
+        fits[captures] = (row_seqs.next_rank[indices] < row_seqs.end_rank[indices]) & (
+            row_seqs.last_position[indices] < positions[captures]
+        )
         if not fits.all():
-            seats, firsts, computed, reads = seats[fits], firsts[fits], computed[fits], reads[fits]
-            x = of.row_seq[seats][reads]
-        if len(x):
-            rank, tokens, positions = row_seqs.rank[x], firsts[reads], computed[reads]
-            draft.profiles[tokens] = of.profile[seats[reads]]
-            draft.take(of.reply[seats[reads]], row_seqs, x, rank, tokens, positions)
-            row_seqs.rank[x] += 1
-            row_seqs.last[x] = positions
-        programs = of.program[seats]
-        draft.programs[firsts] = programs
-        vouched = of.group[seats] >= 0
-        if vouched.any():
-            draft.steer(of.reply[seats[vouched]], of.group[seats[vouched]], computed[vouched])
+            slots, tokens, positions, captures = slots[fits], tokens[fits], positions[fits], captures[fits]
+            indices = steady.row_seq[slots][captures]
+        if len(indices):
+            captured_slots, captured_tokens, captured_positions = slots[captures], tokens[captures], positions[captures]
+            builder.site_sets[captured_tokens] = steady.site_set[captured_slots]
+            builder.capture_one_each(
+                steady.endpoint[captured_slots], row_seqs, indices, row_seqs.next_rank[indices],
+                captured_tokens, captured_positions,
+            )  # fmt: skip
+            row_seqs.next_rank[indices] += 1
+            row_seqs.last_position[indices] = captured_positions
+        builder.programs[tokens] = steady.program[slots]
+        groups = steady.group[slots]
+        is_reported = groups >= 0
+        if is_reported.any():
+            builder.steer_one_each(steady.endpoint[slots[is_reported]], groups[is_reported], positions[is_reported])
         return fits
 
-    def _plan_one(self, draft: PlanBuilder, request_id: str, first: int, computed: int, count: int) -> None:
-        """One request's tokens; if that fails, it is followed no longer."""
-        reading, steering = self.reading.get(request_id), self.steering.get(request_id)
-        seat = self.seats.number(request_id)
-        reply = int(self.seats.reply[seat])
+    def _plan_one(self, builder: PlanBuilder, request_id: str, first_token: int, start: int, count: int) -> None:
+        """Plan one request's tokens; a request that fails is removed, and its reader told why."""
+        capturing, steered = self.capturing.get(request_id), self.steered.get(request_id)
+        slot = self.steady_state.slot_of(request_id)
+        endpoint = int(self.steady_state.endpoint[slot])
         try:
-            if reading is not None:
-                self.reader.plan(draft, reading, reply, first, computed, count)
-            if steering is not None:
-                self.steering_planner.plan(draft, steering, reply, first, computed, count)
-            self._settle(seat, reading, steering, computed + count)
+            if capturing is not None:
+                self.capture_planner.plan(builder, capturing, endpoint, first_token, start, count)
+            if steered is not None:
+                self.steering_planner.plan(builder, steered, endpoint, first_token, start, count)
+            self._settle(slot, capturing, steered, start + count)
         except WeirError as e:
-            draft.failures.append((self.seats.replies[reply], request_id, str(e)))
-            draft.forget(first, count)
+            builder.failures.append(RequestFailure(self.steady_state.endpoints[endpoint], request_id, str(e)))
+            builder.cancel(first_token, count)
             self.remove(request_id)
-            if steering is not None:
-                self.steering_planner.leftovers.add(steering.keyed, computed)
+            if steered is not None:
+                self.steering_planner.unsteered_kv.add(steered.keys, start)
 
     def _settle(
-        self, seat: int, reading: CapturingRequest | None, steering: SteeredRequest | None, following: int
+        self, slot: int, capturing: CapturingRequest | None, steered: SteeredRequest | None, position: int
     ) -> None:
-        """Let the next tokens be planned with everybody's, if nothing changes any more from `following` on."""
-        row_seq = profile = program = group = -1
-        if reading is not None:
-            start, code = reading.selectors.steady
-            if following < start:
-                return self.seats.wait(seat)
+        """Put a request into the steady state if nothing changes any more from `position` on."""
+        row_seq = site_set = program = group = -1
+        if capturing is not None:
+            start, code = capturing.selectors.steady
+            if position < start:
+                return self.steady_state.unsettle(slot)
             if code:
-                profile = reading.profiles.get(code, -1)
-                if profile not in reading.row_seqs:
-                    return self.seats.wait(seat)
-                row_seq = reading.row_seqs[profile].index
-        if steering is not None:
-            start, code = steering.selectors.steady
-            if following < start or steering.recipe.varies(code):
-                return self.seats.wait(seat)
-            group, program = self.steering_planner.at(steering, code)
-        self.seats.settle(seat, following, row_seq, profile, program, group)
-        return None
+                site_set = capturing.site_sets.get(code, -1)
+                if site_set not in capturing.row_seqs:
+                    return self.steady_state.unsettle(slot)
+                row_seq = capturing.row_seqs[site_set].index
+        if steered is not None:
+            start, code = steered.selectors.steady
+            if position < start or steered.recipe.varies(code):
+                return self.steady_state.unsettle(slot)
+            group, program = self.steering_planner.group_and_program(steered, code)
+        return self.steady_state.settle(slot, position, row_seq, site_set, program, group)

@@ -1,8 +1,9 @@
 """Row sequences: where the rows of a request go in host memory. Pure numpy.
 
-A row sequence is the run of one request's rows that share a set of columns; its row number `rank` is a token position,
-times one row for each column. It lives in extents of the arena, ``[capacity, columns, d_model]`` each: what a step adds
-is one piece for the device's copy engine, and any site of it a tensor that needs no copying.
+A row sequence is the run of one request's rows that share a site set; its `rank` counts token
+positions, each of which has one row for each column. It lives in extents of the arena, ``[capacity,
+columns, d_model]`` each: what a step adds is one piece for the device's copy engine, and any site
+of it a tensor that needs no copying.
 """
 
 from __future__ import annotations
@@ -18,60 +19,83 @@ from vllm_weir.errors import WeirError
 from vllm_weir.worker.planning.arena import Arena
 
 FIRST_GENERATED = 256
-"""Generated tokens that a row sequence's first extent has room for, if so many can come; later ones double."""
+"""Generated tokens that a row sequence's first extent has room for, if so many can come; later
+extents double."""
+FEWEST = 16
+"""Ranks of an extent in a crowded arena, if no more are needed at once."""
 CROWDED = 0.4
 """Share of the arena in use from which extents are made no larger than need be."""
 EXTENT_SHARE = 8
-"""No extent is larger than this part of the arena, for rows that may never come."""
+"""An extent for generated tokens, which may never come, is at most this part of the arena."""
 PROMPT_SHARE = 2
-"""The same for rows of a prompt, which are sure to come: what lies in one extent is handed out without a copy."""
+"""The same for rows of a prompt, which are sure to come: what lies in one extent is handed out
+without a copy."""
+
+_ARRAYS = (
+    "number", "next_rank", "end_rank", "origin", "rank_size", "ring_rows", "units_per_row", "codec", "last_position",
+)  # fmt: skip
 
 
 @dataclass
 class RowSequence:
-    """One row sequence; its counters stand in the arrays of `RowSequences` at `index`."""
+    """One row sequence; its counters are in the arrays of `RowSequences` at `index`.
+
+    Attributes:
+        number: the name under which its reader knows it.
+        columns: what is captured, ascending.
+        prompt_rows: ranks that are sure to come.
+        most_rows: ranks that can come at most.
+        rank_size, ring_rows, codec: as in the arrays of `RowSequences`.
+        extents: (start in the arena, first rank, capacity in ranks); the last one is being filled.
+    """
 
     number: int
     index: int
     request_id: str
-    reply: str
+    endpoint: str
     columns: tuple[int, ...]
     prompt_rows: int
     most_rows: int
-    shape: tuple[int, int, int, int]
-    """Its `width`, `lead`, `directions` and `taken`, as in the arrays."""
+    rank_size: int
+    ring_rows: int
+    codec: int
     extents: list[tuple[int, int, int]] = field(default_factory=list)
-    """(start in the arena, first rank, capacity); the last one is being filled."""
 
 
 @dataclass(frozen=True)
 class ResultCell:
-    """What a row sequence holds of a token (or of all of them) instead of rows: [columns, values] float32.
+    """What a row sequence holds instead of rows, for a token or for all of them.
+
+    [columns, values] float32, unless `kind` says otherwise.
 
     Attributes:
-        kind: ``"fold"``, or a codec's records: ``"scores"`` or ``"packed"``; the last holds [columns, values] bytes.
+        kind: ``"fold"`` for a reduction, or a codec's records: ``"scores"``, or ``"packed"``,
+            [columns, values] bytes.
         values: per column.
-        rows: arena rows that it takes; bytes if it holds records.
-        directions: ``-2 - number`` of the codec, -1 for none.
-        grain: bytes of an arena row if it holds records: then places are counted in bytes, and cells follow without
-            gaps.
+        size: arena rows of the cell; bytes for records.
+        codec: number of the codec, -1 for none.
+        units_per_row: bytes of an arena row for records, which follow each other without gaps; 1
+            for a reduction.
     """
 
     kind: str
     values: int
-    rows: int
-    directions: int = -1
-    grain: int = 1
+    size: int
+    codec: int = -1
+    units_per_row: int = 1
 
 
 class RowSequences:
     """The live row sequences of one worker.
 
-    Attributes:
-        news: reply address -> what its reader must be told with the next step's rows.
+    Args:
+        arena: where extents are allocated.
         patience: seconds to wait for room; None: rows that find none are dropped.
-        grant: called with the reply address, start and rows of every new piece of the arena.
-        epoch: grows whenever a method changes the arrays; see `lag_by`.
+
+    Attributes:
+        layout_updates: endpoint -> what its reader must be told with the next step's rows.
+        grant: called with the endpoint, start and rows of every new piece of the arena.
+        epoch: grows whenever a method changes the arrays; see `defer_advance`.
     """
 
     def __init__(self, arena: Arena, patience: float | None = 0.0) -> None:
@@ -79,177 +103,200 @@ class RowSequences:
         self.patience = patience
         self.live: dict[int, RowSequence] = {}
         self.layout_updates: dict[str, messages.LayoutUpdate] = {}
-        self.grant: Callable[[str, int, int], None] = lambda reply, start, rows: None
+        self.grant: Callable[[str, int, int], None] = lambda endpoint, start, rows: None
         self.epoch = 0
-        self._lag: tuple[np.ndarray, int] | None = None
+        self._deferred: tuple[np.ndarray, int] | None = None
         self._numbers = itertools.count()
         self._free: list[int] = []
         self._grow_arrays(64)
 
     def _grow_arrays(self, size: int) -> None:
-        old = len(self.rank) if self.live else 0
-        for name in ("number", "rank", "limit", "origin", "width", "lead", "taken", "grain", "directions", "last"):
+        used = len(self.next_rank) if self.live else 0
+        for name in _ARRAYS:
             array = np.zeros(size, np.int64)
-            if old:
-                array[:old] = getattr(self, name)
+            if used:
+                array[:used] = getattr(self, name)
             setattr(self, name, array)
-        self._free.extend(range(size - 1, old - 1, -1))
+        self._free.extend(range(size - 1, used - 1, -1))
 
     number: np.ndarray
-    rank: np.ndarray
+    next_rank: np.ndarray
     """Rank of the next row."""
-    limit: np.ndarray
+    end_rank: np.ndarray
     """First rank that the last extent has no room for."""
     origin: np.ndarray
-    """Row of the arena where rank 0 would be, going by the last extent; of a packed row sequence the byte."""
-    width: np.ndarray
-    """Arena rows of a rank: the number of columns, or the size of a cell; of a packed row sequence bytes."""
-    lead: np.ndarray
-    """Ring rows of a token that stand before those that are sent: what a cell is made from."""
-    taken: np.ndarray
+    """Place in the arena where rank 0 would be, going by the last extent: a row, or a byte for
+    records."""
+    rank_size: np.ndarray
+    """Arena rows of a rank: the number of columns, or the size of a cell; bytes for records."""
+    ring_rows: np.ndarray
     """Ring rows of a token."""
-    grain: np.ndarray
-    """Units of `width` in an arena row: 1, or the bytes of a row for a packed row sequence."""
-    directions: np.ndarray
-    """Of a cell, see there; -1 for rows."""
-    last: np.ndarray
-    """Position of the latest row."""
+    units_per_row: np.ndarray
+    """Units of `rank_size` in an arena row: 1, or the bytes of a row for records."""
+    codec: np.ndarray
+    """Number of the codec for records, else -1."""
+    last_position: np.ndarray
+    """Position of the latest row, -1 if there is none."""
 
     def open(
         self,
         request_id: str,
-        reply: str,
+        endpoint: str,
         columns: tuple[int, ...],
         prompt_rows: int,
         most_rows: int,
         cell: ResultCell | None = None,
     ) -> RowSequence:
-        """A new row sequence, still without room; with a `cell` it holds that instead of rows."""
+        """Return a new row sequence without an extent; with a `cell` it holds that, not rows."""
         self.catch_up()
         if not self._free:
-            self._grow_arrays(2 * len(self.rank))
+            self._grow_arrays(2 * len(self.next_rank))
         index = self._free.pop()
-        if cell is None:
-            shape = (len(columns), 0, -1, len(columns))
-        else:
-            shape = (cell.rows, len(columns), cell.directions, len(columns))
-        row_seq = RowSequence(next(self._numbers), index, request_id, reply, columns, prompt_rows, most_rows, shape)
+        rank_size, codec, units_per_row = len(columns), -1, 1
+        if cell is not None:
+            rank_size, codec, units_per_row = cell.size, cell.codec, cell.units_per_row
+        row_seq = RowSequence(
+            next(self._numbers), index, request_id, endpoint, columns, prompt_rows, most_rows,
+            rank_size, len(columns), codec,
+        )  # fmt: skip
         self.live[index] = row_seq
         self.number[index] = row_seq.number
-        self.rank[index] = self.limit[index] = self.origin[index] = 0
-        self.width[index], self.lead[index], self.directions[index], self.taken[index] = shape
-        self.grain[index] = cell.grain if cell else 1
-        self.last[index] = -1
-        self.layout_updates_for(reply).opened.append(
-            messages.SequenceOpened(
-                row_seq.number,
-                request_id,
-                list(columns),
-                *((cell.kind, cell.values, cell.rows) if cell else ()),
-            )
-        )
+        self.next_rank[index] = self.end_rank[index] = self.origin[index] = 0
+        self.rank_size[index], self.ring_rows[index], self.codec[index] = rank_size, len(columns), codec
+        self.units_per_row[index] = units_per_row
+        self.last_position[index] = -1
+        opened = messages.SequenceOpened(row_seq.number, request_id, list(columns))
+        if cell is not None:
+            opened.kind, opened.values, opened.width = cell.kind, cell.values, cell.size
+        self.layout_update_for(endpoint).opened.append(opened)
         return row_seq
 
     def close(self, row_seq: RowSequence) -> None:
-        """No more rows will come."""
+        """End a row sequence: no more rows will come."""
         self.catch_up()
         self._retire(row_seq)
-        self.layout_updates_for(row_seq.reply).closed.append(row_seq.number)
+        self.layout_update_for(row_seq.endpoint).closed.append(row_seq.number)
         del self.live[row_seq.index]
         self._free.append(row_seq.index)
 
-    def place(self, row_seq: RowSequence, rows: int) -> list[tuple[int, int, int]]:
-        """Room for the next `rows` ranks: (first rank, its arena row (byte if packed), count) per extent.
+    def place(self, row_seq: RowSequence, ranks: int) -> list[tuple[int, int, int]]:
+        """Return places for the next `ranks` ranks: (first rank, place, count) per extent.
 
-        Fewer ranks than asked for are placed if there is no room for the rest and rows may be dropped.
+        There are fewer than asked for if there is no room for the rest and rows may be dropped.
 
         Raises:
             WeirError: if there is no room and rows may not be dropped.
         """
         self.catch_up()
-        placed = []
-        i = row_seq.index
-        while rows:
-            if self.rank[i] == self.limit[i] and not self._extend(row_seq, rows):
+        places = []
+        index = row_seq.index
+        while ranks:
+            if self.next_rank[index] == self.end_rank[index] and not self._extend(row_seq, ranks):
                 if self.patience is None:
                     break
                 raise WeirError(
-                    "the host buffer is full and nothing in it was freed in time; drop results that are no longer "
+                    "the host buffer is full, and none of it became free in time; drop results that are no longer "
                     "needed, or raise the setting host_bytes",
                     "capture",
                 )
-            count = int(min(rows, self.limit[i] - self.rank[i]))
-            rank = int(self.rank[i])
-            placed.append((rank, int(self.origin[i]) + rank * int(self.width[i]), count))
-            self.rank[i] += count
-            rows -= count
-        return placed
+            rank = int(self.next_rank[index])
+            count = int(min(ranks, self.end_rank[index] - rank))
+            places.append((rank, int(self.origin[index]) + rank * row_seq.rank_size, count))
+            self.next_rank[index] += count
+            ranks -= count
+        return places
 
     def retire_all(self) -> None:
-        """Close every extent, so that readers can take their rows out; row sequences go on in new ones."""
+        """Close every extent, so that readers can take rows out; sequences go on in new ones."""
         self.catch_up()
         for row_seq in self.live.values():
             self._retire(row_seq)
 
-    def lag_by(self, x: np.ndarray, rows: int) -> None:
-        """The row sequences `x` (by index) have so many rows more than `rank` and `last` say, until `catch_up`.
+    def defer_advance(self, indices: np.ndarray, steps: int) -> None:
+        """Count `steps` more rows for the row sequences at `indices` when `catch_up` is called.
 
-        So a step that repeats the last one touches no array; whoever reads these two must catch up first.
+        So a step that repeats the last one touches no array; whoever reads `next_rank` or
+        `last_position` must catch up first.
         """
-        self._lag = (x, rows)
+        self._deferred = (indices, steps)
 
     def catch_up(self) -> None:
-        """Make `rank` and `last` say what is so."""
+        """Bring `next_rank` and `last_position` up to date."""
         self.epoch += 1
-        if self._lag is not None:
-            x, rows = self._lag
-            self._lag = None
-            self.rank[x] += rows
-            self.last[x] += rows
+        if self._deferred is not None:
+            indices, steps = self._deferred
+            self._deferred = None
+            self.next_rank[indices] += steps
+            self.last_position[indices] += steps
 
     def take_layout_updates(self) -> dict[str, messages.LayoutUpdate]:
-        """What readers must be told; it is told once."""
+        """Return what readers must be told, by endpoint, and forget it."""
         layout_updates, self.layout_updates = self.layout_updates, {}
         return layout_updates
 
-    def _extend(self, row_seq: RowSequence, rows: int) -> bool:
-        i, width, share = row_seq.index, int(self.width[row_seq.index]), EXTENT_SHARE
-        rank = int(self.rank[i])
-        if rank < row_seq.prompt_rows:
-            generous = row_seq.prompt_rows - rank + min(FIRST_GENERATED, row_seq.most_rows - row_seq.prompt_rows)
-            share = PROMPT_SHARE
-        else:
-            generous = min(max(FIRST_GENERATED, rank), row_seq.most_rows - rank)
-        if self.arena.pressure > CROWDED:
-            generous = max(rows, 16)
-        grain = int(self.grain[i])
-        most = max(1, self.arena.capacity * grain // (share * width))
-        size = min(most, max(rows, generous))
-        least = min(size, rows, 16)
-        while (start := self.arena.allocate(-(-size * width // grain))) is None and size > least:
-            size = max(least, size // 2)
-        if start is None and self.patience:
-            start = self.arena.allocate(-(-size * width // grain), self.patience)
-        if start is None:
+    def layout_update_for(self, endpoint: str) -> messages.LayoutUpdate:
+        """Return what this reader will be told, to be added to."""
+        layout_update = self.layout_updates.get(endpoint)
+        if layout_update is None:
+            layout_update = self.layout_updates[endpoint] = messages.LayoutUpdate()
+        return layout_update
+
+    def _extend(self, row_seq: RowSequence, ranks: int) -> bool:
+        """Give a row sequence, whose extent is full, another; return whether there was room.
+
+        It has room for `ranks` ranks if that can be had, but may have less.
+        """
+        index = row_seq.index
+        rank, units_per_row = int(self.next_rank[index]), int(self.units_per_row[index])
+        wanted = self._wanted_capacity(row_seq, rank, ranks, units_per_row)
+        allocated = self._allocate(wanted, min(wanted, ranks, FEWEST), row_seq.rank_size, units_per_row)
+        if allocated is None:
             return False
-        self.grant(row_seq.reply, start, -(-size * width // grain))
+        start, arena_rows, capacity = allocated
+        self.grant(row_seq.endpoint, start, arena_rows)
         self._retire(row_seq)
-        row_seq.extents.append((start, rank, size))
-        self.limit[i], self.origin[i] = rank + size, start * grain - rank * width
-        self.layout_updates_for(row_seq.reply).placed.append(messages.ExtentPlaced(row_seq.number, rank, size, start))
+        row_seq.extents.append((start, rank, capacity))
+        self.end_rank[index] = rank + capacity
+        self.origin[index] = start * units_per_row - rank * row_seq.rank_size
+        placed = messages.ExtentPlaced(row_seq.number, rank, capacity, start)
+        self.layout_update_for(row_seq.endpoint).placed.append(placed)
         return True
 
-    def _retire(self, row_seq: RowSequence) -> None:
-        if row_seq.extents:
-            rank, layout_updates = int(self.rank[row_seq.index]), self.layout_updates_for(row_seq.reply)
-            for start, first, _ in row_seq.extents:
-                layout_updates.retired.append(messages.ExtentRetired(row_seq.number, first, rank - first, start))
-            row_seq.extents.clear()
-            self.limit[row_seq.index] = rank
+    def _wanted_capacity(self, row_seq: RowSequence, rank: int, ranks: int, units_per_row: int) -> int:
+        """Return the ranks an extent from `rank` on should have; `ranks` are needed at once."""
+        if rank < row_seq.prompt_rows:
+            generated = min(FIRST_GENERATED, row_seq.most_rows - row_seq.prompt_rows)
+            expected, share = row_seq.prompt_rows - rank + generated, PROMPT_SHARE
+        else:
+            expected, share = min(max(FIRST_GENERATED, rank), row_seq.most_rows - rank), EXTENT_SHARE
+        if self.arena.pressure > CROWDED:
+            expected = FEWEST
+        largest = self.arena.capacity * units_per_row // (share * row_seq.rank_size)
+        return min(max(1, largest), max(ranks, expected))
 
-    def layout_updates_for(self, reply: str) -> messages.LayoutUpdate:
-        """What this reader will be told."""
-        layout_updates = self.layout_updates.get(reply)
-        if layout_updates is None:
-            layout_updates = self.layout_updates[reply] = messages.LayoutUpdate()
-        return layout_updates
+    def _allocate(self, wanted: int, least: int, rank_size: int, units_per_row: int) -> tuple[int, int, int] | None:
+        """Allocate room for `wanted` ranks, or for fewer down to `least`; wait only for these.
+
+        Returns:
+            Start and rows of the piece, and how many ranks it is for; None if there is no room.
+        """
+
+        def arena_rows(capacity: int) -> int:
+            return -(-capacity * rank_size // units_per_row)
+
+        capacity = wanted
+        while (start := self.arena.allocate(arena_rows(capacity))) is None and capacity > least:
+            capacity = max(least, capacity // 2)
+        if start is None and self.patience:
+            start = self.arena.allocate(arena_rows(capacity), self.patience)
+        return None if start is None else (start, arena_rows(capacity), capacity)
+
+    def _retire(self, row_seq: RowSequence) -> None:
+        """Close a row sequence's extents."""
+        if row_seq.extents:
+            next_rank = int(self.next_rank[row_seq.index])
+            retired = self.layout_update_for(row_seq.endpoint).retired
+            for start, first_rank, _ in row_seq.extents:
+                retired.append(messages.ExtentRetired(row_seq.number, first_rank, next_rank - first_rank, start))
+            row_seq.extents.clear()
+            self.end_rank[row_seq.index] = next_rank

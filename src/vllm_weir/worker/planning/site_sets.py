@@ -1,4 +1,4 @@
-"""Profiles: sets of columns that tokens have recorded, as rows of the rank table. Pure numpy."""
+"""Site sets: the columns that are captured of a token, as rows of a table. Pure numpy."""
 
 from __future__ import annotations
 
@@ -8,54 +8,65 @@ from vllm_weir.errors import WeirError
 
 
 class SiteSets:
-    """Profiles by content, counted by the requests that use them.
+    """Site sets by content, counted by the requests that use them.
+
+    Args:
+        capacity: how many there can be.
+        num_columns: width of the rank table.
 
     Attributes:
-        ranks: int32 [profiles, columns], a column's place in a profile, or -1.
+        ranks: int32 [capacity, num_columns], a column's place in a site set, or -1.
         changed: whether `ranks` has changed since this was last set to False.
-        columns_of: profile -> its columns, ascending.
+        columns_of: site set -> its columns, ascending.
     """
 
-    def __init__(self, most: int, num_columns: int) -> None:
-        self.ranks = np.full((most, num_columns), -1, np.int32)
+    def __init__(self, capacity: int, num_columns: int) -> None:
+        self.ranks = np.full((capacity, num_columns), -1, np.int32)
         self.changed = False
         self.columns_of: dict[int, tuple[int, ...]] = {}
-        self._of: dict[tuple[tuple[int, ...], bool], int] = {}
-        self._keys: dict[int, tuple[tuple[int, ...], bool]] = {}
+        self._number_of: dict[tuple[tuple[int, ...], bool], int] = {}
+        self._key_of: dict[int, tuple[tuple[int, ...], bool]] = {}
         self._users: dict[int, int] = {}
-        self._free = list(range(most - 1, -1, -1))
+        self._free = list(range(capacity - 1, -1, -1))
 
     @property
     def used(self) -> int:
-        """Rows of `ranks`, from the first on, that hold all that are in use."""
+        """Rows of `ranks`, from the first on, that hold all site sets in use."""
         return max(self._users, default=-1) + 1
 
     def __len__(self) -> int:
         return len(self._users)
 
-    def take(self, columns: tuple[int, ...], folded: bool = False) -> int:
-        """The profile of these columns (ascending), with one user more; raises WeirError if the table is full.
+    def hold(self, columns: tuple[int, ...], reduced: bool = False) -> int:
+        """Return the number of the site set of these columns (ascending), for one user more.
 
-        Tokens whose rows are reduced (`folded`) have profiles of their own, as their ranks stand where those of others
-        are places of a streamed step.
+        Tokens whose rows are `reduced` have site sets of their own: their ranks count cells of a
+        group, while in a streamed step those of other tokens are replaced by places in the bands.
+
+        Raises:
+            WeirError: if the table is full.
         """
-        key = columns, folded
-        profile = self._of.get(key)
-        if profile is None:
+        key = columns, reduced
+        number = self._number_of.get(key)
+        if number is None:
             if not self._free:
-                raise WeirError(f"more than {len(self.ranks)} different site sets are wanted at once", "capture")
-            profile = self._of[key] = self._free.pop()
-            self._keys[profile] = key
-            self.columns_of[profile] = columns
-            self.ranks[profile] = -1
-            self.ranks[profile, list(columns)] = np.arange(len(columns))
+                raise WeirError(
+                    f"live requests capture more than {len(self.ranks)} different sets of sites; send fewer of them at "
+                    "a time, or let them capture the same sites",
+                    "capture",
+                )
+            number = self._number_of[key] = self._free.pop()
+            self._key_of[number] = key
+            self.columns_of[number] = columns
+            self.ranks[number] = -1
+            self.ranks[number, list(columns)] = np.arange(len(columns))
             self.changed = True
-        self._users[profile] = self._users.get(profile, 0) + 1
-        return profile
+        self._users[number] = self._users.get(number, 0) + 1
+        return number
 
-    def give_back(self, profile: int) -> None:
-        """One user less; after the last one the profile's row is free."""
-        self._users[profile] -= 1
-        if not self._users[profile]:
-            del self._users[profile], self.columns_of[profile], self._of[self._keys.pop(profile)]
-            self._free.append(profile)
+    def release(self, number: int) -> None:
+        """Count one user less; after the last one the site set's row is free."""
+        self._users[number] -= 1
+        if not self._users[number]:
+            del self._users[number], self.columns_of[number], self._number_of[self._key_of.pop(number)]
+            self._free.append(number)

@@ -1,4 +1,4 @@
-"""Seats: what is the same for a live request from one generated token to the next, as arrays. Pure numpy."""
+"""What stays the same for a live request from token to token, as arrays. Pure numpy."""
 
 from __future__ import annotations
 
@@ -9,80 +9,85 @@ import numpy as np
 
 from vllm_weir.schema.selectors import NEVER
 
+_ARRAYS = ("ready", "row_seq", "site_set", "program", "group", "endpoint")
+
 
 class SteadyState:
-    """One seat for every live request with Weir's keys; seat 0 stands for all the others.
+    """A slot for every live request with Weir's keys; slot 0 stands for all other requests.
 
-    Attributes (arrays by seat):
-        ready: first position from which the rest of the seat holds for every token.
-        row_seq: index of the row sequence that its rows go to, -1 for none.
-        profile: what is recorded.
-        program: what its tokens undergo, -1 for nothing.
-        group: number of the interventions to vouch for, -1 for none.
-        reply: number of its reader in `replies`.
+    Attributes:
+        endpoints: addresses of the readers, by number.
+        ready: int64 [slots], first position from which the slot's other values hold for every
+            token.
+        row_seq: int64 [slots], index of the row sequence that rows go to, -1 for none.
+        site_set: int64 [slots], what is captured, -1 for nothing.
+        program: int64 [slots], program of its tokens, -1 for none.
+        group: int64 [slots], number of the interventions that are reported to the reader, -1 for
+            none.
+        endpoint: int64 [slots], number of its reader in `endpoints`.
     """
 
     def __init__(self) -> None:
-        self.replies: list[str] = []
-        self._reply_numbers: dict[str, int] = {}
-        self._of: dict[str, int] = {}
+        self.endpoints: list[str] = []
+        self._endpoint_numbers: dict[str, int] = {}
+        self._slot_of: dict[str, int] = {}
         self._free: list[int] = []
         self._grow(64)
 
     ready: np.ndarray
     row_seq: np.ndarray
-    profile: np.ndarray
+    site_set: np.ndarray
     program: np.ndarray
     group: np.ndarray
-    reply: np.ndarray
+    endpoint: np.ndarray
 
-    def take(self, request_id: str, reply: str) -> None:
-        """A seat for a request that joins (or has one already) and answers to `reply`."""
-        if request_id in self._of:
+    def add_request(self, request_id: str, endpoint: str) -> None:
+        """Give a slot to a request whose reader is at `endpoint`, if it has none."""
+        if request_id in self._slot_of:
             return
         if not self._free:
             self._grow(2 * len(self.ready))
-        if not self._of:
-            self.replies.clear()
-            self._reply_numbers.clear()
-        seat = self._free.pop()
-        self._of[request_id] = seat
-        self.ready[seat] = NEVER
-        number = self._reply_numbers.get(reply)
+        if not self._slot_of:
+            self.endpoints.clear()
+            self._endpoint_numbers.clear()
+        slot = self._free.pop()
+        self._slot_of[request_id] = slot
+        self.ready[slot] = NEVER
+        number = self._endpoint_numbers.get(endpoint)
         if number is None:
-            number = self._reply_numbers[reply] = len(self.replies)
-            self.replies.append(reply)
-        self.reply[seat] = number
+            number = self._endpoint_numbers[endpoint] = len(self.endpoints)
+            self.endpoints.append(endpoint)
+        self.endpoint[slot] = number
 
-    def leave(self, request_id: str) -> None:
-        """The request's seat is free."""
-        seat = self._of.pop(request_id, None)
-        if seat is not None:
-            self.ready[seat] = NEVER
-            self._free.append(seat)
+    def remove_request(self, request_id: str) -> None:
+        """Free a request's slot; unknown ids are ignored."""
+        slot = self._slot_of.pop(request_id, None)
+        if slot is not None:
+            self.ready[slot] = NEVER
+            self._free.append(slot)
 
-    def number(self, request_id: str) -> int:
-        """A request's seat."""
-        return self._of[request_id]
+    def slot_of(self, request_id: str) -> int:
+        """Return the slot of a live request."""
+        return self._slot_of[request_id]
 
-    def of(self, request_ids: Sequence[str]) -> np.ndarray:
-        """int64 [n], 0 for requests without a seat."""
-        return np.fromiter(map(self._of.get, request_ids, repeat(0)), np.int64, len(request_ids))
+    def slots_of(self, request_ids: Sequence[str]) -> np.ndarray:
+        """Return int64 [n], 0 for requests without a slot."""
+        return np.fromiter(map(self._slot_of.get, request_ids, repeat(0)), np.int64, len(request_ids))
 
-    def wait(self, seat: int) -> None:
-        """What follows is not the same for every token."""
-        self.ready[seat] = NEVER
+    def unsettle(self, slot: int) -> None:
+        """Note that the slot's values do not hold for the tokens that follow."""
+        self.ready[slot] = NEVER
 
-    def settle(self, seat: int, ready: int, row_seq: int, profile: int, program: int, group: int) -> None:
-        """This holds for every token from position `ready` on."""
-        self.ready[seat], self.row_seq[seat], self.profile[seat] = ready, row_seq, profile
-        self.program[seat], self.group[seat] = program, group
+    def settle(self, slot: int, ready: int, row_seq: int, site_set: int, program: int, group: int) -> None:
+        """Set a slot's values, which hold for every token from position `ready` on."""
+        self.ready[slot], self.row_seq[slot], self.site_set[slot] = ready, row_seq, site_set
+        self.program[slot], self.group[slot] = program, group
 
     def _grow(self, size: int) -> None:
-        old = len(self.ready) if self._of else 1
-        for name in ("ready", "row_seq", "profile", "program", "group", "reply"):
+        used = len(self.ready) if self._slot_of else 1
+        for name in _ARRAYS:
             array = np.full(size, NEVER if name == "ready" else -1, np.int64)
-            if self._of:
-                array[:old] = getattr(self, name)
+            if self._slot_of:
+                array[:used] = getattr(self, name)
             setattr(self, name, array)
-        self._free.extend(range(size - 1, old - 1, -1))
+        self._free.extend(range(size - 1, used - 1, -1))

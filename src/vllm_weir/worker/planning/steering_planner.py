@@ -1,4 +1,4 @@
-"""Steering: which program each steered token undergoes, planned one request after the other. Pure numpy."""
+"""Which program each steered token undergoes, planned one request after the other. Pure numpy."""
 
 from __future__ import annotations
 
@@ -15,242 +15,291 @@ from vllm_weir.schema.selectors import Selectors, SelectorSet, distinct
 from vllm_weir.util.identity_cache import IdentityCache
 from vllm_weir.worker.planning.plan_builder import PlanBuilder
 from vllm_weir.worker.planning.row_sequences import RowSequences
-from vllm_weir.worker.planning.step_plan import TokenLookup
-from vllm_weir.worker.steering.programs import ProgramTable
+from vllm_weir.worker.planning.step_plan import ProgramsByToken
+from vllm_weir.worker.steering.programs import ActiveIntervention, ProgramTable
 from vllm_weir.worker.steering.unsteered_kv import SteeredKeys, UnsteeredKV
 
-FEW = 64
-"""Instructions of moves whose recipe is remembered: there are up to `known.MOST` such."""
+MOST_CACHED = 64
+"""Instructions of interventions whose recipe is cached: an identity cache keeps up to
+`identity_cache.MOST` recipes."""
+
+ProgramIdentity = tuple[tuple[str, int], ...]
+"""(digest, rank) of every intervention of a program."""
 
 
 class SteeringRecipe:
-    """What requests with the same moves have in common on this worker.
+    """What requests with the same interventions have in common on this worker.
 
     Attributes:
-        choice: the distinct selectors of the moves.
-        moves: (move, digest, bit of its selector), in the order in which they apply.
-        local: moves with a site at this worker's taps: those it can vouch for.
-        vectors: what they need, by digest.
-        by_position: whether a move has an instruction for each position.
+        choice: the distinct selectors of the interventions.
+        interventions: (intervention, digest, bit of its selector), in the order in which they
+            apply.
+        local: indices of interventions with a site at this worker's taps, which are those it can
+            report.
+        vectors: digests of the vectors that they need.
+        by_position: whether an intervention has an instruction for each position.
     """
 
-    def __init__(self, moves: tuple[ResolvedIntervention, ...], table: ProgramTable) -> None:
-        bits = {positions: bit for bit, positions in enumerate(dict.fromkeys(m.positions for m in moves))}
+    def __init__(self, interventions: tuple[ResolvedIntervention, ...], table: ProgramTable) -> None:
+        bits = {positions: bit for bit, positions in enumerate(dict.fromkeys(i.positions for i in interventions))}
         self.choice = SelectorSet(tuple(bits))
-        self.moves = [(m, m.digest, bits[m.positions]) for m in moves]
-        self.local = frozenset(k for k, m in enumerate(moves) if table.local(m))
-        self.vectors = tuple(sorted({d for k in self.local for d in moves[k].vectors}))
-        self.by_position = any(m.per_position for m in moves)
-        self._by_token = any(m.positions.needs_token_ids for m in moves)
+        self.interventions = [(i, i.digest, bits[i.positions]) for i in interventions]
+        self.local = frozenset(k for k, intervention in enumerate(interventions) if table.is_local(intervention))
+        self.vectors = tuple(sorted({digest for k in self.local for digest in interventions[k].vectors}))
+        self.by_position = any(i.per_position for i in interventions)
+        self._by_token = any(i.positions.needs_token_ids for i in interventions)
         self._active: dict[int, tuple[int, ...]] = {}
-        self._programs: dict[int, tuple[tuple, list[tuple[ResolvedIntervention, str, int]]]] = {}
+        self._programs: dict[int, tuple[ProgramIdentity, list[ActiveIntervention]]] = {}
 
     def active(self, code: int) -> tuple[int, ...]:
-        """The moves that apply at positions with `code`."""
+        """Return the indices of the interventions that apply at positions with `code`."""
         active = self._active.get(code)
         if active is None:
-            active = self._active[code] = tuple(k for k, (_, _, bit) in enumerate(self.moves) if code >> bit & 1)
+            active = self._active[code] = tuple(
+                k for k, (_, _, bit) in enumerate(self.interventions) if code >> bit & 1
+            )
         return active
 
     def varies(self, code: int) -> bool:
-        """Whether what is done at positions with `code` follows from the position or its token, too."""
+        """Return whether what is done with `code` also depends on the position or its token."""
         if not (self.by_position or self._by_token):
             return False
-        moves = [self.moves[k][0] for k in self.active(code)]
-        return any(move.per_position or move.positions.needs_token_ids for move in moves)
+        active = [self.interventions[k][0] for k in self.active(code)]
+        return any(i.per_position or i.positions.needs_token_ids for i in active)
 
-    def program(self, code: int) -> tuple[tuple, list[tuple[ResolvedIntervention, str, int]]]:
-        """(identity, moves with their digests and ranks) of what is done at all positions with `code`."""
-        found = self._programs.get(code)
-        if found is None:
-            active = [(*self.moves[k][:2], -1) for k in self.active(code)]
-            found = self._programs[code] = tuple((digest, -1) for _, digest, _ in active), active
-        return found
+    def program(self, code: int) -> tuple[ProgramIdentity, list[ActiveIntervention]]:
+        """Return what is done at positions with `code`, if it is the same at all of them."""
+        program = self._programs.get(code)
+        if program is None:
+            active = [ActiveIntervention(*self.interventions[k][:2], -1) for k in self.active(code)]
+            program = self._programs[code] = tuple((digest, -1) for _, digest, _ in active), active
+        return program
+
+    def program_at(self, code: int, position: int, prompt_len: int) -> tuple[ProgramIdentity, list[ActiveIntervention]]:
+        """Return what is done at one position with `code`."""
+        active = []
+        for k in self.active(code):
+            intervention, digest, _ = self.interventions[k]
+            rank = -1
+            if intervention.per_position:
+                rank = intervention.positions.rank(position, prompt_len)
+                if rank >= len(intervention.instructions) or not intervention.instructions[rank].u:
+                    continue
+            active.append(ActiveIntervention(intervention, digest, rank))
+        return tuple((digest, rank) for _, digest, rank in active), active
 
 
 @dataclass
 class SteeredRequest:
-    """A live request's moves."""
+    """A live request's interventions.
+
+    Attributes:
+        keys: what its keys in the prefix cache are made of.
+        entered: whether the planner has seen from which position on it is computed here.
+        programs: programs that it holds: identity -> (key, number).
+        groups: indices of interventions -> number under which the reader knows them.
+        by_code: code -> (group, program) at all positions with it, as far as they do not depend on
+            the position.
+    """
 
     request_id: str
-    reply: str
+    endpoint: str
     selectors: Selectors
     recipe: SteeringRecipe
-    keyed: SteeredKeys
+    keys: SteeredKeys
     entered: bool = False
-    """Whether it is known from where on its positions are computed here."""
-    programs: dict[tuple, tuple[object, int]] = field(default_factory=dict)
-    """(digest, rank) of every active move -> (key, number) of a held program."""
+    programs: dict[ProgramIdentity, tuple[object, int]] = field(default_factory=dict)
     groups: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """Moves -> number under which the reader knows them."""
-    at_code: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Code -> (group, program) at all positions with it, as far as they follow from it."""
+    by_code: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class SteeringPlanner:
-    """Plans what steerings change.
+    """Plans what steered requests change.
 
     Args:
-        table: where programs live.
+        table: where programs are held.
         row_seqs: where readers are told of groups.
 
     Attributes:
-        vouches: whether this worker tells what was steered: one of a tensor-parallel group is enough.
-        leftovers: what is in the prefix cache without having been steered as its keys say.
+        reports: whether this worker reports what was steered: one of a tensor-parallel group is
+            enough.
+        unsteered_kv: what is in the prefix cache without having been steered as its keys say.
     """
 
     def __init__(self, table: ProgramTable, row_seqs: RowSequences) -> None:
         self.table, self._row_seqs = table, row_seqs
-        self.vouches = True
-        self.leftovers = UnsteeredKV()
+        self.reports = True
+        self.unsteered_kv = UnsteeredKV()
         self._group_numbers = itertools.count()
         self._recipes: IdentityCache[tuple[ResolvedIntervention, ...], SteeringRecipe] = IdentityCache(
-            lambda moves: SteeringRecipe(moves, self.table)
+            lambda interventions: SteeringRecipe(interventions, self.table)
         )
 
     def join(
         self,
         request_id: str,
-        reply: str,
-        moves: Sequence[ResolvedIntervention],
+        endpoint: str,
+        interventions: Sequence[ResolvedIntervention],
         prompt_len: int,
         prompt_ids: Sequence[int] | None,
-        fetch: Callable,
+        fetch: Callable[[list[str]], dict[str, np.ndarray]],
         salt: str = "",
     ) -> SteeredRequest:
-        """A request's steering; raises WeirError if the tables cannot hold it. `fetch`: digests -> rows; `salt`: of its
-        keys in the prefix cache."""
-        moves = tuple(moves)
-        few = sum(len(m.instructions) for m in moves) <= FEW
-        recipe = self._recipes[moves] if few else SteeringRecipe(moves, self.table)
+        """Return a request's steering, which holds its vectors until it leaves.
+
+        Args:
+            request_id: of the request.
+            endpoint: of its reader.
+            interventions: in the order in which they apply.
+            prompt_len: tokens of the prompt.
+            prompt_ids: their ids, None if only the device knows them.
+            fetch: returns missing vectors by digest.
+            salt: of the request's keys in the prefix cache.
+
+        Raises:
+            WeirError: if the tables cannot hold it.
+        """
+        interventions = tuple(interventions)
+        is_cached = sum(len(i.instructions) for i in interventions) <= MOST_CACHED
+        recipe = self._recipes[interventions] if is_cached else SteeringRecipe(interventions, self.table)
         selectors = recipe.choice.of(prompt_len, prompt_ids)
         self.table.hold_vectors(recipe.vectors, fetch)
-        return SteeredRequest(request_id, reply, selectors, recipe, SteeredKeys(moves, prompt_len, prompt_ids, salt))
+        keys = SteeredKeys(interventions, prompt_len, prompt_ids, salt)
+        return SteeredRequest(request_id, endpoint, selectors, recipe, keys)
 
-    def leave(self, steering: SteeredRequest) -> None:
-        """The request has left."""
-        for key, _ in steering.programs.values():
-            self.table.give_back(key)
-        self.table.drop_vectors(steering.recipe.vectors)
+    def leave(self, request: SteeredRequest) -> None:
+        """Release what a request holds."""
+        for key, _ in request.programs.values():
+            self.table.release(key)
+        self.table.release_vectors(request.recipe.vectors)
 
     def plan(
-        self, draft: PlanBuilder, steering: SteeredRequest, reply: int, first: int, start: int, count: int
+        self, builder: PlanBuilder, request: SteeredRequest, endpoint: int, first: int, start: int, count: int
     ) -> None:
-        """The request's `count` tokens from position `start` on, tokens `first`, ... of the step."""
-        if not steering.entered and start:
-            self._take_over(draft, steering, reply, start)
-        steering.entered = True
-        runs = None if steering.recipe.by_position else steering.selectors.runs(start, start + count)
-        if runs is None:
-            self._plan_scattered(draft, steering, reply, first, np.arange(start, start + count))
-            return
-        for code, a, b in runs:
-            group, program = self.at(steering, code)
-            if group >= 0:
-                draft.steer_run(reply, group, a, b - a)
-            draft.programs[first + a - start : first + b - start] = program
+        """Plan a request's `count` tokens from position `start` on, tokens `first` and on.
 
-    def _take_over(self, draft: PlanBuilder, steering: SteeredRequest, reply: int, start: int) -> None:
-        """Positions before `start` come from the prefix cache, where their keys say that they were steered alike."""
-        if self.leftovers.reach(steering.keyed, start):
+        Raises:
+            WeirError: if it cannot be steered as asked.
+        """
+        if not request.entered and start:
+            self._report_cached(builder, request, endpoint, start)
+        request.entered = True
+        end, offset = start + count, first - start
+        runs = None if request.recipe.by_position else request.selectors.runs(start, end)
+        if runs is None:
+            self._plan_scattered(builder, request, endpoint, offset, np.arange(start, end))
+            return
+        for code, run_start, run_end in runs:
+            group, program = self.group_and_program(request, code)
+            if group >= 0:
+                builder.steer_run(endpoint, group, run_start, run_end - run_start)
+            builder.programs[offset + run_start : offset + run_end] = program
+
+    def _report_cached(self, builder: PlanBuilder, request: SteeredRequest, endpoint: int, start: int) -> None:
+        """Report positions before `start`, whose KV comes from the prefix cache.
+
+        Its keys in the cache say that it was steered alike.
+
+        Raises:
+            WeirError: if it may come from a request that failed before it was steered.
+        """
+        if self.unsteered_kv.may_reach(request.keys, start):
             raise WeirError(
-                "what the prefix cache holds under this request's keys may be of a request that failed before it was "
-                "steered; send it again",
+                "the prefix cache may hold tokens of a request with the same steering that failed before it was "
+                "steered, and this request would use them; send it again",
                 "interventions",
             )
         positions = np.arange(start)
-        codes = steering.selectors.codes(positions)
+        codes = request.selectors.codes(positions)
         for code in map(int, distinct(codes)):
-            group = self.group(steering, code)
+            group = self._group(request, code)
             if group >= 0:
-                draft.steer_some(reply, group, positions[codes == code])
+                builder.steer_some(endpoint, group, positions[codes == code])
 
     def _plan_scattered(
-        self, draft: PlanBuilder, steering: SteeredRequest, reply: int, first: int, positions: np.ndarray
+        self, builder: PlanBuilder, request: SteeredRequest, endpoint: int, offset: int, positions: np.ndarray
     ) -> None:
-        """As `plan`, of any positions, of those chosen by token, and with an instruction for each position."""
-        selectors = steering.selectors
+        """Plan any positions (tokens ``offset + positions``); programs may depend on these."""
+        selectors = request.selectors
         codes = selectors.codes(positions)
         for code in map(int, distinct(codes)):
-            at = np.flatnonzero(codes == code)
-            active = steering.recipe.active(code)
-            group = self.group(steering, code)
+            steered = positions[codes == code]
+            group = self._group(request, code)
             if group >= 0:
-                draft.steer_some(reply, group, positions[at])
-            groups = [(at, -1)]
-            if any(steering.recipe.moves[k][0].per_position for k in active):
-                groups = [(at[k : k + 1], int(positions[i])) for k, i in enumerate(at)]
+                builder.steer_some(endpoint, group, steered)
+            parts = [(steered, -1)]
+            if any(request.recipe.interventions[k][0].per_position for k in request.recipe.active(code)):
+                parts = [(steered[k : k + 1], position) for k, position in enumerate(steered.tolist())]
             open_bits = [bit for bit in selectors.by_token if code >> bit & 1]
-            for some, position in groups:
-                draft.programs[first + some] = self.program(steering, code, position)
-                unknown = some[positions[some] >= selectors.prompt_len]
-                if open_bits and len(unknown):
-                    draft.lookups.append(self._lookup(steering, code, open_bits, first + unknown, position))
+            for part, position in parts:
+                builder.programs[offset + part] = self.program(request, code, position)
+                # The host does not know the ids of generated tokens.
+                generated = part[part >= selectors.prompt_len]
+                if open_bits and len(generated):
+                    choice = self._programs_by_token(request, code, open_bits, offset + generated, position)
+                    builder.programs_by_token.append(choice)
 
-    def at(self, steering: SteeredRequest, code: int) -> tuple[int, int]:
-        """(group, program) of all tokens with `code`, of which that is known to be alike."""
-        known = steering.at_code.get(code)
-        if known is None:
-            known = steering.at_code[code] = self.group(steering, code), self.program(steering, code)
-        return known
+    def group_and_program(self, request: SteeredRequest, code: int) -> tuple[int, int]:
+        """Return group and program of all tokens with `code`, -1 for none.
 
-    def group(self, steering: SteeredRequest, code: int) -> int:
-        """The number of the moves at positions with `code` that this worker vouches for, or -1 if there are none."""
-        if not self.vouches:
+        Neither may depend on the position, see `SteeringRecipe.varies`.
+        """
+        found = request.by_code.get(code)
+        if found is None:
+            found = request.by_code[code] = self._group(request, code), self.program(request, code)
+        return found
+
+    def _group(self, request: SteeredRequest, code: int) -> int:
+        """Return the number of the reported interventions at positions with `code`, or -1."""
+        if not self.reports:
             return -1
-        vouched = steering.recipe.active(code)
-        if len(steering.recipe.local) < len(steering.recipe.moves):
-            vouched = tuple(k for k in vouched if k in steering.recipe.local)
-        if not vouched:
+        reported = request.recipe.active(code)
+        if len(request.recipe.local) < len(request.recipe.interventions):
+            reported = tuple(k for k in reported if k in request.recipe.local)
+        if not reported:
             return -1
-        group = steering.groups.get(vouched)
+        group = request.groups.get(reported)
         if group is None:
-            group = steering.groups[vouched] = next(self._group_numbers)
-            layout_updates = self._row_seqs.layout_updates_for(steering.reply)
-            layout_updates.groups.append(messages.GroupDefined(group, steering.request_id, list(vouched)))
+            group = request.groups[reported] = next(self._group_numbers)
+            layout_update = self._row_seqs.layout_update_for(request.endpoint)
+            layout_update.groups.append(messages.GroupDefined(group, request.request_id, list(reported)))
         return group
 
-    def program(self, steering: SteeredRequest, code: int, position: int = -1) -> int:
-        """The program of tokens with `code` (at `position`, if that matters), -1 for none; raises WeirError if the
-        tables are full."""
-        if steering.recipe.by_position:
-            identity, active = self._at(steering, code, position)
+    def program(self, request: SteeredRequest, code: int, position: int = -1) -> int:
+        """Return the program of tokens with `code`, -1 for none.
+
+        Args:
+            request: whose tokens.
+            code: selectors that select them, as bits.
+            position: needed if it has interventions with an instruction for each position.
+
+        Raises:
+            WeirError: if the tables are full.
+        """
+        recipe = request.recipe
+        if recipe.by_position:
+            identity, active = recipe.program_at(code, position, request.selectors.prompt_len)
         else:
-            identity, active = steering.recipe.program(code)
+            identity, active = recipe.program(code)
         if not active:
             return -1
-        held = steering.programs.get(identity)
+        held = request.programs.get(identity)
         if held is None:
-            held = steering.programs[identity] = self.table.take(active)
+            held = request.programs[identity] = self.table.hold(active)
         return held[1]
 
-    @staticmethod
-    def _at(
-        steering: SteeredRequest, code: int, position: int
-    ) -> tuple[tuple, list[tuple[ResolvedIntervention, str, int]]]:
-        """As `SteeringRecipe.program`, at one position."""
-        active = []
-        for k in steering.recipe.active(code):
-            move, digest, _ = steering.recipe.moves[k]
-            rank = -1
-            if move.per_position:
-                rank = move.positions.rank(position, steering.selectors.prompt_len)
-                if rank >= len(move.instructions) or not move.instructions[rank].u:
-                    continue
-            active.append((move, digest, rank))
-        return tuple((digest, rank) for _, digest, rank in active), active
-
-    def _lookup(
-        self, steering: SteeredRequest, code: int, open_bits: list[int], tokens: np.ndarray, position: int
-    ) -> TokenLookup:
-        by_token = [steering.selectors.distinct[bit] for bit in open_bits]
-        choices = []
+    def _programs_by_token(
+        self, request: SteeredRequest, code: int, open_bits: list[int], tokens: np.ndarray, position: int
+    ) -> ProgramsByToken:
+        """Return the programs for `tokens` with `code`; `open_bits` depend on the token's id."""
+        selectors = [request.selectors.distinct[bit] for bit in open_bits]
+        programs = []
         for combination in range(1 << len(open_bits)):
-            chosen = code
-            for j, (bit, selector) in enumerate(zip(open_bits, by_token, strict=True)):
-                inside = bool(combination >> j & 1)
-                if inside == (selector.kind == "not_token_ids"):
-                    chosen &= ~(1 << bit)
-            choices.append(self.program(steering, chosen, position) if chosen else -1)
-        sets = tuple(selector.numbers for selector in by_token)
-        return TokenLookup(tokens, sets, np.asarray(choices, np.int32))
+            actual_code = code
+            for j, (bit, selector) in enumerate(zip(open_bits, selectors, strict=True)):
+                is_in_set = bool(combination >> j & 1)
+                if is_in_set == (selector.kind == "not_token_ids"):
+                    actual_code &= ~(1 << bit)
+            programs.append(self.program(request, actual_code, position) if actual_code else -1)
+        token_sets = tuple(selector.numbers for selector in selectors)
+        return ProgramsByToken(tokens, token_sets, np.asarray(programs, np.int32))

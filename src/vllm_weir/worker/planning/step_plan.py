@@ -5,111 +5,132 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import numpy as np
 
 from vllm_weir.schema.positions import ENDLESS
-from vllm_weir.schema.reductions import FIELDS
+from vllm_weir.worker.planning.columns import COPY_RUN, RECORD, REDUCTION, ROW_COPY, concatenate, copied
 from vllm_weir.worker.planning.row_sequences import RowSequences
-
-PACKED = -2
-"""A job whose last number is this or less is sent as what codec ``PACKED - number`` makes of it."""
 
 
 @dataclass(frozen=True)
-class TokenLookup:
-    """Tokens whose program hangs on which token they are: bit j of the index into `programs` says whether it is in
-    `token_sets` [j]."""
+class ProgramsByToken:
+    """Tokens whose program depends on their token id.
+
+    Attributes:
+        tokens: int64 [n], of the step.
+        token_sets: sets of token ids.
+        programs: int32 [2 ** sets], the program to choose: bit j of the index says whether the
+            token's id is in ``token_sets[j]``.
+    """
 
     tokens: np.ndarray
     token_sets: tuple[tuple[int, ...], ...]
     programs: np.ndarray
 
 
+class RequestFailure(NamedTuple):
+    """A request that cannot be served any further, and why."""
+
+    endpoint: str
+    request_id: str
+    reason: str
+
+
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step does.
+    """What one step does; dtypes in capitals are those of `vllm_weir.worker.planning.columns`.
 
     Attributes:
-        slots, profiles, programs: int32 [tokens], -1 for none; slots count from 0 within the step.
+        slots: int32 [tokens], ring row of a token's first captured row, counted within the step, -1
+            for none.
+        site_sets: int32 [tokens], what is captured, -1 for nothing.
+        programs: int32 [tokens], what is done to the token, -1 for nothing.
         rows: ring rows that the step writes.
-        tokens: int64 [m], the captured tokens whose rows are recorded, one for each job.
-        jobs: int64 [n, 5], what is sent: ring row, arena row, number of rows, ring rows of the same token that stand
-            before it (0), and -1.
-        runs: (start, end) in `jobs` of tokens that follow each other in the step and in the arena; the other jobs
-            stand alone.
-        marks: reply address -> int32 [m, 5], see `mail.MARK_FIELDS`.
-        steered: reply address -> int32 [m, 4], see `mail.STEER_FIELDS`.
-        lookups: programs still to be chosen on the device.
-        failures: (reply address, request, reason): requests that cannot be served any further.
-        packs: int64 [n, 5], rows that are sent compressed: ring row after a token's last, byte of the arena, bytes,
-            ring rows of the token, and ``-2 - number`` of the codec.
-        spans: int32 [tokens], of tokens whose rows are reduced: see `vllm_weir.worker.tap.reductions` for a group's
-            first one, -1 for the others; 0 for all other tokens.
-        cells: ring rows of groups, which come before all others.
-        folds: int64 [n, len(folds.FIELDS)], reductions to go on with; cells are counted in cells.
-        results: int64 [n, 3] of ring row, arena row and rows: reductions that the step completes.
+        captured_tokens: int64 [m], the tokens whose rows are captured one by one.
+        copies: ROW_COPY [n], the rows of each captured token that is sent uncompressed, in the
+            order of `captured_tokens`; 0 rows for tokens of a request that failed while the step
+            was planned.
+        copy_runs: COPY_RUN, of `copies`; the other copies stand alone.
+        arrivals: endpoint -> ARRIVAL [m].
+        steered: endpoint -> STEERED [m].
+        programs_by_token: programs that are still to be chosen on the device.
+        failures: requests that cannot be served any further.
+        records: RECORD [n], the captured tokens that are sent as records of a codec.
+        spans: int32 [tokens], for tokens whose rows are reduced: see `vllm_weir.schema.reductions`
+            for a group's first one, -1 for the others; 0 for all other tokens.
+        group_rows: ring rows of the groups of reductions, which come before all others.
+        reductions: REDUCTION [n], reductions to go on with.
+        reduced: ROW_COPY, the results of reductions that the step completes.
     """
 
     slots: np.ndarray
-    profiles: np.ndarray
+    site_sets: np.ndarray
     programs: np.ndarray
     rows: int
-    tokens: np.ndarray
-    jobs: np.ndarray
-    runs: list[tuple[int, int]]
-    marks: dict[str, np.ndarray]
-    steered: dict[str, np.ndarray]
-    lookups: list[TokenLookup]
-    failures: list[tuple[str, str, str]]
-    packs: np.ndarray = field(default_factory=lambda: np.zeros((0, 5), np.int64))
+    captured_tokens: np.ndarray
+    copies: np.ndarray
+    copy_runs: np.ndarray = field(default_factory=lambda: np.empty(0, COPY_RUN))
+    arrivals: dict[str, np.ndarray] = field(default_factory=dict)
+    steered: dict[str, np.ndarray] = field(default_factory=dict)
+    programs_by_token: list[ProgramsByToken] = field(default_factory=list)
+    failures: list[RequestFailure] = field(default_factory=list)
+    records: np.ndarray = field(default_factory=lambda: np.empty(0, RECORD))
     spans: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    cells: int = 0
-    folds: np.ndarray = field(default_factory=lambda: np.zeros((0, len(FIELDS)), np.int64))
-    results: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+    group_rows: int = 0
+    reductions: np.ndarray = field(default_factory=lambda: np.empty(0, REDUCTION))
+    reduced: np.ndarray = field(default_factory=lambda: np.empty(0, ROW_COPY))
 
     @property
-    def listed(self) -> np.ndarray:
-        """int32: tokens that the step does something to, those that begin a group of reduced rows first."""
+    def acting_tokens(self) -> np.ndarray:
+        """int32 [n]: tokens on which taps act, those first that begin a group of reduced rows."""
         acts = (self.programs >= 0) | ((self.slots >= 0) & (self.spans >= 0))
-        for lookup in self.lookups:
-            acts[lookup.tokens] = True
+        for choice in self.programs_by_token:
+            acts[choice.tokens] = True
         tokens = np.flatnonzero(acts).astype(np.int32)
         return tokens[np.argsort(self.spans[tokens] <= 0, kind="stable")]
 
     @functools.cached_property
     def segments(self) -> np.ndarray:
-        """int64 [m, 3]: the fewest pieces (slot, arena row, rows) that hold all that is sent."""
-        return np.concatenate([segments_of(self.jobs), self.results])
+        """ROW_COPY [m]: the fewest pieces that hold all rows and reductions that are sent."""
+        return concatenate([segments_of(self.copies), self.reduced], ROW_COPY)
 
     @functools.cached_property
-    def even(self) -> int:
-        """Rows of every job, 0 if they differ."""
-        width = int(self.jobs[0, 2]) if len(self.jobs) else 0
-        return width if (self.jobs[:, 2] == width).all() else 0
+    def rows_per_copy(self) -> int:
+        """Rows of every copy, 0 if they differ."""
+        rows = self.copies["rows"]
+        return int(rows[0]) if len(rows) and (rows == rows[0]).all() else 0
 
-    def in_lanes(self, stride: int, cells: int = 0) -> StepPlan:
-        """The same with the n-th recorded token in slot n times `stride`, and groups from ring row `cells` on."""
+    def in_lanes(self, stride: int, first_group_row: int = 0) -> StepPlan:
+        """Return the plan with the n-th captured token in slot ``n * stride``.
+
+        Args:
+            stride: ring rows of a lane.
+            first_group_row: ring row at which groups of reduced rows begin.
+        """
         slots = self.slots.copy()
-        slots[self.spans != 0] += cells
-        # A token of a request that failed while it was planned is still among `tokens`, without a profile.
-        slots[self.tokens] = np.where(self.profiles[self.tokens] >= 0, np.arange(len(self.tokens)) * stride, -1)
-        known = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return StepPlan(**known | {"slots": slots})
+        slots[self.spans != 0] += first_group_row
+        # Tokens of a request that failed while it was planned are captured tokens without a site
+        # set.
+        captured = self.captured_tokens
+        slots[captured] = np.where(self.site_sets[captured] >= 0, np.arange(len(captured)) * stride, -1)
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return StepPlan(**values | {"slots": slots})
 
     def lanes_of(self, slots: np.ndarray) -> np.ndarray:
-        """int64 [n], places in `tokens` of those whose rows start at `slots` [n]."""
-        live = np.flatnonzero(self.profiles[self.tokens] >= 0)
-        return live[np.searchsorted(self.slots[self.tokens[live]], slots)]
+        """Return the indices in `captured_tokens`, int64 [n], of those with these `slots` [n]."""
+        live = np.flatnonzero(self.site_sets[self.captured_tokens] >= 0)
+        return live[np.searchsorted(self.slots[self.captured_tokens[live]], slots)]
 
     @functools.cached_property
-    def treated(self) -> bool:
-        """Whether something is made of rows before it is sent."""
-        return len(self.packs) > 0
+    def has_records(self) -> bool:
+        """Whether rows are sent as records of a codec."""
+        return len(self.records) > 0
 
 
 class AdvancedPlan(StepPlan):
-    """The plan of the `times`-th step after one from which everybody goes on by one position a step.
+    """The plan of the `times`-th step after `base`: every request is `times` positions on.
 
     What hardly any step needs is made when it is looked at.
     """
@@ -118,90 +139,115 @@ class AdvancedPlan(StepPlan):
     _times: int
 
     def __init__(self, base: StepPlan, times: int) -> None:
-        known = vars(base)
-        self.__dict__.update({name: known[name] for name in _LASTING})
-        self.__dict__.update(_base=base, _times=times, treated=base.treated)
+        values = vars(base)
+        self.__dict__.update({name: values[name] for name in _SHARED})
+        self.__dict__.update(_base=base, _times=times, has_records=base.has_records)
 
     @functools.cached_property
-    def jobs(self) -> np.ndarray:  # type: ignore[override]
-        return self._moved(self._base.jobs)
+    def copies(self) -> np.ndarray:  # type: ignore[override]
+        copies = copied(self._base.copies)
+        copies["arena_row"] += copies["rows"] * self._times
+        return copies
 
     @functools.cached_property
-    def packs(self) -> np.ndarray:  # type: ignore[override]
-        return self._moved(self._base.packs)
+    def records(self) -> np.ndarray:  # type: ignore[override]
+        records = copied(self._base.records)
+        records["arena_byte"] += records["bytes"] * self._times
+        return records
 
     @functools.cached_property
-    def marks(self) -> dict[str, np.ndarray]:  # type: ignore[override]
-        return {reply: marks + _NEXT_MARK * self._times for reply, marks in self._base.marks.items()}
+    def arrivals(self) -> dict[str, np.ndarray]:  # type: ignore[override]
+        return {
+            endpoint: _advanced(arrivals, ("rank", "position"), self._times)
+            for endpoint, arrivals in self._base.arrivals.items()
+        }
 
     @functools.cached_property
     def steered(self) -> dict[str, np.ndarray]:  # type: ignore[override]
-        return {reply: marks + _NEXT_STEERED * self._times for reply, marks in self._base.steered.items()}
+        return {
+            endpoint: _advanced(steered, ("position",), self._times) for endpoint, steered in self._base.steered.items()
+        }
 
     @functools.cached_property
     def segments(self) -> np.ndarray:
-        step = self._base.even
-        if not step:
-            return segments_of(self.jobs)
-        segments = self._base.segments.copy()
-        segments[:, 1] += step * self._times
-        return segments
-
-    def _moved(self, jobs: np.ndarray) -> np.ndarray:
-        return jobs + jobs[:, 2:3] * np.array((0, self._times, 0, 0, 0)) if len(jobs) else jobs
+        rows_per_copy = self._base.rows_per_copy
+        if not rows_per_copy:
+            return segments_of(self.copies)
+        return _advanced(self._base.segments, ("arena_row",), rows_per_copy * self._times)
 
 
-_LASTING = (
-    "slots", "profiles", "programs", "rows", "tokens", "runs", "lookups", "failures", "spans", "cells", "folds",
-    "results",
+_SHARED = (
+    "slots", "site_sets", "programs", "rows", "captured_tokens", "copy_runs", "programs_by_token", "failures", "spans",
+    "group_rows", "reductions", "reduced",
 )  # fmt: skip
-_NEXT_MARK = np.array((0, 1, 1, 0, 0), np.int32)
-_NEXT_STEERED = np.array((0, 1, 0, 0), np.int32)
+"""What a plan has in common with the one that it repeats."""
 
 
-def segments_of(jobs: np.ndarray) -> np.ndarray:
-    """As `StepPlan.segments`."""
-    slots, rows, widths, _, _ = jobs[jobs[:, 2] > 0].T
-    if not len(slots):
-        return np.zeros((0, 3), np.int64)
-    follows = (rows[1:] == rows[:-1] + widths[:-1]) & (slots[1:] == slots[:-1] + widths[:-1])
+def _advanced(array: np.ndarray, names: Sequence[str], by: int) -> np.ndarray:
+    """Return a copy with `by` added to some fields."""
+    array = copied(array)
+    for name in names:
+        column = array[name]
+        column += by
+    return array
+
+
+def segments_of(copies: np.ndarray) -> np.ndarray:
+    """Return ROW_COPY [m]: the fewest pieces that hold all rows of ROW_COPY [n], in their order."""
+    sent = copies["rows"].nonzero()[0]
+    if not len(sent):
+        return np.empty(0, ROW_COPY)
+    ring_rows, arena_rows, rows = (copies[name][sent] for name in ("ring_row", "arena_row", "rows"))
+    follows = (arena_rows[1:] == arena_rows[:-1] + rows[:-1]) & (ring_rows[1:] == ring_rows[:-1] + rows[:-1])
     first = np.concatenate([[0], np.flatnonzero(~follows) + 1])
-    ends = np.concatenate([first[1:], [len(slots)]]) - 1
-    return np.stack([slots[first], rows[first], slots[ends] + widths[ends] - slots[first]], 1)
+    last = np.concatenate([first[1:], [len(sent)]]) - 1
+    segments = np.empty(len(first), ROW_COPY)
+    segments["ring_row"], segments["arena_row"] = ring_rows[first], arena_rows[first]
+    segments["rows"] = ring_rows[last] + rows[last] - ring_rows[first]
+    return segments
 
 
 class RepeatedSteps:
-    """Steps in which everybody goes on as before, one token each: they differ by ones.
+    """Steps of one batch in which every request goes on by one token as it did in the last step.
 
     Args:
-        ids, computed: the batch, and position of each one's token.
+        request_ids: the batch.
+        computed: int64 [n], position of each one's token in the first such step.
         plan: the first such step's plan.
-        row_seqs, x: the row sequences that its rows go to, by index.
+        row_seqs: where rows go.
+        indices: int64 [m], the row sequences that the batch's rows go to.
     """
 
     def __init__(
-        self, ids: Sequence[str], computed: np.ndarray, plan: StepPlan | None, row_seqs: RowSequences, x: np.ndarray
+        self,
+        request_ids: Sequence[str],
+        computed: np.ndarray,
+        plan: StepPlan | None,
+        row_seqs: RowSequences,
+        indices: np.ndarray,
     ) -> None:
-        self._ids, self._following, self._plan = list(ids), computed + 1, plan
-        self._ones = np.ones(len(computed), np.int64).tobytes()
-        self._row_seqs, self._x, self._epoch = row_seqs, x, row_seqs.epoch
+        self._request_ids, self._next_computed, self._plan = list(request_ids), computed + 1, plan
+        self._one_each = np.ones(len(computed), np.int64).tobytes()
+        self._row_seqs, self._indices, self._epoch = row_seqs, indices, row_seqs.epoch
         self._times = 0
-        self._room = int((row_seqs.limit[x] - row_seqs.rank[x]).min()) if len(x) else ENDLESS
+        self._room = ENDLESS
+        if len(indices):
+            self._room = int((row_seqs.end_rank[indices] - row_seqs.next_rank[indices]).min())
 
-    def goes_on(self, ids: Sequence[str], counts: np.ndarray, computed: np.ndarray) -> bool:
-        """Whether the batch, with int64 arrays, is the last one's, one position on."""
+    def continues(self, request_ids: Sequence[str], counts: np.ndarray, computed: np.ndarray) -> bool:
+        """Return whether the batch, with arrays int64 [n], is the last one's, one position on."""
         return (
             self._times < self._room
             and self._epoch == self._row_seqs.epoch  # else an extent may have been retired
-            and computed.tobytes() == self._following.tobytes()
-            and counts.tobytes() == self._ones
-            and self._ids == ids
+            and computed.tobytes() == self._next_computed.tobytes()
+            and counts.tobytes() == self._one_each
+            and self._request_ids == request_ids
         )
 
     def next(self) -> StepPlan | None:
-        """The plan of the next step, if it `goes_on`."""
+        """Return the plan of the next step, of which `continues` must hold."""
         self._times += 1
-        self._following += 1
-        if len(self._x):
-            self._row_seqs.lag_by(self._x, self._times)
+        self._next_computed += 1
+        if len(self._indices):
+            self._row_seqs.defer_advance(self._indices, self._times)
         return None if self._plan is None else AdvancedPlan(self._plan, self._times)

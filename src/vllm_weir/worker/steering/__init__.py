@@ -1,1 +1,1 @@
-"""Device tables of programs and vectors, and what they are filled from."""
+"""Steering on the worker: device tables of programs and vectors, and how vectors get there."""

@@ -1,7 +1,7 @@
-"""What requests that failed have left in the prefix cache: KV under the keys of steering that was not done.
+"""KV that failed requests have left in the prefix cache, under keys of steering not done.
 
-Their readers ask under other keys once they know (see `RowStore.salt`). Requests that were on their way by then, and
-those of other processes, are compared with what is kept here.
+The readers of failed requests use other keys once they know (see `RowStore.salt`). Requests that
+were on their way by then, and those of other processes, are compared with what is kept here.
 """
 
 from __future__ import annotations
@@ -14,63 +14,71 @@ from dataclasses import dataclass
 from vllm_weir.core.cache_keys import CacheKeys
 from vllm_weir.schema.interventions import ResolvedIntervention
 
-MOST = 256
-"""Requests that are remembered one by one."""
+MOST_FAILED = 256
+"""Failed requests that are remembered one by one."""
 
 
 @dataclass(frozen=True)
 class SteeredKeys:
-    """What the keys of a steered request's KV are made of; `salt`: see `RowStore.salt`."""
+    """What the prefix-cache keys of a steered request are made of; `salt`: see `RowStore.salt`."""
 
-    moves: tuple[ResolvedIntervention, ...]
+    interventions: tuple[ResolvedIntervention, ...]
     prompt_len: int
     prompt_ids: Sequence[int] | None
     salt: str = ""
 
     @functools.cached_property
-    def keys(self) -> CacheKeys:
+    def cache_keys(self) -> CacheKeys:
         """The same as in the scheduler."""
-        return CacheKeys(self.moves, self.prompt_len)
+        return CacheKeys(self.interventions, self.prompt_len)
 
     @functools.cached_property
-    def by_token(self) -> bool:
-        """Whether it takes a token to say what is done at a position."""
-        return any(m.positions.needs_token_ids for m in self.moves)
+    def depends_on_tokens(self) -> bool:
+        """Whether what is done at a position depends on its token."""
+        return any(i.positions.needs_token_ids for i in self.interventions)
 
-    def token(self, position: int) -> int | None:
-        """The token at a position, None where only the device knows it."""
+    def token_at(self, position: int) -> int | None:
+        """Return the token at a position, None where only the device knows it."""
         return self.prompt_ids[position] if self.prompt_ids is not None and position < self.prompt_len else None
 
 
 class UnsteeredKV:
-    """What failed requests have left."""
+    """The requests that failed, and from where on they were not steered."""
 
     def __init__(self) -> None:
-        self._left: deque[tuple[SteeredKeys, int]] = deque()
-        self._forgotten = False
+        self._failed: deque[tuple[SteeredKeys, int]] = deque()
+        self._forgot_unsalted = False
 
-    def add(self, request: SteeredKeys, start: int) -> None:
-        """The request failed: from position `start` on it was not steered."""
-        self._left.append((request, start))
-        if len(self._left) > MOST:
-            # A salt belongs to one process, which has taken another since; none is what all processes begin with.
-            self._forgotten |= not self._left.popleft()[0].salt
+    def add(self, keys: SteeredKeys, start: int) -> None:
+        """Note that a request failed: it was not steered from position `start` on."""
+        self._failed.append((keys, start))
+        if len(self._failed) > MOST_FAILED:
+            # A salt belongs to one process, which uses another one since; all processes begin
+            # without a salt.
+            forgotten, _ = self._failed.popleft()
+            self._forgot_unsalted |= not forgotten.salt
 
-    def reach(self, request: SteeredKeys, end: int) -> bool:
-        """Whether any of it may be among the first `end` positions of a request, which came from the cache."""
-        if self._forgotten and not request.salt:
+    def may_reach(self, keys: SteeredKeys, end: int) -> bool:
+        """Return whether a request with `end` cached positions may be given KV of a failed one."""
+        if self._forgot_unsalted and not keys.salt:
             return True
-        return any(left.salt == request.salt and _meet(left, start, request, end) for left, start in self._left)
+        return any(
+            failed.salt == keys.salt and _shares_unsteered(failed, start, keys, end) for failed, start in self._failed
+        )
 
 
-def _meet(left: SteeredKeys, start: int, request: SteeredKeys, end: int) -> bool:
-    """Whether keys are equal up to a position before `end` at which `left` was not steered, though it was to be."""
+def _shares_unsteered(failed: SteeredKeys, start: int, keys: SteeredKeys, end: int) -> bool:
+    """Return whether `failed` should have been steered at a position that both have keys for.
+
+    `failed` was not steered from position `start` on; only positions before `end` count, and only
+    as long as all keys are equal.
+    """
     for position in range(end if start < end else 0):
-        known = [t for t in (request.token(position), left.token(position)) if t is not None]
-        token = known[:1] or [-1]
-        done = request.keys.of_block(position, token)
-        if known[1:] not in ([], token) or done != left.keys.of_block(position, token):
+        known_tokens = [t for t in (keys.token_at(position), failed.token_at(position)) if t is not None]
+        token = known_tokens[:1] or [-1]
+        steering = keys.cache_keys.of_block(position, token)
+        if known_tokens[1:] not in ([], token) or steering != failed.cache_keys.of_block(position, token):
             return False
-        if position >= start and (done is not None or (not known and request.by_token)):
+        if position >= start and (steering is not None or (not known_tokens and keys.depends_on_tokens)):
             return True
     return False

@@ -12,97 +12,111 @@ import zmq
 from vllm_weir import messages
 
 TIMEOUT_MS = 10_000
-MOST_LINES = 16
+MOST_SOCKETS = 16
 """Sockets that are kept open."""
 MOST_AT_ONCE = 1024
 """Vectors in one message."""
 
 
 class VectorFetcher:
-    """One request-reply socket per caller, opened when first needed."""
+    """One request-reply socket per caller, opened when first needed.
+
+    Vectors that came along with requests or were prefetched are kept until `clear`.
+    """
 
     def __init__(self, d_model: int) -> None:
         self._d_model = d_model
         self._context = zmq.Context()
-        self._lines: OrderedDict[str, zmq.Socket] = OrderedDict()
-        self._ahead: dict[str, dict[str, np.ndarray]] = {}
-        """Reply address -> what came along or was fetched ahead, by digest."""
-        self._failed: dict[str, str] = {}
-        """Reply address -> why nothing can be had from there at present."""
-        # The context would wait for ever for lines that were garbage together with it.
-        self.close = weakref.finalize(self, _close, self._context, self._lines)
+        self._sockets: OrderedDict[str, zmq.Socket] = OrderedDict()
+        """By address, the one that was used last at the end."""
+        self._received: dict[str, dict[str, np.ndarray]] = {}
+        """Endpoint -> digest -> vector."""
+        self._errors: dict[str, str] = {}
+        """Endpoint -> why its vectors could not be prefetched."""
+        # The context would wait for ever for sockets that were garbage together with it.
+        self.close = weakref.finalize(self, _close, self._context, self._sockets)
 
-    def take(self, reply: str, rows: Mapping[str, bytes]) -> None:
-        """Vectors that came along with a request."""
-        self._ahead.setdefault(reply, {}).update(self._rows(rows))
+    def add_inline(self, endpoint: str, vectors: Mapping[str, bytes]) -> None:
+        """Keep vectors that came along with a request: digest -> float32 bytes."""
+        self._received.setdefault(endpoint, {}).update(self._parse(vectors))
 
-    def fetch_ahead(self, wanted: Mapping[str, Iterable[str]]) -> None:
-        """Ask for what several requests will ask for, once per reply address; what cannot be had is left to them."""
-        for reply, digests in wanted.items():
-            here = self._ahead.setdefault(reply, {})
-            asked = [digest for digest in dict.fromkeys(digests) if digest not in here]
+    def prefetch(self, wanted: Mapping[str, Iterable[str]]) -> None:
+        """Fetch what several requests will ask for, at once for each endpoint: endpoint -> digests.
+
+        Errors are raised by the requests' own `fetch`.
+        """
+        for endpoint, digests in wanted.items():
+            received = self._received.setdefault(endpoint, {})
+            missing = [digest for digest in dict.fromkeys(digests) if digest not in received]
             try:
-                for k in range(0, len(asked), MOST_AT_ONCE):
-                    here.update(self._ask(reply, asked[k : k + MOST_AT_ONCE]))
+                for k in range(0, len(missing), MOST_AT_ONCE):
+                    received.update(self._query(endpoint, missing[k : k + MOST_AT_ONCE]))
             except ValueError as e:
-                self._failed[reply] = str(e)
+                self._errors[endpoint] = str(e)
 
-    def forget(self) -> None:
-        """Drop what came along or was fetched ahead."""
-        self._ahead.clear()
-        self._failed.clear()
+    def clear(self) -> None:
+        """Drop what came along with requests or was prefetched."""
+        self._received.clear()
+        self._errors.clear()
 
-    def fetch(self, reply: str, digests: list[str]) -> dict[str, np.ndarray]:
-        """Rows [d_model] float32 by digest; raises ValueError if one cannot be had."""
-        here = self._ahead.get(reply, {})
-        missing = [digest for digest in digests if digest not in here]
+    def fetch(self, endpoint: str, digests: list[str]) -> dict[str, np.ndarray]:
+        """Return vectors, float32 [d_model], by digest, possibly with others.
+
+        Raises:
+            ValueError: if one cannot be had.
+        """
+        received = self._received.get(endpoint, {})
+        missing = [digest for digest in digests if digest not in received]
         if not missing:
-            return here
-        if reply in self._failed:
-            raise ValueError(self._failed[reply])
-        found = here | self._ask(reply, missing)
+            return received
+        if endpoint in self._errors:
+            raise ValueError(self._errors[endpoint])
+        vectors = received | self._query(endpoint, missing)
         for digest in missing:
-            if digest not in found:
+            if digest not in vectors:
                 raise ValueError(f"the caller's process does not know vector {digest}")
-        return found
+        return vectors
 
-    def _ask(self, reply: str, digests: list[str]) -> dict[str, np.ndarray]:
-        """Those of the rows that the caller's process has; raises ValueError if it does not answer."""
-        to = messages.ReaderEndpoint.parse(reply)
+    def _query(self, endpoint: str, digests: list[str]) -> dict[str, np.ndarray]:
+        """Return the vectors that the caller has; raise ValueError if it does not answer."""
+        reader = messages.ReaderEndpoint.parse(endpoint)
         try:
-            line = self._line(to.vectors)
-            line.send(messages.encode(messages.VectorQuery(to.token, digests)))
-            frames = line.recv_multipart()
+            socket = self._socket(reader.vectors)
+            socket.send(messages.encode(messages.VectorQuery(reader.token, digests)))
+            frames = socket.recv_multipart()
         except zmq.ZMQError as e:
-            self._hang_up(to.vectors)
+            self._close_socket(reader.vectors)
             raise ValueError(f"the caller's process did not answer: {e}") from None
-        return self._rows(dict(zip(digests, frames, strict=True)))
+        return self._parse(dict(zip(digests, frames, strict=True)))
 
-    def _rows(self, frames: Mapping[str, bytes]) -> dict[str, np.ndarray]:
-        """Those that are vectors of the model's width; an empty one stands for a vector that nobody has."""
+    def _parse(self, frames: Mapping[str, bytes]) -> dict[str, np.ndarray]:
+        """Return the vectors of the model's width.
+
+        An empty frame stands for a vector that the caller does not have.
+        """
         size = self._d_model * 4
         return {digest: np.frombuffer(frame, "<f4") for digest, frame in frames.items() if len(frame) == size}
 
-    def _line(self, address: str) -> zmq.Socket:
-        line = self._lines.get(address)
-        if line is None:
-            if len(self._lines) >= MOST_LINES:
-                self._hang_up(next(iter(self._lines)))
-            line = self._lines[address] = self._context.socket(zmq.REQ)
-            line.setsockopt(zmq.LINGER, 0)
-            line.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
-            line.setsockopt(zmq.SNDTIMEO, TIMEOUT_MS)
-            line.connect(address)
-        self._lines.move_to_end(address)
-        return line
+    def _socket(self, address: str) -> zmq.Socket:
+        socket = self._sockets.get(address)
+        if socket is None:
+            if len(self._sockets) >= MOST_SOCKETS:
+                self._close_socket(next(iter(self._sockets)))
+            socket = self._sockets[address] = self._context.socket(zmq.REQ)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
+            socket.setsockopt(zmq.SNDTIMEO, TIMEOUT_MS)
+            socket.connect(address)
+        self._sockets.move_to_end(address)
+        return socket
 
-    def _hang_up(self, address: str) -> None:
-        line = self._lines.pop(address, None)
-        if line is not None:
-            line.close(linger=0)
+    def _close_socket(self, address: str) -> None:
+        socket = self._sockets.pop(address, None)
+        if socket is not None:
+            socket.close(linger=0)
 
 
-def _close(context: zmq.Context, lines: OrderedDict[str, zmq.Socket]) -> None:
-    for line in lines.values():
-        line.close(linger=0)
+def _close(context: zmq.Context, sockets: OrderedDict[str, zmq.Socket]) -> None:
+    for socket in sockets.values():
+        socket.close(linger=0)
     context.term()

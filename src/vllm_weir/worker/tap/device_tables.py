@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm_weir.util.h2d import upload
-from vllm_weir.worker.planning.step_plan import StepPlan, TokenLookup
+from vllm_weir.worker.planning.step_plan import ProgramsByToken, StepPlan
 from vllm_weir.worker.steering.programs import ProgramTable
 
 STAGING = 4
@@ -34,9 +34,9 @@ class PlanWriter:
             return  # the device has it already
         self._last.start = start
         self._put(len(plan.slots), self._last.shifted(start))
-        if plan.lookups:
+        if plan.programs_by_token:
             self._last = None  # by the time that they have been resolved, it is another
-            for lookup in plan.lookups:
+            for lookup in plan.programs_by_token:
                 self._resolve(lookup, input_ids)
 
     def silence(self) -> None:
@@ -59,7 +59,7 @@ class PlanWriter:
         if self._cuda:
             self._copied[self._turn].record()
 
-    def _resolve(self, lookup: TokenLookup, input_ids: torch.Tensor) -> None:
+    def _resolve(self, lookup: ProgramsByToken, input_ids: torch.Tensor) -> None:
         """Choose programs by the tokens that only the device knows."""
         device = self._plan.device
         tokens = upload(lookup.tokens, device)
@@ -79,16 +79,16 @@ class _Written:
     """What was written last."""
 
     def __init__(self, plan: StepPlan) -> None:
-        self._slots, self._profiles, self._programs = plan.slots, plan.profiles, plan.programs
+        self._slots, self._profiles, self._programs = plan.slots, plan.site_sets, plan.programs
         self._spans = plan.spans
-        self._content = np.stack([plan.slots, plan.profiles, plan.programs, plan.spans], 1)
+        self._content = np.stack([plan.slots, plan.site_sets, plan.programs, plan.spans], 1)
         self._captured = (plan.slots >= 0).astype(np.int32)
         self.start = 0
 
     def same(self, plan: StepPlan) -> bool:
         """Whether the plan is this one but for the place in the ring; steps that repeat share their arrays."""
         known = (self._slots, self._profiles, self._programs, self._spans)
-        return all(a is b for a, b in zip(known, (plan.slots, plan.profiles, plan.programs, plan.spans), strict=True))
+        return all(a is b for a, b in zip(known, (plan.slots, plan.site_sets, plan.programs, plan.spans), strict=True))
 
     def shifted(self, start: int) -> np.ndarray:
         """int32 [tokens, 4] with slots counted from the ring's row `start`."""

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from vllm_weir.schema.reductions import COMPLETE
+from vllm_weir.worker.planning.columns import JOIN_FIELDS
 
 _COMPLETE = tl.constexpr(COMPLETE)
-_FIELDS = tl.constexpr(9)
+_FIELDS = tl.constexpr(len(JOIN_FIELDS))
 
 
 @triton.jit

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from vllm_weir.schema.reductions import CELL, COLUMNS, COMPLETE, CONTINUED, DONE, GROUPS, RESUMED, STRAND
+from vllm_weir.schema.reductions import COMPLETE, CONTINUED
 from vllm_weir.util.h2d import upload
+from vllm_weir.worker.planning.columns import JOIN, as_integers
 
 
 class TapReducer:
@@ -40,12 +41,12 @@ class TapReducer:
 
     def seed(self, folds: np.ndarray, start: int) -> None:
         """Before the taps: put into the cells, from ring row `start` on, what earlier steps made of their groups."""
-        some = folds[folds[:, RESUMED] == CONTINUED]
+        some = folds[folds["resumed"] == CONTINUED]
         if not len(some):
             return
-        columns, kept = some[:, COLUMNS], np.array([self._places[n][0] for n in some[:, STRAND].tolist()])
+        columns, kept = some["columns"], np.array([self._places[n][0] for n in some["row_seq"].tolist()])
         of, column = _spread(columns)
-        cells = (some[:, CELL] + start // self.words)[of] + column
+        cells = (some["cell"] + start // self.words)[of] + column
         device = self._cells.device
         self._cells[upload(cells, device)] = self._kept[upload((kept + columns)[of] + column, device)]
 
@@ -53,12 +54,15 @@ class TapReducer:
         """After them: join the groups. The results are left in the first groups' cells."""
         if not len(folds):
             return
-        numbers, done = folds[:, STRAND].tolist(), folds[:, DONE] != 0
+        numbers, done = folds["row_seq"].tolist(), folds["done"] != 0
         kept = np.array([self._places.get(number, (-1, 0))[0] for number in numbers])
         for k in np.flatnonzero(~done & (kept < 0)).tolist():
-            self._keep(numbers[k], 2 * int(folds[k, COLUMNS]))
+            self._keep(numbers[k], 2 * int(folds["columns"][k]))
         to = np.array([-1 if over else self._places[n][0] for n, over in zip(numbers, done.tolist(), strict=True)])
-        work = np.stack([folds[:, CELL] + start // self.words, *folds[:, GROUPS:].T, kept, to], 1).astype(np.int32)
+        work = np.empty(len(folds), JOIN)
+        work["cell"], work["kept_from"], work["kept_to"] = folds["cell"] + start // self.words, kept, to
+        for name in ("groups", "columns", "resumed", "count", "done", "maximum"):
+            work[name] = folds[name]
         join = _join_cuda if self._cells.is_cuda else _join
         join(work, self._cells, self._kept)
         self.forget(n for n, over in zip(numbers, done.tolist(), strict=True) if over)
@@ -92,10 +96,9 @@ def _spread(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _join(work: np.ndarray, cells: torch.Tensor, kept: torch.Tensor) -> None:
-    """`work`: int32 [n, 9] of first cell, groups, columns, how it was resumed, rows so far, whether these are all,
-    whether the largest are wanted, and the row in `kept` of what there is and of what there will be, or -1."""
-    of, column = _spread(work[:, 2])
-    cell, groups, columns, resumed, count, done, largest, had, keeps = (x[of] for x in work.T.astype(np.int64))
+    """Join groups as `work` says, JOIN [n]."""
+    of, column = _spread(work["columns"])
+    cell, groups, columns, resumed, count, done, largest, had, keeps = as_integers(work)[of].T.astype(np.int64)
     largest_here = torch.from_numpy(largest != 0)[:, None]
 
     def joined(so_far: torch.Tensor, rows: torch.Tensor, at: np.ndarray) -> torch.Tensor:
@@ -119,4 +122,4 @@ def _join(work: np.ndarray, cells: torch.Tensor, kept: torch.Tensor) -> None:
 def _join_cuda(work: np.ndarray, cells: torch.Tensor, kept: torch.Tensor) -> None:
     from vllm_weir.worker.tap.reduction_kernel import join
 
-    join(upload(work, cells.device), int(work[:, 2].max()), cells, kept)
+    join(upload(as_integers(work), cells.device), int(work["columns"].max()), cells, kept)

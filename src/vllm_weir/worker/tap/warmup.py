@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_weir.schema.reductions import FIELDS
+from vllm_weir.worker.planning.columns import JOIN_FIELDS
 from vllm_weir.worker.tap.op import numbered
 
 
@@ -36,7 +36,7 @@ def _launch(d_model: int, dtype: torch.dtype, device: torch.device) -> None:
     for arguments in stand_ins(d_model, dtype, device):
         launch(*arguments)
         launch(*arguments, listed=nobody)
-    work = torch.zeros(1, len(FIELDS) + 1, dtype=torch.int32, device=device)  # a fold without columns
+    work = torch.zeros(1, len(JOIN_FIELDS), dtype=torch.int32, device=device)  # a fold without columns
     join(work, 1, *torch.zeros(2, 1, d_model, dtype=torch.float32, device=device))
     torch.cuda.current_stream().synchronize()
 

@@ -70,7 +70,7 @@ class BufferServer:
                 if held is not None:
                     held.add(start)
                 return
-        self._arena.let_go(start)
+        self._arena.release(start)
 
     def close(self) -> None:
         """Close all sockets and stop the thread."""
@@ -137,7 +137,7 @@ class BufferServer:
                 was_held = start in held
                 held.discard(start)
             if was_held:
-                self._arena.let_go(start)
+                self._arena.release(start)
 
     def _forget(self, connection: socket.socket) -> None:
         """Free all pieces of a reader that has closed its socket."""
@@ -149,4 +149,4 @@ class BufferServer:
             held = self._held.pop(endpoint, None) or set()
             self._gone.add(endpoint)
         for start in held:
-            self._arena.let_go(start)
+            self._arena.release(start)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from vllm_weir.worker.planning.columns import as_integers
 from vllm_weir.worker.planning.step_plan import StepPlan
 from vllm_weir.worker.transfer.cuda_memcpy import copy_pieces, copy_runs
 from vllm_weir.worker.transfer.pinned_buffer import HostBuffer
@@ -66,19 +67,19 @@ class CudaCopyOut:
     def ship(self, plan: StepPlan, start: int, pack_quick: Pack, pack_slow: Pack) -> Callable[[], None]:
         """Copy what a step has written, see `CpuCopyOut.ship`."""
         written, copied = torch.cuda.Event(), torch.cuda.Event()
-        quick_packets = pack_quick() if plan.treated else ()
+        quick_packets = pack_quick() if plan.has_records else ()
         written.record()
         self.stream.wait_event(written)
         for packet in quick_packets:
             packet.records.record_stream(self.stream)
             self.send_packet(packet)
-        if plan.treated:
+        if plan.has_records:
             with torch.cuda.stream(self.stream):
                 # Records are allocated for this stream: their memory is not reused before they have
                 # been copied.
                 for packet in pack_slow():
                     self.send_packet(packet)
-        self.send(plan.segments + (start, 0, 0))  # noqa: RUF005 - an array, not a tuple
+        self.send(as_integers(plan.segments) + np.array((start, 0, 0)))
         copied.record(self.stream)
         self._ring.release_after(start, plan.rows, copied)
         return copied.synchronize

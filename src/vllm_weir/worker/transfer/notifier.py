@@ -14,6 +14,7 @@ import zmq
 
 from vllm_weir import messages
 from vllm_weir.worker.planning.arena import Arena
+from vllm_weir.worker.planning.columns import ARRIVAL, STEERED
 from vllm_weir.worker.transfer.buffer_server import BufferServer
 
 logger = logging.getLogger(__name__)
@@ -28,15 +29,15 @@ class StepNotice:
     Attributes:
         arrived: waits until the step's rows are in host memory; raises if they are lost.
         layout_updates: what has changed in the layout of each reader's rows.
-        marks: which rows have arrived, see `messages.MARK_FIELDS`.
-        steered: what was steered, see `messages.STEER_FIELDS`.
+        arrivals: which rows have arrived, ARRIVAL [n].
+        steered: what was steered, STEERED [n].
         failures: request id -> why it failed.
         spill: whether readers should empty their retired extents.
     """
 
     arrived: Callable[[], None]
     layout_updates: dict[str, messages.LayoutUpdate] = field(default_factory=dict)
-    marks: dict[str, np.ndarray] = field(default_factory=dict)
+    arrivals: dict[str, np.ndarray] = field(default_factory=dict)
     steered: dict[str, np.ndarray] = field(default_factory=dict)
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
     spill: bool = False
@@ -95,7 +96,9 @@ class Notifier:
                 notice.arrived()
             except Exception as e:  # noqa: BLE001 - a dead thread would leave every reader waiting for its timeout
                 broken = _describe(e)
-            told = notice.layout_updates.keys() | notice.marks.keys() | notice.steered.keys() | notice.failures.keys()
+            told = (
+                notice.layout_updates.keys() | notice.arrivals.keys() | notice.steered.keys() | notice.failures.keys()
+            )
             for endpoint in sorted(told):
                 self._tell(endpoint, notice, broken)
         for socket in self._sockets.values():
@@ -111,23 +114,23 @@ class Notifier:
         except Exception as e:  # noqa: BLE001 - as above
             self._report_loss(endpoint, layout_updates, _describe(e))
         for extent in layout_updates.retired:
-            self._arena.let_go(extent.start)
+            self._arena.release(extent.start)
             if not maps_buffer:  # nobody else releases the reader's hold
-                self._arena.let_go(extent.start)
+                self._arena.release(extent.start)
         for row_seq in layout_updates.closed:
             self._remote.pop(row_seq, None)
 
     def _announce(self, endpoint: str, notice: StepNotice, layout_updates: messages.LayoutUpdate, broken: str) -> bool:
         """Send the message; return whether the reader maps the buffer."""
         to = messages.ReaderEndpoint.parse(endpoint)
-        marks = _NONE if broken else notice.marks.get(endpoint, _NONE)
-        steered = _NONE if broken else notice.steered.get(endpoint, _NONE)
+        arrivals = _NO_ARRIVALS if broken else notice.arrivals.get(endpoint, _NO_ARRIVALS)
+        steered = _NO_STEERED if broken else notice.steered.get(endpoint, _NO_STEERED)
         failures = notice.failures.get(endpoint, {})
         header = self._header(to, layout_updates, failures, notice.spill, broken)
-        frames = [messages.encode(header), _bytes(marks), _bytes(steered)]
-        maps_buffer = not (layout_updates or len(marks)) or self._buffer_server.maps(endpoint)
+        frames = [messages.encode(header), arrivals.tobytes(), steered.tobytes()]
+        maps_buffer = not (layout_updates or len(arrivals)) or self._buffer_server.maps(endpoint)
         if not maps_buffer:
-            frames.append(self._fetch(layout_updates, marks))
+            frames.append(self._fetch(layout_updates, arrivals))
         self._post(to.rows, frames)
         return maps_buffer
 
@@ -164,15 +167,15 @@ class Notifier:
             waiting=self.waiting,
         )
 
-    def _fetch(self, layout_updates: messages.LayoutUpdate, marks: np.ndarray) -> bytes:
-        """Return the bytes of the marked ranks, one after the other."""
+    def _fetch(self, layout_updates: messages.LayoutUpdate, arrivals: np.ndarray) -> bytes:
+        """Return the bytes of the ranks that have arrived, one after the other."""
         row_bytes = self._rows.shape[1] * self._rows.element_size()
         for row_seq in layout_updates.opened:
             self._remote[row_seq.row_seq] = (row_seq.rank_bytes(row_bytes), [])
         for placed in layout_updates.placed:
             self._remote[placed.row_seq][1].append(placed)
         parts = []
-        for number, rank, _, count, _ in marks.tolist():
+        for number, rank, _, count, _ in arrivals.tolist():
             if rank < 0:
                 continue
             width, extents = self._remote[number]
@@ -200,13 +203,9 @@ class Notifier:
         return self._sockets[address]
 
 
-_NONE = np.zeros((0, 5), np.int32)
+_NO_ARRIVALS, _NO_STEERED = np.empty(0, ARRIVAL), np.empty(0, STEERED)
 
 
 def _describe(error: Exception) -> str:
     logger.error("Weir could not deliver a step's rows", exc_info=error)
     return f"the worker could not deliver a step's rows: {type(error).__name__}: {error}"
-
-
-def _bytes(marks: np.ndarray) -> bytes:
-    return np.ascontiguousarray(marks, "<i4").tobytes()

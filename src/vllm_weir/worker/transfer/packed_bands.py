@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vllm_weir.util.h2d import upload
-from vllm_weir.worker.planning.step_plan import PACKED, StepPlan
+from vllm_weir.worker.planning.step_plan import StepPlan
 from vllm_weir.worker.transfer.codecs import Codec, Codecs
 from vllm_weir.worker.transfer.postprocess import CompressedRecords, pieces_of
 
@@ -60,15 +60,15 @@ class PackGroup:
 
 def packs_of(plan: StepPlan, codecs: Codecs, device: torch.device) -> list[PackGroup]:
     """Return what a step sends compressed; on CUDA its memory belongs to the current stream."""
-    if not len(plan.packs):
+    if not len(plan.records):
         return []
-    after, places, _, columns, numbers = plan.packs.T
-    lanes = plan.lanes_of(after - columns)
-    site_sets = plan.profiles[plan.tokens[lanes]]
+    places, columns, numbers = (plan.records[name] for name in ("arena_byte", "ring_rows", "codec"))
+    lanes = plan.lanes_of(plan.records["ring_row"])
+    site_sets = plan.site_sets[plan.captured_tokens[lanes]]
     groups = []
     for number, site_set in sorted(set(zip(numbers.tolist(), site_sets.tolist(), strict=True))):
         tokens = np.flatnonzero((numbers == number) & (site_sets == site_set))
         tokens = tokens[np.argsort(lanes[tokens], kind="stable")]
         width = int(columns[tokens[0]])
-        groups.append(PackGroup(codecs[PACKED - number], site_set, width, lanes[tokens], places[tokens], device))
+        groups.append(PackGroup(codecs[number], site_set, width, lanes[tokens], places[tokens], device))
     return groups

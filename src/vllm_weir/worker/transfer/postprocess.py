@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vllm_weir.util.h2d import upload
-from vllm_weir.worker.planning.step_plan import PACKED, StepPlan
+from vllm_weir.worker.planning.step_plan import StepPlan
 from vllm_weir.worker.transfer.codecs import Codecs
 
 
@@ -45,17 +45,17 @@ class Postprocessor:
             quick: whether to use the codecs that are quick, or the others.
         """
         packets = []
-        for number in np.unique(plan.packs[:, 4]).tolist():
-            if codecs[PACKED - number].quick != quick:
+        for number in np.unique(plan.records["codec"]).tolist():
+            if codecs[number].quick != quick:
                 continue
-            after, places, sizes, columns, _ = plan.packs[plan.packs[:, 4] == number].T
-            firsts = after - columns + start
+            records = plan.records[plan.records["codec"] == number]
+            places, sizes, columns = records["arena_byte"], records["bytes"], records["ring_rows"]
+            firsts = records["ring_row"] + start
             if (firsts[1:] == firsts[:-1] + columns[:-1]).all():
                 rows = self._ring[int(firsts[0]) : int(firsts[-1] + columns[-1])]
             else:
                 rows = self._ring[self._ranges(firsts, columns)]
-            records = codecs[PACKED - number].encode(rows)
-            packets.append(CompressedRecords(records, pieces_of(places, sizes)))
+            packets.append(CompressedRecords(codecs[number].encode(rows), pieces_of(places, sizes)))
         return packets
 
     def _ranges(self, firsts: np.ndarray, sizes: np.ndarray) -> torch.Tensor:

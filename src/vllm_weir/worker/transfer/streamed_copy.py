@@ -15,6 +15,7 @@ import torch
 
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.util.h2d import upload
+from vllm_weir.worker.planning.columns import as_integers
 from vllm_weir.worker.planning.step_plan import StepPlan
 from vllm_weir.worker.tap.triton_kernel import launch
 from vllm_weir.worker.transfer.band_layout import layout_bands, learn_tap_order
@@ -104,22 +105,22 @@ class StreamedCopy:
             listed: tokens that the taps do something to, see `triton_kernel.launch`.
         """
         self._listed = listed
-        self._lanes, self._open, self._reached, self._fault = len(plan.tokens), [], [], ""
-        captured = plan.profiles[plan.tokens]
+        self._lanes, self._open, self._reached, self._fault = len(plan.captured_tokens), [], [], ""
+        captured = plan.site_sets[plan.captured_tokens]
         site_sets = {number: columns_of[number] for number in np.unique(captured[captured >= 0]).tolist()}
         with torch.cuda.stream(self._copy_out.stream):
             self._packs = packs_of(plan, self._codecs, self._regions.device)
         copies = BandCopies(plan)
         wanted = max(copies.wanted_columns, MIN_PACKED_COLUMNS if self._packs else 1)
-        capacity = self._ring.capacity - plan.cells
+        capacity = self._ring.capacity - plan.group_rows
         self.stride, bands = layout_bands(site_sets, self._known_order(site_sets), self._lanes, capacity, wanted)
-        self._reserve_cells(plan.cells)
+        self._reserve_cells(plan.group_rows)
         regions = {number: self._no_regions() for number in site_sets}
         self._bands_of_tap = {}
         for columns in bands:
             self._add_band(columns, site_sets, regions, copies)
         # Of rows that are reduced, one group stands by itself, its columns side by side.
-        for number in np.unique(plan.profiles[plan.spans != 0]).tolist():
+        for number in np.unique(plan.site_sets[plan.spans != 0]).tolist():
             regions[number] = self._no_regions()
             regions[number][list(columns_of[number])] = np.arange(len(columns_of[number]))
         device = self._regions.device
@@ -230,14 +231,14 @@ class StreamedCopy:
             self._copy_out.send_packet(pack.packet())
         self._packs = []
         copied = torch.cuda.Event()
-        if len(plan.results):
+        if len(plan.reduced):
             reduced = torch.cuda.Event()
             reduced.record()
             self._copy_out.stream.wait_event(reduced)
-            self._copy_out.send(plan.results + (self.cells, 0, 0))  # noqa: RUF005 - an array, not a tuple
+            self._copy_out.send(as_integers(plan.reduced) + np.array((self.cells, 0, 0)))
         copied.record(self._copy_out.stream)
-        if plan.cells:
-            self._ring.release_after(self.cells, plan.cells, copied)
+        if plan.group_rows:
+            self._ring.release_after(self.cells, plan.group_rows, copied)
         self._ring.rewind()
 
         def arrived() -> None:
@@ -256,14 +257,13 @@ class BandCopies:
     """
 
     def __init__(self, plan: StepPlan) -> None:
-        sent = plan.jobs[:, 2] > 0
+        sent = plan.copies["rows"] > 0
         self._lanes = np.full(len(sent), -1, np.int64)
-        self._lanes[sent] = plan.lanes_of(plan.jobs[sent, 0])
-        site_sets = plan.profiles[plan.tokens]
+        self._lanes[sent] = plan.lanes_of(plan.copies["ring_row"][sent])
+        site_sets = plan.site_sets[plan.captured_tokens]
         self._site_sets = np.where(sent, site_sets[self._lanes], -1) if len(site_sets) else self._lanes
-        self._jobs = plan.jobs
-        runs = np.array(plan.runs, np.int64).reshape(-1, 2)
-        self._runs = runs[runs[:, 1] - runs[:, 0] >= MIN_RUN_TOKENS]
+        self._copies = plan.copies
+        self._runs = plan.copy_runs[plan.copy_runs["end"] - plan.copy_runs["first"] >= MIN_RUN_TOKENS]
         self._in_run = np.full(len(sent), -1, np.int64)
         for k, (a, b) in enumerate(self._runs.tolist()):
             self._in_run[a:b] = k
@@ -282,15 +282,14 @@ class BandCopies:
             places: site set -> the place of the band's first column in it.
             columns: columns of the band.
         """
-        place = np.full(len(self._jobs), -1, np.int64)
+        place = np.full(len(self._copies), -1, np.int64)
         for site_set, k in places.items():
             place[self._site_sets == site_set] = k
-        first = self._runs[:, 0]
-        in_band = place[first] >= 0
-        first, count = first[in_band], (self._runs[:, 1] - self._runs[:, 0])[in_band]
-        jobs = self._jobs[first]
+        arena_rows, rows = self._copies["arena_row"], self._copies["rows"]
+        in_band = self._runs[place[self._runs["first"]] >= 0]
+        first, count = in_band["first"], in_band["end"] - in_band["first"]
         side_by_side = np.full(len(first), columns)
-        runs = np.stack([self._lanes[first], jobs[:, 1] + place[first], jobs[:, 2], count, side_by_side], 1)
+        runs = np.stack([self._lanes[first], arena_rows[first] + place[first], rows[first], count, side_by_side], 1)
         alone = np.flatnonzero((place >= 0) & (self._in_run < 0))
-        rest = [self._lanes[alone], self._jobs[alone, 1] + place[alone], np.full(len(alone), columns)]
-        return runs, np.stack(rest, 1)
+        single_tokens = [self._lanes[alone], arena_rows[alone] + place[alone], np.full(len(alone), columns)]
+        return runs, np.stack(single_tokens, 1)

@@ -32,7 +32,6 @@ from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.taps import column_of
-from vllm_weir.worker.planning.step_plan import PACKED
 
 LAYERS, D = 3, 4
 FACTS = EngineCapabilities(served(LAYERS), LAYERS, D, "float32", 1000)
@@ -69,9 +68,9 @@ class Request:
 
     def join(self):
         if self.captures is not None:
-            number = -1 if self.post.compression is None else PACKED
+            number = -1 if self.post.compression is None else 0
             spec = self.pending.admitted.spec
-            self.post.planner.read(self.name, "here", spec, self.P, self.ids[: self.P], self.G, number)
+            self.post.planner.add_capture(self.name, "here", spec, self.P, self.ids[: self.P], self.G, number)
 
     @property
     def end(self):
@@ -159,7 +158,7 @@ def test_every_wanted_row_exactly_once(cut_at_once, near, rows, how, data):
     for r in requests.values():
         if r.captures is not None:
             r.verify()
-    assert not post.planner.reading and not len(post.planner.profiles) and not post.row_seqs.live
+    assert not post.planner.capturing and not len(post.planner.site_sets) and not post.row_seqs.live
     requests.clear()
     del r
     gc.collect()
@@ -307,7 +306,7 @@ def test_no_room(patience):
     else:
         ((reply, name, reason),) = plan.failures
         assert (reply, name) == ("here", "r0") and "host buffer is full" in reason and "host_bytes" in reason
-        assert (plan.profiles[2:] == -1).all() and "r0" not in post.planner.reading
+        assert (plan.site_sets[2:] == -1).all() and "r0" not in post.planner.capturing
 
 
 def test_missing_rows_are_an_error_that_names_them():

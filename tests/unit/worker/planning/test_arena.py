@@ -18,7 +18,7 @@ def test_pieces(capacity, data):
     for _ in range(80):
         if held and data.draw(st.booleans()):
             start = data.draw(st.sampled_from(sorted(held)))
-            arena.let_go(start)
+            arena.release(start)
             held[start][1] -= 1
             if not held[start][1]:
                 del held[start]
@@ -33,7 +33,7 @@ def test_pieces(capacity, data):
         assert arena.used == sum(n for n, _ in held.values()) and arena.pressure == arena.used / capacity
     for start, (_, holders) in held.items():
         for _ in range(holders):
-            arena.let_go(start)
+            arena.release(start)
     assert arena.used == 0 and arena.allocate(capacity) == 0
 
 
@@ -43,5 +43,5 @@ def test_patience():
     started = time.monotonic()
     assert arena.allocate(5, patience=0.05) is None and time.monotonic() - started >= 0.05
     assert arena.allocate(11, patience=60) is None, "what can never fit is not waited for"
-    threading.Timer(0.05, lambda: [arena.let_go(first), arena.let_go(first)]).start()
+    threading.Timer(0.05, lambda: [arena.release(first), arena.release(first)]).start()
     assert arena.allocate(5, patience=10) == 0

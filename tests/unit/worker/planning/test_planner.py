@@ -15,7 +15,6 @@ from vllm_weir.schema.selectors import NEVER
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, column_of, num_taps, tap_of
 from vllm_weir.worker.planning.planner import Planner
-from vllm_weir.worker.planning.step_plan import PACKED
 from vllm_weir.worker.steering.programs import ProgramTable
 
 LAYERS = 4
@@ -33,13 +32,13 @@ def spec_of(captures, compress=None) -> ResolvedSpec:
 
 def places_of(plan):
     """Token -> where its rows or records go; rows in arena rows, records in bytes that follow each other."""
-    token_at = {int(plan.slots[t]): t for t in plan.tokens.tolist()}
-    assert not (plan.jobs[:, 4] <= PACKED).any() and (plan.packs[:, 4] <= PACKED).all()
-    out = {token_at[slot - lead]: tuple(rest) for slot, *rest, lead, _ in plan.jobs.tolist()}
-    for after, place, size, columns, codec in plan.packs.tolist():
+    token_at = {int(plan.slots[t]): t for t in plan.captured_tokens.tolist()}
+    assert (plan.records["codec"] >= 0).all()
+    out = {token_at[slot]: tuple(rest) for slot, *rest in plan.copies.tolist()}
+    for slot, place, size, columns, codec in plan.records.tolist():
         assert size == columns * 16, "eight values: two floats and eight codes, or eight halves"
-        out[token_at[after - columns]] = (place, size, codec)
-    assert len(out) == len(plan.tokens)
+        out[token_at[slot]] = (place, size, codec)
+    assert len(out) == len(plan.captured_tokens)
     return out
 
 
@@ -49,22 +48,22 @@ def rows_of(plan, planner, batch):
     token = 0
     for request_id, n, computed in batch:
         for position in range(computed, computed + n):
-            slot, profile = plan.slots[token], plan.profiles[token]
-            assert (slot < 0) == (profile < 0)
+            slot, site_set = plan.slots[token], plan.site_sets[token]
+            assert (slot < 0) == (site_set < 0)
             if slot >= 0:
-                for column in np.flatnonzero(planner.profiles.ranks[profile] >= 0):
+                for column in np.flatnonzero(planner.site_sets.ranks[site_set] >= 0):
                     found.append((request_id, int(column), position))
-                    used[slot + planner.profiles.ranks[profile, column]] += 1
+                    used[slot + planner.site_sets.ranks[site_set, column]] += 1
             token += 1
-    assert len(plan.slots) == len(plan.profiles) == token
+    assert len(plan.slots) == len(plan.site_sets) == token
     assert (used == 1).all(), "rows overlap or leave gaps"
     assert len(set(found)) == len(found)
     return set(found)
 
 
-def planner_of(columns, profiles):
+def planner_of(columns, max_site_sets):
     taps = num_taps(LAYERS)
-    return Planner(columns, taps * STAGES, profiles, ProgramTable(TableSizes(4, 4, 4), taps, range(taps), 8))
+    return Planner(columns, taps * STAGES, max_site_sets, ProgramTable(TableSizes(4, 4, 4), taps, range(taps), 8))
 
 
 def step(planner, batch):
@@ -75,7 +74,7 @@ def step(planner, batch):
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_planning_everybody_at_once_changes_nothing(data):
-    """The same batches through a planner that plans every request by itself: same plans, same marks, same places."""
+    """The same batches through a planner that plans every request by itself: same plans, same arrivals, same places."""
     quick, slow = planner_of(COLUMNS, 512), planner_of(COLUMNS, 512)
     state = {}
     for i in range(data.draw(st.integers(1, 4))):
@@ -83,9 +82,9 @@ def test_planning_everybody_at_once_changes_nothing(data):
         ids = data.draw(st.lists(st.integers(0, 20), min_size=P, max_size=P))
         how = data.draw(st.sampled_from([None, "full8", "fp16"]))
         spec = spec_of(data.draw(sensible_captures(LAYERS)), how)
-        codec = -1 if how is None else PACKED - (how == "fp16")
+        codec = -1 if how is None else int(how == "fp16")
         for planner in (quick, slow):
-            planner.read(f"r{i}", data.draw(st.just("ab"[i % 2])), spec, P, ids, G, codec)
+            planner.add_capture(f"r{i}", data.draw(st.just("ab"[i % 2])), spec, P, ids, G, codec)
         state[f"r{i}"] = [P, G, 0]
     while state:
         batch = []
@@ -97,18 +96,18 @@ def test_planning_everybody_at_once_changes_nothing(data):
             batch.append((name, data.draw(st.integers(1, P - at)) if at < P else 1, at))
         if not batch:
             continue
-        slow.seats.ready[:] = NEVER
-        slow._repeat = None
+        slow.steady_state.ready[:] = NEVER
+        slow._repeated = None
         plans = [step(planner, batch) for planner in (quick, slow)]
         assert (plans[0] is None) == (plans[1] is None)
         if plans[0] is not None:
             a, b = plans
-            assert (a.slots >= 0).tolist() == (b.slots >= 0).tolist() and a.profiles.tolist() == b.profiles.tolist()
+            assert (a.slots >= 0).tolist() == (b.slots >= 0).tolist() and a.site_sets.tolist() == b.site_sets.tolist()
             for plan in plans:
                 rows_of(plan, quick, batch)
             assert places_of(a) == places_of(b)
-            marks = [{r: sorted(flat(m)) for r, m in p.marks.items()} for p in plans]
-            assert {r: m for r, m in marks[0].items() if m} == {r: m for r, m in marks[1].items() if m}
+            arrivals = [{r: sorted(flat(m)) for r, m in p.arrivals.items()} for p in plans]
+            assert {r: m for r, m in arrivals[0].items() if m} == {r: m for r, m in arrivals[1].items() if m}
         for name, n, at in batch:
             state[name][2] = at + n
             if at + n >= state[name][0] + state[name][1] - 1:
@@ -118,11 +117,11 @@ def test_planning_everybody_at_once_changes_nothing(data):
     assert_free(quick, 512)
 
 
-def flat(marks):
-    """(strand, rank, position) of every row."""
+def flat(arrivals):
+    """(row sequence, rank, position) of every row."""
     return [
         (row_seq, rank + k, position + k * stride)
-        for row_seq, rank, position, count, stride in marks.tolist()
+        for row_seq, rank, position, count, stride in arrivals.tolist()
         for k in range(count)
     ]
 
@@ -131,22 +130,22 @@ def test_a_step_that_repeats_the_last_one_is_recognised():
     planner = planner_of(COLUMNS, 8)
     names = [f"r{i}" for i in range(20)]
     for name in names:
-        planner.read(name, "a", spec_of([("resid_post", "all", "all")]), 3, None, 400)
+        planner.add_capture(name, "a", spec_of([("resid_post", "all", "all")]), 3, None, 400)
     batch = [(name, 3, 0) for name in names]
     for position in range(3, 300):
         plan = step(planner, batch)
         assert plan.rows == sum(n for _, n, _ in batch) * LAYERS
         batch = [(name, 1, position) for name in names]
         if position == 6:
-            assert planner._repeat is not None
+            assert planner._repeated is not None
     planner.row_seqs.catch_up()
-    assert planner.row_seqs.last[[s.index for s in planner.row_seqs.live.values()]].tolist() == [298] * 20
+    assert planner.row_seqs.last_position[[s.index for s in planner.row_seqs.live.values()]].tolist() == [298] * 20
 
 
 def assert_free(planner, size):
-    profiles = planner.profiles
-    assert not planner.reading and not len(profiles) and not profiles._of and not profiles.columns_of
-    assert sorted(profiles._free) == list(range(size))
+    site_sets = planner.site_sets
+    assert not planner.capturing and not len(site_sets) and not site_sets._number_of and not site_sets.columns_of
+    assert sorted(site_sets._free) == list(range(size))
 
 
 def test_columns_are_distinct_and_of_their_tap():
@@ -159,21 +158,21 @@ def test_columns_are_distinct_and_of_their_tap():
         assert column_of(Site("resid_post", layer - 1), False) == column_of(Site("resid_pre", layer), True)
 
 
-def test_profiles_are_shared_and_freed():
+def test_site_sets_are_shared_and_freed():
     planner = planner_of(COLUMNS, 2)
     site_request = spec_of([("resid_post", [1], "all")])
     for i in range(50):
-        planner.read(f"r{i}", "a", site_request, 5, None)
+        planner.add_capture(f"r{i}", "a", site_request, 5, None)
     batch = [(f"r{i}", 1, 0) for i in range(50)]
-    assert len({int(p) for p in step(planner, batch).profiles}) == 1
+    assert len({int(p) for p in step(planner, batch).site_sets}) == 1
     planner.remove("r0")
-    planner.read("r0", "a", spec_of([("resid_post", [2], "all")]), 5, None)  # joins again under its id
-    assert len({int(p) for p in step(planner, batch).profiles}) == 2
-    planner.read("x", "a", spec_of([("resid_post", [3], "all")]), 5, None)
+    planner.add_capture("r0", "a", spec_of([("resid_post", [2], "all")]), 5, None)  # joins again under its id
+    assert len({int(p) for p in step(planner, batch).site_sets}) == 2
+    planner.add_capture("x", "a", spec_of([("resid_post", [3], "all")]), 5, None)
     ((reply, name, reason),) = step(planner, [("x", 1, 0), ("r1", 1, 3)]).failures
     assert (reply, name) == ("a", "x") and "more than 2" in reason
     planner.remove("r0")
-    planner.read("x", "a", spec_of([("resid_post", [3], "all")]), 5, None)
+    planner.add_capture("x", "a", spec_of([("resid_post", [3], "all")]), 5, None)
     assert step(planner, [("x", 1, 0)]).rows == 1
     for name in ["x", "nobody", *(f"r{i}" for i in range(50))]:
         planner.remove(name)
@@ -182,7 +181,7 @@ def test_profiles_are_shared_and_freed():
 
 def test_63_selectors_in_one_request():
     planner = planner_of(COLUMNS, 512)
-    planner.read("r", "a", spec_of([("resid_post", [i % LAYERS], [i]) for i in range(63)]), 70, None)
+    planner.add_capture("r", "a", spec_of([("resid_post", [i % LAYERS], [i]) for i in range(63)]), 70, None)
     found = rows_of(step(planner, [("r", 70, 0)]), planner, [("r", 70, 0)])
     assert {(c, p) for _, c, p in found} == {(column_of(Site("resid_post", i % LAYERS), False), i) for i in range(63)}
 
@@ -190,16 +189,16 @@ def test_63_selectors_in_one_request():
 def test_a_stage_of_a_pipeline_fills_its_own_columns_only():
     mine = frozenset(c for c in COLUMNS if c // STAGES > tap_of(Site("resid_post", 1)))
     planner = planner_of(mine, 16)
-    planner.read("none", "a", spec_of([("resid_post", [0, 1], "all")]), 3, None)
-    assert not planner.reading and step(planner, [("none", 3, 0)]) is None
-    planner.read("some", "a", spec_of([("resid_post", "all", "all")]), 3, None)
+    planner.add_capture("none", "a", spec_of([("resid_post", [0, 1], "all")]), 3, None)
+    assert not planner.capturing and step(planner, [("none", 3, 0)]) is None
+    planner.add_capture("some", "a", spec_of([("resid_post", "all", "all")]), 3, None)
     plan = step(planner, [("none", 3, 0), ("some", 3, 0)])
     assert plan.rows == 6 and {c for _, c, _ in rows_of(plan, planner, [("none", 3, 0), ("some", 3, 0)])} <= mine
 
 
 def test_request_ids_match_whole():
     planner = planner_of(COLUMNS, 16)
-    planner.read("a", "x", spec_of([("resid_post", [0], "all")]), 3, None)
+    planner.add_capture("a", "x", spec_of([("resid_post", [0], "all")]), 3, None)
     assert step(planner, [("a-b", 3, 0), ("ab", 3, 0)]) is None
     planner.remove("a-b")
     assert step(planner, [("a-b", 3, 0), ("a", 3, 0)]).slots.tolist() == [-1, -1, -1, 0, 1, 2]
@@ -208,12 +207,12 @@ def test_request_ids_match_whole():
 def test_a_repeated_step_does_not_write_where_an_extent_was_retired():
     """Readers may have emptied a retired extent, and others been given its memory."""
     planner = planner_of(COLUMNS, 8)
-    planner.read("r", "a", spec_of([("resid_post", [1], "all")]), 3, None, 400)
+    planner.add_capture("r", "a", spec_of([("resid_post", [1], "all")]), 3, None, 400)
     for batch in ([("r", 3, 0)], [("r", 1, 3)], [("r", 1, 4)]):
         step(planner, batch)
-    assert planner._repeat is not None
+    assert planner._repeated is not None
     planner.row_seqs.retire_all()
     (retired,) = planner.row_seqs.take_layout_updates()["a"].retired
     plan = step(planner, [("r", 1, 5)])
     (placed,) = planner.row_seqs.take_layout_updates()["a"].placed
-    assert (retired.rank, retired.filled) == (0, 5) and (placed.rank, plan.jobs[0, 1]) == (5, placed.start)
+    assert (retired.rank, retired.filled) == (0, 5) and (placed.rank, plan.copies["arena_row"][0]) == (5, placed.start)

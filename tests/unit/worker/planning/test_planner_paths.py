@@ -14,7 +14,8 @@ from tests.unit.worker.planning.test_planner import COLUMNS, LAYERS, flat, place
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.selectors import MOST_STEPS, NEVER, Selectors, SelectorSet
 from vllm_weir.worker.planning.arena import Arena
-from vllm_weir.worker.planning.step_plan import AdvancedPlan, StepPlan, TokenLookup
+from vllm_weir.worker.planning.columns import ROW_COPY, STEERED
+from vllm_weir.worker.planning.step_plan import AdvancedPlan, ProgramsByToken, StepPlan
 from vllm_weir.worker.tap.device_tables import PlanWriter
 
 
@@ -87,8 +88,8 @@ def test_planning_by_stretches_changes_nothing(data):
         ids = data.draw(st.lists(st.integers(0, 20), min_size=P, max_size=P))
         spec = spec_of(data.draw(sensible_captures(LAYERS)))
         for planner in (quick, slow):
-            planner.read(f"r{i}", "ab"[i % 2], spec, P, ids, G)
-        slow.reading[f"r{i}"].selectors = Scattered(slow.reading[f"r{i}"].selectors, ids)
+            planner.add_capture(f"r{i}", "ab"[i % 2], spec, P, ids, G)
+        slow.capturing[f"r{i}"].selectors = Scattered(slow.capturing[f"r{i}"].selectors, ids)
         state[f"r{i}"] = [P, G, 0]
     while state:
         batch = []
@@ -99,15 +100,15 @@ def test_planning_by_stretches_changes_nothing(data):
         a, b = (step(planner, batch) for planner in (quick, slow))
         assert (a is None) == (b is None)
         if a is not None:
-            assert [quick.profiles.columns_of.get(p) for p in a.profiles.tolist()] == [
-                slow.profiles.columns_of.get(p) for p in b.profiles.tolist()
+            assert [quick.site_sets.columns_of.get(p) for p in a.site_sets.tolist()] == [
+                slow.site_sets.columns_of.get(p) for p in b.site_sets.tolist()
             ]
             assert a.rows == b.rows and {t: x[1:] for t, x in places_of(a).items()} == {
                 t: x[1:] for t, x in places_of(b).items()
             }
             for plan in (a, b):
                 whole = sorted((s + k, r + k) for s, r, n in plan.segments.tolist() for k in range(n))
-                assert whole == sorted((s + k, r + k) for s, r, n, *_ in plan.jobs.tolist() for k in range(n))
+                assert whole == sorted((s + k, r + k) for s, r, n in plan.copies.tolist() for k in range(n))
             assert positions_told(a) == positions_told(b)
         for name, n, at in batch:
             state[name][2] = at + n
@@ -118,8 +119,10 @@ def test_planning_by_stretches_changes_nothing(data):
 
 
 def positions_told(plan):
-    """Reply -> the positions whose rows arrive; strands are numbered as they are met."""
-    return {reply: sorted(p for _, _, p in flat(marks)) for reply, marks in plan.marks.items() if len(marks)}
+    """Reply -> the positions whose rows arrive; row sequences are numbered as they are met."""
+    return {
+        reply: sorted(p for _, _, p in flat(arrivals)) for reply, arrivals in plan.arrivals.items() if len(arrivals)
+    }
 
 
 where = st.sampled_from(["all", "prompt", "generated", "last_prompt", 2, [0, -1, 5], "1:7:2", "3:9", "sampled"])
@@ -147,32 +150,32 @@ def test_steering_by_stretches_changes_nothing(wanted, P, cuts):
             asked.append(weir.Add(rows, layers, positions=at))
         for bench in (quick, slow):
             bench.join(f"r{i}", asked, P)
-        slow.planner.steering[f"r{i}"].selectors = Scattered(slow.planner.steering[f"r{i}"].selectors, None)
+        slow.planner.steered[f"r{i}"].selectors = Scattered(slow.planner.steered[f"r{i}"].selectors, None)
     at, groups = 0, ({}, {})
     while at < P + 6:
         n = min(cuts.pop() if cuts else 3, P - at) if at < P else 1
         told = []
         for bench, known in zip((quick, slow), groups, strict=True):
             if bench is slow:
-                slow.planner.seats.ready[:] = NEVER
-                slow.planner._repeat = None
+                slow.planner.steady_state.ready[:] = NEVER
+                slow.planner._repeated = None
             plan = bench.planner.plan([f"r{i}" for i in range(len(wanted))], [n] * len(wanted), [at] * len(wanted))
             for layout_updates in bench.planner.row_seqs.take_layout_updates().values():
                 known.update({g.group: (g.request_id, *g.moves) for g in layout_updates.groups})
-            keys = {number: key for key, number in bench.table._program_slots.of.items()}
+            keys = {number: key for key, number in bench.table._program_slots.slot_of.items()}
             programs = [keys.get(p) for p in ([] if plan is None else plan.programs.tolist())]
-            marks = [] if plan is None else plan.steered.get(REPLY, np.zeros((0, 4), int)).tolist()
-            told.append((programs, sorted((known[g], p + k * s) for g, p, c, s in marks for k in range(c))))
+            steered = [] if plan is None else plan.steered.get(REPLY, np.zeros(0, STEERED)).tolist()
+            told.append((programs, sorted((known[g], p + k * s) for g, p, c, s in steered for k in range(c))))
         assert [p for p in told[0][0] if p] == [p for p in told[1][0] if p] and told[0][1] == told[1][1]
         at += n
 
 
 def test_steps_in_which_nothing_happens_are_known_by_their_batch():
     planner = planner_of(COLUMNS, 8)
-    planner.read("r", "a", spec_of([("resid_post", [1], "last_prompt")]), 3, None, 400)
+    planner.add_capture("r", "a", spec_of([("resid_post", [1], "last_prompt")]), 3, None, 400)
     assert step(planner, [("r", 3, 0), ("s", 1, 0)]).rows == 1
     assert all(step(planner, [("r", 1, p), ("s", 1, p)]) is None for p in range(3, 20))
-    assert planner._repeat is not None and planner._repeat._times == 16
+    assert planner._repeated is not None and planner._repeated._times == 16
     assert step(planner, [("r", 1, 2), ("s", 1, 20)]).rows == 1, "computed again after a preemption"
     assert step(planner, [("r", 1, 3), ("s", 1, 21)]) is None and step(planner, [("r", 2, 1), ("s", 1, 22)]).rows == 1
 
@@ -180,7 +183,7 @@ def test_steps_in_which_nothing_happens_are_known_by_their_batch():
 def test_a_batch_in_another_order_or_of_others_is_no_repetition():
     planner = planner_of(COLUMNS, 8)
     for name in "rst":
-        planner.read(name, "a", spec_of([("resid_post", [1], "all")]), 1, None, 400)
+        planner.add_capture(name, "a", spec_of([("resid_post", [1], "all")]), 1, None, 400)
     step(planner, [("r", 1, 0), ("s", 1, 0)])
     for batch in (
         [("r", 1, 1), ("s", 1, 1)],
@@ -192,7 +195,7 @@ def test_a_batch_in_another_order_or_of_others_is_no_repetition():
         [("s", 2, 7), ("t", 1, 8)],
     ):
         plan = step(planner, batch)
-        told = sorted(p for _, _, p in flat(plan.marks["a"]))
+        told = sorted(p for _, _, p in flat(plan.arrivals["a"]))
         assert told == sorted(p + k for _, n, p in batch for k in range(n))
         assert plan.rows == sum(n for _, n, _ in batch) and isinstance(plan, AdvancedPlan) == (batch[0] == ("s", 1, 6))
 
@@ -207,7 +210,7 @@ def test_the_device_holds_every_step_s_plan(data):
     names = [f"r{i}" for i in range(data.draw(st.integers(1, 5)))]
     for name in names:
         if data.draw(st.booleans()):
-            planner.read(name, "a", spec_of(data.draw(sensible_captures(LAYERS))), 4, [1, 2, 3, 4], 60)
+            planner.add_capture(name, "a", spec_of(data.draw(sensible_captures(LAYERS))), 4, [1, 2, 3, 4], 60)
     batch = [(name, 4, 0) for name in names]
     for at in range(4, 24):
         plan = step(planner, batch)
@@ -219,7 +222,7 @@ def test_the_device_holds_every_step_s_plan(data):
             writer.write(plan, start, torch.zeros(40, dtype=torch.int32))
             expected = torch.full((40, 4), -1)
             slots = plan.slots + np.where(plan.slots >= 0, start, 0)
-            expected[: len(slots)] = torch.from_numpy(np.stack([slots, plan.profiles, plan.programs, plan.spans], 1))
+            expected[: len(slots)] = torch.from_numpy(np.stack([slots, plan.site_sets, plan.programs, plan.spans], 1))
         assert tensor.tolist() == expected.tolist()
         if not data.draw(st.integers(0, 4)):
             data.draw(st.permutations(names))
@@ -237,10 +240,9 @@ def test_programs_are_chosen_by_the_tokens_that_only_the_device_knows(ids, sets)
     n = len(ids)
     nothing = np.full(n, -1, np.int32)
     programs = np.arange(100, 100 + (1 << len(sets)), dtype=np.int32)
-    lookup = TokenLookup(np.arange(n), tuple(map(tuple, sets)), programs)
-    none = np.zeros(0, np.int64)
-    jobs = np.zeros((0, 5), np.int64)
-    plan = StepPlan(nothing, nothing, nothing, 0, none, jobs, [], {}, {}, [lookup], [], spans=nothing)
+    lookup = ProgramsByToken(np.arange(n), tuple(map(tuple, sets)), programs)
+    none, copies = np.zeros(0, np.int64), np.zeros(0, ROW_COPY)
+    plan = StepPlan(nothing, nothing, nothing, 0, none, copies, programs_by_token=[lookup], spans=nothing)
     tensor = torch.full((n, 4), 7, dtype=torch.int32)
     PlanWriter(tensor).write(plan, 0, torch.tensor(ids, dtype=torch.int32))
     want = [100 + sum((token in some) << j for j, some in enumerate(sets)) for token in ids]
@@ -250,21 +252,21 @@ def test_programs_are_chosen_by_the_tokens_that_only_the_device_knows(ids, sets)
 def test_the_only_request_fails_after_some_of_its_rows_were_placed():
     planner = planner_of(COLUMNS, 8)
     planner.row_seqs.arena = Arena(2 * LAYERS)
-    planner.read("r", "a", spec_of([("resid_post", "all", "0:2"), ("resid_post", [1], "2:")]), 3, None, 1)
+    planner.add_capture("r", "a", spec_of([("resid_post", "all", "0:2"), ("resid_post", [1], "2:")]), 3, None, 1)
     plan = step(planner, [("r", 3, 0)])
     ((reply, name, reason),) = plan.failures
     assert (reply, name) == ("a", "r") and "host_bytes" in reason and plan.rows == 0
-    assert list(plan.marks) == ["a"] and (plan.slots == -1).all() and not planner.reading
+    assert list(plan.arrivals) == ["a"] and (plan.slots == -1).all() and not planner.capturing
     assert step(planner, [("r", 1, 3)]) is None
 
 
 def test_a_step_that_is_streamed_leaves_its_successors_their_slots():
     planner = planner_of(COLUMNS, 8)
     for name in "rs":
-        planner.read(name, "a", spec_of([("resid_post", "all", "all")]), 1, None, 400)
+        planner.add_capture(name, "a", spec_of([("resid_post", "all", "all")]), 1, None, 400)
     plans = [step(planner, [("r", 1, p), ("s", 1, p)]) for p in range(4)]
     assert isinstance(plans[-1], AdvancedPlan)
     lanes = plans[-1].in_lanes(2)
-    assert lanes.slots.tolist() == [0, 2] and lanes.jobs.tolist() == plans[-1].jobs.tolist()
+    assert lanes.slots.tolist() == [0, 2] and lanes.copies.tolist() == plans[-1].copies.tolist()
     again = step(planner, [("r", 1, 4), ("s", 1, 4)])
     assert isinstance(again, AdvancedPlan) and again.slots.tolist() == [0, LAYERS]

@@ -17,7 +17,8 @@ from vllm_weir.core.cache_keys import CacheKeys
 from vllm_weir.core.waiting_queue import WaitingQueue
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.table_sizes import TableSizes
-from vllm_weir.worker.steering.unsteered_kv import MOST, SteeredKeys, UnsteeredKV
+from vllm_weir.worker.planning.columns import as_integers
+from vllm_weir.worker.steering.unsteered_kv import MOST_FAILED, SteeredKeys, UnsteeredKV
 
 ROWS = torch.eye(D)
 ITEMS = [weir.Add(ROWS[k % D] * (1 + k // D), k % 3, 1.0 + k % 2) for k in range(16)] + [
@@ -55,7 +56,7 @@ def test_joining_and_leaving_leaks_nothing(sequence):
         used = [n for nodes in table._nodes_of.values() for n in nodes]
         assert len(set(used)) == len(used) and len(used) + len(table._free_nodes) == 300
         assert not set(used) & set(table._free_nodes)
-        for digest, slot in table._vector_slots.of.items():
+        for digest, slot in table._vector_slots.slot_of.items():
             if digest in digests:
                 assert np.array_equal(
                     table.vectors[slot],
@@ -108,11 +109,13 @@ def test_a_vector_that_cannot_be_fetched_leaves_no_trace():
         raise ValueError("gone")
 
     with pytest.raises(WeirError, match="gone"):
-        bench.planner.steer("a", "x#y#z", [move], 4, None, nothing)
+        bench.planner.add_steering("a", "x#y#z", [move], 4, None, nothing)
     bench.planner.remove("a")
     assert usage(bench)["vectors"] == 0
     bench.join("a", [weir.Add(ROWS[0], 1)], 4)  # and is fetched anew, not believed to be there
-    assert np.array_equal(bench.table.vectors[bench.table._vector_slots.of[move.instructions[0].u]], ROWS[0].numpy())
+    assert np.array_equal(
+        bench.table.vectors[bench.table._vector_slots.slot_of[move.instructions[0].u]], ROWS[0].numpy()
+    )
 
 
 def keys(items, prompt_len=70, total=128, block=32):
@@ -306,7 +309,7 @@ def test_what_a_failed_request_left_reaches_those_with_its_keys_only():
     left.add(keyed([weir.Add(A, 1)], ids), 20)
 
     def reaches(items, ids=ids, end=32, salt=""):
-        return left.reach(keyed(items, ids, salt), end)
+        return left.may_reach(keyed(items, ids, salt), end)
 
     assert reaches([weir.Add(A, 1)]) and reaches([weir.Add(A, 1, positions="prompt")])
     assert reaches([weir.Add(A, 1, positions=":9"), weir.Add(A, 1, positions="9:")], ids[:25])
@@ -317,8 +320,10 @@ def test_what_a_failed_request_left_reaches_those_with_its_keys_only():
     assert reaches([weir.Add(A, 1)], [*ids, 7, 7, 7], end=43), "its answer may be part of another's prompt"
     in_prompt = UnsteeredKV()
     in_prompt.add(keyed([weir.Add(A, 1, positions=":10")], ids), 20)
-    assert not in_prompt.reach(keyed([weir.Add(A, 1, positions=":10")], ids), 32), "all that was to be done was done"
-    for k in range(MOST):
+    assert not in_prompt.may_reach(keyed([weir.Add(A, 1, positions=":10")], ids), 32), (
+        "all that was to be done was done"
+    )
+    for k in range(MOST_FAILED):
         left.add(keyed([weir.Add(A, 1)], [50 + k]), 0)
     assert reaches([weir.Add(A, 1)]), "what is no longer known one by one is not forgotten"
 
@@ -328,11 +333,11 @@ def test_what_is_left_is_found_whichever_way_its_tokens_were_chosen():
     left = UnsteeredKV()
     left.add(keyed([weir.Add(A, 1, positions={"token_ids": [7]})], [1, 2]), 2)
     taker = keyed([weir.Add(A, 1, positions={"not_token_ids": [1, 2]})], [1, 2])
-    assert left.reach(taker, 3), "both steer a 7 that the first one generated"
-    assert left.reach(keyed([weir.Add(A, 1, positions={"not_token_ids": [1, 2]})], [1, 2, 7]), 3)
-    assert not left.reach(keyed([weir.Add(A, 1, positions={"not_token_ids": [1, 2]})], [1, 2, 2]), 3)
-    assert not left.reach(keyed([weir.Add(A, 1, positions={"not_token_ids": [2]})], [1, 2, 7]), 3)
-    assert not left.reach(taker, 2), "up to there it was steered"
+    assert left.may_reach(taker, 3), "both steer a 7 that the first one generated"
+    assert left.may_reach(keyed([weir.Add(A, 1, positions={"not_token_ids": [1, 2]})], [1, 2, 7]), 3)
+    assert not left.may_reach(keyed([weir.Add(A, 1, positions={"not_token_ids": [1, 2]})], [1, 2, 2]), 3)
+    assert not left.may_reach(keyed([weir.Add(A, 1, positions={"not_token_ids": [2]})], [1, 2, 7]), 3)
+    assert not left.may_reach(taker, 2), "up to there it was steered"
 
 
 def test_a_failure_in_a_step_is_known_to_those_that_take_from_it():
@@ -351,7 +356,9 @@ def test_a_failure_in_a_step_is_known_to_those_that_take_from_it():
     plan = bench.planner.plan(["taker", "other", "fails"], [8, 8, 32], [32, 32, 0])
     assert [name for _, name, _ in plan.failures] == ["fails", "taker"]
     assert (plan.programs >= 0).nonzero()[0].tolist() == list(range(8, 16))
-    assert sorted(plan.steered[REPLY][:, 1:].tolist())[-2:] == [[0, 32, 1], [32, 8, 1]], "what it was given counts too"
+    assert sorted(as_integers(plan.steered[REPLY])[:, 1:].tolist())[-2:] == [[0, 32, 1], [32, 8, 1]], (
+        "what it was given counts too"
+    )
 
 
 def test_what_a_request_computed_itself_is_not_taken_for_what_another_left():
@@ -361,10 +368,10 @@ def test_what_a_request_computed_itself_is_not_taken_for_what_another_left():
     bench.planner.plan(["goes on"], [40], [0])
     for position in range(40, 50):
         bench.planner.plan(["goes on"], [1], [position])
-    bench.planner.steering_planner.leftovers.add(keyed([weir.Add(A, 1)], ids), 20)
+    bench.planner.steering_planner.unsteered_kv.add(keyed([weir.Add(A, 1)], ids), 20)
     plan = bench.planner.plan(["goes on"], [2], [50])
     assert not plan.failures and (plan.programs >= 0).all()
-    assert plan.steered[REPLY][:, 1:].tolist() == [[50, 2, 1]]
+    assert as_integers(plan.steered[REPLY])[:, 1:].tolist() == [[50, 2, 1]]
     bench.planner.plan(["goes on"], [1], [52])
     bench.planner.resume(["goes on", "nobody"])
     assert [name for _, name, _ in bench.planner.plan(["goes on"], [1], [53]).failures] == ["goes on"]

@@ -87,15 +87,15 @@ def test_many_requests_ask_once(caller, monkeypatch):
     vectors = rows(50)
     digests = caller.use(*vectors)
     fetcher = VectorFetcher(D)
-    fetcher.fetch_ahead({caller.reply: [*digests, *digests[:7]]})
+    fetcher.prefetch({caller.reply: [*digests, *digests[:7]]})
     for digest, vector in zip(digests, vectors, strict=True):
         assert fetcher.fetch(caller.reply, [digest])[digest].tolist() == vector.tolist()
     assert caller.asked == [digests]
-    fetcher.forget()
-    assert not fetcher._ahead
+    fetcher.clear()
+    assert not fetcher._received
     assert fetcher.fetch(caller.reply, digests[:1])[digests[0]].tolist() == vectors[0].tolist()
     monkeypatch.setattr(vector_fetch, "MOST_AT_ONCE", 20)
-    fetcher.fetch_ahead({caller.reply: digests})
+    fetcher.prefetch({caller.reply: digests})
     assert [len(asked) for asked in caller.asked] == [50, 1, 20, 20, 10]
 
 
@@ -103,14 +103,14 @@ def test_what_came_along_is_not_asked_for(caller):
     vectors = rows(4)
     digests = caller.use(*vectors)
     fetcher = VectorFetcher(D)
-    fetcher.take(caller.reply, {d: row_bytes(v) for d, v in zip(digests[:2], vectors, strict=False)})
-    fetcher.take(caller.reply, {digests[2]: row_bytes(vectors[2]) + b"more", digests[3]: b""})  # no vectors
-    fetcher.fetch_ahead({caller.reply: digests})
+    fetcher.add_inline(caller.reply, {d: row_bytes(v) for d, v in zip(digests[:2], vectors, strict=False)})
+    fetcher.add_inline(caller.reply, {digests[2]: row_bytes(vectors[2]) + b"more", digests[3]: b""})  # no vectors
+    fetcher.prefetch({caller.reply: digests})
     assert caller.asked == [digests[2:]]
     for digest, vector in zip(digests, vectors, strict=True):
         assert fetcher.fetch(caller.reply, [digest])[digest].tolist() == vector.tolist()
     assert len(caller.asked) == 1
-    fetcher.forget()
+    fetcher.clear()
     assert fetcher.fetch(caller.reply, digests[:1])[digests[0]].tolist() == vectors[0].tolist()
     assert caller.asked[1:] == [digests[:1]], "it is kept for one step"
 
@@ -153,7 +153,7 @@ def test_directions_always_travel_along():
 def test_an_unknown_vector_fails_its_own_request(caller):
     (known,) = caller.use(*rows(1))
     fetcher = VectorFetcher(D)
-    fetcher.fetch_ahead({caller.reply: ["0" * 32, known]})
+    fetcher.prefetch({caller.reply: ["0" * 32, known]})
     assert fetcher.fetch(caller.reply, [known])[known].tolist() == rows(1)[0].tolist()
     with pytest.raises(ValueError, match="does not know vector 0000"):
         fetcher.fetch(caller.reply, [known, "0" * 32])
@@ -167,31 +167,33 @@ def test_a_caller_that_is_silent_is_waited_for_once_in_a_step(caller, monkeypatc
     digests, other = caller.use(*rows(20)), str(messages.ReaderEndpoint("", "ipc:///nowhere/at/all", "", "t"))
     fetcher, caller.silent = VectorFetcher(D), True
     before = time.monotonic()
-    fetcher.fetch_ahead({caller.reply: digests, other: digests})
+    fetcher.prefetch({caller.reply: digests, other: digests})
     for reply in (caller.reply, other):
         for digest in digests:
             with pytest.raises(ValueError, match="did not answer"):
                 fetcher.fetch(reply, [digest])
     assert time.monotonic() - before < 4, "each was waited for anew"
-    fetcher.forget()
+    fetcher.clear()
     caller.silent = False
     monkeypatch.setattr(vector_fetch, "TIMEOUT_MS", 5000)
-    assert len(fetcher.fetch(caller.reply, digests)) == 20, "asked anew, on a new line"
+    assert len(fetcher.fetch(caller.reply, digests)) == 20, "asked anew, on a new socket"
 
 
-def test_lines_are_kept_and_bounded(caller, monkeypatch):
+def test_sockets_are_kept_and_bounded(caller, monkeypatch):
     monkeypatch.setattr(vector_fetch, "TIMEOUT_MS", 10)
-    monkeypatch.setattr(vector_fetch, "MOST_LINES", 3)
+    monkeypatch.setattr(vector_fetch, "MOST_SOCKETS", 3)
     (digest,) = caller.use(*rows(1))
     fetcher = VectorFetcher(D)
     for k in range(6):
-        fetcher._line(f"ipc:///nowhere/{k}")
-    assert len(fetcher._lines) == 3
+        fetcher._socket(f"ipc:///nowhere/{k}")
+    assert len(fetcher._sockets) == 3
     monkeypatch.setattr(vector_fetch, "TIMEOUT_MS", 5000)
     fetcher.fetch(caller.reply, [digest])
-    line = fetcher._lines[messages.ReaderEndpoint.parse(caller.reply).vectors]
+    socket = fetcher._sockets[messages.ReaderEndpoint.parse(caller.reply).vectors]
     fetcher.fetch(caller.reply, [digest])
-    assert fetcher._lines[messages.ReaderEndpoint.parse(caller.reply).vectors] is line and len(fetcher._lines) == 3
+    assert (
+        fetcher._sockets[messages.ReaderEndpoint.parse(caller.reply).vectors] is socket and len(fetcher._sockets) == 3
+    )
 
 
 def test_vectors_are_found_while_requests_come_and_go(caller):

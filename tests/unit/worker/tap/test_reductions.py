@@ -17,6 +17,7 @@ from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import STAGES, num_taps, tap_of
 from vllm_weir.worker.planning.arena import Arena
+from vllm_weir.worker.planning.columns import ARRIVAL
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.steering.programs import ProgramTable
@@ -39,14 +40,14 @@ class Worker:
         columns = frozenset(range(TAPS * STAGES))
         table = ProgramTable(TableSizes(4, 4, 4), TAPS, range(TAPS), width)
         self.planner = Planner(columns, TAPS * STAGES, 64, table, RowSequences(Arena(4000)))
-        self.planner.reader.row_bytes = width * dtype.itemsize
+        self.planner.capture_planner.row_bytes = width * dtype.itemsize
         self.ring = torch.full((3000, width), float("nan"), dtype=dtype, device=device)
         self.folder = TapReducer(self.ring)
         self.host = torch.zeros(4000, width, dtype=dtype)
 
     def read(self, name, how, positions, length):
         site_requests = tuple(SiteRequest(site, Positions.parse(positions), False) for site in SITES)
-        self.planner.read(name, "a", ResolvedSpec(site_requests, Postprocess(how)), length, None, 1)
+        self.planner.add_capture(name, "a", ResolvedSpec(site_requests, Postprocess(how)), length, None, 1)
 
     def forget(self):
         """What the station does after each step."""
@@ -62,28 +63,28 @@ class Worker:
         start, where = 4, [(name, p) for name, n, first in batch for p in range(first, first + n)]
         assert plan.rows <= len(self.ring) - start
         self.ring[:] = float("nan")  # nothing is left there from step to step
-        table = np.stack([plan.slots, plan.profiles, plan.programs, plan.spans], 1)
+        table = np.stack([plan.slots, plan.site_sets, plan.programs, plan.spans], 1)
         table[plan.slots >= 0, 0] += start
-        self.folder.seed(plan.folds, start)
+        self.folder.seed(plan.reductions, start)
         none, times = torch.full((1, TAPS), -1, dtype=torch.int32), -(-self.width // D)
-        tables = [torch.from_numpy(table), torch.from_numpy(self.planner.profiles.ranks.copy()), none, none]
+        tables = [torch.from_numpy(table), torch.from_numpy(self.planner.site_sets.ranks.copy()), none, none]
         plan_, ranks, heads, ints = (x.to(self.device) for x in tables)
         floats, vectors = torch.zeros(1, 4, device=self.device), torch.zeros(1, self.width, device=self.device)
         for tap in range(TAPS):
             rows = torch.stack([content(name, tap, p).repeat(times)[: self.width] for name, p in where])
             hidden, number = rows.to(self.device, self.dtype), numbered(tap, device=self.device)
             self.launch(hidden, None, number, plan_, ranks, self.ring, heads, ints, floats, vectors)
-        self.folder.settle(plan.folds, start)
+        self.folder.settle(plan.reductions, start)
         for slot, row, rows in plan.segments.tolist():
             self.host[row : row + rows] = self.ring[start + slot : start + slot + rows]
         found = {}
         self.forget()
         row_seqs = {s.number: s for s in self.planner.row_seqs.live.values()}
-        for number, rank, *_ in plan.marks.get("a", np.zeros((0, 5), int)).tolist():
+        for number, rank, *_ in plan.arrivals.get("a", np.zeros(0, ARRIVAL)).tolist():
             row_seq = row_seqs[number]
-            if rank == 0 and row_seq.shape[0] == len(SITES) * self.words:
+            if rank == 0 and row_seq.rank_size == len(SITES) * self.words:
                 at = row_seq.extents[0][0]
-                cells = self.host[at : at + row_seq.shape[0]].view(-1).view(torch.float32)
+                cells = self.host[at : at + row_seq.rank_size].view(-1).view(torch.float32)
                 found[row_seq.request_id] = cells.view(len(SITES), self.width).clone()
         return found
 
@@ -149,7 +150,7 @@ def test_the_same_bits_however_a_prompt_is_cut_and_batched(data, dtype):
         for name in requests:
             worker.planner.remove(name)
         worker.forget()
-        assert not worker.folder._places and not worker.folder._end and not len(worker.planner.profiles)
+        assert not worker.folder._places and not worker.folder._end and not len(worker.planner.site_sets)
 
 
 def test_rows_of_a_prompt_that_is_reduced_take_no_room_of_their_own():
@@ -158,7 +159,7 @@ def test_rows_of_a_prompt_that_is_reduced_take_no_room_of_their_own():
         worker.read(name, "mean", "prompt", 1000)
     plan = worker.planner.plan(["a", "b", "c"], [1000, 500, 30], [0, 0, 0])
     groups = -(-1000 // GROUP) + -(-500 // GROUP) + 1
-    assert plan.rows == plan.cells == groups * len(SITES) and not len(plan.tokens)
+    assert plan.rows == plan.group_rows == groups * len(SITES) and not len(plan.captured_tokens)
 
 
 def test_not_a_number_stays_one():

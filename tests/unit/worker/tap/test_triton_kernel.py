@@ -18,6 +18,7 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 from vllm_weir.schema.interventions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
 from vllm_weir.schema.reductions import MAXIMUM, SEEDED
+from vllm_weir.worker.planning.columns import JOIN, as_integers
 from vllm_weir.worker.tap import reduction_kernel, reductions
 from vllm_weir.worker.transfer import direction_kernel
 from vllm_weir.worker.steering.programs import AFTER_POST, LAST
@@ -134,7 +135,7 @@ for seed in range(60):
 for seed in range(20):
     draw = np.random.default_rng(seed)
     n, d = int(draw.integers(1, 5)), int(draw.integers(1, 12))
-    work, cell, kept = np.zeros((n, 9), np.int32), 0, 0
+    work, cell, kept = np.zeros(n, JOIN), 0, 0
     for k in range(n):
         groups, columns = (int(x) for x in draw.integers(1, 5, 2))
         resumed, done = int(draw.integers(3)), int(draw.integers(2))
@@ -146,7 +147,7 @@ for seed in range(20):
         cell += groups * columns
     tables = [torch.from_numpy(draw.standard_normal((size, d))).float() for size in (cell, kept)]
     ours, theirs = ([x.clone() for x in tables] for _ in range(2))
-    reduction_kernel.join(torch.from_numpy(work), int(work[:, 2].max()), *ours)
+    reduction_kernel.join(torch.from_numpy(as_integers(work)), int(work["columns"].max()), *ours)
     reductions._join(work, *theirs)
     done = [slice(a, a + c) for a, _, c, _, _, over, *_ in work.tolist() if over]
     assert all(torch.equal(ours[0][at], theirs[0][at]) for at in done) and torch.equal(ours[1], theirs[1]), seed

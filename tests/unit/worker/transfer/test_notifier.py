@@ -12,6 +12,7 @@ from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
 from vllm_weir.frontend.receive.receiver import deliver
 from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.worker.planning.arena import Arena
+from vllm_weir.worker.planning.columns import ARRIVAL
 from vllm_weir.worker.transfer.notifier import Notifier, StepNotice
 
 D = 4
@@ -47,9 +48,11 @@ class Reader:
         return messages.decode(frames[0]), [len(f) for f in frames[1:]], frames
 
     def parcel(self, arrived=lambda: None, **layout_updates):
-        mark = np.array([[1, 0, 0, 1, 1]], np.int32)
+        arrivals = np.array([(1, 0, 0, 1, 1)], ARRIVAL)
         return StepNotice(
-            arrived, layout_updates={self.reply: messages.LayoutUpdate(**layout_updates)}, marks={self.reply: mark}
+            arrived,
+            layout_updates={self.reply: messages.LayoutUpdate(**layout_updates)},
+            arrivals={self.reply: arrivals},
         )
 
     def close(self):
@@ -87,7 +90,7 @@ def test_a_copy_that_failed_is_told_and_the_next_step_is_served(reader):
 
 def test_what_cannot_be_announced_is_excused_and_its_memory_let_go(reader):
     start = reader.arena.allocate(4)
-    reader.arena.let_go(start)  # the reader's hold
+    reader.arena.release(start)  # the reader's hold
     reader.link.error = ValueError("no such reader")
     reader.drain.send(reader.parcel(retired=[messages.ExtentRetired(1, 0, 1, start)]))
     header, _, _ = reader.hear()

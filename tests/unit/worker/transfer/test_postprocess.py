@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from vllm_weir import WeirError, codec
 from vllm_weir.schema.compression import Compression
-from vllm_weir.worker.planning.step_plan import PACKED, StepPlan
+from vllm_weir.worker.planning.columns import RECORD, ROW_COPY
+from vllm_weir.worker.planning.step_plan import StepPlan
 from vllm_weir.worker.transfer import codecs as codecs_module
 from vllm_weir.worker.transfer.codecs import MAX_IDLE, Codec, Codecs
 from vllm_weir.worker.transfer.pinned_buffer import _split
@@ -24,7 +25,7 @@ NONE = np.zeros(0, np.int64)
 
 
 def plan_of(packs):
-    return StepPlan(NONE, NONE, NONE, 0, NONE, np.zeros((0, 5), np.int64), [], {}, {}, [], [], packs)
+    return StepPlan(NONE, NONE, NONE, 0, NONE, np.zeros(0, ROW_COPY), records=np.array(packs, RECORD))
 
 
 @settings(max_examples=60, deadline=None)
@@ -44,14 +45,14 @@ def test_records_go_to_their_places(tokens, chunk):
     for columns, gap, which, follows in tokens:
         at, place = at + gap, place if follows else place + 11
         size = columns * record[which]
-        packs.append((at + columns - 7, place, size, columns, PACKED - numbers[which]))
+        packs.append((at - 7, place, size, columns, numbers[which]))
         rows = ring[at : at + columns]
         expected[place] = codec.encode(rows, codecs[numbers[which]].compression, None).view(-1)
         at, place = at + columns, place + size
     host = torch.zeros(place + 1, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codecs_module, "MAX_VALUES", chunk)
-        plan, treater = plan_of(np.array(packs, np.int64)), Postprocessor(ring)
+        plan, treater = plan_of(packs), Postprocessor(ring)
         quick, other = (treater.pack(plan, 7, codecs, quick) for quick in (True, False))
     for packets, which in ((quick, 0), (other, 1)):
         assert all(p.records.shape[-1] == record[which] for p in packets), "each codec has its turn"
@@ -66,7 +67,7 @@ def test_records_go_to_their_places(tokens, chunk):
 
 
 def test_nothing_to_pack():
-    nothing, codecs = plan_of(np.zeros((0, 5), np.int64)), Codecs(D, torch.device("cpu"))
+    nothing, codecs = plan_of([]), Codecs(D, torch.device("cpu"))
     assert all(Postprocessor(torch.zeros(4, D)).pack(nothing, 0, codecs, quick) == [] for quick in (True, False))
 
 
@@ -74,7 +75,7 @@ def test_one_piece_for_what_lies_together():
     codecs = Codecs(D, torch.device("cpu"))
     number = codecs.hold("r", HOW)
     size = 3 * codecs[number].record_bytes
-    packs = np.array([(3 + 3 * k, 100 + size * k, size, 3, PACKED - number) for k in range(50)], np.int64)
+    packs = [(3 * k, 100 + size * k, size, 3, number) for k in range(50)]
     (packet,) = Postprocessor(torch.randn(RING, D)).pack(plan_of(packs), 0, codecs, True)
     assert packet.pieces.tolist() == [[0, 100, 50 * size]]
 

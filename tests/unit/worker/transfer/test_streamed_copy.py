@@ -23,7 +23,6 @@ from vllm_weir.schema.taps import STAGES, is_boundary, num_taps, tap_of
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner
 from vllm_weir.worker.planning.row_sequences import RowSequences
-from vllm_weir.worker.planning.step_plan import PACKED
 from vllm_weir.worker.steering.programs import ProgramTable
 from vllm_weir.worker.tap.reductions import TapReducer
 from vllm_weir.worker.transfer import streamed_copy as stream
@@ -44,7 +43,7 @@ def planner_of(arena_rows):
     taps = num_taps(LAYERS)
     table = ProgramTable(TableSizes(4, 4, 4), taps, range(taps), D)
     planner = Planner(COLUMNS, taps * STAGES, 64, table, RowSequences(Arena(arena_rows)))
-    planner.reader.row_bytes = ROW
+    planner.capture_planner.row_bytes = ROW
     return planner
 
 
@@ -68,10 +67,10 @@ def deliver(host, packet):
 def whole(plan, planner, codecs, host):
     """The step through a ring that holds all of it."""
     ring = torch.zeros(plan.rows, D)
-    for token in np.flatnonzero(plan.profiles >= 0).tolist():
-        for rank, column in enumerate(planner.profiles.columns_of[int(plan.profiles[token])]):
+    for token in np.flatnonzero(plan.site_sets >= 0).tolist():
+        for rank, column in enumerate(planner.site_sets.columns_of[int(plan.site_sets[token])]):
             record(ring, plan, token, int(plan.slots[token]) + rank, column)
-    TapReducer(ring).settle(plan.folds, 0)
+    TapReducer(ring).settle(plan.reductions, 0)
     rows = host.view(torch.float32).view(-1, D)
     for slot, row, count in plan.segments.tolist():
         rows[row : row + count] = ring[slot : slot + count]
@@ -128,17 +127,17 @@ class Model:
     def step(self, plan, planner, order):
         """The host's memory after the step, and what to call to wait for it."""
         self.host.fill_(7)
-        self.streamer.begin(plan, planner.profiles.columns_of)
+        self.streamer.begin(plan, planner.site_sets.columns_of)
         laid = plan.in_lanes(self.streamer.stride)
         for tap in order:
             self.streamer.tap(None, None, self.numbers[tap], laid, None, self.ring.buffer)
-        TapReducer(self.ring.buffer).settle(plan.folds, self.streamer.cells)
+        TapReducer(self.ring.buffer).settle(plan.reductions, self.streamer.cells)
         return self.streamer.end(plan)
 
     def _launch(self, hidden, other, number, laid, regions, ring, listed):
         for token in np.flatnonzero(laid.slots >= 0).tolist():
             for column in range(int(number) * STAGES, (int(number) + 1) * STAGES):
-                region = int(regions[int(laid.profiles[token]), column])
+                region = int(regions[int(laid.site_sets[token]), column])
                 if region >= 0:
                     record(ring, laid, token, int(laid.slots[token]) + region, column)
 
@@ -150,10 +149,10 @@ def test_the_same_bytes_come_to_the_same_places(data, monkeypatch):
     planner, codecs, state = planner_of(arena_rows), Codecs(D, CPU), {}
     for i in range(data.draw(st.integers(1, 5))):
         how = data.draw(st.sampled_from([None, "full8", "fp16", {"method": "topk8", "k": 3}]))
-        number = -1 if how is None else PACKED - codecs.hold(f"r{i}", Compression.parse(how, "c"))
+        number = -1 if how is None else codecs.hold(f"r{i}", Compression.parse(how, "c"))
         length = data.draw(st.integers(1, 12))
         spec = spec_of(data.draw(sensible_captures(LAYERS)), how)
-        planner.read(f"r{i}", "a", spec, length, list(range(length)), 30, number)
+        planner.add_capture(f"r{i}", "a", spec, length, list(range(length)), 30, number)
         state[f"r{i}"] = 0
     # As the scheduler sees to: all that one tap writes fits the ring.
     model = Model(data.draw(st.integers(5 * 9 * STAGES, 1000)), codecs, arena_rows, monkeypatch)
@@ -166,35 +165,35 @@ def test_the_same_bytes_come_to_the_same_places(data, monkeypatch):
             continue
         expected = torch.full((arena_rows * ROW,), 7, dtype=torch.uint8)
         whole(plan, planner, codecs, expected)
-        needed = {c // STAGES for p in plan.profiles.tolist() if p >= 0 for c in planner.profiles.columns_of[p]}
+        needed = {c // STAGES for p in plan.site_sets.tolist() if p >= 0 for c in planner.site_sets.columns_of[p]}
         others = data.draw(st.sets(st.sampled_from(order)))
         model.step(plan, planner, [tap for tap in order if tap in needed | others])()
         assert model.host.equal(expected)
         laid = plan.in_lanes(1)
-        assert ((laid.slots >= 0) == (laid.profiles >= 0)).all(), "a slot without a profile is read out of bounds"
+        assert ((laid.slots >= 0) == (laid.site_sets >= 0)).all(), "a slot without a site set is read out of bounds"
 
 
 def test_groups_of_reduced_rows_stay_while_bands_come_and_go(monkeypatch):
     """A request whose prompt is reduced beside one whose rows stream through what is left of the ring."""
     planner, codecs = planner_of(4000), Codecs(D, CPU)
     sites = tuple(SiteRequest(Site("resid_post", layer), Positions.parse("all"), False) for layer in range(LAYERS))
-    planner.read("mean", "a", ResolvedSpec(sites, Postprocess("mean")), 200, None, 30, -1)
-    planner.read("rows", "a", ResolvedSpec(sites), 9, None, 30, -1)
+    planner.add_capture("mean", "a", ResolvedSpec(sites, Postprocess("mean")), 200, None, 30, -1)
+    planner.add_capture("rows", "a", ResolvedSpec(sites), 9, None, 30, -1)
     model = Model(2 * LAYERS + 3 * 9, codecs, 4000, monkeypatch)
     order = list(range(num_taps(LAYERS)))
     for _ in range(2):  # the second time, the order of the taps is known
         plan = step(planner, [("mean", 200, 0), ("rows", 9, 0)])
-        assert plan.cells == 2 * LAYERS and plan.rows == plan.cells + 9 * LAYERS > model.ring.capacity
+        assert plan.group_rows == 2 * LAYERS and plan.rows == plan.group_rows + 9 * LAYERS > model.ring.capacity
         expected = torch.full((4000 * ROW,), 7, dtype=torch.uint8)
         whole(plan, planner, codecs, expected)
         model.step(plan, planner, order)()
-        assert model.host.equal(expected) and len(plan.results) == 1
+        assert model.host.equal(expected) and len(plan.reduced) == 1
 
 
 def test_columns_leave_side_by_side_once_the_order_of_the_taps_is_known(monkeypatch):
     """And rows that an unexpected order may have overwritten are lost with a word, as are those of a tap not met."""
     planner, codecs = planner_of(4000), Codecs(D, CPU)
-    planner.read("r", "a", spec_of([("resid_post", "all", "all"), ("mlp_out", "all", "all")]), 6, None, 30, -1)
+    planner.add_capture("r", "a", spec_of([("resid_post", "all", "all"), ("mlp_out", "all", "all")]), 6, None, 30, -1)
     model = Model(6 * 4 * LAYERS, codecs, 4000, monkeypatch)
     order = list(range(num_taps(LAYERS)))
     strides = []
@@ -214,8 +213,8 @@ def test_columns_leave_side_by_side_once_the_order_of_the_taps_is_known(monkeypa
 def test_taps_that_no_step_before_has_met_take_no_room_of_a_band(monkeypatch):
     """One request's taps are known, another's lie between them."""
     planner, codecs = planner_of(4000), Codecs(D, CPU)
-    planner.read("r", "a", spec_of([("resid_post", "all", "all")]), 6, None, 30, -1)
-    planner.read("s", "a", spec_of([("attn_out", "all", "all"), ("mlp_out", "all", "all")]), 3, None, 30, -1)
+    planner.add_capture("r", "a", spec_of([("resid_post", "all", "all")]), 6, None, 30, -1)
+    planner.add_capture("s", "a", spec_of([("attn_out", "all", "all"), ("mlp_out", "all", "all")]), 3, None, 30, -1)
     model = Model(36, codecs, 4000, monkeypatch)
     order = sorted(tap_of(Site(h, k)) for h in ("resid_post", "attn_out", "mlp_out") for k in range(LAYERS))
     plan = step(planner, [("r", 6, 0)])
@@ -234,7 +233,7 @@ def test_the_stages_of_one_tap_share_no_rows_of_the_ring(monkeypatch):
     spec = ResolvedSpec(tuple(SiteRequest(site, Positions.parse("all"), before) for site, before in places), None)
     for used in range(22):
         planner, codecs = planner_of(4000), Codecs(D, CPU)
-        planner.read("r", "a", spec, 6, None, 30, -1)
+        planner.add_capture("r", "a", spec, 6, None, 30, -1)
         model = Model(22, codecs, 4000, monkeypatch)
         model.ring.take(used)
         plan = step(planner, [("r", 6, 0)])
@@ -276,19 +275,17 @@ def test_bands_that_are_written_at_once_share_no_rows(members, order, known, lan
 def test_compressed_rows_and_scores_are_streamed():
     planner, codecs = planner_of(4000), Codecs(D, CPU)
     number = codecs.hold("r", Compression.parse("full8", "c"))
-    planner.read("r", "a", spec_of([("resid_post", "all", "all")], "full8"), 6, None, 30, PACKED - number)
+    planner.add_capture("r", "a", spec_of([("resid_post", "all", "all")], "full8"), 6, None, 30, number)
     plan = step(planner, [("r", 6, 0)])
     (pack,) = packs_of(plan, codecs, CPU)
-    assert plan.treated and pack.packet().pieces.tolist() == [[0, 0, 6 * LAYERS * codecs[number].record_bytes]]
+    assert plan.has_records and pack.packet().pieces.tolist() == [[0, 0, 6 * LAYERS * codecs[number].record_bytes]]
     planner.remove("r")
     site_requests = spec_of([("resid_post", "all", "all")]).site_requests
     number = codecs.add(Products(torch.ones(3, D)))
-    planner.read(
-        "s", "a", ResolvedSpec(site_requests, Postprocess(None, ("x", "y", "z"))), 6, None, 30, PACKED - number
-    )
+    planner.add_capture("s", "a", ResolvedSpec(site_requests, Postprocess(None, ("x", "y", "z"))), 6, None, 30, number)
     plan = step(planner, [("s", 6, 0)])
     (pack,) = packs_of(plan, codecs, CPU)
-    assert plan.treated and plan.rows == 6 * LAYERS, "rows take room while they are in the ring, scores none"
+    assert plan.has_records and plan.rows == 6 * LAYERS, "rows take room while they are in the ring, scores none"
     assert pack.packet().pieces[:, 2].tolist() == [6 * LAYERS * 3 * 4]
 
 

@@ -1,0 +1,80 @@
+"""Named columns of the integer arrays that make up a step's plan.
+
+Each dtype consists of fields of one integer type, so that an array of it can be viewed as plain
+integers without a copy. numpy copies and concatenates such views an order of magnitude faster than
+the structured arrays themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_weir import messages
+
+
+def _columns(integer: str, *names: str) -> np.dtype:
+    return np.dtype([(name, integer) for name in names])
+
+
+PLACEMENT = _columns("i8", "token", "place", "size", "ring_rows", "codec")
+"""A captured token while the step is planned: where in the arena its rows or records go (`place`
+and `size` in rows; in bytes for records), its rows in the ring, and the codec's number, -1 for rows
+that are sent as they are."""
+TOKEN_RUN = _columns(
+    "i8", "token", "count", "place", "size", "ring_rows", "codec", "endpoint", "row_seq", "rank", "position"
+)
+"""`count` tokens from `token` on, at consecutive positions, whose rows go to consecutive places;
+the first one's placement and arrival."""
+
+ROW_COPY = _columns("i8", "ring_row", "arena_row", "rows")
+"""Consecutive rows that are copied from the ring to the arena; ring rows count from the step's
+first one."""
+COPY_RUN = _columns("i8", "first", "end")
+"""Copies ``[first:end]`` of a plan: of tokens that follow each other in the step and in the
+arena."""
+RECORD = _columns("i8", "ring_row", "arena_byte", "bytes", "ring_rows", "codec")
+"""A token that is sent as records of a codec: its first row in the ring, and how many; where the
+records go."""
+REDUCTION = _columns("i8", "row_seq", "cell", "groups", "columns", "resumed", "count", "done", "maximum")
+"""The part of a step in one request's reduction.
+
+cell: of its first group, counted in cells (float32 rows in the ring); a group has `columns` cells.
+groups: groups of positions of which tokens are in the step.
+resumed: 0 if it begins in this step, else CONTINUED or COMPLETE of `vllm_weir.schema.reductions`.
+count: rows that have been reduced, with those of this step.
+done: whether the step completes it.
+maximum: whether the largest values are wanted, not the mean.
+"""
+JOIN_FIELDS = (
+    "cell", "groups", "columns", "resumed", "count", "done", "maximum", "kept_from", "kept_to",
+)  # fmt: skip
+JOIN = _columns("<i4", *JOIN_FIELDS)
+"""How the groups of a reduction are joined, as the device reads it: fields of `REDUCTION`, and the
+rows at which what earlier steps have left is kept, and at which what this one leaves is to be kept;
+-1 for none."""
+
+ARRIVAL = _columns("<i4", *messages.MARK_FIELDS)
+"""What a reader is told of captured rows, in the layout of the message."""
+STEERED = _columns("<i4", *messages.STEER_FIELDS)
+"""What a reader is told of steered positions, in the layout of the message."""
+
+
+def as_integers(array: np.ndarray) -> np.ndarray:
+    """View a contiguous array [n] of one of these dtypes as plain integers [n, fields]."""
+    return array.view(array.dtype[0]).reshape(len(array), -1)
+
+
+def concatenate(parts: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
+    """Join contiguous arrays of one of these dtypes, which may be none at all."""
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return np.empty(0, dtype)
+    return np.concatenate([part.view(dtype[0]) for part in parts]).view(dtype)
+
+
+def copied(array: np.ndarray) -> np.ndarray:
+    """Return a copy of a contiguous array of one of these dtypes."""
+    return array.view(array.dtype[0]).copy().view(array.dtype)
