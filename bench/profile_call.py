@@ -1,6 +1,7 @@
 """Where the time of one call of `generate` goes: its phases, with the engine in a process of its own as users have it.
 
 PYTHONPATH=src python3 bench/profile_call.py --batches 256 --out bench/results/phases_h200.json
+PYTHONPATH=src python3 bench/profile_call.py --cases idle,extract,mean,last_mixed --out texts.json
 
 The engine's process is a fork of this one, or imports this file too, so the functions that are timed here are timed
 there as well, and both read the same clock. What a case's phases have more than those of `idle` is what it costs.
@@ -202,31 +203,36 @@ def main() -> None:
     hold_parts()
     from vllm import LLM
 
-    from vllm_weir.bench.cli import model_fields
-    from vllm_weir.bench.plan import BenchPlan
+    from vllm_weir.bench.cases import WORKLOADS
+    from vllm_weir.bench.cli import SMALL_WORKLOADS, model_fields
+    from vllm_weir.bench.plan import BenchPlan, EngineChoice, WorkloadSizes
     from vllm_weir.bench.systems import WeirSystem
     from vllm_weir.bench.weights import fill_engine
 
     work = Path(tempfile.mkdtemp())
     cuda = not given.cpu
+    cases = tuple(given.cases.split(","))
     plan = BenchPlan(
         **model_fields("llama-8b" if cuda else "demo", work, cuda),
-        systems=("weir",), cases=CASES, batches=tuple(map(int, given.batches.split(","))), prefill=None,
+        systems=("weir",), cases=cases, batches=tuple(map(int, given.batches.split(","))), prefill=None,
         tokens=given.tokens, repeats=given.calls, warmups=given.warmups, case_seconds=600, cuda=cuda, eager=not cuda,
         weir_config={"host_bytes": 48 << 30} if cuda else {}, memory_share=0.8,
+        workloads=WorkloadSizes() if cuda else SMALL_WORKLOADS,
     )  # fmt: skip
     system = WeirSystem(plan, work)
-    llm = LLM(**system.engine())
+    llm = LLM(**system.engine(EngineChoice(kind="workloads" if plan.named_workloads else "steps")))
     if plan.dummy:
         llm.apply_model(fill_engine)
     found: dict[str, Any] = {"model": plan.model_name, "tokens": plan.tokens, "calls": given.calls, "cases": []}
-    for size in plan.sizes():
-        prompts = [{"prompt_token_ids": ids} for ids in plan.prompts(size)]
-        asked = {case: system.params(case, size) for case in given.cases.split(",")}
+    for size in plan.workload_sizes() or plan.sizes():
+        chosen = [case for case in cases if WORKLOADS.get(case) in (None, size.kind)]
+        asked = {case: system.params(case, size) for case in chosen}
         seen: dict[str, list[dict[str, float]]] = defaultdict(list)
         starts: dict[str, list[list[tuple[float, int, int]]]] = defaultdict(list)
         for turn in range(-given.warmups, given.calls):
             for case, params in asked.items():
+                call = f" {case} {turn}" if size.is_workload else ""
+                prompts = [{"prompt_token_ids": ids} for ids in plan.prompts(size, call)]
                 llm.collective_rpc(take)
                 take()
                 began = time.perf_counter()
@@ -241,6 +247,8 @@ def main() -> None:
                     starts[case].append([(round(1e3 * (at - began), 2), *what) for at, *what in steps])
         device, idle = {}, {}
         for case, params in asked.items() if cuda else ():
+            if size.is_workload:
+                prompts = [{"prompt_token_ids": ids} for ids in plan.prompts(size, f" {case} recorded")]
             llm.collective_rpc(record_device)
             outs = llm.generate(prompts, params, use_tqdm=False)
             device[case] = {
@@ -257,7 +265,7 @@ def main() -> None:
             found["cases"].append(
                 {
                     "case": case,
-                    "batch": size.count,
+                    "batch": size.label if size.is_workload else size.count,
                     "ms": medians,
                     "device": device.get(case, {}),
                     "gaps": idle.get(case, []),

@@ -100,7 +100,7 @@ def main() -> None:
     import torch
     from vllm import LLM
 
-    from vllm_weir.bench.plan import BatchSize, BenchPlan
+    from vllm_weir.bench.plan import BatchSize, BenchPlan, EngineChoice
     from vllm_weir.bench.systems import WeirSystem
     from vllm_weir.bench.weights import LLAMA_8B, fill_engine, make_model
 
@@ -113,7 +113,7 @@ def main() -> None:
         case_seconds=600, weir_config={"host_bytes": 48 << 30}, memory_share=0.8,
     )  # fmt: skip
     weir = WeirSystem(plan, work)
-    llm = LLM(**weir.engine())
+    llm = LLM(**weir.engine(EngineChoice()))
     llm.apply_model(fill_engine)
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "model": plan.model_name,

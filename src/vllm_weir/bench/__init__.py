@@ -1,1 +1,1 @@
-"""`weir bench`: stock vLLM, Weir, vllm-lens and vLLM's own extract_hidden_states, timed and checked by one command."""
+"""The benchmark `weir bench`: stock vLLM, Weir and others, timed and checked by one command."""

@@ -1,22 +1,31 @@
-"""Time over stock vLLM's as a chart, SVG and PNG."""
+"""A chart of the time over stock vLLM's, as SVG and PNG."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from vllm_weir.bench.plan import CASES, SYSTEMS
-from vllm_weir.bench.report import TITLES, columns
+from vllm_weir.bench.cases import CASES, SYSTEMS, TITLES
+from vllm_weir.bench.report import columns
 from vllm_weir.bench.result import UNCOMPARED, BenchResult, CaseResult
 
-COLOURS = {"stock": "#8a8a8a", "weir": "#2166ac", "vllm-lens": "#b35806", "native": "#5e3c99"}
+COLOURS = {
+    "stock": "#8a8a8a",
+    "weir": "#2166ac",
+    "vllm-lens": "#b35806",
+    "native": "#5e3c99",
+    "nnsight": "#1b7837",
+    "interp-engine": "#c51b7d",
+}
+WORKLOADS_PANEL = "workloads, a call"
 INK, FAINT = "#222222", "#8a8a8a"
 
 
 def draw_chart(result: BenchResult, path: Path) -> list[Path]:
-    """One panel a size: a dot for each case and system at its ratio to stock, on a log scale; returns the files.
+    """Draw a panel for each size of the steps and one for all workloads, and return the files.
 
-    A dot is hollow where rows were not compared with a reference, and a cross where they were wrong.
+    Each case and system is a dot at its ratio to stock, on a log scale. It is hollow where rows were not compared with
+    a reference, and a cross where they were wrong. A bar at a workload is its first call's ratio.
     """
     import matplotlib
 
@@ -26,15 +35,17 @@ def draw_chart(result: BenchResult, path: Path) -> list[Path]:
     matplotlib.rcParams["svg.hashsalt"] = "weir"  # the same data give the same file
     shown = [c for c in result.cases if c.system != "stock"]
     sizes = [s for s in columns(result) if any(c.label == s for c in shown)]
+    if any(c.workload is not None for c in shown):
+        sizes.append(WORKLOADS_PANEL)
     cases = [c for c in CASES if c != "startup" and any(x.case == c for x in shown)]
-    ratios = [c.ratio_to_stock for c in shown if c.ratio_to_stock] or [1.0]
+    ratios = [x for c in shown for x in (c.ratio_to_stock, c.first_ratio if c.workload else None) if x] or [1.0]
     limits = min(0.85, 0.85 * min(ratios)), 1.6 * max([1.3, *ratios])
     figure, axes = plt.subplots(
         1, max(1, len(sizes)), figsize=(2.4 + 2.3 * max(1, len(sizes)), 1.5 + 0.62 * len(cases)), sharey=True,
         squeeze=False, layout="constrained",
     )  # fmt: skip
     for axis, size in zip(axes[0], sizes, strict=False):
-        panel = [c for c in shown if c.label == size]
+        panel = [c for c in shown if (WORKLOADS_PANEL if c.workload is not None else c.label) == size]
         _panel(axis, size, cases if size != "start" else cases[:1], panel, limits)
     axes[0][0].set_yticks(range(len(cases)), [TITLES[c].replace(", ", ",\n") for c in cases], fontsize=8)
     axes[0][0].set_ylim(len(cases) - 0.4, -0.6)
@@ -65,7 +76,7 @@ def _panel(axis: Any, size: str, cases: list[str], values: list[CaseResult], lim
         case = "idle" if c.case == "startup" else c.case
         if case not in cases:
             continue
-        place = cases.index(case) + 0.2 * (SYSTEMS.index(c.system) - 2)
+        place = cases.index(case) + 0.15 * (SYSTEMS.index(c.system) - 2)
         colour = COLOURS[c.system]
         if c.ratio_to_stock is None:
             axis.text(0.98, place, c.absent, fontsize=7, color=colour, va="center",
@@ -74,6 +85,8 @@ def _panel(axis: Any, size: str, cases: list[str], values: list[CaseResult], lim
         bare = UNCOMPARED in (c.note or "")
         style = {"marker": "x" if c.checked is False else "o", "markerfacecolor": "white" if bare else colour}
         axis.plot(c.ratio_to_stock, place, color=colour, markersize=6, zorder=3, **style)
+        if c.workload is not None and c.first_ratio is not None:
+            axis.plot(c.first_ratio, place, color=colour, marker="|", markersize=9)
         if c.ratios:
             axis.plot([min(c.ratios), max(c.ratios)], [place, place], color=colour, linewidth=1.2, alpha=0.6)
         text = f"{c.ratio_to_stock:.3f}" if c.ratio_to_stock < 1.995 else f"{c.ratio_to_stock:.1f}"

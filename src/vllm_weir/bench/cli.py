@@ -11,28 +11,45 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_weir.bench.plan import CASES, OPTIONAL, SYSTEMS, BenchPlan
+from vllm_weir.bench.cases import CASES, OPTIONAL, SYSTEMS, WORKLOADS
+from vllm_weir.bench.plan import BenchPlan, WorkloadSizes
 
 if TYPE_CHECKING:
     from vllm_weir.bench.result import BenchResult
 
 app = typer.Typer(add_completion=False, invoke_without_command=True, help="Time and check Weir beside others.")
 console = Console(highlight=False, soft_wrap=True)
+SMALL_WORKLOADS = WorkloadSizes(
+    texts=12, shortest=8, longest=60, long=200, chats=8, system_prompt=64, chat_tokens=16, ablated=4,
+    ablated_tokens=16, generated=16,
+)  # fmt: skip
+"""For a CPU, and for `--smoke`."""
 NO_PLOTS = "matplotlib is not installed; it comes with vllm-weir's extra named plot"
 
 
 @app.callback()
 def bench(
     context: typer.Context,
-    systems: Annotated[str, typer.Option(help="Of stock, weir, vllm-lens, native; with commas.")] = ",".join(SYSTEMS),
-    cases: Annotated[str, typer.Option(help=f"Of {', '.join(CASES)}.")] = ",".join(
-        c for c in CASES if c not in OPTIONAL
-    ),
+    systems: Annotated[str, typer.Option(help=f"Of {', '.join(SYSTEMS)}; with commas.")] = ",".join(SYSTEMS),
+    cases: Annotated[
+        str, typer.Option(help=f"Of {', '.join(CASES)}; 'workloads' for {', '.join(WORKLOADS)}.")
+    ] = ",".join(c for c in CASES if c not in OPTIONAL),
     batches: Annotated[
         str | None, typer.Option(help="Requests at once, with commas, or 'none'. [1,32,256; CPU: 1,4]")
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens each generates. [128; CPU: 16]", min=2)] = None,
     prefill: Annotated[str | None, typer.Option(help="Prompts x tokens, or 'none'. [64x1024; CPU: 4x64]")] = None,
+    texts: Annotated[
+        int | None, typer.Option(help="Texts of extract, mean and last_mixed. [1500; CPU: 12]", min=1)
+    ] = None,
+    lengths: Annotated[str | None, typer.Option(help="Tokens of the shortest and longest. [50-600; CPU: 8-60]")] = None,
+    blocks: Annotated[int, typer.Option(help="Blocks that extract reads.", min=1)] = 4,
+    long: Annotated[
+        int | None, typer.Option(help="Tokens of the prompt of long and long_one. [32000; CPU: 200]", min=2)
+    ] = None,
+    chats: Annotated[int | None, typer.Option(help="Chats of chat_mix. [128; CPU: 8]", min=8)] = None,
+    system_prompt: Annotated[int | None, typer.Option(help="Tokens that these share. [2000; CPU: 64]", min=1)] = None,
+    ablated: Annotated[int | None, typer.Option(help="Requests of ablate_everywhere. [64; CPU: 4]", min=1)] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each case.", min=1)] = 5,
     warmups: Annotated[int, typer.Option(help="Runs before those.", min=0)] = 2,
     model: Annotated[str | None, typer.Option(help="llama-8b, demo, or a directory. [llama-8b; CPU: demo]")] = None,
@@ -48,9 +65,12 @@ def bench(
     memory_share: Annotated[float, typer.Option(help="gpu_memory_utilization of each engine.")] = 0.42,
     eager: Annotated[bool | None, typer.Option("--eager/--compile", help="enforce_eager. [CPU: eager]")] = None,
     lens_path: Annotated[str | None, typer.Option(help="PYTHONPATH with vllm-lens, if it is not installed.")] = None,
+    rivals_path: Annotated[
+        str | None, typer.Option(help="PYTHONPATH with nnsight or interp-engine, if they are not installed.")
+    ] = None,
     smoke: Annotated[bool, typer.Option(help="The smallest run that uses everything; proves no speed.")] = False,
 ) -> None:
-    """Stock vLLM, Weir, vllm-lens and vLLM's extract_hidden_states: same prompts, checked rows; JSON, table and chart.
+    """Time stock vLLM, Weir and others on the same prompts, with checked rows; JSON, table and chart.
 
     Exit code 1 if a check failed or a system could not start; what is not installed is skipped: the file says why.
     """
@@ -62,7 +82,7 @@ def bench(
     with tempfile.TemporaryDirectory(prefix="weir-bench-") as work:
         settings = model_fields(model or ("demo" if small else "llama-8b"), Path(work), cuda) | {
             "systems": _names(systems, SYSTEMS, "--systems"),
-            "cases": _names(cases, CASES, "--cases"),
+            "cases": _names(cases.replace("workloads", ",".join(WORKLOADS)), CASES, "--cases"),
             "batches": _ints(batches or ("1,4" if small else "1,32,256"), "--batches"),
             "tokens": tokens or (16 if small else 128),
             "prefill": _product(prefill or ("4x64" if small else "64x1024")),
@@ -73,6 +93,18 @@ def bench(
             "cold": (cuda and not smoke) if cold is None else cold,
             "weir_config": _object(weir_config),
             "lens_path": lens_path,
+            "rivals_path": rivals_path,
+            "workloads": _workload_sizes(
+                small,
+                texts=texts,
+                blocks=blocks,
+                long=long,
+                chats=chats,
+                system_prompt=system_prompt,
+                ablated=ablated,
+                generated=tokens,
+                **_lengths(lengths),
+            ),
             "case_seconds": case_seconds,
             "run_seconds": run_seconds,
         }
@@ -111,7 +143,7 @@ def pool(
     out: Annotated[Path, typer.Option(help="All of them as one run.")],
     cases: Annotated[str | None, typer.Option(help="Which cases to take. [all]")] = None,
 ) -> None:
-    """Make one of several runs of the same cases: each ratio is the median of the runs' own."""
+    """Make one run of several runs of the same cases: each ratio is the median of the runs' own."""
     from vllm_weir.bench.result import pool as pooled
 
     try:
@@ -153,8 +185,8 @@ def _run(plan: BenchPlan, out: Path, work: Path, markdown: Path, chart: Path | N
     import time
 
     _check_lengths(plan)
-    from vllm_weir.bench.report import as_table
-    from vllm_weir.bench.runner import in_directory
+    from vllm_weir.bench.report import as_tables
+    from vllm_weir.bench.runner import run_plan
 
     started = time.monotonic()
     with console.status("starting") as status:
@@ -163,8 +195,9 @@ def _run(plan: BenchPlan, out: Path, work: Path, markdown: Path, chart: Path | N
             status.update(text)
             console.print(f"[dim]{time.monotonic() - started:5.0f} s[/]  {text}", markup=True)
 
-        result = in_directory(plan, out, work, say)
-    console.print(as_table(result))
+        result = run_plan(plan, out, work, say)
+    for table in as_tables(result):
+        console.print(table)
     for check in result.checks:
         mark = "[green]ok[/]" if check.passed else "[bold red]FAILED[/]"
         place = f"{check.system} {check.case} {check.size}"
@@ -178,7 +211,7 @@ def _run(plan: BenchPlan, out: Path, work: Path, markdown: Path, chart: Path | N
 
 
 def model_fields(name: str, work: Path, cuda: bool) -> dict[str, Any]:
-    """The plan's fields about the model."""
+    """Return the plan's fields about a model: ``llama-8b``, ``demo``, or a directory."""
     from transformers import AutoConfig
 
     from vllm_weir.api import demo_model
@@ -201,11 +234,12 @@ def model_fields(name: str, work: Path, cuda: bool) -> dict[str, Any]:
         "vocab": text.vocab_size,
         "dtype": "bfloat16" if cuda else "float32",
         "max_model_len": min(2048, text.max_position_embeddings),
+        "context": text.max_position_embeddings,
     }
 
 
 def _can_draw() -> bool:
-    """Whether charts can be drawn; a run of an hour does not fail for want of that."""
+    """Return whether charts can be drawn; a run of an hour does not fail for want of that."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -220,11 +254,35 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def _workload_sizes(small: bool, **given: int | None) -> WorkloadSizes:
+    """Return the workloads' sizes: those that were given, else the defaults of this kind of run."""
+    defaults = SMALL_WORKLOADS if small else WorkloadSizes()
+    return defaults.model_copy(update={name: value for name, value in given.items() if value is not None})
+
+
+def _lengths(text: str | None) -> dict[str, int]:
+    if text is None:
+        return {}
+    try:
+        shortest, longest = map(int, text.split("-"))
+    except ValueError:
+        shortest = longest = 0
+    if not 1 <= shortest <= longest:
+        raise typer.BadParameter(f"--lengths: expected 50-600, got {text!r}")
+    return {"shortest": shortest, "longest": longest}
+
+
 def _check_lengths(plan: BenchPlan) -> None:
-    for size in plan.sizes():
+    for size in plan.sizes() if plan.has_steps else ():
         if size.prompt + size.generated > plan.max_model_len:
             option = "--prefill" if size.kind == "prefill" else "--tokens"
             raise typer.BadParameter(f"{option}: {size.label}: the model takes at most {plan.max_model_len} tokens")
+    options = {"texts": "--lengths", "long": "--long", "chats": "--system-prompt", "requests": "--tokens"}
+    for size in plan.workload_sizes():
+        if size.prompt + size.generated > plan.context:
+            raise typer.BadParameter(
+                f"{options[size.kind]}: {size.label}: the model takes at most {plan.context} tokens"
+            )
 
 
 def _names(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:

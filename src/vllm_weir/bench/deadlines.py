@@ -1,4 +1,4 @@
-"""A case's runs so far, and how long it may still take."""
+"""The runs of a case so far, and how long it may still take."""
 
 from __future__ import annotations
 
@@ -11,58 +11,78 @@ from vllm_weir.bench.result import CaseResult, summarise
 
 @dataclass(frozen=True)
 class Deadlines:
-    """What a case, and the whole run, may take."""
+    """The seconds that a case, and the whole run, may take.
+
+    Attributes:
+        case: seconds of a case, warm-ups included.
+        run: seconds of the whole run; None: no limit.
+        started: when the run started, in seconds of `time.monotonic`.
+    """
 
     case: float
     run: float | None
     started: float
 
     @classmethod
-    def of(cls, plan: BenchPlan) -> Deadlines:
-        """From now on."""
+    def starting_now(cls, plan: BenchPlan) -> Deadlines:
+        """Return the limits of a run that starts now."""
         return cls(plan.case_seconds, plan.run_seconds, time.monotonic())
 
-    def of_run(self) -> float:
-        """Seconds left of the run; without a limit, infinitely many."""
+    def left_of_run(self) -> float:
+        """Return the seconds left of the run; infinity without a limit."""
         return float("inf") if self.run is None else self.started + self.run - time.monotonic()
 
-    def left(self, tally: TaskTimes) -> float:
-        """Seconds that a case may still take."""
-        return min(self.case - tally.spent(), self.of_run())
+    def left(self, times: TaskTimes) -> float:
+        """Return the seconds that a case may still take."""
+        return min(self.case - times.spent(), self.left_of_run())
 
-    def end(self, tally: TaskTimes, why: str, more: str = "") -> None:
-        """No more runs, because of the nearer limit; what the run's cuts off says nothing of its system."""
-        if self.case - tally.spent() <= self.of_run():
-            tally.close(f"{why}: the limit is {self.case:.0f} s a case{more}", late=True)
+    def end(self, times: TaskTimes, why: str, more: str = "") -> None:
+        """End a case because of the nearer limit; one that the run's limit cuts off says nothing of its system."""
+        if self.case - times.spent() <= self.left_of_run():
+            times.close(f"{why}: the limit is {self.case:.0f} s a case{more}", late=True)
         else:
-            unmeasured = "" if tally.timed else "not measured, "
-            tally.close(f"{unmeasured}{why}: the limit is {self.run:.0f} s a run{more}")
+            unmeasured = "" if times.timed else "not measured, "
+            times.close(f"{unmeasured}{why}: the limit is {self.run:.0f} s a run{more}")
 
 
 @dataclass
 class TaskTimes:
-    """A task's runs so far, in seconds."""
+    """The runs of a task so far.
+
+    Attributes:
+        warm: seconds of the warm-ups.
+        timed: seconds of the timed runs.
+        first: seconds of the first call of the task's case in its engine; None where it was not the first.
+        note: why there are fewer runs than planned, or none.
+        closed: whether there are no more runs.
+        late: whether the case ran out of its own time.
+        lost: seconds of a run that was not waited for.
+        graphs: CUDA graphs that were captured in the timed runs.
+    """
 
     task: BenchTask
     warm: list[float] = field(default_factory=list)
     timed: list[float] = field(default_factory=list)
+    first: float | None = None
     note: str | None = None
     closed: bool = False
     late: bool = False
     lost: float = 0.0
-    """Seconds that a run took which was not waited for."""
     graphs: int = 0
-    """CUDA graphs that were captured in the timed runs."""
 
     def spent(self) -> float:
+        """Return the seconds that the task has taken."""
         return sum(self.warm) + sum(self.timed) + self.lost
 
     def close(self, note: str, late: bool = False) -> None:
-        """No more runs."""
+        """Allow no more runs."""
         self.note, self.closed, self.late = note, True, late
 
     def result(self) -> CaseResult:
-        """With each run as ms a step or thousand tokens a second."""
+        """Return the figures of the runs: milliseconds, or thousand tokens a second."""
         captured = f"{self.graphs} CUDA graphs were captured in the timed runs" if self.graphs else None
         note = "; ".join(filter(None, [self.note, captured])) or None
-        return summarise(self.task, [self.task.size.figure(s) for s in self.timed], note)
+        figure = self.task.size.figure
+        return summarise(
+            self.task, [figure(s) for s in self.timed], note, None if self.first is None else figure(self.first)
+        )

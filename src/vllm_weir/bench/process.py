@@ -1,4 +1,4 @@
-"""A system's process as the measuring process sees it: ask, wait with a limit, end."""
+"""A system's process as the measuring process sees it: it is asked, waited for with a limit, and ended."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from vllm_weir.bench.systems import BY_NAME
 
 
 class WorkerTimeout(Exception):
-    """No answer within the limit."""
+    """A worker process gave no answer within the limit."""
 
 
 class WorkerExited(Exception):
-    """The process has ended."""
+    """A worker process has ended."""
 
 
 class WorkerProcess:
@@ -72,7 +72,17 @@ class WorkerProcess:
         self._answers.put(None)
 
     def ask(self, seconds: float, do: str, **what: Any) -> dict[str, Any]:
-        """The answer to a command. Raises LateError after `seconds`, GoneError if the process ends."""
+        """Return the answer to a command.
+
+        Args:
+            seconds: how long to wait for it.
+            do: the command, a public method of `ServedEngine`.
+            what: its arguments.
+
+        Raises:
+            WorkerTimeout: after `seconds`.
+            WorkerExited: if the process ends.
+        """
         assert self.process.stdin is not None
         self._asked_at = self.log.stat().st_size
         try:
@@ -98,11 +108,11 @@ class WorkerProcess:
                     raise WorkerTimeout(f"no answer within {seconds:.0f} s") from None
 
     def last_words(self) -> str:
-        """The end of its log."""
+        """Return the end of its log."""
         return " | ".join(self._logged(0)[-3:])[-400:]
 
     def last_error(self) -> str | None:
-        """The last error that was logged since the last command."""
+        """Return the last error that was logged since the last command; None if there is none."""
         lines = [line for line in self._logged(self._asked_at) if "Error" in line]
         return re.sub(r"^\(\w+ pid=\d+\) ", "", lines[-1])[:300] if lines else None
 
@@ -111,7 +121,7 @@ class WorkerProcess:
         return [line.strip() for line in text.splitlines() if line.strip()]
 
     def close(self, patience: float = 20.0) -> None:
-        """End the process and all that it started; safe to call again."""
+        """End the process and all that it started; it may be called again."""
         with contextlib.suppress(OSError, ValueError):
             if self.process.stdin is not None:
                 self.process.stdin.close()

@@ -1,4 +1,4 @@
-"""Kept rows against transformers on the same tokens and weights, in fp32, in a process of its own."""
+"""Comparison of kept rows with transformers on the same tokens and weights, in fp32, in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
-from vllm_weir.bench.plan import CASES, BenchPlan
+from vllm_weir.bench.cases import CASES
+from vllm_weir.bench.plan import BenchPlan
 from vllm_weir.bench.result import RowCheck
 
 LIMIT = 900.0
+"""Seconds that the comparison may take."""
 
 
 def compare(plan: BenchPlan, samples: Sequence[tuple[str, Path]], workdir: Path) -> list[RowCheck]:
-    """A check for every capture case of every system; a comparison that cannot be made is a failed one."""
+    """Return a check for every capture case of every system; a comparison that cannot be made is a failed one."""
     path = workdir / "reference-plan.json"
     path.write_text(plan.model_dump_json())
     command = [sys.executable, "-m", "vllm_weir.bench.reference", str(path)]
@@ -57,23 +59,26 @@ class Reference:
             net = AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype).to(self.device)
         self.net = net.eval()
         stacks = [m for m in net.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == plan.layers]
-        self.found: list[torch.Tensor] = []
+        self.rows_of_blocks: list[torch.Tensor] = []
+        self.positions = torch.empty(0, dtype=torch.long)
         for block in stacks[0]:
             block.register_forward_hook(self._keep)
 
     def _keep(self, _module: Any, _inputs: Any, out: Any) -> None:
-        self.found.append((out[0] if isinstance(out, tuple) else out)[0])
+        self.rows_of_blocks.append((out[0] if isinstance(out, tuple) else out)[0][self.positions])
 
     @torch.no_grad()
-    def rows(self, ids: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """float32 [layers, positions, d] on the CPU."""
-        self.found.clear()
-        self.net(input_ids=ids[None].to(self.device), use_cache=False)
-        return torch.stack([f[at.to(self.device)] for f in self.found]).float().cpu()
+    def rows(self, ids: torch.Tensor, positions: torch.Tensor, mean: bool = False) -> torch.Tensor:
+        """Return what leaves each block at some positions, or its mean over them: [layers, rows, d], fp32, CPU."""
+        self.rows_of_blocks.clear()
+        self.positions = positions.to(self.device)
+        self.net.base_model(input_ids=ids[None].to(self.device), use_cache=False)
+        rows = torch.stack(self.rows_of_blocks).float()
+        return (rows.mean(1, keepdim=True) if mean else rows).cpu()
 
 
 def distance(rows: torch.Tensor, truth: torch.Tensor) -> float:
-    """The largest 1 - cosine of any row; infinite if one is not finite."""
+    """Return the largest 1 - cosine of any row; infinity if one is not finite."""
     if not bool(torch.isfinite(rows).all()):
         return float("inf")
     return float((1 - torch.cosine_similarity(rows.double(), truth.double(), dim=-1)).max())
@@ -84,46 +89,96 @@ def examine(plan: BenchPlan, files: Sequence[tuple[str, Path]]) -> list[RowCheck
     from safetensors.torch import load_file
 
     kept = {(name, key): t for name, path in files for key, t in load_file(path).items()}
-    wanted = {(name, key.removesuffix("|rows")): t for (name, key), t in kept.items() if key.endswith("|rows")}
+    samples = sorted((name, key.removesuffix("|rows")) for name, key in kept if key.endswith("|rows"))
     net = Reference(plan)
 
-    def every() -> dict[tuple[str, str], torch.Tensor]:
-        return {(s, k): net.rows(kept[s, f"{k}|ids"], kept[s, f"{k}|at"]) for s, k in wanted}
+    def rows_of_all() -> dict[tuple[str, str], torch.Tensor]:
+        return {
+            (s, k): net.rows(kept[s, f"{k}|ids"], kept[s, f"{k}|at"], mean=k.startswith("mean|")) for s, k in samples
+        }
 
-    own = every()
+    own = rows_of_all()
     net.net.float()
-    truth = every() if plan.dtype != "float32" else own
+    truth = rows_of_all() if plan.dtype != "float32" else own
     checks: dict[tuple[str, str, str], RowCheck] = {}
-    for (system, key), rows in wanted.items():
+    for system, key in samples:
         case, size, _ = key.split("|")
-        value = distance(rows, truth[system, key])
-        of_transformers = distance(own[system, key], truth[system, key])
-        other = neighbours(rows, truth[system, key])
-        old = checks.get((system, case, size))
-        value = max(value if value < 1e9 else 1e9, old.value if old else 0.0)
-        bound = 1e-5 if plan.dtype == "float32" else max(1e-3, 3 * of_transformers, old.bound if old else 0.0)
-        count = rows.shape[0] * rows.shape[1] + (old.rows if old else 0)
-        detail = {"transformers_in_this_dtype": of_transformers, "row_of_next_block": other}
-        if old:
-            detail = {
-                "transformers_in_this_dtype": max(of_transformers, old.detail["transformers_in_this_dtype"]),
-                "row_of_next_block": min(other, old.detail["row_of_next_block"]),
-            }
-        what = "1 - cosine to transformers in fp32, worst row"
-        checks[system, case, size] = RowCheck(
-            system=system, case=case, size=size, what=what, value=value, bound=bound, rows=count,
-            passed=value <= bound and bound < detail["row_of_next_block"], detail=detail,
-        )  # fmt: skip
+        layers = kept[system, f"{key}|layers"].tolist()
+        check = _compare(
+            plan, system, case, size, kept[system, f"{key}|rows"], own[system, key], truth[system, key], layers
+        )
+        earlier = checks.get((system, case, size))
+        checks[system, case, size] = check if earlier is None else _worse(earlier, check)
     return sorted(checks.values(), key=lambda c: (c.system, CASES.index(c.case), c.size))
 
 
-def neighbours(rows: torch.Tensor, truth: torch.Tensor) -> float:
-    """The smallest 1 - cosine to the next block's row: what a shift by one block would be seen by."""
-    return float((1 - torch.cosine_similarity(rows[:-1].double(), truth[1:].double(), dim=-1)).min())
+def _compare(
+    plan: BenchPlan,
+    system: str,
+    case: str,
+    size: str,
+    rows: torch.Tensor,
+    own: torch.Tensor,
+    truth: torch.Tensor,
+    layers: list[int],
+) -> RowCheck:
+    """Return the check of one sample.
+
+    Args:
+        plan: of the run.
+        system: whose rows.
+        case: what they were captured for.
+        size: label of the size.
+        rows: delivered, [blocks, n, d].
+        own: of transformers in the engine's dtype, [layers, n, d].
+        truth: of transformers in fp32, [layers, n, d].
+        layers: the blocks that `rows` are of.
+    """
+    of_transformers = distance(own[layers], truth[layers])
+    value = min(distance(rows, truth[layers]), 1e9)
+    bound = 1e-5 if plan.dtype == "float32" else max(1e-3, 3 * of_transformers)
+    return _check(
+        system, case, size, value, bound, rows.shape[0] * rows.shape[1],
+        {"transformers_in_this_dtype": of_transformers, "row_of_next_block": next_block(rows, truth, layers)},
+    )  # fmt: skip
+
+
+def _worse(first: RowCheck, second: RowCheck) -> RowCheck:
+    """Return the check of the samples of both."""
+    detail = {
+        "transformers_in_this_dtype": max(c.detail["transformers_in_this_dtype"] for c in (first, second)),
+        "row_of_next_block": min(c.detail["row_of_next_block"] for c in (first, second)),
+    }
+    value, bound = max(first.value, second.value), max(first.bound, second.bound)
+    return _check(first.system, first.case, first.size, value, bound, first.rows + second.rows, detail)
+
+
+def _check(
+    system: str, case: str, size: str, value: float, bound: float, rows: int, detail: dict[str, float]
+) -> RowCheck:
+    return RowCheck(
+        system=system, case=case, size=size, what="1 - cosine to transformers in fp32, worst row", value=value,
+        bound=bound, rows=rows, passed=value <= bound and bound < detail["row_of_next_block"], detail=detail,
+    )  # fmt: skip
+
+
+def next_block(rows: torch.Tensor, truth: torch.Tensor, layers: Sequence[int]) -> float:
+    """Return the smallest 1 - cosine of rows to the next block's: what a shift by one block would be seen by.
+
+    Args:
+        rows: [blocks, n, d] of `layers`.
+        truth: [all layers, n, d].
+        layers: the blocks of `rows`; the last one has none after it, and 2.0 is returned if there is no other.
+    """
+    followed = [i for i, layer in enumerate(layers) if layer + 1 < len(truth)]
+    if not followed:
+        return 2.0
+    after = truth[[layers[i] + 1 for i in followed]]
+    return float((1 - torch.cosine_similarity(rows[followed].double(), after.double(), dim=-1)).min())
 
 
 def main() -> None:
-    """``reference PLAN.json NAME=FILE...``: the checks as one line of JSON."""
+    """Print the checks of ``reference PLAN.json NAME=FILE...`` as one line of JSON."""
     plan = BenchPlan.model_validate_json(Path(sys.argv[1]).read_text())
     files = [(name, Path(path)) for name, path in (argument.split("=", 1) for argument in sys.argv[2:])]
     print(json.dumps([c.model_dump() for c in examine(plan, files)]))

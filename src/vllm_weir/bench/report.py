@@ -1,4 +1,4 @@
-"""A result as a table: in the terminal, and as Markdown for the README."""
+"""A result as tables, of steps and of workloads: in the terminal, and as Markdown for the README."""
 
 from __future__ import annotations
 
@@ -6,63 +6,82 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from vllm_weir.bench.plan import CASES, SYSTEMS
+from vllm_weir.bench.cases import CAPTURES, CASES, SYSTEMS, TITLES, WORKLOADS
 from vllm_weir.bench.result import UNCOMPARED, BenchResult, CaseResult
 
-TITLES = {
-    "idle": "nothing asked",
-    "steer_one": "steer one block, a vector per request",
-    "steer_all_distinct": "steer all blocks, a vector per request",
-    "capture_last_all_layers": "capture the last prompt token, all blocks",
-    "capture_all_all_layers": "capture every token, all blocks",
-    "capture_rp8": "capture every token, all blocks, rp8 k=64",
-    "startup": "start of the engine",
-}
+WORKLOAD_COLUMNS = ("workload", "system", "s a call", "over stock", "first call, s", "over stock's first")
 
 
 def order(cases: Iterable[CaseResult]) -> list[CaseResult]:
-    """By case, then system."""
+    """Return results by case, then system."""
     return sorted(cases, key=lambda c: (CASES.index(c.case), SYSTEMS.index(c.system)))
 
 
 def columns(result: BenchResult) -> list[str]:
-    """Sizes in the order in which they were planned; the start has a column of its own."""
-    labels = list(dict.fromkeys(c.label for c in result.cases))
+    """Return the labels of the steps' sizes in the order of the plan; the start has a column of its own."""
+    labels = list(dict.fromkeys(c.label for c in result.cases if c.workload is None))
     decode = sorted((x for x in labels if x.startswith("batch")), key=lambda x: int(x.split()[1]))
     return decode + [x for x in labels if x.startswith("prefill")] + [x for x in labels if x == "start"]
 
 
 def lines(result: BenchResult) -> list[tuple[str, str, dict[str, list[CaseResult]]]]:
-    """(case, system, size -> its results), several for stock where runs were merged."""
+    """Return (case, system, size -> results) of the steps; stock has several results where runs were merged."""
     out: dict[tuple[str, str], dict[str, list[CaseResult]]] = {}
-    for c in order(result.cases):
+    for c in order(c for c in result.cases if c.workload is None):
         case = "idle" if c.case == "startup" and (c.system != "native") else c.case
         out.setdefault((case, c.system), {}).setdefault(c.label, []).append(c)
     return [(case, system, sizes) for (case, system), sizes in out.items()]
 
 
+def workload_lines(result: BenchResult) -> list[tuple[str, ...]]:
+    """Return the cells of the workloads' table, sizes outside, then cases with `idle` first."""
+    out = []
+    found: dict[tuple[str, str, str], list[CaseResult]] = {}
+    for c in order(c for c in result.cases if c.workload is not None):
+        found.setdefault((c.label, c.case, c.system), []).append(c)
+    kinds = list(dict.fromkeys(WORKLOADS.values()))
+    for label, case, system in sorted(found, key=lambda of: kinds.index(of[0].split()[0])):  # type: ignore[arg-type]
+        values = found[label, case, system]
+        name = f"{TITLES[case]} ({label})" if case == "idle" else f"`{case}`: {TITLES[case]}"
+        firsts = [c.first / 1e3 for c in values if c.first is not None]
+        first_ratios = [c.first_ratio for c in values if c.first_ratio is not None and system != "stock"]
+        out.append(
+            (
+                name,
+                system,
+                figure(values),
+                ratio(values),
+                " / ".join(map(_three_digits, firsts)),
+                " / ".join(f"{x:.3f}" for x in first_ratios),
+            )
+        )
+    return out
+
+
 def figure(values: list[CaseResult]) -> str:
-    """Median, smallest and largest; ms, seconds for a start, thousand tokens a second."""
+    """Return median, smallest and largest; ms, seconds for a start or a workload, thousand tokens a second."""
     known = [c for c in values if c.median is not None]
     if not known:
         return " / ".join(dict.fromkeys(c.absent for c in values))
-    unit = 1e3 if known[0].case == "startup" else 1.0
+    unit = 1e3 if known[0].case == "startup" or known[0].workload is not None else 1.0
 
     def show(x: float) -> str:
-        return f"{x / unit:.3g}" if x / unit < 100 else f"{x / unit:.0f}"
+        return _three_digits(x / unit)
 
     medians = sorted(c.median for c in known if c.median is not None)
     low, high = min(c.min or 0.0 for c in known), max(c.max or 0.0 for c in known)
-    middle = (
-        show(medians[0])
-        if len(medians) == 1 or show(medians[0]) == show(medians[-1])
-        else f"{show(medians[0])}-{show(medians[-1])}"
-    )
+    middle = show(medians[0])
+    if show(medians[-1]) != middle:
+        middle += f"-{show(medians[-1])}"
     return f"{middle} ({show(low)}-{show(high)})"
 
 
+def _three_digits(x: float) -> str:
+    return f"{x:.3g}" if x < 100 else f"{x:.0f}"
+
+
 def ratio(values: list[CaseResult]) -> str:
-    """Over stock of the same run."""
+    """Return the ratio to stock of the same run, with a word where rows were wrong or not compared."""
     known = [c for c in values if c.ratio_to_stock is not None]
     if not known or known[0].system == "stock":
         return ""
@@ -77,28 +96,35 @@ def _spread(ratios: list[float]) -> str:
 
 
 def header(label: str) -> str:
-    """With the unit."""
+    """Return a column's title, with the unit."""
     return {"b": f"{label}, ms/step", "p": f"{label}, ktok/s", "s": "start, s"}[label[0]]
 
 
-def as_table(result: BenchResult) -> Table:
-    """For the terminal."""
-    table = Table(title=f"{result.model} on {result.device}, vLLM {result.vllm}; ratio: over stock of the same run")
-    table.add_column("case")
-    table.add_column("system")
+def as_tables(result: BenchResult) -> list[Table]:
+    """Return the tables for the terminal: of the steps, and of the workloads."""
+    of_run = f"{result.model} on {result.device}, vLLM {result.vllm}; ratio: over stock of the same run"
+    tables = []
     sizes = columns(result)
-    for label in sizes:
-        table.add_column(header(label), justify="right")
-    for case, system, found in lines(result):
-        cells = ["\n".join(filter(None, [figure(found.get(s, [])), ratio(found.get(s, []))])) for s in sizes]
-        table.add_row(TITLES[case], system, *cells)
-    return table
+    if sizes:
+        tables.append(table := Table("case", "system", title=of_run))
+        for label in sizes:
+            table.add_column(header(label), justify="right")
+        for case, system, found in lines(result):
+            cells = ["\n".join(filter(None, [figure(found.get(s, [])), ratio(found.get(s, []))])) for s in sizes]
+            table.add_row(TITLES[case], system, *cells)
+    if of_workloads := workload_lines(result):
+        tables.append(table := Table(*WORKLOAD_COLUMNS, title=of_run))
+        for row in of_workloads:
+            table.add_row(*row)
+    return tables
 
 
 def as_markdown(result: BenchResult) -> str:
-    """For the README: medians of the repeats with the smallest and the largest, ratios in bold, notes below."""
+    """Return the tables for the README: medians with the smallest and the largest, ratios in bold, notes below."""
+    out = []
     sizes = columns(result)
-    out = [f"| case | system | {' | '.join(header(s) for s in sizes)} |", "|---|---|" + "---:|" * len(sizes)]
+    if sizes:
+        out += [f"| case | system | {' | '.join(header(s) for s in sizes)} |", "|---|---|" + "---:|" * len(sizes)]
     for case, system, found in lines(result):
         cells = []
         for size in sizes:
@@ -106,6 +132,11 @@ def as_markdown(result: BenchResult) -> str:
             times = ratio(values)
             cells.append(figure(values) + (f" **x{times}**" if times else ""))
         out.append(f"| {TITLES[case]} | {system} | {' | '.join(cells)} |")
+    if of_workloads := workload_lines(result):
+        out += [""] * bool(out) + [f"| {' | '.join(WORKLOAD_COLUMNS)} |", "|---|---|" + "---:|" * 4]
+        for name, system, time, over, first, over_first in of_workloads:
+            bold = [f"**x{text}**" if text else "" for text in (over, over_first)]
+            out.append(f"| {name} | {system} | {time} | {bold[0]} | {first} | {bold[1]} |")
     out += ["", *_below(result)]
     return "\n".join(out) + "\n"
 
@@ -122,10 +153,14 @@ def _below(result: BenchResult) -> list[str]:
     for name, about in result.systems.items():
         if about.get("status") != "measured":
             out.append(f"* {name} was {about.get('status')}: {about.get('reason')}")
+        reasons: dict[str, list[str]] = {}
+        for case, reason in about.get("cannot", {}).items():
+            reasons.setdefault(reason, []).append(case)
+        out += [f"* {name} has no {', '.join(cases)}: {reason}." for reason, cases in reasons.items()]
     for c in order(result.cases):
         if c.note:
             out.append(f"* {c.system}, {TITLES[c.case]}, {c.label}: {c.note}")
-    compared = [c for c in result.checks if c.case.startswith("capture")]
+    compared = [c for c in result.checks if c.case in CAPTURES]
     for name in dict.fromkeys(c.system for c in compared):
         mine = [c for c in compared if c.system == name]
         out.append(

@@ -19,10 +19,12 @@ class CaseResult(BaseModel):
     """One case of one system at one size.
 
     Attributes:
-        batch / prefill: the size; both None for `startup`.
-        median_ms: milliseconds (a decode step, or a start); `ktok_s`: thousand prompt tokens a second. None: no figure,
-            `note` says why.
+        batch, prefill, workload: the size; all None for `startup`.
+        median_ms: milliseconds (a decode step, a workload's call, or a start); `ktok_s`: thousand prompt tokens a
+            second. None: no figure, `note` says why.
         min, max: of the repeats, in the same unit.
+        first: of the first call of this case in its engine, in the same unit; None where it was not measured.
+        first_ratio: its time over that of stock's first call of the same size in the same run.
         ratio_to_stock: time over stock's in the same run; above 1 is slower than stock, for `ktok_s` too.
         ratios: of several runs that `pool` made one of, each run's own; `ratio_to_stock` is their median.
         checked: whether what was delivered agreed with the reference; None if there is nothing to compare.
@@ -32,6 +34,7 @@ class CaseResult(BaseModel):
     system: str
     batch: int | None = None
     prefill: str | None = None
+    workload: str | None = None
     median_ms: float | None = None
     ktok_s: float | None = None
     min: float | None = None
@@ -39,6 +42,8 @@ class CaseResult(BaseModel):
     repeats: int = 0
     ratio_to_stock: float | None = None
     ratios: list[float] = []
+    first: float | None = None
+    first_ratio: float | None = None
     samples: list[float] = []
     checked: bool | None = None
     note: str | None = None
@@ -46,7 +51,7 @@ class CaseResult(BaseModel):
 
     @property
     def median(self) -> float | None:
-        """The figure, whatever its unit."""
+        """The median, whatever its unit."""
         return self.ktok_s if self.prefill is not None else self.median_ms
 
     @property
@@ -58,7 +63,9 @@ class CaseResult(BaseModel):
 
     @property
     def label(self) -> str:
-        """``batch 32``, ``prefill 64x1024``, or ``start``."""
+        """``batch 32``, ``prefill 64x1024``, ``texts 1500x50-600``, or ``start``."""
+        if self.workload is not None:
+            return self.workload
         if self.prefill is not None:
             return f"prefill {self.prefill}"
         return "start" if self.batch is None else f"batch {self.batch}"
@@ -66,16 +73,19 @@ class CaseResult(BaseModel):
     @model_serializer
     def _write(self) -> dict[str, Any]:
         size = {"prefill": self.prefill} if self.prefill is not None else {"batch": self.batch}
+        if self.workload is not None:
+            size = {"workload": self.workload}
         unit = "ktok_s" if self.prefill is not None else "median_ms"
         out: dict[str, Any] = {"case": self.case, "system": self.system, **size, unit: self.median}
         out |= {"min": self.min, "max": self.max, "repeats": self.repeats, "ratio_to_stock": self.ratio_to_stock}
         out |= {"ratios": self.ratios} if self.ratios else {}
+        out |= {} if self.first is None else {"first": self.first, "first_ratio": self.first_ratio}
         out |= {"samples": self.samples, "checked": self.checked, "run": self.run}
         return out | ({"note": self.note} if self.note else {})
 
 
 class RowCheck(BaseModel):
-    """One comparison of delivered rows with a reference.
+    """A comparison of delivered rows with a reference.
 
     Attributes:
         what: what was compared with what.
@@ -97,7 +107,7 @@ class RowCheck(BaseModel):
 
 
 class BenchResult(BaseModel):
-    """A result file; one of `merge` holds several runs, each with its own stock baseline."""
+    """A result file; one that `merge` made holds several runs, each with its own stock baseline."""
 
     device: str
     vllm: str
@@ -114,26 +124,30 @@ class BenchResult(BaseModel):
         return all(c.passed for c in self.checks)
 
     def save(self, path: Path) -> None:
-        """Write JSON."""
+        """Write it as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> BenchResult:
-        """Read what `save` wrote."""
+        """Read a file that `save` wrote."""
         return cls.model_validate_json(path.read_text())
 
 
-def summarise(task: BenchTask, samples: Sequence[float], note: str | None = None) -> CaseResult:
-    """A case from its repeats' figures (ms or ktok/s)."""
+def summarise(
+    task: BenchTask, samples: Sequence[float], note: str | None = None, first: float | None = None
+) -> CaseResult:
+    """Return a case's result from the figures of its repeats and of its first call (ms or ktok/s)."""
     size: dict[str, Any] = {"batch": task.size.count}
     if task.size.kind == "prefill":
         size = {"prefill": f"{task.size.count}x{task.size.prompt}"}
-    return _with_samples(CaseResult(case=task.case, system=task.system, note=note, **size), samples)
+    elif task.size.is_workload:
+        size = {"workload": task.size.label}
+    return _with_samples(CaseResult(case=task.case, system=task.system, note=note, first=first, **size), samples)
 
 
 def startup(system: str, seconds: Sequence[float], note: str | None = None) -> CaseResult:
-    """The start of an engine, in ms."""
+    """Return the result of an engine's starts, in ms."""
     return _with_samples(CaseResult(case="startup", system=system, note=note), [1e3 * s for s in seconds])
 
 
@@ -146,19 +160,24 @@ def _with_samples(case: CaseResult, samples: Sequence[float]) -> CaseResult:
 
 
 def set_ratios(cases: Iterable[CaseResult]) -> None:
-    """Fill `ratio_to_stock` from the same run's stock: its start for `startup`, its `idle` at that size else."""
+    """Fill `ratio_to_stock` and `first_ratio` from the same run's stock: its start, or its `idle` at that size."""
     cases = [c for c in cases if not c.ratios]
-    stock = {(c.run, c.case, c.label): c.median for c in cases if c.system == "stock"}
+    stock = {(c.run, c.case, c.label): c for c in cases if c.system == "stock"}
     for c in cases:
         base = stock.get((c.run, "startup" if c.case == "startup" else "idle", c.label))
-        if c.median and base:
-            c.ratio_to_stock = base / c.median if c.prefill is not None else c.median / base
-        else:
-            c.ratio_to_stock = None
+        c.ratio_to_stock = _slowness(c, c.median, base and base.median)
+        c.first_ratio = _slowness(c, c.first, base and base.first)
+
+
+def _slowness(case: CaseResult, figure: float | None, base: float | None) -> float | None:
+    """Return the time of `figure` over that of `base`, whatever their unit."""
+    if not figure or not base:
+        return None
+    return base / figure if case.prefill is not None else figure / base
 
 
 def merge(results: Sequence[BenchResult]) -> BenchResult:
-    """Several runs as one file; a later run's figure of a system other than stock replaces an earlier one's.
+    """Join several runs in one file; a later run's figure of a system other than stock replaces an earlier one's.
 
     Raises:
         ValueError: if they are not of one device, model and version.
@@ -181,8 +200,10 @@ def merge(results: Sequence[BenchResult]) -> BenchResult:
 
 
 def pool(results: Sequence[BenchResult], cases: Sequence[str] | None = None) -> BenchResult:
-    """The same cases, measured in several runs with engines of their own, as one: two engines of one machine differ
-    by more than the repeats of either, so the median of the runs' ratios says more than any one of them.
+    """Make one run of several that measured the same cases with engines of their own.
+
+    Two engines of one machine differ by more than the repeats of either, so the median of the runs' ratios says more
+    than any one of them.
 
     Figures are medians of the runs' medians; the samples, and so the smallest and the largest, are those of all runs.
 
@@ -208,7 +229,7 @@ def pool(results: Sequence[BenchResult], cases: Sequence[str] | None = None) -> 
 
 
 def _pooled(same: Sequence[CaseResult]) -> CaseResult:
-    """One case of several runs; runs without a figure are named in its note."""
+    """Return one case of several runs; its note says how many have no figure."""
     medians = [case.median for case in same if case.median is not None]
     ratios = [case.ratio_to_stock for case in same if case.ratio_to_stock is not None]
     notes = [case.note for case in same if case.note]
@@ -217,13 +238,20 @@ def _pooled(same: Sequence[CaseResult]) -> CaseResult:
     figures: dict[str, Any] = {"ratios": ratios, "ratio_to_stock": statistics.median(ratios) if ratios else None}
     if medians:
         figures["ktok_s" if same[0].prefill is not None else "median_ms"] = statistics.median(medians)
+    firsts = [(case.first, case.first_ratio) for case in same]
+    for name, values in zip(("first", "first_ratio"), zip(*firsts)):
+        known = [value for value in values if value is not None]
+        figures[name] = statistics.median(known) if known else None
     figures |= {"note": "; ".join(dict.fromkeys(notes)) or None, "run": 0}
     return _with_samples(same[0], [x for case in same for x in case.samples]).model_copy(update=figures)
 
 
 def _heading(results: Sequence[BenchResult]) -> BenchResult:
-    """A result with the systems and runs of all of these, and no cases; raises ValueError if device, model or versions
-    differ."""
+    """Return a result with the systems and runs of all of these, and no cases.
+
+    Raises:
+        ValueError: if device, model or versions differ.
+    """
     first = results[0]
     for field in ("device", "vllm", "torch", "model"):
         for result in results:
@@ -241,7 +269,7 @@ def _better(old: dict[str, Any] | None, new: dict[str, Any]) -> bool:
 
 
 def mark_checks(result: BenchResult) -> None:
-    """Write each check's outcome to its cases; a case that failed keeps its figure and says so."""
+    """Write the outcome of each check to its cases; a case that failed keeps its figure and says so."""
     for case in result.cases:
         mine = [
             c

@@ -1,4 +1,4 @@
-"""The measuring process: starts the systems, takes turns, keeps to the limits, and never loses a case silently."""
+"""The measuring process: it starts the systems, takes turns, keeps to the limits, and never loses a case silently."""
 
 from __future__ import annotations
 
@@ -6,245 +6,312 @@ import datetime
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_weir.bench.cases import CAPTURES, CASES, STEERS, can_run
 from vllm_weir.bench.deadlines import Deadlines, TaskTimes
-from vllm_weir.bench.plan import CAPTURES, CASES, STEERS, BenchPlan, BenchTask
+from vllm_weir.bench.plan import BenchPlan, BenchTask, EngineChoice
 from vllm_weir.bench.process import WorkerExited, WorkerProcess, WorkerTimeout
 from vllm_weir.bench.result import UNCOMPARED, BenchResult, RowCheck, mark_checks, set_ratios, startup
+from vllm_weir.bench.systems import BY_NAME
 
 RESTARTS = 4
 
 
+@dataclass(frozen=True)
+class Group:
+    """Systems whose engines live at the same time, on one kind of engine, and what is timed on them."""
+
+    names: tuple[str, ...]
+    choice: EngineChoice
+    tasks: tuple[BenchTask, ...]
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether several systems take turns."""
+        return len(self.names) > 1
+
+
 class Bench:
-    """One run of the plan."""
+    """One run of a plan."""
 
     def __init__(self, plan: BenchPlan, out: Path, workdir: Path, say: Callable[[str], None]) -> None:
         self.plan = plan
         self.out = out
         self.workdir = workdir
         self.say = say
-        self.clients: dict[str, WorkerProcess] = {}
+        self.workers: dict[str, WorkerProcess] = {}
         self.restarts: dict[str, int] = {}
-        self.starts: dict[str, list[float]] = {}
-        self.refused: dict[str, str] = {}
-        self.tallies: list[TaskTimes] = []
+        self.start_seconds: dict[str, list[float]] = {}
+        self.unavailable: dict[str, str] = {}
+        self.all_times: list[TaskTimes] = []
         self.samples: list[tuple[str, Path]] = []
-        self.steered: dict[tuple[str, str], dict[str, Any]] = {}
-        self.compared: list[RowCheck] = []
-        self.limits = Deadlines.of(plan)
-        settings = plan.model_dump(mode="json", exclude={"model", "lens_path"})
+        self.steer_checks: dict[tuple[str, str], dict[str, Any]] = {}
+        self.row_checks: list[RowCheck] = []
+        self.called: set[tuple[str, str]] = set()
+        """(system, case) of steps, or (system, case and size) of workloads, that were called already."""
+        self.choice = EngineChoice()
+        self.deadlines = Deadlines.starting_now(plan)
+        settings = plan.model_dump(mode="json", exclude={"model", "lens_path", "rivals_path"})
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.result = BenchResult(device="", vllm="", torch="", model=plan.model_name, runs=[{"date": now, **settings}])
 
     def run(self) -> BenchResult:
-        """All groups one after the other; the result is on the disk after each."""
+        """Run all groups one after the other; the result is on disk after each."""
         started = time.monotonic()
-        self.limits = Deadlines.of(self.plan)
+        self.deadlines = Deadlines.starting_now(self.plan)
+        groups = self.groups()
+        for name in self.plan.systems:
+            if not any(name in group.names for group in groups):
+                self.leave_out(name, "skipped", "; ".join(dict.fromkeys(self.plan.cannot(name).values())))
         try:
-            for group in self.groups():
+            for group in groups:
                 self.run_group(group)
         finally:
-            for client in self.clients.values():
-                client.close()
+            for worker in self.workers.values():
+                worker.close()
         if self.samples:
             self.say("comparing the rows with transformers")
             from vllm_weir.bench.reference import compare
 
-            self.compared = compare(self.plan, self.samples, self.workdir)
+            self.row_checks = compare(self.plan, self.samples, self.workdir)
         self.result.runs[0]["seconds"] = round(time.monotonic() - started, 1)
         self.write()
         return self.result
 
-    def groups(self) -> list[list[str]]:
-        """Systems whose engines live at the same time."""
-        names = list(self.plan.systems)
-        pair = [n for n in names if n in ("stock", "weir")]
-        if not self.plan.interleave or len(pair) < 2:
-            return [[n] for n in names]
-        return [pair, *([n] for n in names if n not in pair)]
+    def groups(self) -> list[Group]:
+        """Return what runs together: engines for steps first, then those for workloads."""
+        out = []
+        if self.plan.has_steps:
+            tasks = {name: self.plan.tasks(name) for name in self.plan.systems}
+            # A system with none of these cases starts where its start is timed.
+            timed = "startup" in self.plan.cases
+            kept = {n: ts for n, ts in tasks.items() if ts or (timed and can_run(n, "startup"))}
+            out += self._together(kept, EngineChoice())
+        if self.plan.named_workloads:
+            choices: dict[EngineChoice, dict[str, list[BenchTask]]] = {}
+            for name in self.plan.systems:
+                for task in self.plan.workload_tasks(name):
+                    choice = BY_NAME[name].engine_choice(self.plan, task.case)
+                    choices.setdefault(choice, {}).setdefault(name, []).append(task)
+            for choice, of_systems in choices.items():
+                out += self._together(of_systems, choice)
+        return out
 
-    def run_group(self, names: Sequence[str]) -> None:
-        """Start, take turns, check, stop."""
-        for i in range(self.plan.startups):
-            for name in names:
-                if name not in self.refused:
-                    self.open(name, timed=True)
-            if i < self.plan.startups - 1:
-                self.stop(names)
-        tallies = [TaskTimes(t) for n in names if n in self.clients for t in self.plan.tasks(n)]
-        self.tallies += tallies
-        for kind in sorted({(t.task.system, t.task.case) for t in tallies if t.task.case in STEERS}):
-            self.check_steering(*kind)  # first: what is timed later may end the engine
-        if len(names) > 1:
-            for size in self.plan.sizes():
-                self.take_turns([t for t in tallies if t.task.size == size])
-        else:
-            for tally in tallies:
-                self.take_turns([tally])
-        self.stop(names)
+    def _together(self, tasks: dict[str, list[BenchTask]], choice: EngineChoice) -> list[Group]:
+        """Return groups: stock and Weir take turns, unless they should not, and the others follow alone."""
+        pair = tuple(name for name in tasks if name in ("stock", "weir"))
+        if not self.plan.interleave or len(pair) < 2:
+            pair = ()
+        sets = [pair, *((name,) for name in tasks if name not in pair)]
+        return [Group(names, choice, tuple(t for n in names for t in tasks[n])) for names in sets if names]
+
+    def run_group(self, group: Group) -> None:
+        """Start a group's engines, take turns, check what they deliver, and end them."""
+        self.choice = group.choice
+        steps = group.choice.kind == "steps"
+        starts = self.plan.startups if steps else 1
+        for i in range(starts):
+            for name in group.names:
+                if name not in self.unavailable:
+                    self.open(name, timed=steps or not self.plan.has_steps)
+            if i < starts - 1:
+                self.stop(group.names)
+        group_times = [TaskTimes(task) for task in group.tasks if task.system in self.workers]
+        self.all_times += group_times
+        self.called -= {call for call in self.called if call[0] in group.names}  # new engines
+        steered = sorted({(t.task.system, t.task.case) for t in group_times if t.task.case in STEERS})
+        if steps:
+            for system, case in steered:
+                self.check_steering(system, case)  # first: what is timed later may end the engine
+        for size in dict.fromkeys(t.task.size for t in group_times) if group.in_turns or not steps else ():
+            self.take_turns([t for t in group_times if t.task.size == size])
+        if steps and not group.in_turns:
+            for times in group_times:
+                self.take_turns([times])
+        if not steps:
+            for system, case in steered:
+                self.check_steering(system, case)  # last: the first call of the case is timed
+        self.stop(group.names)
         self.write()
 
     def open(self, name: str, timed: bool) -> bool:
-        """Start a system's engine; False, with the reason in the result, if it cannot."""
-        if self.limits.of_run() <= 0:
-            self.refuse(name, "skipped", f"not started: the limit is {self.plan.run_seconds:.0f} s a run")
+        """Start a system's engine; return False, with the reason in the result, if it cannot start."""
+        if self.deadlines.left_of_run() <= 0:
+            self.leave_out(name, "skipped", f"not started: the limit is {self.plan.run_seconds:.0f} s a run")
             return False
         self.say(f"{name}: starting")
-        client = self.clients[name] = WorkerProcess(name, self.plan, self.workdir)
+        worker = self.workers[name] = WorkerProcess(name, self.plan, self.workdir)
         try:
-            hello = client.ask(120, "hello")
+            hello = worker.ask(120, "hello")
             if hello.get("missing"):
-                self.refuse(name, "skipped", hello["missing"])
+                self.leave_out(name, "skipped", hello["missing"])
                 return False
-            ready = client.ask(self.plan.start_seconds, "start")
-            for reply in (hello, ready, client.ask(120, "fill") if "error" not in ready else {}):
+            ready = worker.ask(self.plan.start_seconds, "start", choice=self.choice.model_dump())
+            for reply in (hello, ready, worker.ask(120, "fill") if "error" not in ready else {}):
                 if "error" in reply:
-                    self.refuse(name, "failed", f"{reply['error']} | {client.last_words()}")
+                    self.leave_out(name, "failed", f"{reply['error']} | {worker.last_words()}")
                     return False
         except (WorkerTimeout, WorkerExited) as e:
-            self.refuse(name, "failed", f"did not start: {e}")
+            self.leave_out(name, "failed", f"did not start: {e}")
             return False
         if timed:
-            self.starts.setdefault(name, []).append(ready["seconds"])
+            self.start_seconds.setdefault(name, []).append(ready["seconds"])
         about = ready["about"]
         self.result.device, self.result.vllm, self.result.torch = about["device"], about["vllm"], about["torch"]
-        arguments = {k: v for k, v in ready["arguments"].items() if k != "model"}
+        arguments = {k: v for k, v in ready["arguments"].items() if k not in ("model", "hf_model_id")}
         self.result.systems[name] = {"status": "measured", "version": hello["version"], "engine": arguments}
+        if cannot := self.plan.cannot(name) if name != "stock" else {}:
+            self.result.systems[name]["cannot"] = cannot
         self.say(f"{name}: ready after {ready['seconds']:.1f} s")
         return True
 
-    def refuse(self, name: str, status: str, reason: str) -> None:
-        """A system that cannot be measured is in the result, with the reason."""
+    def leave_out(self, name: str, status: str, reason: str) -> None:
+        """Write down why a system cannot be measured, and end its process."""
         self.say(f"{name}: {status}: {reason}")
-        self.refused[name] = reason
-        self.result.systems[name] = {"status": status, "reason": reason}
-        if name in self.clients:
-            self.clients.pop(name).close(5)
+        self.unavailable[name] = reason
+        if self.result.systems.get(name, {}).get("status") != "measured":
+            self.result.systems[name] = {"status": status, "reason": reason}
+        else:  # what it measured stands
+            self.result.systems[name]["reason"] = reason
+        if name in self.workers:
+            self.workers.pop(name).close(5)
 
     def stop(self, names: Sequence[str]) -> None:
         """End the engines of a group."""
         for name in names:
-            if name in self.clients:
-                self.clients.pop(name).close()
+            if name in self.workers:
+                self.workers.pop(name).close()
 
-    def take_turns(self, tallies: Sequence[TaskTimes]) -> None:
-        """Warm-ups of each, then one repeat of each after the other, so that a drift meets all alike."""
-        for tally in tallies:
-            self.skip_if_hopeless(tally)
+    def take_turns(self, turns: Sequence[TaskTimes]) -> None:
+        """Warm up each task, then repeat one after the other, so that a drift of the machine meets all alike."""
+        for times in turns:
+            self.skip_if_hopeless(times)
             for _ in range(self.plan.warmups):
-                self.once(tally, tally.warm)
+                self.once(times, times.warm)
         for _ in range(self.plan.repeats):
-            for tally in tallies:
-                self.once(tally, tally.timed)
-        for tally in tallies:
-            shown = tally.result()
+            for times in turns:
+                self.once(times, times.timed)
+        for times in turns:
+            shown = times.result()
             figure = "-" if shown.median is None else f"{shown.median:.2f}"
-            unit = "ms" if tally.task.size.kind == "decode" else "ktok/s"
+            unit = "ktok/s" if times.task.size.kind == "prefill" else "ms"
             note = f" ({shown.note})" if shown.note else ""
-            self.say(f"{tally.task.system}: {tally.task.case}, {tally.task.size.label}: {figure} {unit}{note}")
+            self.say(f"{times.task.system}: {times.task.case}, {times.task.size.label}: {figure} {unit}{note}")
         self.write()
 
-    def skip_if_hopeless(self, tally: TaskTimes) -> None:
-        """A batch is not tried after a smaller one of the same case ran out of time."""
-        task = tally.task
-        for other in self.tallies:
-            o = other.task
-            same = (o.system, o.case, o.size.kind) == (task.system, task.case, task.size.kind)
-            if same and other.late and not other.timed and o.size.count < task.size.count:
-                tally.close(f"not tried: {o.size.label} {other.note}", late=True)
+    def skip_if_hopeless(self, times: TaskTimes) -> None:
+        """Close a task whose case ran out of time with a smaller batch."""
+        task = times.task
+        for earlier in self.all_times:
+            smaller = earlier.task
+            same = (smaller.system, smaller.case, smaller.size.kind) == (task.system, task.case, task.size.kind)
+            if same and earlier.late and not earlier.timed and smaller.size.count < task.size.count:
+                times.close(f"not tried: {smaller.size.label} {earlier.note}", late=True)
                 return
 
-    def once(self, tally: TaskTimes, into: list[float]) -> None:
-        """One run, unless it would not fit."""
-        if tally.closed:
+    def once(self, times: TaskTimes, into: list[float]) -> None:
+        """Run a task once, unless there is no time for it."""
+        if times.closed:
             return
-        runs = tally.warm + tally.timed
-        left = self.limits.left(tally)
+        runs = times.warm + times.timed
+        left = self.deadlines.left(times)
         if left <= min(runs, default=0):
             one = f"one run took {runs[-1]:.1f} s" if runs else "not begun"
-            self.limits.end(tally, f"stopped after {len(tally.timed)} repeats" if tally.timed else one)
+            self.deadlines.end(times, f"stopped after {len(times.timed)} repeats" if times.timed else one)
             return
-        task = tally.task
-        client = self.clients.get(task.system) or self.again(task.system)
-        if client is None:
-            tally.close("not run: its engine ended before and did not come back")
+        task = times.task
+        worker = self.workers.get(task.system) or self.restart(task.system)
+        if worker is None:
+            times.close("not run: its engine ended before and did not come back")
             return
-        left = self.limits.left(tally)  # a new engine took its time
+        left = self.deadlines.left(times)  # a new engine took its time
         keep = None
-        if task.case in CAPTURES and into is tally.timed and not into:
+        if task.case in CAPTURES and into is times.timed and not into:
             keep = str(self.workdir / f"rows-{len(self.samples)}.safetensors")
+        is_first = self._is_first_call(task)
         try:
-            reply = client.ask(left, "run", case=task.case, size=task.size.model_dump(), keep=keep)
+            reply = worker.ask(left, "run", case=task.case, size=task.size.model_dump(), keep=keep)
         except WorkerTimeout:
-            tally.lost = left
-            logged = client.last_error()
+            times.lost = left
+            logged = worker.last_error()
             self.drop(task.system)
-            self.limits.end(tally, "did not finish", f"; logged: {logged}" if logged else "")
+            self.deadlines.end(times, "did not finish", f"; logged: {logged}" if logged else "")
         except WorkerExited as e:
             self.drop(task.system)
-            tally.close(f"failed: {e}")
+            times.close(f"failed: {e}")
         else:
             if "error" in reply:
-                tally.close(f"failed: {reply['error']}")
-            else:
-                into.append(reply["seconds"])
-                if into is tally.timed:
-                    tally.graphs += reply.get("graphs", 0)
-                if keep:
-                    self.samples.append((task.system, Path(keep)))
+                times.close(f"failed: {reply['error']}")
+                return
+            into.append(reply["seconds"])
+            if is_first:
+                times.first = reply["seconds"]
+            if into is times.timed:
+                times.graphs += reply.get("graphs", 0)
+            if keep:
+                self.samples.append((task.system, Path(keep)))
+
+    def _is_first_call(self, task: BenchTask) -> bool:
+        """Return whether an engine has not run this case before, or this workload at this size."""
+        call = (task.system, f"{task.case} {task.size.label}" if task.size.is_workload else task.case)
+        first = call not in self.called
+        self.called.add(call)
+        return first
 
     def drop(self, name: str) -> None:
         """End a system's process at once."""
-        self.clients.pop(name).close(0.1)
+        self.workers.pop(name).close(0.1)
 
-    def again(self, name: str) -> WorkerProcess | None:
-        """A new engine for a system whose last one ended, if there is time for its start."""
-        if self.starts.get(name, [0])[-1] > self.limits.of_run():
+    def restart(self, name: str) -> WorkerProcess | None:
+        """Start a new engine for a system whose last one ended, if there is time for its start."""
+        if self.start_seconds.get(name, [0])[-1] > self.deadlines.left_of_run():
             return None
         self.restarts[name] = self.restarts.get(name, 0) + 1
-        if self.restarts[name] > RESTARTS or name in self.refused:
+        if self.restarts[name] > RESTARTS or name in self.unavailable:
             return None
         about = self.result.systems.get(name)
         if self.open(name, timed=False):
-            return self.clients[name]
+            return self.workers[name]
         if about is not None:
             self.result.systems[name] = about  # what it measured before stands
         return None
 
     def check_steering(self, name: str, case: str) -> None:
-        """Rows after a kind of steering against the rows before it plus the vector."""
-        client = self.clients.get(name) or self.again(name)
-        left = min(self.plan.case_seconds, self.limits.of_run())
-        if client is None or left <= 0:
+        """Compare rows after an intervention with what it should make of the rows before it."""
+        worker = self.workers.get(name) or self.restart(name)
+        left = min(self.plan.case_seconds, self.deadlines.left_of_run())
+        if worker is None or left <= 0:
             return
         try:
-            self.steered[name, case] = client.ask(left, "steer_check", case=case)
+            self.steer_checks[name, case] = worker.ask(left, "steer_check", case=case)
         except (WorkerTimeout, WorkerExited) as e:
             self.say(f"{name}: {case} was not compared: {e}")
             self.drop(name)
 
     def write(self) -> None:
-        """The result so far."""
-        cases = [t.result() for t in self.tallies]
+        """Write the result so far."""
+        cases = [times.result() for times in self.all_times]
         if "startup" in self.plan.cases:
-            cases += [startup(name, seconds) for name, seconds in self.starts.items()]
+            cases += [startup(name, seconds) for name, seconds in self.start_seconds.items()]
         self.result.cases = sorted(cases, key=lambda c: (CASES.index(c.case), c.label != "start"))
         self.result.checks = [
-            steering_check(t.task, reply, self.plan.dtype)
-            for t in self.tallies
-            if t.timed and (reply := self.steered.get((t.task.system, t.task.case)))
-        ] + self.compared
-        unchecked(self.result)
+            steering_check(times.task, reply, self.plan.dtype)
+            for times in self.all_times
+            if times.timed and (reply := self.steer_checks.get((times.task.system, times.task.case)))
+        ] + self.row_checks
+        note_uncompared(self.result)
         set_ratios(self.result.cases)
         mark_checks(self.result)
         self.result.save(self.out)
 
 
 def steering_check(task: BenchTask, reply: dict[str, Any], dtype: str) -> RowCheck:
-    """A worker's answer as a check of one task."""
-    what = reply.get("error") or f"after = before + vector, {reply['rows']} rows of {reply['layers']} blocks"
+    """Return a worker's answer about steering as a check of one task."""
+    done = "before without the direction" if task.case == "ablate_everywhere" else "before + vector"
+    what = reply.get("error") or f"after = {done}, {reply['rows']} rows of {reply['layers']} blocks"
     value = min(reply.get("worst", 1e9), 1e9)
     # One rounding of the sum; two passes differ by what all blocks before have rounded.
     # Two bfloat16 passes of a deep model differ by several percent: what is not steered at all differs by more.
@@ -262,8 +329,8 @@ def steering_check(task: BenchTask, reply: dict[str, Any], dtype: str) -> RowChe
     )
 
 
-def unchecked(result: BenchResult) -> None:
-    """A case whose rows should have been compared, and were not, says so."""
+def note_uncompared(result: BenchResult) -> None:
+    """Add a note to every case whose rows should have been compared, and were not."""
     compared = {(c.system, c.case, c.size) for c in result.checks}
     for case in result.cases:
         owed = case.case in (*CAPTURES, *STEERS) and case.median is not None
@@ -271,8 +338,8 @@ def unchecked(result: BenchResult) -> None:
             case.note = "; ".join(filter(None, [case.note, UNCOMPARED]))
 
 
-def in_directory(plan: BenchPlan, out: Path, workdir: Path, say: Callable[[str], None]) -> BenchResult:
-    """Run the plan; the processes' logs stay beside the result if something went wrong."""
+def run_plan(plan: BenchPlan, out: Path, workdir: Path, say: Callable[[str], None]) -> BenchResult:
+    """Run a plan; the processes' logs stay beside the result if something went wrong."""
     bench = Bench(plan, out, workdir, say)
     try:
         return bench.run()

@@ -1,4 +1,4 @@
-"""The Llama-3.1-8B shapes without a checkpoint: a configuration, and weights that every process can draw again."""
+"""The Llama-3.1-8B shapes without a checkpoint: a configuration, and weights that every process draws alike."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ FUSED = {
 
 
 def make_model(directory: Path, config: dict[str, Any] = LLAMA_8B) -> str:
-    """Write the configuration; returns the directory's name."""
+    """Write the configuration, and return the directory's name."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     return str(directory)
 
 
 def draw(name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The weight called `name`: the same values in every process on the same kind of device."""
+    """Return the weight called `name`: the same values in every process on the same kind of device."""
     if len(shape) == 1:
         return torch.ones(shape, device=device, dtype=dtype)
     source = torch.Generator(device=device).manual_seed(zlib.crc32(name.encode()))
@@ -68,7 +68,7 @@ def draw(name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.d
 
 @torch.no_grad()
 def fill_engine(model: torch.nn.Module) -> int:
-    """Draw every weight of vLLM's model, in place, so that captured graphs stay valid; returns how many.
+    """Draw every weight of vLLM's model in place, so that captured graphs stay valid, and return how many there are.
 
     vLLM's dummy weights are below 1e-3: a block then changes its stream by less than a bfloat16 rounding, every layer's
     rows are the embeddings, and no comparison could tell one block from another.
@@ -82,7 +82,7 @@ def fill_engine(model: torch.nn.Module) -> int:
 
 @torch.no_grad()
 def fill_reference(net: torch.nn.Module) -> None:
-    """The same weights for transformers' Llama, whose projections are not fused."""
+    """Draw the same weights for transformers' Llama, whose projections are not fused."""
     parameters = dict(net.named_parameters())
     for name, parameter in parameters.items():
         part = name.split(".")[-2]

@@ -56,7 +56,7 @@ def find_sites(runner: Any, config: Any, capabilities: ModelInfo, settings: Sett
                 capabilities.d_model,
                 layers,
                 family,
-                is_core=lambda module: isinstance(module, AttentionLayerBase),
+                is_core=lambda module: isinstance(module, AttentionLayerBase) or _keeps_attention_apart(model, module),
                 is_embedding=lambda module: isinstance(module, tables) and not isinstance(module, ParallelLMHead),
                 run=run,
                 whole=lambda module: hasattr(module, "do_not_compile"),
@@ -69,3 +69,12 @@ def find_sites(runner: Any, config: Any, capabilities: ModelInfo, settings: Sett
         raise WeirError(
             f"the probe pass through {type(model).__name__} failed ({type(e).__name__}: {str(e)[:300]})", "model"
         ) from e
+
+
+def _keeps_attention_apart(model: torch.nn.Module, module: torch.nn.Module) -> bool:
+    """Return whether a module calls an attention layer that is not in the module tree.
+
+    Up to vLLM 0.28 the Transformers backend has them in a dict of the model, by the block's index.
+    """
+    apart = getattr(model, "attention_instances", None) or {}
+    return getattr(module, "layer_idx", None) in apart and "Attention" in type(module).__name__

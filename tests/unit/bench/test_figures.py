@@ -57,7 +57,8 @@ def decode(system: str, case: str, *ms: float, note: str | None = None) -> CaseR
 def test_a_figure_is_the_whole_call_by_its_tokens() -> None:
     assert DECODE.figure(1.28) == pytest.approx(10.0)
     assert PREFILL.figure(2.0) == pytest.approx(32.768)
-    assert DECODE.rows("capture_all_all_layers") == 143 and DECODE.rows("capture_last_all_layers") == 1
+    assert plan().wanted("capture_all_all_layers", DECODE, 0, 16) == (6, 143, 8)
+    assert plan().wanted("capture_last_all_layers", DECODE, 0, 16) == (6, 1, 8)
 
 
 def test_median_spread_and_form() -> None:

@@ -1,0 +1,156 @@
+"""vLLM with this package's plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from vllm_weir.bench.cases import ABLATED_HOOKS, CAPTURES, CHAT_ROLES, COMPRESSION
+from vllm_weir.bench.plan import BatchSize, EngineChoice
+from vllm_weir.bench.systems.stock import StockSystem
+
+
+class WeirSystem(StockSystem):
+    """vLLM with this package's plugin."""
+
+    name = "weir"
+    plugin = "weir"
+    environment: ClassVar[dict[str, str]] = {"WEIR_DISABLE": ""}
+
+    def version(self) -> str:
+        import vllm_weir
+
+        return vllm_weir.__version__
+
+    def engine(self, choice: EngineChoice) -> dict[str, Any]:
+        config = self.plan.weir_config
+        return super().engine(choice) | ({"additional_config": {"weir": config}} if config else {})
+
+    def params(self, case: str, size: BatchSize) -> list[Any]:
+        import vllm_weir as weir
+
+        base = self.base(size)
+        if case == "idle":
+            return [base] * size.count
+        if case == "chat_mix":
+            return self._chats(size)
+        if case == "ablate_everywhere":
+            return [
+                weir.params(base, interventions=[weir.Ablate(v, hook=hook) for hook in ABLATED_HOOKS])
+                for v in self.vectors(size.count)
+            ]
+        if case in CAPTURES or case == "capture_rp8":
+            return [weir.params(base, capture=self._capture(case))] * size.count
+        layers = self.steered_layers(case)
+        return [weir.params(base, interventions=weir.Add(v, layers=layers)) for v in self.vectors(size.count)]
+
+    def _capture(self, case: str) -> Any:
+        """Return what every request of a capture case asks for."""
+        import vllm_weir as weir
+
+        if case == "capture_rp8":
+            return weir.Capture("resid_post", compress=COMPRESSION)
+        if case == "capture_all_all_layers":
+            return weir.Capture("resid_post")
+        if case in ("capture_last_all_layers", "last_mixed"):
+            return weir.Capture("resid_post", positions="last_prompt")
+        if case == "mean":
+            return weir.Capture("resid_post", positions="prompt", reduce="mean")
+        layers = "all" if case == "long" else list(self.plan.captured_layers(case))
+        return weir.Capture("resid_post", layers, "prompt")
+
+    def _chats(self, size: BatchSize) -> list[Any]:
+        """Return the parameters of `chat_mix`; those that ablate share a direction, the others have vectors."""
+        import vllm_weir as weir
+
+        base, layer = self.base(size), self.plan.steered_layer
+        vectors = self.vectors(size.count)
+
+        def steer(vector: torch.Tensor, layer: int) -> Any:
+            return weir.Add(vector, layers=layer, positions="generated")
+
+        def chat(request: int, role: str | None) -> Any:
+            vector = vectors[request]
+            match role:
+                case "steer":
+                    return weir.params(base, interventions=steer(vector, layer))
+                case "capture":
+                    return weir.params(base, capture=weir.Capture("resid_post", positions="last_prompt"))
+                case "project":
+                    directions = torch.stack([vector, vectors[0]])
+                    return weir.params(
+                        base, capture=weir.Capture("resid_post", positions="sampled", project=directions)
+                    )
+                case "ablate":
+                    return weir.params(base, interventions=weir.Ablate(vectors[0]))
+                case "steer and capture":
+                    capture = weir.Capture("resid_post", positions="sampled")
+                    return weir.params(base, capture=capture, interventions=steer(vector, layer + 1))
+                case _:
+                    return base
+
+        return [chat(i, CHAT_ROLES[i % len(CHAT_ROLES)]) for i in range(size.count)]
+
+    def deliver(self, case: str, outputs: Sequence[Any]) -> list[Any]:
+        if case == "capture_rp8":
+            records = [[acts.compressed(site)[0] for site in acts.sites] for acts in (o.activations for o in outputs)]
+            if {(len(r), len(r[0])) for r in records} != {(self.plan.layers, len(outputs[0].activations.positions))}:
+                raise ValueError("records are missing")
+            return records
+        if case not in CAPTURES:
+            return []
+        delivered = []
+        for request, out in enumerate(outputs):
+            asked = case != "chat_mix" or CHAT_ROLES[request % len(CHAT_ROLES)] in (
+                "capture",
+                "project",
+                "steer and capture",
+            )
+            activations = out.activations if asked else None
+            delivered.append(None if activations is None else [activations[site] for site in activations.sites])
+        return delivered
+
+    def verify(self, case: str, outputs: Sequence[Any]) -> None:
+        if case not in ("chat_mix", "ablate_everywhere"):
+            return
+        for request, out in enumerate(outputs):
+            role = CHAT_ROLES[request % len(CHAT_ROLES)] if case == "chat_mix" else "ablate"
+            if role in ("steer", "ablate", "steer and capture") and not any(out.receipt.steered):
+                raise ValueError(f"request {request} should {role}; its receipt says that nothing was steered")
+
+    def late_graphs(self, llm: Any) -> int:
+        if not self.plan.cuda:
+            return 0
+        return sum(len(report.get("captured_late", ())) for report in llm.collective_rpc("weir_graphs"))
+
+    def steered_pair(self, llm: Any, prompts: list[Any], vectors: torch.Tensor, case: str, size: BatchSize) -> Any:
+        import vllm_weir as weir
+
+        # Both of one pass: two passes may round, and then sample, differently. What leaves block L enters block L + 1.
+        steered = self.steered_layers(case)
+        layers = [layer for layer in steered if layer + 1 < self.plan.layers]
+        capture = [
+            weir.Capture("resid_post", layers, "all", before=True),
+            weir.Capture("resid_pre", [layer + 1 for layer in layers], "all", before=True),
+        ]
+
+        def interventions(vector: torch.Tensor) -> list[Any]:
+            if case == "ablate_everywhere":
+                return [weir.Ablate(vector, hook=hook) for hook in ABLATED_HOOKS]
+            return [weir.Add(vector, layers=steered)]
+
+        hooks = ABLATED_HOOKS if case == "ablate_everywhere" else ("resid_post",)
+        asked = [weir.params(self.base(size), capture=capture, interventions=interventions(v)) for v in vectors]
+        outputs = llm.generate(prompts, asked, use_tqdm=False)
+        rows_of_each = size.prompt + size.generated - 1
+        intended = [{weir.Site(hook, layer): rows_of_each for layer in steered} for hook in hooks]
+        for out in outputs:
+            if list(out.receipt.steered) != intended:
+                raise ValueError(f"the receipt says {out.receipt.steered}, not {intended}")
+
+        def rows(hook: str, later: int) -> torch.Tensor:
+            return torch.stack([torch.stack([o.activations[hook, layer + later] for layer in layers]) for o in outputs])
+
+        return layers, rows("resid_post", 0), rows("resid_pre", 1)
