@@ -53,7 +53,7 @@ class Settings(BaseModel):
         refused: what becomes of hook points that are named under `hooks` and that the model does not have, or that
             failed their proof: requests for them fail (``"request"``), or the engine does not start (``"start"``).
         describe: where hook points are in a model whose structure does not tell, see
-        `vllm_weir.worker.discovery.overrides`.
+        `vllm_weir.worker.discovery.descriptions`.
         sinks: name -> ``{consumer: options}``: where captures may send their rows, and with ``"capture"`` what a sink
             gets of every request; see docs/guides/sinks.md.
         marked_bytes, marked_seconds: how much, and how long, rows wait for `weir.mark` (``keep="marked"``).

@@ -29,9 +29,9 @@ def place(model: torch.nn.Module, anchor: Anchor, tap: int, switch: TapSwitch) -
     number = numbered(tap, anchor.scale, anchor.other_scale, anchor.offset is not None, device)
     module.register_buffer(name, number, persistent=False)
     switch.enrol(number, tap)
-    if anchor.beside is not None:
+    if anchor.added_term is not None:
         kept: list[torch.Tensor] = []
-        _wrap(model.get_submodule(anchor.beside.module), "after", _keep(anchor.beside.hidden, kept))
+        _wrap(model.get_submodule(anchor.added_term.module), "after", _keep(anchor.added_term.hidden, kept))
         _wrap(module, anchor.when, _beside(anchor, name, switch, tap, kept))
     else:
         _wrap(module, anchor.when, _tap(anchor, name, switch, tap))
@@ -45,7 +45,7 @@ class ModulePath:
 
     def __init__(self, model: torch.nn.Module, anchors: Iterable[Anchor]) -> None:
         self._found: dict[str, tuple[dict[str, torch.nn.Module | None], str, torch.nn.Module | None]] = {}
-        for path in (path for a in anchors for path in (a.module, a.beside.module if a.beside else "") if path):
+        for path in (path for a in anchors for path in (a.module, a.added_term.module if a.added_term else "") if path):
             names, parent = path.split("."), model
             for n, name in enumerate(names, 1):
                 self._found[".".join(names[:n])] = parent._modules, name, parent._modules[name]
