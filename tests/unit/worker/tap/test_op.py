@@ -424,7 +424,7 @@ def test_chains_that_are_followed_together_and_one_by_one_give_the_same_bits(see
     found = []
     with pytest.MonkeyPatch.context() as patch:
         for few in (0, programs):
-            patch.setattr(cpu_kernel, "FEW", few)
-            found.append(cpu_kernel._run(nodes.numpy(), h, past_post, ints.numpy(), floats, vectors))
+            patch.setattr(cpu_kernel, "MAX_SEPARATE_CHAINS", few)
+            found.append(cpu_kernel._follow_chains(nodes.numpy(), h, past_post, ints.numpy(), floats, vectors))
     (stopped, rows), (same_stop, same_rows) = found
     assert (stopped == same_stop).all() and torch.equal(rows, same_rows)
