@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
-from vllm_weir.worker.discovery.overrides import ModelDescription
+from vllm_weir.worker.discovery.block_stack import find_tree
+from vllm_weir.worker.discovery.descriptions import ModelDescription
 from vllm_weir.worker.discovery.site_map import SiteMap
-from vllm_weir.worker.discovery.sites import find_tree, map_sites
+from vllm_weir.worker.discovery.sites import map_sites
 
 D, TOKENS, LAYERS = 16, 6, 3
 
@@ -353,21 +354,21 @@ class Model(nn.Module):
         return self.norm(hidden)
 
 
-def mapped(model, dtype=torch.float32, family=None) -> SiteMap:
+def mapped(model, dtype=torch.float32, description=None) -> SiteMap:
     """The verdicts on a toy model."""
     torch.manual_seed(0)
     model = model.to(dtype)
-    family = family or ModelDescription()
+    description = description or ModelDescription()
 
     def run() -> None:
         model(torch.zeros(TOKENS, dtype=torch.long))
 
     with torch.inference_mode():
         tree = find_tree(
-            model, D, LAYERS, family, lambda m: isinstance(m, Core),
+            model, D, LAYERS, description, lambda m: isinstance(m, Core),
             lambda m: m is getattr(model, "embed_tokens", None), run,
         )  # fmt: skip
-        return map_sites(tree, run, dtype, family)
+        return map_sites(tree, run, dtype, description)
 
 
 def supported(sites, layer=1):

@@ -1,4 +1,8 @@
-"""Patches for discovery: the model is run a few times, uncompiled, between being loaded and being compiled."""
+"""Discovery in a vLLM worker: it runs the loaded model a few times, before it is compiled.
+
+This gives `worker.discovery` what it needs of vLLM: which modules mix tokens or look them up, and a
+way to run the model uncompiled over a few tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,67 +12,75 @@ import torch
 
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
-from vllm_weir.worker.discovery.overrides import described
+from vllm_weir.worker.discovery.block_stack import find_tree
+from vllm_weir.worker.discovery.descriptions import description_of
 from vllm_weir.worker.discovery.site_map import SiteMap
-from vllm_weir.worker.discovery.sites import find_tree, map_sites
+from vllm_weir.worker.discovery.sites import map_sites
 from vllm_weir.worker.runtime import ModelInfo
 
 TOKENS = 8
+"""Tokens of a probe pass."""
 
 
-def find_sites(runner: Any, config: Any, capabilities: ModelInfo, settings: Settings, v2: bool) -> SiteMap:
-    """Every site of a loaded model, with its verdict.
+def find_sites(runner: Any, config: Any, model_info: ModelInfo, settings: Settings, v2: bool) -> SiteMap:
+    """Find and verify every site of a loaded model.
+
+    Args:
+        runner: vLLM's model runner.
+        config: its `VllmConfig`.
+        model_info: width, dtype and device of the model.
+        settings: may describe the model.
+        v2: whether the runner is vLLM's runner V2.
 
     Raises:
-        WeirError: if the model has no stack of blocks, or cannot be run by itself.
+        WeirError: if the model has no list of blocks, or cannot be run by itself.
     """
     from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     model = runner.get_model()
-    layers = config.model_config.get_total_num_hidden_layers()
-    family = described(type(model).__name__, settings.describe)
+    num_layers = config.model_config.get_total_num_hidden_layers()
+    description = description_of(type(model).__name__, settings.describe)
     # With LoRA a wrapper is what is called; a head that computes logits is a subclass too.
-    tables = (VocabParallelEmbedding, VocabParallelEmbeddingWithLoRA)
-    tokens = min(TOKENS, config.scheduler_config.max_num_batched_tokens)
-    dummy = {"is_profile": True, "skip_eplb": True, **({"skip_attn": True} if v2 else {})}
+    embeddings = (VocabParallelEmbedding, VocabParallelEmbeddingWithLoRA)
+    num_tokens = min(TOKENS, config.scheduler_config.max_num_batched_tokens)
+    dummy_run_options = {"is_profile": True, "skip_eplb": True, **({"skip_attn": True} if v2 else {})}
     compiled = [m for m in model.modules() if getattr(m, "do_not_compile", None) is False]
 
     def run() -> None:
         for module in compiled:
             module.do_not_compile = True
         try:
-            # Parts that are compiled by themselves (a norm, a rotary embedding) would be, for these passes alone.
+            # Else parts with a compiler of their own (norms) would be compiled for these passes.
             with torch.compiler.set_stance("force_eager"):
-                runner._dummy_run(tokens, **dummy)
+                runner._dummy_run(num_tokens, **dummy_run_options)
         finally:
             for module in compiled:
                 module.do_not_compile = False
 
     def look_up() -> torch.Tensor:
-        return model.embed_input_ids(torch.arange(tokens, device=capabilities.device))
+        return model.embed_input_ids(torch.arange(num_tokens, device=model_info.device))
 
     try:
         with torch.inference_mode():
             tree = find_tree(
                 model,
-                capabilities.d_model,
-                layers,
-                family,
-                is_core=lambda module: isinstance(module, AttentionLayerBase) or _keeps_attention_apart(model, module),
-                is_embedding=lambda module: isinstance(module, tables) and not isinstance(module, ParallelLMHead),
+                model_info.d_model,
+                num_layers,
+                description,
+                is_mixer=lambda module: isinstance(module, AttentionLayerBase) or _keeps_attention_apart(model, module),
+                is_embedding=lambda module: isinstance(module, embeddings) and not isinstance(module, ParallelLMHead),
                 run=run,
-                whole=lambda module: hasattr(module, "do_not_compile"),
+                compiled_whole=lambda module: hasattr(module, "do_not_compile"),
                 look_up=look_up,
             )
-            return map_sites(tree, run, capabilities.dtype, family)
+            return map_sites(tree, run, model_info.dtype, description)
+    except WeirError:
+        raise
     except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError, NotImplementedError, KeyError) as e:
-        if isinstance(e, WeirError):
-            raise
-        raise WeirError(
-            f"the probe pass through {type(model).__name__} failed ({type(e).__name__}: {str(e)[:300]})", "model"
-        ) from e
+        name = type(model).__name__
+        raise WeirError(f"the probe pass through {name} failed ({type(e).__name__}: {str(e)[:300]})", "model") from e
 
 
 def _keeps_attention_apart(model: torch.nn.Module, module: torch.nn.Module) -> bool:

@@ -13,7 +13,7 @@ from vllm_weir import WeirError
 from vllm_weir.cli import sites
 from vllm_weir.cli.main import app
 from vllm_weir.schema.site_verdict import SiteVerdict
-from vllm_weir.worker.discovery.overrides import described
+from vllm_weir.worker.discovery.descriptions import description_of
 
 VERDICTS = [SiteVerdict("resid_post", layer, True, "") for layer in (0, 1, 2, 5)]
 VERDICTS += [SiteVerdict("resid_mid", layer, False, "attention and MLP run in parallel") for layer in range(6)]
@@ -103,13 +103,13 @@ def package(tmp_path, monkeypatch):
 
 
 def test_a_package_describes_its_models(package):
-    family = described("GoodForCausalLM", None)
-    assert (family.stack, family.points) == ("trunk.blocks", {"attn_out": "mixer:out"})
-    assert described("OtherForCausalLM", None).points == {}
+    description = description_of("GoodForCausalLM", None)
+    assert (description.stack, description.points) == ("trunk.blocks", {"attn_out": "mixer:out"})
+    assert description_of("OtherForCausalLM", None).points == {}
     with pytest.raises(WeirError, match="is no place") as e:
-        described("BadForCausalLM", None)
+        description_of("BadForCausalLM", None)
     assert e.value.field == "vllm_weir.models:BadForCausalLM.points.attn_out"
 
 
 def test_the_setting_comes_before_the_package(package):
-    assert described("GoodForCausalLM", {"stack": "here"}).stack == "here"
+    assert description_of("GoodForCausalLM", {"stack": "here"}).stack == "here"

@@ -1,4 +1,15 @@
-"""Anchors: places in a module tree where a tensor can be read and written as it passes."""
+"""Anchors: places in a module tree where a tensor can be read and written as it passes.
+
+An `Anchor` says where one hook point is: which module, before or after its call, and which tensor
+of the call (a `TensorKey`). The value of the point is that tensor, or a weighted sum of it and one
+other tensor::
+
+    value = scale * hidden + other_scale * other
+
+where `other` is a second tensor of the same call (`residual`), what an earlier call returned
+(`added_term`), or a bias that the call returns for its caller to add (`offset`). Writing a value
+puts all of it into `hidden` and zeros into `other`; an `offset` is left as it is.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +23,13 @@ import torch
 
 @dataclass(frozen=True, order=True)
 class TensorKey:
-    """Which of a call's tensors: an argument, by name and by place, or an element of what is returned.
+    """Which tensor of a call: an argument, by name and position, or an element of the output.
 
-    `name` is empty for arguments of a function that takes ``*args``; `index` is -1 for an argument that is only given
-    by name, and for a call that returns one tensor.
+    Attributes:
+        kind: "arg" or "out".
+        index: position of the argument or output element; -1 for an argument that is only given by
+            name, and for a call that returns a single tensor.
+        name: of the argument; empty if it is one of ``*args``.
     """
 
     kind: Literal["arg", "out"]
@@ -30,7 +44,7 @@ class TensorKey:
 
 @dataclass(frozen=True)
 class AddedTerm:
-    """What an earlier module of the same block returned: `scale` times it belongs to the point's value."""
+    """A term ``scale * hidden`` of a point's value that an earlier module of the block returned."""
 
     module: str
     hidden: TensorKey
@@ -39,19 +53,19 @@ class AddedTerm:
 
 @dataclass(frozen=True)
 class Anchor:
-    """Where a hook point is.
+    """Where a hook point is, and how its value is made.
 
-    Its value is ``scale * hidden``, and what stands beside it, of which there is one at most:
+    At most one of `residual`, `added_term` and `offset` is set.
 
     Attributes:
         module: path from the model.
         when: whether the tensors are taken before or after the module's call.
-        hidden: the tensor that is written to.
-        residual: another of the call's, added: the sum is the stream. None in a call that goes without one.
-        scale: of `hidden`.
-        beside: another call's, added. A written point leaves zeros there, as in `residual`.
-        offset: a vector [d] that the call returns too (a bias) and the model adds by itself: the value is
-            ``scale * (hidden + offset)``, and only `hidden` is written.
+        hidden: the tensor that is written.
+        residual: another tensor of the same call; None if a call may go without one.
+        scale: factor of `hidden`, and of `residual` and `offset`.
+        added_term: a term from an earlier call, with a factor of its own.
+        offset: a vector [d] in the call's output that the model adds later (a bias):
+            ``value = scale * (hidden + offset)``. It is read and never written.
     """
 
     module: str
@@ -59,46 +73,59 @@ class Anchor:
     hidden: TensorKey
     residual: TensorKey | None = None
     scale: float = 1.0
-    beside: AddedTerm | None = None
+    added_term: AddedTerm | None = None
     offset: TensorKey | None = None
 
     def __str__(self) -> str:
-        both = " + ".join(str(key) for key in (self.hidden, self.residual, self.offset) if key is not None)
-        both = f"{_times(self.scale)}{both} of {self.module or 'the model'}, {self.when} the call"
-        if self.beside is None:
-            return both
-        return f"{both}, + {_times(self.beside.scale)}{self.beside.hidden} of {self.beside.module}"
+        keys = " + ".join(str(key) for key in (self.hidden, self.residual, self.offset) if key is not None)
+        text = f"{_factor_prefix(self.scale)}{keys} of {self.module or 'the model'}, {self.when} the call"
+        if self.added_term is None:
+            return text
+        term = self.added_term
+        return f"{text}, + {_factor_prefix(term.scale)}{term.hidden} of {term.module}"
 
     @property
     def other_scale(self) -> float:
-        """Factor of whatever stands beside `hidden`."""
-        return self.scale if self.beside is None else self.beside.scale
+        """Factor of the other term."""
+        return self.scale if self.added_term is None else self.added_term.scale
+
+    @property
+    def modules(self) -> list[str]:
+        """Paths of the modules whose calls the value is taken from."""
+        return [self.module] if self.added_term is None else [self.module, self.added_term.module]
 
     def tensors(
-        self, args: Sequence, kwargs: Mapping, output: Any, kept: torch.Tensor | None = None
+        self, args: Sequence, kwargs: Mapping, output: Any, added: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`hidden` and what stands beside it in one call, as [tokens, width] views; `kept`: the tensor of `beside`."""
-        hidden = _rows(pick(self.hidden, args, kwargs, output))
+        """Return views of `hidden` and `other` in one call, [tokens, width] each.
+
+        Args:
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+            output: what the call returned; unused for an anchor before the call.
+            added: the tensor of `added_term`, from the earlier call.
+        """
+        hidden = _as_rows(pick(self.hidden, args, kwargs, output))
         if self.offset is not None:
             return hidden, pick(self.offset, args, kwargs, output).expand_as(hidden)
-        other = kept if self.residual is None else pick(self.residual, args, kwargs, output)
-        return hidden, None if other is None else _rows(other)
+        other = added if self.residual is None else pick(self.residual, args, kwargs, output)
+        return hidden, None if other is None else _as_rows(other)
 
     def value(self, hidden: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
-        """The point's value [tokens, width]."""
-        own = hidden if self.scale == 1 else self.scale * hidden
+        """Return the point's value [tokens, width]."""
+        scaled = hidden if self.scale == 1 else self.scale * hidden
         if other is None:
-            return own
-        return own + (other if self.other_scale == 1 else self.other_scale * other)
+            return scaled
+        return scaled + (other if self.other_scale == 1 else self.other_scale * other)
 
     def magnitude(self, hidden: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
-        """The sum of the magnitudes of what makes up the value: its rounding is a part of this."""
-        own = abs(self.scale) * hidden.abs()
-        return own if other is None else own + abs(self.other_scale) * other.abs()
+        """Return the sum of the terms' absolute values; rounding errors are relative to it."""
+        scaled = abs(self.scale) * hidden.abs()
+        return scaled if other is None else scaled + abs(self.other_scale) * other.abs()
 
 
 def pick(key: TensorKey, args: Sequence, kwargs: Mapping, output: Any) -> Any:
-    """What `key` stands for in a call."""
+    """Return what `key` stands for in a call; None if the call has no such argument or output."""
     if key.kind == "out":
         if isinstance(output, (tuple, list)):
             return output[max(key.index, 0)] if key.index < len(output) else None
@@ -109,7 +136,7 @@ def pick(key: TensorKey, args: Sequence, kwargs: Mapping, output: Any) -> Any:
 
 
 def arguments(parameters: Sequence[str], args: Sequence, kwargs: Mapping) -> dict[TensorKey, Any]:
-    """A call's arguments by key; `parameters` as from `parameters_of`."""
+    """Return a call's arguments by key; `parameters` is the result of `parameters_of`."""
     found = {TensorKey("arg", i, parameters[i] if i < len(parameters) else ""): value for i, value in enumerate(args)}
     for name, value in kwargs.items():
         found[TensorKey("arg", parameters.index(name) if name in parameters else -1, name)] = value
@@ -117,14 +144,14 @@ def arguments(parameters: Sequence[str], args: Sequence, kwargs: Mapping) -> dic
 
 
 def outputs(output: Any) -> dict[TensorKey, Any]:
-    """What a call returned, by key."""
+    """Return the elements of a call's output by key."""
     if isinstance(output, (tuple, list)):
         return {TensorKey("out", i): value for i, value in enumerate(output)}
     return {TensorKey("out", -1): output}
 
 
 def parameters_of(module: torch.nn.Module) -> list[str]:
-    """Names of the positional parameters of a module's forward, up to the first ``*args``."""
+    """Return the names of the positional parameters of a forward, up to the first ``*args``."""
     names = []
     for parameter in inspect.signature(module.forward).parameters.values():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -133,10 +160,10 @@ def parameters_of(module: torch.nn.Module) -> list[str]:
     return names
 
 
-def _times(scale: float) -> str:
+def _factor_prefix(scale: float) -> str:
     return "" if scale == 1 else f"{scale:.6g} x "
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
+def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
     # The Transformers backend carries a batch dimension of one.
     return tensor.squeeze(0) if tensor.dim() == 3 else tensor

@@ -1,7 +1,13 @@
-"""Blocks of one make: where the points of one were found, they are looked for first in the next.
+"""Points of all blocks: one block of each type is solved, and its points are copied to the others.
 
-The search tries hundreds of sums a block, which on a device takes longer than loading many a model. Blocks whose
-parts were called alike have their points in the same places; that they are there is checked in each by arithmetic.
+The search in `resolve` tries hundreds of sums a block. Blocks of one type (the same parts, called
+in the same order, with tensors of the same shapes) usually have their points in the same places:
+
+1. For a block whose type was solved, move the anchors to this block, and check the block's equation
+   there. If it holds, these are its points, with factors of its own.
+2. If not, or if the type is new, search. A complete result becomes the solution of the type.
+3. If a type was searched `SEARCHES` times and nothing was found, the other blocks of it are taken
+   to have no points either.
 """
 
 from __future__ import annotations
@@ -10,90 +16,107 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from vllm_weir.worker.discovery.anchors import Anchor
+from vllm_weir.worker.discovery.block_points import BlockPoints
 from vllm_weir.worker.discovery.matcher import Matcher
-from vllm_weir.worker.discovery.recorder import ModuleCall, value_at
-from vllm_weir.worker.discovery.resolve import BlockPoints, StreamPorts, resolve_block, stream_through
+from vllm_weir.worker.discovery.resolve import resolve_block
+from vllm_weir.worker.discovery.stream_ports import StreamPorts
+from vllm_weir.worker.discovery.trace import ModuleCall, value_at
 
 SEARCHES = 3
-"""Blocks of one make that are searched in vain before the others are taken to have no points either."""
+"""Blocks of one type that are searched before the type is taken to have no points."""
 
 
 class BlockTypes:
-    """The points of all blocks in one recorded pass, for one choice of what carries the stream.
+    """The solutions by type of block, for one recorded pass and one choice of ports.
 
     Args:
-        ports, cores, is_plain, m: as in `resolve_block`.
+        ports: what carries the stream.
+        mixers: paths of modules that mix tokens.
+        only_scales: whether a module, by path, has no matrix.
+        matcher: compares tensors.
     """
 
-    def __init__(self, ports: StreamPorts, cores: set[str], is_plain: Callable[[str], bool], m: Matcher) -> None:
-        self._ports, self._cores, self._plain, self._m = ports, cores, is_plain, m
-        self._found: dict[tuple, tuple[str, BlockPoints]] = {}
-        self._vain: dict[tuple, list[BlockPoints]] = {}
+    def __init__(
+        self, ports: StreamPorts, mixers: set[str], only_scales: Callable[[str], bool], matcher: Matcher
+    ) -> None:
+        self._ports, self._mixers, self._only_scales, self._matcher = ports, mixers, only_scales, matcher
+        self._solved: dict[tuple, tuple[str, BlockPoints]] = {}
+        """Type -> path of the block that was solved, and its points."""
+        self._failed: dict[tuple, list[BlockPoints]] = {}
+        """Type -> results of the searches that explained nothing."""
 
     def points(self, calls: Sequence[ModuleCall]) -> BlockPoints:
-        """The points of the block whose calls these are, its own first."""
-        path, make = calls[0].path, self._make(calls)
-        if make in self._found:
-            before, points = self._found[make]
-            moved = self._moved(points, before, calls)
-            if moved is not None:
-                return moved
-        vain = self._vain.setdefault(make, [])
-        if len(vain) == SEARCHES:
-            return replace(vain[0], refused=dict(vain[0].refused))
-        points = resolve_block(calls, self._ports, self._cores, self._plain, self._m)
+        """Return the points of the block with these calls, the block's own first."""
+        block_type = self._type_of(calls)
+        if block_type in self._solved:
+            copied = self._copied(*self._solved[block_type], calls)
+            if copied is not None:
+                return copied
+        failed = self._failed.setdefault(block_type, [])
+        if len(failed) == SEARCHES:
+            return replace(failed[0], refused=dict(failed[0].refused))
+        points = resolve_block(calls, self._ports, self._mixers, self._only_scales, self._matcher)
         if points.complete:
-            self._found[make] = path, points
-        elif not points.proven and make not in self._found:
-            vain.append(points)
+            self._solved[block_type] = calls[0].path, points
+        elif not points.explained and block_type not in self._solved:
+            failed.append(points)
         return points
 
-    def _make(self, calls: Sequence[ModuleCall]) -> tuple:
-        """What two blocks must have in common: the parts that were called, their order, and their tensors' shapes."""
+    def _type_of(self, calls: Sequence[ModuleCall]) -> tuple:
+        """Return what blocks of one type share: parts, order of calls, and shapes of tensors."""
         start = calls[0].start
         return tuple(
             (
-                *(c.local, c.start - start, c.end - start, c.path in self._cores, self._plain(c.path)),
-                *(tuple(keys) for keys in (c.args, c.out, c.after, c.offsets)),
-                *(tuple(sorted(c.shapes.items())),),
+                *(c.local_path, c.start - start, c.end - start, c.path in self._mixers, self._only_scales(c.path)),
+                *(tuple(keys) for keys in (c.args, c.outputs, c.args_after, c.offsets)),
+                tuple(sorted(c.shapes.items())),
             )
             for c in calls
         )
 
-    def _moved(self, points: BlockPoints, before: str, calls: Sequence[ModuleCall]) -> BlockPoints | None:
-        """The same points in another block, if they are there; None where the search has to tell."""
-        pre, post = stream_through(calls[0], self._ports)
-        if pre is None or post is None or points.gain != 1:
+    def _copied(self, solved_path: str, solved: BlockPoints, calls: Sequence[ModuleCall]) -> BlockPoints | None:
+        """Return the points at the same places of another block.
+
+        None if that has to be searched.
+        """
+        if solved.gain != 1:
             return None
         anchors: dict[str, Anchor] = {}
-        for hook, anchor in points.anchors.items():
-            moved = _to(anchor, before, calls[0].path)
+        for hook, anchor in solved.anchors.items():
+            moved = _moved(anchor, solved_path, calls[0].path)
             if moved is None:
                 return None
             anchors[hook] = moved
-        a, mid, o = (anchors.get(hook) for hook in ("attn_out", "resid_mid", "mlp_out"))
-        if a is None or o is None:
+        scales = self._scales(solved.kind, anchors, calls)
+        if scales is None:
             return None
-        one, other = (value_at(calls, replace(anchor, scale=1.0)) for anchor in (a, o))
-        if one is None or other is None:
+        for hook, scale in zip(("attn_out", "mlp_out"), scales, strict=True):
+            if scale is None or (scale == 1) != (anchors[hook].scale == 1):
+                return None
+            anchors[hook] = replace(anchors[hook], scale=scale)
+        return replace(solved, anchors=anchors, refused=dict(solved.refused))
+
+    def _scales(
+        self, kind: str, anchors: dict[str, Anchor], calls: Sequence[ModuleCall]
+    ) -> tuple[float | None, float | None] | None:
+        """Return the factors of attn_out and mlp_out with which the block's equation holds here."""
+        pre, post = self._ports.stream_through(calls[0])
+        attn_out, mlp_out = (value_at(calls, replace(anchors[hook], scale=1.0)) for hook in ("attn_out", "mlp_out"))
+        if pre is None or post is None or attn_out is None or mlp_out is None:
             return None
-        scales: tuple[float | None, float | None] | None
-        if points.kind == "sequential":
-            middle = None if mid is None else value_at(calls, mid)
-            if middle is None or self._m.same(middle, pre) or self._m.same(middle, post):
-                return None
-            scales = self._m.factor(one, middle - pre), self._m.factor(other, post - middle)
-        else:
-            scales = self._m.factors(one, other, post - pre)
-        for hook, anchor, scale in zip(("attn_out", "mlp_out"), (a, o), scales or (None, None), strict=True):
-            if scale is None or (scale == 1) != (anchor.scale == 1):
-                return None
-            anchors[hook] = replace(anchor, scale=scale)
-        return replace(points, anchors=anchors, refused=dict(points.refused))
+        if kind == "parallel":
+            return self._matcher.factors(attn_out, mlp_out, post - pre)
+        mid = value_at(calls, anchors["resid_mid"])
+        if mid is None or self._matcher.same(mid, pre) or self._matcher.same(mid, post):
+            return None
+        return self._matcher.factor(attn_out, mid - pre), self._matcher.factor(mlp_out, post - mid)
 
 
-def _to(anchor: Anchor, before: str, now: str) -> Anchor | None:
-    """The same place in the block at path `now`; None if it is not within the block at `before` alone."""
-    if anchor.beside is not None or not f"{anchor.module}.".startswith(f"{before}."):
+def _moved(anchor: Anchor, block: str, other_block: str) -> Anchor | None:
+    """Return the same place in another block, both blocks given by path.
+
+    Returns None for a sum with an earlier call, and for a place outside the block.
+    """
+    if anchor.added_term is not None or not f"{anchor.module}.".startswith(f"{block}."):
         return None
-    return replace(anchor, module=now + anchor.module.removeprefix(before))
+    return replace(anchor, module=other_block + anchor.module.removeprefix(block))

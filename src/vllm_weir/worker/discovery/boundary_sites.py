@@ -1,205 +1,253 @@
-"""The points outside the blocks, `embed` and `final_norm`: where they are, and whether writing there arrives."""
+"""The sites outside the blocks: `embed` and `final_norm`.
+
+`embed`
+    1. Find the call that returns the token embedding: the embedding module, or what widens its
+       result to the stream; or the argument that takes embeddings looked up before the model runs.
+    2. If a norm makes of it exactly what enters block 0 (Bloom), the norm's result is the point.
+    3. The point's scale is the model's multiplier, if that alone lies between it and block 0.
+    4. Verify: with a vector added there, `resid_pre` of block 0 must move by a multiple of it.
+
+`final_norm`
+    1. Find the norm that is given what leaves the last block, in a pass with noise.
+    2. What it returns must be what the model returns, up to a factor, or be given to the module
+       that makes the model's output of it.
+    3. Verify: with a vector added there, the same must hold.
+
+No site is placed on a module that runs several times in a pass, where a tap would act every time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import torch
 
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
-from vllm_weir.worker.discovery.matcher import SLIGHT, Matcher
-from vllm_weir.worker.discovery.module_tree import ModuleTree
-from vllm_weir.worker.discovery.recorder import ModuleCall, Trace, value_at
+from vllm_weir.worker.discovery.matcher import SLIGHT
+from vllm_weir.worker.discovery.probe import Probe
+from vllm_weir.worker.discovery.site_map import SiteMap
+from vllm_weir.worker.discovery.trace import ModuleCall, Trace, value_at
 
-if TYPE_CHECKING:
-    from vllm_weir.worker.discovery.site_map import SiteMap
-
-Found = tuple[ModuleCall, TensorKey, torch.Tensor]
-"""A call, one of its tensors, and what was recorded of that."""
 EMBED, FINAL_NORM = Site("embed", 0), Site("final_norm", 0)
 
 
+@dataclass(frozen=True)
+class _CallTensor:
+    """A tensor of a recorded call."""
+
+    call: ModuleCall
+    key: TensorKey
+    value: torch.Tensor
+
+
 class BoundarySites:
-    """Verdicts on the two.
+    """Finds and verifies the sites outside the blocks; the verdicts go to `sites`.
 
     Args:
-        tree, matcher: as in `sites`.
-        own: the pass with the model's own weights.
-        outer: a pass with noise in the embedding, the blocks and the final norm.
-        sites: takes the verdicts.
+        probe: the model, and the baseline.
+        noise_pass: a pass with noise in the embedding, the blocks and the final norm.
+        sites: the verdicts so far, with the stream of the blocks.
     """
 
-    def __init__(self, tree: ModuleTree, matcher: Matcher, own: Trace, outer: Trace, sites: SiteMap) -> None:
-        self._tree, self._m, self._own, self._outer, self._sites = tree, matcher, own, outer, sites
-        self._after_norm: str | None = None
-        """The module that alone is given what the final norm returned, if the model does not return that itself."""
+    def __init__(self, probe: Probe, noise_pass: Trace, sites: SiteMap) -> None:
+        self._tree, self._matcher, self._baseline = probe.tree, probe.matcher, probe.baseline
+        self._noise_pass, self._sites = noise_pass, sites
+        self._head: str | None = None
+        """Path of the module that makes the model's output of the final norm's.
+
+        None if there is none.
+        """
 
     def find_embed(self) -> None:
-        """The token embedding, or what widens it to the stream."""
-        into = self._sites.anchors.get(Site("resid_pre", 0))
-        calls = [c for c in self._own.outside if self._tree.is_embedding(self._tree.modules[c.path])]
-        given = [c for c in self._own.outside if c.path == self._tree.entrance]
-        before = None if into is None else value_at(self._own.blocks[0], into)
-        if before is None:
+        """Place `embed`, or refuse it."""
+        entry = self._sites.anchors.get(Site("resid_pre", 0))
+        stream = None if entry is None else value_at(self._baseline.blocks[0], entry)
+        if stream is None:
             why = self._sites.refused.get(Site("resid_pre", 0), "what enters block 0 could not be followed")
             self._refuse(EMBED, why)
             return
-        if given and not self._looked_up_plainly():
+        given = [call for call in self._baseline.outside if call.path == self._tree.entrance]
+        if given and not self._looks_up_multiples():
             why = "tokens are looked up before the model runs, and what it is given is no multiple of their embeddings"
             self._refuse(EMBED, why)
             return
-        found = self._hidden_of(given or calls)  # positions may be looked up inside
-        if found is None:
+        # If embeddings are given, the modules that look something up inside may look up positions.
+        looked_up = [c for c in self._baseline.outside if self._tree.is_embedding(self._tree.modules[c.path])]
+        embedding = self._of_stream_width(given or looked_up)
+        if embedding is None:
             self._refuse(EMBED, "no token embedding runs together with the blocks")
             return
-        call, key, value = self._normed(*found, before)
-        if self._again(EMBED, call):
+        embedding = self._normed(embedding, stream)
+        call, key = embedding.call, embedding.key
+        if self._refuse_if_repeated(EMBED, call):
             return
-        # Positions may be added to it; a mere factor is part of the embedding. Some models keep a copy of it beside the
-        # stream, so it is tapped where it comes from.
-        factor = self._m.factor(value, before) or 1.0
-        self._sites.anchors[EMBED] = Anchor(call.path, "after" if key.kind == "out" else "before", key, None, factor)
+        # A factor is part of the embedding, positions that are added are not. Some models keep a
+        # copy of the embedding beside the stream, so it is tapped where it comes from.
+        scale = self._matcher.factor(embedding.value, stream) or 1.0
+        self._sites.anchors[EMBED] = Anchor(call.path, "after" if key.kind == "out" else "before", key, None, scale)
 
-    def _hidden_of(self, embeddings: list[ModuleCall]) -> Found | None:
-        """Of the embedding, or of what widens its result, where it has the stream's width."""
-        for call in embeddings:
-            for key, value in (call.out or call.args).items():
-                return call, key, value
-        for call in embeddings:
-            narrow = list(call.narrow.values())
-            for wider in self._own.outside:
-                if wider.start > call.end and wider.out and self._gets(wider, narrow):
-                    return wider, *next(iter(wider.out.items()))
+    def check_embed(self, trace: Trace, added: torch.Tensor) -> None:
+        """Verify `embed`.
+
+        Args:
+            trace: the baseline once more, with a vector added at the embedding.
+            added: what was added, [tokens, d].
+        """
+        anchor, entry = self._sites.anchors.get(EMBED), self._sites.anchors.get(Site("resid_pre", 0))
+        if anchor is None or entry is None:
+            return
+        before, after = value_at(self._baseline.blocks[0], entry), value_at(trace.blocks[0], entry)
+        value = value_at(self._baseline.outside, anchor)
+        assert before is not None and after is not None and value is not None
+        moved = after - before
+        is_stream, factor = self._matcher.same(value, before), self._matcher.factor(added, moved)
+        moved_everywhere = bool((moved.abs().amax(1) > SLIGHT * before.abs().amax()).all())
+        if factor != 1 and (is_stream or not moved_everywhere):
+            self._refuse(EMBED, "what is added there does not arrive in what enters block 0")
+        elif factor is not None:
+            # Where positions are added as well, the model's multiplier is known only from this.
+            self._sites.anchors[EMBED] = replace(anchor, scale=factor * anchor.scale)
+
+    def find_final_norm(self, last: int) -> None:
+        """Place `final_norm`, or refuse it; `last` is the model's last block."""
+        exit_ = self._sites.anchors.get(Site("resid_post", last))
+        stream = None if exit_ is None else value_at(self._noise_pass.blocks[last], exit_)
+        if stream is None:
+            self._refuse(FINAL_NORM, "what leaves the last block could not be followed")
+            return
+        readers = self._readers_of(stream, self._noise_pass.blocks[last][0].end)
+        norm = next((call for call in readers if self._tree.only_scales(call.path)), None)
+        if norm is None:
+            self._refuse(FINAL_NORM, self._why_no_norm(readers, stream))
+            return
+        if self._refuse_if_repeated(FINAL_NORM, norm):
+            return
+        key, normed = next(iter(norm.outputs.items()))
+        output = self._noise_pass.model_output
+        if output is None or self._matcher.factor(normed, output) is None:
+            later = (call for call in self._noise_pass.outside if call.start > norm.end)
+            head = next((call for call in later if self._makes_output(call, normed)), None)
+            if head is None:
+                self._refuse(FINAL_NORM, f"the model changes what {norm.path} returns before it hands it on")
+                return
+            self._head = head.path
+        self._sites.anchors[FINAL_NORM] = Anchor(norm.path, "after", key)
+
+    def check_final_norm(self, trace: Trace) -> None:
+        """Verify `final_norm` in a pass with noise, and a vector added there."""
+        anchor = self._sites.anchors.get(FINAL_NORM)
+        value = None if anchor is None else value_at(trace.outside[::-1], anchor)
+        if value is None:
+            return
+        if self._head is None:
+            arrives = trace.model_output is not None and self._matcher.factor(value, trace.model_output) is not None
+        else:
+            head = next(call for call in reversed(trace.outside) if call.path == self._head)
+            arrives = self._is_given(head, [value])
+        if not arrives:
+            self._refuse(FINAL_NORM, "what is added there does not arrive in what the model returns")
+
+    def _of_stream_width(self, calls: list[ModuleCall]) -> _CallTensor | None:
+        """Return the result of these calls, or what widens it if it has not the stream's width."""
+        for call in calls:
+            for key, value in (call.outputs or call.args).items():
+                return _CallTensor(call, key, value)
+        for call in calls:
+            narrow = list(call.other_widths.values())
+            for widening in self._baseline.outside:
+                if widening.start > call.end and widening.outputs and self._is_given(widening, narrow):
+                    return _CallTensor(widening, *next(iter(widening.outputs.items())))
         return None
 
-    def _looked_up_plainly(self) -> bool:
-        """Whether the embeddings that the model is given for tokens are the embedding's own, or multiples of them."""
+    def _looks_up_multiples(self) -> bool:
+        """Return whether the given embeddings are multiples of the embedding module's."""
         if self._tree.look_up is None:
             return True
-        made: list[torch.Tensor] = []
+        looked_up: list[torch.Tensor] = []
         tables = [m for m in self._tree.modules.values() if self._tree.is_embedding(m)]
-        handles = [m.register_forward_hook(lambda _module, _args, out: made.append(out)) for m in tables]
+        handles = [m.register_forward_hook(lambda _module, _args, out: looked_up.append(out)) for m in tables]
         try:
             given = self._tree.look_up()
         finally:
             for handle in handles:
                 handle.remove()
-        return any(self._m.factor(one.float(), given.float()) is not None for one in made)
+        return any(self._matcher.factor(rows.float(), given.float()) is not None for rows in looked_up)
 
-    def _normed(self, embedding: ModuleCall, key: TensorKey, value: torch.Tensor, before: torch.Tensor) -> Found:
-        """The norm of the embedding's own (Bloom's) whose result enters block 0; the embedding, if there is none."""
-        if self._m.factor(value, before) is None:
-            for call in self._own.outside:
-                if self._is_norm_of(call, embedding, value, before):
-                    return call, *next(iter(call.out.items()))
-        return embedding, key, value
+    def _normed(self, embedding: _CallTensor, stream: torch.Tensor) -> _CallTensor:
+        """Return the result of the embedding's norm if that enters block 0, or the embedding."""
+        if self._matcher.factor(embedding.value, stream) is None:
+            for call in self._baseline.outside:
+                if self._is_embedding_norm(call, embedding, stream):
+                    return _CallTensor(call, *next(iter(call.outputs.items())))
+        return embedding
 
-    def _is_norm_of(self, call: ModuleCall, embedding: ModuleCall, value: torch.Tensor, before: torch.Tensor) -> bool:
-        """Whether a call of a norm, the module's only one, makes of the embedding's `value` what enters block 0."""
-        plain = all(p.dim() < 2 for p in self._tree.modules[call.path].parameters())
-        if not (plain and call.start > embedding.end and call.out and self._times(call.path) == 1):
+    def _is_embedding_norm(self, call: ModuleCall, embedding: _CallTensor, stream: torch.Tensor) -> bool:
+        """Return whether a norm, called once, makes of the embedding what enters block 0."""
+        if not (self._tree.only_scales(call.path) and call.start > embedding.call.end and call.outputs):
             return False
-        return self._gets(call, [value]) and self._m.factor(next(iter(call.out.values())), before) is not None
+        if self._num_calls(call.path) != 1 or not self._is_given(call, [embedding.value]):
+            return False
+        return self._matcher.factor(next(iter(call.outputs.values())), stream) is not None
 
-    def check_embed(self, trace: Trace, what: torch.Tensor) -> None:
-        """`trace`: the pass with the model's own weights, and `what` added at the embedding."""
-        anchor, into = self._sites.anchors.get(EMBED), self._sites.anchors.get(Site("resid_pre", 0))
-        if anchor is None or into is None:
-            return
-        before, after = value_at(self._own.blocks[0], into), value_at(trace.blocks[0], into)
-        value = value_at(self._own.outside, anchor)
-        assert before is not None and after is not None and value is not None
-        moved = after - before
-        simple, factor = self._m.same(value, before), self._m.factor(what, moved)
-        everywhere = bool((moved.abs().amax(1) > SLIGHT * before.abs().amax()).all())
-        if factor != 1 and (simple or not everywhere):
-            self._refuse(EMBED, "what is added there does not arrive in what enters block 0")
-        elif factor is not None:
-            # Where positions are added as well, this alone tells the model's multiplier.
-            self._sites.anchors[EMBED] = replace(anchor, scale=factor * anchor.scale)
+    def _readers_of(self, stream: torch.Tensor, after: int) -> list[ModuleCall]:
+        """Return later calls outside the blocks that are given the stream.
 
-    def find_final_norm(self, last: int) -> None:
-        """The norm that is given what leaves the last block."""
-        anchor = self._sites.anchors.get(Site("resid_post", last))
-        stream = None if anchor is None else value_at(self._outer.blocks[last], anchor)
-        end, root = self._outer.blocks[last][0].end, self._outer.root
-        if stream is None:
-            self._refuse(FINAL_NORM, "what leaves the last block could not be followed")
-            return
-        given = [c for c in self._outer.outside if c.start > end and c.out and any(self._streams(c, stream))]
-        # A dropout hands it on as it came.
-        given = [c for c in given if not self._m.same(next(iter(c.out.values())), stream)]
-        normed = [c for c in given if all(p.dim() < 2 for p in self._tree.modules[c.path].parameters())]
-        if not normed:
-            why = "no module was found that is given what leaves the last block"
-            if given:
-                why = f"{given[0].path}, which is given what leaves the last block, is no norm"
-            if root is not None and self._m.same(stream, root):
-                why = (
-                    "the model returns the stream as it leaves the last block: it has no final norm, or one that runs "
-                    "later, and then on the rows alone that logits are computed from"
-                )
-            self._refuse(FINAL_NORM, why)
-            return
-        if self._again(FINAL_NORM, normed[0]):
-            return
-        key, out = next(iter(normed[0].out.items()))
-        if root is None or self._m.factor(out, root) is None:
-            after = next((c for c in self._outer.outside if c.start > normed[0].end and self._returns(c, out)), None)
-            if after is None:
-                self._refuse(FINAL_NORM, f"the model changes what {normed[0].path} returns before it hands it on")
-                return
-            self._after_norm = after.path
-        self._sites.anchors[FINAL_NORM] = Anchor(normed[0].path, "after", key)
+        A call that passes the stream on unchanged (a dropout) is left out.
+        """
+        calls = (call for call in self._noise_pass.outside if call.start > after and call.outputs)
+        return [
+            call
+            for call in calls
+            if self._is_given_stream(call, stream) and not self._matcher.same(next(iter(call.outputs.values())), stream)
+        ]
 
-    def check_final_norm(self, trace: Trace) -> None:
-        """`trace`: the pass with noise, and something added at the final norm."""
-        anchor = self._sites.anchors.get(FINAL_NORM)
-        value = None if anchor is None else value_at(trace.outside[::-1], anchor)
-        if value is None:
-            return
-        if self._after_norm is None:
-            arrives = trace.root is not None and self._m.factor(value, trace.root) is not None
-        else:
-            after = next(c for c in reversed(trace.outside) if c.path == self._after_norm)
-            arrives = self._gets(after, [value])
-        if not arrives:
-            self._refuse(FINAL_NORM, "what is added there does not arrive in what the model returns")
+    def _why_no_norm(self, readers: list[ModuleCall], stream: torch.Tensor) -> str:
+        output = self._noise_pass.model_output
+        if output is not None and self._matcher.same(stream, output):
+            return (
+                "the model returns the stream as it leaves the last block: it has no final norm, or one that runs "
+                "later, and then on the rows alone that logits are computed from"
+            )
+        if readers:
+            return f"{readers[0].path}, which is given what leaves the last block, is no norm"
+        return "no module was found that is given what leaves the last block"
 
-    def _again(self, site: Site, call: ModuleCall) -> bool:
-        """Whether the module of a call is called once more, where a tap on it would act as well; then it is refused."""
-        times = self._times(call.path)
-        if times > 1:
-            self._refuse(site, runs_again(call.path, times))
-        return times > 1
-
-    def _times(self, path: str) -> int:
-        """How often a module is called in a pass."""
-        return sum(c.path == path for calls in (self._own.outside, *self._own.blocks) for c in calls)
-
-    def _streams(self, call: ModuleCall, stream: torch.Tensor) -> Iterator[bool]:
+    def _is_given_stream(self, call: ModuleCall, stream: torch.Tensor) -> bool:
+        """Return whether a call is given the stream, or two tensors whose sum it is."""
         given = list(call.args.values())
-        if len(given) == 2 and given[0].shape == given[1].shape:
-            yield self._m.same(given[0] + given[1], stream)
-        yield from (self._m.same(g, stream) for g in given)
+        if len(given) == 2 and given[0].shape == given[1].shape and self._matcher.same(given[0] + given[1], stream):
+            return True
+        return any(self._matcher.same(tensor, stream) for tensor in given)
 
-    def _returns(self, call: ModuleCall, given: torch.Tensor) -> bool:
-        """Whether a call is given that, and returns what the model returns."""
-        root = self._outer.root
-        made = [*call.out.values(), *(v for k, v in call.narrow.items() if k.kind == "out")]
-        return root is not None and self._gets(call, [given]) and any(self._m.same(v, root) for v in made)
+    def _makes_output(self, call: ModuleCall, normed: torch.Tensor) -> bool:
+        """Return whether a call is given `normed` and returns what the model returns."""
+        output = self._noise_pass.model_output
+        returned = [*call.outputs.values(), *(v for k, v in call.other_widths.items() if k.kind == "out")]
+        if output is None or not self._is_given(call, [normed]):
+            return False
+        return any(self._matcher.same(tensor, output) for tensor in returned)
 
-    def _gets(self, call: ModuleCall, tensors: list[torch.Tensor]) -> bool:
-        given = [*call.args.values(), *(v for k, v in call.narrow.items() if k.kind == "arg")]
-        return any(self._m.same(g, t) for g in given for t in tensors)
+    def _is_given(self, call: ModuleCall, tensors: list[torch.Tensor]) -> bool:
+        """Return whether one of a call's arguments, of any width, equals one of `tensors`."""
+        given = [*call.args.values(), *(v for k, v in call.other_widths.items() if k.kind == "arg")]
+        return any(self._matcher.same(argument, tensor) for argument in given for tensor in tensors)
+
+    def _num_calls(self, path: str) -> int:
+        """Return how often a module is called in the baseline."""
+        return sum(c.path == path for calls in (self._baseline.outside, *self._baseline.blocks) for c in calls)
+
+    def _refuse_if_repeated(self, site: Site, call: ModuleCall) -> bool:
+        """Refuse a site on a module that is called several times; returns whether it was."""
+        times = self._num_calls(call.path)
+        if times > 1:
+            self._refuse(site, why_repeated(call.path, times))
+        return times > 1
 
     def _refuse(self, site: Site, why: str) -> None:
         self._sites.refuse((site.hook,), (site.layer,), why)
 
 
-def runs_again(path: str, times: int) -> str:
-    """Why there is no point at a module that is called several times."""
+def why_repeated(path: str, times: int) -> str:
+    """Return why no site can be on a module that is called several times."""
     return f"{path} runs {times} times in one pass, and what is added there would be in each"

@@ -1,19 +1,26 @@
-"""Tensors that may be a hook point, alone or two together."""
+"""Candidates for what attention or MLP adds: recorded tensors, and how likely each is meant.
+
+A search in `resolve` tries candidates against an equation of the block. Those that fit are a
+`Match` (one tensor, with a factor) or a `MatchPair` (the sum of two). Several may fit, since a
+module and the part of it that computes its result return the same tensor: `preference` decides
+between them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from vllm_weir.worker.discovery.anchors import AddedTerm, Anchor, TensorKey
-from vllm_weir.worker.discovery.recorder import ModuleCall
+from vllm_weir.worker.discovery.trace import ModuleCall
 
 
 @dataclass(frozen=True)
 class CandidateTensor:
-    """A tensor that a call leaves behind, or is given; with an offset, plus a vector that it returns."""
+    """A tensor that a call produced or was given; with `offset`, plus a vector of its output."""
 
     call: ModuleCall
     when: Literal["before", "after"]
@@ -23,50 +30,93 @@ class CandidateTensor:
 
     @property
     def time(self) -> int:
+        """When the tensor is there: at the end of the call, or at its start."""
         return self.call.end if self.when == "after" else self.call.start
 
     @property
-    def part(self) -> str:
-        """The child of the block that it belongs to."""
-        return self.call.local.split(".")[0]
+    def child(self) -> str:
+        """The child of the block that the call belongs to; "" for the block's own call."""
+        return self.call.local_path.split(".")[0]
 
     def anchor(self, scale: float = 1.0) -> Anchor:
+        """Return the anchor of `scale` times this tensor."""
         return Anchor(self.call.path, self.when, self.key, None, scale, None, self.offset)
 
 
 @dataclass(frozen=True)
 class Match:
-    """A source that makes up a difference, and the factor with which it does."""
+    """A candidate that fits an equation, and its factor in it."""
 
-    source: CandidateTensor
+    candidate: CandidateTensor
     scale: float
 
     def anchor(self) -> Anchor:
-        return self.source.anchor(self.scale)
+        """Return the anchor of the scaled candidate."""
+        return self.candidate.anchor(self.scale)
+
+    @property
+    def preference(self) -> tuple:
+        """Sort key, preferred first: unscaled, after a call, in the outermost module, earliest."""
+        candidate = self.candidate
+        # The block's own results come last: a tap on a part acts before those on the block.
+        depth = candidate.call.local_path.count(".") if candidate.call.local_path else 1 << 20
+        return self.scale != 1.0, candidate.when != "after", depth, candidate.time
 
 
 @dataclass(frozen=True)
 class MatchPair:
-    """Two sources that make up a difference together, each with a factor."""
+    """Two candidates whose weighted sum fits an equation."""
 
     one: Match
     other: Match
 
+    @property
+    def in_order(self) -> tuple[Match, Match]:
+        """The earlier and the later of the two."""
+        first, last = sorted((self.one, self.other), key=lambda match: match.candidate.time)
+        return first, last
+
     def anchor(self) -> Anchor:
-        """At the one that comes later."""
-        first, last = sorted((self.one, self.other), key=lambda f: f.source.time)
-        beside = AddedTerm(first.source.call.path, first.source.key, first.scale)
-        return Anchor(last.source.call.path, "after", last.source.key, None, last.scale, beside)
+        """Return the anchor of the sum, at the later of the two."""
+        first, last = self.in_order
+        term = AddedTerm(first.candidate.call.path, first.candidate.key, first.scale)
+        return Anchor(last.candidate.call.path, "after", last.candidate.key, None, last.scale, term)
 
     @property
-    def rank(self) -> tuple:
-        """Sorts the likelier first."""
-        return max(rank(self.one), rank(self.other)), min(rank(self.one), rank(self.other))
+    def preference(self) -> tuple:
+        """Sort key, preferred first: by the less preferred of the two, then by the other."""
+        return max(self.one.preference, self.other.preference), min(self.one.preference, self.other.preference)
 
 
-def rank(found: Match) -> tuple:
-    """Sorts the likelier first: unscaled before scaled, then the outermost, then the earliest."""
-    source = found.source
-    # The block's own results come last: a hook on a part of the block stands before those on the whole.
-    depth = source.call.local.count(".") if source.call.local else 1 << 20
-    return found.scale != 1.0, source.when != "after", depth, source.time
+def results_of(call: ModuleCall) -> Iterator[CandidateTensor]:
+    """Yield the results of a call, each also with every bias that the call returns."""
+    for key, value in call.results.items():
+        yield CandidateTensor(call, "after", key, value)
+        for vector, offset in call.offsets.items():
+            yield CandidateTensor(call, "after", key, value + offset, vector)
+
+
+@dataclass(frozen=True)
+class StreamInput:
+    """What a call inside a block is given: one argument, or the sum of two."""
+
+    call: ModuleCall
+    hidden: TensorKey
+    residual: TensorKey | None
+    value: torch.Tensor
+
+    def anchor(self) -> Anchor:
+        """Return the anchor of this value."""
+        return Anchor(self.call.path, "before", self.hidden, self.residual)
+
+
+def inputs_of(calls: Sequence[ModuleCall], after: int) -> Iterator[StreamInput]:
+    """Yield what the calls that start at or after time `after` are given, earliest first."""
+    for call in sorted(calls, key=lambda c: c.start):
+        if call.start < after:
+            continue
+        keys = list(call.args)
+        if len(keys) == 2 and call.args[keys[0]].shape == call.args[keys[1]].shape:
+            yield StreamInput(call, keys[0], keys[1], call.args[keys[0]] + call.args[keys[1]])
+        for key in keys:
+            yield StreamInput(call, key, None, call.args[key])

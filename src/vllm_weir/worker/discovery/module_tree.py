@@ -1,4 +1,4 @@
-"""The module tree as the probe sees it: the blocks, what is in them, and what is not."""
+"""The module tree of a model: the blocks, what is in them, and what is not."""
 
 from __future__ import annotations
 
@@ -9,21 +9,28 @@ from functools import cached_property
 import torch
 
 OUTSIDE = -1
-"""Block number of modules that belong to none."""
+"""Block number of modules that belong to no block."""
+
+Run = Callable[[], None]
+"""Runs the model once, uncompiled, over a few tokens."""
 
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """The module tree as the probe sees it.
+    """A model, where its blocks are, and which modules mix tokens or look them up.
 
     Attributes:
-        model: all of it.
-        stack: path of the blocks' list; `blocks`: index -> block, for those that are here.
-        width: of the stream.
-        is_core: whether a module mixes tokens (attention, linear attention, a state-space layer).
+        model: the whole model.
+        stack: path of the list of blocks.
+        blocks: index -> block, for the blocks that live in this process.
+        num_layers: blocks of the whole model.
+        width: of the residual stream.
+        is_mixer: whether a module mixes tokens (attention, linear attention, a state-space layer).
         is_embedding: whether a module looks tokens up.
-        entrance: path of the module that is given embeddings where tokens are looked up before the model runs.
-        look_up: gives the model's embeddings of a few tokens, as they are given then, [tokens, width]; None: not known.
+        entrance: path of the module that takes embeddings if tokens are looked up before the model
+            runs.
+        look_up: returns the model's embeddings of a few tokens as it is given them in that case,
+            [tokens, width]; None if it is not known.
     """
 
     model: torch.nn.Module
@@ -31,20 +38,22 @@ class ModuleTree:
     blocks: dict[int, torch.nn.Module]
     num_layers: int
     width: int
-    is_core: Callable[[torch.nn.Module], bool]
+    is_mixer: Callable[[torch.nn.Module], bool]
     is_embedding: Callable[[torch.nn.Module], bool]
     entrance: str = ""
     look_up: Callable[[], torch.Tensor] | None = None
 
     @cached_property
     def modules(self) -> dict[str, torch.nn.Module]:
-        """Every module of the model by path; one that stands in several places comes with the first."""
+        """Every module by path; one that is reachable by several paths has the first."""
         return dict(self.model.named_modules())
 
     def members(self) -> Iterator[tuple[int, str, str, torch.nn.Module]]:
-        """(block or OUTSIDE, path, path in the block, module); ancestors of the blocks are left out.
+        """Yield (block or OUTSIDE, path, path from the block, module) of every module.
 
-        A module that stands in several places comes with the first.
+        Modules that contain the blocks are left out.
+
+        A module that is reachable by several paths comes once, with the first.
         """
         prefix = f"{self.stack}."
         for path, module in self.modules.items():
@@ -53,14 +62,21 @@ class ModuleTree:
             if not path.startswith(prefix):
                 yield OUTSIDE, path, path, module
                 continue
-            number, _, local = path.removeprefix(prefix).partition(".")
+            number, _, local_path = path.removeprefix(prefix).partition(".")
             if int(number) in self.blocks:
-                yield int(number), path, local, module
+                yield int(number), path, local_path, module
 
     def shared(self) -> set[str]:
-        """Paths of modules in a block that other blocks use as well."""
+        """Return the paths of modules that are in several blocks."""
+        prefix = f"{self.stack}."
         places: dict[int, list[tuple[str, str]]] = {}
         for path, module in self.model.named_modules(remove_duplicate=False):
-            if path.startswith(f"{self.stack}."):
-                places.setdefault(id(module), []).append((path.removeprefix(f"{self.stack}.").split(".")[0], path))
-        return {path for found in places.values() if len({b for b, _ in found}) > 1 for _, path in found}
+            if path.startswith(prefix):
+                block = path.removeprefix(prefix).split(".")[0]
+                places.setdefault(id(module), []).append((block, path))
+        several = (found for found in places.values() if len({block for block, _ in found}) > 1)
+        return {path for found in several for _, path in found}
+
+    def only_scales(self, path: str) -> bool:
+        """Return whether a module has no matrix: a norm, a dropout, an activation."""
+        return all(parameter.dim() < 2 for parameter in self.modules[path].parameters())

@@ -1,62 +1,92 @@
-"""Noise in place of a model's tensors: an equation between noisy tensors holds only where the model really adds."""
+"""Noise in place of a model's tensors, so that an equation between tensors proves an addition.
+
+In a pass with the model's own weights two tensors may be nearly equal by chance. With noise they
+are equal only if the model really copies or adds them. `enter_noise` replaces the stream that
+enters each block, `leave_noise` what the parts of a block return, and `mixer_noise` only what
+depends on a KV cache or on the dummy tokens of the pass. All are `Overwrite` functions of a
+`Recorder`.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 
 from vllm_weir.worker.discovery.anchors import TensorKey
-from vllm_weir.worker.discovery.module_tree import ModuleTree
-from vllm_weir.worker.discovery.recorder import ModuleCall, Override
-from vllm_weir.worker.discovery.resolve import StreamPorts, alike
+from vllm_weir.worker.discovery.module_tree import OUTSIDE, ModuleTree
+from vllm_weir.worker.discovery.recorder import Overwrite
+from vllm_weir.worker.discovery.stream_ports import StreamPorts, alike
+from vllm_weir.worker.discovery.trace import ModuleCall
+
+NoiseLevel = Literal["children", "leaves"]
+"""Which modules of a block leave noise: its children, or modules without submodules.
+
+The leaves are for blocks that make their additions deeper down.
+"""
+LEVELS: tuple[NoiseLevel, ...] = ("children", "leaves")
 
 
 def noise(name: str, like: torch.Tensor) -> torch.Tensor:
-    """Standard normal float32 of `like`'s shape, the same for a name on every rank and in every pass."""
+    """Return standard normal float32 of `like`'s shape.
+
+    A name gives the same noise on every rank and in every pass.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(like.shape, generator=generator).to(like.device)
 
 
-def enter_noise(ports: StreamPorts) -> Override:
-    """Noise instead of a block's stream."""
+def enter_noise(ports: StreamPorts) -> Overwrite:
+    """Return an overwrite of the stream that enters a block."""
 
-    def enter(_block: int, path: str, call: ModuleCall, live: Mapping[TensorKey, torch.Tensor]) -> None:
+    def enter(_block: int, call: ModuleCall, live: Mapping[TensorKey, torch.Tensor]) -> None:
         for port in (ports.hidden_in, ports.residual_in):
             key = alike(port, live) if port is not None else None
             if key is not None and key in live:
-                live[key].copy_(noise(f"{path}:{key.name or key.index}", live[key]))
+                live[key].copy_(noise(f"{call.path}:{key.name or key.index}", live[key]))
 
     return enter
 
 
-def leave_noise(tree: ModuleTree, mode: str, cores: set[str]) -> Override:
-    """Noise instead of what parts of a block, the embedding and the final norm leave behind.
+def leave_noise(tree: ModuleTree, level: NoiseLevel, mixers: set[str]) -> Overwrite:
+    """Return an overwrite of what mixers, parts of blocks, embedding and final norm produce."""
 
-    Parts are the block's children, or with ``mode="leaves"`` modules that have no parts themselves: some blocks make
-    their additions deeper down.
-    """
-
-    def leave(block: int, path: str, call: ModuleCall, live: Mapping[TensorKey, torch.Tensor]) -> None:
-        module = tree.modules[path]
-        if block < 0:
-            part = tree.is_embedding(module) or next(module.children(), None) is None
-        elif mode == "children":
-            part = path in cores or (bool(call.local) and "." not in call.local)
+    def leave(block: int, call: ModuleCall, live: Mapping[TensorKey, torch.Tensor]) -> None:
+        module = tree.modules[call.path]
+        is_leaf = next(module.children(), None) is None
+        if block == OUTSIDE:
+            is_part = is_leaf or tree.is_embedding(module)
+        elif level == "children":
+            is_part = call.path in mixers or (call.local_path != "" and "." not in call.local_path)
         else:
-            part = path in cores or (bool(call.local) and next(module.children(), None) is None)
-        if part:
-            fill(path, call, live)
+            is_part = call.path in mixers or (call.local_path != "" and is_leaf)
+        if is_part:
+            _fill(call, live)
 
     return leave
 
 
-def fill(path: str, call: ModuleCall, live: Mapping[TensorKey, torch.Tensor]) -> None:
-    """Noise instead of what a call leaves behind: what it wrote into, or the first of its results.
+def mixer_noise(tree: ModuleTree, mixers: set[str]) -> Overwrite:
+    """Return an overwrite of what token mixers and the embedding produce.
 
-    Which it is goes by the module's own calls: a pass may have calls of others that the next has not (warm-ups).
+    Without a KV cache attention returns nothing of use, and all tokens of the pass are the same.
     """
-    keys = [k for k in live if k.kind == "arg"] or list(live)[:1]
+
+    def leave(_block: int, call: ModuleCall, live: Mapping[TensorKey, torch.Tensor]) -> None:
+        if call.path in mixers or tree.is_embedding(tree.modules[call.path]):
+            _fill(call, live)
+
+    return leave
+
+
+def _fill(call: ModuleCall, live: Mapping[TensorKey, torch.Tensor]) -> None:
+    """Overwrite the arguments that a call wrote into, or else the first of its outputs.
+
+    The noise is named by the module and the number of its call, not of all calls: the first pass
+    may have calls that the next one has not (kernels that are tuned).
+    """
+    keys = [key for key in live if key.kind == "arg"] or list(live)[:1]
     for key in keys:
-        live[key].copy_(noise(f"{path}:{call.turn}:{key.index}", live[key]))
+        live[key].copy_(noise(f"{call.path}:{call.occurrence}:{key.index}", live[key]))

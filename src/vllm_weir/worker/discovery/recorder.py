@@ -1,289 +1,277 @@
-"""The probe's recorder: which tensors pass which modules of which block, in what order, in one forward pass."""
+"""The recorder of probe passes: it records, and can overwrite, the tensors of every call.
+
+Hooks around every module of a `ModuleTree` do the following in each call:
+
+1. Before a block's call, `enter` may overwrite the block's arguments.
+2. Before any call, vectors are added at the anchors of `writes` that lie there; then the arguments
+   are recorded.
+3. After a call, `leave` may overwrite what the module itself produced.
+4. After the call, vectors are added at the anchors of `writes` that lie there; then the outputs,
+   and the arguments that the module changed in place, are recorded.
+
+So the `Trace` holds what the rest of the model computes with. The overwriting functions used are in
+`noise`.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey, arguments, outputs, parameters_of, pick
-from vllm_weir.worker.discovery.module_tree import OUTSIDE, ModuleTree
+from vllm_weir.worker.discovery.module_tree import ModuleTree
+from vllm_weir.worker.discovery.trace import ModuleCall, Trace
 
-EMBEDS = "inputs_embeds"
-"""The parameter that embeddings are given by, where the runner looks tokens up before it calls the model."""
-RESULT = "output"
-"""The parameter that a token mixer of vLLM's writes its result into, where it returns none."""
+EMBEDDINGS_PARAMETER = "inputs_embeds"
+"""Parameter that takes embeddings, if the runner looks tokens up before it calls the model."""
+RESULT_PARAMETER = "output"
+"""Parameter that vLLM's token mixers write their result into, if they return none."""
+
+Overwrite = Callable[[int, ModuleCall, Mapping[TensorKey, torch.Tensor]], None]
+"""(block, call, live tensors by key) -> None; writes into the tensors before they are recorded."""
 
 
-@dataclass
-class ModuleCall:
-    """One call of a module.
+@dataclass(frozen=True)
+class _WatchedModule:
+    """A module whose calls are recorded; `block` is OUTSIDE if it belongs to none."""
 
-    Attributes:
-        path: from the model; `local`: from its block.
-        start, end: order of events.
-        turn: how many calls of this module in this pass came before it.
-        args, out: tensors of the stream's width, float32 [tokens, d], as they came and as they were returned.
-        after: the same arguments once more if the call changed them in place, or is known to.
-        offsets: vectors [d] among its results, float32: biases that the caller is to add.
-        narrow: outside the blocks, tensors of other widths among arguments and results, as they came.
-        shapes: of every floating-point tensor among arguments and results.
-        pointers: addresses of the tensors in `args` and `out`.
-    """
-
+    module: torch.nn.Module
+    block: int
     path: str
-    local: str
-    start: int
-    turn: int = 0
-    end: int = 0
-    args: dict[TensorKey, torch.Tensor] = field(default_factory=dict)
-    out: dict[TensorKey, torch.Tensor] = field(default_factory=dict)
-    after: dict[TensorKey, torch.Tensor] = field(default_factory=dict)
-    offsets: dict[TensorKey, torch.Tensor] = field(default_factory=dict)
-    narrow: dict[TensorKey, torch.Tensor] = field(default_factory=dict)
-    shapes: dict[TensorKey, tuple[int, ...]] = field(default_factory=dict)
-    pointers: dict[TensorKey, int] = field(default_factory=dict)
+    local_path: str
+    parameters: list[str]
 
     @property
-    def left(self) -> dict[TensorKey, torch.Tensor]:
-        """What the call leaves behind: its results and the arguments that it wrote into."""
-        return {**self.out, **self.after}
-
-    @property
-    def behind(self) -> dict[TensorKey, torch.Tensor]:
-        """All that whoever made the call has in hand after it."""
-        return {**self.args, **self.left}
-
-    @property
-    def handed(self) -> list[TensorKey]:
-        """Its results, and then what it wrote into and did not return."""
-        returned = {self.pointers[key] for key in self.out}
-        return [*sorted(self.out), *(key for key in sorted(self.after) if self.pointers[key] not in returned)]
-
-
-@dataclass
-class Trace:
-    """What was recorded.
-
-    Attributes:
-        blocks: per block, the calls of the block itself (path "") and of everything in it, by start.
-        outside: calls of modules that belong to no block, and are no ancestor of one, by start.
-        root: what the model returned, the first of it, float32 [tokens, any width].
-    """
-
-    blocks: list[list[ModuleCall]]
-    outside: list[ModuleCall]
-    root: torch.Tensor | None = None
-
-
-def terms_at(calls: Sequence[ModuleCall], anchor: Anchor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """`hidden` of a point and what stands beside it, in recorded calls; None if they are not among them."""
-    call = next((c for c in calls if c.path == anchor.module), None)
-    tensors = {} if call is None else call.behind if anchor.when == "after" else call.args
-    hidden = tensors.get(anchor.hidden)
-    if call is None or hidden is None:
-        return None
-    if anchor.beside is not None:
-        beside = anchor.beside
-        other = next((c.out[beside.hidden] for c in calls if c.path == beside.module), None)
-        return None if other is None else (hidden, other)
-    if anchor.offset is not None:
-        return hidden, call.offsets[anchor.offset]
-    return hidden, None if anchor.residual is None else tensors.get(anchor.residual)
-
-
-def value_at(calls: Sequence[ModuleCall], anchor: Anchor) -> torch.Tensor | None:
-    """The value of a point in recorded calls, float32 [tokens, d]; None if it is not among them."""
-    terms = terms_at(calls, anchor)
-    return None if terms is None else anchor.value(*terms)
-
-
-Override = Callable[[int, str, ModuleCall, Mapping[TensorKey, torch.Tensor]], None]
-"""(block, path, call, live tensors by key) -> None; writes into the tensors before they are recorded."""
+    def is_block(self) -> bool:
+        return self.local_path == ""
 
 
 class Recorder:
-    """Records one pass.
+    """Records one forward pass.
 
     Args:
-        tree: what is watched.
-        enter: called with a block's live argument tensors before they are recorded.
-        leave: called with the live tensors that any module leaves behind before they are recorded.
-        writes: what to add at anchors, [tokens, d] float32 each; after `enter` and `leave`, before the recording.
-        offset: (name, vector) -> what a module returns instead of a vector [d].
+        tree: the modules to watch.
+        enter: overwrites a block's arguments.
+        leave: overwrites what a module produced.
+        writes: vectors to add at anchors, float32 [tokens, d] each.
+        offset_noise: (name, vector) -> replacement for a vector [d] among a module's outputs.
     """
 
     def __init__(
         self,
         tree: ModuleTree,
-        enter: Override | None = None,
-        leave: Override | None = None,
+        enter: Overwrite | None = None,
+        leave: Overwrite | None = None,
         writes: Mapping[Anchor, torch.Tensor] | None = None,
-        offset: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+        offset_noise: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self._tree, self._enter, self._leave, self._offset = tree, enter, leave, offset
+        self._tree, self._enter, self._leave, self._offset_noise = tree, enter, leave, offset_noise
         self._writes = dict(writes or {})
-        self._beside = {a.beside.module: a.beside.hidden for a in self._writes if a.beside is not None}
-        self._kept: dict[str, tuple[torch.Tensor, ModuleCall]] = {}
+        self._added_keys = {a.added_term.module: a.added_term.hidden for a in self._writes if a.added_term is not None}
+        self._added: dict[str, tuple[torch.Tensor, ModuleCall]] = {}
+        """Module of an added term -> its live tensor, and the call that returned it."""
         self._clock = 0
         self._num_calls: Counter[str] = Counter()
-        self.trace = Trace([[] for _ in range(tree.num_layers)], [])
+        self._open_calls: dict[int, list[ModuleCall]] = {}
+        """Id of a module -> its calls that have not returned."""
+        self._running_blocks: list[int] = []
         self._handles: list[Any] = []
-        self._open: dict[int, list[ModuleCall]] = {}
-        self._within: list[int] = []
+        self.trace = Trace([[] for _ in range(tree.num_layers)], [])
 
     @contextmanager
     def recording(self) -> Iterator[Trace]:
-        """Record whatever runs inside; hooks are gone afterwards."""
+        """Record the pass that runs inside the context; the hooks are removed at its end."""
         try:
-            for block, path, local, module in self._tree.members():
-                self._watch(block, path, local, module)
-            with self._watching_the_ends():
+            for block, path, local_path, module in self._tree.members():
+                self._watch(_WatchedModule(module, block, path, local_path, parameters_of(module)))
+            with self._watching_model():
                 yield self.trace
         finally:
             for handle in self._handles:
                 handle.remove()
 
-    @contextmanager
-    def _watching_the_ends(self) -> Iterator[None]:
-        # Not by a hook: a class that compiles itself calls its forward past them.
-        def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            with _noise_in(kwargs.get(EMBEDS)):
-                output = forward(*args, **kwargs)
-                first = output[0] if isinstance(output, (tuple, list)) else output
-                if _floating(first):
-                    self.trace.root = _copy(first)
-            return output
+    def _watch(self, watched: _WatchedModule) -> None:
+        def before(_module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+            self._begin_call(watched, args, kwargs)
 
-        path = self._tree.entrance
-        module = self._tree.modules[path]
-        names = parameters_of(module)
+        def after(_module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+            return self._end_call(watched, args, kwargs, output)
 
-        def enter(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self._record_entrance(path, names, args, kwargs)
-            return forward(*args, **kwargs)
+        self._handles.append(watched.module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(watched.module.register_forward_hook(after, with_kwargs=True))
 
-        with _wrapped(module, enter), _wrapped(self._tree.model, around):
-            yield
+    def _begin_call(self, watched: _WatchedModule, args: tuple, kwargs: dict) -> None:
+        given = arguments(watched.parameters, args, kwargs)
+        live = self._of_stream_width(given)
+        call = self._new_call(watched.path, watched.local_path)
+        call.shapes = _shapes(given)
+        if watched.is_block and self._enter is not None:
+            self._enter(watched.block, call, live)
+        self._write(watched.path, "before", args, kwargs, None)
+        call.pointers = _pointers(live)
+        call.args = _copies(live)
+        if watched.is_block:
+            self._running_blocks.append(watched.block)
+        # Several blocks may share a module: its call belongs to the block that is running.
+        if self._running_blocks:
+            self.trace.blocks[self._running_blocks[-1]].append(call)
+        else:
+            call.other_widths = self._of_other_widths(given)
+            self.trace.outside.append(call)
+        self._open_calls.setdefault(id(watched.module), []).append(call)
 
-    def _record_entrance(self, path: str, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The embeddings that the model is given instead of tokens, as an argument of a call outside the blocks."""
-        given = {key: value for key, value in arguments(names, args, kwargs).items() if key.name == EMBEDS}
-        if not any(_floating(value) for value in given.values()):
-            return
-        self._write(path, "before", args, kwargs, None)
-        call = ModuleCall(path, path, self._tick(), self._num_calls[path])
-        self._num_calls[path] += 1
-        call.args = {key: _copy(value) for key, value in self._wide(given).items()}
-        call.narrow = self._narrow(given)
+    def _end_call(self, watched: _WatchedModule, args: tuple, kwargs: dict, output: Any) -> Any:
+        """Record the end of a call; returns the output that the caller is to get."""
+        call = self._open_calls[id(watched.module)].pop()
+        output = self._replace_offsets(call, output)
+        returned = outputs(output)
+        live = self._of_stream_width(returned)
+        changed = self._changed_args(call, arguments(watched.parameters, args, kwargs), returned)
+        call.shapes |= _shapes(returned)
+        if self._leave is not None:
+            self._leave(watched.block, call, self._produced(watched.module, call, returned, changed))
+        self._write(watched.path, "after", args, kwargs, output)
+        call.args_after = _copies(changed)
+        call.outputs = _copies(live)
+        call.pointers |= _pointers(live)
+        if watched.path in self._added_keys:
+            self._added[watched.path] = pick(self._added_keys[watched.path], args, kwargs, output), call
         call.end = self._tick()
-        self.trace.outside.append(call)
+        if watched.is_block:
+            self._running_blocks.pop()
+        if not self._running_blocks:
+            call.other_widths |= self._of_other_widths(returned)
+        return output
 
-    def _watch(self, block: int, path: str, local: str, module: torch.nn.Module) -> None:
-        names = parameters_of(module)
+    def _changed_args(
+        self, call: ModuleCall, given: Mapping[TensorKey, Any], returned: Mapping[TensorKey, Any]
+    ) -> dict[TensorKey, torch.Tensor]:
+        """Return the arguments that a call wrote into, or is known to write into."""
+        live = self._of_stream_width(given)
+        changed = {k: v for k, v in live.items() if k in call.args and not _equal(call.args[k], v)}
+        if not changed and not any(_is_activation(v) for v in returned.values()):
+            # Without a KV cache a mixer may write nothing, or the same as in the pass before. Its
+            # caller goes on with whatever the memory holds.
+            changed = {k: v for k, v in live.items() if k.name == RESULT_PARAMETER}
+        return changed
 
-        def before(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-            given = arguments(names, args, kwargs)
-            call = ModuleCall(path, local, self._tick(), self._num_calls[path])
-            self._num_calls[path] += 1
-            call.shapes = {k: tuple(v.shape) for k, v in given.items() if _floating(v)}
-            live = self._wide(given)
-            if local == "" and self._enter is not None:
-                self._enter(block, path, call, live)
-            self._write(path, "before", args, kwargs, None)
-            call.pointers = {k: v.data_ptr() for k, v in live.items()}
-            call.args = {k: _copy(v) for k, v in live.items()}
-            if local == "":
-                self._within.append(block)
-            # Where it is called counts: a module may be used by several blocks.
-            inside = self._within[-1] if self._within else OUTSIDE
-            if inside == OUTSIDE:
-                call.narrow = self._narrow(given)
-            (self.trace.outside if inside == OUTSIDE else self.trace.blocks[inside]).append(call)
-            self._open.setdefault(id(module), []).append(call)
+    def _produced(
+        self,
+        module: torch.nn.Module,
+        call: ModuleCall,
+        returned: Mapping[TensorKey, Any],
+        changed: dict[TensorKey, torch.Tensor],
+    ) -> dict[TensorKey, torch.Tensor]:
+        """Return the live tensors that a call itself produced, to be overwritten by `leave`."""
+        if self._tree.is_mixer(module) or self._tree.is_embedding(module):
+            any_width = {k: v for k, v in returned.items() if _is_activation(v)}
+            if any_width:
+                return any_width
+        live = self._of_stream_width(returned)
+        if not live:
+            return changed
+        # An output that is an unchanged argument (of a dropout, say) is not the module's own.
+        given = {call.pointers[k]: value for k, value in call.args.items()}
+        return {k: v for k, v in live.items() if v.data_ptr() not in given or not _equal(given[v.data_ptr()], v)}
 
-        def after(module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            call = self._open[id(module)].pop()
-            given = self._wide(arguments(names, args, kwargs))
-            output = self._with_offsets(path, call, output)
-            out = self._wide(outputs(output))
-            changed = {k: v for k, v in given.items() if k in call.args and not _same(call.args[k], v)}
-            if not changed and not any(_floating(v) for v in outputs(output).values()):
-                # Without a cache it may write nothing: what its caller takes up is whatever the memory held. Or that
-                # was the very same, from the pass before.
-                changed = {k: v for k, v in given.items() if k.name == RESULT}
-            call.shapes |= {k: tuple(v.shape) for k, v in outputs(output).items() if _floating(v)}
-            if self._leave is not None:
-                free = self._tree.is_core(module) or self._tree.is_embedding(module)
-                # What a module hands on as it came (dropout) is not its own.
-                came = {call.pointers[k]: v for k, v in call.args.items()}
-                made = {k: v for k, v in out.items() if v.data_ptr() not in came or not _same(came[v.data_ptr()], v)}
-                any_width = {k: v for k, v in outputs(output).items() if _floating(v)} if free else {}
-                self._leave(block, path, call, any_width or made or ({} if out else changed))
-            self._write(path, "after", args, kwargs, output)
-            call.after = {k: _copy(v) for k, v in changed.items()}
-            call.out = {k: _copy(v) for k, v in out.items()}
-            call.pointers |= {k: v.data_ptr() for k, v in out.items()}
-            if path in self._beside:
-                self._kept[path] = pick(self._beside[path], args, kwargs, output), call
-            call.end = self._tick()
-            if local == "":
-                self._within.pop()
-            if not self._within:
-                call.narrow |= self._narrow(outputs(output))
-            return output
-
-        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after, with_kwargs=True))
-
-    def _with_offsets(self, path: str, call: ModuleCall, output: Any) -> Any:
-        """What a call returned, its vectors [d] recorded, and replaced if they are to be."""
-        found = {k: v for k, v in outputs(output).items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-        found = {k: v for k, v in found.items() if k.index >= 0 and v.shape == (self._tree.width,)}
-        if found and self._offset is not None and type(output) in (tuple, list):
-            found = {k: self._offset(f"{path}:{k.index}", v).to(v.dtype) for k, v in found.items()}
-            output = type(output)(found.get(TensorKey("out", i), value) for i, value in enumerate(output))
-        call.offsets = {k: v.float() for k, v in found.items()}
+    def _replace_offsets(self, call: ModuleCall, output: Any) -> Any:
+        """Record the vectors [d] among a call's outputs; return the output with noise for them."""
+        offsets = {
+            k: v
+            for k, v in outputs(output).items()
+            if isinstance(v, torch.Tensor) and v.is_floating_point() and k.index >= 0 and v.shape == (self._tree.width,)
+        }
+        if offsets and self._offset_noise is not None and type(output) in (tuple, list):
+            offsets = {k: self._offset_noise(f"{call.path}:{k.index}", v).to(v.dtype) for k, v in offsets.items()}
+            output = type(output)(offsets.get(TensorKey("out", i), value) for i, value in enumerate(output))
+        call.offsets = {k: v.float() for k, v in offsets.items()}
         return output
 
     def _write(self, path: str, when: str, args: tuple, kwargs: dict, output: Any) -> None:
-        for anchor, what in self._writes.items():
+        """Add the vectors of `writes` whose anchors are at this moment of this module's call."""
+        for anchor, vectors in self._writes.items():
             if anchor.module != path or anchor.when != when:
                 continue
-            if not self._wide({anchor.hidden: pick(anchor.hidden, args, kwargs, output)}):
+            if not self._of_stream_width({anchor.hidden: pick(anchor.hidden, args, kwargs, output)}):
                 continue
-            kept, call = self._kept[anchor.beside.module] if anchor.beside is not None else (None, None)
-            hidden, other = anchor.tensors(args, kwargs, output, kept)
-            value = anchor.value(hidden.float(), None if other is None else other.float()) + what[: len(hidden)]
+            added, added_call = (None, None) if anchor.added_term is None else self._added[anchor.added_term.module]
+            hidden, other = anchor.tensors(args, kwargs, output, added)
+            value = anchor.value(hidden.float(), None if other is None else other.float()) + vectors[: len(hidden)]
             if anchor.offset is not None and other is not None:
                 hidden.copy_(value / anchor.scale - other.float())
                 continue
             hidden.copy_(value / anchor.scale)
             if other is not None:
                 other.zero_()
-            if anchor.beside is not None and call is not None:
-                call.out[anchor.beside.hidden].zero_()
+            if anchor.added_term is not None and added_call is not None:
+                added_call.outputs[anchor.added_term.hidden].zero_()
 
-    def _wide(self, tensors: Mapping[TensorKey, Any]) -> dict[TensorKey, torch.Tensor]:
-        return {k: v for k, v in tensors.items() if _floating(v) and v.shape[-1:] == (self._tree.width,)}
+    @contextmanager
+    def _watching_model(self) -> Iterator[None]:
+        """Record what the model returns, and the embeddings that it is given instead of tokens.
 
-    def _narrow(self, tensors: Mapping[TensorKey, Any]) -> dict[TensorKey, torch.Tensor]:
-        return {k: _copy(v) for k, v in tensors.items() if _floating(v) and v.shape[-1] != self._tree.width}
+        This wraps forwards because hooks would miss it: a class that compiles itself calls its
+        forward past them.
+        """
+        entrance = self._tree.modules[self._tree.entrance]
+        parameters = parameters_of(entrance)
+
+        def around_entrance(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._record_entrance(parameters, args, kwargs)
+            return forward(*args, **kwargs)
+
+        def around_model(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with _noise_in(kwargs.get(EMBEDDINGS_PARAMETER)):
+                output = forward(*args, **kwargs)
+                first = output[0] if isinstance(output, (tuple, list)) else output
+                if _is_activation(first):
+                    self.trace.model_output = _copy(first)
+            return output
+
+        with _wrapped(entrance, around_entrance), _wrapped(self._tree.model, around_model):
+            yield
+
+    def _record_entrance(self, parameters: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the embeddings that the model is given, as a call outside the blocks."""
+        given = {k: v for k, v in arguments(parameters, args, kwargs).items() if k.name == EMBEDDINGS_PARAMETER}
+        if not any(_is_activation(value) for value in given.values()):
+            return
+        path = self._tree.entrance
+        self._write(path, "before", args, kwargs, None)
+        call = self._new_call(path, path)
+        call.args = _copies(self._of_stream_width(given))
+        call.other_widths = self._of_other_widths(given)
+        call.end = self._tick()
+        self.trace.outside.append(call)
+
+    def _new_call(self, path: str, local_path: str) -> ModuleCall:
+        call = ModuleCall(path, local_path, self._tick(), self._num_calls[path])
+        self._num_calls[path] += 1
+        return call
 
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
 
+    def _of_stream_width(self, tensors: Mapping[TensorKey, Any]) -> dict[TensorKey, torch.Tensor]:
+        """Return the live tensors [.., d] among arguments or outputs."""
+        return {k: v for k, v in tensors.items() if _is_activation(v) and v.shape[-1:] == (self._tree.width,)}
+
+    def _of_other_widths(self, tensors: Mapping[TensorKey, Any]) -> dict[TensorKey, torch.Tensor]:
+        """Return copies of the activations of another width."""
+        return {k: _copy(v) for k, v in tensors.items() if _is_activation(v) and v.shape[-1] != self._tree.width}
+
 
 @contextmanager
 def _wrapped(module: torch.nn.Module, around: Callable[..., Any]) -> Iterator[None]:
-    """`around(forward, args, kwargs)` instead of the module's forward."""
-    forward, own = module.forward, module.__dict__.get("forward")
+    """Call `around(forward, args, kwargs)` instead of the module's forward."""
+    forward, instance_forward = module.forward, module.__dict__.get("forward")
 
     @functools.wraps(forward)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -293,36 +281,50 @@ def _wrapped(module: torch.nn.Module, around: Callable[..., Any]) -> Iterator[No
     try:
         yield
     finally:
-        if own is None:
+        if instance_forward is None:
             del module.forward
         else:
-            module.forward = own
+            module.forward = instance_forward
 
 
 @contextmanager
 def _noise_in(embeddings: Any) -> Iterator[None]:
-    """The same noise in every pass, where a model is given embeddings instead of tokens.
+    """Fill the runner's buffer of embeddings with the same noise in every pass, and restore it.
 
-    The runner's buffer for them holds zeros at first, which prove nothing, and blocks may write into it.
+    The buffer is all zeros at first, which prove nothing, and blocks may write into it.
     """
-    if not _floating(embeddings):
+    if not _is_activation(embeddings):
         yield
         return
-    kept = embeddings.clone()
+    saved = embeddings.clone()
     embeddings.copy_(torch.randn(embeddings.shape, generator=torch.Generator().manual_seed(0)))
     try:
         yield
     finally:
-        embeddings.copy_(kept)
+        embeddings.copy_(saved)
 
 
-def _floating(value: Any) -> bool:
+def _is_activation(value: Any) -> bool:
+    """Return whether a value is a floating-point tensor with a token dimension."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a float32 copy [tokens, width]."""
     return tensor.detach().to(torch.float32, copy=True).reshape(-1, tensor.shape[-1])
 
 
-def _same(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+def _copies(tensors: Mapping[TensorKey, torch.Tensor]) -> dict[TensorKey, torch.Tensor]:
+    return {key: _copy(tensor) for key, tensor in tensors.items()}
+
+
+def _pointers(tensors: Mapping[TensorKey, torch.Tensor]) -> dict[TensorKey, int]:
+    return {key: tensor.data_ptr() for key, tensor in tensors.items()}
+
+
+def _shapes(values: Mapping[TensorKey, Any]) -> dict[TensorKey, tuple[int, ...]]:
+    return {key: tuple(value.shape) for key, value in values.items() if _is_activation(value)}
+
+
+def _equal(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
     return bool(torch.equal(copy, _copy(tensor)))

@@ -1,318 +1,307 @@
-"""Which tensors of a block are its hook points: found by arithmetic in a recorded pass. Knows no model by name.
+"""The search for the hook points inside one block, by arithmetic on a recorded pass.
 
-In the recorded pass every block is entered by noise and every part of it leaves noise behind, so a sum of two tensors
-equals a third only if the block adds them up. A sequential block enters as `pre`, somewhere after its attention a
-module is given ``mid = pre + c * a``, and it is left as ``post = mid + c' * o``; a parallel one as ``pre + a + o``.
+In that pass noise enters every block, and every part of a block leaves noise behind (`noise`). So a
+sum of tensors equals another tensor only if the block really computes that sum. No model is known
+by name. With `pre` the stream that enters the block and `post` the stream that leaves it:
+
+1. Refuse the block if `pre` or `post` was not recorded, or a token mixer left nothing behind.
+2. Collect the candidates: every tensor that a module of the block produced (`candidates`).
+3. Sequential: look for a module after attention that is given ``mid = pre + c * a``, then for
+   ``post = mid + d * o``. Then `a` is attn_out, `mid` is resid_mid, and `o` is mlp_out.
+4. Parallel: look for ``post = pre + c * a + d * o``, where `a` belongs to attention and `o` does
+   not.
+5. One addition: look for ``post = pre + c * a``, in a block that has only attention or only an MLP.
+6. If nothing fits, refuse the points with the likeliest reason.
+
+In 3. `a` and `o` may each be the weighted sum of two results, and in 3. and 5. the block may
+multiply the stream by a gain before it leaves: ``post = gain * (mid + o)``.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import torch
 
 from vllm_weir.schema.hooks import INNER_HOOKS
-from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
-from vllm_weir.worker.discovery.candidates import CandidateTensor, Match, MatchPair, rank
+from vllm_weir.worker.discovery.block_points import BlockPoints
+from vllm_weir.worker.discovery.candidates import (
+    CandidateTensor,
+    Match,
+    MatchPair,
+    StreamInput,
+    inputs_of,
+    results_of,
+)
 from vllm_weir.worker.discovery.matcher import FAINT, Matcher, rms
-from vllm_weir.worker.discovery.recorder import ModuleCall, value_at
-
-
-@dataclass(frozen=True)
-class StreamPorts:
-    """Which tensors carry the stream into a block and out of it; with a residual their sum does."""
-
-    hidden_in: TensorKey
-    hidden_out: TensorKey
-    residual_in: TensorKey | None = None
-    residual_out: TensorKey | None = None
-
-    def of(self, call: ModuleCall) -> StreamPorts:
-        """The same for a block that is called in another way: kinds of blocks may order their arguments differently."""
-        return StreamPorts(
-            alike(self.hidden_in, call.args),
-            alike(self.hidden_out, call.left),
-            self.residual_in and alike(self.residual_in, call.args),
-            self.residual_out and alike(self.residual_out, call.left),
-        )
-
-
-@dataclass
-class BlockPoints:
-    """What was found in one block.
-
-    Attributes:
-        anchors: of `attn_out`, `resid_mid`, `mlp_out`, as far as they were found.
-        refused: hook point -> why it has none.
-        kind: "sequential", "parallel", "attention only", "MLP only", "described" or "unknown".
-        gain: what the stream is multiplied with after the last addition, before it leaves the block.
-    """
-
-    anchors: dict[str, Anchor] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    kind: str = "unknown"
-    gain: float = 1.0
-
-    @property
-    def proven(self) -> bool:
-        """Whether the block's output was found to be its input plus what its parts add."""
-        return self.kind != "unknown"
-
-    @property
-    def complete(self) -> bool:
-        """Whether every point that a block of this kind can have was found."""
-        return len(self.anchors) == {"sequential": 3, "parallel": 2}.get(self.kind)
+from vllm_weir.worker.discovery.stream_ports import StreamPorts
+from vllm_weir.worker.discovery.trace import ModuleCall
 
 
 def resolve_block(
-    calls: Sequence[ModuleCall], ports: StreamPorts, cores: set[str], is_plain: Callable[[str], bool], m: Matcher
+    calls: Sequence[ModuleCall],
+    ports: StreamPorts,
+    mixers: set[str],
+    only_scales: Callable[[str], bool],
+    matcher: Matcher,
 ) -> BlockPoints:
-    """The points of one block.
+    """Find the points of one block.
 
     Args:
-        calls: of the block and everything in it, the block's own (local path "") first.
+        calls: of the block (first) and of everything in it.
         ports: what carries the stream.
-        cores: paths of modules that mix tokens.
-        is_plain: whether a module (by path) does no more than scale: a norm, a dropout, an activation.
-        m: compares.
+        mixers: paths of modules that mix tokens.
+        only_scales: whether a module, by path, has no matrix (a norm, a dropout, an activation).
+        matcher: compares tensors.
     """
-    whole, inside = calls[0], list(calls[1:])
-    pre, post = stream_through(whole, ports)
-    points = BlockPoints()
+    pre, post = ports.stream_through(calls[0])
     if pre is None or post is None or pre.shape != post.shape:
-        points.refused = dict.fromkeys(INNER_HOOKS, "the block's stream could not be followed")
-        return points
-    mixed = [c for c in inside if c.path in cores]
-    silent = next((c for c in mixed if not c.left and not any(k.kind == "out" for k in c.shapes)), None)
+        return BlockPoints.none("the block's stream could not be followed")
+    mixer_calls = [call for call in calls[1:] if call.path in mixers]
+    silent = next((call for call in mixer_calls if _left_nothing(call)), None)
     if silent is not None:
-        # Whatever adds up then is what some memory happened to hold.
-        why = f"{silent.local} leaves nothing behind in the probe pass, so where its result goes could not be seen"
-        points.refused = dict.fromkeys(INNER_HOOKS, why)
-        return points
-    subtree = {c.local.split(".")[0] for c in mixed}
-    outs = [s for c in inside for s in _left(c)]
-    outs += [CandidateTensor(whole, "after", k, v) for k, v in whole.left.items() if not m.same(v, post)]
-    if mixed:
-        begin, end = min(c.start for c in mixed), max(c.end for c in mixed)
-        if _sequential(points, inside, outs, pre, post, (begin, end), subtree, m):
+        # What adds up then is what the memory happened to hold.
+        why = f"{silent.local_path} leaves nothing behind in the probe pass, so where its result goes could not be seen"
+        return BlockPoints.none(why)
+    block = _Block(calls, mixer_calls, pre, post, matcher)
+    if mixer_calls:
+        points = _sequential(block) or _parallel(block)
+        if points is not None:
             return points
-        split = [s for s in outs if s.part in subtree], [s for s in outs if s.call.local and s.part not in subtree]
-        if _parallel(points, *split, post - pre, m) or _parallel(points, *_within(outs, mixed), post - pre, m):
-            return points
-    others = [c for c in inside if c.local.split(".")[0] not in subtree and not is_plain(c.path)]
-    only = _best(outs, post - pre, m)
-    if only is not None and mixed and others:
-        # What ran before the mixer that makes the addition went into it, and adds nothing of its own.
-        last = max((c.start for c in mixed if c.local.split(".")[0] == only.source.part), default=-1)
-        others = [c for c in others if c.end > last]
-    if only is not None and not (mixed and others):
-        hook = "attn_out" if mixed else "mlp_out"
-        points.kind = "attention only" if mixed else "MLP only"
-        found, points.gain = _with_gain(only, (), pre, post, m)
-        points.anchors[hook] = (found or only).anchor()
-        missing = "MLP" if mixed else "attention"
-        for other in INNER_HOOKS:
-            if other != hook:
-                points.refused[other] = f"this block has no {missing}: its one addition is {hook}"
-        return points
-    why = "no tensor was found that makes the block's output its input plus what attention and MLP add"
-    if only is not None:
-        why = "attention and MLP reach the stream in one addition, so what each of them adds cannot be told apart"
-    elif len(mixed) > 1:
-        where = f"{len(mixed)} places ({', '.join(c.local for c in mixed)})"
-        why = f"this block mixes tokens in {where}, which reach the stream in more than one addition"
-    points.refused = dict.fromkeys(INNER_HOOKS, why)
+    addition = _best(block.candidates, post - pre, matcher)
+    if addition is not None and not (mixer_calls and _has_other_parts(block, addition, only_scales)):
+        return _one_addition(block, addition)
+    return BlockPoints.none(_why_unexplained(block, addition))
+
+
+class _Block:
+    """A block's recorded calls, and what the equations are about.
+
+    Attributes:
+        inside: calls of the modules in the block.
+        mixer_calls: those of token mixers.
+        pre: the stream that enters the block, [tokens, d].
+        post: the stream that leaves it, [tokens, d].
+        candidates: what may be attn_out or mlp_out.
+        mixer_children: names of the block's children that contain token mixers.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[ModuleCall],
+        mixer_calls: list[ModuleCall],
+        pre: torch.Tensor,
+        post: torch.Tensor,
+        matcher: Matcher,
+    ) -> None:
+        own_call, *self.inside = calls
+        self.mixer_calls, self.pre, self.post, self.matcher = mixer_calls, pre, post, matcher
+        self.candidates = [candidate for call in self.inside for candidate in results_of(call)]
+        self.candidates += [
+            CandidateTensor(own_call, "after", key, value)
+            for key, value in own_call.results.items()
+            if not matcher.same(value, post)
+        ]
+        self.mixer_children = {_child(call) for call in mixer_calls}
+
+
+def _left_nothing(call: ModuleCall) -> bool:
+    return not call.results and not any(key.kind == "out" for key in call.shapes)
+
+
+def _child(call: ModuleCall) -> str:
+    return call.local_path.split(".")[0]
+
+
+def _sequential(block: _Block) -> BlockPoints | None:
+    """Find ``mid = pre + c * a`` and ``post = mid + d * o``."""
+    mixing_end = max(call.end for call in block.mixer_calls)
+    for middle in inputs_of(block.inside, after=mixing_end):
+        mid = middle.value
+        if mid.shape != block.pre.shape or block.matcher.same(mid, block.pre) or block.matcher.same(mid, block.post):
+            continue
+        attn_out = _attention_term(block, middle)
+        if attn_out is not None:
+            return _sequential_points(block, middle, attn_out)
+    return None
+
+
+def _attention_term(block: _Block, middle: StreamInput) -> Match | MatchPair | None:
+    """Find `a` of ``mid = pre + c * a``.
+
+    It came after the first mixer began and before `mid` was used.
+    """
+    mixing_start = min(call.start for call in block.mixer_calls)
+    earlier = [c for c in block.candidates if mixing_start < c.time < middle.call.start]
+    # The addition may happen inside the call that is given both terms.
+    keys = [key for key in (middle.hidden, middle.residual) if key is not None]
+    earlier += [CandidateTensor(middle.call, "before", key, middle.call.args[key]) for key in keys]
+    of_mixers = [c for c in earlier if c.child in block.mixer_children]
+    delta = middle.value - block.pre
+    return _best(earlier, delta, block.matcher) or _best_pair(
+        of_mixers, (block.pre, middle.value), delta, block.matcher
+    )
+
+
+def _sequential_points(block: _Block, middle: StreamInput, attn_out: Match | MatchPair) -> BlockPoints:
+    """Find `o` of ``post = mid + d * o`` or ``post = gain * (mid + o)``."""
+    matcher, mid, delta = block.matcher, middle.value, block.post - middle.value
+    later = [c for c in block.candidates if c.time > middle.call.start]
+    # Many results deeper down have the same sum: only children of the block are taken in pairs.
+    children = [c for c in later if c.call.local_path and "." not in c.call.local_path]
+    mlp_out = _best(later, delta, matcher) or _best_pair(children, (block.pre, mid), delta, matcher)
+    if isinstance(mlp_out, MatchPair) and _added_one_by_one(mlp_out, block, mid):
+        mlp_out = None
+    mlp_out, gain = _with_gain(mlp_out, children, mid, block.post, matcher)
+    points = BlockPoints(kind="sequential", gain=gain)
+    points.anchors |= {"attn_out": attn_out.anchor(), "resid_mid": middle.anchor()}
+    if mlp_out is not None:
+        points.anchors["mlp_out"] = mlp_out.anchor()
+    elif any(matcher.same(i.value, mid + c.value) for c in children for i in inputs_of(block.inside, after=c.time)):
+        points.refused["mlp_out"] = "more is added to the stream after what the MLP adds"
+    else:
+        points.refused["mlp_out"] = "no tensor was found that is what the MLP adds to the stream"
     return points
 
 
-def stream_through(block: ModuleCall, ports: StreamPorts) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The stream that enters a block and the one that leaves it, as far as they are among its tensors."""
-    ports = ports.of(block)
-    entering = _stream(block.args, ports.hidden_in, ports.residual_in)
-    return entering, _stream(block.behind, ports.hidden_out, ports.residual_out)
+def _added_one_by_one(pair: MatchPair, block: _Block, stream: torch.Tensor) -> bool:
+    """Return whether a module is given the stream plus the first term alone.
 
-
-def holds(anchors: Mapping[str, Anchor], calls: Sequence[ModuleCall], ports: StreamPorts, m: Matcher) -> bool:
-    """Whether points found otherwise add up in the pass with noise."""
-
-    def value(hook: str) -> torch.Tensor | None:
-        anchor = anchors.get(hook)
-        return None if anchor is None else value_at(calls, anchor)
-
-    pre, post = stream_through(calls[0], ports)
-    a, mid, o = value("attn_out"), value("resid_mid"), value("mlp_out")
-    if pre is None or post is None:
-        return False
-    if mid is not None:
-        return (a is not None and m.same(pre + a, mid)) or (o is not None and m.same(mid + o, post))
-    return m.same(pre + sum(t for t in (a, o) if t is not None), post)
-
-
-def _sequential(
-    points: BlockPoints,
-    inside: Sequence[ModuleCall],
-    outs: Sequence[CandidateTensor],
-    pre: torch.Tensor,
-    post: torch.Tensor,
-    mixing: tuple[int, int],
-    subtree: set[str],
-    m: Matcher,
-) -> bool:
-    """``mid = pre + a`` and ``post = mid + o``; whether it is so."""
-    for call, hidden, residual, mid in _given(inside, after=mixing[1]):
-        if mid.shape != pre.shape or m.same(mid, pre) or m.same(mid, post):
-            continue
-        before = [s for s in outs if mixing[0] < s.time < call.start]
-        before += [CandidateTensor(call, "before", k, call.args[k]) for k in (hidden, residual) if k is not None]
-        a = _best(before, mid - pre, m) or _pair([s for s in before if s.part in subtree], (pre, mid), mid - pre, m)
-        if a is None:
-            continue
-        later = [s for s in outs if s.time > call.start]
-        # Which two of many are added up is told by those that the block itself can add.
-        children = [s for s in later if s.call.local and "." not in s.call.local]
-        o = _best(later, post - mid, m) or _pair(children, (pre, mid), post - mid, m)
-        if isinstance(o, MatchPair) and _one_by_one(o, inside, mid, m):
-            o = None
-        points.kind = "sequential"
-        points.anchors |= {"attn_out": a.anchor(), "resid_mid": Anchor(call.path, "before", hidden, residual)}
-        o, points.gain = _with_gain(o, children, mid, post, m)
-        if o is None:
-            points.refused["mlp_out"] = "no tensor was found that is what the MLP adds to the stream"
-            if any(m.same(given, mid + s.value) for s in children for _, _, _, given in _given(inside, s.time)):
-                points.refused["mlp_out"] = "more is added to the stream after what the MLP adds"
-        else:
-            points.anchors["mlp_out"] = o.anchor()
-        return True
-    return False
+    Then the block makes two additions, and the pair is not one of them.
+    """
+    first, _ = pair.in_order
+    between = stream + first.scale * first.candidate.value
+    inputs = inputs_of(block.inside, after=first.candidate.time)
+    return any(block.matcher.same(i.value, between) for i in inputs)
 
 
 def _with_gain(
-    found: Match | MatchPair | None,
-    sources: Sequence[CandidateTensor],
+    match: Match | MatchPair | None,
+    candidates: Sequence[CandidateTensor],
     stream: torch.Tensor,
     post: torch.Tensor,
-    m: Matcher,
+    matcher: Matcher,
 ) -> tuple[Match | MatchPair | None, float]:
-    """The source o of ``post = c * (stream + o)``, and c; `found` and 1 if that explains it.
+    """Find the candidate o and the gain of ``post = gain * (stream + o)``.
 
-    `found` was found without a gain. Where c is nearly 1, a low precision takes c for a factor of o alone, or makes up
-    for it with a little of something else: that is told apart here.
+    `match` was found without a gain, and is returned with a gain of 1 if no other gain fits. Where
+    the gain is nearly 1, it must be looked for all the same: in low precision ``gain * (stream +
+    o)`` looks like ``stream + c * o``.
     """
-    for source in [found.source] if isinstance(found, Match) else sources:
-        gain = m.gain(stream, source.value, post)
+    for candidate in [match.candidate] if isinstance(match, Match) else candidates:
+        gain = matcher.gain(stream, candidate.value, post)
         if gain is not None and gain != 1:
-            return Match(source, 1.0), gain
-    return found, 1.0
+            return Match(candidate, 1.0), gain
+    return match, 1.0
 
 
-def _pair(
-    sources: Sequence[CandidateTensor], streams: Sequence[torch.Tensor], delta: torch.Tensor, m: Matcher
-) -> MatchPair | None:
-    """Two sources from different parts of the block, neither of them one of `streams`, that make up `delta`."""
-    if rms(delta) <= FAINT:
-        return None
-    returned = [s for s in sources if s.when == "after" and s.key.kind == "out" and s.offset is None]
-    returned = [s for s in returned if all(m.factor(s.value, stream) is None for stream in streams)]
-    pairs = (
-        MatchPair(Match(a, both[0]), Match(b, both[1]))
-        for a, b in itertools.combinations(returned, 2)
-        if a.part != b.part and (both := m.factors(a.value, b.value, delta)) is not None
+def _parallel(block: _Block) -> BlockPoints | None:
+    """Find ``post = pre + c * a + d * o``, where `a` belongs to attention and `o` does not."""
+    delta = block.post - block.pre
+    terms = _two_terms(*_split_by_child(block), delta, block.matcher) or _two_terms(
+        *_split_within_child(block), delta, block.matcher
     )
-    return min(pairs, key=lambda pair: pair.rank, default=None)
+    if terms is None:
+        return None
+    attn_out, mlp_out = terms
+    why = "attention and MLP of this block run in parallel on the same input, so there is no stream between them"
+    anchors = {"attn_out": attn_out.anchor(), "mlp_out": mlp_out.anchor()}
+    return BlockPoints(anchors, {"resid_mid": why}, "parallel")
 
 
-def _one_by_one(pair: MatchPair, inside: Sequence[ModuleCall], stream: torch.Tensor, m: Matcher) -> bool:
-    """Whether something is given the stream with the first of the two added: then they are two additions."""
-    first = min((pair.one, pair.other), key=lambda found: found.source.time)
-    between = stream + first.scale * first.source.value
-    return any(m.same(given, between) for *_, given in _given(inside, first.source.time))
+def _split_by_child(block: _Block) -> tuple[list[CandidateTensor], list[CandidateTensor]]:
+    """Return the candidates in children of the block with token mixers, and those in others."""
+    attention = [c for c in block.candidates if c.child in block.mixer_children]
+    rest = [c for c in block.candidates if c.call.local_path and c.child not in block.mixer_children]
+    return attention, rest
 
 
-def _within(
-    outs: Sequence[CandidateTensor], mixed: Sequence[ModuleCall]
-) -> tuple[list[CandidateTensor], list[CandidateTensor]]:
-    """Sources by whether they belong to the attention, where one part of the block holds attention and MLP."""
-    core = mixed[0]
-    names = core.local.split(".")
-    if any(c.local.split(".")[:2] != names[:2] for c in mixed) or len(names) < 3:
+def _split_within_child(block: _Block) -> tuple[list[CandidateTensor], list[CandidateTensor]]:
+    """Return the same split within the one child of the block that holds attention and MLP."""
+    names = block.mixer_calls[0].local_path.split(".")
+    if len(names) < 3 or any(call.local_path.split(".")[:2] != names[:2] for call in block.mixer_calls):
         return [], []
-    holder = ".".join(names[:2])
-    inside = [s for s in outs if f"{s.call.local}.".startswith(f"{holder}.")]
-    spans = [(s.call.start, s.call.end) for s in inside]
-    begin, end = min((b for b, _ in spans), default=0), max((e for _, e in spans), default=0)
-    # What runs meanwhile is a part of it, wherever it is kept.
-    beside = [s for s in outs if s.part == names[0] and not begin <= s.call.start <= end and s.call.local != names[0]]
-    return inside, beside
+    child, holder = names[0], ".".join(names[:2])
+    attention = [c for c in block.candidates if f"{c.call.local_path}.".startswith(f"{holder}.")]
+    begin = min((c.call.start for c in attention), default=0)
+    end = max((c.call.end for c in attention), default=0)
+    # What runs in the meantime is part of attention, wherever the module is.
+    rest = [
+        c
+        for c in block.candidates
+        if c.child == child and c.call.local_path != child and not begin <= c.call.start <= end
+    ]
+    return attention, rest
 
 
-def _parallel(
-    points: BlockPoints,
-    attention: Sequence[CandidateTensor],
-    rest: Sequence[CandidateTensor],
-    delta: torch.Tensor,
-    m: Matcher,
-) -> bool:
-    """``post = pre + a + o``, where `a` comes from the part that holds the attention and `o` does not."""
-    found = []
-    for a in attention:
-        for o in rest:
-            both = m.factors(a.value, o.value, delta)
-            if both is not None:
-                found.append((rank(Match(a, both[0])), rank(Match(o, both[1])), a, o, both))
-    if not found:
-        return False
-    _, _, a, o, (c, d) = min(found, key=lambda f: f[:2])
-    points.kind = "parallel"
-    points.anchors |= {"attn_out": a.anchor(c), "mlp_out": o.anchor(d)}
-    points.refused["resid_mid"] = (
-        "attention and MLP of this block run in parallel on the same input, so there is no stream between them"
-    )
-    return True
+def _two_terms(
+    attention: Sequence[CandidateTensor], rest: Sequence[CandidateTensor], delta: torch.Tensor, matcher: Matcher
+) -> tuple[Match, Match] | None:
+    """Return the preferred `a` and `o` with ``c * a + d * o == delta``."""
+    fits = [
+        (Match(a, factors[0]), Match(o, factors[1]))
+        for a, o in itertools.product(attention, rest)
+        if (factors := matcher.factors(a.value, o.value, delta)) is not None
+    ]
+    return min(fits, key=lambda terms: (terms[0].preference, terms[1].preference), default=None)
 
 
-def _given(
-    calls: Sequence[ModuleCall], after: int
-) -> Iterator[tuple[ModuleCall, TensorKey, TensorKey | None, torch.Tensor]]:
-    """What modules called after a moment are given: single tensors, and the sums of pairs."""
-    for call in sorted(calls, key=lambda c: c.start):
-        if call.start < after:
-            continue
-        keys = list(call.args)
-        if len(keys) == 2 and call.args[keys[0]].shape == call.args[keys[1]].shape:
-            yield call, keys[0], keys[1], call.args[keys[0]] + call.args[keys[1]]
-        for key in keys:
-            yield call, key, None, call.args[key]
+def _has_other_parts(block: _Block, addition: Match, only_scales: Callable[[str], bool]) -> bool:
+    """Return whether a part without token mixers may have a share in a block's one addition."""
+    others = [c for c in block.inside if _child(c) not in block.mixer_children and not only_scales(c.path)]
+    # What ran before the mixer that makes the addition went into it, and adds nothing of its own.
+    own_mixers = [call for call in block.mixer_calls if _child(call) == addition.candidate.child]
+    mixing_start = max((call.start for call in own_mixers), default=-1)
+    return any(call.end > mixing_start for call in others)
 
 
-def _left(call: ModuleCall) -> Iterator[CandidateTensor]:
-    for key, value in call.left.items():
-        yield CandidateTensor(call, "after", key, value)
-        for vector, offset in call.offsets.items():
-            yield CandidateTensor(call, "after", key, value + offset, vector)
+def _one_addition(block: _Block, addition: Match) -> BlockPoints:
+    """Return the points of a block with attention alone, or an MLP alone."""
+    if block.mixer_calls:
+        kind, hook, missing = "attention only", "attn_out", "MLP"
+    else:
+        kind, hook, missing = "MLP only", "mlp_out", "attention"
+    match, gain = _with_gain(addition, (), block.pre, block.post, block.matcher)
+    why = f"this block has no {missing}: its one addition is {hook}"
+    refused = {other: why for other in INNER_HOOKS if other != hook}
+    return BlockPoints({hook: (match or addition).anchor()}, refused, kind, gain)
 
 
-def _best(sources: Sequence[CandidateTensor], delta: torch.Tensor, m: Matcher) -> Match | None:
-    """The source that makes up `delta`: unscaled before scaled, then the outermost, then the earliest."""
+def _why_unexplained(block: _Block, addition: Match | None) -> str:
+    if addition is not None:
+        return "attention and MLP reach the stream in one addition, so what each of them adds cannot be told apart"
+    if len(block.mixer_calls) > 1:
+        places = ", ".join(call.local_path for call in block.mixer_calls)
+        where = f"{len(block.mixer_calls)} places ({places})"
+        return f"this block mixes tokens in {where}, which reach the stream in more than one addition"
+    return "no tensor was found that makes the block's output its input plus what attention and MLP add"
+
+
+def _best(candidates: Sequence[CandidateTensor], delta: torch.Tensor, matcher: Matcher) -> Match | None:
+    """Return the preferred candidate with ``c * candidate == delta``."""
     if rms(delta) <= FAINT:
         return None
-    found = [Match(s, c) for s in sources if (c := m.factor(s.value, delta)) is not None]
-    return min(found, key=rank, default=None)
+    matches = [Match(c, scale) for c in candidates if (scale := matcher.factor(c.value, delta)) is not None]
+    return min(matches, key=lambda match: match.preference, default=None)
 
 
-def alike(key: TensorKey, tensors: Mapping[TensorKey, torch.Tensor]) -> TensorKey:
-    """`key`, or the one of the same name among `tensors`."""
-    if key in tensors or not key.name:
-        return key
-    return next((k for k in tensors if k.kind == key.kind and k.name == key.name), key)
+def _best_pair(
+    candidates: Sequence[CandidateTensor], streams: Sequence[torch.Tensor], delta: torch.Tensor, matcher: Matcher
+) -> MatchPair | None:
+    """Return the preferred pair of outputs whose weighted sum is `delta`.
 
+    They come from different children of the block.
 
-def _stream(
-    tensors: Mapping[TensorKey, torch.Tensor], hidden: TensorKey, residual: TensorKey | None
-) -> torch.Tensor | None:
-    if tensors.get(hidden) is None:
+    Multiples of `streams` are left out: the difference of two streams is always a sum of these.
+    """
+    if rms(delta) <= FAINT:
         return None
-    if residual is None or tensors.get(residual) is None:
-        return tensors[hidden]
-    return tensors[hidden] + tensors[residual]
+    returned = [c for c in candidates if c.when == "after" and c.key.kind == "out" and c.offset is None]
+    returned = [c for c in returned if all(matcher.factor(c.value, stream) is None for stream in streams)]
+    pairs = (
+        MatchPair(Match(a, factors[0]), Match(b, factors[1]))
+        for a, b in itertools.combinations(returned, 2)
+        if a.child != b.child and (factors := matcher.factors(a.value, b.value, delta)) is not None
+    )
+    return min(pairs, key=lambda pair: pair.preference, default=None)

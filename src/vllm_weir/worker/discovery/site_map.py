@@ -1,4 +1,7 @@
-"""`SiteMap`: verdicts on every site of a model."""
+"""The result of discovery: where each site of a model is, or why it is refused.
+
+`chosen` picks the taps that an engine's settings ask for; `worker.runtime` installs them.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ class SiteMap:
 
     Attributes:
         num_layers: blocks of the whole model.
-        anchors: where the supported sites are; `resid_pre` past the first block here is where the last one ended.
-        refused: why the others are not supported.
+        anchors: site -> where it is. Under pipeline parallelism the stage before serves `resid_pre`
+            of a stage's first block.
+        refused: site -> why it is not supported.
     """
 
     num_layers: int
@@ -27,7 +31,7 @@ class SiteMap:
     refused: dict[Site, str] = field(default_factory=dict)
 
     def refuse(self, hooks: Iterable[str], layers: Iterable[int], why: str) -> None:
-        """These sites are not supported, whatever was found."""
+        """Refuse these hook points of these layers; the first reason that is given stays."""
         for layer in layers:
             for hook in hooks:
                 self.anchors.pop(Site(hook, layer), None)
@@ -35,34 +39,49 @@ class SiteMap:
 
 
 def chosen(sites: SiteMap, settings: Settings) -> dict[int, Anchor]:
-    """Taps that the settings ask for and the model has here: tap -> place, in the order in which they are to act.
+    """Return the taps that the settings ask for and the model has here.
+
+    `resid_pre` of a block and `resid_post` of the block before share a tap, at the latter's place.
+
+    Returns:
+        Tap number -> anchor, in the order in which taps at one place have to act.
 
     Raises:
-        WeirError: if a layer does not exist, or, with ``refused="start"``, if a site of a hook point that the settings
-            name is refused, or all sites are.
+        WeirError: if a layer does not exist. With ``refused="start"`` also if a hook point that the
+            settings name is refused in a layer, or all sites are refused.
     """
     layers = range(sites.num_layers) if settings.layers == "all" else settings.layers
-    hooks = settings.hooks or HOOKS
-    wanted = {Site(h, layer) for h in hooks if h in BLOCK_HOOKS for layer in layers}
-    wanted |= {Site(h, 0) for h in hooks if h in MODEL_HOOKS}
     for layer in layers:
         if layer >= sites.num_layers:
             raise WeirError(
                 f"block {layer} does not exist: the model has blocks 0..{sites.num_layers - 1}", "settings.layers"
             )
-    if "resid_post" in hooks and 0 in layers:
-        wanted.add(Site("resid_pre", 0))
-    if settings.refused == "start" and settings.hooks is not None:
-        for site in sorted(wanted & sites.refused.keys(), key=place_of):
-            raise WeirError(f"{site} is refused: {sites.refused[site]}", "settings.hooks")
-    placed: dict[int, Anchor] = {}
+    wanted = _wanted(settings.hooks or HOOKS, layers)
+    if settings.refused == "start":
+        _raise_if_refused(sites, wanted if settings.hooks is not None else set())
+    anchors: dict[int, Anchor] = {}
     for site in sorted(wanted, key=place_of):
         source = site
         if site.hook == "resid_pre" and Site("resid_post", site.layer - 1) in sites.anchors:
             source = Site("resid_post", site.layer - 1)
         if site in sites.anchors and source in sites.anchors:
-            placed.setdefault(tap_of(site), sites.anchors[source])
-    if settings.refused == "start" and sites.refused and not sites.anchors:
+            anchors.setdefault(tap_of(site), sites.anchors[source])
+    # The final norm's tap (1) comes last.
+    return dict(sorted(anchors.items(), key=lambda item: (item[0] == 1, item[0])))
+
+
+def _wanted(hooks: Iterable[str], layers: Iterable[int]) -> set[Site]:
+    """Return the sites of hook points and layers; resid_post of block 0 brings its resid_pre."""
+    wanted = {Site(hook, layer) for hook in hooks if hook in BLOCK_HOOKS for layer in layers}
+    wanted |= {Site(hook, 0) for hook in hooks if hook in MODEL_HOOKS}
+    if Site("resid_post", 0) in wanted:
+        wanted.add(Site("resid_pre", 0))
+    return wanted
+
+
+def _raise_if_refused(sites: SiteMap, named: set[Site]) -> None:
+    for site in sorted(named & sites.refused.keys(), key=place_of):
+        raise WeirError(f"{site} is refused: {sites.refused[site]}", "settings.hooks")
+    if sites.refused and not sites.anchors:
         site, why = next(iter(sites.refused.items()))
         raise WeirError(f"every site is refused; {site}: {why}", "settings.refused")
-    return dict(sorted(placed.items(), key=lambda p: (p[0] == 1, p[0])))

@@ -1,257 +1,311 @@
-"""The proof: what was found is held against the identities, and against what writing there must do."""
+"""Verdicts: every point that was found is verified, and served or refused with the reason.
+
+1. Stream: place `resid_pre` and `resid_post` at the blocks' entries and exits. Refuse `resid_pre`
+   where it is not the `resid_post` of the block before.
+2. Inside the blocks: take over the anchors that were found, except on modules that several blocks
+   share or that run several times in a pass, where a tap would act more than once.
+3. Outside the blocks: place `embed` and `final_norm` (`boundary_sites`).
+4. Identities: in the baseline, with the model's own weights, every identity of a block's kind must
+   hold (`block_points.IDENTITIES`), up to the rounding of its terms.
+5. Writes: run the noise passes again with a vector added at every point. The stream after each
+   point must move by exactly what was added before it.
+6. The same for `embed`, with the model's own weights.
+7. Between pipeline stages, name the exit of a stage's last block `resid_pre` of the next block too.
+
+A point that fails any of this is refused, and so are the points that the same equation was about.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
 
 from vllm_weir.schema.hooks import BLOCK_HOOKS, INNER_HOOKS, Site
 from vllm_weir.worker.discovery.anchors import Anchor
-from vllm_weir.worker.discovery.boundary_sites import BoundarySites, runs_again
-from vllm_weir.worker.discovery.matcher import Matcher, rms
-from vllm_weir.worker.discovery.module_tree import ModuleTree
-from vllm_weir.worker.discovery.noise import enter_noise, leave_noise, noise
-from vllm_weir.worker.discovery.recorder import Override, Recorder, Trace, terms_at, value_at
-from vllm_weir.worker.discovery.resolve import BlockPoints, StreamPorts, stream_through
-
-if TYPE_CHECKING:
-    from vllm_weir.worker.discovery.site_map import SiteMap
+from vllm_weir.worker.discovery.block_points import IDENTITIES, BlockPoints, Identity
+from vllm_weir.worker.discovery.boundary_sites import BoundarySites, why_repeated
+from vllm_weir.worker.discovery.matcher import rms
+from vllm_weir.worker.discovery.noise import NoiseLevel, enter_noise, leave_noise, noise
+from vllm_weir.worker.discovery.probe import Probe
+from vllm_weir.worker.discovery.site_map import SiteMap
+from vllm_weir.worker.discovery.stream_ports import StreamPorts
+from vllm_weir.worker.discovery.trace import Trace, terms_at, value_at
 
 ROUNDINGS = 4
-"""Units of rounding that a sum of three tensors may be off."""
+"""Units of rounding, of the summed magnitudes, by which a sum of three tensors may be off."""
 
 
 class Verification:
     """Turns what was found into verdicts.
 
     Args:
-        tree, run, matcher, ports: as in `sites`.
-        found: points by block.
-        noisy: the pass in which a block's points were found, by block.
-        own: the pass with the model's own weights.
+        probe: the model, and the baseline.
+        ports: what carries the stream.
+        points: block -> what was found in it.
+        noise_levels: block -> level of the noise pass in which it was found.
+        noise_passes: the noise passes by level.
         sites: takes the verdicts.
-        outer: a pass with noise, for what lies outside the blocks.
-        mix: what the pass with the model's own weights leaves behind instead of token mixers' results.
     """
 
     def __init__(
         self,
-        tree: ModuleTree,
-        run: Callable[[], None],
-        matcher: Matcher,
+        probe: Probe,
         ports: StreamPorts,
-        found: Mapping[int, BlockPoints],
-        noisy: Mapping[int, Trace],
-        own: Trace,
+        points: Mapping[int, BlockPoints],
+        noise_levels: Mapping[int, NoiseLevel],
+        noise_passes: Mapping[NoiseLevel, Trace],
         sites: SiteMap,
-        outer: Trace,
-        mix: Override,
     ) -> None:
-        self._tree, self._run, self._m, self._ports = tree, run, matcher, ports
-        self._found, self._noisy, self._own, self._sites, self._outer = found, noisy, own, sites, outer
-        self._mix, self._shared = mix, tree.shared()
-        self._ends = BoundarySites(tree, matcher, own, outer, sites)
+        self._probe, self._tree, self._baseline, self._matcher = probe, probe.tree, probe.baseline, probe.matcher
+        self._ports, self._points, self._sites = ports, points, sites
+        self._noise_levels, self._noise_passes = noise_levels, noise_passes
+        self._boundary = BoundarySites(probe, noise_passes["children"], sites)
 
-    def conclude(self, cores: set[str], astray: Mapping[int, str]) -> None:
-        """Fill the map; `astray`: block -> why what was taken for its stream is not."""
-        self._resolve_stream(astray)
-        times = Counter(c.path for calls in (self._outer.outside, *self._outer.blocks) for c in calls)
-        for block, points in self._found.items():
-            if block in astray:
+    def fill(self, stream_failures: Mapping[int, str]) -> None:
+        """Fill the site map; `stream_failures` is block -> why its stream is not known."""
+        self._place_stream(stream_failures)
+        self._check_between_blocks()
+        self._place_inner_points(stream_failures)
+        if 0 in self._tree.blocks:
+            self._boundary.find_embed()
+        if self._tree.num_layers - 1 in self._tree.blocks:
+            self._boundary.find_final_norm(self._tree.num_layers - 1)
+        for block in self._points:
+            self._check_identities(block)
+        for level in self._noise_passes:
+            self._check_writes(level)
+        self._check_embed()
+        self._name_between_stages()
+
+    def _place_stream(self, stream_failures: Mapping[int, str]) -> None:
+        """Place resid_pre and resid_post."""
+        for block in self._points:
+            if block in stream_failures:
+                self._sites.refuse(BLOCK_HOOKS, (block,), stream_failures[block])
+                continue
+            call = self._baseline.blocks[block][0]
+            self._sites.anchors[Site("resid_post", block)] = self._ports.exit(call)
+            self._sites.anchors[Site("resid_pre", block)] = self._ports.entry(call)
+
+    def _check_between_blocks(self) -> None:
+        """Refuse resid_pre where the model changes the stream between two blocks."""
+        for block in self._tree.blocks:
+            if block - 1 not in self._tree.blocks:
+                continue
+            left = self._value(self._baseline, Site("resid_post", block - 1))
+            entered = self._value(self._baseline, Site("resid_pre", block))
+            if left is None or entered is None or not self._equal_sums(left, entered, left.abs()):
+                why = f"between block {block - 1} and block {block} the model changes the stream"
+                self._sites.refuse(("resid_pre",), (block,), why)
+
+    def _place_inner_points(self, stream_failures: Mapping[int, str]) -> None:
+        """Take over the anchors of attn_out, resid_mid and mlp_out, or refuse them."""
+        shared = self._tree.shared()
+        trace = self._noise_passes["children"]
+        num_calls = Counter(call.path for calls in (trace.outside, *trace.blocks) for call in calls)
+        for block, points in self._points.items():
+            if block in stream_failures:
                 continue
             for hook in INNER_HOOKS:
                 anchor = points.anchors.get(hook)
                 if anchor is None:
-                    self._sites.refuse((hook,), (block,), points.refused.get(hook, "it was not found"))
-                    continue
-                modules = [anchor.module, *([anchor.beside.module] if anchor.beside else [])]
-                if shared := self._shared & {*modules}:
-                    self._sites.refuse((hook,), (block,), f"{shared.pop()} is shared by several blocks")
-                elif again := [m for m in modules if times[m] > 1]:
-                    # A tap there acts in each: of what it records, the last call's is left.
-                    self._sites.refuse((hook,), (block,), runs_again(again[0], times[again[0]]))
+                    why = points.refused.get(hook, "it was not found")
+                else:
+                    why = _why_acts_again(anchor, shared, num_calls)
+                if anchor is None or why:
+                    self._sites.refuse((hook,), (block,), why)
                 else:
                     self._sites.anchors[Site(hook, block)] = anchor
-        if 0 in self._tree.blocks:
-            self._ends.find_embed()
-        if self._tree.num_layers - 1 in self._tree.blocks:
-            self._ends.find_final_norm(self._tree.num_layers - 1)
-        self._check_own()
-        self._check_writes(cores)
-        self._check_embed()
-        self._hand_over()
 
-    def _hand_over(self) -> None:
-        """Between two pipeline stages the earlier one, where the stream leaves its last block, serves both names."""
+    def _check_identities(self, block: int) -> None:
+        """Refuse the points of a block between which an identity does not hold in the baseline."""
+        points = self._points[block]
+        values = {hook: self._value(self._baseline, Site(hook, block)) for hook in BLOCK_HOOKS}
+        magnitudes = {hook: self._magnitude(Site(hook, block)) for hook in BLOCK_HOOKS}
+        for identity in _identities(points.kind, values):
+            missing = [hook for hook in identity.hooks if values[hook] is None]
+            if not missing:
+                gain = points.gain if identity.whole == "resid_post" else 1.0
+                why = self._why_violated(identity, gain, values, magnitudes)
+            elif points.kind == "described":
+                # What was found by arithmetic has been proven by that; a description has only this.
+                why = f"nothing proves its description without {', '.join(missing)}"
+            else:
+                why = ""
+            if why:
+                self._sites.refuse([hook for hook in identity.hooks if hook in INNER_HOOKS], (block,), why)
+
+    def _why_violated(
+        self,
+        identity: Identity,
+        gain: float,
+        values: Mapping[str, torch.Tensor | None],
+        magnitudes: Mapping[str, torch.Tensor | None],
+    ) -> str:
+        """Return how far off ``whole == gain * sum of parts`` is; "" if it holds."""
+        whole, whole_magnitude = values[identity.whole], magnitudes[identity.whole]
+        assert whole is not None and whole_magnitude is not None
+        total = gain * torch.stack([t for part in identity.parts if (t := values[part]) is not None]).sum(0)
+        summed = torch.stack([t for part in identity.parts if (t := magnitudes[part]) is not None]).sum(0)
+        if self._equal_sums(total, whole, whole_magnitude + abs(gain) * summed):
+            return ""
+        error = float((total - whole).abs().max() / whole.abs().max())
+        parts = " + ".join(identity.parts)
+        formula = parts if gain == 1 else f"{gain:.6g} x ({parts})"
+        return f"with the model's own weights {identity.whole} is not {formula} (off by {error:.1e})"
+
+    def _check_writes(self, level: NoiseLevel) -> None:
+        """Run a noise pass again with a vector added at every point, and see that each arrives.
+
+        A block is checked in the pass in which its points were found, final_norm with the children.
+        """
+        blocks = [block for block, its_level in self._noise_levels.items() if its_level == level]
+        written = [
+            site
+            for site in self._sites.anchors
+            if (site.hook in ("resid_pre", *INNER_HOOKS) and site.layer in blocks)
+            or (site.hook == "final_norm" and level == "children")
+        ]
+        if not written:
+            return
+        writes: dict[Anchor, torch.Tensor] = {}
+        for site in written:  # two sites may be at one place
+            anchor, added = self._sites.anchors[site], self._added_at(site)
+            writes[anchor] = writes[anchor] + added if anchor in writes else added
+        leave = leave_noise(self._tree, level, self._probe.mixers)
+        trace = self._probe.record(enter_noise(self._ports), leave, writes, noise)
+        for block in blocks:
+            self._check_writes_in_block(block, trace)
+        if level == "children":
+            self._boundary.check_final_norm(trace)
+
+    def _check_writes_in_block(self, block: int, trace: Trace) -> None:
+        """Follow the stream through a block with writes: each addition must be what was written.
+
+        This needs no resid_pre: the model may change the stream in front of the block.
+        """
+        pre, post = self._ports.stream_through(trace.blocks[block][0])
+        if pre is None or post is None:
+            return
+        attn_out, mlp_out = (self._written_value(Site(hook, block), trace) for hook in ("attn_out", "mlp_out"))
+        stream = pre if attn_out is None else pre + attn_out
+        resid_mid = Site("resid_mid", block)
+        if resid_mid in self._sites.anchors:
+            mid = self._value(trace, resid_mid)
+            if mid is None:
+                return
+            stream = mid if attn_out is None else stream + self._added_at(resid_mid)[: len(pre)]
+            if not self._matcher.same(mid, stream):
+                why = "what is added there does not arrive in the stream before the MLP"
+                self._sites.refuse(("attn_out", "resid_mid"), (block,), why)
+                return
+        if self._points[block].kind == "sequential" and mlp_out is None:
+            arrives = self._moves_exit(block, stream, post)
+            place = "before the MLP"
+        else:
+            expected = stream if mlp_out is None else stream + mlp_out
+            nothing_written = attn_out is None and mlp_out is None
+            arrives = nothing_written or self._matcher.same(post, self._points[block].gain * expected)
+            place = "there"
+        if not arrives:
+            why = f"what is added {place} does not arrive in the stream that leaves the block"
+            self._sites.refuse(INNER_HOOKS, (block,), why)
+
+    def _moves_exit(self, block: int, stream: torch.Tensor, post: torch.Tensor) -> bool:
+        """Return whether a block's exit moved by a multiple of what the stream before its MLP did.
+
+        This is for a block without mlp_out: what its MLP adds is the same noise in both passes, so
+        it cancels.
+        """
+        has_middle = Site("resid_mid", block) in self._sites.anchors
+        parts = ("resid_mid",) if has_middle else ("resid_pre", "attn_out")
+        trace = self._noise_passes[self._noise_levels[block]]
+        before = [self._value(trace, Site(hook, block)) for hook in (*parts, "resid_post")]
+        known = [value for value in before if value is not None]
+        if len(known) < len(before):
+            return True  # nothing to compare with
+        *stream_before, post_before = known
+        return self._matcher.factor(stream - sum(stream_before), post - post_before) is not None
+
+    def _check_embed(self) -> None:
+        """Run the baseline again with a vector added at the embedding."""
+        anchor = self._sites.anchors.get(Site("embed", 0))
+        stream = self._value(self._baseline, Site("resid_pre", 0)) if 0 in self._tree.blocks else None
+        if anchor is None or stream is None:
+            return
+        # As large as the stream: with a large multiplier smaller vectors are lost in rounding.
+        added = self._added_at(Site("embed", 0))[: len(stream)] * rms(stream)
+        self._boundary.check_embed(self._probe.with_mixer_noise(writes={anchor: added}), added)
+
+    def _name_between_stages(self) -> None:
+        """Serve the exit of a pipeline stage's last block as resid_pre of the next block."""
         for block in self._tree.blocks:
-            following = Site("resid_pre", block + 1)
             if block and block - 1 not in self._tree.blocks:
                 self._sites.anchors.pop(Site("resid_pre", block), None)
                 self._sites.refused.pop(Site("resid_pre", block), None)
             if block + 1 in self._tree.blocks or block + 1 == self._tree.num_layers:
                 continue
-            post = Site("resid_post", block)
-            if post in self._sites.anchors:
-                self._sites.anchors[following] = self._sites.anchors[post]
+            exit_, following = Site("resid_post", block), Site("resid_pre", block + 1)
+            if exit_ in self._sites.anchors:
+                self._sites.anchors[following] = self._sites.anchors[exit_]
             else:
-                self._sites.refused[following] = self._sites.refused[post]
+                self._sites.refused[following] = self._sites.refused[exit_]
 
-    def _resolve_stream(self, astray: Mapping[int, str]) -> None:
-        ports, stack = self._ports, self._tree.stack
-        for block in self._found:
-            if block in astray:
-                self._sites.refuse(BLOCK_HOOKS, (block,), astray[block])
-                continue
-            call = self._own.blocks[block][0]
-            at, path = ports.of(call), f"{stack}.{block}"
-            after = at.residual_out if at.residual_out in call.behind else None
-            before = at.residual_in if at.residual_in in call.args else None
-            self._sites.anchors[Site("resid_post", block)] = Anchor(path, "after", at.hidden_out, after)
-            self._sites.anchors[Site("resid_pre", block)] = Anchor(path, "before", at.hidden_in, before)
-        for block in self._tree.blocks:
-            if block - 1 not in self._tree.blocks:
-                continue
-            left = self._value(self._own, block - 1, self._sites.anchors.get(Site("resid_post", block - 1)))
-            given = self._value(self._own, block, self._sites.anchors.get(Site("resid_pre", block)))
-            if left is None or given is None or not self._close(left, given, left.abs()):
-                why = f"between block {block - 1} and block {block} the model changes the stream"
-                self._sites.refuse(("resid_pre",), (block,), why)
+    def _value(self, trace: Trace, site: Site) -> torch.Tensor | None:
+        """Return a site's value in a pass, [tokens, d]; None if it has no anchor."""
+        anchor = self._sites.anchors.get(site)
+        return None if anchor is None else value_at(trace.blocks[site.layer], anchor)
 
-    def _check_own(self) -> None:
-        """The identities on the model's own weights."""
-        for block, points in self._found.items():
-            sites, kind = self._sites, points.kind
-            at = {h: sites.anchors.get(Site(h, block)) for h in BLOCK_HOOKS}
-            value = {h: self._value(self._own, block, anchor) for h, anchor in at.items()}
-            checks: dict[str, list[tuple[str, tuple[str, ...]]]] = {
-                "sequential": [("resid_mid", ("resid_pre", "attn_out")), ("resid_post", ("resid_mid", "mlp_out"))],
-                "parallel": [("resid_post", ("resid_pre", "attn_out", "mlp_out"))],
-                "attention only": [("resid_post", ("resid_pre", "attn_out"))],
-                "MLP only": [("resid_post", ("resid_pre", "mlp_out"))],
-            }
-            if kind == "described":
-                checks[kind] = checks["sequential" if value["resid_mid"] is not None else "parallel"]
-                if value["resid_mid"] is None and value["mlp_out"] is None:
-                    checks[kind] = checks["attention only"]
-            for whole, parts in checks.get(kind, []):
-                left, right = value[whole], [t for p in parts if (t := value[p]) is not None]
-                if left is None or len(right) < len(parts):
-                    # What was found by arithmetic holds already; a description has nothing else to show for itself.
-                    if kind == "described":
-                        missing = ", ".join(h for h in (whole, *parts) if value[h] is None)
-                        why = f"nothing proves its description without {missing}"
-                        sites.refuse([h for h in (whole, *parts) if h in INNER_HOOKS], (block,), why)
-                    continue
-                gain = points.gain if whole == "resid_post" else 1.0
-                total = gain * torch.stack(right).sum(0)
-                rooms = [self._room(block, anchor) for h in (whole, *parts) if (anchor := at[h]) is not None]
-                if not self._close(total, left, rooms[0] + abs(gain) * torch.stack(rooms[1:]).sum(0)):
-                    error = float((total - left).abs().max() / left.abs().max())
-                    what = " + ".join(parts) if gain == 1 else f"{gain:.6g} x ({' + '.join(parts)})"
-                    why = f"with the model's own weights {whole} is not {what} (off by {error:.1e})"
-                    sites.refuse([h for h in (whole, *parts) if h in INNER_HOOKS], (block,), why)
+    def _written_value(self, site: Site, trace: Trace) -> torch.Tensor | None:
+        """Return a site's value with what was added there.
 
-    def _check_writes(self, cores: set[str]) -> None:
-        """Add something everywhere and see that it arrives."""
-        sites = self._sites
-        for mode in ("children", "leaves"):
-            blocks = [b for b, t in self._noisy.items() if (t is self._outer) == (mode == "children")]
-            outer = mode == "children"
-            writes: dict[Anchor, list[torch.Tensor]] = {}
-            for site, anchor in sites.anchors.items():
-                inside = site.hook in ("resid_pre", *INNER_HOOKS) and site.layer in blocks
-                if inside or (outer and site.hook == "final_norm"):
-                    writes.setdefault(anchor, []).append(self._what(site))
-            if not writes:
-                continue
-            added = {anchor: torch.stack(parts).sum(0) for anchor, parts in writes.items()}
-            enter, leave = enter_noise(self._ports), leave_noise(self._tree, mode, cores)
-            recorder = Recorder(self._tree, enter, leave, added, noise)
-            with recorder.recording() as trace:
-                self._run()
-            for block in blocks:
-                self._check_block(block, trace)
-            if outer:
-                self._ends.check_final_norm(trace)
+        After a call that is what was recorded. Before one, it is the value in the pass without
+        writes, and what was added.
+        """
+        anchor = self._sites.anchors.get(site)
+        if anchor is None:
+            return None
+        if anchor.when == "after":
+            return self._value(trace, site)
+        value = self._value(self._noise_passes[self._noise_levels[site.layer]], site)
+        return None if value is None else value + self._added_at(site)[: len(value)]
 
-    def _check_block(self, block: int, trace: Trace) -> None:  # noqa: C901
-        points, before = self._found[block], self._noisy[block]
-        at = {h: self._sites.anchors.get(Site(h, block)) for h in BLOCK_HOOKS}
+    def _magnitude(self, site: Site) -> torch.Tensor | None:
+        """Return the summed magnitudes of the terms of a site's value in the baseline."""
+        anchor = self._sites.anchors.get(site)
+        terms = None if anchor is None else terms_at(self._baseline.blocks[site.layer], anchor)
+        return None if anchor is None or terms is None else anchor.magnitude(*terms)
 
-        def moved(hook: str) -> torch.Tensor | None:
-            """A point's value with what was added there."""
-            anchor = at[hook]
-            if anchor is None:
-                return None
-            if anchor.when == "after":
-                return self._value(trace, block, anchor)
-            value = self._value(before, block, anchor)
-            return None if value is None else value + self._what(Site(hook, block))[: len(value)]
-
-        # Also where resid_pre itself is refused: the model may change the stream before the block.
-        pre, post = stream_through(trace.blocks[block][0], self._ports)
-        a, o = moved("attn_out"), moved("mlp_out")
-        if pre is None or post is None:
-            return
-        stream = pre
-        if at["resid_mid"] is not None:
-            mid = self._value(trace, block, at["resid_mid"])
-            if mid is None:
-                return
-            stream = mid if a is None else pre + a + self._what(Site("resid_mid", block))[: len(pre)]
-            if not self._m.same(mid, stream):
-                why = "what is added there does not arrive in the stream before the MLP"
-                self._sites.refuse(("attn_out", "resid_mid"), (block,), why)
-                return
-        elif a is not None:
-            stream = pre + a
-        if o is not None:
-            stream = stream + o
-        why = ""
-        if points.kind == "sequential" and o is None:
-            # What the MLP adds is the same noise in both passes, so what was added before it is all that differs.
-            parts = ("resid_mid",) if at["resid_mid"] is not None else ("resid_pre", "attn_out")
-            was = [self._value(before, block, at[h]) for h in (*parts, "resid_post")]
-            old = [value for value in was if value is not None]
-            if len(old) == len(was) and self._m.factor(stream - sum(old[:-1]), post - old[-1]) is None:
-                why = "what is added before the MLP does not arrive in the stream that leaves the block"
-        elif (a is not None or o is not None) and not self._m.same(post, points.gain * stream):
-            why = "what is added there does not arrive in the stream that leaves the block"
-        if why:
-            self._sites.refuse(INNER_HOOKS, (block,), why)
-
-    def _check_embed(self) -> None:
-        """Add something to the embedding, with the model's own weights."""
-        anchor, into = (self._sites.anchors.get(Site(hook, 0)) for hook in ("embed", "resid_pre"))
-        stream = None if 0 not in self._tree.blocks else self._value(self._own, 0, into)
-        if anchor is None or stream is None:
-            return
-        # As large as the stream there: next to a large multiplier little things are lost in rounding.
-        what = self._what(Site("embed", 0))[: len(stream)] * rms(stream)
-        recorder = Recorder(self._tree, leave=self._mix, writes={anchor: what})
-        with recorder.recording() as trace:
-            self._run()
-        self._ends.check_embed(trace, what)
-
-    def _value(self, trace: Trace, block: int, anchor: Anchor | None) -> torch.Tensor | None:
-        """A point's value in a pass."""
-        return None if anchor is None else value_at(trace.blocks[block], anchor)
-
-    def _room(self, block: int, anchor: Anchor) -> torch.Tensor:
-        terms = terms_at(self._own.blocks[block], anchor)
-        assert terms is not None
-        return anchor.magnitude(*terms)
-
-    def _what(self, site: Site) -> torch.Tensor:
-        """What is added at a site to see where it arrives."""
-        width = self._tree.width
-        call = next(c for calls in self._own.blocks for c in calls[:1])
+    def _added_at(self, site: Site) -> torch.Tensor:
+        """Return the vectors that are added at a site to see that they arrive, [tokens, d]."""
+        call = next(calls[0] for calls in self._baseline.blocks if calls)
         like = call.args[self._ports.of(call).hidden_in]
-        return noise(f"write {site}", like.new_zeros(len(like), width))
+        return noise(f"write {site}", like.new_zeros(len(like), self._tree.width))
 
-    def _close(self, a: torch.Tensor, b: torch.Tensor, room: torch.Tensor) -> bool:
-        """Whether two sums agree up to their rounding; `room`: magnitude of what was summed."""
-        return a.shape == b.shape and bool(((a - b).abs() <= ROUNDINGS * self._m.eps * room + 1e-30).all())
+    def _equal_sums(self, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor) -> bool:
+        """Return whether two sums agree up to the rounding of terms of this magnitude."""
+        bound = ROUNDINGS * self._matcher.eps * magnitude + 1e-30
+        return a.shape == b.shape and bool(((a - b).abs() <= bound).all())
+
+
+def _why_acts_again(anchor: Anchor, shared: set[str], num_calls: Counter[str]) -> str:
+    """Return why a tap at an anchor would act more than once in a pass; "" if it would not."""
+    for module in anchor.modules:
+        if module in shared:
+            return f"{module} is shared by several blocks"
+    for module in anchor.modules:
+        if num_calls[module] > 1:
+            return why_repeated(module, num_calls[module])
+    return ""
+
+
+def _identities(kind: str, values: Mapping[str, torch.Tensor | None]) -> tuple[Identity, ...]:
+    """Return what must hold in a block of a kind; if described, by the points that it has."""
+    if kind == "described":
+        if values["resid_mid"] is not None:
+            kind = "sequential"
+        else:
+            kind = "attention only" if values["mlp_out"] is None else "parallel"
+    return IDENTITIES.get(kind, ())

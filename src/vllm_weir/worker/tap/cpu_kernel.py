@@ -1,4 +1,14 @@
-"""The tap on CPU: the same as `tap_triton` does, with torch, for the tokens that are wanted."""
+"""The tap's kernel on CPU: what `triton_kernel` does, in torch, for the tokens that want anything.
+
+1. Look up, in the plan, which rows of each token are recorded at this tap and which node its program
+   starts with. Keep the tokens that have either.
+2. Compute their rows of the stream, and go through the stages of the tap: record, follow the chains
+   of nodes up to the next stage, record, and so on.
+3. Write changed rows back, so that the model's own sum is the new stream.
+
+Rows of groups that are reduced are joined into cells of the ring instead of being recorded one by
+one (`reductions`).
+"""
 
 from __future__ import annotations
 
@@ -12,14 +22,14 @@ from vllm_weir.schema.reductions import MAXIMUM, SEEDED
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.steering.programs import AFTER_POST, LAST
 
-FEW = 6
-"""Different chains that are followed one after the other."""
+MAX_SEPARATE_CHAINS = 6
+"""Up to this many different chains are followed one after the other; more are followed together."""
 
 
 def launch(
     hidden: torch.Tensor,
     other: torch.Tensor | None,
-    tap: torch.Tensor,
+    number: torch.Tensor,
     plan: torch.Tensor,
     ranks: torch.Tensor,
     ring: torch.Tensor,
@@ -28,155 +38,208 @@ def launch(
     floats: torch.Tensor,
     vectors: torch.Tensor,
 ) -> None:
-    """Record and steer rows of `hidden` and what stands beside it, both [tokens, d_model], as the plan says."""
-    number = tap.numpy()  # the tables are small: numpy looks things up in a fifth of torch's time
-    index, fixed = int(number[0]), bool(number[3])
-    scale, other_scale = number[1:3].view(np.float32).tolist()
-    slots, profiles, programs, spans = plan.numpy()[: hidden.shape[0]].T
-    nodes = np.where(programs >= 0, heads.numpy()[programs, index], -1)
-    ranked = ranks.numpy()[:, index * STAGES : (index + 1) * STAGES][profiles]
-    ranked = np.where((slots >= 0)[:, None], ranked, -1)
-    wanted = ((nodes >= 0) | (ranked >= 0).any(1)).nonzero()[0]
-    if not len(wanted):
+    """Record and steer rows of the stream at one tap, as the plan says.
+
+    `hidden` and `other` are [tokens, d_model], and their weighted sum is the stream; `number` is the
+    tap's number tensor (`vllm_weir.worker.tap.op.numbered`). The other tensors are those of
+    `vllm_weir.worker.tap.op.TapTensors`.
+    """
+    fields = number.numpy()  # in small tables numpy looks things up faster than torch
+    tap, keep_other = int(fields[0]), bool(fields[3])
+    scale, other_scale = fields[1:3].view(np.float32).tolist()
+    slots, site_sets, programs, spans = plan.numpy()[: hidden.shape[0]].T
+    nodes = np.where(programs >= 0, heads.numpy()[programs, tap], -1)
+    stage_ranks = ranks.numpy()[:, tap * STAGES : (tap + 1) * STAGES][site_sets]
+    stage_ranks = np.where((slots >= 0)[:, None], stage_ranks, -1)
+    active = ((nodes >= 0) | (stage_ranks >= 0).any(1)).nonzero()[0]
+    if not len(active):
         return
-    tokens = torch.from_numpy(wanted)
+    tokens = torch.from_numpy(active)
+    nodes, stage_ranks, slots, spans = nodes[active], stage_ranks[active], slots[active], spans[active]
+    steered = (nodes >= 0).nonzero()[0]
+    rows = _stream_rows(hidden, other, tokens, scale, other_scale).float()
+    for stage in range(STAGES):
+        if stage and (nodes >= 0).any():
+            nodes, rows = _follow_chains(nodes, rows, stage == STAGES - 1, ints.numpy(), floats, vectors)
+        recorded = (stage_ranks[:, stage] >= 0).nonzero()[0]
+        if len(recorded):
+            values = (rows if len(recorded) == len(rows) else rows[torch.from_numpy(recorded)]).to(ring.dtype)
+            if spans[recorded].any():
+                joined = slots[recorded], stage_ranks[recorded, stage], spans[recorded]
+                recorded, values = _reduce_groups(ring, *joined, values, recorded)
+            ring[_index(slots[recorded] + stage_ranks[recorded, stage])] = values
+    if len(steered):
+        steered_tokens, written = tokens[torch.from_numpy(steered)], rows[torch.from_numpy(steered)] / scale
+        if keep_other:
+            assert other is not None
+            written -= other[steered_tokens]
+        hidden[steered_tokens] = written.to(hidden.dtype)
+        if other is not None and not keep_other:
+            other[steered_tokens] = 0
+
+
+def _stream_rows(
+    hidden: torch.Tensor, other: torch.Tensor | None, tokens: torch.Tensor, scale: float, other_scale: float
+) -> torch.Tensor:
+    """Return the stream's rows of these tokens, rounded as models do.
+
+    A sum is scaled as a whole, and terms with different scales are scaled and then added.
+    """
     stream = hidden[tokens]
-    # In the order in which models round: a sum is scaled, or terms of different scales are added.
     if other is not None and scale == other_scale:
         stream = stream + other[tokens]
     if scale != 1:
         stream = stream * scale
     if other is not None and scale != other_scale:
         stream = stream + other[tokens] * other_scale
-    nodes, ranked, slots, spans = nodes[wanted], ranked[wanted], slots[wanted], spans[wanted]
-    steered = (nodes >= 0).nonzero()[0]
-    h = stream.float()
-    for stage in range(STAGES):
-        if stage and (nodes >= 0).any():
-            nodes, h = _run(nodes, h, stage == STAGES - 1, ints.numpy(), floats, vectors)
-        at = (ranked[:, stage] >= 0).nonzero()[0]
-        if len(at):
-            rows = (h if len(at) == len(h) else h[torch.from_numpy(at)]).to(ring.dtype)
-            if spans[at].any():
-                at, rows = _fold(ring, slots[at], ranked[at, stage], spans[at], rows, at)
-            ring[_index(slots[at] + ranked[at, stage])] = rows
-    if len(steered):
-        tokens, written = tokens[torch.from_numpy(steered)], h[torch.from_numpy(steered)] / scale
-        if fixed:
-            assert other is not None
-            written -= other[tokens]
-        hidden[tokens] = written.to(hidden.dtype)
-        if other is not None and not fixed:
-            other[tokens] = 0
+    return stream
 
 
-def _fold(
-    ring: torch.Tensor, slots: np.ndarray, ranks: np.ndarray, spans: np.ndarray, rows: torch.Tensor, at: np.ndarray
+def _reduce_groups(
+    ring: torch.Tensor,
+    slots: np.ndarray,
+    ranks: np.ndarray,
+    spans: np.ndarray,
+    values: torch.Tensor,
+    recorded: np.ndarray,
 ) -> tuple[np.ndarray, torch.Tensor]:
-    """Join the rows of groups of tokens into their cells; returns what is left of `at` and `rows`."""
+    """Join the rows of groups of tokens into their cells; return the other `recorded` and `values`."""
     words = 4 // ring.element_size()
     cells = ring[: len(ring) // words * words].view(-1).view(torch.float32).view(-1, ring.shape[1])
-    folded = (spans != 0).nonzero()[0]
-    head = (spans[folded] > 0).nonzero()[0]
-    counts = np.diff(head, append=len(folded))
-    first = folded[head]
-    to = slots[first] // words + ranks[first]
-    largest, seeded = spans[first] & MAXIMUM != 0, spans[first] & SEEDED != 0
-    joined = cells[_index(to)]
+    members = (spans != 0).nonzero()[0]
+    heads = (spans[members] > 0).nonzero()[0]
+    counts = np.diff(heads, append=len(members))
+    first = members[heads]
+    cell_rows = slots[first] // words + ranks[first]
+    maximum, seeded = spans[first] & MAXIMUM != 0, spans[first] & SEEDED != 0
+    joined = cells[_index(cell_rows)]
     joined[torch.from_numpy(~seeded)] = 0.0
-    joined[torch.from_numpy(~seeded & largest)] = float("-inf")
+    joined[torch.from_numpy(~seeded & maximum)] = float("-inf")
     for k in range(counts.max()):
         groups = torch.from_numpy((counts > k).nonzero()[0])
-        some = rows[torch.from_numpy(folded[head[counts > k] + k])].float()
+        kth_rows = values[torch.from_numpy(members[heads[counts > k] + k])].float()
         so_far = joined[groups]
-        joined[groups] = torch.where(
-            torch.from_numpy(largest[counts > k])[:, None], torch.maximum(so_far, some), so_far + some
-        )
-    cells[_index(to)] = joined
-    plain = (spans == 0).nonzero()[0]
-    return at[plain], rows[torch.from_numpy(plain)]
+        take_maximum = torch.from_numpy(maximum[counts > k])[:, None]
+        joined[groups] = torch.where(take_maximum, torch.maximum(so_far, kth_rows), so_far + kth_rows)
+    cells[_index(cell_rows)] = joined
+    not_grouped = (spans == 0).nonzero()[0]
+    return recorded[not_grouped], values[torch.from_numpy(not_grouped)]
 
 
 def _index(numbers: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(numbers.astype(np.int64))
 
 
-def _run(
-    nodes: np.ndarray, h: torch.Tensor, past_post: bool, ints: np.ndarray, floats: torch.Tensor, vectors: torch.Tensor
+def _follow_chains(
+    nodes: np.ndarray,
+    rows: torch.Tensor,
+    past_post: bool,
+    ints: np.ndarray,
+    floats: torch.Tensor,
+    vectors: torch.Tensor,
 ) -> tuple[np.ndarray, torch.Tensor]:
-    """Follow each row's chain as far as the stage goes; returns where it stopped, and the new rows (float32)."""
-    nodes, h = nodes.copy(), h.clone()
+    """Follow each row's chain of nodes as far as the stage goes.
+
+    Args:
+        nodes: int [n], the node that each row is at, -1 for none.
+        rows: float32 [n, d_model].
+        past_post: whether nodes that come after the stream was recorded are followed too.
+        ints: table of the nodes' integers.
+        floats: table of the nodes' coefficients.
+        vectors: table of vectors.
+
+    Returns:
+        The nodes where the chains stopped, and the new rows.
+    """
+    nodes, rows = nodes.copy(), rows.clone()
     starts = np.unique(nodes[nodes >= 0]).tolist()
-    if len(starts) > FEW:
-        _together(nodes, h, past_post, ints, floats, vectors)
-        return nodes, h
+    if len(starts) > MAX_SEPARATE_CHAINS:
+        _follow_together(nodes, rows, past_post, ints, floats, vectors)
+        return nodes, rows
     for start in starts:
-        at = (nodes == start).nonzero()[0]
-        rows = h[torch.from_numpy(at)]
-        delta, node = torch.zeros_like(rows), start
+        members = (nodes == start).nonzero()[0]
+        own_rows = rows[torch.from_numpy(members)]
+        delta, node = torch.zeros_like(own_rows), start
         while node >= 0:
             kind, u, w, following, flags = ints[node].tolist()
             if flags & AFTER_POST and not past_post:
                 break
-            delta += _change(kind, rows, vectors[u], vectors[w] if w >= 0 else None, *floats[node].tolist())
+            delta += _term(kind, own_rows, vectors[u], vectors[w] if w >= 0 else None, *floats[node].tolist())
             if flags & LAST:
-                rows, delta = rows + delta, torch.zeros_like(delta)
+                own_rows, delta = own_rows + delta, torch.zeros_like(delta)
             node = following
-        h[torch.from_numpy(at)] = rows
-        nodes[at] = node
-    return nodes, h
+        rows[torch.from_numpy(members)] = own_rows
+        nodes[members] = node
+    return nodes, rows
 
 
-def _together(
-    nodes: np.ndarray, h: torch.Tensor, past_post: bool, ints: np.ndarray, floats: torch.Tensor, vectors: torch.Tensor
+def _follow_together(
+    nodes: np.ndarray,
+    rows: torch.Tensor,
+    past_post: bool,
+    ints: np.ndarray,
+    floats: torch.Tensor,
+    vectors: torch.Tensor,
 ) -> None:
-    """All rows take a step of their chains at once, in place; the same to the bit."""
-    delta = torch.zeros_like(h)
-    going = (nodes >= 0).nonzero()[0]
-    while len(going):
-        at = nodes[going]
+    """Advance all rows by one node at a time, in place; the results are the same to the bit."""
+    delta = torch.zeros_like(rows)
+    moving = (nodes >= 0).nonzero()[0]
+    while len(moving):
+        at = nodes[moving]
         if not past_post:
-            now = ints[at, 4] & AFTER_POST == 0
-            going, at = going[now], at[now]
+            in_stage = ints[at, 4] & AFTER_POST == 0
+            moving, at = moving[in_stage], at[in_stage]
         kinds, u, w, following, flags = ints[at].T
         for kind in np.unique(kinds).tolist():
-            of = kinds == kind
-            rows = torch.from_numpy(going[of])
-            numbers = floats[_index(at[of]), :, None].unbind(1)
-            delta[rows] += _change(kind, h[rows], vectors[_index(u[of])], vectors[_index(w[of])], *numbers)
-        ends = torch.from_numpy(going[flags & LAST != 0])
-        h[ends] += delta[ends]
+            of_kind = kinds == kind
+            members = torch.from_numpy(moving[of_kind])
+            coefficients = floats[_index(at[of_kind]), :, None].unbind(1)
+            into, along = vectors[_index(u[of_kind])], vectors[_index(w[of_kind])]
+            delta[members] += _term(kind, rows[members], into, along, *coefficients)
+        ends = torch.from_numpy(moving[flags & LAST != 0])
+        rows[ends] += delta[ends]
         delta[ends] = 0
-        nodes[going] = following
-        going = going[following >= 0]
+        nodes[moving] = following
+        moving = moving[following >= 0]
 
 
-def _change(
+def _term(
     kind: int,
     rows: torch.Tensor,
-    into: torch.Tensor,
+    u: torch.Tensor,
     w: torch.Tensor | None,
     a: float | torch.Tensor,
     b: float | torch.Tensor,
-    lo: Any,
-    hi: Any,
+    low: Any,
+    high: Any,
 ) -> torch.Tensor:
-    """What an instruction adds to rows [n, d]; vectors are [d] or [n, d], coefficients are floats or [n, 1]."""
+    """Return what one instruction adds to rows [n, d].
+
+    Args:
+        kind: of the instruction.
+        rows: [n, d].
+        u: vector [d], or [n, d], that is added.
+        w: vector [d], or [n, d], along which rows are measured.
+        a: coefficient, a float or [n, 1], like the following.
+        b: second coefficient.
+        low: lower bound of a clamp.
+        high: upper bound of a clamp.
+    """
     if kind == BLEND:
-        return a * (into - rows)
+        return a * (u - rows)
     if kind == CONST:
-        return a * into
+        return a * u
     if kind == NORM:
-        return a * rows.norm(dim=1, keepdim=True) * into
+        return a * rows.norm(dim=1, keepdim=True) * u
     if kind == KEEP_NORM:
         norm = rows.norm(dim=1, keepdim=True)
-        turned = rows + (a + b * norm) * into
+        turned = rows + (a + b * norm) * u
         length = turned.norm(dim=1, keepdim=True)
         return torch.where(length > 0, turned * (norm / length) - rows, 0.0)
     assert w is not None
     along = (rows * w).sum(1, keepdim=True)
     if kind == AFFINE:
-        return (a * along + b) * into
+        return (a * along + b) * u
     if kind == CLAMP:
-        return a * (along.clamp(lo, hi) - along) * into
+        return a * (along.clamp(low, high) - along) * u
     raise AssertionError(f"unknown instruction {kind}")

@@ -1,8 +1,12 @@
-"""The tap: one opaque custom op a site, called where `vllm_weir.worker.tap.install` has put it.
+"""The tap: one opaque custom op per tapped place, called where `vllm_weir.worker.tap.install` puts it.
 
-Its one constant is the site's number, a tensor, so every layer's graph is the same; everything else (the step's plan,
-the tables, the ring) belongs to the engine that the number was given out by, and is found by the number's address. The
-op mutates the stream in place, so it is seen by everything downstream, and the compiler can neither move nor drop it.
+Every layer's graph must be the same, so that equal graphs compile once. So the op takes its tap's
+*number* as a tensor (`numbered`), a buffer of the module. All else (the step's plan, the tables, the
+ring) belongs to an engine and is found by the address of that tensor. The op mutates the stream in
+place, so the compiler can neither move nor drop it.
+
+Three forms differ in the tensor beside the one that is written: none (`tap`), a residual that is set
+to zero when the stream is written (`tap_residual`), or a bias that is only read (`tap_offset`).
 """
 
 from __future__ import annotations
@@ -23,14 +27,19 @@ _LIBRARY.define("tap_offset(Tensor(a!) hidden, Tensor offset, Tensor tap) -> ()"
 
 @dataclass(frozen=True)
 class TapTensors:
-    """What the taps of one worker share.
+    """The device tensors that the taps of one worker share.
 
     Attributes:
-        plan: int32 [max tokens, 4], slot, profile and program of every token of the step, -1 for none, and its span,
-            see `vllm_weir.worker.planning.step_plan.StepPlan`.
-        ranks: int32 [max profiles, columns], place of a column in a profile, -1 if it is not wanted.
+        plan: int32 [max tokens, 4]. For every token of the step its slot (first ring row), site set and
+            program, -1 for none, and its span (`vllm_weir.worker.planning.step_plan.StepPlan`).
+        ranks: int32 [max site sets, columns], place of a column among the rows of a token with this
+            site set, -1 if it is not in the set.
         ring: [rows, d_model] in the model's dtype.
-        heads, ints, floats, vectors: the tables of `vllm_weir.worker.steering.programs.ProgramTable`.
+        heads: int32 [programs, taps], first node of a program at a tap, -1 for none. This and the
+            following are the tables of `vllm_weir.worker.steering.programs.ProgramTable`.
+        ints: int32 [nodes, 5], integer fields of the nodes.
+        floats: float32 [nodes, 4], coefficients of the nodes.
+        vectors: float32 [vectors, d_model].
     """
 
     plan: torch.Tensor
@@ -47,16 +56,18 @@ ALL = -1
 
 
 class TapSwitch:
-    """An engine's taps, and which of them act: in a CUDA graph as they are captured, elsewhere as they run.
+    """The taps of an engine, and which of them act.
 
-    A silent tap returns before it launches anything, so a graph captured silently has no trace of it. Must not be
-    turned while a forward pass is being issued.
+    A tap that does not act returns before it launches anything: a CUDA graph that is captured
+    meanwhile has no trace of it. The switch must not be turned while a forward pass is being issued.
 
     Attributes:
         tensors: what the taps share.
-        mask: the taps that act; 0 for none.
-        numbers: address of each tap's number on the device -> the number.
-        launch: what taps do instead of their usual work, with the same arguments; None for the usual.
+        tables: the same tensors in the order of a kernel's arguments.
+        mask: the taps that act, as bits; 0 for none.
+        pinned: whether all taps act for good.
+        numbers: address of a tap's number tensor -> number of the tap.
+        launch: called by the taps in place of their kernel, with the same arguments; None for the kernel.
     """
 
     __slots__ = ("__weakref__", "_kept", "launch", "mask", "numbers", "pinned", "tables", "tensors")
@@ -70,8 +81,13 @@ class TapSwitch:
         self._kept: list[torch.Tensor] = []
 
     def enrol(self, number: torch.Tensor, tap: int) -> None:
-        """Let the tap of this number, a tensor as of `numbered`, be one of this engine's."""
-        self._kept.append(number)  # no other tensor may have its address while it is known by it
+        """Make a tap one of this engine's.
+
+        Args:
+            number: its number tensor, from `numbered`.
+            tap: its number.
+        """
+        self._kept.append(number)  # while it lives, no other tensor has its address
         self.numbers[number.data_ptr()] = tap
         _switches[number.data_ptr()] = self
 
@@ -81,20 +97,20 @@ class TapSwitch:
         return self.mask != 0
 
     def turn(self, mask: int) -> None:
-        """These taps act in the forward passes to come, the others do not."""
+        """Let the taps of `mask` act from the next forward pass on, and no others."""
         self.mask = ALL if self.pinned else mask
 
     def pin(self) -> None:
-        """All act, for good."""
+        """Let all taps act for good."""
         self.mask, self.pinned = ALL, True
 
     def wants(self, tap: int) -> bool:
-        """Whether the tap of this number acts."""
+        """Return whether a tap acts."""
         return self.mask == ALL or bool(self.mask >> tap & 1)
 
 
 _switches: weakref.WeakValueDictionary[int, TapSwitch] = weakref.WeakValueDictionary()
-"""By the address of a tap's number, the one thing of its engine that an op can be sure of."""
+"""Address of a tap's number tensor -> the engine's switch."""
 
 
 def _tap_cuda(hidden: torch.Tensor, other: torch.Tensor | None, *tables: torch.Tensor) -> None:
@@ -104,63 +120,69 @@ def _tap_cuda(hidden: torch.Tensor, other: torch.Tensor | None, *tables: torch.T
 
 
 def acts(number: torch.Tensor) -> bool:
-    """Whether the tap of this number (a tensor as of `numbered`) acts in the forward pass being issued.
+    """Return whether the tap with this number tensor acts in the forward pass that is being issued.
 
     Raises:
         RuntimeError: if its engine is gone.
     """
     switch = _switches.get(address := number.data_ptr())
     if switch is None:
-        raise RuntimeError("a tap acts whose engine is gone")
+        raise RuntimeError("a tap was called whose engine is gone")
     return bool(switch.mask) and switch.wants(switch.numbers[address])
 
 
-def _act(usual: Callable[..., None], hidden: torch.Tensor, other: torch.Tensor | None, tap: torch.Tensor) -> None:
-    if not acts(tap):
+def _act(kernel: Callable[..., None], hidden: torch.Tensor, other: torch.Tensor | None, number: torch.Tensor) -> None:
+    if not acts(number):
         return
-    switch = _switches[tap.data_ptr()]
+    switch = _switches[number.data_ptr()]
     if hidden.dim() == 3:  # the Transformers backend carries a batch dimension of one
         hidden = hidden.squeeze(0)
     if other is not None and other.dim() == 3:
         other = other.squeeze(0)
-    (switch.launch or usual)(hidden, other, tap, *switch.tables)
+    (switch.launch or kernel)(hidden, other, number, *switch.tables)
 
 
-def _alone(usual: Callable[..., None]) -> Callable[..., None]:
+def _alone(kernel: Callable[..., None]) -> Callable[..., None]:
     def tap(hidden: torch.Tensor, number: torch.Tensor) -> None:
-        _act(usual, hidden, None, number)
+        _act(kernel, hidden, None, number)
 
     return tap
 
 
-def _with_other(usual: Callable[..., None]) -> Callable[..., None]:
+def _with_other(kernel: Callable[..., None]) -> Callable[..., None]:
     def tap(hidden: torch.Tensor, other: torch.Tensor | None, number: torch.Tensor) -> None:
-        _act(usual, hidden, other, number)
+        _act(kernel, hidden, other, number)
 
     return tap
 
 
-def _nothing(*_: torch.Tensor) -> None:
-    """Fake (shape) kernel: the op returns nothing and changes no shape."""
+def _fake(*_: torch.Tensor) -> None:
+    """Stand for the op while shapes are traced: it returns nothing."""
 
 
-for _key, _implementation in (("CPU", cpu_kernel.launch), ("CUDA", _tap_cuda)):
-    _LIBRARY.impl("tap", _alone(_implementation), _key)
-    _LIBRARY.impl("tap_residual", _with_other(_implementation), _key)
-    _LIBRARY.impl("tap_offset", _with_other(_implementation), _key)
+for _device, _kernel in (("CPU", cpu_kernel.launch), ("CUDA", _tap_cuda)):
+    _LIBRARY.impl("tap", _alone(_kernel), _device)
+    _LIBRARY.impl("tap_residual", _with_other(_kernel), _device)
+    _LIBRARY.impl("tap_offset", _with_other(_kernel), _device)
 for _name in ("tap", "tap_residual", "tap_offset"):
-    _LIBRARY._register_fake(_name, _nothing)
+    _LIBRARY._register_fake(_name, _fake)
 
 
 def numbered(
-    tap: int, scale: float = 1.0, other: float = 1.0, fixed: bool = False, device: torch.device | str = "cpu"
+    tap: int,
+    scale: float = 1.0,
+    other_scale: float = 1.0,
+    keep_other: bool = False,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """A tap's number, int32 [4]: which it is, the bits of its scales, and whether what stands beside is not written.
+    """Return a tap's number tensor, int32 [4]: the tap, the bits of its two scales, and `keep_other`.
 
     Args:
-        scale: of the tensor that is written.
-        other: of what stands beside it, if anything does.
-        fixed: whether that stays as it is: the model adds it again.
+        tap: number of the tap.
+        scale: factor of the tensor that is written.
+        other_scale: factor of the other tensor, if there is one.
+        keep_other: whether the other tensor is not written, because the model adds it again.
+        device: of the tensor.
     """
-    bits = torch.tensor([scale, other], dtype=torch.float32).view(torch.int32).tolist()
-    return torch.tensor([tap, *bits, int(fixed)], dtype=torch.int32, device=device)
+    scale_bits = torch.tensor([scale, other_scale], dtype=torch.float32).view(torch.int32).tolist()
+    return torch.tensor([tap, *scale_bits, int(keep_other)], dtype=torch.int32, device=device)

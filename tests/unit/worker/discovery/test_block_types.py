@@ -55,7 +55,7 @@ def of_many(kinds, fused=False):
 
 def searching_each(monkeypatch):
     """From here on every block is searched."""
-    monkeypatch.setattr(block_types.BlockTypes, "_make", lambda self, calls: calls[0].path)
+    monkeypatch.setattr(block_types.BlockTypes, "_type_of", lambda self, calls: calls[0].path)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -67,7 +67,7 @@ def test_the_points_are_those_of_a_search_in_every_block(kind, monkeypatch):
     for site, anchor in slow.anchors.items():
         found = quick.anchors[site]
         assert found.scale == pytest.approx(anchor.scale, rel=1e-5)
-        assert vars(found) | {"scale": 0, "beside": 0} == vars(anchor) | {"scale": 0, "beside": 0}, site
+        assert vars(found) | {"scale": 0, "added_term": 0} == vars(anchor) | {"scale": 0, "added_term": 0}, site
 
 
 @pytest.mark.parametrize("kind", [Sequential, Scaled])

@@ -32,11 +32,11 @@ from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_points_made_of_two_tensors(dtype):
     shared = mapped(Model([Shared] * LAYERS), dtype).anchors[Site("mlp_out", 1)]
-    assert (shared.module, shared.beside.module) == ("layers.1.shared", "layers.1.mlp")
-    assert shared.scale == shared.beside.scale == pytest.approx(0.8, rel=3e-3)
+    assert (shared.module, shared.added_term.module) == ("layers.1.shared", "layers.1.mlp")
+    assert shared.scale == shared.added_term.scale == pytest.approx(0.8, rel=3e-3)
     mixers = mapped(Model([TwoMixers] * LAYERS), dtype).anchors[Site("attn_out", 1)]
-    assert (mixers.module, mixers.beside.module) == ("layers.1.mixer", "layers.1.self_attn")
-    assert (mixers.scale, mixers.beside.scale) == pytest.approx((1.3, 0.7), rel=3e-3)
+    assert (mixers.module, mixers.added_term.module) == ("layers.1.mixer", "layers.1.self_attn")
+    assert (mixers.scale, mixers.added_term.scale) == pytest.approx((1.3, 0.7), rel=3e-3)
     assert "x output of layers.1.mixer, after the call, + 0." in str(mixers)
 
 

@@ -37,7 +37,7 @@ from tests.unit.blocks import (
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
-from vllm_weir.worker.discovery.overrides import ModelDescription
+from vllm_weir.worker.discovery.descriptions import ModelDescription
 from vllm_weir.worker.discovery.site_map import SiteMap, chosen
 
 INSIDE = ("attn_out", "resid_mid", "mlp_out")
@@ -182,11 +182,11 @@ def test_streams_of_another_shape_are_refused():
 
 def test_a_description_is_proven_too():
     good = {"points": {"attn_out": "self_attn:out", "resid_mid": "ln_2:in:x", "mlp_out": "mlp:out"}}
-    assert not mapped(Model([Sequential] * LAYERS), family=ModelDescription.parse(good, "d")).refused
+    assert not mapped(Model([Sequential] * LAYERS), description=ModelDescription.parse(good, "d")).refused
     by_place = {"points": good["points"] | {"resid_mid": "ln_2:in:0+1"}}
-    assert not mapped(Model([Fused] * LAYERS, True), family=ModelDescription.parse(by_place, "d")).refused
+    assert not mapped(Model([Fused] * LAYERS, True), description=ModelDescription.parse(by_place, "d")).refused
     parallel = {"points": {"attn_out": "self_attn:out", "mlp_out": "mlp:out"}}
-    sites = mapped(Model([Parallel] * LAYERS, True), family=ModelDescription.parse(parallel, "d"))
+    sites = mapped(Model([Parallel] * LAYERS, True), description=ModelDescription.parse(parallel, "d"))
     assert supported(sites) == {"resid_pre", "attn_out", "mlp_out", "resid_post"}
 
 
@@ -203,7 +203,7 @@ def test_a_description_is_proven_too():
 )
 def test_what_is_described_wrongly_is_refused(changed, left):
     good = {"attn_out": "self_attn:out", "resid_mid": "ln_2:in:x", "mlp_out": "mlp:out"}
-    sites = mapped(Model([Sequential] * LAYERS), family=ModelDescription.parse({"points": good | changed}, "d"))
+    sites = mapped(Model([Sequential] * LAYERS), description=ModelDescription.parse({"points": good | changed}, "d"))
     found = supported(sites)
     for hook in changed:
         assert hook not in found and sites.refused[Site(hook, 1)]
@@ -239,7 +239,7 @@ def test_a_gain_of_nearly_one_is_told_from_a_factor_of_what_the_mlp_adds(gain, d
     for layer in range(LAYERS):
         for hook, module in (("attn_out", "self_attn"), ("mlp_out", "mlp")):
             anchor = sites.anchors[Site(hook, layer)]
-            assert (anchor.module, anchor.scale, anchor.beside) == (f"layers.{layer}.{module}", 1.0, None)
+            assert (anchor.module, anchor.scale, anchor.added_term) == (f"layers.{layer}.{module}", 1.0, None)
 
 
 @pytest.mark.parametrize(("dtype", "gain"), [(torch.float32, -9.4e-4), (torch.float32, 1e-5), (torch.bfloat16, 3e-4)])
@@ -255,7 +255,7 @@ def test_no_stack_or_two():
     with pytest.raises(WeirError, match=r"no list of blocks with attention; name the list .*describe="):
         mapped(nn.Sequential(Norm()))
     with pytest.raises(WeirError, match="no list of blocks called 'nowhere', as its description says"):
-        mapped(Model([Sequential] * LAYERS), family=ModelDescription("nowhere"))
+        mapped(Model([Sequential] * LAYERS), description=ModelDescription("nowhere"))
     both = Model([Sequential] * LAYERS)
     both.others = nn.ModuleList(Sequential() for _ in range(LAYERS))
     with pytest.raises(WeirError) as caught:
@@ -265,7 +265,7 @@ def test_no_stack_or_two():
         f"others: {LAYERS} blocks, run 0 times in one pass). Layers are counted in one list: name it, say "
         "describe={'stack': 'layers'}"
     )
-    assert not mapped(both, family=ModelDescription("layers")).refused
+    assert not mapped(both, description=ModelDescription("layers")).refused
 
 
 def test_two_stacks_that_run_again_and_again_are_told_so():
@@ -276,7 +276,7 @@ def test_two_stacks_that_run_again_and_again_are_told_so():
         mapped(both)
     assert "describe" not in caught.value.message
     assert not any(m._forward_pre_hooks for m in both.modules())
-    sites = mapped(both, family=ModelDescription("layers"))
+    sites = mapped(both, description=ModelDescription("layers"))
     assert not sites.anchors and all("runs 2 times in one pass" in why for why in sites.refused.values())
 
 

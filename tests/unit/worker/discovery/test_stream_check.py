@@ -35,9 +35,11 @@ from tests.unit.more_blocks import (
 )
 from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
-from vllm_weir.worker.discovery.overrides import ModelDescription
-from vllm_weir.worker.discovery.recorder import Recorder, value_at
-from vllm_weir.worker.discovery.sites import find_tree, map_sites
+from vllm_weir.worker.discovery.block_stack import find_tree
+from vllm_weir.worker.discovery.descriptions import ModelDescription
+from vllm_weir.worker.discovery.recorder import Recorder
+from vllm_weir.worker.discovery.sites import map_sites
+from vllm_weir.worker.discovery.trace import value_at
 
 DTYPES = (torch.float32, torch.bfloat16)
 MEMORY = {
@@ -265,7 +267,7 @@ class Entered(torch.nn.Module):
         return self.model(None, inputs_embeds)
 
 
-def given(model, look_up=None, whole=lambda module: False, width=D):
+def given(model, look_up=None, compiled_whole=lambda module: False, width=D):
     """The verdicts on a model that is given embeddings."""
     torch.manual_seed(0)
     buffer = torch.zeros(TOKENS, width)
@@ -284,7 +286,7 @@ def given(model, look_up=None, whole=lambda module: False, width=D):
         lambda m: isinstance(m, Core),
         is_embedding,
         run,
-        whole=whole,
+        compiled_whole=compiled_whole,
         look_up=look_up,
     )
     with torch.inference_mode():
@@ -330,8 +332,8 @@ def test_embeddings_that_are_scaled_and_given_positions_and_widened():
 
 def test_what_is_compiled_whole_is_not_where_embeddings_are_tapped():
     model = Entered(GivenEmbeddings([Fused] * LAYERS, True))
-    for whole, path in ((lambda m: False, ""), (lambda m: m is model, "model")):
-        anchor = given(model, whole=whole).anchors[Site("embed", 0)]
+    for compiled_whole, path in ((lambda m: False, ""), (lambda m: m is model, "model")):
+        anchor = given(model, compiled_whole=compiled_whole).anchors[Site("embed", 0)]
         assert (anchor.module, anchor.when, anchor.hidden.name) == (path, "before", "inputs_embeds")
 
 

@@ -196,15 +196,16 @@ def test_the_planner_s_tables_are_what_the_tap_reads():
     assert ranks.shape == (4, 6) and ranks.dtype == np.int32 and (ranks == -1).all()
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_silent_tap_is_not_asked_in_a_pass_that_is_not_compiled(beside, monkeypatch):
+@pytest.mark.parametrize("with_added_term", [False, True])
+def test_a_silent_tap_is_not_asked_in_a_pass_that_is_not_compiled(with_added_term, monkeypatch):
     """Asking costs more than anything else that an idle step does: a dispatched op for each tap."""
     calls = []
     monkeypatch.setattr(tap_module, "_act", lambda usual, hidden, *_: calls.append(hidden))
     model = torch.nn.ModuleDict({"block": torch.nn.Identity(), "before": torch.nn.Identity()})
     switch = TapSwitch(TapTensors(*(torch.full((4, 4), -1, dtype=torch.int32) for _ in range(7))))
     out = TensorKey("out", -1)
-    place(model, Anchor("block", "after", out, beside=AddedTerm("before", out, 1.0) if beside else None), 5, switch)
+    added_term = AddedTerm("before", out, 1.0) if with_added_term else None
+    place(model, Anchor("block", "after", out, added_term=added_term), 5, switch)
     for mask, asked in ((0, 0), (1 << 4, 0), (1 << 5, 1), (tap_module.ALL, 2), (0, 2)):
         switch.turn(mask)
         model["block"](model["before"](torch.ones(2, 3)))
@@ -423,7 +424,7 @@ def test_chains_that_are_followed_together_and_one_by_one_give_the_same_bits(see
     found = []
     with pytest.MonkeyPatch.context() as patch:
         for few in (0, programs):
-            patch.setattr(cpu_kernel, "FEW", few)
-            found.append(cpu_kernel._run(nodes.numpy(), h, past_post, ints.numpy(), floats, vectors))
+            patch.setattr(cpu_kernel, "MAX_SEPARATE_CHAINS", few)
+            found.append(cpu_kernel._follow_chains(nodes.numpy(), h, past_post, ints.numpy(), floats, vectors))
     (stopped, rows), (same_stop, same_rows) = found
     assert (stopped == same_stop).all() and torch.equal(rows, same_rows)
