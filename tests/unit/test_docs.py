@@ -119,6 +119,15 @@ def test_layout_that_every_reader_of_markdown_understands(page: Path) -> None:
         assert free or len(line) <= 100, f"{page}:{k}: {len(line)} characters"
 
 
+def test_glossary_is_sorted_and_used() -> None:
+    glossary = ROOT / "docs" / "glossary.md"
+    entries = re.findall(r"^\| ([^|]+?) \|", glossary.read_text(), re.M)[1:]
+    assert entries == sorted(entries, key=str.lower)
+    text = " ".join(" ".join(prose(page).split()).lower() for page in pages() if page != glossary)
+    unused = [word for entry in entries for word in entry.split(", ") if not re.search(rf"\b{word}s?\b", text)]
+    assert not unused, f"no page uses {', '.join(unused)}"
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 140
 
