@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+PATH_BASES = (ROOT, ROOT / "src" / "vllm_weir")
+"""Folders that paths in prose are relative to."""
 REASONS = {
     "GPU": "needs a CUDA device",
     "not shipped": "needs a model, data or a sink that does not come with Weir",
@@ -28,6 +30,7 @@ _FENCE = re.compile(
 )
 _NOTE = re.compile(r"<!-- *([^\n]*?) *-->\s*\Z")
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_LINK_TEXT = re.compile(r"\[[^\]]*\](?=\()")
 _HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*$", re.M)
 _OPERATORS = ("&&", "||", "|", ";", "&")
 
@@ -88,6 +91,21 @@ def links(page: Path) -> Iterator[tuple[int, str]]:
     text = prose(page)
     for match in _LINK.finditer(text):
         yield text.count("\n", 0, match.start()) + 1, match[1]
+
+
+def paths(page: Path) -> Iterator[tuple[int, str]]:
+    """(line, path) of what a page's prose names in backticks as a file or folder of the repository.
+
+    That is what ends in ``.py`` or a slash, or begins with a folder of the repository or of the package. The text of a
+    link is left out: `links` has its target.
+    """
+    text = _FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text())
+    text = _LINK_TEXT.sub(lambda match: "\n" * match[0].count("\n"), text)
+    for match in re.finditer(r"`([\w./-]+)`", text):
+        name = match[1]
+        known = "/" in name and any((base / name.partition("/")[0]).is_dir() for base in PATH_BASES)
+        if not name.startswith("/") and name != ".py" and (known or name.endswith((".py", "/"))):
+            yield text.count("\n", 0, match.start()) + 1, name
 
 
 @cache

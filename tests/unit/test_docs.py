@@ -18,6 +18,7 @@ import pytest
 import typer
 
 from tests.support.markdown import (
+    PATH_BASES,
     REASONS,
     ROOT,
     Block,
@@ -27,6 +28,7 @@ from tests.support.markdown import (
     links,
     mentioned,
     pages,
+    paths,
     prose,
     relative,
     split_environment,
@@ -40,6 +42,8 @@ BLOCKS = [block for page in pages() for block in blocks(page)]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LANGUAGES = {"python", "bash", "text", "json", "toml", "yaml"}
 GENERATED = {"docs/models.md"}
+NOT_IN_THE_REPOSITORY = {"bench/results/latest.json", "out/demo/", "vllm-lens/", "weir/"}
+"""What docs name in backticks that looks like a path: files that commands write, and prefixes of model names."""
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 UsageError: Any = typer.BadParameter.__mro__[1]
 OTHERS = {"cd", "git", "inspect", "vllm"}
@@ -75,6 +79,19 @@ def test_pages_that_source_code_names_exist() -> None:
         assert not anchor or anchor in anchors(target), f"{path} names {name}"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_exist(page: Path) -> None:
+    for line, name in paths(page):
+        there = name in NOT_IN_THE_REPOSITORY or any((base / name).exists() for base in PATH_BASES)
+        assert there, f"{page.relative_to(ROOT)}:{line}: `{name}` is neither in the repository nor in src/vllm_weir"
+
+
+def test_paths_are_told_from_other_words(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("`worker/gone.py`, `lost.py`, `serve/` and\n`tests/unit`; `/v1/x`, `a/b`, [`x.py`](x.py), `.py`\n")
+    assert [*paths(page)] == [(1, "worker/gone.py"), (1, "lost.py"), (1, "serve/"), (2, "tests/unit")]
+
+
 def test_every_page_is_in_the_site() -> None:
     nav = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").rglob("*.md"):
@@ -100,6 +117,15 @@ def test_layout_that_every_reader_of_markdown_understands(page: Path) -> None:
             or re.search(r"https?://\S{40,}|\]\([^)]{40,}\)", line)
         )
         assert free or len(line) <= 100, f"{page}:{k}: {len(line)} characters"
+
+
+def test_glossary_is_sorted_and_used() -> None:
+    glossary = ROOT / "docs" / "glossary.md"
+    entries = re.findall(r"^\| ([^|]+?) \|", glossary.read_text(), re.M)[1:]
+    assert entries == sorted(entries, key=str.lower)
+    text = " ".join(" ".join(prose(page).split()).lower() for page in pages() if page != glossary)
+    unused = [word for entry in entries for word in entry.split(", ") if not re.search(rf"\b{word}s?\b", text)]
+    assert not unused, f"no page uses {', '.join(unused)}"
 
 
 def test_readme_is_short() -> None:
