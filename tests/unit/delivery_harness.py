@@ -46,7 +46,12 @@ class Post:
     """One worker with `layers` blocks and a store that reads from it (by mapping its memory, or in messages)."""
 
     def __init__(
-        self, layers: int, rows: int = 4000, near: bool = True, patience: float | None = 0.0, max_site_sets=512
+        self,
+        layers: int,
+        rows: int = 4000,
+        near: bool = True,
+        patience: float | None = 0.0,
+        max_site_sets: int = 512,
     ):
         taps = num_taps(layers)
         self.columns = frozenset(range(taps * STAGES))
