@@ -35,7 +35,7 @@ def lines(result: BenchResult) -> list[tuple[str, str, dict[str, list[CaseResult
 
 def workload_lines(result: BenchResult) -> list[tuple[str, ...]]:
     """Return the cells of the workloads' table, sizes outside, then cases with `idle` first."""
-    out = []
+    out: list[tuple[str, ...]] = []
     found: dict[tuple[str, str, str], list[CaseResult]] = {}
     for c in order(c for c in result.cases if c.workload is not None):
         found.setdefault((c.label, c.case, c.system), []).append(c)

@@ -165,8 +165,8 @@ def set_ratios(cases: Iterable[CaseResult]) -> None:
     stock = {(c.run, c.case, c.label): c for c in cases if c.system == "stock"}
     for c in cases:
         base = stock.get((c.run, "startup" if c.case == "startup" else "idle", c.label))
-        c.ratio_to_stock = _slowness(c, c.median, base and base.median)
-        c.first_ratio = _slowness(c, c.first, base and base.first)
+        c.ratio_to_stock = _slowness(c, c.median, base.median if base else None)
+        c.first_ratio = _slowness(c, c.first, base.first if base else None)
 
 
 def _slowness(case: CaseResult, figure: float | None, base: float | None) -> float | None:
