@@ -1,7 +1,7 @@
 """The tap's kernel on CPU: what `triton_kernel` does, in torch, for the tokens that want anything.
 
-1. Look up, in the plan, which rows of each token are recorded at this tap and which node its program
-   starts with. Keep the tokens that have either.
+1. Look up, in the plan, which rows of each token are recorded at this tap and which node its
+   program starts with. Keep the tokens that have either.
 2. Compute their rows of the stream, and go through the stages of the tap: record, follow the chains
    of nodes up to the next stage, record, and so on.
 3. Write changed rows back, so that the model's own sum is the new stream.
@@ -40,8 +40,8 @@ def launch(
 ) -> None:
     """Record and steer rows of the stream at one tap, as the plan says.
 
-    `hidden` and `other` are [tokens, d_model], and their weighted sum is the stream; `number` is the
-    tap's number tensor (`vllm_weir.worker.tap.op.numbered`). The other tensors are those of
+    `hidden` and `other` are [tokens, d_model], and their weighted sum is the stream; `number` is
+    the tap's number tensor (`vllm_weir.worker.tap.op.numbered`). The other tensors are those of
     `vllm_weir.worker.tap.op.TapTensors`.
     """
     fields = number.numpy()  # in small tables numpy looks things up faster than torch
@@ -103,7 +103,7 @@ def _reduce_groups(
     values: torch.Tensor,
     recorded: np.ndarray,
 ) -> tuple[np.ndarray, torch.Tensor]:
-    """Join the rows of groups of tokens into their cells; return the other `recorded` and `values`."""
+    """Join the rows of groups into their cells; return what is left of `recorded` and `values`."""
     words = 4 // ring.element_size()
     cells = ring[: len(ring) // words * words].view(-1).view(torch.float32).view(-1, ring.shape[1])
     members = (spans != 0).nonzero()[0]

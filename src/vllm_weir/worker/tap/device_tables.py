@@ -1,4 +1,4 @@
-"""Writing plans and tables to the device without waiting for it."""
+"""Copies of plans and tables on the device, written without waiting for it."""
 
 from __future__ import annotations
 
@@ -10,49 +10,61 @@ from vllm_weir.worker.planning.step_plan import ProgramsByToken, StepPlan
 from vllm_weir.worker.steering.programs import ProgramTable
 
 STAGING = 4
+"""Staging buffers of a plan: the host runs ahead of the copies to the device."""
 
 
 class PlanWriter:
-    """Writes a step's plan into the device tensor; a few staging buffers, because the copy may lag behind the host."""
+    """Writes the plan of each step into the device tensor.
+
+    Args:
+        plan: int32 [max tokens, 4], see `vllm_weir.worker.tap.op.TapTensors`.
+    """
 
     def __init__(self, plan: torch.Tensor) -> None:
         self._plan = plan
         self._cuda = plan.is_cuda
-        self._dirty = 0
+        self._num_written = 0
+        """Tokens at the start of the device's plan that may do something."""
         self._turn = 0
-        self._last: _Written | None = None
-        copies = STAGING if self._cuda else 1
-        self._staging = [torch.empty(plan.shape, dtype=torch.int32, pin_memory=self._cuda) for _ in range(copies)]
-        self._hosts = [staging.numpy() for staging in self._staging]
-        self._copied = [torch.cuda.Event() for _ in range(copies)] if self._cuda else []
+        self._last: _WrittenPlan | None = None
+        count = STAGING if self._cuda else 1
+        self._staging = [torch.empty(plan.shape, dtype=torch.int32, pin_memory=self._cuda) for _ in range(count)]
+        self._staging_np = [staging.numpy() for staging in self._staging]
+        self._copied = [torch.cuda.Event() for _ in range(count)] if self._cuda else []
 
     def write(self, plan: StepPlan, start: int, input_ids: torch.Tensor) -> None:
-        """Plan of the step's tokens, slots shifted to the ring's row `start`; later tokens are silenced."""
+        """Write a step's plan; tokens after the step's do nothing.
+
+        Args:
+            plan: of the step.
+            start: ring row where the step's rows begin; slots are shifted by it.
+            input_ids: int [tokens] on the device, for programs that depend on the token.
+        """
         if self._last is None or not self._last.same(plan):
-            self._last = _Written(plan)
+            self._last = _WrittenPlan(plan)
         elif start == self._last.start or not plan.rows:
-            return  # the device has it already
+            return  # the device has this plan
         self._last.start = start
         self._put(len(plan.slots), self._last.shifted(start))
         if plan.programs_by_token:
-            self._last = None  # by the time that they have been resolved, it is another
+            self._last = None  # the look-ups change the plan on the device
             for lookup in plan.programs_by_token:
                 self._resolve(lookup, input_ids)
 
     def silence(self) -> None:
-        """Nothing is recorded or changed."""
+        """Write a plan in which no token is recorded or changed."""
         self._last = None
-        if self._dirty:
+        if self._num_written:
             self._put(0, np.zeros((0, 4), np.int32))
 
     def _put(self, n: int, content: np.ndarray) -> None:
-        """Write the first `n` tokens; none after them does anything."""
-        width = max(n, self._dirty)
-        self._dirty = n
+        """Write `content`, int32 [n, 4], for the first `n` tokens; later tokens do nothing."""
+        width = max(n, self._num_written)
+        self._num_written = n
         self._turn = (self._turn + 1) % len(self._staging)
         if self._cuda:
             self._copied[self._turn].synchronize()
-        host = self._hosts[self._turn]
+        host = self._staging_np[self._turn]
         host[:n] = content
         host[n:width] = -1
         self._plan[:width].copy_(self._staging[self._turn][:width], non_blocking=True)
@@ -60,52 +72,60 @@ class PlanWriter:
             self._copied[self._turn].record()
 
     def _resolve(self, lookup: ProgramsByToken, input_ids: torch.Tensor) -> None:
-        """Choose programs by the tokens that only the device knows."""
+        """Choose programs by token ids that are known on the device alone."""
         device = self._plan.device
         tokens = upload(lookup.tokens, device)
         ids = input_ids[tokens].long()
         index = torch.zeros(len(tokens), dtype=torch.long, device=device)
         for j, members in enumerate(lookup.token_sets):
-            if not members:  # no token is among them
+            if not members:
                 continue
-            some = upload(np.unique(np.array(members, np.int64)), device)
-            # As torch.isin, which for more than a few makes the host wait for the device.
-            at = torch.searchsorted(some, ids).clamp_(max=len(some) - 1)
-            index += (some[at] == ids).long() << j
+            token_set = upload(np.unique(np.array(members, np.int64)), device)
+            # torch.isin would do, but makes the host wait for the device if the set is not small.
+            at = torch.searchsorted(token_set, ids).clamp_(max=len(token_set) - 1)
+            index += (token_set[at] == ids).long() << j
         self._plan[tokens, 2] = upload(lookup.programs, device)[index]
 
 
-class _Written:
-    """What was written last."""
+class _WrittenPlan:
+    """The plan that was written last, and where its rows begin in the ring."""
 
     def __init__(self, plan: StepPlan) -> None:
-        self._slots, self._profiles, self._programs = plan.slots, plan.site_sets, plan.programs
+        self._slots, self._site_sets, self._programs = plan.slots, plan.site_sets, plan.programs
         self._spans = plan.spans
         self._content = np.stack([plan.slots, plan.site_sets, plan.programs, plan.spans], 1)
         self._captured = (plan.slots >= 0).astype(np.int32)
         self.start = 0
 
     def same(self, plan: StepPlan) -> bool:
-        """Whether the plan is this one but for the place in the ring; steps that repeat share their arrays."""
-        known = (self._slots, self._profiles, self._programs, self._spans)
-        return all(a is b for a, b in zip(known, (plan.slots, plan.site_sets, plan.programs, plan.spans), strict=True))
+        """Return whether a plan shares its arrays with this one: only its start may differ."""
+        arrays = (self._slots, self._site_sets, self._programs, self._spans)
+        return all(a is b for a, b in zip(arrays, (plan.slots, plan.site_sets, plan.programs, plan.spans), strict=True))
 
     def shifted(self, start: int) -> np.ndarray:
-        """int32 [tokens, 4] with slots counted from the ring's row `start`."""
+        """Return the plan, int32 [tokens, 4], with slots counted from ring row `start` on."""
         content = self._content.copy()
         content[:, 0] += self._captured * np.int32(start)
         return content
 
 
 class TableWriter:
-    """Mirrors a ProgramTable on the device, changed rows only."""
+    """Mirrors a `ProgramTable` on the device.
+
+    Args:
+        table: the table on the host.
+        device: of the mirror.
+
+    Attributes:
+        tensors: the mirrored arrays by name.
+    """
 
     def __init__(self, table: ProgramTable, device: torch.device) -> None:
         self._table = table
         self.tensors = {name: torch.from_numpy(getattr(table, name)).clone().to(device) for name in table.changed}
 
     def flush(self) -> None:
-        """Write the rows that changed since the last flush."""
+        """Copy the rows that changed since the last flush."""
         if not any(self._table.changed.values()):
             return
         for name, rows in self._table.take_changes().items():

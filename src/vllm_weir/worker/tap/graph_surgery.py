@@ -115,7 +115,7 @@ def _detach_behind(graph: fx.Graph, reduced: fx.Node) -> DetachedTaps | None:
 
 
 def _next_tap(hidden: fx.Node) -> fx.Node | None:
-    """The tap that is the only user of `hidden`, if it acts on that alone or on it and a residual."""
+    """Return the only user of `hidden` if it is a tap, with a residual or without."""
     if len(hidden.users) != 1:
         return None
     user = next(iter(hidden.users))

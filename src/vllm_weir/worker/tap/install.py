@@ -1,4 +1,4 @@
-"""Installation of taps: the forward of a tapped module is wrapped, so the compiler traces the op into the graph.
+"""Installation of taps, around the forwards of modules, where the compiler traces them.
 
 Each tapped module gets a class of its own, whose forward is the module's with *layers* around it: a
 layer takes a forward and returns one that also calls the tap. Copies and pickles of the module have
@@ -163,9 +163,10 @@ def _tap(anchor: Anchor, buffer: str, switch: TapSwitch, tap: int) -> Layer:
 
 
 def _positions(anchor: Anchor) -> tuple[int, ...] | None:
-    """Return where `hidden` and `residual` are among a call's arguments (before it) or outputs (after it).
+    """Return the positions of `hidden` and `residual` in a call's arguments or outputs.
 
-    Returns None if they have to be found by name or in both, or a bias is to be added.
+    These are the arguments before a call and the outputs after it. Returns None if a tensor is
+    elsewhere or only given by name, or if there is a bias to add.
     """
     keys = [key for key in (anchor.hidden, anchor.residual) if key is not None]
     kind = "arg" if anchor.when == "before" else "out"

@@ -1,12 +1,12 @@
-"""The tap: one opaque custom op per tapped place, called where `vllm_weir.worker.tap.install` puts it.
+"""The tap: an opaque custom op per tapped place, called where `worker.tap.install` puts it.
 
 Every layer's graph must be the same, so that equal graphs compile once. So the op takes its tap's
-*number* as a tensor (`numbered`), a buffer of the module. All else (the step's plan, the tables, the
-ring) belongs to an engine and is found by the address of that tensor. The op mutates the stream in
-place, so the compiler can neither move nor drop it.
+*number* as a tensor (`numbered`), a buffer of the module. All else (the step's plan, the tables,
+the ring) belongs to an engine and is found by the address of that tensor. The op mutates the stream
+in place, so the compiler can neither move nor drop it.
 
-Three forms differ in the tensor beside the one that is written: none (`tap`), a residual that is set
-to zero when the stream is written (`tap_residual`), or a bias that is only read (`tap_offset`).
+Three forms differ in the tensor beside the one that is written: none (`tap`), a residual that is
+set to zero when the stream is written (`tap_residual`), or a bias that is only read (`tap_offset`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class TapTensors:
     """The device tensors that the taps of one worker share.
 
     Attributes:
-        plan: int32 [max tokens, 4]. For every token of the step its slot (first ring row), site set and
-            program, -1 for none, and its span (`vllm_weir.worker.planning.step_plan.StepPlan`).
+        plan: int32 [max tokens, 4]. For every token of the step its slot (first ring row), site set
+            and program, -1 for none, and its span (`vllm_weir.worker.planning.step_plan.StepPlan`).
         ranks: int32 [max site sets, columns], place of a column among the rows of a token with this
             site set, -1 if it is not in the set.
         ring: [rows, d_model] in the model's dtype.
@@ -59,7 +59,8 @@ class TapSwitch:
     """The taps of an engine, and which of them act.
 
     A tap that does not act returns before it launches anything: a CUDA graph that is captured
-    meanwhile has no trace of it. The switch must not be turned while a forward pass is being issued.
+    meanwhile has no trace of it. The switch must not be turned while a forward pass is being
+    issued.
 
     Attributes:
         tensors: what the taps share.
@@ -67,7 +68,8 @@ class TapSwitch:
         mask: the taps that act, as bits; 0 for none.
         pinned: whether all taps act for good.
         numbers: address of a tap's number tensor -> number of the tap.
-        launch: called by the taps in place of their kernel, with the same arguments; None for the kernel.
+        launch: called by the taps in place of their kernel, with the same arguments; None for the
+            kernel.
     """
 
     __slots__ = ("__weakref__", "_kept", "launch", "mask", "numbers", "pinned", "tables", "tensors")
@@ -175,7 +177,7 @@ def numbered(
     keep_other: bool = False,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Return a tap's number tensor, int32 [4]: the tap, the bits of its two scales, and `keep_other`.
+    """Return a tap's number tensor, int32 [4]: tap, bits of the two scales, `keep_other`.
 
     Args:
         tap: number of the tap.

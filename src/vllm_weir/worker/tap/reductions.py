@@ -1,9 +1,13 @@
-"""Reductions: rows of a prompt that the taps themselves reduce.
+"""Reductions: rows of a prompt that the taps themselves reduce to a mean or a maximum.
 
-A tap joins the rows of one *group*, the chosen tokens among `GROUP` positions, one after the other, and leaves the
-result in *cells*, float32 rows in the ring, one for each column. At the end of the step the groups of a sequence are
-joined in their order, to what earlier steps have left. So a reduction depends on positions alone: not on the batch, nor
-on how a prompt was cut into steps.
+1. The chosen tokens among `GROUP` successive positions are a *group*. In a step, each tap joins the
+   rows of a group, one after the other, into a *cell* per column: a float32 row in the ring.
+2. A group that an earlier step began is seeded with what that step left (`TapReducer.seed`).
+3. After the step the groups of a sequence are joined in order with what earlier steps left. If the
+   prompt is complete, the result is in its first group's cells; if not, the complete groups,
+   joined, and the last group are kept for the next step (`TapReducer.settle`).
+
+So a result depends on positions alone: not on the batch, nor on how a prompt was cut into steps.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from vllm_weir.worker.planning.columns import JOIN, as_integers
 
 
 class TapReducer:
-    """Joins what the taps have left in the ring's cells, on CUDA on the current stream.
+    """Joins what the taps left in the ring's cells, on CUDA on the current stream.
 
     Args:
         ring: [rows, d_model].
@@ -34,41 +38,59 @@ class TapReducer:
         self._cells = ring[: count * self.words].view(-1).view(torch.float32).view(count, d_model)
         self._kept = torch.empty(0, d_model, dtype=torch.float32, device=ring.device)
         self._places: dict[int, tuple[int, int]] = {}
-        """Row sequence -> first row in `_kept` of what there is of it, and rows: the groups that are complete,
-        joined, and then the last one."""
+        """Row sequence -> its first row in `_kept`, and number of rows.
+
+        These are a row per column for the complete groups, joined, and then one for the last group.
+        """
         self._free: dict[int, list[int]] = {}
+        """Number of rows -> places of that size that are free."""
         self._end = 0
 
-    def seed(self, folds: np.ndarray, start: int) -> None:
-        """Before the taps: put into the cells, from ring row `start` on, what earlier steps made of their groups."""
-        some = folds[folds["resumed"] == CONTINUED]
-        if not len(some):
-            return
-        columns, kept = some["columns"], np.array([self._places[n][0] for n in some["row_seq"].tolist()])
-        of, column = _spread(columns)
-        cells = (some["cell"] + start // self.words)[of] + column
-        device = self._cells.device
-        self._cells[upload(cells, device)] = self._kept[upload((kept + columns)[of] + column, device)]
+    def seed(self, reductions: np.ndarray, start: int) -> None:
+        """Before the taps run, put what earlier steps left of groups into their cells.
 
-    def settle(self, folds: np.ndarray, start: int) -> None:
-        """After them: join the groups. The results are left in the first groups' cells."""
-        if not len(folds):
+        Args:
+            reductions: REDUCTION [n] of the step, see `vllm_weir.worker.planning.columns`.
+            start: ring row where the step's rows begin.
+        """
+        continued = reductions[reductions["resumed"] == CONTINUED]
+        if not len(continued):
             return
-        numbers, done = folds["row_seq"].tolist(), folds["done"] != 0
-        kept = np.array([self._places.get(number, (-1, 0))[0] for number in numbers])
-        for k in np.flatnonzero(~done & (kept < 0)).tolist():
-            self._keep(numbers[k], 2 * int(folds["columns"][k]))
-        to = np.array([-1 if over else self._places[n][0] for n, over in zip(numbers, done.tolist(), strict=True)])
-        work = np.empty(len(folds), JOIN)
-        work["cell"], work["kept_from"], work["kept_to"] = folds["cell"] + start // self.words, kept, to
+        columns = continued["columns"]
+        kept = np.array([self._places[number][0] for number in continued["row_seq"].tolist()])
+        reduction, column = _spread(columns)
+        cells = (continued["cell"] + start // self.words)[reduction] + column
+        device = self._cells.device
+        last_groups = self._kept[upload((kept + columns)[reduction] + column, device)]
+        self._cells[upload(cells, device)] = last_groups
+
+    def settle(self, reductions: np.ndarray, start: int) -> None:
+        """After the taps ran, join the groups; results are left in the first groups' cells.
+
+        Args:
+            reductions: as in `seed`.
+            start: as in `seed`.
+        """
+        if not len(reductions):
+            return
+        numbers, done = reductions["row_seq"].tolist(), reductions["done"] != 0
+        kept_from = np.array([self._places.get(number, (-1, 0))[0] for number in numbers])
+        for k in np.flatnonzero(~done & (kept_from < 0)).tolist():
+            self._allocate(numbers[k], 2 * int(reductions["columns"][k]))
+        kept_to = np.array(
+            [-1 if over else self._places[number][0] for number, over in zip(numbers, done.tolist(), strict=True)]
+        )
+        work = np.empty(len(reductions), JOIN)
+        work["cell"] = reductions["cell"] + start // self.words
+        work["kept_from"], work["kept_to"] = kept_from, kept_to
         for name in ("groups", "columns", "resumed", "count", "done", "maximum"):
-            work[name] = folds[name]
+            work[name] = reductions[name]
         join = _join_cuda if self._cells.is_cuda else _join
         join(work, self._cells, self._kept)
-        self.forget(n for n, over in zip(numbers, done.tolist(), strict=True) if over)
+        self.forget(number for number, over in zip(numbers, done.tolist(), strict=True) if over)
 
     def forget(self, row_seqs: Iterable[int]) -> None:
-        """These have ended."""
+        """Free what is kept of row sequences that have ended."""
         for number in row_seqs:
             if (place := self._places.pop(number, None)) is not None:
                 self._free.setdefault(place[1], []).append(place[0])
@@ -76,7 +98,7 @@ class TapReducer:
             self._free.clear()
             self._end = 0
 
-    def _keep(self, number: int, rows: int) -> None:
+    def _allocate(self, number: int, rows: int) -> None:
         free = self._free.get(rows)
         if free:
             self._places[number] = free.pop(), rows
@@ -90,33 +112,36 @@ class TapReducer:
 
 
 def _spread(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """0 as often as the first count says, then 1, ..; and each one's number among its like."""
-    of = np.arange(len(counts)).repeat(counts)
-    return of, np.arange(len(of)) - (counts.cumsum() - counts)[of]
+    """Return, for ``sum(counts)`` items, which count each belongs to and its number within that."""
+    owner = np.arange(len(counts)).repeat(counts)
+    return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 
 
 def _join(work: np.ndarray, cells: torch.Tensor, kept: torch.Tensor) -> None:
-    """Join groups as `work` says, JOIN [n]."""
-    of, column = _spread(work["columns"])
-    cell, groups, columns, resumed, count, done, largest, had, keeps = as_integers(work)[of].T.astype(np.int64)
-    largest_here = torch.from_numpy(largest != 0)[:, None]
+    """Join the groups of reductions, all columns at once, in place; `work` is JOIN [n]."""
+    reduction, column = _spread(work["columns"])
+    fields = as_integers(work)[reduction].T.astype(np.int64)
+    cell, groups, columns, resumed, count, done, maximum, kept_from, kept_to = fields
+    take_maximum = torch.from_numpy(maximum != 0)[:, None]
 
-    def joined(so_far: torch.Tensor, rows: torch.Tensor, at: np.ndarray) -> torch.Tensor:
-        return torch.where(largest_here[at], torch.maximum(so_far, rows), so_far + rows)
+    def combine(so_far: torch.Tensor, rows: torch.Tensor, at: np.ndarray) -> torch.Tensor:
+        return torch.where(take_maximum[at], torch.maximum(so_far, rows), so_far + rows)
 
-    total = torch.zeros(len(of), cells.shape[1]).masked_fill_(largest_here, float("-inf"))
-    at = np.flatnonzero(had >= 0)
-    total[at] = kept[(had + column)[at]]
+    total = torch.zeros(len(reduction), cells.shape[1]).masked_fill_(take_maximum, float("-inf"))
+    at = np.flatnonzero(kept_from >= 0)
+    total[at] = kept[(kept_from + column)[at]]
     at = np.flatnonzero(resumed == COMPLETE)
-    total[at] = joined(total[at], kept[(had + columns + column)[at]], at)
+    total[at] = combine(total[at], kept[(kept_from + columns + column)[at]], at)
     for k in range(int(groups.max())):
         at = np.flatnonzero(k < groups - 1 + done)
-        total[at] = joined(total[at], cells[(cell + k * columns + column)[at]], at)
+        total[at] = combine(total[at], cells[(cell + k * columns + column)[at]], at)
     at = np.flatnonzero(done)
-    cells[(cell + column)[at]] = total[at] / torch.from_numpy(np.where(largest, 1, count)[at])[:, None].float()
+    divisor = torch.from_numpy(np.where(maximum, 1, count)[at])[:, None].float()
+    cells[(cell + column)[at]] = total[at] / divisor
     at = np.flatnonzero(done == 0)
-    last = cells[(cell + (groups - 1) * columns + column)[at]]
-    kept[(keeps + column)[at]], kept[(keeps + columns + column)[at]] = total[at], last
+    last_groups = cells[(cell + (groups - 1) * columns + column)[at]]
+    kept[(kept_to + column)[at]] = total[at]
+    kept[(kept_to + columns + column)[at]] = last_groups
 
 
 def _join_cuda(work: np.ndarray, cells: torch.Tensor, kept: torch.Tensor) -> None:

@@ -1,6 +1,16 @@
-"""The tap on CUDA: one launch, one program a token, early exit where nothing is wanted."""
+"""The tap's kernel on CUDA: one launch per tap, with one Triton program per token.
 
-# Triton takes annotations of a kernel's parameters for their types on the device, so kernels have none.
+1. `_tap` reads, from the plan and the tables, which rows of its token are recorded here and which
+   node the token's steering program starts with. It exits if there is neither.
+2. It loads the row of the stream, and goes through the stages of the tap: record, follow the chain
+   of nodes up to the next stage, record, and so on.
+3. It writes a changed row back, so that the model's own sum is the new stream.
+
+The first token of a group that is reduced (`reductions`) does all this for the whole group, in
+`_reduce_group`; the others exit.
+"""
+
+# Triton takes annotations of a kernel's parameters for device types, so kernels have none.
 # mypy: disallow-untyped-defs=False
 # ruff: noqa: ANN001, ANN202
 
@@ -34,7 +44,7 @@ _FLOATS = tl.constexpr(len(programs.FLOAT_FIELDS))
 
 @triton.jit
 def _term(node, h, ints, floats, vectors, d_model, offsets, inside):
-    """What one instruction adds to the row `h`."""
+    """Return what the instruction at `node` adds to the row `h`."""
     kind = tl.load(ints + node * _INTS)
     u = tl.load(ints + node * _INTS + 1).to(tl.int64)
     w = tl.load(ints + node * _INTS + 2).to(tl.int64)
@@ -64,46 +74,51 @@ def _term(node, h, ints, floats, vectors, d_model, offsets, inside):
 
 @triton.jit
 def _load(hidden, other, token, hidden_stride, other_stride, offsets, inside, HAS_OTHER: tl.constexpr):
-    """What is at a token, and what stands beside it there."""
+    """Return the token's rows of `hidden` and `other`; twice the former if there is no other."""
     row = tl.load(hidden + token * hidden_stride + offsets, mask=inside, other=0.0)
-    beside = row
+    other_row = row
     if HAS_OTHER:
-        beside = tl.load(other + token * other_stride + offsets, mask=inside, other=0.0)
-    return row, beside
+        other_row = tl.load(other + token * other_stride + offsets, mask=inside, other=0.0)
+    return row, other_row
 
 
 @triton.jit
-def _stream(row, beside, scale, other_scale, HAS_OTHER: tl.constexpr):
-    """The stream of both, in the model's dtype."""
+def _stream(row, other_row, scale, other_scale, HAS_OTHER: tl.constexpr):
+    """Return the token's row of the stream, in the model's dtype."""
     if HAS_OTHER:
         # As the model rounds: a sum is scaled, or terms of different scales are added.
         if scale == other_scale:
-            row = (row.to(tl.float32) + beside.to(tl.float32)).to(row.dtype)
+            row = (row.to(tl.float32) + other_row.to(tl.float32)).to(row.dtype)
             if scale != 1.0:
                 row = (row.to(tl.float32) * scale).to(row.dtype)
         else:
             one = (row.to(tl.float32) * scale).to(row.dtype).to(tl.float32)
-            row = (one + (beside.to(tl.float32) * other_scale).to(row.dtype).to(tl.float32)).to(row.dtype)
+            row = (one + (other_row.to(tl.float32) * other_scale).to(row.dtype).to(tl.float32)).to(row.dtype)
     elif scale != 1.0:
         row = (row.to(tl.float32) * scale).to(row.dtype)
     return row
 
 
 @triton.jit
-def _write(hidden, other, token, hidden_stride, other_stride, tap, h, beside, offsets, inside, HAS_OTHER: tl.constexpr):
-    """Make the stream at a token `h`."""
+def _write(
+    hidden, other, token, hidden_stride, other_stride, tap, h, other_row, offsets, inside, HAS_OTHER: tl.constexpr
+):
+    """Write `h` as the stream's row of a token."""
     written = h * (1.0 / tl.load(tap + 1).to(tl.float32, bitcast=True))
     if HAS_OTHER:
         free = tl.load(tap + 3) == 0
-        written = tl.where(free, written, written - beside.to(tl.float32))
-        nothing = (h * 0.0).to(beside.dtype)
+        written = tl.where(free, written, written - other_row.to(tl.float32))
+        nothing = (h * 0.0).to(other_row.dtype)
         tl.store(other + token * other_stride + offsets, nothing, mask=inside & free)
-    tl.store(hidden + token * hidden_stride + offsets, written.to(beside.dtype), mask=inside)
+    tl.store(hidden + token * hidden_stride + offsets, written.to(other_row.dtype), mask=inside)
 
 
 @triton.jit
 def _follow(node, h, past_post, ints, floats, vectors, d_model, offsets, inside):
-    """Follow a chain to its end, or to what comes after the post stage; returns where it stopped, and the row."""
+    """Follow a chain of nodes; return where it stopped, and the new row.
+
+    It stops at its end, or unless `past_post` at the nodes that come after the stream was recorded.
+    """
     delta = tl.zeros_like(h)
     flags = tl.load(ints + node * _INTS + 4, mask=node >= 0, other=0)
     while (node >= 0) & (past_post | ((flags & _AFTER_POST) == 0)):
@@ -117,8 +132,8 @@ def _follow(node, h, past_post, ints, floats, vectors, d_model, offsets, inside)
 
 
 @triton.jit
-def _joined(so_far, row, counts, maximum):
-    """A reduction with one row more, if that counts."""
+def _combine(so_far, row, counts, maximum):
+    """Return a reduction with one row more, if that counts."""
     if counts:
         if maximum:
             so_far = tl.maximum(so_far, row.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
@@ -129,24 +144,24 @@ def _joined(so_far, row, counts, maximum):
 
 @triton.jit
 def _counts(plan, token, k, span, whole):
-    """Whether the `k`-th token of a group's span is one of the group."""
-    here = k < span
-    mark = tl.load(plan + (token + k) * 4 + 3, mask=here & (whole == 0), other=0)
-    return here & (whole | (k == 0) | (mark < 0))
+    """Return whether the `k`-th token of a span is of the group; all are if it is `whole`."""
+    in_span = k < span
+    its_span = tl.load(plan + (token + k) * 4 + 3, mask=in_span & (whole == 0), other=0)
+    return in_span & (whole | (k == 0) | (its_span < 0))
 
 
 @triton.jit
-def _fold(
+def _reduce_group(
     hidden,
     other,
     hidden_stride,
     other_stride,
     tap,
-    site,
+    tap_index,
     token,
-    fold,
+    flagged_span,
     cell,
-    at,
+    stage_ranks,
     plan,
     heads,
     ints,
@@ -159,55 +174,58 @@ def _fold(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Reduce the rows of a group's tokens, one after the other, into its cells, and steer them: nobody else does."""
+    """Reduce the rows of a group's tokens, one after the other, into its cells, and steer them.
+
+    `flagged_span` is the first token's entry in the plan: the span of the group, and flags.
+    """
     offsets = tl.arange(0, BLOCK)
     inside = offsets < d_model
-    span = fold & _SPAN
-    maximum, seeded = (fold & _MAXIMUM) != 0, (fold & _SEEDED) != 0
+    span = flagged_span & _SPAN
+    maximum, seeded = (flagged_span & _MAXIMUM) != 0, (flagged_span & _SEEDED) != 0
     lanes = tl.arange(0, GROUP)
-    some = plan + (token + lanes) * 4
-    member = (lanes < span) & ((lanes == 0) | (tl.load(some + 3, mask=lanes < span, other=0) < 0))
+    entries = plan + (token + lanes) * 4
+    member = (lanes < span) & ((lanes == 0) | (tl.load(entries + 3, mask=lanes < span, other=0) < 0))
     whole = tl.sum(member.to(tl.int32), axis=0) == span
-    programs = tl.load(some + 2, mask=member, other=-1).to(tl.int64)
-    steered = tl.max(tl.load(heads + programs * num_taps + site, mask=programs >= 0, other=-1), axis=0) >= 0
+    programs = tl.load(entries + 2, mask=member, other=-1).to(tl.int64)
+    steered = tl.max(tl.load(heads + programs * num_taps + tap_index, mask=programs >= 0, other=-1), axis=0) >= 0
     scale, other_scale = tl.load(tap + 1).to(tl.float32, bitcast=True), tl.load(tap + 2).to(tl.float32, bitcast=True)
-    last = 0
+    last_stage = 0
     for stage in range(1, STAGES):
-        last = tl.where(tl.load(at + stage) >= 0, stage, last)
+        last_stage = tl.where(tl.load(stage_ranks + stage) >= 0, stage, last_stage)
     for stage in range(STAGES):
-        rank = tl.load(at + stage)
+        rank = tl.load(stage_ranks + stage)
         if rank >= 0:
-            to = cell + rank.to(tl.int64) * d_model + offsets
-            so_far = tl.load(to, mask=inside & seeded, other=0.0)
+            target = cell + rank.to(tl.int64) * d_model + offsets
+            so_far = tl.load(target, mask=inside & seeded, other=0.0)
             if maximum & (seeded == 0):
                 so_far += float("-inf")
             if steered:
                 for k in range(span):
-                    mine = plan + (token + k) * 4
-                    counts = (k == 0) | (tl.load(mine + 3) < 0)
+                    entry = plan + (token + k) * 4
+                    counts = (k == 0) | (tl.load(entry + 3) < 0)
                     if counts:
-                        program = tl.load(mine + 2).to(tl.int64)
-                        node = tl.load(heads + program * num_taps + site, mask=program >= 0, other=-1).to(tl.int64)
-                        row, beside = _load(
+                        program = tl.load(entry + 2).to(tl.int64)
+                        node = tl.load(heads + program * num_taps + tap_index, mask=program >= 0, other=-1).to(tl.int64)
+                        row, other_row = _load(
                             hidden, other, token + k, hidden_stride, other_stride, offsets, inside, HAS_OTHER
                         )
-                        row = _stream(row, beside, scale, other_scale, HAS_OTHER)
-                        first, h = node, row.to(tl.float32)
+                        row = _stream(row, other_row, scale, other_scale, HAS_OTHER)
+                        first_node, h = node, row.to(tl.float32)
                         if stage > 0:
                             node, h = _follow(node, h, stage > 1, ints, floats, vectors, d_model, offsets, inside)
-                        so_far = _joined(so_far, h.to(row.dtype), True, maximum)
-                        if (stage == last) & (first >= 0):
+                        so_far = _combine(so_far, h.to(row.dtype), True, maximum)
+                        if (stage == last_stage) & (first_node >= 0):
                             node, h = _follow(node, h, True, ints, floats, vectors, d_model, offsets, inside)
                             _write(
-                                hidden, other, token + k, hidden_stride, other_stride, tap, h, beside, offsets, inside,
+                                hidden, other, token + k, hidden_stride, other_stride, tap, h, other_row, offsets, inside,
                                 HAS_OTHER,
                             )  # fmt: skip
             else:
                 for k in range(0, span, 2):
-                    # The loads of both rows are under way before the first of them is joined.
+                    # Two at a time: both loads are under way before the first row is joined.
                     at_k = token + k
-                    a, beside_a = _load(hidden, other, at_k, hidden_stride, other_stride, offsets, inside, HAS_OTHER)
-                    b, beside_b = _load(
+                    a, other_row_a = _load(hidden, other, at_k, hidden_stride, other_stride, offsets, inside, HAS_OTHER)
+                    b, other_row_b = _load(
                         hidden,
                         other,
                         at_k + 1,
@@ -218,12 +236,12 @@ def _fold(
                         HAS_OTHER,
                     )
                     in_a, in_b = _counts(plan, token, k, span, whole), _counts(plan, token, k + 1, span, whole)
-                    so_far = _joined(so_far, _stream(a, beside_a, scale, other_scale, HAS_OTHER), in_a, maximum)
-                    so_far = _joined(so_far, _stream(b, beside_b, scale, other_scale, HAS_OTHER), in_b, maximum)
-            tl.store(to, so_far, mask=inside)
+                    so_far = _combine(so_far, _stream(a, other_row_a, scale, other_scale, HAS_OTHER), in_a, maximum)
+                    so_far = _combine(so_far, _stream(b, other_row_b, scale, other_scale, HAS_OTHER), in_b, maximum)
+            tl.store(target, so_far, mask=inside)
 
 
-# What does not help the code would only make more kernels of it.
+# Specialising on these would only compile more kernels.
 @triton.jit(do_not_specialize=["plan_size", "rank_width", "num_taps"])
 def _tap(
     hidden,
@@ -256,43 +274,44 @@ def _tap(
     planned = token < plan_size
     slot = tl.load(plan + token * 4, mask=planned, other=-1).to(tl.int64)
     program = tl.load(plan + token * 4 + 2, mask=planned, other=-1).to(tl.int64)
-    fold = tl.load(plan + token * 4 + 3, mask=planned, other=0)
-    site = tl.load(tap).to(tl.int64)
-    node = tl.load(heads + program * num_taps + site, mask=program >= 0, other=-1).to(tl.int64)
-    profile = tl.load(plan + token * 4 + 1, mask=slot >= 0, other=0).to(tl.int64)
-    at = ranks + profile * rank_width + site * STAGES
-    r0 = tl.load(at, mask=slot >= 0, other=-1)
-    r1 = tl.load(at + 1, mask=slot >= 0, other=-1)
-    r2 = tl.load(at + 2, mask=slot >= 0, other=-1)
+    flagged_span = tl.load(plan + token * 4 + 3, mask=planned, other=0)
+    tap_index = tl.load(tap).to(tl.int64)
+    node = tl.load(heads + program * num_taps + tap_index, mask=program >= 0, other=-1).to(tl.int64)
+    site_set = tl.load(plan + token * 4 + 1, mask=slot >= 0, other=0).to(tl.int64)
+    stage_ranks = ranks + site_set * rank_width + tap_index * STAGES
+    rank_0 = tl.load(stage_ranks, mask=slot >= 0, other=-1)
+    rank_1 = tl.load(stage_ranks + 1, mask=slot >= 0, other=-1)
+    rank_2 = tl.load(stage_ranks + 2, mask=slot >= 0, other=-1)
     if AHEAD:
-        # Up to here only tables were read, which are complete before the kernel that this one follows starts. All
-        # programs wait, also those with nothing to do: what comes after the tap takes its end for that kernel's end.
+        # Up to here only tables were read, which are complete before the kernel ahead starts. All
+        # programs wait, also those with nothing to do: the kernel after the tap takes the tap's end
+        # for the end of the kernel ahead.
         gdc_wait()
-    recorded = (r0 >= 0) | (r1 >= 0) | (r2 >= 0)
-    if recorded & (fold != 0):
-        if fold > 0:  # the others of a group leave all to its first
+    recorded = (rank_0 >= 0) | (rank_1 >= 0) | (rank_2 >= 0)
+    if recorded & (flagged_span != 0):
+        if flagged_span > 0:  # the first token of a group does all the work
             words = 4 // (ring.dtype.element_ty.primitive_bitwidth // 8)
             cell = ring.to(tl.pointer_type(tl.float32)) + slot // words * d_model
-            _fold(
-                hidden, other, hidden_stride, other_stride, tap, site, token, fold, cell, at, plan, heads, ints, floats,
-                vectors, num_taps, d_model, HAS_OTHER, STAGES, BLOCK, GROUP,
+            _reduce_group(
+                hidden, other, hidden_stride, other_stride, tap, tap_index, token, flagged_span, cell, stage_ranks,
+                plan, heads, ints, floats, vectors, num_taps, d_model, HAS_OTHER, STAGES, BLOCK, GROUP,
             )  # fmt: skip
     elif recorded | (node >= 0):
         offsets = tl.arange(0, BLOCK)
         inside = offsets < d_model
-        row, beside = _load(hidden, other, token, hidden_stride, other_stride, offsets, inside, HAS_OTHER)
+        row, other_row = _load(hidden, other, token, hidden_stride, other_stride, offsets, inside, HAS_OTHER)
         scale = tl.load(tap + 1).to(tl.float32, bitcast=True)
-        row = _stream(row, beside, scale, tl.load(tap + 2).to(tl.float32, bitcast=True), HAS_OTHER)
-        tl.store(ring + (slot + r0) * d_model + offsets, row, mask=inside & (r0 >= 0))
+        row = _stream(row, other_row, scale, tl.load(tap + 2).to(tl.float32, bitcast=True), HAS_OTHER)
+        tl.store(ring + (slot + rank_0) * d_model + offsets, row, mask=inside & (rank_0 >= 0))
         if node < 0:
-            tl.store(ring + (slot + r1) * d_model + offsets, row, mask=inside & (r1 >= 0))
-            tl.store(ring + (slot + r2) * d_model + offsets, row, mask=inside & (r2 >= 0))
+            tl.store(ring + (slot + rank_1) * d_model + offsets, row, mask=inside & (rank_1 >= 0))
+            tl.store(ring + (slot + rank_2) * d_model + offsets, row, mask=inside & (rank_2 >= 0))
         else:
             node, h = _follow(node, row.to(tl.float32), False, ints, floats, vectors, d_model, offsets, inside)
-            tl.store(ring + (slot + r1) * d_model + offsets, h.to(row.dtype), mask=inside & (r1 >= 0))
+            tl.store(ring + (slot + rank_1) * d_model + offsets, h.to(row.dtype), mask=inside & (rank_1 >= 0))
             node, h = _follow(node, h, True, ints, floats, vectors, d_model, offsets, inside)
-            tl.store(ring + (slot + r2) * d_model + offsets, h.to(row.dtype), mask=inside & (r2 >= 0))
-            _write(hidden, other, token, hidden_stride, other_stride, tap, h, beside, offsets, inside, HAS_OTHER)
+            tl.store(ring + (slot + rank_2) * d_model + offsets, h.to(row.dtype), mask=inside & (rank_2 >= 0))
+            _write(hidden, other, token, hidden_stride, other_stride, tap, h, other_row, offsets, inside, HAS_OTHER)
 
 
 def launch(
@@ -309,21 +328,29 @@ def launch(
     *,
     listed: torch.Tensor | None = None,
 ) -> None:
-    """Record and steer rows of `hidden` and what stands beside it, both [tokens, d_model], as the plan says.
+    """Record and steer rows of the stream at one tap, as the plan says.
 
-    `listed`: int32, the tokens that the plan has something for, those first that begin a group; None for all tokens, as
-    in a CUDA graph, which is to serve any plan. Of thousands of programs that only find that they have nothing to do,
-    each holds up one that has.
+    `hidden` and `other` are [tokens, d_model], and their weighted sum is the stream; `tap` is the
+    tap's number tensor (`vllm_weir.worker.tap.op.numbered`). The other tensors are those of
+    `vllm_weir.worker.tap.op.TapTensors`.
+
+    `listed` is int32, the tokens that the plan has something for; those that begin a group come
+    first, since they take longest. None means all tokens, as in a CUDA graph, which serves any
+    plan. A list saves programs that only find out that they have nothing to do, and hold up the
+    others meanwhile.
+
+    Raises:
+        ValueError: if the rows are not contiguous.
     """
-    tokens, d_model = hidden.shape
+    num_programs, d_model = hidden.shape
     if listed is not None:
-        tokens = len(listed)
-    if not tokens:
+        num_programs = len(listed)
+    if not num_programs:
         return
     if hidden.stride(1) != 1 or (other is not None and other.stride(1) != 1):
-        raise ValueError("the tap needs rows that are contiguous in memory")
-    block, ahead = triton.next_power_of_2(d_model), _launched_ahead()
-    _tap[(tokens,)](
+        raise ValueError("a tap needs rows that are contiguous in memory")
+    block, ahead = triton.next_power_of_2(d_model), _can_launch_ahead()
+    _tap[(num_programs,)](
         hidden,
         hidden if other is None else other,
         tap,
@@ -348,13 +375,16 @@ def launch(
         LISTED=listed is not None,
         AHEAD=ahead,
         num_warps=4 if block <= 2048 else 16,
-        # As many as plain tokens need: with more, only half as many programs have room on a processor.
+        # As many registers as plain tokens need: with more, half as many programs fit a processor.
         maxnreg=96 if block <= 2048 else 64 if block <= 4096 else 128,
         **({"launch_pdl": True} if ahead else {}),
     )
 
 
 @functools.cache
-def _launched_ahead() -> bool:
-    """Whether a kernel may be launched before the one that it follows has ended (programmatic dependent launch)."""
+def _can_launch_ahead() -> bool:
+    """Return whether a kernel may start before the one ahead of it has ended.
+
+    CUDA calls this programmatic dependent launch.
+    """
     return torch.version.cuda is not None and torch.cuda.get_device_capability() >= (9, 0)

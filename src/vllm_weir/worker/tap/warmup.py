@@ -1,4 +1,4 @@
-"""The taps' kernels are compiled by a thread while the model is loaded and traced."""
+"""Compilation of the taps' kernels, by a thread, while the model is loaded and traced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from vllm_weir.worker.tap.op import numbered
 
 
 class TapWarmup:
-    """Compiles what live steps launch: a few kernels, seconds each, most of them spent waiting for ptxas."""
+    """Compiles the kernels that live steps launch; on a CPU there is nothing to do.
+
+    Args:
+        d_model: of the model.
+        dtype: of its activations.
+        device: of the model.
+    """
 
     def __init__(self, d_model: int, dtype: torch.dtype, device: torch.device) -> None:
         self._done: Future[None] | None = None
@@ -22,7 +28,10 @@ class TapWarmup:
             thread.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Return once the kernels are there: nothing may be loaded while a CUDA graph is captured."""
+        """Return once the kernels are compiled.
+
+        No kernel may be loaded while a CUDA graph is captured.
+        """
         if self._done is not None:
             self._done.result()
 
@@ -32,19 +41,20 @@ def _launch(d_model: int, dtype: torch.dtype, device: torch.device) -> None:
     from vllm_weir.worker.tap.triton_kernel import launch
 
     torch.cuda.set_device(device)
-    nobody = torch.zeros(1, dtype=torch.int32, device=device)
+    first_token = torch.zeros(1, dtype=torch.int32, device=device)
     for arguments in stand_ins(d_model, dtype, device):
         launch(*arguments)
-        launch(*arguments, listed=nobody)
-    work = torch.zeros(1, len(JOIN_FIELDS), dtype=torch.int32, device=device)  # a fold without columns
+        launch(*arguments, listed=first_token)
+    # One reduction without columns.
+    work = torch.zeros(1, len(JOIN_FIELDS), dtype=torch.int32, device=device)
     join(work, 1, *torch.zeros(2, 1, d_model, dtype=torch.float32, device=device))
     torch.cuda.current_stream().synchronize()
 
 
 def stand_ins(d_model: int, dtype: torch.dtype, device: torch.device) -> list[tuple[Any, ...]]:
-    """The launcher's arguments for a token that no plan knows, with nothing and with something beside the stream.
+    """Return arguments of `launch` for one token that does nothing: without and with a residual.
 
-    Nothing is left to torch's default dtype, which vLLM changes for all threads while it loads the model.
+    Every dtype is given: vLLM changes torch's default dtype for all threads while it loads a model.
     """
     hidden, residual, ring = torch.zeros(3, 1, d_model, dtype=dtype, device=device)
     none = torch.full((1, 4), -1, dtype=torch.int32, device=device)

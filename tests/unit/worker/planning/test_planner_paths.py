@@ -206,7 +206,7 @@ def test_the_device_holds_every_step_s_plan(data):
     """Whatever was written before, and though a plan that is there already is not written again."""
     planner, tensor = planner_of(COLUMNS, 64), torch.full((40, 4), 7, dtype=torch.int32)
     writer = PlanWriter(tensor)
-    writer._dirty = 40
+    writer._num_written = 40
     names = [f"r{i}" for i in range(data.draw(st.integers(1, 5)))]
     for name in names:
         if data.draw(st.booleans()):
