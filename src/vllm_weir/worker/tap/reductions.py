@@ -47,7 +47,7 @@ class TapReducer:
         self._end = 0
 
     def seed(self, reductions: np.ndarray, start: int) -> None:
-        """Before the taps run, put what earlier steps left of groups into their cells.
+        """Put what earlier steps left of groups into their cells, before the taps run.
 
         Args:
             reductions: REDUCTION [n] of the step, see `vllm_weir.worker.planning.columns`.
@@ -65,7 +65,7 @@ class TapReducer:
         self._cells[upload(cells, device)] = last_groups
 
     def settle(self, reductions: np.ndarray, start: int) -> None:
-        """After the taps ran, join the groups; results are left in the first groups' cells.
+        """Join the groups after the taps ran; results are left in the first groups' cells.
 
         Args:
             reductions: as in `seed`.

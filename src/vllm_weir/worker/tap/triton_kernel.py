@@ -217,8 +217,8 @@ def _reduce_group(
                         if (stage == last_stage) & (first_node >= 0):
                             node, h = _follow(node, h, True, ints, floats, vectors, d_model, offsets, inside)
                             _write(
-                                hidden, other, token + k, hidden_stride, other_stride, tap, h, other_row, offsets, inside,
-                                HAS_OTHER,
+                                hidden, other, token + k, hidden_stride, other_stride, tap, h, other_row, offsets,
+                                inside, HAS_OTHER,
                             )  # fmt: skip
             else:
                 for k in range(0, span, 2):

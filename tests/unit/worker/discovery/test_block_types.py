@@ -1,4 +1,4 @@
-"""Blocks of one make are searched once, and have the points that a search of each of them would find."""
+"""Of each type one block is searched; the others have the points that a search would find."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_points_are_those_of_a_search_in_every_block(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [Sequential, Scaled])
-def test_blocks_of_one_make_are_searched_once(kind, searched):
+def test_blocks_of_one_type_are_searched_once(kind, searched):
     of_many([kind] * toys.LAYERS)
     assert searched == ["layers.0"]
 

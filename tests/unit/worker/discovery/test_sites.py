@@ -180,7 +180,7 @@ def test_streams_of_another_shape_are_refused():
     assert not supported(sites) and "do not hand on one stream" in sites.refused[Site("resid_post", 0)]
 
 
-def test_a_description_is_proven_too():
+def test_a_description_is_verified_too():
     good = {"points": {"attn_out": "self_attn:out", "resid_mid": "ln_2:in:x", "mlp_out": "mlp:out"}}
     assert not mapped(Model([Sequential] * LAYERS), description=ModelDescription.parse(good, "d")).refused
     by_place = {"points": good["points"] | {"resid_mid": "ln_2:in:0+1"}}

@@ -19,8 +19,7 @@ from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.discovery.anchors import AddedTerm, Anchor, TensorKey
 from vllm_weir.worker.planning.site_sets import SiteSets
 from vllm_weir.worker.steering.programs import AFTER_POST, LAST
-from vllm_weir.worker.tap import cpu_kernel
-from vllm_weir.worker.tap import install as place_module
+from vllm_weir.worker.tap import cpu_kernel, install
 from vllm_weir.worker.tap import op as tap_module
 from vllm_weir.worker.tap.install import place
 from vllm_weir.worker.tap.op import TapSwitch, TapTensors, numbered
@@ -358,7 +357,7 @@ _IN, _OUT = TensorKey("arg", 1, "hidden_states"), TensorKey("out", 0)
     ],
 )
 @pytest.mark.parametrize("by_name", [False, True])
-def test_the_quick_way_finds_the_tensors_of_an_anchor(anchor, keys, by_name, monkeypatch):
+def test_a_tap_finds_the_tensors_of_an_anchor(anchor, keys, by_name, monkeypatch):
     positions, hidden, residual = torch.arange(3), torch.randn(3, 4), torch.randn(3, 4)
     args: tuple = (positions,) if by_name else (positions, hidden, residual)
     kwargs = {"hidden_states": hidden, "residual": residual} if by_name else {}
@@ -388,7 +387,7 @@ def touched(anchor, args, kwargs, output, monkeypatch):
     monkeypatch.setattr(tap_module, "_act", lambda usual, hidden, other, number: found.append((hidden, other)))
     module, switch = torch.nn.Module(), live(TapTensors(*[torch.zeros(1, 3)] * 7))
     module.weir_tap_0 = numbered(0)
-    layer = place_module._tap(anchor, "weir_tap_0", switch, 0)
+    layer = install._tap(anchor, "weir_tap_0", switch, 0)
     assert layer(lambda *_, **__: output)(module, *args, **kwargs) is output
     (tensors,) = found
     return tensors

@@ -50,7 +50,7 @@ class Worker:
         self.planner.add_capture(name, "a", ResolvedSpec(site_requests, Postprocess(how)), length, None, 1)
 
     def forget(self):
-        """What the station does after each step."""
+        """Do what the worker does after each step."""
         for layout_updates in self.planner.row_seqs.take_layout_updates().values():
             self.folder.forget(layout_updates.closed)
 

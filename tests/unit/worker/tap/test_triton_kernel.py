@@ -23,7 +23,7 @@ from vllm_weir.worker.tap import reduction_kernel, reductions
 from vllm_weir.worker.transfer import direction_kernel
 from vllm_weir.worker.steering.programs import AFTER_POST, LAST
 from vllm_weir.schema.taps import STAGES
-from vllm_weir.worker.tap import cpu_kernel as tap_cpu
+from vllm_weir.worker.tap import cpu_kernel
 from vllm_weir.worker.tap.op import numbered
 from vllm_weir.worker.tap.triton_kernel import launch
 
@@ -115,7 +115,7 @@ for seed in range(60):
         acts = (plan[:tokens, 2] >= 0) | ((plan[:tokens, 0] >= 0) & (plan[:tokens, 3] >= 0))
         listed = acts.nonzero()[:, 0].int().flip(0) if seed % 4 > 1 else None
         launch(ours[0], ours[1], number, plan, ranks, ours[2], *tables, listed=listed)
-        tap_cpu.launch(theirs[0], theirs[1], number, plan, ranks, theirs[2], *tables)
+        cpu_kernel.launch(theirs[0], theirs[1], number, plan, ranks, theirs[2], *tables)
         for got, want in zip(ours, theirs):
             if want is None:
                 continue

@@ -97,7 +97,7 @@ def test_a_kernel_that_cannot_be_compiled_is_heard_of_in_time(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_are_compiled_for_what_stations_have(dtype):
+def test_kernels_are_compiled_for_what_workers_have(dtype):
     """Whatever torch's default dtype is meanwhile: it belongs to all threads, and vLLM sets it while it loads."""
     sites = SiteMap(1, {Site("resid_post", 0): Anchor("0", "after", TensorKey("out", -1))})
     capabilities = ModelInfo(64, dtype, torch.device("cpu"), 8)
