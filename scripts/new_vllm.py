@@ -62,6 +62,11 @@ class Findings:
         tests = f"{self.conformance} {self.all_tests}"
         return self.engine == "works" and "failed" not in tests and "no result" not in tests
 
+    @property
+    def ran(self) -> bool:
+        """Whether it counts as a version that ran: an engine works, and a remark explains what failed, if anything."""
+        return self.engine == "works" and (self.works or bool(self.remark))
+
     def row(self) -> str:
         """Return this version's line of the support table."""
         cells = [self.vllm, self.ran_on, self.patch_points, self.engine, self.conformance, self.all_tests, self.remark]
@@ -247,12 +252,12 @@ def version_key(version: str) -> tuple[int, ...]:
 
 
 def write_versions(findings: Findings, path: Path = REGISTRY) -> None:
-    """List the version under RAN if it works there, else under READ if every patch point is in place."""
+    """List the version under RAN if it ran there, else under READ if every patch point is in place."""
     text = path.read_text()
     points = re.match(r"(\d+) of (\d+)$", findings.patch_points)
     complete = points is not None and points[1] == points[2]
     ran, read = listed(text, "RAN"), listed(text, "READ") - {findings.vllm}
-    if findings.works:
+    if findings.ran:
         ran.add(findings.vllm)
     elif complete and findings.vllm not in ran:
         read.add(findings.vllm)

@@ -89,3 +89,42 @@ def test_what_docs_name_as_the_source_of_figures_runs(command: list[str], tmp_pa
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert json.loads(out.read_text())
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_workloads(tmp_path: Path) -> None:
+    """Every workload on stock vLLM and Weir, with the shipped model: rows and ablations are compared."""
+    out = tmp_path / "workloads.json"
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_weir.cli.main",
+        "bench",
+        "--smoke",
+        "--model",
+        "demo",
+        "--cases",
+        "workloads",
+    ]
+    command += ["--systems", "stock,weir,native,nnsight", "--repeats", "1", "--warmups", "1", "--out", str(out)]
+    command += ["--texts", "5", "--lengths", "6-20", "--blocks", "2", "--long", "70", "--chats", "8", "--tokens", "4"]
+    command += ["--system-prompt", "40", "--ablated", "3"]
+    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    found = json.loads(out.read_text())
+    figures = {(c["system"], c["case"], c["workload"]): c for c in found["cases"]}
+    labels = {"texts 5x6-20", "long 1x70", "chats 8x40+16", "requests 3x16"}
+    assert {label for system, case, label in figures if (system, case) == ("stock", "idle")} == labels
+    of_weir = {case: c for (system, case, _), c in figures.items() if system == "weir"}
+    assert set(of_weir) == {"extract", "mean", "last_mixed", "long", "long_one", "chat_mix", "ablate_everywhere"}
+    for case in of_weir.values():
+        assert case["median_ms"] > 0 and case["ratio_to_stock"] > 0 and case["checked"] is True
+        assert case["first"] > 0 and case["first_ratio"] > 0 and case["repeats"] == 1
+    assert len(found["checks"]) == 7 and all(c["passed"] and c["rows"] for c in found["checks"])
+    assert {found["systems"][name]["status"] for name in ("native", "nnsight")} == {"skipped"}
+    text = out.with_suffix(".md").read_text()
+    assert "| workload | system | s a call | over stock | first call, s | over stock's first |" in text
+    assert "| `mean`: mean over the prompt, all blocks | weir |" in text and "start, s" not in text
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

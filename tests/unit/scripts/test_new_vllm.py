@@ -76,6 +76,8 @@ def test_rows_are_sorted_by_number_and_another_device_has_a_row_of_its_own(scrip
     [
         ({}, {"0.26.0", "0.28.0", "0.32.0"}, {"0.33.0"}),
         ({"conformance": "23 passed, 1 failed (`test_conforms[x]`)"}, {"0.26.0", "0.32.0"}, {"0.28.0", "0.33.0"}),
+        ({"conformance": "9 passed, 1 failed (`x`)", "remark": "Y."}, {"0.26.0", "0.28.0", "0.32.0"}, {"0.33.0"}),
+        ({"engine": "no result (exit code 1)", "remark": "Y."}, {"0.26.0", "0.32.0"}, {"0.28.0", "0.33.0"}),
         ({"engine": "no result (exit code 1)", "patch_points": "8 of 9 (without x)"}, {"0.26.0", "0.32.0"}, {"0.33.0"}),
     ],
 )
