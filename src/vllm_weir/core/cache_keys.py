@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
+from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.interventions import ResolvedIntervention
 
 
-def hit_limit(wire: Mapping[str, Any] | None) -> int | None:
-    """The most tokens that may come from the prefix cache, or None for no limit."""
-    return None if wire is None else wire.get("first")
+def hit_limit(engine_request: EngineRequest | None) -> int | None:
+    """Return the most tokens that may come from the prefix cache, or None for no limit."""
+    return None if engine_request is None else engine_request.first_position
 
 
 class CacheKeys:

@@ -14,7 +14,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import AdmittedRequest, admit
 from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, MOST_KNOWN, admission_key
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.admission.engine_wire import engine_form
+from vllm_weir.frontend.admission.engine_wire import make_engine_request
 from vllm_weir.frontend.admission.inline_vectors import InlineVectors
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Vocabulary, check_reached, tokens_of
 from vllm_weir.frontend.admission.vector_registry import RegistryBackend, RegistryContents, VectorRegistry
@@ -27,13 +27,12 @@ from vllm_weir.frontend.receive.receiver import Receiver
 from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.frontend.sinks.manager import SinkManager
 from vllm_weir.frontend.tracker import Tracker
+from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.interventions import Intervention
 from vllm_weir.schema.keys import carries_keys
 from vllm_weir.schema.request import WIRE_KEY, selected
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.util.lru import LruCache
-
-NO_CORE = "it was not loaded there; the log says why"
 
 
 class RequestObserver(Protocol):
@@ -94,7 +93,7 @@ class EngineFrontend:
         self._chunked = chunked
         self._host = host
         self._receiver: Receiver | None = None
-        self._along = InlineVectors(settings.vector_bytes)
+        self._inline_vectors = InlineVectors(settings.vector_bytes)
         self._known: LruCache[AdmittedRequest] = LruCache(MOST_KNOWN, LONGEST_KNOWN)
         self._sizes: TableSizes | None = None
         self._contents: RegistryContents | None = None
@@ -154,7 +153,7 @@ class EngineFrontend:
         max_tokens: int,
         streams: bool = False,
         has_embeddings: bool = False,
-    ) -> tuple[Tracker, dict[str, Any] | None]:
+    ) -> tuple[Tracker, EngineRequest | None]:
         """Check one sequence's request; returns its tracker and the wire form for the engine, or raises WeirError.
 
         `streams`: whether it has outputs before the last. `has_embeddings`: as for `admit`.
@@ -173,13 +172,14 @@ class EngineFrontend:
         if self._receiver is None:
             self._receiver = Receiver(self.store, self._host)
         reply, sizes = self._receiver.endpoint, self._sizes or self.settings.table_sizes(capabilities.d_model)
-        wire = engine_form(admitted, reply, prompt_ids, prompt_len, max_tokens, capabilities, self._chunked, sizes)
-        if wire is not None:
-            wire["core"] = NO_CORE
-            if wire["needs"] is not None and self.store.salt:
-                wire["salt"] = self.store.salt
-            if admitted.rows and (along := self._along.of(admitted)):
-                wire["rows"] = along
+        engine_request = make_engine_request(
+            admitted, reply, prompt_ids, prompt_len, max_tokens, capabilities, self._chunked, sizes
+        )
+        if engine_request is not None:
+            if engine_request.table_needs is not None:
+                engine_request.cache_salt = self.store.salt
+            if admitted.rows:
+                engine_request.vectors = self._inline_vectors.of(admitted)
         pending = PendingSequence(
             request_id, admitted, [-1] * prompt_len if prompt_ids is None else prompt_ids, self.store
         )
@@ -188,11 +188,11 @@ class EngineFrontend:
             self.store.prompt_slicer.add(pending, capabilities.d_model)
         elif not streams and presliceable_kind(pending.memory):
             pending.expected_end = prompt_len + max_tokens - 1
-        first = wire["first"] if wire is not None else None
+        first = engine_request.first_position if engine_request is not None else None
         asked = carries_keys(extra_args)
         return Tracker(
             pending, first, capabilities.d_model, self.settings.timeout, self.manager, asked, self._hold
-        ), wire
+        ), engine_request
 
     def _admitted(
         self, extra_args: Mapping[str, Any], has_token_ids: bool, has_embeddings: bool = False
@@ -235,7 +235,7 @@ class EngineFrontend:
                 rows.check_everyone()
             else:
                 rows.check()
-        engine_form(
+        make_engine_request(
             admitted, "", None, 1, 1, capabilities, self._chunked, self.settings.table_sizes(capabilities.d_model)
         )
         return tuple(i.with_arrays(find) for i in interventions)

@@ -77,14 +77,14 @@ def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
     streams = params.output_kind.name != "FINAL_ONLY"
     # A chat may mix tokens with embeddings; images and the like stand in the place of tokens.
     has_embeddings = request.prompt_embeds is not None or bool(request.mm_features)
-    tracker, wire = frontend.admit(
+    tracker, engine_request = frontend.admit(
         request.request_id, params.extra_args or {}, ids, length, params.max_tokens, streams, has_embeddings
     )
     # The engine gets a copy with its own wire form; the caller's object, and its siblings', stay as they are.
     params = copy.copy(params)
     params.extra_args = {k: v for k, v in (params.extra_args or {}).items() if k not in KEYS}
-    if wire is not None:
-        params.extra_args[WIRE_KEY] = wire
+    if engine_request is not None:
+        params.extra_args[WIRE_KEY] = engine_request
     request.sampling_params = params
     return tracker
 

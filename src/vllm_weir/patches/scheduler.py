@@ -12,8 +12,8 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.core.cache_keys import CacheKeys, hit_limit
 from vllm_weir.core.step_budget import StepBudget
 from vllm_weir.core.waiting_queue import WaitingQueue
+from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
-from vllm_weir.schema.request import WIRE_KEY
 
 if TYPE_CHECKING:
     from vllm_weir.patches.registry import PatchStatus
@@ -22,10 +22,10 @@ WAITING = "weir_waiting"
 """Attribute of a SchedulerOutput: how many requests wait for table space."""
 
 
-def wire_of(request: Any) -> Any:
-    """The engine wire form that a request carries, or None."""
+def engine_request_of(request: Any) -> EngineRequest | None:
+    """Return what one of vLLM's requests asks of Weir, or None."""
     params = request.sampling_params
-    return (params.extra_args or {}).get(WIRE_KEY) if params is not None else None
+    return None if params is None else EngineRequest.carried_by(params.extra_args)
 
 
 def compute_hash(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
@@ -59,7 +59,7 @@ def _zeroes_blocks_on_cpu() -> bool:
 
 def get_computed_blocks(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        limit = hit_limit(wire_of(request))
+        limit = hit_limit(engine_request_of(request))
         if limit is None:
             return original(self, request, *args, **kwargs)
         coordinator = self.coordinator
@@ -96,9 +96,9 @@ class _SchedulerState:
 
     def let_in(self, scheduler: Any, request: Any) -> None:
         """Hand a request that has its place in the tables, or needs none, to the scheduler."""
-        wire = wire_of(request)
-        if wire["width"]:  # it captures something
-            self.budget.join(request.request_id, wire)
+        engine_request = engine_request_of(request)
+        if engine_request is not None and engine_request.rows_per_token:  # it captures something
+            self.budget.join(request.request_id, engine_request)
         self._enqueue(scheduler, request)
 
 
@@ -117,15 +117,16 @@ _keys: weakref.WeakKeyDictionary[object, CacheKeys] = weakref.WeakKeyDictionary(
 def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
     def wrapper(request: Any, start_token_idx: int, end_token_idx: int, *args: Any, **kwargs: Any) -> Any:
         keys, *rest = original(request, start_token_idx, end_token_idx, *args, **kwargs)
-        wire = wire_of(request)
-        if wire is None or wire["needs"] is None:
+        engine_request = engine_request_of(request)
+        if engine_request is None or engine_request.table_needs is None:
             return keys, *rest
         if request not in _keys:
-            _keys[request] = CacheKeys(EngineSpec.from_wire(wire["spec"]).moves, request.num_prompt_tokens)
+            _keys[request] = CacheKeys(EngineSpec.from_wire(engine_request.spec).moves, request.num_prompt_tokens)
         tokens = request.all_token_ids[start_token_idx:end_token_idx]
         digest = _keys[request].of_block(start_token_idx, tokens)
         if digest is not None:
-            keys = (*(keys or ()), ("weir", digest, *([wire["salt"]] if "salt" in wire else [])))
+            salt = engine_request.cache_salt
+            keys = (*(keys or ()), ("weir", digest, salt) if salt else ("weir", digest))
         return keys, *rest
 
     return wrapper
@@ -133,14 +134,15 @@ def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) ->
 
 def scheduler_add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
     def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        wire = wire_of(request)
-        if wire is None:
+        engine_request = engine_request_of(request)
+        if engine_request is None:
             return original(self, request, *args, **kwargs)
-        wire["core"] = status.refusal or ""
+        engine_request.core_refusal = status.refusal or ""
         if self not in _rooms:
             _rooms[self] = _SchedulerState(self.vllm_config, original)
         room = _rooms[self]
-        if wire["needs"] is None or room.waiting.enter(request.request_id, request, wire["needs"]):
+        needs = engine_request.table_needs
+        if needs is None or room.waiting.enter(request.request_id, request, needs):
             room.let_in(self, request)
         return None
 

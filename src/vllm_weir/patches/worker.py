@@ -13,7 +13,7 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.patches import cuda_graphs
 from vllm_weir.patches.discovery import find_sites
-from vllm_weir.patches.scheduler import WAITING, wire_of
+from vllm_weir.patches.scheduler import WAITING, engine_request_of
 from vllm_weir.worker.runtime import ModelInfo, WorkerRuntime
 from vllm_weir.worker.tap.warmup import TapWarmup
 
@@ -117,9 +117,9 @@ def _hold_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
             runtime.silence()
             return execute_model(scheduler_output, *args, **kwargs)
         new = [
-            (r.req_id, _checked(wire), _prompt_len(r), r.prompt_token_ids, r.num_computed_tokens)
+            (r.req_id, engine_request, _prompt_len(r), r.prompt_token_ids, r.num_computed_tokens)
             for r in scheduler_output.scheduled_new_reqs
-            if (wire := wire_of(r)) is not None
+            if (engine_request := engine_request_of(r)) is not None
         ]
         runtime.notifier.waiting = vars(scheduler_output).get(WAITING, 0)
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids  # by V1; V2 has them join again
@@ -130,13 +130,6 @@ def _hold_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
         return output
 
     runner.execute_model = wrapper
-
-
-def _checked(wire: dict[str, Any]) -> dict[str, Any]:
-    """The wire form, which says so if the process that schedules does not do its part: caches of other requests would
-    get what is steered, and rows of cached positions would be missing."""
-    why = wire.get("core")
-    return {**wire, "refused": f"Weir does not work in the engine core: {why}"} if why else wire
 
 
 def _starts(scheduler_output: Any) -> Iterator[tuple[list[str], list[int]]]:

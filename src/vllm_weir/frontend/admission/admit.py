@@ -84,12 +84,12 @@ class AdmittedRequest:
         return EngineSpec(self.spec, tuple(self.effective)).wire
 
     @functools.cached_property
-    def tall(self) -> int:
+    def max_rows_per_tap(self) -> int:
         """The most rows that one token gives at one tap."""
         return max(Counter(column // STAGES for column in self.columns.values()).values(), default=0)
 
     @functools.cached_property
-    def simple_needs(self) -> tuple[int, int] | None:
+    def one_program_needs(self) -> tuple[int, int] | None:
         """(programs, instructions) if one program serves every position that is steered at all, else None."""
         moves = self.effective
         if any(m.per_position or m.positions.needs_token_ids for m in moves):

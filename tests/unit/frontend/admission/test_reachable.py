@@ -167,7 +167,7 @@ def test_what_the_engine_adds_to_every_request_may_select_nothing():
         contents = RegistryContents(modules={"mood": tuple(always)})
         frontend.registry.load(contents)
         _, wire = ask(frontend, max_tokens=1)
-        assert wire is not None and wire["needs"] is not None
+        assert wire is not None and wire.table_needs is not None
         named = {"weir": {"v": 1, "modules": ["mood"], "capture": [{"positions": "sampled"}]}}
         frontend.admit("with a module", named, [5] * 6, 6, 1)
         with pytest.raises(WeirError) as e:
@@ -279,4 +279,4 @@ def test_rows_by_position_for_everyone_do_not_depend_on_a_prompt(frontend, selec
 def test_rows_by_position_for_everyone_refuse_nobody(frontend, selector, P):
     frontend.set_always([Add(np.ones((2, 8)), 1, positions=selector)])
     _, wire = ask(frontend, P=P, max_tokens=1)
-    assert wire is not None and wire["needs"] is not None
+    assert wire is not None and wire.table_needs is not None
