@@ -80,7 +80,7 @@ def _place(worker: Any, status: PatchStatus, warming: TapWarmup | None) -> None:
         worker.weir_report = functools.partial(_report, status, None, str(e))
         return
     if worker.use_v2_model_runner:
-        worker.weir_graphs = cuda_graphs.hold(runner, runtime, config, settings.graphs == "eager")
+        worker.weir_graphs = cuda_graphs.patch_runner(runner, runtime, config, settings.graphs == "eager")
     elif one_set:
         warming.wait()
         runtime.switch.pin()  # runner V1 has one set of graphs, with live taps
