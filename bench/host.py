@@ -91,7 +91,7 @@ class Run:
         ]
 
     def admit(self, requests: list[EngineCoreRequest]) -> None:
-        """Through the seam on the output processor."""
+        """Through the patch of the output processor."""
         states = self.output_processor.request_states
 
         def original(self, request):

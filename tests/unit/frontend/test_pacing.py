@@ -285,9 +285,9 @@ class Serving:
 @machine.needs(machine.module("vllm"))
 @pytest.mark.parametrize("kind", ["plain", "fail", "slow", "cancelled"])
 def test_a_plain_request_is_waited_for_until_the_engine_has_it_or_never_will(kind):
-    from vllm_weir.patches import server as seams
+    from vllm_weir.patches import server as patches
 
-    create = seams.create(Serving.create_completion, SimpleNamespace(serving_refusal=None))
+    create = patches.create(Serving.create_completion, SimpleNamespace(serving_refusal=None))
 
     async def go():
         pacing = Pacing()
@@ -313,7 +313,7 @@ def test_a_plain_request_is_waited_for_until_the_engine_has_it_or_never_will(kin
 
 @machine.needs(machine.module("vllm"))
 def test_the_engine_says_when_it_has_a_request():
-    from vllm_weir.patches import frontend as seams
+    from vllm_weir.patches import frontend as patches
 
     async def add_request(_engine, fails):
         if fails:
@@ -323,7 +323,7 @@ def test_the_engine_says_when_it_has_a_request():
         pacing = Pacing()
         entry_of.set(pacing.enter())
         engine = SimpleNamespace(output_processor=SimpleNamespace())
-        called = seams.async_llm_add_request(add_request, None)(engine, fails)
+        called = patches.async_llm_add_request(add_request, None)(engine, fails)
         if fails:
             with pytest.raises(ValueError, match="refused"):
                 await called
