@@ -226,7 +226,7 @@ def test_trap_10_generated_tokens_that_come_in_a_prefill_stay_generated(cuts, kn
 
 def test_trap_10_a_request_that_joins_again_keeps_its_prompt():
     """Runner V2 has a preempted request join again: with what it had generated, which is no part of its prompt."""
-    from vllm_weir.patches.worker import _hold_execute_model
+    from vllm_weir.patches.worker import _patch_execute_model
 
     joined = []
     runtime = SimpleNamespace(
@@ -236,7 +236,7 @@ def test_trap_10_a_request_that_joins_again_keeps_its_prompt():
         notifier=SimpleNamespace(),
     )
     runner = SimpleNamespace(execute_model=lambda output: None)
-    _hold_execute_model(runner, runtime)
+    _patch_execute_model(runner, runtime)
     wire = EngineRequest(b"", REPLY)
     new = SimpleNamespace(
         req_id="r",
