@@ -322,17 +322,17 @@ def test_workers_without_weir_are_the_reason_of_every_refusal():
 
 
 def test_a_request_that_the_core_cannot_serve_says_so_to_the_workers():
-    worker = importlib.import_module("vllm_weir.patches.worker")
     from vllm_weir.patches import scheduler as core
+    from vllm_weir.schema.engine_request import EngineRequest
 
     seen = []
     for refusal, said in ((None, False), ("patch point gone", True)):
-        wire = {"needs": None, "width": 0, "core": "not there"}
-        request = SimpleNamespace(request_id="r", sampling_params=SimpleNamespace(extra_args={"weir": wire}))
-        assert "not there" in worker._checked(wire)["refused"]
+        engine_request = EngineRequest(b"", "", core_refusal="not there")
+        request = SimpleNamespace(request_id="r", sampling_params=SimpleNamespace(extra_args={"weir": engine_request}))
+        assert "not there" in engine_request.refusal
         config = SimpleNamespace()
         scheduler = type("S", (), {"vllm_config": config})()
-        core._rooms[scheduler] = SimpleNamespace(let_in=lambda s, r: seen.append(r))
+        core._states[scheduler] = SimpleNamespace(schedule=lambda s, r: seen.append(r))
         core.scheduler_add_request(None, SimpleNamespace(refusal=refusal))(scheduler, request)
-        assert ("refused" in worker._checked(wire)) == said
+        assert bool(engine_request.refusal) == said
     assert len(seen) == 2
