@@ -1,1 +1,1 @@
-"""Sinks: rows of finished requests on their way to consumers (files, logs, plugins), beside the engine."""
+"""Sinks: rows of finished requests are handed to consumers (files, logs, plugins) in threads beside the engine."""

@@ -303,7 +303,7 @@ def test_embed_of_a_prompt_that_holds_embeddings():
 
 def test_what_is_remembered_of_an_admission():
     """Equal wishes share it; what JSON tells apart, and what Python would take for equal, does not."""
-    from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, admission_key
+    from vllm_weir.frontend.admission.cache import MAX_KEY_BYTES, admission_key
 
     def key(extra, ids=True, names=0, embeddings=False):
         found = admission_key(extra, ids, names, embeddings)
@@ -334,7 +334,7 @@ def test_what_is_remembered_of_an_admission():
         assert key(named) == key(named) != key(named, names=1)
     assert key(site_request(before=object())) is None
     assert key(site_request() | {"apply_steering_vectors": []}) is None and key({"weir": "x"}) is None
-    assert key(site_request(before="x" * LONGEST_KNOWN)) is None
+    assert key(site_request(before="x" * MAX_KEY_BYTES)) is None
     endless = []
     endless.append(endless)
     assert key(site_request(before=endless)) is None
@@ -343,7 +343,7 @@ def test_what_is_remembered_of_an_admission():
 def test_refusals_say_what_to_write():
     for extra_args, words in (
         ({"weir": {"capture": [{}]}}, 'missing; this Weir speaks version 1: "v": 1'),
-        (weir(sink="nowhere"), "offline {consumer: options} makes one"),
+        (weir(sink="nowhere"), "offline, {consumer: options} makes one"),
     ):
         assert words in attempt(extra_args)[1].message
 
