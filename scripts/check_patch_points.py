@@ -43,7 +43,7 @@ def check(root: Path, patch: Patch) -> str:
 
 
 def find(root: Path, path: Path, owner: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """Return the definition of `name` in class `owner` (or its bases, across files), or at module level."""
+    """Return the definition of `name` in class `owner` or its bases, or at module level."""
     tree = ast.parse(path.read_text())
     scope = tree.body
     if owner:

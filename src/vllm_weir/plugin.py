@@ -1,6 +1,7 @@
 """The ``vllm.general_plugins`` entry point. vLLM calls `register` in every process it starts.
 
-vLLM logs and ignores a plugin that cannot be imported, so this imports with the standard library alone.
+vLLM logs and ignores a plugin that cannot be imported, so this imports with the standard library
+alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ def register() -> None:
     If Weir cannot work here, every request with its keys is refused with the cause.
 
     Raises:
-        RuntimeError: if not even the guard that refuses them can be installed; the engine does not start then.
+        RuntimeError: if not even the guard that refuses them can be installed; the engine does not
+            start then.
     """
     try:
         _install()

@@ -1,4 +1,4 @@
-"""`weir doctor`: checks the installation, the patch points and, with an engine, the rows themselves.
+"""`weir doctor`: checks the installation, the patch points and, with an engine, the rows.
 
 Imports with the standard library alone, so that it can say what is missing.
 """
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from vllm_weir.patches.registry import Patch
 
 MAX_ERROR_FP32, MIN_COSINE = 1e-5, 0.999
-"""Bounds of the self-test: relative error on a CPU (fp32), cosine similarity on a GPU (bfloat16)."""
+"""Bounds of the self-test: relative error on a CPU (fp32), cosine similarity on a GPU
+(bfloat16)."""
 PROMPT = "Anna walked to the harbor in the morning ."
 
 
@@ -106,7 +107,7 @@ def examine(live: bool = True, model: str | None = None) -> Diagnosis:
 
 
 def _check_dependencies() -> list[str]:
-    """Return what to tell the user about each package that Weir declares and that cannot be imported."""
+    """Return a message for each package that Weir declares and that cannot be imported."""
     problems = []
     for requirement in importlib.metadata.requires("vllm-weir") or ():
         name, _, marker = requirement.partition(";")
@@ -121,7 +122,10 @@ def _check_dependencies() -> list[str]:
 
 
 def _check_patch_points(verified: Iterable[tuple[Patch, str]]) -> tuple[list[dict[str, str]], list[str]]:
-    """Return a row for every patch point, and the problems: runners V1 and V2 need only one of them to be patchable."""
+    """Return a row for every patch point, and the problems.
+
+    Of the model runners V1 and V2, one has to be patchable.
+    """
     rows, missing = [], []
     runner_ok = {"V1": True, "V2": True}
     for patch, problem in verified:
@@ -136,7 +140,10 @@ def _check_patch_points(verified: Iterable[tuple[Patch, str]]) -> tuple[list[dic
 
 
 def _check_consumers() -> tuple[list[dict[str, str]], list[str]]:
-    """Return a row for every installed consumer, and what is wrong with these and with the environment's sinks."""
+    """Return a row for every installed consumer, and the problems with these and the sinks.
+
+    The sinks are those that environment variables set up.
+    """
     from vllm_weir import consumers
     from vllm_weir.config.settings import Settings
     from vllm_weir.frontend.sinks.manager import check_sinks
@@ -201,7 +208,7 @@ def _self_test(found: Diagnosis, model: str | None) -> None:
 
 
 def _reference_streams(model: str, num_layers: int, token_ids: list[int]) -> dict[tuple[str, int], torch.Tensor]:
-    """Return the stream [tokens, d_model] after each block, and before the first, as transformers computes it."""
+    """Return the stream of transformers [tokens, d_model] after each block and before the first."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -224,7 +231,8 @@ def cannot_run(arguments: Sequence[str], e: Exception) -> int:
     """Print why the command `weir` cannot be imported; return the exit code.
 
     Args:
-        arguments: the command's. `weir doctor` goes on to check everything that needs no missing package.
+        arguments: the command's. `weir doctor` goes on to check everything that needs no missing
+            package.
         e: what importing the command raised.
     """
     why = refuse.cause_of(e)

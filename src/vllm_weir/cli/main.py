@@ -36,7 +36,10 @@ def doctor(
     live: Annotated[bool, typer.Option(help="Start an engine and compare its rows with transformers.")] = True,
     model: Annotated[str | None, typer.Option(help="Model for the live test; default: the shipped one.")] = None,
 ) -> None:
-    """Show versions, platform and every patch point, and run a self-test; the exit code is 1 if there is a problem."""
+    """Show versions, platform and every patch point, and run a self-test.
+
+    The exit code is 1 if there is a problem.
+    """
     _quiet_vllm()
     from vllm_weir.cli.doctor import examine, show
 
@@ -66,7 +69,7 @@ def sites(
     except WeirError as e:
         typer.echo(str(e), err=True)
         raise typer.Exit(1) from None
-    except (OSError, ValueError) as e:  # what vLLM and transformers raise for a model that they cannot find or read
+    except (OSError, ValueError) as e:  # of vLLM or transformers: no such model
         typer.echo(f"Error: vLLM cannot load {model}: {e}", err=True)
         raise typer.Exit(1) from None
     if as_json:
@@ -79,7 +82,10 @@ def sites(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--weir-help"]}
 )
 def serve(context: typer.Context) -> None:
-    """Run vllm serve MODEL [options] with Weir's routes; also takes --weir-admin-key KEY (or WEIR_ADMIN_KEY)."""
+    """Run vllm serve MODEL [options] with Weir's routes.
+
+    Also takes --weir-admin-key KEY (or WEIR_ADMIN_KEY).
+    """
     from vllm_weir.errors import WeirError
     from vllm_weir.guard.refuse import cause_of
 

@@ -38,7 +38,8 @@ def serve(arguments: list[str]) -> None:
     _check_loading()
     from vllm_weir.patches.serve_command import vllm_serve
 
-    # vLLM kills its API-server processes when there are several. Runs after what this process itself clears up.
+    # vLLM kills its API-server processes when there are several. Runs after what this process
+    # itself clears up.
     atexit.register(clear, os.getpid(), ServerLimits.load().directory)
     if asks_for_help(rest):
         print(HELP)
@@ -84,7 +85,10 @@ def asks_for_help(arguments: list[str]) -> bool:
 
 
 def all_plugins() -> list[str]:
-    """Return every plugin that vLLM would load by itself, and Weir: ``VLLM_PLUGINS`` switches off those not named."""
+    """Return every plugin that vLLM would load by itself, and Weir.
+
+    ``VLLM_PLUGINS`` switches off plugins that it does not name.
+    """
     names = dict.fromkeys(entry.name for group in GROUPS for entry in entry_points(group=group))
     return list(names | {"weir": None})
 

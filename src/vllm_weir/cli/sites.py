@@ -1,4 +1,4 @@
-"""`weir sites`: which hook points of a model can be captured and steered, found on the model itself."""
+"""`weir sites`: which hook points of a model can be captured and steered."""
 
 from __future__ import annotations
 

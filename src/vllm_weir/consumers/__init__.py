@@ -1,4 +1,7 @@
-"""Consumers: plugins that get the rows of finished requests, from the entry-point group ``vllm_weir.consumers``."""
+"""Consumers: plugins that get the rows of finished requests.
+
+They are found in the entry-point group ``vllm_weir.consumers``.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ logger = logging.getLogger(__name__)
 def names() -> dict[str, str]:
     """Return the installed consumers: name -> ``module:class``.
 
-    Of several that share a name, Weir's own or else the first is used; a warning, once, names the others.
+    Of several that share a name, Weir's own or else the first is used; a warning, once, names the
+    others.
     """
     installed = dict(_SHIPPED)
     for entry in importlib.metadata.entry_points(group=GROUP):
@@ -65,7 +69,8 @@ def make(name: str, options: Mapping[str, Any], path: str) -> Consumer:
     """Make a consumer with its options.
 
     Raises:
-        WeirError: naming the field under `path`, if the consumer cannot be found or refuses the options.
+        WeirError: naming the field under `path`, if the consumer cannot be found or refuses the
+            options.
     """
     consumer_class = find(name, path)
     try:

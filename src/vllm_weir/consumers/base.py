@@ -40,10 +40,11 @@ class Finished:
         generated_tokens: how many.
         finish_reason: vLLM's, e.g. ``"stop"`` or ``"length"``.
         metadata: what `weir.mark` was given.
-        part: ``"marked"`` for the marked rows of a sequence that has others for the same sink; else empty.
+        part: ``"marked"`` for the marked rows of a sequence that has others for the same sink; else
+            empty.
         capture: describes rows that are not simply those of all positions: entries with ``"hook"``,
-            ``"layers"`` and, where they apply, ``"reduce"``, ``"project"`` (the number of directions), ``"before"``
-            and ``"positions"``.
+            ``"layers"`` and, where they apply, ``"reduce"``, ``"project"`` (the number of
+            directions), ``"before"`` and ``"positions"``.
     """
 
     request_id: str
@@ -65,8 +66,10 @@ class Rows:
         request: the sequence.
         site: the site.
         positions: int64 [rows], ascending.
-        token_ids: int64 [rows], the tokens at these positions; -1 where a prompt was given as embeddings.
-        data: [rows, d_model] in the capture's dtype; uint8 [rows, record_bytes] if they are compressed.
+        token_ids: int64 [rows], the tokens at these positions; -1 where a prompt was given as
+            embeddings.
+        data: [rows, d_model] in the capture's dtype; uint8 [rows, record_bytes] if they are
+            compressed.
         compression: header of the compression; None for plain rows.
     """
 
@@ -89,19 +92,19 @@ class Rows:
 class Consumer:
     """The base class of consumers: plugins that get the rows of finished requests.
 
-    Derive from it and name the class in the entry-point group ``vllm_weir.consumers``. Its methods are called in a
-    thread of its own, one sequence after the other: `take` once per site, then `finish`; or `abort`, after anything
-    was raised. What a method raises is reported on the request's output and in the log; the engine and other requests
-    go on.
+    Derive from it and name the class in the entry-point group ``vllm_weir.consumers``. Its methods
+    are called in a thread of its own, one sequence after the other: `take` once per site, then
+    `finish`; or `abort`, after anything was raised. What a method raises is reported on the
+    request's output and in the log; the engine and other requests go on.
 
     Attributes:
-        captures: what it gets of every request of an engine whose settings name it, unless these say otherwise. A
-            consumer without captures gets only what requests send to it by name.
+        captures: what it gets of every request of an engine whose settings name it, unless these
+            say otherwise. A consumer without captures gets only what requests send to it by name.
         required: whether a request fails when this consumer fails.
 
     Args:
-        options: from the settings or the request, plain JSON data. Raise `WeirError` for a wrong option: the request
-            is refused before it runs, or the engine does not start.
+        options: from the settings or the request, plain JSON data. Raise `WeirError` for a wrong
+            option: the request is refused before it runs, or the engine does not start.
     """
 
     captures: Sequence[Any] = ()
@@ -117,11 +120,17 @@ class Consumer:
         """Prepare for rows; called once, before any."""
 
     def take(self, rows: Rows) -> None:
-        """Take one site's rows of a sequence. The tensors may be views of shared memory: clone what is kept."""
+        """Take one site's rows of a sequence.
+
+        The tensors may be views of shared memory: clone what is kept.
+        """
         raise NotImplementedError
 
     def finish(self, request: Finished) -> Sequence[str]:
-        """Finish a sequence whose rows have all been taken; return the files that hold them, if any."""
+        """Finish a sequence whose rows have all been taken.
+
+        Return the files that hold them, if any.
+        """
         return ()
 
     def abort(self, request: Finished) -> None:
@@ -130,8 +139,8 @@ class Consumer:
     def pending(self, request: Finished) -> bool:
         """Return whether rows of a finished sequence are not yet where they can be found.
 
-        If `tick`, `flush` or `close` raises while they are not, the sequence's receipt says that this consumer failed,
-        until a later call succeeds.
+        If `tick`, `flush` or `close` raises while they are not, the sequence's receipt says that
+        this consumer failed, until a later call succeeds.
         """
         return False
 

@@ -1,4 +1,4 @@
-"""The consumers ``filesystem``, which writes rows in a layout of `vllm_weir.storage`, and ``npz``, in that layout."""
+"""The consumers ``filesystem`` and ``npz``, which write rows in a layout of `vllm_weir.storage`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class Filesystem(Consumer):
     Args:
         url: directory, or any fsspec URL.
         layout: see docs/guides/keep.md.
-        flush_seconds: least time between two publications of finished sequences; by default 0 for layouts with files
-            for each sequence, and 10 for the others. `weir.flush` and closing the engine publish everything.
-        ids: what a sequence is called in the dataset: ``"unique"``, the engine's own id (the caller's and a random
-            suffix), or ``"caller"``, the caller's (with ``.1`` and so on for further sequences of a request), which can
-            be written only once.
+        flush_seconds: least time between two publications of finished sequences; by default 0 for
+            layouts with files for each sequence, and 10 for the others. `weir.flush` and closing
+            the engine publish everything.
+        ids: what a sequence is called in the dataset: ``"unique"``, the engine's own id (the
+            caller's and a random suffix), or ``"caller"``, the caller's (with ``.1`` and so on for
+            further sequences of a request), which can be written only once.
         options: of the layout, and ``fsync``, ``storage_options``, see docs/guides/keep.md.
     """
 
@@ -94,7 +95,7 @@ class Filesystem(Consumer):
         return self._files(name)
 
     def abort(self, request: Finished) -> None:
-        if self._writing:  # otherwise the name is that of a sequence written earlier, which is complete
+        if self._writing:  # otherwise the name is that of a complete sequence
             self._writer.abandon(self._writing)
         self._writing = ""
 

@@ -1,4 +1,4 @@
-"""The prefix cache under Weir: what a request's interventions add to block keys, and where its hits end."""
+"""The prefix cache under Weir: what interventions add to block keys, and where hits end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def hit_limit(engine_request: EngineRequest | None) -> int | None:
 class CacheKeys:
     """What one steered request adds to the keys of its KV blocks.
 
-    A block's key gets the digest of what is done to the positions in it, and includes the key of the block before it.
-    So it stands for everything done up to the block's end; blocks before the first steered position keep their plain
-    keys; and requests whose interventions do the same to the same positions share blocks, however they are written.
+    A block's key gets the digest of what is done to the positions in it, and includes the key of
+    the block before it. So it stands for everything done up to the block's end; blocks before the
+    first steered position keep their plain keys; and requests whose interventions do the same to
+    the same positions share blocks, however they are written.
 
     Args:
         interventions: those that change something, in order.
@@ -31,11 +32,15 @@ class CacheKeys:
 
     def __init__(self, interventions: Sequence[ResolvedIntervention], prompt_len: int) -> None:
         self._bounded = [(m, None if m.per_position else m.positions.bounds(prompt_len)) for m in interventions]
-        """Interventions with their first position and the one after their last; None where they are not contiguous."""
+        """Interventions with their first position and the one after their last; None where they are
+        not contiguous."""
         self._prompt_len = prompt_len
 
     def of_block(self, start: int, token_ids: Sequence[int]) -> str | None:
-        """Return the digest for the block of `token_ids` from position `start`; None if nothing is done in it."""
+        """Return the digest for the block of `token_ids` from position `start`.
+
+        The result is None if nothing is done in it.
+        """
         effects: list[str] = []
         for intervention, bounds in self._bounded:
             if bounds is None:
@@ -48,7 +53,10 @@ class CacheKeys:
         return _digest(tuple(effects)) if effects else None
 
     def _scattered(self, intervention: ResolvedIntervention, start: int, token_ids: Sequence[int]) -> str:
-        """Describe what an intervention does in a block; in the form of `_effect`, so that equal effects are equal."""
+        """Describe what an intervention does in a block.
+
+        The form is that of `_effect`, so that equal effects have equal descriptions.
+        """
         positions = np.arange(start, start + len(token_ids))
         selected = np.flatnonzero(intervention.positions.mask(positions, self._prompt_len, np.asarray(token_ids)))
         if not len(selected):

@@ -1,6 +1,7 @@
 """Step budgets: how many tokens a step may hold so that what it records has room.
 
-Reads only the `EngineRequest` of a request, so every bound is known before the engine computes anything.
+Reads only the `EngineRequest` of a request, so every bound is known before the engine computes
+anything.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class StepBudget:
         self._total_row_tokens = min(sum(row_tokens), ENDLESS)
 
     def tokens(self, live: Mapping[str, Any], limit: int) -> int:
-        """Return how many tokens the coming step may hold, at most `limit`; forget requests that are not `live`.
+        """Return how many tokens the coming step may hold, at most `limit`.
+
+        Forget requests that are not `live`.
 
         Args:
             live: vLLM's requests by id.
@@ -121,7 +124,7 @@ class StepBudget:
         return min(tokens, self._total_row_tokens) * rows_per_token + group_rows(tokens) <= self._ring_rows
 
     def _group_rows(self, live: Mapping[str, Any]) -> Callable[[int], int]:
-        """Return a function of a step's tokens: ring rows that groups of reduced positions can take."""
+        """Return a function of a step's tokens: the ring rows that reduced groups can take."""
         if not self._reduced:
             return lambda tokens: 0
         remaining, resumed = [], 0
@@ -137,7 +140,8 @@ class StepBudget:
         rows_per_group = max(prompt.rows_per_group for prompt in self._reduced.values())
 
         def group_rows(tokens: int) -> int:
-            # As many requests as possible, each with all that is left of its prompt, and a last one with less.
+            # As many requests as possible, each with all that is left of its prompt, and a last one
+            # with less.
             whole = int(np.searchsorted(tokens_of_shortest, tokens, "right"))
             requests = min(whole + 1, len(remaining), self._max_requests)
             # Every one begins a group, and one that goes on may begin in the middle of another.

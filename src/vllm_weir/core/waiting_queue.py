@@ -11,7 +11,7 @@ from vllm_weir.schema.table_sizes import TableSizes
 
 
 class WaitingQueue:
-    """Steered requests, held back first come first served until the device tables have room for what they need."""
+    """Steered requests, held back until the device tables have room: first come, first served."""
 
     def __init__(self, sizes: TableSizes) -> None:
         self._sizes = sizes
@@ -42,7 +42,10 @@ class WaitingQueue:
         return None if entry is None else entry[0]
 
     def release(self, live: Mapping[str, Any]) -> list[Any]:
-        """Return, in order, the requests that have room once those that are not `live` have left the tables."""
+        """Return, in order, the requests that have room.
+
+        Requests that are not `live` leave the tables first.
+        """
         if not self._admitted.keys() <= live.keys():
             for request_id in [r for r in self._admitted if r not in live]:
                 self._free(self._admitted.pop(request_id))

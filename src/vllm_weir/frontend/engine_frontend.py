@@ -1,4 +1,4 @@
-"""The engine frontend, one per engine in the caller's process: admits requests and connects outputs to rows."""
+"""`EngineFrontend`: admits an engine's requests and connects its outputs to rows."""
 
 from __future__ import annotations
 
@@ -62,11 +62,13 @@ class EngineFrontend:
         model: the engine's model, as sinks see it.
         hold: see `Tracker`.
         vocabulary: the engine's.
-        max_model_len: most tokens of a prompt and what is generated, together; None if that is not known.
+        max_model_len: most tokens of a prompt and what is generated, together; None if that is not
+            known.
 
     Attributes:
         capabilities: what the workers serve; None until they have reported.
-        source: where other processes of a server keep registered vectors and the interventions of every request.
+        source: where other processes of a server keep registered vectors and the interventions of
+            every request.
         observer: is called for every request, if a server has set it.
         always: interventions of every request, before its own.
     """
@@ -105,7 +107,10 @@ class EngineFrontend:
         _frontends.add(self)
 
     def learn(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Take in the workers' reports; if one has failed, refuse every request with Weir's keys for its reason."""
+        """Take in the workers' reports.
+
+        If one has failed, refuse every request with Weir's keys for its reason.
+        """
         try:
             capabilities = EngineCapabilities.merge(reports)
             self.manager.open(EngineInfo(self.model, capabilities.num_layers, capabilities.d_model, capabilities.dtype))
@@ -114,7 +119,7 @@ class EngineFrontend:
             self.refusal = str(e)
 
     def serve(self, max_rows: int) -> None:
-        """Expect requests from clients of a server, each sequence with at most `max_rows` rows on its output."""
+        """Expect requests from clients of a server, with at most `max_rows` rows on an output."""
         self._max_rows = max_rows
 
     @property
@@ -214,7 +219,7 @@ class EngineFrontend:
     def _admitted(
         self, extra_args: Mapping[str, Any], has_token_ids: bool, has_embeddings: bool = False
     ) -> AdmittedRequest:
-        """Check and resolve a request, or return the result for an earlier one that asks for the same."""
+        """Check and resolve a request, or return the cached result for an equal one."""
         key = admission_key(extra_args, has_token_ids, self.registry.version, has_embeddings)
         if key is not None and (cached := self._cache.get(key.key)) is not None:
             return cached
@@ -235,7 +240,11 @@ class EngineFrontend:
         return admitted
 
     def set_always(self, interventions: Sequence[Intervention]) -> None:
-        """Set the interventions of every request from now on; raise WeirError if the engine cannot do them."""
+        """Set the interventions of every request from now on.
+
+        Raises:
+            WeirError: if the engine cannot do them.
+        """
         self._replace_always(self.settled(interventions, everyone=True))
 
     def settled(

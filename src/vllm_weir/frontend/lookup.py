@@ -21,7 +21,11 @@ def view_of(completion: Any) -> OutputView | None:
 
 
 def frontend_of(llm: Any) -> EngineFrontend:
-    """Return the frontend of an ``LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in; raise WeirError if none."""
+    """Return the frontend of an ``LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in.
+
+    Raises:
+        WeirError: if it has none.
+    """
     engine = llm
     for attribute in ("llm_engine", "engine"):
         engine = getattr(engine, attribute, engine)
@@ -44,7 +48,7 @@ def has_frontend(engine: Any) -> bool:
 
 
 async def ask_workers(engine: Any) -> None:
-    """Ask an ``AsyncLLM``'s workers what they serve, unless they have reported or failed already."""
+    """Ask an ``AsyncLLM``'s workers what they serve, unless they have reported or failed."""
     engine = getattr(engine, "engine", engine)
     frontend = _attached(engine)
     if frontend is not None and frontend.capabilities is None and frontend.refusal is None:

@@ -1,6 +1,7 @@
-"""Pacing: in a server's event loop, plain requests go first, and requests with Weir's keys a few at a time.
+"""`Pacing`: plain requests go first in a server's event loop, the others a few at a time.
 
-What Weir adds to a request occupies the loop for some milliseconds, and plain requests should not wait for that.
+What Weir adds to a request occupies the loop for some milliseconds, and plain requests should not
+wait for that.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 from weakref import WeakSet
 
 MAX_WAIT_PLAIN = 0.1
-"""Seconds for which one plain request is waited for at most: one that takes longer waits itself, say for an image."""
+"""Seconds for which one plain request is waited for at most: one that takes longer waits itself,
+say for an image."""
 MAX_ENTERING, MAX_RESPONDING = 2, 8
-"""Requests with Weir's keys that enter the engine, and that go on to their responses, in one turn of the loop."""
+"""Requests with Weir's keys that enter the engine, and that go on to their responses, in one turn
+of the loop."""
 MAX_DELAY = 1.0
 """Seconds for which the pace delays a request at most."""
 TICK = 0.05
@@ -39,16 +42,19 @@ class PlainEntry:
         self.number, self.since = number, monotonic()
 
     def leave(self) -> None:
-        """Record that the request has entered the engine, or never will; calling it again does nothing."""
+        """Record that the request has entered the engine, or never will.
+
+        Calling it again does nothing.
+        """
         self._pacing.remove(self)
 
 
 class Pacing:
     """The order in which one engine's requests enter it from one event loop.
 
-    A request with Weir's keys waits for the plain requests that were on their way to the engine when it came, and for
-    no later one. While plain requests are served, at most `pace` of the others enter per second; none is delayed for
-    longer than `MAX_DELAY` by that, so none starves.
+    A request with Weir's keys waits for the plain requests that were on their way to the engine
+    when it came, and for no later one. While plain requests are served, at most `pace` of the
+    others enter per second; none is delayed for longer than `MAX_DELAY` by that, so none starves.
 
     Attributes:
         pace: requests with Weir's keys per second while plain ones are served; 0 for no bound.
@@ -61,13 +67,15 @@ class Pacing:
         self._own: WeakSet[Any] = WeakSet()
         """States in `live` of requests with Weir's keys."""
         self._delayed: deque[tuple[float, asyncio.Future[None]]] = deque()
-        """Requests that the pace delays: latest time to enter, and the future that they wait for."""
+        """Requests that the pace delays: latest time to enter, and the future that they wait
+        for."""
         self._credit, self._credited_at = float(BURST), monotonic()
         self._numbers = itertools.count()
         self._entries: dict[PlainEntry, None] = {}
         """Plain requests on their way to the engine, oldest first."""
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-        """Requests with Weir's keys that wait for these: number, and the future that they wait for."""
+        """Requests with Weir's keys that wait for these: number, and the future that they wait
+        for."""
         self._entering, self._responding = asyncio.Semaphore(MAX_ENTERING), asyncio.Semaphore(MAX_RESPONDING)
 
     def add_own(self, state: Any) -> None:
@@ -126,7 +134,10 @@ class Pacing:
         await admitted
 
     def _may_enter(self, latest: float = float("inf")) -> bool:
-        """Return whether one more request may enter now, and spend its credit; `latest`: when it must enter."""
+        """Return whether one more request may enter now, and spend its credit.
+
+        At the time `latest` it enters in any case.
+        """
         now = monotonic()
         self._credit = min(self._credit + (now - self._credited_at) * self.pace, BURST)
         self._credited_at = now
@@ -147,7 +158,7 @@ class Pacing:
             self._schedule_release()
 
     async def wait_to_respond(self) -> None:
-        """Wait until a request with Weir's keys that has its last output may go on to its response."""
+        """Wait until a request with Weir's keys that has its last output may be answered."""
         async with self._responding:
             await asyncio.sleep(0)
 

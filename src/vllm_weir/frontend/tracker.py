@@ -16,7 +16,9 @@ from vllm_weir.frontend.sinks.manager import SinkManager
 
 
 class Tracker:
-    """The outputs of one sequence. While anything refers to it or its views, the sequence's rows are kept.
+    """The outputs of one sequence.
+
+    While anything refers to it or its views, the sequence's rows are kept.
 
     Args:
         pending: the sequence in the row store.

@@ -1,1 +1,4 @@
-"""What works even where Weir itself cannot load; imports the standard library and vLLM's own modules alone."""
+"""What works even where Weir itself cannot load.
+
+Imports the standard library and vLLM's own modules alone.
+"""

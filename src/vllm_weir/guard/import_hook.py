@@ -1,4 +1,4 @@
-"""Callbacks that run as soon as a module has been imported, so that patching imports nothing by itself."""
+"""Callbacks on the import of modules, so that patching imports nothing by itself."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
     """Call `callback` with module `name`: now if it is imported, else right after it is.
 
-    If its import is in progress (in another thread, or because it imports the caller), `callback` runs with the next
-    import of any other module.
+    If its import is in progress (in another thread, or because it imports the caller), `callback`
+    runs with the next import of any other module.
     """
     module = sys.modules.get(name)
     if module is not None and not _importing(module):

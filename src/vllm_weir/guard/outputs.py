@@ -1,6 +1,7 @@
-"""The properties that Weir adds to vLLM's outputs: ``.activations`` and ``.receipt``. Standard library only.
+"""The properties ``.activations`` and ``.receipt`` that Weir adds to vLLM's outputs.
 
-Importing `vllm_weir` is enough to have them in any process: outputs are pickled and read where no engine runs.
+Importing `vllm_weir` is enough to have them in any process: outputs are pickled and read where no
+engine runs.
 """
 
 from __future__ import annotations

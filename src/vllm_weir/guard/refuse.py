@@ -1,8 +1,9 @@
-"""The guard: wrappers that refuse requests with Weir's keys, with the cause, in a process where Weir does not work.
+"""The guard: wrappers that refuse requests with Weir's keys where Weir does not work.
 
-It needs only the standard library and vLLM's own modules, so it works where a package that Weir needs is missing.
-Importing `vllm_weir` installs it, and so does vLLM when it loads the plugin; `vllm_weir.patches.registry.install` then
-replaces its wrappers by Weir's own, or leaves them with the reason.
+It needs only the standard library and vLLM's own modules, so it works where a package that Weir
+needs is missing. Importing `vllm_weir` installs it, and so does vLLM when it loads the plugin;
+`vllm_weir.patches.registry.install` then replaces its wrappers by Weir's own, or leaves them with
+the reason.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Failed:
 
 
 class NotLoaded:
-    """The status of a process in which vLLM has not loaded the plugin, which it does before it makes an engine.
+    """The status of a process in which vLLM has not loaded the plugin.
+
+    vLLM loads it before it makes an engine.
 
     Attributes:
         unguarded: why nothing guards this process, or None.
@@ -73,7 +76,10 @@ class Unguarded(RuntimeError):
 
 
 def left_out() -> str | None:
-    """Return what to tell a user whose environment keeps vLLM from loading Weir; None if it does not."""
+    """Return what to tell a user whose environment keeps vLLM from loading Weir.
+
+    The result is None if it does not.
+    """
     named = os.environ.get("VLLM_PLUGINS")
     if named is None or PLUGIN in named.split(","):
         return None
@@ -87,7 +93,7 @@ def module_of(distribution: str) -> str:
 
 
 def cause_of(e: BaseException) -> str:
-    """Return what to tell a user about an exception that kept Weir from working, and what to do about it."""
+    """Return a message about an exception that kept Weir from working, with what to do."""
     text = f"Weir could not load: {type(e).__name__}: {e}"
     missing = (e.name or "").partition(".")[0] if isinstance(e, ModuleNotFoundError) else ""
     if missing == "vllm_weir":
@@ -169,7 +175,10 @@ def without_room(original: Any, _status: Status | None) -> Any:
 
 
 def init_device(original: Any, status: Status) -> Any:
-    """Wrap ``WorkerWrapperBase.init_device``: the worker reports why it does not serve Weir's keys."""
+    """Wrap ``WorkerWrapperBase.init_device``.
+
+    The worker reports why it does not serve Weir's keys.
+    """
 
     def wrapper(self: Any) -> None:
         original(self)
@@ -201,15 +210,16 @@ GUARDS: dict[str, Callable[[Any, Any], Any]] = {
     f"{_GENERATE}.generative_scoring.serving:ServingGenerativeScoring.create_generative_scoring": without_room,
     f"{_GENERATE}.structured_decisions.serving:ServingStructuredDecisions.create_decision": without_room,
 }
-"""Path of a guarded patch of `vllm_weir.patches.registry` -> the function that makes its guarding wrapper."""
+"""Path of a guarded patch of `vllm_weir.patches.registry` -> the function that makes its guarding
+wrapper."""
 
 
 def install(status: Status = NOT_LOADED) -> None:
     """Guard this process: wrap each entry of `GUARDS` as soon as its module is imported.
 
     Args:
-        status: why Weir does not work. The default is for a process in which Weir may still be loaded, and leaves
-            what is wrapped already as it is.
+        status: why Weir does not work. The default is for a process in which Weir may still be
+            loaded, and leaves what is wrapped already as it is.
 
     Raises:
         Unguarded: here or when a module is imported, if this vLLM lacks what is to be wrapped.
@@ -224,7 +234,7 @@ def _apply(path: str, status: Status, module: ModuleType) -> None:
         owner = getattr(module, owner_name)
         found = getattr(owner, attribute)
     except AttributeError as e:
-        if status is NOT_LOADED:  # the plugin reports it once vLLM loads it, and `weir.params` until then
+        if status is NOT_LOADED:  # the plugin or `weir.params` reports it
             if path == REQUESTS:
                 NOT_LOADED.unguarded = f"Weir cannot guard this vLLM: {path}: {e}"
             return
@@ -234,7 +244,7 @@ def _apply(path: str, status: Status, module: ModuleType) -> None:
 
 
 def refuse_because_of(e: Exception) -> None:
-    """Log the exception that keeps Weir from working here, and refuse requests with Weir's keys because of it."""
+    """Refuse requests with Weir's keys because of an exception, and log it."""
     import logging
 
     why = cause_of(e)
@@ -270,7 +280,8 @@ def refusal_here() -> str | None:
 def retry_next_time() -> None:
     """Make vLLM load its plugins again before its next engine.
 
-    vLLM counts a plugin that raised as loaded, so a second engine in this process would start without a guard.
+    vLLM counts a plugin that raised as loaded, so a second engine in this process would start
+    without a guard.
     """
     plugins: Any = importlib.import_module("vllm.plugins")
     if hasattr(plugins, "plugins_loaded"):

@@ -1,4 +1,4 @@
-"""The silent and the live CUDA graphs of one runner V2: when live graphs are captured, and which one a step replays."""
+"""`GraphSets`: when live CUDA graphs are captured, and which graph a step replays (runner V2)."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ from vllm_weir.worker.tap.op import ALL
 logger = logging.getLogger(__name__)
 
 MAX_SETS = 8
-"""Live sets for particular taps; batches that need others use the smallest that has theirs, or the one with all."""
+"""Live sets for particular taps; batches that need others use the smallest that has theirs, or the
+one with all."""
 REQUESTS_TO_CAPTURE = {"FULL": 2, "PIECEWISE": 4}
-"""Steps that must have asked for a graph before it is captured, where they run without a graph until then. Decoding
-comes back to the same size again and again, a mixed batch's size may never come again."""
+"""Steps that must have asked for a graph before it is captured, where they run without a graph
+until then. Decoding comes back to the same size again and again, a mixed batch's size may never
+come again."""
 REQUESTS_TO_NARROW = {"FULL": 16, "PIECEWISE": 64}
-"""The same where a graph that is a little too large, or that has more taps, serves until then: a capture takes as long
-as dozens of such steps lose."""
+"""The same where a graph that is a little too large, or that has more taps, serves until then: a
+capture takes as long as dozens of such steps lose."""
 TOKENS_TO_NARROW, TOKENS_PER_IDLE_TAP = 8_000, 0.05
-"""The same where plain requests share the step and would wait for the capture: tokens of padding, in sum, with an idle
-tap counted as a part of one. A capture takes about as long as some 2,000 tokens."""
+"""The same where plain requests share the step and would wait for the capture: tokens of padding,
+in sum, with an idle tap counted as a part of one. A capture takes about as long as some 2,000
+tokens."""
 MAX_REMEMBERED = 4096
 """Different graphs whose demand is counted, or whose substitute is remembered."""
 DUE = 1 - 1e-6
 """Demand at which a graph is captured: 1, less the rounding of a sum of fractions."""
 MAX_SIZE_RATIO, MIN_START_TOKENS = 0.7, 16
-"""Sizes of the live graphs, with the taps between blocks, that are captured at start-up: each at most this part of the
-next, down to this many tokens. One of them serves whatever most live steps need; all sizes would take seconds, and the
-points inside blocks are four times as many launches."""
+"""Sizes of the live graphs, with the taps between blocks, that are captured at start-up: each at
+most this part of the next, down to this many tokens. One of them serves whatever most live steps
+need; all sizes would take seconds, and the points inside blocks are four times as many launches."""
 
 
 class LiveGraph(NamedTuple):
@@ -53,16 +56,20 @@ class LiveGraph(NamedTuple):
 
 
 class GraphSets:
-    """The silent and the live graphs of one runner; a live set has the launches of some of the taps, or of all.
+    """The silent and the live graphs of one runner.
 
-    A *silent* graph is one of vLLM's own. Its taps launch nothing, so it serves steps in which nothing is captured or
-    steered. A live step replays the graph of its size and taps, if that is captured; otherwise the smallest captured
-    graph that covers it, or none. Which of these are captured is the same on all tensor-parallel ranks.
+    A live set has the launches of some of the taps, or of all.
+
+    A *silent* graph is one of vLLM's own. Its taps launch nothing, so it serves steps in which
+    nothing is captured or steered. A live step replays the graph of its size and taps, if that is
+    captured; otherwise the smallest captured graph that covers it, or none. Which of these are
+    captured is the same on all tensor-parallel ranks.
 
     Args:
         manager: vLLM's CudaGraphManager, whose `capture` and `dispatch` are patched.
         runtime: the worker's.
-        lazy: whether live graphs are captured as they are needed, but for a few; if not, all after the silent ones.
+        lazy: whether live graphs are captured as they are needed, but for a few; if not, all after
+            the silent ones.
         find_pieces: returns vLLM's piecewise wrappers that hold graphs.
         late_capture: makes the context in which a capture can run while the engine serves.
         agree: returns whether all tensor-parallel ranks pass True.
@@ -88,7 +95,8 @@ class GraphSets:
         self._masks: list[int] = []
         """Masks of the live sets for particular taps."""
         self._demand: defaultdict[LiveGraph, float] = defaultdict(float)
-        """Graphs that are not captured -> how much of what makes a capture worth it has come together, up to 1."""
+        """Graphs that are not captured -> how much of what makes a capture worth it has come
+        together, up to 1."""
         self._captured: set[LiveGraph] = set()
         self._failed: set[LiveGraph] = set()
         self._substitutes: dict[LiveGraph, LiveGraph | None] = {}
@@ -112,12 +120,15 @@ class GraphSets:
             self._capture_live(ALL, descs_by_mode)
             self._captured.update(LiveGraph(ALL, desc) for descs in descs_by_mode.values() for desc in descs)
         else:
-            # All with one call: what an earlier graph leaves in the pool, only one on the same stream can use.
+            # All with one call: what an earlier graph leaves in the pool, only one on the same
+            # stream can use.
             some = {mode: _sizes_at_start(descs) for mode, descs in descs_by_mode.items()}
             self._try_capture(self._runtime.boundary_taps, some)
 
     def _dispatch_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the descriptor that a step runs with, as vLLM's `dispatch` does, with the set that it needs in place.
+        """Return the descriptor that a step runs with, after swapping in the graphs that it needs.
+
+        Takes the arguments of vLLM's `dispatch`.
 
         Runs once per step. `restore` puts vLLM's own graphs back.
         """
@@ -135,7 +146,10 @@ class GraphSets:
         return graph.desc
 
     def _mask_for(self, needed: int) -> int:
-        """Return the mask of the set to replay from; depends only on what is the same on all ranks."""
+        """Return the mask of the set to replay from.
+
+        Depends only on what is the same on all ranks.
+        """
         if not self.lazy:
             return ALL
         if needed in self._masks or (needed != ALL and len(self._masks) < MAX_SETS):
@@ -143,14 +157,17 @@ class GraphSets:
         return min((mask for mask in self._masks if mask & needed == needed), key=int.bit_count, default=ALL)
 
     def _capture_or_substitute(self, wanted: LiveGraph) -> LiveGraph | None:
-        """Return `wanted` if it is captured now, else the captured graph that can take its place, or None."""
+        """Return `wanted` if it is captured now, else its substitute, or None."""
         substitute = self._substitute(wanted)
         if self._is_due(wanted, self._capture_share(wanted, substitute)) and self._capture_late(wanted):
             return wanted
         return substitute
 
     def _substitute(self, wanted: LiveGraph) -> LiveGraph | None:
-        """Return the smallest captured graph that covers `wanted`, or None; cached until others are captured."""
+        """Return the smallest captured graph that covers `wanted`, or None.
+
+        Cached until others are captured.
+        """
         if wanted not in self._substitutes:
             if len(self._substitutes) >= MAX_REMEMBERED:
                 self._substitutes.clear()
@@ -165,7 +182,7 @@ class GraphSets:
         return len(self._runtime.taps) if mask == ALL else mask.bit_count()
 
     def _capture_share(self, wanted: LiveGraph, substitute: LiveGraph | None) -> float:
-        """Return what one step adds to the demand for `wanted`: the part of a capture's cost that it would save."""
+        """Return what one step adds to the demand for `wanted`: its part of a capture's cost."""
         mode = wanted.desc.cg_mode.name
         if substitute is None:
             return 1 / REQUESTS_TO_CAPTURE[mode]
@@ -198,7 +215,7 @@ class GraphSets:
         return done
 
     def _without_graph(self, desc: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the descriptor that vLLM has for a batch without a graph: the batch's own sizes, unpadded."""
+        """Return the descriptor of a batch that runs without a graph: its own sizes, unpadded."""
         batch = self._dispatch_signature.bind(*args, **kwargs).arguments
         return type(desc)(
             cg_mode=type(desc.cg_mode).NONE,
@@ -210,7 +227,7 @@ class GraphSets:
     def _try_capture(
         self, mask: int, descs_by_mode: dict[Any, list[Any]], context: Any = contextlib.nullcontext
     ) -> bool:
-        """Capture live graphs; if that fails on one of the ranks, drop them on all and return False."""
+        """Capture live graphs and return True; if a rank fails, drop them on all ranks."""
         swaps = [swap for mode in descs_by_mode for swap in self._swaps[mode.name]]
         graphs = {LiveGraph(mask, desc) for descs in descs_by_mode.values() for desc in descs}
         previous = [dict(swap.sets.get(mask, {})) for swap in swaps]
@@ -233,7 +250,7 @@ class GraphSets:
         return True
 
     def _capture_live(self, mask: int, descs_by_mode: dict[Any, list[Any]]) -> None:
-        """Have vLLM capture graphs of these sizes with these taps on, into the live set of `mask`."""
+        """Have vLLM capture graphs of these sizes into the live set of `mask`, with its taps on."""
         assert self._capture_again is not None, "vLLM's own capture comes first"
         runtime, all_descs = self._runtime, self.manager._capture_descs
         step_mask = runtime.switch.mask
@@ -261,14 +278,17 @@ class GraphSets:
             swap.restore()
 
     def close(self) -> None:
-        """Drop the live graphs and the reference to the captured model; live steps run without graphs from then on."""
+        """Drop the live graphs and the reference to the captured model.
+
+        Live steps run without graphs from then on.
+        """
         self.restore()
         self.lazy, self._capture_again = False, None
         self._captured, self._swaps, self._masks = set(), {}, []
         self._substitutes.clear()
 
     def report(self) -> dict[str, Any]:
-        """Return the sizes of the sets, how steps were served, and what late captures took (seconds, bytes)."""
+        """Return sizes of the sets, counts of steps, and costs of late captures (seconds, bytes)."""
         return {
             "graphs": "lazy" if self.lazy else "eager",
             "live": len(self._captured),
@@ -282,7 +302,7 @@ class GraphSets:
 
 
 def _covers(graph: LiveGraph, wanted: LiveGraph) -> bool:
-    """Return whether a step that wants one graph can replay another: its taps, its kind, at least its size."""
+    """Return whether a graph has the taps, the kind and at least the size of the wanted one."""
     desc, wanted_desc = graph.desc, wanted.desc
     if graph.mask & wanted.mask != wanted.mask or desc.num_tokens < wanted_desc.num_tokens:
         return False
@@ -317,7 +337,7 @@ class _SwappedAttribute:
 
 
 def _free_memory() -> int:
-    """Return the device's free bytes, after emptying torch's cache (which a capture does anyway)."""
+    """Return the device's free bytes, after emptying torch's cache, as a capture does anyway."""
     if not torch.cuda.is_available():
         return 0
     torch.cuda.empty_cache()

@@ -1,9 +1,10 @@
-"""Two sets of CUDA graphs on runner V2: vLLM's own, captured with silent taps, and one with live taps.
+"""Two sets of CUDA graphs on runner V2: vLLM's own, with silent taps, and one with live taps.
 
-A tap is *silent* while its runtime's switch is off, and then launches nothing. A few live graphs are captured at
-start-up, others once enough steps have asked for them, by vLLM's own capture code; every step replays from the set it
-needs. Both sets share vLLM's memory pool, its static buffers and one stream, as graphs of different sizes do; outside
-a live step's forward pass everything is as vLLM left it.
+A tap is *silent* while its runtime's switch is off, and then launches nothing. A few live graphs
+are captured at start-up, others once enough steps have asked for them, by vLLM's own capture code;
+every step replays from the set it needs. Both sets share vLLM's memory pool, its static buffers and
+one stream, as graphs of different sizes do; outside a live step's forward pass everything is as
+vLLM left it.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from vllm_weir.worker.runtime import WorkerRuntime
 
 
 def patch_runner(runner: Any, runtime: WorkerRuntime, config: Any, eager: bool) -> Callable[[], dict[str, Any]]:
-    """Patch the capture and the replay of a V2 runner's graphs; return a function that reports on the sets.
+    """Patch the capture and the replay of a V2 runner's graphs.
+
+    Return a function that reports on the sets.
 
     Args:
         runner: vLLM's, with its model loaded and no graph captured yet.
         runtime: the worker's.
         config: the engine's VllmConfig.
-        eager: whether to capture the whole live set at start-up. Engines in which one rank must not stop alone (data
-            parallel), or in which a late capture would unload adapters (LoRA) or write into state that requests own
-            (Mamba), do so anyway.
+        eager: whether to capture the whole live set at start-up. Engines in which one rank must not
+            stop alone (data parallel), or in which a late capture would unload adapters (LoRA) or
+            write into state that requests own (Mamba), do so anyway.
     """
     capture_model, execute_model, shutdown = runner.capture_model, runner.execute_model, runner.shutdown
     eager = eager or config.parallel_config.data_parallel_size > 1 or config.lora_config is not None
@@ -82,7 +85,7 @@ def _make_sets(runner: Any, runtime: WorkerRuntime, config: Any, lazy: bool) -> 
 
 
 def _find_pieces(compilation_config: Any) -> list[Any]:
-    """Return the piecewise wrappers that hold graphs of one engine: those made with its config object."""
+    """Return the piecewise wrappers that hold graphs of the engine with this config object."""
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
     found = (w for w in list(CUDAGraphWrapper._all_instances) if w.compilation_config is compilation_config)
@@ -91,14 +94,19 @@ def _find_pieces(compilation_config: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _late_capture(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Make vLLM's capture possible while the engine serves; `stream` is the one for all such captures."""
+    """Make vLLM's capture possible while the engine serves.
+
+    `stream` is the one for all such captures.
+    """
     from vllm.compilation import monitor
     from vllm.distributed import parallel_state
     from vllm.v1.worker.gpu import cudagraph_utils
 
-    # Other threads fetch outputs meanwhile; in the default mode a CUDA call of theirs would break the capture.
+    # Other threads fetch outputs meanwhile; in the default mode a CUDA call of theirs would break
+    # the capture.
     graph = functools.partial(torch.cuda.graph, capture_error_mode="thread_local")
-    # The pool's memory belongs to streams: on a new one, no capture could use what an earlier one has left.
+    # The pool's memory belongs to streams: on a new one, no capture could use what an earlier one
+    # has left.
     context = parallel_state.GraphCaptureContext(stream)
     collecting = gc.isenabled()
     gc.disable()
@@ -117,7 +125,7 @@ def _late_capture(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 def _agree(done: bool) -> bool:
-    """Return whether all tensor-parallel ranks pass True: their graphs' collectives work only together."""
+    """Return whether all tensor-parallel ranks pass True, since graphs contain collectives."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()

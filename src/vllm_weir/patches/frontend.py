@@ -1,4 +1,4 @@
-"""Wrappers in the caller's process: of engines, of requests on their way in, of outputs on their way out."""
+"""Wrappers in the caller's process: of engines, requests and outputs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
     tracker, engine_request = frontend.admit(
         request.request_id, params.extra_args or {}, ids, length, params.max_tokens, streams, has_embeddings
     )
-    # The engine gets a copy that carries the EngineRequest; the caller may use its own params again.
+    # The engine gets a copy that carries the EngineRequest; the caller may use its own params
+    # again.
     params = copy.copy(params)
     params.extra_args = {k: v for k, v in (params.extra_args or {}).items() if k not in KEYS}
     if engine_request is not None:
@@ -101,7 +102,8 @@ def new_completion_output(original: Callable[..., Any], _status: PatchStatus) ->
             delta = self.output_kind.name == "DELTA"
             generated = self.detokenizer.output_token_ids
             if not delta:
-                # vLLM hands out the list that it goes on appending to; rows and tokens of one output must agree.
+                # vLLM hands out the list that it goes on appending to; rows and tokens of one
+                # output must agree.
                 output.token_ids = list(output.token_ids)
             reason = None if finish_reason is None else str(finish_reason)
             setattr(output, _VIEW, tracker.view(generated, delta, reason, self.num_cached_tokens))
@@ -165,7 +167,7 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
 
 
 def llm_engine_init(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``LLMEngine.__init__``: make its `EngineFrontend` and ask the workers what they serve."""
+    """Wrap ``LLMEngine.__init__``: make its `EngineFrontend` and ask its workers what they serve."""
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         _check_settings(args, kwargs)
@@ -210,8 +212,8 @@ def async_llm_generate(original: Callable[..., Any], _status: PatchStatus) -> Ca
                     observer = None if frontend is None else frontend.observer
                     # Let outputs of plain requests go first.
                     await (asyncio.sleep(0) if frontend is None else frontend.pacing.wait_to_respond())
-                    # Usually the worker has reported by now. With other overflow settings, counting dropped rows
-                    # waits for rows.
+                    # Usually the worker has reported by now. With other overflow settings, counting
+                    # dropped rows waits for rows.
                     if view.concluded() and (frontend is None or frontend.settings.overflow == "wait"):
                         _finish_view(view, observer)
                     else:
@@ -230,7 +232,7 @@ def async_llm_generate(original: Callable[..., Any], _status: PatchStatus) -> Ca
 
 
 async def _held(held: HeldSequences, outputs: AsyncGenerator[Any, Any]) -> AsyncIterator[Any]:
-    """Yield `outputs` of a request, with its sequences added to `held` when the first output is asked for."""
+    """Yield `outputs` of a request; its sequences are added to `held` with the first of them."""
     async with aclosing(outputs):
         token = holding.set(held)
         try:
@@ -266,7 +268,10 @@ def _verify(view: OutputView) -> None:
 
 
 def async_llm_add_request(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``AsyncLLM.add_request``: ask the workers what they serve before the first request with Weir's keys."""
+    """Wrap ``AsyncLLM.add_request``.
+
+    Ask the workers what they serve before the first request with Weir's keys.
+    """
 
     async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         params = kwargs.get("params", args[2] if len(args) > 2 else None)

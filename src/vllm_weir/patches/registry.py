@@ -1,4 +1,4 @@
-"""The table of patches: which attribute of vLLM is wrapped, why, and on which versions that was verified."""
+"""The table of patches: which attributes of vLLM are wrapped, and why."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from vllm_weir.guard.import_hook import when_imported
 logger = logging.getLogger(__name__)
 
 RAN = ("0.26.0", "0.30.0", "0.31.0", "0.32.0")
-"""vLLM versions that ran; docs/explanation/limits.md says what was tested on each (scripts/new_vllm.py)."""
+"""vLLM versions that ran; docs/explanation/limits.md says what was tested on each."""
 READ = ("0.28.0", "0.29.0", "0.33.0")
-"""vLLM versions whose source has every patch point (scripts/check_patch_points.py); nothing was run on them."""
+"""vLLM versions whose source has every patch point (scripts/check_patch_points.py); nothing was run
+on them."""
 
 WORKER, CORE, FRONTEND, SERVER, EVERYWHERE = "worker", "engine core", "caller", "API server", "everywhere"
 
@@ -33,12 +34,15 @@ class Patch:
         module, name: where it is, e.g. ``vllm.v1.engine.llm_engine`` and ``LLMEngine.__init__``.
         process: where the wrapper acts.
         purpose: what it is for, as `weir doctor` shows it.
-        wrapper: ``module:function`` in `vllm_weir.patches`: takes the original and returns its replacement. None for
-            what is only checked here, and wrapped on an instance once that exists (see `vllm_weir.patches.worker`).
+        wrapper: ``module:function`` in `vllm_weir.patches`: takes the original and returns its
+            replacement. None for what is only checked here, and wrapped on an instance once that
+            exists (see `vllm_weir.patches.worker`).
         needs: parameters that the original must have.
         guard: whether the engine must not start without it.
-        serving: whether only a server needs it; without it, requests over HTTP with Weir's keys are refused.
-        variant: the model runner it belongs to, of which an engine uses one; empty for patches that every engine needs.
+        serving: whether only a server needs it; without it, requests over HTTP with Weir's keys are
+            refused.
+        variant: the model runner it belongs to, of which an engine uses one; empty for patches that
+            every engine needs.
         recent: whether it belongs to a route whose module older versions of vLLM lack.
     """
 
@@ -197,9 +201,11 @@ class PatchStatus:
 
     Attributes:
         active: False when Weir is disabled: only the guard is installed, and it refuses.
-        problems: path of a patch -> what is wrong. Any entry refuses every request with Weir's keys.
+        problems: path of a patch -> what is wrong. Any entry refuses every request with Weir's
+            keys.
         serving_problems: likewise, of patches that only a server needs; refuses requests over HTTP.
-        failure: why Weir's own code could not be loaded, or None. It refuses every request with Weir's keys.
+        failure: why Weir's own code could not be loaded, or None. It refuses every request with
+            Weir's keys.
         serving_failure: likewise, of code that only a server needs; refuses requests over HTTP.
     """
 
@@ -245,10 +251,13 @@ def _problem_text(problems: dict[str, str]) -> str | None:
 
 
 def install(active: bool) -> PatchStatus:
-    """Make every patch of this process, each as soon as its module is imported; with `active` False only the guard.
+    """Make every patch of this process, each as soon as its module is imported.
+
+    With `active` False only the guard.
 
     Raises:
-        Unguarded: if the guard cannot be installed, because then the engine would ignore Weir's keys.
+        Unguarded: if the guard cannot be installed, because then the engine would ignore Weir's
+            keys.
     """
     status = PatchStatus(active)
     for patch in PATCHES:
@@ -284,7 +293,10 @@ def _apply(patch: Patch, status: PatchStatus, _module: object) -> None:
 
 
 def _wrapped(patch: Patch, original: Any, status: PatchStatus) -> Any:
-    """Return what replaces `original`: Weir's wrapper, else the guard's; None if nothing is guarded there."""
+    """Return what replaces `original`: Weir's wrapper, else the guard's.
+
+    The result is None if nothing is guarded there.
+    """
     if status.active and status.failure is None:
         try:
             wrapper: Any = functools.wraps(original)(_load_wrapper(patch)(original, status))
@@ -320,7 +332,10 @@ def _module_exists(name: str) -> bool:
 
 
 def verify() -> list[tuple[Patch, str]]:
-    """Return every patch with what is wrong with it (empty: nothing), after importing all modules of the table."""
+    """Return every patch with what is wrong with it (empty: nothing).
+
+    Imports all modules of the table.
+    """
     found = []
     for patch in PATCHES:
         if patch.recent and not _module_exists(patch.module):

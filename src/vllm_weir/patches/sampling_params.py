@@ -1,4 +1,7 @@
-"""Wrapper of the copy that vLLM makes of a request's params. Imports nothing of vLLM, which may still be importing."""
+"""Wrapper of the copy that vLLM makes of a request's params.
+
+Imports nothing of vLLM, which may still be importing.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def clone(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``SamplingParams.clone``: copy params with Weir's keys faster than vLLM's general deep copy does.
+    """Wrap ``SamplingParams.clone``.
+
+    Copy params with Weir's keys faster than vLLM's general deep copy does.
 
     That copy would take longer than the whole of Weir's admission.
     """

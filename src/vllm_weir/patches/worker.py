@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 def init_device(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``WorkerWrapperBase.init_device``: taps are placed as soon as the worker has loaded its model."""
+    """Wrap ``WorkerWrapperBase.init_device``.
+
+    Taps are placed as soon as the worker has loaded its model.
+    """
 
     def wrapper(self: Any) -> None:
         original(self)
@@ -63,7 +66,10 @@ def _start_warmup(worker: Any) -> TapWarmup | None:
 
 
 def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> None:
-    """Place the taps on the loaded model and patch the runner; report the reason if that cannot be done."""
+    """Place the taps on the loaded model and patch the runner.
+
+    Report the reason if that cannot be done.
+    """
     runner, config = worker.model_runner, worker.vllm_config
     settings = Settings.load(config.additional_config)
     try:
@@ -136,7 +142,10 @@ def _patch_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
 
 
 def _starts(scheduler_output: Any) -> Iterator[tuple[list[str], list[int]]]:
-    """Yield the scheduled requests with the positions of their first tokens in the step; equal on all ranks."""
+    """Yield the scheduled requests with the positions of their first tokens in the step.
+
+    Equal on all ranks.
+    """
     cached, new = scheduler_output.scheduled_cached_reqs, scheduler_output.scheduled_new_reqs
     yield cached.req_ids, cached.num_computed_tokens
     yield [r.req_id for r in new], [r.num_computed_tokens for r in new]
@@ -159,7 +168,7 @@ def _patch_dummy_run(runner: Any, runtime: WorkerRuntime) -> None:
 
 
 def _patch_warm_up(worker: Any, warmup: TapWarmup) -> None:
-    """Pause garbage collection while the model is traced, and wait for the taps' kernels before graphs are captured.
+    """Pause garbage collection during tracing, and wait for the taps' kernels before capture.
 
     On a GPU, the profiling run traces and compiles the model.
     """
@@ -167,8 +176,9 @@ def _patch_warm_up(worker: Any, warmup: TapWarmup) -> None:
 
     @functools.wraps(profile)
     def frozen(*args: Any, **kwargs: Any) -> Any:
-        # Tracing makes millions of objects, with which the collector would visit all older ones again and again.
-        # Unfrozen afterwards, or nothing of an engine that fails to start would ever be collected.
+        # Tracing makes millions of objects, with which the collector would visit all older ones
+        # again and again. Unfrozen afterwards, or nothing of an engine that fails to start would
+        # ever be collected.
         if gc.get_freeze_count():  # somebody else has frozen objects, which our unfreeze would undo
             return profile(*args, **kwargs)
         gc.freeze()

@@ -1,8 +1,8 @@
 """The part of an admitted request that travels to the scheduler and the workers.
 
-The engine frontend puts an `EngineRequest` into the request's ``extra_args``. vLLM's msgpack encoder writes it as an
-array, and a pickle between the engine core and its workers keeps it as it is, so the receiving side has an array or an
-`EngineRequest`; `EngineRequest.carried_by` reads both.
+The engine frontend puts an `EngineRequest` into the request's ``extra_args``. vLLM's msgpack
+encoder writes it as an array, and a pickle between the engine core and its workers keeps it as it
+is, so the receiving side has an array or an `EngineRequest`; `EngineRequest.carried_by` reads both.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ class EngineRequest(msgspec.Struct, array_like=True):
         first_position: the first wanted position, or None if no position is known to be wanted.
         rows_per_token: the most rows that one token can give; 0 if the request captures nothing.
         rows_per_tap: the most rows that one token can give at one tap.
-        max_row_tokens: how many tokens give rows that leave the device unreduced; None if that is not bounded.
+        max_row_tokens: how many tokens give rows that leave the device unreduced; None if that is
+            not bounded.
         rows_per_group: ring rows of one group of tokens whose rows are reduced; 0 if none are.
         last_reduced: the last position whose row is reduced; None if none are.
         max_tokens: how many tokens the request can generate.
-        table_needs: what the interventions need of the device tables; None if there are no interventions.
+        table_needs: what the interventions need of the device tables; None if there are no
+            interventions.
         vectors: float32 bytes, by digest, of the vectors that travel with the request.
         cache_salt: see `RowStore.salt`; empty until a request of this caller has failed.
-        core_refusal: why the engine core does not do its part; empty if it does. None until the engine core has taken
-            the request, and for good where Weir is not loaded there.
+        core_refusal: why the engine core does not do its part; empty if it does. None until the
+            engine core has taken the request, and for good where Weir is not loaded there.
     """
 
     spec: bytes
@@ -81,8 +83,8 @@ class EngineRequest(msgspec.Struct, array_like=True):
     def refusal(self) -> str:
         """Why a worker must fail the request; empty if it can serve it.
 
-        Without Weir in the engine core, other requests would hit cached blocks of a steered one, and rows of cached
-        positions would be missing.
+        Without Weir in the engine core, other requests would hit cached blocks of a steered one,
+        and rows of cached positions would be missing.
         """
         why = NOT_LOADED_IN_CORE if self.core_refusal is None else self.core_refusal
         return f"Weir does not work in the engine core: {why}" if why else ""

@@ -1,1 +1,1 @@
-"""Admission: requests are checked, resolved against the engine, and put into the form that travels to it."""
+"""Admission: requests are checked, resolved, and put into the form that travels to the engine."""

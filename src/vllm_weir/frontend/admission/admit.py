@@ -1,4 +1,4 @@
-"""Admission: what a request asks for is checked against the engine, and resolved, before it enters."""
+"""Admission: requests are checked against the engine, and resolved, before they enter it."""
 
 from __future__ import annotations
 
@@ -35,12 +35,15 @@ class AdmittedRequest:
         spec: its captures, resolved.
         parts: its captures by where their rows go; the first is what comes back on the output.
         dtype: the model's.
-        moves: its interventions, resolved. None stands for one that changes nothing (a zero vector, a scale of 0); one
-            with different vectors at different layers is several.
-        rows: the vectors [d_model] that these use, and the directions that captures project on, by digest.
+        moves: its interventions, resolved. None stands for one that changes nothing (a zero vector,
+            a scale of 0); one with different vectors at different layers is several.
+        rows: the vectors [d_model] that these use, and the directions that captures project on, by
+            digest.
         parted: for each intervention as it was given, how many of `moves` it is.
-        by_position: vectors that have one row for each selected position, whose number is checked per request.
-        asked: the request's own selectors for which it depends on its lengths whether they select anything.
+        by_position: vectors that have one row for each selected position, whose number is checked
+            per request.
+        asked: the request's own selectors for which it depends on its lengths whether they select
+            anything.
     """
 
     spec: ResolvedSpec
@@ -89,7 +92,7 @@ class AdmittedRequest:
 
     @functools.cached_property
     def one_program_needs(self) -> tuple[int, int] | None:
-        """(programs, instructions) if one program serves every position that is steered at all, else None."""
+        """(programs, instructions) if all steered positions share one program, else None."""
         moves = self.effective
         if any(m.per_position or m.positions.needs_token_ids for m in moves):
             return None
@@ -99,7 +102,10 @@ class AdmittedRequest:
 
     @functools.cached_property
     def digests(self) -> list[str]:
-        """Digests of the vectors that its interventions use, sorted; directions of captures are not in the table."""
+        """Digests of the vectors that its interventions use, sorted.
+
+        Directions of captures are not in the table.
+        """
         return sorted(frozenset().union(*(move.vectors for move in self.effective)))
 
 
@@ -131,7 +137,8 @@ def admit(
         extra_args: ``SamplingParams.extra_args``; not changed.
         capabilities: what the engine serves.
         has_token_ids: False for prompts given as embeddings.
-        has_embeddings: whether the prompt, or a part of it, is given as embeddings or as images and the like.
+        has_embeddings: whether the prompt, or a part of it, is given as embeddings or as images and
+            the like.
         lookup: (reference, field) -> array, or raises WeirError.
         always: interventions that every request undergoes, before its own.
         everyone: what sinks get of every request.
@@ -252,7 +259,7 @@ def _moves(
     lookup: Callable[[str, str], np.ndarray],
     out: _LoweredInterventions,
 ) -> list[ResolvedIntervention]:
-    """Resolve one intervention: one result for all layers at which it does the same, none if it changes nothing.
+    """Resolve one intervention: one result for all layers at which it does the same.
 
     Vectors are added to `out`.
     """
@@ -275,8 +282,8 @@ def _moves(
 def _check_reach(intervention: Intervention, lowered: LoweredIntervention, capabilities: EngineCapabilities) -> None:
     """Raise WeirError if an intervention can change a row by more than its dtype can hold.
 
-    Such a value becomes Inf, and the keys and values computed from it NaN, which some attention kernels let leak from
-    a block of the cache to the request that gets the block next.
+    Such a value becomes Inf, and the keys and values computed from it NaN, which some attention
+    kernels let leak from a block of the cache to the request that gets the block next.
     """
     largest_change = max((reach(term, lowered.rows) for term in lowered.instructions), default=0.0)
     if largest_change > capabilities.largest:

@@ -1,4 +1,4 @@
-"""The keys of the admission cache: equal for requests that ask for the same, which are then checked once."""
+"""The keys of the admission cache: requests that ask for the same are checked once."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class AdmissionKey(NamedTuple):
     def cacheable(self) -> bool:
         """Whether an admission may be stored under the key: only if all parts are JSON data.
 
-        The key of an array has its bytes without the dtype, so different requests could share it. Looking such a key
-        up is safe: JSON has no bytes, so no stored key equals it.
+        The key of an array has its bytes without the dtype, so different requests could share it.
+        Looking such a key up is safe: JSON has no bytes, so no stored key equals it.
         """
         return _is_json(self.parts)
 
@@ -55,7 +55,8 @@ def admission_key(
         return None
     size = [0]
     try:
-        # Version 2 writes equal values alike, and different types (1, 1.0, True; a list, a tuple) differently.
+        # Version 2 writes equal values alike, and different types (1, 1.0, True; a list, a tuple)
+        # differently.
         short = {name: _shortened(part, size) for name, part in weir_object.items()}
         content = marshal.dumps(short, 2)
     except ValueError:
@@ -100,7 +101,10 @@ def _shortened(part: Any, size: list[int]) -> Any:
 
 
 def _digest(value: dict, size: list[int], by_layer: bool = True) -> Any:
-    """Return a vector's wire form with a digest for its text; with `by_layer`, also of ``{layer: vector}``."""
+    """Return a vector's wire form with a digest for its text.
+
+    With `by_layer`, ``{layer: vector}`` is treated likewise.
+    """
     text = value.get("b64")
     if text is None and by_layer:
         return {key: _digest(v, size, False) if type(v) is dict else v for key, v in value.items()}

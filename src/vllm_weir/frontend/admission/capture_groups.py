@@ -1,4 +1,4 @@
-"""Capture groups: a request's captures, resolved against the model and grouped by where their rows go."""
+"""Capture groups: a request's captures, resolved, and grouped by where their rows go."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class CaptureGroup:
         sink: where the rows go.
         keep: ``"always"``, or ``"marked"`` for rows that wait for `weir.mark`.
         lens_layers: blocks asked for by vllm-lens's key.
-        late: whether the postprocess runs in this process, on rows that leave the device as they are, because other
-            groups of the request want another one.
+        late: whether the postprocess runs in this process, on rows that leave the device as they
+            are, because other groups of the request want another one.
         directions: the vectors [d_model] of a late postprocess, by digest.
         notes: entries of `describe_rows`, for what is not simply the rows of all positions.
         mixed: site -> its postprocess, where that differs between sites; such groups are late.
@@ -82,7 +82,7 @@ class CaptureGroup:
 
     @functools.cached_property
     def casts(self) -> dict[Site, str]:
-        """Sites whose rows have to be cast, with the dtype: reductions, too, as they are computed in float32."""
+        """Sites whose rows have to be cast, with the dtype; reductions are computed in float32."""
         reduced = [site for sites, _, how in self.groups if how is not None and how.folds for site in sites]
         return {**self.recast, **{site: self.dtypes[site] for site in reduced}}
 
@@ -96,7 +96,9 @@ def make_groups(
     check: Callable[[Site, str], None],
     lens_layers: tuple[int, ...],
 ) -> tuple[CaptureGroup, ...]:
-    """Return the capture groups of a request; the first is what comes back on the output, and may be empty.
+    """Return the capture groups of a request.
+
+    The first is what comes back on the output, and may be empty.
 
     Args:
         captures: the request's, and those of sinks for every request.
@@ -104,7 +106,8 @@ def make_groups(
         dtype: the model's.
         postprocesses: of these captures, from `postprocesses_of`.
         has_token_ids: whether the prompt is given as token ids.
-        check: (site, path) -> raises WeirError, naming a field under the path, for a site that is not served.
+        check: (site, path) -> raises WeirError, naming a field under the path, for a site that is
+            not served.
         lens_layers: blocks asked for by vllm-lens's key.
 
     Raises:
@@ -161,7 +164,7 @@ def _check_memory_site(
     mixed: Mapping[Site, Postprocess | None],
     site_requests: list[SiteRequest],
 ) -> None:
-    """Raise WeirError if two captures want different results for one site, since the output has room for one."""
+    """Raise WeirError if two captures for the output want different results for one site."""
     if site not in mixed:
         return
     if mixed[site] != asked:
@@ -212,7 +215,8 @@ def postprocesses_of(
 ) -> PostprocessChoice:
     """Choose the postprocesses of a request's captures.
 
-    Workers apply one postprocess to all rows of a request; where captures differ, this process does it.
+    Workers apply one postprocess to all rows of a request; where captures differ, this process does
+    it.
 
     Raises:
         WeirError: naming the field, if captures with one destination cannot differ as they do.
@@ -272,7 +276,10 @@ def _alike(captures: Sequence[Capture], each: Sequence[Postprocess | None], a: i
 
 
 def _mismatch(first: Capture, other: Capture, only_positions: bool) -> WeirError:
-    """Return the error for captures that must not differ; `only_positions`: whether only their positions do."""
+    """Return the error for captures that differ where they must not.
+
+    `only_positions` says whether they differ in nothing else.
+    """
     if only_positions:
         return WeirError(
             "captures for one sink must reduce over the same positions; send separate requests",

@@ -43,7 +43,11 @@ class EngineCapabilities:
 
     @classmethod
     def merge(cls, reports: Sequence[Mapping[str, Any]]) -> EngineCapabilities:
-        """Combine the reports of all workers; raise WeirError with the reason of the first that is not working."""
+        """Combine the reports of all workers.
+
+        Raises:
+            WeirError: with the reason of the first that is not working.
+        """
         if not reports:
             raise WeirError("no worker answered; see `weir doctor`")
         for report in reports:
@@ -61,7 +65,7 @@ class EngineCapabilities:
 
 
 def _merge_sites(reports: Sequence[Mapping[str, Any]]) -> dict[Site, str]:
-    """Combine the verdicts of all workers: a site is served if every worker that has it serves it."""
+    """Combine the verdicts of workers: a site is served if every worker that has it serves it."""
     sites: dict[Site, str] = {}
     for report in reports:
         for hook, layer, why in report["sites"]:

@@ -1,4 +1,4 @@
-"""The `EngineRequest` of an admitted request, with bounds on what it needs of the ring and the device tables."""
+"""The `EngineRequest` of an admitted request, with bounds on the memory that it needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from vllm_weir.schema.selectors import Selectors
 from vllm_weir.schema.table_sizes import TableSizes
 
 MAX_TOKEN_SELECTORS = 4
-"""Different selectors by token id that can steer one request: each doubles the programs that it can need."""
+"""Different selectors by token id that can steer one request: each doubles the programs that it can
+need."""
 
 
 def make_engine_request(
@@ -29,7 +30,9 @@ def make_engine_request(
     chunked: bool,
     sizes: TableSizes,
 ) -> EngineRequest | None:
-    """Return what travels with a request to the scheduler and workers; None if it asks nothing of them.
+    """Return what travels with a request to the scheduler and workers.
+
+    The result is None if it asks nothing of them.
 
     The engine frontend adds the vectors that travel along and the cache salt.
 
@@ -81,7 +84,11 @@ def make_engine_request(
 def _table_needs(
     admitted: AdmittedRequest, prompt_ids: Sequence[int] | None, prompt_len: int, max_tokens: int, sizes: TableSizes
 ) -> TableNeeds:
-    """Bound what the request can come to hold of the tables; raise WeirError if it can never fit."""
+    """Bound what the request can come to hold of the tables.
+
+    Raises:
+        WeirError: if it can never fit.
+    """
     counts = admitted.one_program_needs
     if counts is None:
         counts = _count_programs(admitted.effective, prompt_ids, prompt_len, max_tokens)
@@ -102,11 +109,14 @@ def _table_needs(
 def _count_programs(
     interventions: Sequence[ResolvedIntervention], prompt_ids: Sequence[int] | None, prompt_len: int, max_tokens: int
 ) -> tuple[int, int]:
-    """Upper bounds on (programs, instructions): one program for each combination that a position can have.
+    """Return upper bounds on (programs, instructions).
 
-    Positions are grouped by their code: bit k says whether distinct selector k can select the position. A selector by
-    token id may or may not select a token that is not known yet, so each doubles the programs. An intervention with
-    an instruction per position can make every position's program different.
+    A program is one combination of interventions that a position can have.
+
+    Positions are grouped by their code: bit k says whether distinct selector k can select the
+    position. A selector by token id may or may not select a token that is not known yet, so each
+    doubles the programs. An intervention with an instruction per position can make every position's
+    program different.
     """
     selectors = Selectors(list(dict.fromkeys(m.positions for m in interventions)), prompt_len, prompt_ids)
     if len(selectors.by_token) > MAX_TOKEN_SELECTORS:

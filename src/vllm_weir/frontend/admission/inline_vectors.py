@@ -1,4 +1,4 @@
-"""Vectors that travel with their request, so that the engine does not wait while the workers ask for them."""
+"""Vectors that travel with their request, so that workers need not ask for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from vllm_weir.frontend.admission.admit import AdmittedRequest
 from vllm_weir.util.lru import LruCache
 
 MAX_BYTES = 64 << 10
-"""Bytes of vectors that travel with a request. If it has more, the workers ask for those that they lack."""
+"""Bytes of vectors that travel with a request. If it has more, the workers ask for those that they
+lack."""
 
 
 class InlineVectors:
@@ -17,16 +18,18 @@ class InlineVectors:
     A guess: a worker asks for vectors that it has dropped.
 
     Args:
-        table_bytes: bytes of the engine's table of vectors. Half of it may hold those of other callers.
+        table_bytes: bytes of the engine's table of vectors. Half of it may hold those of other
+            callers.
     """
 
     def __init__(self, table_bytes: int) -> None:
         self._sent: LruCache[bool] = LruCache(table_bytes // 2)
 
     def of(self, admitted: AdmittedRequest) -> dict[str, bytes]:
-        """Return the vectors that travel with a request, by digest: [d_model] float32, little-endian, as bytes."""
+        """Return the vectors that travel with a request: digest -> float32 bytes, little-endian."""
         unsent = [digest for digest in admitted.digests if not self._sent.get(digest)]
-        # Directions are always sent: a worker drops them with the last request that projects on them.
+        # Directions are always sent: a worker drops them with the last request that projects on
+        # them.
         postprocess = admitted.spec.postprocess
         directions = postprocess.directions if postprocess is not None else ()
         rows = {digest: admitted.rows[digest] for digest in (*unsent, *directions)}

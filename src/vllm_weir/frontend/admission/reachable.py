@@ -1,4 +1,4 @@
-"""Checks that a selector can select anything: with the engine's vocabulary, and among the rows of a request."""
+"""Checks that a selector can select anything, in the vocabulary and among a request's rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,11 @@ class Vocabulary:
         return tuple(sorted({i for i in self._tokenizer.all_special_ids if isinstance(i, int) and i >= 0}))
 
     def resolve(self, positions: Positions, field: str) -> Positions:
-        """Return the selector with the ids of special tokens inserted; raise WeirError if it can select no token."""
+        """Return the selector with the ids of special tokens inserted.
+
+        Raises:
+            WeirError: if it can select no token.
+        """
         if positions.kind == "special":
             if self.special_ids is None:
                 raise WeirError(
@@ -95,7 +99,7 @@ def resolve_tokens(item: Item, vocabulary: Vocabulary) -> Item:
 
 
 def asked_of(items: Iterable[Capture | Intervention]) -> Asked:
-    """Return the distinct selectors, with their fields, that can select nothing in a request of some length."""
+    """Return the distinct selectors, with their fields, that may select nothing in a request."""
     found: dict[Positions, str] = {}
     for item in items:
         if item.positions.kind in ("generated", "list", "slice"):

@@ -1,4 +1,4 @@
-"""The vector registry: vectors and modules by name, and vectors by digest, in the caller's process."""
+"""The vector registry: vectors and modules by name, and vectors by digest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class NamedVector:
     """A registered vector.
 
     Attributes:
-        directions: block -> a direction [d_model]; or None -> one array: [d], [n, d] or [layers, n, d].
+        directions: block -> a direction [d_model]; or None -> one array: [d], [n, d] or [layers, n,
+            d].
     """
 
     directions: Mapping[int | None, Vector]
@@ -85,7 +86,10 @@ class VectorRegistry:
         self.version += 1
 
     def put(self, name: str, vector: Any) -> str:
-        """Register a vector ([d], [n, d] or [layers, n, d]) under a name, replacing any other; return its digest."""
+        """Register a vector ([d], [n, d] or [layers, n, d]) under a name, replacing any other.
+
+        Return its digest.
+        """
         if not isinstance(name, str) or not 0 < len(name) <= 256:
             raise WeirError("a name is a string of 1 to 256 characters", "name")
         if len(self._by_name) >= MAX_NAMES and name not in self._by_name:
@@ -105,7 +109,10 @@ class VectorRegistry:
         self._changed()
 
     def names(self) -> dict[str, dict[str, Any]]:
-        """Return name -> {digest, shape}; a name with a direction per block appears as ``name[block]`` for each."""
+        """Return name -> {digest, shape}.
+
+        A name with a direction per block appears as ``name[block]`` for each.
+        """
         names = {}
         for name, named in sorted(self._by_name.items()):
             for layer, v in named.directions.items():
@@ -113,7 +120,11 @@ class VectorRegistry:
         return names
 
     def find(self, ref: str, field: str) -> np.ndarray:
-        """Return the array under a name or digest; raise WeirError, naming `field`, if there is none."""
+        """Return the array under a name or digest.
+
+        Raises:
+            WeirError: naming `field`, if there is none.
+        """
         vector = self._named(ref, field) or self._by_digest.get(ref)
         if vector is None or vector.array is None:
             raise WeirError(f"no vector is registered under {ref!r}; {_registered(self._by_name)}", field)
@@ -134,7 +145,9 @@ class VectorRegistry:
         return named.directions[None]
 
     def module(self, name: str, field: str) -> Sequence[Intervention]:
-        """Return the interventions under a name; a direction per block becomes an `Add` at each of them.
+        """Return the interventions under a name.
+
+        A direction per block becomes an `Add` at each of them.
 
         Raises:
             WeirError: naming `field`, if no module has the name.

@@ -1,1 +1,1 @@
-"""Sinks: rows of finished requests are handed to consumers (files, logs, plugins) in threads beside the engine."""
+"""Sinks: queues and threads that hand rows of finished requests to consumers."""

@@ -1,4 +1,4 @@
-"""Deliveries: one sequence's rows for one sink, assembled, or read from a temporary file, in the sink's thread."""
+"""`Delivery`: one sequence's rows for one sink, assembled in the sink's thread."""
 
 from __future__ import annotations
 

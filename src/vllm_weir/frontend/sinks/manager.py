@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 MAX_OWN_SINKS = 16
 """Sinks set up by requests that are open at once."""
 MAX_ID_LENGTH = 4000
-"""Characters of the engine's id of a request; datasets take 4096, with suffixes such as a sequence's number."""
+"""Characters of the engine's id of a request; datasets take 4096, with suffixes such as a
+sequence's number."""
 
 
 class SinkManager:
@@ -45,7 +46,8 @@ class SinkManager:
     Attributes:
         everyone: captures of every request, for the settings' sinks.
         marks: rows that wait to be marked.
-        close: hands the sinks what is queued and closes them; runs by itself when the manager is collected.
+        close: hands the sinks what is queued and closes them; runs by itself when the manager is
+            collected.
 
     Raises:
         WeirError: if a definition has an invalid capture, or a consumer that is not installed.
@@ -80,7 +82,11 @@ class SinkManager:
                     self._runners[name] = SinkRunner(name, definition, engine, f"settings.sinks.{name}")
 
     def prepare(self, parts: Sequence[CaptureGroup], request_id: str = "") -> None:
-        """Set up the sinks of a request; raise WeirError, naming the field, if a consumer cannot be opened."""
+        """Set up the sinks of a request.
+
+        Raises:
+            WeirError: naming the field, if a consumer cannot be opened.
+        """
         for part in parts:
             if not part.sink.memory:
                 _check_name(request_id)
@@ -109,7 +115,7 @@ class SinkManager:
         for view, label in zip(views, labels, strict=True):
             try:
                 runner = self._runner(view.part.sink)
-            except WeirError as e:  # on the ticket, as raising here would stop the outputs of all requests
+            except WeirError as e:  # raising would stop the outputs of all requests
                 tickets.append(Ticket(label, True))
                 tickets[-1].close(f"failed: {e}")
                 release()
@@ -143,7 +149,11 @@ class SinkManager:
         return tickets
 
     def flush(self, timeout: float) -> None:
-        """Wait until every sink has made durable what was sent to it; raise WeirError naming those that could not."""
+        """Wait until every sink has made durable what was sent to it.
+
+        Raises:
+            WeirError: naming those that could not.
+        """
         failures = []
         for runner in self._all():
             try:
@@ -232,7 +242,7 @@ class _UnmarkedDelivery:
 
 
 def check_sinks(definitions: Mapping[str, SinkDefinition]) -> None:
-    """Raise WeirError for what is wrong with sinks of the settings, as far as that does not depend on the engine."""
+    """Raise WeirError for sinks of the settings that are wrong whatever the engine."""
     for name, definition in definitions.items():
         _captures(name, definition)
 
@@ -281,7 +291,7 @@ _managers: weakref.WeakSet[SinkManager] = weakref.WeakSet()
 
 
 def _close_before_exit(manager: SinkManager) -> None:
-    """Close a manager at exit while consumers can still start threads, which is before ``atexit`` hooks run."""
+    """Close a manager at exit, before ``atexit`` hooks: consumers may start threads until then."""
     manager.close.atexit = not hasattr(threading, "_register_atexit")
     if not manager.close.atexit and not _managers:
         threading._register_atexit(_close_all)  # type: ignore[attr-defined]

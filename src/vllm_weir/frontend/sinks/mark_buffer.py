@@ -29,7 +29,7 @@ class MarkableDelivery(Protocol):
 
 
 class MarkBuffer:
-    """Finished requests whose rows are kept for a while, and live ones that were marked before they finished.
+    """Finished requests whose rows wait to be marked, and marks of requests that still run.
 
     A request has two ids: the engine's, which is unique, and the one that the caller knows.
 
@@ -81,7 +81,10 @@ class MarkBuffer:
             self._end(request_id, name, "was aborted")
 
     def add(self, request_id: str, items: list[MarkableDelivery]) -> dict[str, Any] | None:
-        """Keep the rows of a finished request; or return its marks' metadata, if it was marked before it finished."""
+        """Keep the rows of a finished request and return None.
+
+        If it was marked before it finished, return the marks' metadata instead.
+        """
         now, size = self._clock(), sum(item.size for item in items)
         with self._locked():
             name = self._live.pop(request_id, request_id)

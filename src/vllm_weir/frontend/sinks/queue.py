@@ -1,4 +1,4 @@
-"""`BoundedQueue`: the queue of a consumer, bounded in bytes, with a policy for what does not fit."""
+"""`BoundedQueue`: a queue bounded in bytes, with a policy for what does not fit."""
 
 from __future__ import annotations
 
@@ -43,10 +43,12 @@ class BoundedQueue(Generic[ItemType]):
 
         Args:
             item: the item.
-            patience: seconds to wait for room with the policy ``"block"``; after that the item is put in all the same.
+            patience: seconds to wait for room with the policy ``"block"``; after that the item is
+                put in all the same.
 
         Returns:
-            ``"in"``; ``"spill"``: it is in, and the caller must move it out of memory; ``"drop"``: it is not in.
+            ``"in"``; ``"spill"``: it is in, and the caller must move it out of memory; ``"drop"``:
+            it is not in.
         """
         deadline = time.monotonic() + patience
         with self._changed:
@@ -69,7 +71,10 @@ class BoundedQueue(Generic[ItemType]):
             return verdict
 
     def take(self, patience: float | None = None) -> ItemType | None:
-        """Wait for the next item and return it; None once the queue has stopped and is empty. Call `done` afterwards.
+        """Wait for the next item and return it.
+
+        The result is None once the queue has stopped and is empty. Call `done` when the item is
+        finished.
 
         Raises:
             queue.Empty: if nothing has come within `patience` seconds.
@@ -98,7 +103,10 @@ class BoundedQueue(Generic[ItemType]):
             self._changed.notify_all()
 
     def wait_done(self, timeout: float) -> bool:
-        """Wait until every item put in so far is finished; return False if that takes longer than `timeout` seconds."""
+        """Wait until every item put in so far is finished.
+
+        Return False if that takes longer than `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         with self._changed:
             target = self._put

@@ -33,7 +33,8 @@ CLOSE_TIMEOUT = 60.0
 class SinkRunner:
     """One consumer with its queue and its thread.
 
-    An exception of the consumer fails the delivery that it has in hand and is counted; the sink goes on.
+    An exception of the consumer fails the delivery that it has in hand and is counted; the sink
+    goes on.
 
     Args:
         name: the sink's, for messages and the thread.
@@ -65,7 +66,8 @@ class SinkRunner:
         self._consumer_lock = threading.Lock()
         """Held while the consumer is called, as `flush` calls it from other threads."""
         self._pending: list[tuple[Finished, Ticket]] = []
-        """Sequences whose rows the consumer has taken and not published yet; under `_consumer_lock`."""
+        """Sequences whose rows the consumer has taken and not published yet; under
+        `_consumer_lock`."""
         self.sequences = self.dropped = self.failed = 0
         self.last_error = ""
         self._expected, self._expected_lock = 0, threading.Lock()
@@ -101,7 +103,7 @@ class SinkRunner:
             raise WeirError(f"the sink {self.name!r} could not be flushed: {type(e).__name__}: {e}", "sink") from e
 
     def expect(self, deliveries: int) -> None:
-        """Expect so many more deliveries (fewer, if negative), so that the sink does not count as idle."""
+        """Expect so many more deliveries (fewer, if negative): the sink is not idle meanwhile."""
         with self._expected_lock:
             self._expected += deliveries
 
@@ -124,7 +126,10 @@ class SinkRunner:
         }
 
     def stop(self) -> None:
-        """Refuse further deliveries; the thread hands the consumer what is queued, closes it, and ends."""
+        """Refuse further deliveries.
+
+        The thread hands the consumer what is queued, closes it, and ends.
+        """
         self._queue.stop()
 
     @property
@@ -176,7 +181,7 @@ class SinkRunner:
             logger.exception("the sink %s failed", self.name)
 
     def _publish(self, call: Callable[[], None]) -> None:
-        """Call `tick`, `flush` or `close` of the consumer, then revise the tickets of sequences that were pending."""
+        """Call `tick`, `flush` or `close` of the consumer; revise the tickets of pending sequences."""
         why = ""
         with self._consumer_lock:
             try:
@@ -210,7 +215,8 @@ class SinkRunner:
                 files = tuple(str(file) for file in self._consumer.finish(delivery.request) or ())
             self.sequences += 1
         except BaseException as e:  # noqa: BLE001 - a consumer may raise anything, even SystemExit; the ticket says so
-            # As text, since a log record with the traceback would keep its frames, and the rows in them.
+            # As text, since a log record with the traceback would keep its frames, and the rows in
+            # them.
             logger.error(
                 "the sink %s failed at request %s\n%s", self.name, delivery.request.name, traceback.format_exc()
             )
@@ -244,6 +250,7 @@ class SinkRunner:
             try:
                 delivery.spill(folder)
             except (WeirError, OSError, SafetensorError) as e:  # a full disk is a SafetensorError
-                # The rows stay in memory. If they were lost, `_deliver` fails the same way and reports it.
+                # The rows stay in memory. If they were lost, `_deliver` fails the same way and
+                # reports it.
                 logger.error("the sink %s could not spill request %s: %s", self.name, delivery.request.name, e)
             del delivery
