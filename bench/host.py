@@ -91,7 +91,7 @@ class Run:
         ]
 
     def admit(self, requests: list[EngineCoreRequest]) -> None:
-        """Through the seam on the output processor."""
+        """Through the patch of the output processor."""
         states = self.output_processor.request_states
 
         def original(self, request):
@@ -131,9 +131,9 @@ class Run:
         """The worker's and the scheduler's steps: the prompts, as many at once as have room, then one token each."""
         runtime, clock, count = self.runtime, self.clock, self.count
         new = [
-            (r.request_id, wire, PROMPT, r.prompt_token_ids, 0)
+            (r.request_id, engine_request, PROMPT, r.prompt_token_ids, 0)
             for r in requests
-            if (wire := core.wire_of(r)) is not None
+            if (engine_request := core.engine_request_of(r)) is not None
         ]
         with clock.part("worker: join, a request", count):
             runtime.follow(new, ())

@@ -62,7 +62,7 @@ def take(_worker: Any = None) -> tuple[list[tuple[str, float, float]], list[tupl
 
 
 def hold_parts() -> None:
-    """Before the engine starts: the seams keep references to bound methods."""
+    """Before the engine starts: the patches keep references to bound methods."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore

@@ -34,7 +34,7 @@ def timed(owner: Any, name: str, part: str) -> None:
 
 
 def hold_parts() -> None:
-    """Before the engine starts: the seams keep references to bound methods."""
+    """Before the engine starts: the patches keep references to bound methods."""
     from vllm_weir.frontend.engine_frontend import EngineFrontend
     from vllm_weir.frontend.outputs.view import OutputView
     from vllm_weir.worker.planning.planner import Planner

@@ -88,7 +88,7 @@ __all__ = [
     "unregister",
 ]
 
-_guard.hold()
+_guard.install()
 _outputs.give_outputs_properties()
 
 # vLLM imports this package in every process, and ignores a plugin whose import fails: here and on the way to

@@ -52,8 +52,8 @@ def params(
     if not hasattr(sampling_params, "extra_args"):
         name = type(sampling_params).__name__
         raise WeirError(f"{name} has no extra_args to carry what is asked; give a SamplingParams", "sampling_params")
-    if refuse.NOT_LOADED.unheld is not None:  # an engine of this process would pass over what is written here
-        raise WeirError(refuse.NOT_LOADED.unheld, WIRE_KEY)
+    if refuse.NOT_LOADED.unguarded is not None:  # an engine of this process would pass over what is written here
+        raise WeirError(refuse.NOT_LOADED.unguarded, WIRE_KEY)
     carried = sampling_params.extra_args or {}
     refuse_slips(carried)
     spec = RequestSpec() if carried.get(WIRE_KEY) is None else RequestSpec.parse(carried[WIRE_KEY])

@@ -1,6 +1,7 @@
 """The ``vllm.general_plugins`` entry point. vLLM calls `register` in every process it starts.
 
-vLLM logs and ignores a plugin that cannot be imported, so this imports with the standard library alone.
+vLLM logs and ignores a plugin that cannot be imported, so this imports with the standard library
+alone.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from vllm_weir.guard import refuse
 
 
 def register() -> None:
-    """Patch vLLM; what keeps Weir from working becomes the refusal of every request with its keys.
+    """Patch vLLM in this process.
+
+    If Weir cannot work here, every request with its keys is refused with the cause.
 
     Raises:
-        RuntimeError: if not even the guard that refuses can be held. The engine does not start then.
+        RuntimeError: if not even the guard that refuses them can be installed; the engine does not
+            start then.
     """
     try:
         _install()
@@ -31,5 +35,5 @@ def _install() -> None:
         install(active=not disabled())
     except refuse.Unguarded:
         raise
-    except Exception as e:  # noqa: BLE001 - whatever it is: the guard tells those whom it concerns
+    except Exception as e:  # noqa: BLE001 - whatever it is becomes the refusal of requests with Weir's keys
         refuse.refuse_because_of(e)

@@ -1,4 +1,7 @@
-"""``python -m tests.engine.start_child MODEL_DIR {plain|no-seam}``: what an engine does with Weir off or incomplete."""
+"""What an engine does with Weir off or incomplete.
+
+``python -m tests.engine.start_child MODEL_DIR {plain|no-patch-point}``
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from tests.support.engines import close_all, get_llm
 
 
 def main(model_dir: str, mode: str) -> None:
-    if mode == "no-seam":
+    if mode == "no-patch-point":
         import vllm.v1.core.kv_cache_manager as module
 
         module.KVCacheManager.fetch_computed_blocks = module.KVCacheManager.get_computed_blocks

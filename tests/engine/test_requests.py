@@ -26,7 +26,7 @@ from tests.engine.common import (
 )
 from tests.support.engines import get_llm
 from tests.support.measure import rel_err
-from vllm_weir.patches import sampling_params as seams
+from vllm_weir.patches import sampling_params as patches
 
 pytestmark = pytest.mark.engine
 LAYERS = 4
@@ -319,8 +319,8 @@ def test_one_bad_request_of_a_list_leaves_nothing_behind(llm, truth):
 def test_the_engine_copies_params_the_quick_way(root, monkeypatch):
     """Of requests with Weir's keys; of others vLLM's own way."""
     llm, copied = get_llm(directory(root)), []
-    real = seams.plain_copy
-    monkeypatch.setattr(seams, "plain_copy", lambda value: copied.append(value) or real(value))
+    real = patches.plain_copy
+    monkeypatch.setattr(patches, "plain_copy", lambda value: copied.append(value) or real(value))
     params = sampling(1, extra_args={"other": 1})
     llm.generate(prompts([5]), params, use_tqdm=False)
     assert not copied

@@ -65,8 +65,8 @@ def child(model_dir: Path, folder: Path, mode: str, **env: str) -> dict:
 
 @pytest.mark.parametrize(
     ("mode", "env", "why"),
-    [("plain", {"WEIR_DISABLE": "1"}, "WEIR_DISABLE"), ("no-seam", {}, "get_computed_blocks")],
-    ids=["switched-off", "seam-missing"],
+    [("plain", {"WEIR_DISABLE": "1"}, "WEIR_DISABLE"), ("no-patch-point", {}, "get_computed_blocks")],
+    ids=["switched-off", "patch-point-missing"],
 )
 def test_when_weir_is_off_its_keys_fail_and_the_rest_goes_on(root, tmp_path, mode, env, why):
     found = child(directory(root), tmp_path, mode, **env)

@@ -272,7 +272,7 @@ def test_vectors_come_along_and_are_asked_for_only_where_that_was_not_so(engine,
     rows, _ = oracle.steered(tokens(9), 9, [])
     assert rel_err(out.activations["resid_post", 1], rows["resid_post", 1] @ directions.T) <= 1e-5
     assert not asked
-    monkeypatch.setattr(inline_vectors, "MOST", 4 * D)
+    monkeypatch.setattr(inline_vectors, "MAX_BYTES", 4 * D)
     steered(61, 62)
     assert [len(digests) for digests in asked] == [2], "too many to come along"
     monkeypatch.setattr(inline_vectors.InlineVectors, "of", lambda *_: {})

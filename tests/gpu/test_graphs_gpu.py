@@ -122,8 +122,8 @@ def write_tokens(directory, target):
 
 
 def test_alternating_batches(directory, oracle, without_weir, mode, monkeypatch):
-    monkeypatch.setattr(cuda_graph_sets, "WORTH_MORE", {"FULL": 3, "PIECEWISE": 3})
-    monkeypatch.setattr(cuda_graph_sets, "PATIENCE", 1)
+    monkeypatch.setattr(cuda_graph_sets, "REQUESTS_TO_NARROW", {"FULL": 3, "PIECEWISE": 3})
+    monkeypatch.setattr(cuda_graph_sets, "TOKENS_TO_NARROW", 1)
     llm = engine(directory, mode)
     silent = dict(runner(llm).cudagraph_manager.graphs)
     seen = [sets(llm)["live"]]
@@ -179,7 +179,7 @@ def test_a_failed_capture_serves_the_step_all_the_same(directory, oracle, mode, 
     """The memory runs out in the middle of a capture; the next bucket's capture works again."""
     from vllm_weir.worker.tap import triton_kernel
 
-    monkeypatch.setattr(cuda_graph_sets, "WORTH_IT", {"FULL": 1, "PIECEWISE": 1})
+    monkeypatch.setattr(cuda_graph_sets, "REQUESTS_TO_CAPTURE", {"FULL": 1, "PIECEWISE": 1})
     llm = engine(directory, mode)
     prompts = [[5 + i + j for j in range(9)] for i in range(52)]
     held = runner(llm).cudagraph_manager.capture.__self__

@@ -88,7 +88,7 @@ def test_type_checkers_see_the_names_that_are_imported_late(package):
         assert getattr(module, name) is getattr(__import__(source, fromlist=[there]), there)
 
 
-def test_every_seam_that_takes_requests_is_guarded():
+def test_every_patch_point_that_takes_requests_is_guarded():
     """The guard's places are the table's, and its wrappers named as the table's are."""
     guards = {path: make.__name__ for path, make in guard.GUARDS.items()}
     named = {s.path: (s.wrapper or "").partition(":")[2] for s in PATCHES}
@@ -297,12 +297,12 @@ def test_the_doctor_speaks_without_what_the_command_is_made_of(quick, capsys, ar
 def test_params_are_refused_where_nothing_guards_them(monkeypatch):
     """A vLLM without the guard's place, which has not loaded Weir: an engine would run what they ask unheeded."""
     found = ModuleType("vllm.v1.engine.output_processor")
-    monkeypatch.setattr(guard.NOT_LOADED, "unheld", None, raising=False)
-    guard._hold(guard.REQUESTS, guard.NOT_LOADED, found)
+    monkeypatch.setattr(guard.NOT_LOADED, "unguarded", None, raising=False)
+    guard._apply(guard.REQUESTS, guard.NOT_LOADED, found)
     with pytest.raises(weir.WeirError, match=r"cannot guard this vLLM: .*OutputProcessor\.add_request"):
         weir.params(SimpleNamespace(extra_args=None), capture=weir.Capture())
     with pytest.raises(RuntimeError, match="off for a test"):
-        guard._hold(guard.REQUESTS, guard.Failed("off for a test"), found)
+        guard._apply(guard.REQUESTS, guard.Failed("off for a test"), found)
 
 
 def test_workers_without_weir_are_the_reason_of_every_refusal():
@@ -322,17 +322,17 @@ def test_workers_without_weir_are_the_reason_of_every_refusal():
 
 
 def test_a_request_that_the_core_cannot_serve_says_so_to_the_workers():
-    worker = importlib.import_module("vllm_weir.patches.worker")
     from vllm_weir.patches import scheduler as core
+    from vllm_weir.schema.engine_request import EngineRequest
 
     seen = []
-    for refusal, said in ((None, False), ("seam gone", True)):
-        wire = {"needs": None, "width": 0, "core": "not there"}
-        request = SimpleNamespace(request_id="r", sampling_params=SimpleNamespace(extra_args={"weir": wire}))
-        assert "not there" in worker._checked(wire)["refused"]
+    for refusal, said in ((None, False), ("patch point gone", True)):
+        engine_request = EngineRequest(b"", "", core_refusal="not there")
+        request = SimpleNamespace(request_id="r", sampling_params=SimpleNamespace(extra_args={"weir": engine_request}))
+        assert "not there" in engine_request.refusal
         config = SimpleNamespace()
         scheduler = type("S", (), {"vllm_config": config})()
-        core._rooms[scheduler] = SimpleNamespace(let_in=lambda s, r: seen.append(r))
+        core._states[scheduler] = SimpleNamespace(schedule=lambda s, r: seen.append(r))
         core.scheduler_add_request(None, SimpleNamespace(refusal=refusal))(scheduler, request)
-        assert ("refused" in worker._checked(wire)) == said
+        assert bool(engine_request.refusal) == said
     assert len(seen) == 2

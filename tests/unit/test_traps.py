@@ -25,6 +25,7 @@ from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.receive.pending_sequence import InterventionGroup
 from vllm_weir.schema.compression import Compression
+from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.hooks import ALIASES, BLOCK_HOOKS, HOOKS, place_of
 from vllm_weir.schema.interventions import BLEND
 from vllm_weir.schema.positions import Positions
@@ -225,7 +226,7 @@ def test_trap_10_generated_tokens_that_come_in_a_prefill_stay_generated(cuts, kn
 
 def test_trap_10_a_request_that_joins_again_keeps_its_prompt():
     """Runner V2 has a preempted request join again: with what it had generated, which is no part of its prompt."""
-    from vllm_weir.patches.worker import _hold_execute_model
+    from vllm_weir.patches.worker import _patch_execute_model
 
     joined = []
     runtime = SimpleNamespace(
@@ -235,8 +236,8 @@ def test_trap_10_a_request_that_joins_again_keeps_its_prompt():
         notifier=SimpleNamespace(),
     )
     runner = SimpleNamespace(execute_model=lambda output: None)
-    _hold_execute_model(runner, runtime)
-    wire = {"reply": REPLY}
+    _patch_execute_model(runner, runtime)
+    wire = EngineRequest(b"", REPLY)
     new = SimpleNamespace(
         req_id="r",
         sampling_params=SimpleNamespace(extra_args={"weir": wire}),
@@ -432,8 +433,9 @@ def test_trap_16_equal_requests_have_equal_forms(frontend):
         params = SimpleNamespace(extra_args={"weir": wire})
         found.append(keys(Keyed(sampling_params=params, num_prompt_tokens=3, all_token_ids=[1, 2, 3]), 0, 3))
     assert found[0] == found[1] and found[0][0] is not None
-    assert len(wires[0].pop("rows")) == 1
-    assert wires[0] == wires[1] and "salt" not in wires[0]
+    assert len(wires[0].vectors) == 1
+    wires[0].vectors = {}
+    assert wires[0] == wires[1] and not wires[0].cache_salt
 
 
 class Keyed(SimpleNamespace):

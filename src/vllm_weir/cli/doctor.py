@@ -1,4 +1,4 @@
-"""`weir doctor`: is everything that Weir needs here, and does it work? One live pass tells.
+"""`weir doctor`: checks the installation, the patch points and, with an engine, the rows.
 
 Imports with the standard library alone, so that it can say what is missing.
 """
@@ -20,36 +20,57 @@ from vllm_weir.errors import WeirError
 from vllm_weir.guard import refuse
 
 if TYPE_CHECKING:
+    import torch
+
     from vllm_weir.patches.registry import Patch
 
-BOUND_FP32 = 1e-5
+MAX_ERROR_FP32, MIN_COSINE = 1e-5, 0.999
+"""Bounds of the self-test: relative error on a CPU (fp32), cosine similarity on a GPU
+(bfloat16)."""
 PROMPT = "Anna walked to the harbor in the morning ."
 
 
 @dataclass
 class Diagnosis:
-    """What was found. `healthy` is False if requests with Weir's keys would not be served right."""
+    """What `weir doctor` found.
+
+    Attributes:
+        versions: installed package -> version.
+        platform: operating system, processor and Python.
+        verified_on: vLLM versions by how Weir was verified on them.
+        runner: the model runner of the self-test's engine.
+        patch_points: every entry of `PATCHES` with what is wrong with it (empty: nothing).
+        consumers: every installed consumer with what is wrong with it (empty: nothing).
+        problems: what keeps requests with Weir's keys from being served right.
+        self_test: what was compared with transformers, and how far it differs.
+    """
 
     versions: dict[str, str] = field(default_factory=dict)
     platform: str = ""
     verified_on: dict[str, list[str]] = field(default_factory=dict)
     runner: str = ""
-    seams: list[dict[str, str]] = field(default_factory=list)
+    patch_points: list[dict[str, str]] = field(default_factory=list)
     consumers: list[dict[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     self_test: dict[str, Any] = field(default_factory=dict)
 
     @property
     def healthy(self) -> bool:
+        """Whether requests with Weir's keys are served right."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return the diagnosis as plain JSON data."""
         return {"healthy": self.healthy, **asdict(self)}
 
 
 def examine(live: bool = True, model: str | None = None) -> Diagnosis:
-    """Look at versions and seams, and with `live` run `model` (default: the shipped one) against transformers."""
+    """Check the installation and return what was found.
+
+    Args:
+        live: whether to start an engine as well and compare its rows with transformers.
+        model: the model for that; default: the shipped one.
+    """
     from vllm_weir.patches.registry import RAN, READ, unloadable, verify
 
     found = Diagnosis(platform=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}")
@@ -69,7 +90,7 @@ def examine(live: bool = True, model: str | None = None) -> Diagnosis:
         found.problems.append("vLLM is not installed; run pip install 'vllm-weir[cpu]' or 'vllm-weir[cuda]'")
         return found
     found.problems += list(dict.fromkeys([*_check_dependencies(), *unloadable()]))
-    found.seams, missing = _check_seams(verify())
+    found.patch_points, missing = _check_patch_points(verify())
     found.problems += missing
     try:
         found.consumers, broken = _check_consumers()
@@ -80,13 +101,13 @@ def examine(live: bool = True, model: str | None = None) -> Diagnosis:
     if live and not found.problems:
         try:
             _self_test(found, model)
-        except Exception as e:  # noqa: BLE001 - the doctor reports whatever goes wrong instead of dying of it
+        except Exception as e:  # noqa: BLE001 - whatever goes wrong is reported
             found.problems.append(f"the self-test failed: {type(e).__name__}: {e}")
     return found
 
 
 def _check_dependencies() -> list[str]:
-    """What to say of each package that Weir declares and that cannot be imported."""
+    """Return a message for each package that Weir declares and that cannot be imported."""
     problems = []
     for requirement in importlib.metadata.requires("vllm-weir") or ():
         name, _, marker = requirement.partition(";")
@@ -100,22 +121,29 @@ def _check_dependencies() -> list[str]:
     return problems
 
 
-def _check_seams(probed: Iterable[tuple[Patch, str]]) -> tuple[list[dict[str, str]], list[str]]:
+def _check_patch_points(verified: Iterable[tuple[Patch, str]]) -> tuple[list[dict[str, str]], list[str]]:
+    """Return a row for every patch point, and the problems.
+
+    Of the model runners V1 and V2, one has to be patchable.
+    """
     rows, missing = [], []
     runner_ok = {"V1": True, "V2": True}
-    for seam, problem in probed:
-        rows.append({"seam": seam.path, "process": seam.process, "purpose": seam.purpose, "problem": problem})
-        if problem and seam.variant:
-            runner_ok[seam.variant] = False
+    for patch, problem in verified:
+        rows.append({"patch_point": patch.path, "process": patch.process, "purpose": patch.purpose, "problem": problem})
+        if problem and patch.variant:
+            runner_ok[patch.variant] = False
         elif problem:
-            missing.append(f"{seam.path}: {problem}{' (needed over HTTP only)' if seam.serving else ''}")
+            missing.append(f"{patch.path}: {problem}{' (needed over HTTP only)' if patch.serving else ''}")
     if not any(runner_ok.values()):
-        missing.append("neither model runner V1 nor V2 can be held")
+        missing.append("neither model runner V1 nor V2 of this vLLM can be patched")
     return rows, missing
 
 
 def _check_consumers() -> tuple[list[dict[str, str]], list[str]]:
-    """Every installed consumer, and the sinks that the environment sets up, with what is wrong."""
+    """Return a row for every installed consumer, and the problems with these and the sinks.
+
+    The sinks are those that environment variables set up.
+    """
     from vllm_weir import consumers
     from vllm_weir.config.settings import Settings
     from vllm_weir.frontend.sinks.manager import check_sinks
@@ -139,7 +167,6 @@ def _check_consumers() -> tuple[list[dict[str, str]], list[str]]:
 def _self_test(found: Diagnosis, model: str | None) -> None:
     """Start an engine, capture every block, compare with transformers in fp32."""
     import torch
-    from transformers import AutoModelForCausalLM
     from vllm import LLM, SamplingParams
 
     from vllm_weir.api import demo_model, params
@@ -158,22 +185,10 @@ def _self_test(found: Diagnosis, model: str | None) -> None:
     report = llm.collective_rpc("weir_report")[0]
     found.runner = report.get("runner", "")
     capture = [Capture("resid_post"), Capture("resid_pre", 0)]
-    asked = params(SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), capture=capture)
-    output = llm.generate([PROMPT], asked, use_tqdm=False)[0]
-    ids = list(output.prompt_token_ids) + list(output.outputs[0].token_ids)
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    stack = next(
-        m for m in reference.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == report["num_layers"]
-    )
-    streams: dict[tuple[str, int], torch.Tensor] = {}
-    for layer, block in enumerate(stack):
-        block.register_forward_hook(
-            lambda _m, _a, out, layer=layer: streams.__setitem__(
-                ("resid_post", layer), (out[0] if isinstance(out, tuple) else out)[0]
-            )
-        )
-    with torch.no_grad():
-        streams["resid_pre", 0] = reference(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states[0][0]
+    sampling = params(SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), capture=capture)
+    output = llm.generate([PROMPT], sampling, use_tqdm=False)[0]
+    token_ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    streams = _reference_streams(model, report["num_layers"], token_ids[:-1])  # the last token enters no block
     worst, cosine = 0.0, 1.0
     for site in output.activations.sites:
         rows, expected = output.activations[site].double(), streams[tuple(site)].double()
@@ -187,16 +202,38 @@ def _self_test(found: Diagnosis, model: str | None) -> None:
         "max_relative_error": worst,
         "min_cosine": cosine,
     }
-    if (cosine < 0.999) if cuda else (worst > BOUND_FP32):
+    if (cosine < MIN_COSINE) if cuda else (worst > MAX_ERROR_FP32):
         found.problems.append(f"rows differ from transformers: max relative error {worst:.1e}, cosine {cosine:.6f}")
     llm.llm_engine.engine_core.shutdown()
 
 
+def _reference_streams(model: str, num_layers: int, token_ids: list[int]) -> dict[tuple[str, int], torch.Tensor]:
+    """Return the stream of transformers [tokens, d_model] after each block and before the first."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    blocks = next(m for m in reference.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == num_layers)
+    streams: dict[tuple[str, int], torch.Tensor] = {}
+    for layer, block in enumerate(blocks):
+        block.register_forward_hook(
+            lambda _module, _args, out, layer=layer: streams.__setitem__(
+                ("resid_post", layer), (out[0] if isinstance(out, tuple) else out)[0]
+            )
+        )
+    with torch.no_grad():
+        hidden_states = reference(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+    streams["resid_pre", 0] = hidden_states[0][0]
+    return streams
+
+
 def cannot_run(arguments: Sequence[str], e: Exception) -> int:
-    """Say, without what the command `weir` is made of, why it cannot run; returns its exit code.
+    """Print why the command `weir` cannot be imported; return the exit code.
 
     Args:
-        arguments: the command's. `weir doctor` looks at the rest, too.
+        arguments: the command's. `weir doctor` goes on to check everything that needs no missing
+            package.
+        e: what importing the command raised.
     """
     why = refuse.cause_of(e)
     if arguments[:1] != ["doctor"]:
@@ -210,7 +247,7 @@ def cannot_run(arguments: Sequence[str], e: Exception) -> int:
 
 
 def show_plainly(found: Diagnosis, as_json: bool) -> None:
-    """Print a diagnosis where what the command prints with is missing."""
+    """Print a diagnosis without the package `rich`."""
     if as_json:
         print(json.dumps(found.to_dict(), indent=2))
         return
@@ -221,7 +258,7 @@ def show_plainly(found: Diagnosis, as_json: bool) -> None:
 
 
 def show(found: Diagnosis) -> None:
-    """Print a diagnosis for people."""
+    """Print a diagnosis as tables."""
     from rich.console import Console
     from rich.table import Column, Table
 
@@ -229,19 +266,19 @@ def show(found: Diagnosis) -> None:
     console.print(", ".join(f"{k} {v}" for k, v in found.versions.items()), f"on {found.platform}", highlight=False)
     for how, versions in found.verified_on.items():
         console.print(f"vLLM versions {how}: {', '.join(versions)}", highlight=False)
-    table = Table(Column("seam", overflow="fold"), "where", "purpose", "state")  # a name that is cut names nothing
-    for row in found.seams:
+    table = Table(Column("patch point", overflow="fold"), "process", "purpose", "state")  # names are folded, never cut
+    for row in found.patch_points:
         state = f"[red]{row['problem']}" if row["problem"] else "[green]found"
-        table.add_row(row["seam"].replace("vllm.", "", 1), row["process"], row["purpose"], state)
+        table.add_row(row["patch_point"].replace("vllm.", "", 1), row["process"], row["purpose"], state)
     console.print(table)
     for row in found.consumers:
         state = f"[red]{row['problem']}" if row["problem"] else "[green]found"
         console.print(f"consumer {row['consumer']} ({row['class']}): {state}", highlight=False)
     if found.self_test:
-        t = found.self_test
+        test = found.self_test
         console.print(
-            f"self-test on runner {found.runner}, {t['dtype']}: {t['sites']} sites x {t['rows']} rows, "
-            f"max relative error {t['max_relative_error']:.1e}, min cosine {t['min_cosine']:.6f}",
+            f"self-test on runner {found.runner}, {test['dtype']}: {test['sites']} sites x {test['rows']} rows, "
+            f"max relative error {test['max_relative_error']:.1e}, min cosine {test['min_cosine']:.6f}",
             highlight=False,
         )
     for problem in found.problems:

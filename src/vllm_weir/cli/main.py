@@ -13,7 +13,7 @@ try:
     from vllm_weir.bench.cli import app as bench
     from vllm_weir.extraction.cli import extract
     from vllm_weir.storage.cli import convert, inspect
-except Exception as e:  # noqa: BLE001 - whatever it is, the command says what, instead of a trace
+except Exception as e:  # noqa: BLE001 - whatever it is, the command reports it without a traceback
     from vllm_weir.cli.doctor import cannot_run
 
     sys.exit(cannot_run(sys.argv[1:], e))
@@ -36,8 +36,11 @@ def doctor(
     live: Annotated[bool, typer.Option(help="Start an engine and compare its rows with transformers.")] = True,
     model: Annotated[str | None, typer.Option(help="Model for the live test; default: the shipped one.")] = None,
 ) -> None:
-    """Show versions, platform and every seam, run a self-test; exit code 0 if all is well, 1 if not."""
-    _hush()
+    """Show versions, platform and every patch point, and run a self-test.
+
+    The exit code is 1 if there is a problem.
+    """
+    _quiet_vllm()
     from vllm_weir.cli.doctor import examine, show
 
     found = examine(live, model)
@@ -57,7 +60,7 @@ def sites(
     trust_remote_code: Annotated[bool, typer.Option(help="vLLM's.")] = False,
 ) -> None:
     """Show which hook points of a model can be captured and steered, and why the others cannot."""
-    _hush()
+    _quiet_vllm()
     from vllm_weir.cli.sites import show, survey
     from vllm_weir.errors import WeirError
 
@@ -66,7 +69,7 @@ def sites(
     except WeirError as e:
         typer.echo(str(e), err=True)
         raise typer.Exit(1) from None
-    except (OSError, ValueError) as e:  # what vLLM and transformers raise for a model that they cannot find or read
+    except (OSError, ValueError) as e:  # of vLLM or transformers: no such model
         typer.echo(f"Error: vLLM cannot load {model}: {e}", err=True)
         raise typer.Exit(1) from None
     if as_json:
@@ -79,7 +82,10 @@ def sites(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--weir-help"]}
 )
 def serve(context: typer.Context) -> None:
-    """vllm serve MODEL [options] with Weir's routes on; also takes --weir-admin-key KEY (or WEIR_ADMIN_KEY)."""
+    """Run vllm serve MODEL [options] with Weir's routes.
+
+    Also takes --weir-admin-key KEY (or WEIR_ADMIN_KEY).
+    """
     from vllm_weir.errors import WeirError
     from vllm_weir.guard.refuse import cause_of
 
@@ -100,8 +106,8 @@ def version() -> None:
     typer.echo(__version__)
 
 
-def _hush() -> None:
-    """Unless the environment says otherwise, vLLM logs errors only, and not where the command prints its answer."""
+def _quiet_vllm() -> None:
+    """Have vLLM log errors only, to stderr, unless the environment says otherwise."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 

@@ -1,4 +1,4 @@
-"""`weir serve`: ``vllm serve`` with Weir's routes on."""
+"""`weir serve`: ``vllm serve`` with Weir's routes."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ GROUPS = (
     "vllm.io_processor_plugins",
     "vllm.stat_logger_plugins",
 )
-"""Groups whose plugins vLLM loads unless ``VLLM_PLUGINS`` says otherwise."""
+"""Entry-point groups whose plugins vLLM loads unless ``VLLM_PLUGINS`` names some."""
 
 
 def serve(arguments: list[str]) -> None:
     """Run ``vllm serve`` with these arguments in this process.
 
     Raises:
-        WeirError: if Weir would not be on.
+        WeirError: if the server would run without Weir.
     """
     rest = prepare(arguments, os.environ)
     _check_loading()
     from vllm_weir.patches.serve_command import vllm_serve
 
-    # vLLM kills its API-server processes when there are several. Runs after what this process itself clears up.
+    # vLLM kills its API-server processes when there are several. Runs after what this process
+    # itself clears up.
     atexit.register(clear, os.getpid(), ServerLimits.load().directory)
     if asks_for_help(rest):
         print(HELP)
@@ -46,23 +47,27 @@ def serve(arguments: list[str]) -> None:
 
 
 def prepare(arguments: list[str], environ: MutableMapping[str, str]) -> list[str]:
-    """Take Weir's own option off the arguments and set the environment; returns vLLM's arguments."""
+    """Remove Weir's own option from the arguments and set the environment; return vLLM's arguments.
+
+    Raises:
+        WeirError: if the arguments or the environment would keep Weir out of the server.
+    """
     if disabled(environ):
         raise WeirError("is set, so Weir is off; unset it, or use `vllm serve`", "WEIR_DISABLE")
     if environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise WeirError("is set: that frontend runs no plugins; unset it", "VLLM_USE_RUST_FRONTEND")
     rest, key = _take_key(arguments)
     if key is not None:
-        # The environment of a process is its user's alone to read; its command line is everybody's.
+        # Only its user can read the environment of a process; everybody can read its command line.
         environ[ADMIN_KEY] = key
     if not fits_header(environ.get(ADMIN_KEY, "")):
         raise WeirError("is a line of text, without blanks or a line break around it, which no header has", ADMIN_KEY)
     ServerLimits.load(environ)
-    named = environ.get("VLLM_PLUGINS")
-    if named is None:
+    plugins = environ.get("VLLM_PLUGINS")
+    if plugins is None:
         environ["VLLM_PLUGINS"] = ",".join(all_plugins())
-    elif "weir" not in named.split(","):
-        raise WeirError(f"is {named!r} and leaves Weir out; add weir, or unset it", "VLLM_PLUGINS")
+    elif "weir" not in plugins.split(","):
+        raise WeirError(f"is {plugins!r} and leaves Weir out; add weir, or unset it", "VLLM_PLUGINS")
     return rest
 
 
@@ -75,12 +80,15 @@ def _check_loading() -> None:
 
 
 def asks_for_help(arguments: list[str]) -> bool:
-    """Whether vLLM will print its help; it knows ``--help=section`` too."""
-    return any(one in ("-h", "--help") or one.startswith("--help=") for one in arguments)
+    """Return whether vLLM will print its help, for which it also takes ``--help=section``."""
+    return any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in arguments)
 
 
 def all_plugins() -> list[str]:
-    """Every plugin that vLLM would load by itself, and Weir: naming one would switch the others off."""
+    """Return every plugin that vLLM would load by itself, and Weir.
+
+    ``VLLM_PLUGINS`` switches off plugins that it does not name.
+    """
     names = dict.fromkeys(entry.name for group in GROUPS for entry in entry_points(group=group))
     return list(names | {"weir": None})
 
@@ -88,14 +96,14 @@ def all_plugins() -> list[str]:
 def _take_key(arguments: list[str]) -> tuple[list[str], str | None]:
     rest: list[str] = []
     key = None
-    waiting = iter(arguments)
-    for argument in waiting:
+    remaining = iter(arguments)
+    for argument in remaining:
         if argument == OPTION:
-            key = next(waiting, "")
+            key = next(remaining, "")
         elif argument.startswith(f"{OPTION}="):
             key = argument.partition("=")[2]
         else:
             rest.append(argument)
     if key is not None and not key.strip():
-        raise WeirError("expected a key", OPTION)
+        raise WeirError("expected a key, got nothing", OPTION)
     return rest, key

@@ -1,4 +1,4 @@
-"""`weir sites`: which hook points of a model are served, found on the model itself."""
+"""`weir sites`: which hook points of a model can be captured and steered."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from vllm_weir.schema.site_verdict import SiteVerdict
 
 
 def survey(model: str, **engine_args: Any) -> list[SiteVerdict]:
-    """Load `model` into a small engine and ask it; raises WeirError if Weir does not serve the model at all.
+    """Load a model into a small engine and return the verdict on each of its sites.
 
-    `engine_args` are those of ``vllm.LLM``.
+    Args:
+        model: directory or hub id.
+        engine_args: further arguments of ``vllm.LLM``.
+
+    Raises:
+        WeirError: if Weir does not serve the model at all.
     """
     from vllm import LLM
 
@@ -42,19 +47,19 @@ def show(model: str, verdicts: Sequence[SiteVerdict]) -> None:
 
     table = Table("hook point", "blocks", "served", "why not", title=model)
     for hook in HOOKS:
-        mine = sorted((v for v in verdicts if v.hook == hook), key=lambda v: (not v.supported, v.reason, v.layer))
-        for reason, group in groupby(mine, key=lambda v: v.reason):
+        of_hook = sorted((v for v in verdicts if v.hook == hook), key=lambda v: (not v.supported, v.reason, v.layer))
+        for reason, group in groupby(of_hook, key=lambda v: v.reason):
             layers = "" if hook in MODEL_HOOKS else spans([v.layer for v in group])
             table.add_row(hook, layers, "[red]no" if reason else "[green]yes", reason)
     Console(file=sys.stdout).print(table)
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``"0-2, 5"``."""
-    out: list[list[int]] = []
+    """Format ascending numbers with their runs joined: ``[0, 1, 2, 5]`` as ``"0-2, 5"``."""
+    runs: list[list[int]] = []
     for n in numbers:
-        if out and n == out[-1][1] + 1:
-            out[-1][1] = n
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
         else:
-            out.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
+            runs.append([n, n])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

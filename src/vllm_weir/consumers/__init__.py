@@ -1,4 +1,7 @@
-"""Consumers: plugins that get the rows of finished requests. Entry-point group ``vllm_weir.consumers``."""
+"""Consumers: plugins that get the rows of finished requests.
+
+They are found in the entry-point group ``vllm_weir.consumers``.
+"""
 
 from __future__ import annotations
 
@@ -18,49 +21,61 @@ _SHIPPED = {
     "logging": "vllm_weir.consumers.norms:Norms",
     "npz": "vllm_weir.consumers.filesystem:Npz",
 }
-"""Weir's own, which are there where its entry points are not: in a checkout that was not installed."""
+"""Weir's own consumers, which a checkout that is not installed has too."""
 logger = logging.getLogger(__name__)
 
 
 def names() -> dict[str, str]:
-    """Consumers that are installed: name -> ``module:class``. Weir's own names stand for Weir's own; of others that
-    share one the first found counts. What is left out is named in a warning, once."""
-    out = dict(_SHIPPED)
+    """Return the installed consumers: name -> ``module:class``.
+
+    Of several that share a name, Weir's own or else the first is used; a warning, once, names the
+    others.
+    """
+    installed = dict(_SHIPPED)
     for entry in importlib.metadata.entry_points(group=GROUP):
-        used = out.setdefault(entry.name, entry.value)
+        used = installed.setdefault(entry.name, entry.value)
         if used != entry.value:
-            _warn(entry.name, entry.dist.name if entry.dist else "some package", entry.value, used)
-    return out
+            _warn_unused(entry.name, entry.dist.name if entry.dist else "some package", entry.value, used)
+    return installed
 
 
 @functools.cache
-def _warn(name: str, package: str, value: str, used: str) -> None:
-    logger.warning("the consumer %r of %s (%s) is not used: %s has that name already", name, package, value, used)
+def _warn_unused(name: str, package: str, value: str, used: str) -> None:
+    logger.warning("the consumer %r of %s (%s) is not used, as %s has the same name", name, package, value, used)
 
 
 def find(name: str, path: str) -> type[Consumer]:
-    """A consumer's class; raises WeirError if it is not installed or cannot be imported."""
-    known = names()
-    if name not in known:
-        raise WeirError(f"no consumer {name!r} is installed; there are {', '.join(sorted(known))}", path)
-    entry = importlib.metadata.EntryPoint(name, known[name], GROUP)
+    """Return a consumer's class.
+
+    Raises:
+        WeirError: naming the field `path`, if the consumer is not installed or cannot be imported.
+    """
+    installed = names()
+    if name not in installed:
+        raise WeirError(f"no consumer {name!r} is installed; there are {', '.join(sorted(installed))}", path)
+    entry = importlib.metadata.EntryPoint(name, installed[name], GROUP)
     try:
-        found = entry.load()
+        loaded = entry.load()
     except Exception as e:
         raise WeirError(
-            f"the consumer {name!r} ({known[name]}) cannot be imported: {type(e).__name__}: {e}", path
+            f"the consumer {name!r} ({installed[name]}) cannot be imported: {type(e).__name__}: {e}", path
         ) from e
-    if not (isinstance(found, type) and issubclass(found, Consumer)):
-        raise WeirError(f"{known[name]} is no vllm_weir.consumers.Consumer", path)
-    return found
+    if not (isinstance(loaded, type) and issubclass(loaded, Consumer)):
+        raise WeirError(f"{installed[name]} is not a subclass of vllm_weir.consumers.Consumer", path)
+    return loaded
 
 
 def make(name: str, options: Mapping[str, Any], path: str) -> Consumer:
-    """A consumer with its options; raises WeirError if it takes no such options."""
-    kind = find(name, path)
+    """Make a consumer with its options.
+
+    Raises:
+        WeirError: naming the field under `path`, if the consumer cannot be found or refuses the
+            options.
+    """
+    consumer_class = find(name, path)
     try:
-        return kind(**options)
+        return consumer_class(**options)
     except WeirError as e:
         raise WeirError(e.message, f"{path}.{name}.{e.field}" if e.field else f"{path}.{name}") from None
     except Exception as e:
-        raise WeirError(f"it cannot be set up: {type(e).__name__}: {e}", f"{path}.{name}") from e
+        raise WeirError(f"the consumer cannot be set up: {type(e).__name__}: {e}", f"{path}.{name}") from e

@@ -1,4 +1,4 @@
-"""What a consumer is: the class that plugins derive from, and what it is handed."""
+"""`Consumer`, the base class of consumers, and the data that its methods get."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class EngineInfo:
 
     Attributes:
         model: as it was given to vLLM.
+        num_layers: decoder blocks.
+        d_model: values of a row.
         dtype: the model's, e.g. ``"bfloat16"``.
     """
 
@@ -33,14 +35,16 @@ class Finished:
     Attributes:
         request_id: the caller's id of the request.
         index: which of the request's `n` sequences.
-        name: both in one (and `part`), unique among live requests: what files are called after.
-        prompt_tokens, generated_tokens: how many.
+        name: combines these and `part`; unique among live requests, so files are named after it.
+        prompt_tokens: how many.
+        generated_tokens: how many.
         finish_reason: vLLM's, e.g. ``"stop"`` or ``"length"``.
         metadata: what `weir.mark` was given.
-        part: ``"marked"`` for the marked rows of a sequence that has others for the same sink; else empty.
-        capture: what its rows are where they are not simply those of all positions: entries with ``"hook"``,
-            ``"layers"`` and ``"reduce"``, ``"project"`` (the number of directions), ``"before"``, ``"positions"``, as
-            far as they apply.
+        part: ``"marked"`` for the marked rows of a sequence that has others for the same sink; else
+            empty.
+        capture: describes rows that are not simply those of all positions: entries with ``"hook"``,
+            ``"layers"`` and, where they apply, ``"reduce"``, ``"project"`` (the number of
+            directions), ``"before"`` and ``"positions"``.
     """
 
     request_id: str
@@ -59,12 +63,14 @@ class Rows:
     """One site's rows of a sequence.
 
     Attributes:
-        request: whose they are.
-        site: where they were taken.
+        request: the sequence.
+        site: the site.
         positions: int64 [rows], ascending.
-        token_ids: int64 [rows], the tokens at these positions; -1 where a prompt was given as embeddings.
-        data: [rows, d_model] in the capture's dtype; uint8 [rows, record_bytes] if they are compressed.
-        compression: header of the compression, None for plain rows.
+        token_ids: int64 [rows], the tokens at these positions; -1 where a prompt was given as
+            embeddings.
+        data: [rows, d_model] in the capture's dtype; uint8 [rows, record_bytes] if they are
+            compressed.
+        compression: header of the compression; None for plain rows.
     """
 
     request: Finished
@@ -75,7 +81,7 @@ class Rows:
     compression: Mapping[str, Any] | None = None
 
     def decoded(self) -> torch.Tensor:
-        """[rows, d_model], float32 if the rows are compressed."""
+        """Return the rows [rows, d_model], decoded to float32 if they are compressed."""
         if self.compression is None:
             return self.data
         from vllm_weir import codec
@@ -84,20 +90,21 @@ class Rows:
 
 
 class Consumer:
-    """Gets rows of finished requests, in a thread of its own, one request after the other.
+    """The base class of consumers: plugins that get the rows of finished requests.
 
-    Derive from it and name the class in the entry-point group ``vllm_weir.consumers``. For each sequence `take` is
-    called once a site, then `finish`; or `abort` instead, after whatever was raised. What a method raises is reported
-    on the request's output and in the log; the engine and other requests go on.
+    Derive from it and name the class in the entry-point group ``vllm_weir.consumers``. Its methods
+    are called in a thread of its own, one sequence after the other: `take` once per site, then
+    `finish`; or `abort`, after anything was raised. What a method raises is reported on the
+    request's output and in the log; the engine and other requests go on.
 
     Attributes:
-        captures: what it gets of every request of an engine that has set it up, unless the settings say otherwise; a
-            consumer without captures gets what requests send to it by name.
+        captures: what it gets of every request of an engine whose settings name it, unless these
+            say otherwise. A consumer without captures gets only what requests send to it by name.
         required: whether a request fails when this consumer fails.
 
     Args:
-        options: from the settings or the request, plain JSON data. Raise `WeirError` for what is wrong: the request
-            is refused before it runs, or the engine does not start.
+        options: from the settings or the request, plain JSON data. Raise `WeirError` for a wrong
+            option: the request is refused before it runs, or the engine does not start.
     """
 
     captures: Sequence[Any] = ()
@@ -110,32 +117,38 @@ class Consumer:
             raise WeirError(f"unknown option {next(iter(options))!r}; {type(self).__name__} has none")
 
     def open(self, engine: EngineInfo) -> None:
-        """Called once, before any rows."""
+        """Prepare for rows; called once, before any."""
 
     def take(self, rows: Rows) -> None:
-        """One site's rows of a sequence. The tensors may be views of shared memory: clone what is kept."""
+        """Take one site's rows of a sequence.
+
+        The tensors may be views of shared memory: clone what is kept.
+        """
         raise NotImplementedError
 
     def finish(self, request: Finished) -> Sequence[str]:
-        """All rows of this sequence have been taken; returns the files that hold them now, if any."""
+        """Finish a sequence whose rows have all been taken.
+
+        Return the files that hold them, if any.
+        """
         return ()
 
     def abort(self, request: Finished) -> None:
-        """The sequence's rows cannot all be taken: leave nothing of it behind."""
+        """Remove what was taken of a sequence whose rows cannot all be taken."""
 
     def pending(self, request: Finished) -> bool:
-        """Whether rows of a finished sequence are still on their way to where they can be found.
+        """Return whether rows of a finished sequence are not yet where they can be found.
 
-        If `tick`, `flush` or `close` raises then, the sequence's receipt says that this consumer failed, until a later
-        call has brought them there.
+        If `tick`, `flush` or `close` raises while they are not, the sequence's receipt says that
+        this consumer failed, until a later call succeeds.
         """
         return False
 
     def tick(self) -> None:
-        """Called about once a second, between sequences and while none come."""
+        """Do periodic work; called about once a second, between sequences."""
 
     def flush(self) -> None:
         """Make everything that was finished durable."""
 
     def close(self) -> None:
-        """The engine is gone; nothing more comes."""
+        """Finish up: the engine is closed, and nothing more comes."""

@@ -1,5 +1,4 @@
-"""The consumers ``filesystem``, rows into files in one of the layouts of `vllm_weir.storage`, and ``npz``, in that
-one."""
+"""The consumers ``filesystem`` and ``npz``, which write rows in a layout of `vllm_weir.storage`."""
 
 from __future__ import annotations
 
@@ -11,22 +10,24 @@ from vllm_weir.consumers.base import Consumer, EngineInfo, Finished, Rows
 from vllm_weir.errors import WeirError
 from vllm_weir.schema import row_notes
 
-AT_ONCE = ("per_request", "npz")
-"""Layouts in which each sequence has files of its own, published when it is finished."""
+FILE_PER_SEQUENCE = ("per_request", "npz")
+"""Layouts in which each sequence has files of its own, published when it finishes."""
 IDS = ("unique", "caller")
+"""Values of the option `ids`."""
 
 
 class Filesystem(Consumer):
-    """Writes rows and records as they come.
+    """A consumer that writes rows, or records of compressed rows, to files.
 
     Args:
         url: directory, or any fsspec URL.
         layout: see docs/guides/keep.md.
-        flush_seconds: least time between two moments at which finished sequences are published; by default 0 for
-            layouts with files for each sequence, and 10 for the others. `weir.flush` and the engine's end publish all.
-        ids: what a sequence is called in the dataset: ``"unique"``, the engine's own id (the caller's and a random
-            suffix), or ``"caller"``, the caller's (with ``.1`` and so on for further sequences of a request), which can
-            be written only once.
+        flush_seconds: least time between two publications of finished sequences; by default 0 for
+            layouts with files for each sequence, and 10 for the others. `weir.flush` and closing
+            the engine publish everything.
+        ids: what a sequence is called in the dataset: ``"unique"``, the engine's own id (the
+            caller's and a random suffix), or ``"caller"``, the caller's (with ``.1`` and so on for
+            further sequences of a request), which can be written only once.
         options: of the layout, and ``fsync``, ``storage_options``, see docs/guides/keep.md.
     """
 
@@ -41,20 +42,20 @@ class Filesystem(Consumer):
         **options: Any,
     ) -> None:
         if not isinstance(url, str) or not url:
-            raise WeirError("where the files go: a directory or an fsspec URL", "url")
+            raise WeirError("expected where the files go: a directory or an fsspec URL", "url")
         if not isinstance(layout, str):
-            raise WeirError("the name of a layout", "layout")
+            raise WeirError("expected the name of a layout", "layout")
         if flush_seconds is None:
-            flush_seconds = 0.0 if layout in AT_ONCE else 10.0
+            flush_seconds = 0.0 if layout in FILE_PER_SEQUENCE else 10.0
         if isinstance(flush_seconds, bool) or not isinstance(flush_seconds, (int, float)) or not flush_seconds >= 0:
-            raise WeirError("a number of seconds, at least 0", "flush_seconds")
+            raise WeirError("expected a number of seconds, at least 0", "flush_seconds")
         if ids not in IDS:
             raise WeirError(f"choose from {', '.join(IDS)}", "ids")
         self._url, self._layout, self._options, self._ids = url, layout, options, ids
-        self._flush_seconds, self._last, self._loose = flush_seconds, time.monotonic(), False
+        self._flush_seconds, self._published_at, self._unpublished = flush_seconds, time.monotonic(), False
         self._writer: Any = None
-        self._begun = ""
-        """The sequence that is being written: what `abort` may undo."""
+        self._writing = ""
+        """The sequence that is being written, which `abort` may undo."""
 
     def open(self, engine: EngineInfo) -> None:
         from vllm_weir.storage import open_writer
@@ -86,23 +87,23 @@ class Filesystem(Consumer):
         if request.metadata:
             metadata["mark"] = dict(request.metadata)
         self._writer.finish_request(name, metadata)
-        self._writer.settle(name)  # a full disk is this request's failure, not one of which nobody hears
-        self._loose = True
+        self._writer.settle(name)  # so that a full disk fails this request
+        self._unpublished = True
         if not self._flush_seconds:
             self._publish()
-        self._begun = ""
+        self._writing = ""
         return self._files(name)
 
     def abort(self, request: Finished) -> None:
-        if self._begun:  # else it is another of the same name, which is whole, that would be undone
-            self._writer.abandon(self._begun)
-        self._begun = ""
+        if self._writing:  # otherwise the name is that of a complete sequence
+            self._writer.abandon(self._writing)
+        self._writing = ""
 
     def pending(self, request: Finished) -> bool:
         return self._writer.pending(self._name(request))
 
     def tick(self) -> None:
-        if self._loose and time.monotonic() - self._last >= self._flush_seconds:
+        if self._unpublished and time.monotonic() - self._published_at >= self._flush_seconds:
             self._publish()
 
     def flush(self) -> None:
@@ -112,17 +113,17 @@ class Filesystem(Consumer):
         try:
             self._writer.close()
         finally:
-            self._writer.discard()  # nothing, unless that failed
+            self._writer.discard()  # does nothing, unless closing failed
 
     def _publish(self, join: bool = False) -> None:
-        self._last = time.monotonic()
+        self._published_at = time.monotonic()
         self._writer.flush(join=join)
-        self._loose = False
+        self._unpublished = False
 
     def _begin(self, request: Finished) -> str:
         name = self._name(request)
-        if not self._begun and not self._writer.holds(name):
-            self._begun = name
+        if not self._writing and not self._writer.holds(name):
+            self._writing = name
         return name
 
     def _name(self, request: Finished) -> str:
@@ -139,9 +140,9 @@ class Filesystem(Consumer):
 
 
 class Npz(Filesystem):
-    """`Filesystem` with the layout ``npz``, and its other options."""
+    """`Filesystem` with the layout ``npz``; takes its other options."""
 
     def __init__(self, url: str | None = None, **options: Any) -> None:
         if "layout" in options:
-            raise WeirError("it is npz; the consumer 'filesystem' has others", "layout")
+            raise WeirError("is always npz here; the consumer 'filesystem' has others", "layout")
         super().__init__(url, "npz", **options)

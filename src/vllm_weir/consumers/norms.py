@@ -1,4 +1,4 @@
-"""The consumer ``logging``: running norms of the rows, site by site, in the log."""
+"""The consumer ``logging``, which logs running norms of each site's rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ logger = logging.getLogger("vllm_weir.norms")
 
 @dataclass
 class RunningNorms:
-    """Norms of one site's rows so far."""
+    """Statistics of the norms of one site's rows.
+
+    Attributes:
+        rows: how many.
+        total: sum of the norms.
+        squares: sum of their squares.
+        highest: the largest.
+    """
 
     rows: int = 0
     total: float = 0.0
@@ -27,25 +34,27 @@ class RunningNorms:
 
     @property
     def mean(self) -> float:
+        """Mean of the norms."""
         return self.total / self.rows
 
     @property
     def std(self) -> float:
+        """Standard deviation of the norms."""
         return math.sqrt(max(0.0, self.squares / self.rows - self.mean**2))
 
 
-def _be_heard() -> None:
-    """Reports go where vLLM's log goes, unless the program has set up logging itself."""
+def _set_up_logger() -> None:
+    """Send reports where vLLM's log goes, unless the program has set up logging itself."""
     if logger.hasHandlers():
         return
-    theirs = logging.getLogger("vllm")
-    for handler in theirs.handlers or [logging.StreamHandler()]:
+    vllm_logger = logging.getLogger("vllm")
+    for handler in vllm_logger.handlers or [logging.StreamHandler()]:
         logger.addHandler(handler)
-    logger.setLevel(theirs.level or logging.INFO)
+    logger.setLevel(vllm_logger.level or logging.INFO)
 
 
 class Norms(Consumer):
-    """Counts rows and their Euclidean norms per site, and logs them (INFO, logger ``vllm_weir.norms``).
+    """A consumer that logs the Euclidean norms of rows per site (INFO, logger ``vllm_weir.norms``).
 
     Args:
         seconds: least time between two reports; 0 reports after every sequence.
@@ -54,11 +63,11 @@ class Norms(Consumer):
     def __init__(self, seconds: float = 10.0, **unknown: Any) -> None:
         super().__init__(**unknown)
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
-            raise WeirError("a number of seconds, at least 0", "seconds")
-        _be_heard()
-        self._seconds, self._last = seconds, time.monotonic()
+            raise WeirError("expected a number of seconds, at least 0", "seconds")
+        _set_up_logger()
+        self._seconds, self._reported_at = seconds, time.monotonic()
         self.sites: dict[Site, RunningNorms] = {}
-        self._fresh = False
+        self._changed = False
 
     def take(self, rows: Rows) -> None:
         if not len(rows.positions):
@@ -69,10 +78,10 @@ class Norms(Consumer):
         running.total += float(norms.sum())
         running.squares += float(norms.square().sum())
         running.highest = max(running.highest, float(norms.max()))
-        self._fresh = True
+        self._changed = True
 
     def finish(self, request: Finished) -> Sequence[str]:
-        if time.monotonic() - self._last >= self._seconds:
+        if time.monotonic() - self._reported_at >= self._seconds:
             self.report()
         return ()
 
@@ -83,9 +92,16 @@ class Norms(Consumer):
         self.report()
 
     def report(self) -> None:
-        """Log every site, if anything is new."""
-        if not self._fresh:
+        """Log every site, if rows have come since the last report."""
+        if not self._changed:
             return
-        for site, r in sorted(self.sites.items(), key=lambda item: (item[0].layer, HOOKS.index(item[0].hook))):
-            logger.info("%s: %d rows, norm mean %.4g, std %.3g, highest %.4g", site, r.rows, r.mean, r.std, r.highest)
-        self._last, self._fresh = time.monotonic(), False
+        for site, norms in sorted(self.sites.items(), key=lambda item: (item[0].layer, HOOKS.index(item[0].hook))):
+            logger.info(
+                "%s: %d rows, norm mean %.4g, std %.3g, highest %.4g",
+                site,
+                norms.rows,
+                norms.mean,
+                norms.std,
+                norms.highest,
+            )
+        self._reported_at, self._changed = time.monotonic(), False

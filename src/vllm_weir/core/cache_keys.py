@@ -1,63 +1,78 @@
-"""Prefix cache: what a request's interventions add to block keys, and where its hits end."""
+"""The prefix cache under Weir: what interventions add to block keys, and where hits end."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
+from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.interventions import ResolvedIntervention
 
 
-def hit_limit(wire: Mapping[str, Any] | None) -> int | None:
-    """The most tokens that may come from the prefix cache, or None for no limit."""
-    return None if wire is None else wire.get("first")
+def hit_limit(engine_request: EngineRequest | None) -> int | None:
+    """Return the most tokens that may come from the prefix cache, or None for no limit."""
+    return None if engine_request is None else engine_request.first_position
 
 
 class CacheKeys:
-    """What a steered request adds to the keys of its KV blocks.
+    """What one steered request adds to the keys of its KV blocks.
 
-    A block's key gets the digest of what happens to the positions in it, and a block's key includes its parent's: so
-    it stands for everything done up to the block's end, a block before the first steered position keeps its plain
-    key, and requests whose interventions do the same to the same positions share, however they were written down.
+    A block's key gets the digest of what is done to the positions in it, and includes the key of
+    the block before it. So it stands for everything done up to the block's end; blocks before the
+    first steered position keep their plain keys; and requests whose interventions do the same to
+    the same positions share blocks, however they are written.
+
+    Args:
+        interventions: those that change something, in order.
+        prompt_len: tokens of the prompt.
     """
 
-    def __init__(self, moves: Sequence[ResolvedIntervention], prompt_len: int) -> None:
-        self._moves = [(m, None if m.per_position else m.positions.bounds(prompt_len)) for m in moves]
+    def __init__(self, interventions: Sequence[ResolvedIntervention], prompt_len: int) -> None:
+        self._bounded = [(m, None if m.per_position else m.positions.bounds(prompt_len)) for m in interventions]
+        """Interventions with their first position and the one after their last; None where they are
+        not contiguous."""
         self._prompt_len = prompt_len
 
     def of_block(self, start: int, token_ids: Sequence[int]) -> str | None:
-        """Digest for the block of `token_ids` that starts at position `start`; None if nothing is done in it."""
+        """Return the digest for the block of `token_ids` from position `start`.
+
+        The result is None if nothing is done in it.
+        """
         effects: list[str] = []
-        for move, bounds in self._moves:
+        for intervention, bounds in self._bounded:
             if bounds is None:
-                effect = self._scattered(move, start, token_ids)
+                effect = self._scattered(intervention, start, token_ids)
             else:
-                effect = _effect(move.digest, max(bounds[0] - start, 0), min(bounds[1] - start, len(token_ids)))
+                first, end = max(bounds[0] - start, 0), min(bounds[1] - start, len(token_ids))
+                effect = _effect(intervention.digest, first, end)
             if effect:
                 effects.append(effect)
         return _digest(tuple(effects)) if effects else None
 
-    def _scattered(self, move: ResolvedIntervention, start: int, token_ids: Sequence[int]) -> str:
-        """What a move does in a block; the form is that of `_effect`, so that equal effects share."""
+    def _scattered(self, intervention: ResolvedIntervention, start: int, token_ids: Sequence[int]) -> str:
+        """Describe what an intervention does in a block.
+
+        The form is that of `_effect`, so that equal effects have equal descriptions.
+        """
         positions = np.arange(start, start + len(token_ids))
-        chosen = np.flatnonzero(move.positions.mask(positions, self._prompt_len, np.asarray(token_ids)))
-        if not len(chosen):
+        selected = np.flatnonzero(intervention.positions.mask(positions, self._prompt_len, np.asarray(token_ids)))
+        if not len(selected):
             return ""
-        if not move.per_position:
-            return f"{move.digest}@{chosen.tolist()}"
-        before = int(move.positions.mask(np.arange(start), self._prompt_len).sum())
-        done = [(int(c), before + k) for k, c in enumerate(chosen) if before + k < len(move.instructions)]
-        done = [(at, rank) for at, rank in done if move.instructions[rank].u]
-        return f"{move.hook}{move.layers}{[(at, move.instructions[rank]) for at, rank in done]}" if done else ""
+        if not intervention.per_position:
+            return f"{intervention.digest}@{selected.tolist()}"
+        # The k-th selected position of the request undergoes the k-th instruction.
+        earlier = int(intervention.positions.mask(np.arange(start), self._prompt_len).sum())
+        instructions = zip(selected.tolist(), intervention.instructions[earlier:])
+        done = [(offset, instruction) for offset, instruction in instructions if instruction.u]
+        return f"{intervention.hook}{intervention.layers}{done}" if done else ""
 
 
 @functools.lru_cache(maxsize=4096)
 def _effect(digest: str, first: int, end: int) -> str:
-    """What a move does at the `first` to `end`-th position of a block."""
+    """Describe what an intervention does at the positions [first, end) of a block."""
     return f"{digest}@{list(range(first, end))}" if first < end else ""
 
 

@@ -1,6 +1,7 @@
 """Step budgets: how many tokens a step may hold so that what it records has room.
 
-Reads only the engine wire form of a request, see `vllm_weir.frontend.admission.engine_wire.engine_form`.
+Reads only the `EngineRequest` of a request, so every bound is known before the engine computes
+anything.
 """
 
 from __future__ import annotations
@@ -12,33 +13,34 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.positions import ENDLESS
 from vllm_weir.schema.reductions import GROUP
-from vllm_weir.schema.taps import STAGES
 
 
-class _Folded(NamedTuple):
-    """Of a request whose prompt's rows are reduced.
+class _ReducedPrompt(NamedTuple):
+    """The positions of a request whose prompt's rows are reduced.
 
     Attributes:
-        cell: ring rows of a group of them.
-        first, last: its first wanted position, and the last one of the prompt.
+        rows_per_group: ring rows of a group of positions.
+        first: the first wanted position.
+        last: the last wanted position of the prompt.
     """
 
-    cell: int
+    rows_per_group: int
     first: int
     last: int
 
 
 class StepBudget:
-    """Bounds a step's tokens so that what it records has room.
+    """A bound on a step's tokens, such that what the step records has room.
 
     Args:
         ring_rows: rows that the ring holds.
         host_rows: rows that one step may take of the host buffer.
         streams_above: steps of more tokens than this leave the ring band by band; None if none do.
-        most_requests: requests that a step can have.
-        chunk: tokens of a prompt that are computed at once at most; 0 for no bound of its own.
+        max_requests: requests that a step can have.
+        max_chunk: tokens of a prompt that are computed at once at most; 0 for no bound of its own.
     """
 
     def __init__(
@@ -46,92 +48,103 @@ class StepBudget:
         ring_rows: int,
         host_rows: int,
         streams_above: int | None = None,
-        most_requests: int = ENDLESS,
-        chunk: int = 0,
+        max_requests: int = ENDLESS,
+        max_chunk: int = 0,
     ) -> None:
         self._ring_rows, self._host_rows, self._streams_above = ring_rows, host_rows, streams_above
-        self._most_requests, self._chunk = most_requests, chunk
-        self._widths: dict[str, int] = {}
-        self._talls: dict[str, int] = {}
-        self._few: dict[str, int] = {}
+        self._max_requests, self._max_chunk = max_requests, max_chunk
+        self._token_rows: dict[str, int] = {}
+        """Request -> rows that one of its tokens gives, at most."""
+        self._tap_rows: dict[str, int] = {}
+        """Request -> rows that one of its tokens gives at one tap, at most."""
+        self._row_tokens: dict[str, int] = {}
         """Request -> tokens that give rows, at most."""
-        self._folded: dict[str, _Folded] = {}
-        self._widest = self._tallest = self._lanes = 0
+        self._reduced: dict[str, _ReducedPrompt] = {}
+        self._max_token_rows = self._max_tap_rows = self._total_row_tokens = 0
         self._stale = False
 
-    def join(self, request_id: str, wire: Mapping[str, Any]) -> None:
-        """A capturing request has entered the scheduler."""
-        width = max(1, int(wire.get("width", 1)))
-        few = wire.get("few")
-        self._few[request_id] = ENDLESS if few is None else int(few)
-        self._widths[request_id] = width if self._few[request_id] else 0
-        self._talls[request_id] = min(self._widths[request_id], int(wire.get("tall", STAGES)))
-        if cell := wire.get("cell"):
-            self._folded[request_id] = _Folded(cell, wire["first"] or 0, wire["last"])
+    def join(self, request_id: str, engine_request: EngineRequest) -> None:
+        """Count in a capturing request that has entered the scheduler."""
+        row_tokens = engine_request.max_row_tokens
+        self._row_tokens[request_id] = ENDLESS if row_tokens is None else row_tokens
+        token_rows = self._token_rows[request_id] = 0 if row_tokens == 0 else engine_request.rows_per_token
+        self._tap_rows[request_id] = min(token_rows, engine_request.rows_per_tap)
+        if engine_request.last_reduced is not None:
+            self._reduced[request_id] = _ReducedPrompt(
+                engine_request.rows_per_group, engine_request.first_position or 0, engine_request.last_reduced
+            )
         self._stale = True
 
     def _measure(self) -> None:
-        self._widest = max(self._widths.values(), default=0)
-        self._tallest = max(self._talls.values(), default=0)
-        few = list(self._few.values())
-        if len(few) > self._most_requests:
-            few = heapq.nlargest(self._most_requests, few)
-        self._lanes = min(sum(few), ENDLESS)
+        self._max_token_rows = max(self._token_rows.values(), default=0)
+        self._max_tap_rows = max(self._tap_rows.values(), default=0)
+        row_tokens = list(self._row_tokens.values())
+        if len(row_tokens) > self._max_requests:
+            row_tokens = heapq.nlargest(self._max_requests, row_tokens)
+        self._total_row_tokens = min(sum(row_tokens), ENDLESS)
 
     def tokens(self, live: Mapping[str, Any], limit: int) -> int:
-        """Tokens that the coming step may hold, at most `limit`; forgets requests that are no longer `live`.
+        """Return how many tokens the coming step may hold, at most `limit`.
 
-        `live`: vLLM's requests by id.
+        Forget requests that are not `live`.
+
+        Args:
+            live: vLLM's requests by id.
+            limit: vLLM's own bound.
         """
-        if not self._widths:
+        if not self._token_rows:
             return limit
-        if not self._widths.keys() <= live.keys():
-            for known in (self._widths, self._talls, self._few, self._folded):
-                for request_id in known.keys() - live.keys():
-                    del known[request_id]
+        if not self._token_rows.keys() <= live.keys():
+            for by_request in (self._token_rows, self._tap_rows, self._row_tokens, self._reduced):
+                for request_id in by_request.keys() - live.keys():
+                    del by_request[request_id]
             self._stale = True
         if self._stale:
             self._measure()
             self._stale = False
-        if self._widest:
-            limit = max(1, min(limit, self._host_rows // self._widest))
-        cells = self._cells(live)
-        if self._fits(limit, cells):
+        if self._max_token_rows:
+            limit = max(1, min(limit, self._host_rows // self._max_token_rows))
+        group_rows = self._group_rows(live)
+        if self._fits(limit, group_rows):
             return limit
-        return max(1, bisect_left(range(1, limit), True, key=lambda tokens: not self._fits(tokens, cells)))
+        return max(1, bisect_left(range(1, limit), True, key=lambda tokens: not self._fits(tokens, group_rows)))
 
-    def _fits(self, tokens: int, cells: Callable[[int], int]) -> bool:
-        if self._records(tokens, self._widest, cells):
+    def _fits(self, tokens: int, group_rows: Callable[[int], int]) -> bool:
+        if self._fits_ring(tokens, self._max_token_rows, group_rows):
             return True
         above = self._streams_above
         return (
             above is not None
             and tokens > above
-            and self._records(above, self._widest, cells)
-            and self._records(tokens, self._tallest, cells)
+            and self._fits_ring(above, self._max_token_rows, group_rows)
+            and self._fits_ring(tokens, self._max_tap_rows, group_rows)
         )
 
-    def _records(self, tokens: int, width: int, cells: Callable[[int], int]) -> bool:
-        return min(tokens, self._lanes) * width + cells(tokens) <= self._ring_rows
+    def _fits_ring(self, tokens: int, rows_per_token: int, group_rows: Callable[[int], int]) -> bool:
+        return min(tokens, self._total_row_tokens) * rows_per_token + group_rows(tokens) <= self._ring_rows
 
-    def _cells(self, live: Mapping[str, Any]) -> Callable[[int], int]:
-        """Function of a step's tokens: ring rows that groups of them can take."""
-        if not self._folded:
+    def _group_rows(self, live: Mapping[str, Any]) -> Callable[[int], int]:
+        """Return a function of a step's tokens: the ring rows that reduced groups can take."""
+        if not self._reduced:
             return lambda tokens: 0
-        needs, resumed = [], 0
-        for request_id, (_, first, last) in self._folded.items():
+        remaining, resumed = [], 0
+        for request_id, (_, first, last) in self._reduced.items():
             computed = max(getattr(live[request_id], "num_computed_tokens", 0), first)
             if computed <= last:
-                needs.append(last + 1 - computed)
+                remaining.append(last + 1 - computed)
                 resumed += computed > 0
-        needs.sort()
-        reached = np.minimum(needs, self._chunk or ENDLESS).cumsum()
-        cell = max(folded.cell for folded in self._folded.values())
+        if not remaining:
+            return lambda tokens: 0
+        remaining.sort()
+        tokens_of_shortest = np.minimum(remaining, self._max_chunk or ENDLESS).cumsum()
+        rows_per_group = max(prompt.rows_per_group for prompt in self._reduced.values())
 
-        def cells(tokens: int) -> int:
-            # As many requests as possible, each with all that is left of its prompt, and a last one with less.
-            requests = min(int(np.searchsorted(reached, tokens, "right")) + 1, len(needs), self._most_requests)
+        def group_rows(tokens: int) -> int:
+            # As many requests as possible, each with all that is left of its prompt, and a last one
+            # with less.
+            whole = int(np.searchsorted(tokens_of_shortest, tokens, "right"))
+            requests = min(whole + 1, len(remaining), self._max_requests)
             # Every one begins a group, and one that goes on may begin in the middle of another.
-            return cell * (tokens // GROUP + requests + min(requests, resumed)) if needs else 0
+            return rows_per_group * (tokens // GROUP + requests + min(requests, resumed))
 
-        return cells
+        return group_rows

@@ -1,81 +1,83 @@
-"""`WaitingQueue`: requests wait, first come first served, until the device tables have room."""
+"""`WaitingQueue`: steered requests that wait until the device tables have room for them."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from vllm_weir.schema.engine_request import TableNeeds
 from vllm_weir.schema.table_sizes import TableSizes
 
 
 class WaitingQueue:
-    """Holds requests back, first come first served, until the device tables have room for what they need."""
+    """Steered requests, held back until the device tables have room: first come, first served."""
 
     def __init__(self, sizes: TableSizes) -> None:
         self._sizes = sizes
-        self._vectors: dict[str, int] = {}
-        self._programs = self._nodes = 0
-        self._inside: dict[str, Sequence[Any]] = {}
-        self._waiting: OrderedDict[str, tuple[Any, Sequence[Any]]] = OrderedDict()
+        self._vector_users: dict[str, int] = {}
+        """Digest -> admitted requests that use the vector."""
+        self._programs = self._instructions = 0
+        self._admitted: dict[str, TableNeeds] = {}
+        self._waiting: OrderedDict[str, tuple[Any, TableNeeds]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def ids(self) -> list[str]:
-        """Requests that wait, first come first."""
+        """Return the ids of the requests that wait, first come first."""
         return list(self._waiting)
 
-    def enter(self, request_id: str, request: Any, needs: Sequence[Any]) -> bool:
-        """True if the request may go on; False if it waits here."""
+    def enter(self, request_id: str, request: Any, needs: TableNeeds) -> bool:
+        """Return True if the request may go on; otherwise keep it waiting here and return False."""
         if not self._waiting and self._fits(needs):
-            self._take(request_id, needs)
+            self._reserve(request_id, needs)
             return True
         self._waiting[request_id] = (request, needs)
         return False
 
     def leave(self, request_id: str) -> Any | None:
-        """A request waits no longer (it was aborted); returns it, or None if it was not waiting."""
+        """Remove an aborted request; return it, or None if it was not waiting."""
         entry = self._waiting.pop(request_id, None)
         return None if entry is None else entry[0]
 
     def release(self, live: Mapping[str, Any]) -> list[Any]:
-        """Requests that may go on now that those not `live` any more have left, in order."""
-        if not self._inside.keys() <= live.keys():
-            for request_id in [r for r in self._inside if r not in live]:
-                self._give_back(self._inside.pop(request_id))
-        out = []
+        """Return, in order, the requests that have room.
+
+        Requests that are not `live` leave the tables first.
+        """
+        if not self._admitted.keys() <= live.keys():
+            for request_id in [r for r in self._admitted if r not in live]:
+                self._free(self._admitted.pop(request_id))
+        released = []
         while self._waiting:
             request_id, (request, needs) = next(iter(self._waiting.items()))
             if not self._fits(needs):
                 break
             del self._waiting[request_id]
-            self._take(request_id, needs)
-            out.append(request)
-        return out
+            self._reserve(request_id, needs)
+            released.append(request)
+        return released
 
-    def _fits(self, needs: Sequence[Any]) -> bool:
-        digests, programs, nodes = needs
-        vectors = len(self._vectors) + sum(d not in self._vectors for d in digests)
+    def _fits(self, needs: TableNeeds) -> bool:
+        vectors = len(self._vector_users) + sum(digest not in self._vector_users for digest in needs.vectors)
         return (
             vectors <= self._sizes.vectors
-            and self._programs + programs <= self._sizes.programs
-            and self._nodes + nodes <= self._sizes.nodes
+            and self._programs + needs.programs <= self._sizes.programs
+            and self._instructions + needs.instructions <= self._sizes.nodes
         )
 
-    def _give_back(self, needs: Sequence[Any]) -> None:
-        digests, programs, nodes = needs
-        for digest in digests:
-            self._vectors[digest] -= 1
-            if not self._vectors[digest]:
-                del self._vectors[digest]
-        self._programs -= programs
-        self._nodes -= nodes
+    def _free(self, needs: TableNeeds) -> None:
+        for digest in needs.vectors:
+            self._vector_users[digest] -= 1
+            if not self._vector_users[digest]:
+                del self._vector_users[digest]
+        self._programs -= needs.programs
+        self._instructions -= needs.instructions
 
-    def _take(self, request_id: str, needs: Sequence[Any]) -> None:
-        digests, programs, nodes = needs
-        for digest in digests:
-            self._vectors[digest] = self._vectors.get(digest, 0) + 1
-        self._programs += programs
-        self._nodes += nodes
-        self._inside[request_id] = needs
+    def _reserve(self, request_id: str, needs: TableNeeds) -> None:
+        for digest in needs.vectors:
+            self._vector_users[digest] = self._vector_users.get(digest, 0) + 1
+        self._programs += needs.programs
+        self._instructions += needs.instructions
+        self._admitted[request_id] = needs

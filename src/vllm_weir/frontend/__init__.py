@@ -1,1 +1,1 @@
-"""The caller's half: admit requests, receive rows, attach them to outputs."""
+"""Weir in the caller's process: admit requests, receive rows, attach them to outputs."""

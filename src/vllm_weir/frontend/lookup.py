@@ -1,4 +1,4 @@
-"""Find what Weir keeps beside an engine: its frontend, and the views of outputs."""
+"""Look-ups of what Weir keeps beside an engine: its frontend, and the views of outputs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ FRONTEND, TRACKER = "_weir_frontend", "_weir_tracker"
 
 
 def view_of(completion: Any) -> OutputView | None:
-    """The view of a ``CompletionOutput``, or None."""
+    """Return the view of a ``CompletionOutput``, or None."""
     return getattr(completion, _VIEW, None)
 
 
 def frontend_of(llm: Any) -> EngineFrontend:
-    """The frontend of an ``LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in; raises WeirError if it has none."""
+    """Return the frontend of an ``LLM``, ``LLMEngine``, ``AsyncLLM`` or Weir's drop-in.
+
+    Raises:
+        WeirError: if it has none.
+    """
     engine = llm
     for attribute in ("llm_engine", "engine"):
         engine = getattr(engine, attribute, engine)
@@ -39,23 +43,23 @@ def _attached(engine: Any) -> EngineFrontend | None:
 
 
 def has_frontend(engine: Any) -> bool:
-    """Whether an engine client is one that Weir serves."""
+    """Return whether Weir serves an engine client."""
     return _attached(engine) is not None
 
 
 async def ask_workers(engine: Any) -> None:
-    """Have an ``AsyncLLM``'s workers asked what they serve, once."""
+    """Ask an ``AsyncLLM``'s workers what they serve, unless they have reported or failed."""
     engine = getattr(engine, "engine", engine)
     frontend = _attached(engine)
     if frontend is not None and frontend.capabilities is None and frontend.refusal is None:
         try:
             frontend.learn(await engine.collective_rpc("weir_report"))
-        except Exception as e:  # noqa: BLE001 - whatever a worker raises means that it cannot serve; requests are told
+        except Exception as e:  # noqa: BLE001 - whatever a worker raises becomes the refusal
             frontend.refusal = unreported(e)
 
 
 def unreported(e: Exception) -> str:
-    """Why an engine is not served whose workers did not say what they serve."""
+    """Return the refusal of an engine whose workers did not report what they serve."""
     return (
         f"the workers did not report ({type(e).__name__}: {e}): is vllm-weir installed where they run, and with it "
         "everything that it needs? Their log says what could not be loaded"

@@ -1,6 +1,7 @@
-"""Who goes first in an event loop: plain requests; those that ask something of Weir go a few at a time.
+"""`Pacing`: plain requests go first in a server's event loop, the others a few at a time.
 
-What Weir adds to a request costs the loop some milliseconds, and nobody who did not ask for it should wait for that.
+What Weir adds to a request occupies the loop for some milliseconds, and plain requests should not
+wait for that.
 """
 
 from __future__ import annotations
@@ -14,130 +15,151 @@ from time import monotonic
 from typing import Any
 from weakref import WeakSet
 
-PATIENCE = 0.1
-"""Seconds for which a plain request is waited for at most: after that it waits for something itself, an image say."""
-ADMITTED, ANSWERED = 2, 8
-"""Requests of Weir's that go on between two turns of the loop for others, in the one direction and in the other."""
-LATEST = 1.0
-"""Seconds for which a request of Weir's is held back at most while plain ones are served."""
+MAX_WAIT_PLAIN = 0.1
+"""Seconds for which one plain request is waited for at most: one that takes longer waits itself,
+say for an image."""
+MAX_ENTERING, MAX_RESPONDING = 2, 8
+"""Requests with Weir's keys that enter the engine, and that go on to their responses, in one turn
+of the loop."""
+MAX_DELAY = 1.0
+"""Seconds for which the pace delays a request at most."""
 TICK = 0.05
-"""Seconds after which it is looked at least whether one must be held back any longer."""
-AT_ONCE = 4
-"""Requests of Weir's that may come together before they are held back."""
+"""Seconds between two checks of the delayed requests, at most."""
+BURST = 4
+"""Requests that may come at once before the pace delays them."""
 
 
 class PlainEntry:
-    """A plain request on its way to the engine: the `number`-th of all, since `since`."""
+    """A plain request on its way to the engine.
+
+    Attributes:
+        number: how many requests came before it.
+        since: when it came, in seconds of the monotonic clock.
+    """
 
     def __init__(self, pacing: Pacing, number: int) -> None:
         self._pacing = pacing
         self.number, self.since = number, monotonic()
 
     def leave(self) -> None:
-        """It is with the engine, or will never be; to say so again does nothing."""
-        self._pacing.left(self)
+        """Record that the request has entered the engine, or never will.
+
+        Calling it again does nothing.
+        """
+        self._pacing.remove(self)
 
 
 class Pacing:
-    """One engine's requests in one event loop. A request of Weir's waits for the plain ones that were on their way to
-    the engine when it came, and for no later one. While plain ones are served, so many a second enter, and each before
-    it has waited for `LATEST`: it cannot starve.
+    """The order in which one engine's requests enter it from one event loop.
+
+    A request with Weir's keys waits for the plain requests that were on their way to the engine
+    when it came, and for no later one. While plain requests are served, at most `pace` of the
+    others enter per second; none is delayed for longer than `MAX_DELAY` by that, so none starves.
 
     Attributes:
-        pace: requests of Weir's a second while plain ones are served; 0: as many as come.
-        live: vLLM's states of all requests that are in the engine.
+        pace: requests with Weir's keys per second while plain ones are served; 0 for no bound.
+        live: vLLM's states of all requests in the engine.
     """
 
     def __init__(self) -> None:
         self.pace = 0.0
         self.live: Collection[Any] = ()
         self._own: WeakSet[Any] = WeakSet()
-        self._held: deque[tuple[float, asyncio.Future[None]]] = deque()
-        """Requests that are held back: until when at most, and what they wait for."""
-        self._credit, self._counted = float(AT_ONCE), monotonic()
+        """States in `live` of requests with Weir's keys."""
+        self._delayed: deque[tuple[float, asyncio.Future[None]]] = deque()
+        """Requests that the pace delays: latest time to enter, and the future that they wait
+        for."""
+        self._credit, self._credited_at = float(BURST), monotonic()
         self._numbers = itertools.count()
         self._entries: dict[PlainEntry, None] = {}
+        """Plain requests on their way to the engine, oldest first."""
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._door, self._exit = asyncio.Semaphore(ADMITTED), asyncio.Semaphore(ANSWERED)
+        """Requests with Weir's keys that wait for these: number, and the future that they wait
+        for."""
+        self._entering, self._responding = asyncio.Semaphore(MAX_ENTERING), asyncio.Semaphore(MAX_RESPONDING)
 
-    def mine(self, state: Any) -> None:
-        """A request of Weir's is in the engine, whose state of it this is."""
+    def add_own(self, state: Any) -> None:
+        """Count in vLLM's state of a request with Weir's keys that has entered the engine."""
         if self.pace:
             self._own.add(state)
 
     @property
-    def _plain(self) -> bool:
+    def _serves_plain(self) -> bool:
         """Whether plain requests are served."""
         return bool(self._entries) or len(self.live) > len(self._own)
 
     @property
     def held(self) -> int:
-        """How many requests of Weir's are held back by the pace now."""
-        return sum(not gone.done() for _, gone in self._held)
+        """How many requests the pace delays now."""
+        return sum(not admitted.done() for _, admitted in self._delayed)
 
     def enter(self) -> PlainEntry:
-        """A plain request is here."""
+        """Count in a plain request that is on its way to the engine."""
         entry = PlainEntry(self, next(self._numbers))
         self._entries[entry] = None
         return entry
 
-    def left(self, entry: PlainEntry) -> None:
-        """See `PlainEntry.leave`."""
+    def remove(self, entry: PlainEntry) -> None:
+        """Stop waiting for a plain request; does nothing if that has been done."""
         if entry not in self._entries:
             return
         del self._entries[entry]
         oldest = next(iter(self._entries), None)
         while self._waiting and (oldest is None or self._waiting[0][0] < oldest.number):
-            _, gone = self._waiting.popleft()
-            if not gone.done():
-                gone.set_result(None)
+            _, admitted = self._waiting.popleft()
+            if not admitted.done():
+                admitted.set_result(None)
 
-    async def admission(self) -> None:
-        """Returns when a request that asks something of Weir may go on its way to the engine."""
-        await asyncio.sleep(0)  # those that came at the same time have entered then
-        while (oldest := next(iter(self._entries), None)) is not None and oldest.since + PATIENCE < monotonic():
-            self.left(oldest)
+    async def wait_to_enter(self) -> None:
+        """Wait until a request with Weir's keys may enter the engine."""
+        await asyncio.sleep(0)  # let plain requests that came at the same time register first
+        while (oldest := next(iter(self._entries), None)) is not None and oldest.since + MAX_WAIT_PLAIN < monotonic():
+            self.remove(oldest)
         if self._entries:
-            gone = asyncio.get_running_loop().create_future()
-            self._waiting.append((next(self._numbers), gone))
-            await asyncio.wait([gone], timeout=PATIENCE)
-        await self._measured()
-        async with self._door:
+            admitted = asyncio.get_running_loop().create_future()
+            self._waiting.append((next(self._numbers), admitted))
+            await asyncio.wait([admitted], timeout=MAX_WAIT_PLAIN)
+        await self._wait_for_pace()
+        async with self._entering:
             await asyncio.sleep(0)
 
-    async def _measured(self) -> None:
-        """Returns when one more request of Weir's is not too many for the plain ones."""
-        if not self.pace or (not self._held and self._may_go()):
+    async def _wait_for_pace(self) -> None:
+        """Wait until plain requests leave room for another."""
+        if not self.pace or (not self._delayed and self._may_enter()):
             return
-        gone = asyncio.get_running_loop().create_future()
-        self._held.append((monotonic() + LATEST, gone))
-        if len(self._held) == 1:
-            self._later()
-        await gone
+        admitted = asyncio.get_running_loop().create_future()
+        self._delayed.append((monotonic() + MAX_DELAY, admitted))
+        if len(self._delayed) == 1:
+            self._schedule_release()
+        await admitted
 
-    def _may_go(self, until: float = float("inf")) -> bool:
+    def _may_enter(self, latest: float = float("inf")) -> bool:
+        """Return whether one more request may enter now, and spend its credit.
+
+        At the time `latest` it enters in any case.
+        """
         now = monotonic()
-        self._credit = min(self._credit + (now - self._counted) * self.pace, AT_ONCE)
-        self._counted = now
+        self._credit = min(self._credit + (now - self._credited_at) * self.pace, BURST)
+        self._credited_at = now
         if self._credit >= 1:
             self._credit -= 1
             return True
-        return until <= now or not self._plain
+        return latest <= now or not self._serves_plain
 
-    def _later(self) -> None:
+    def _schedule_release(self) -> None:
         asyncio.get_running_loop().call_later(min(1 / self.pace, TICK), self._release)
 
     def _release(self) -> None:
-        while self._held and (self._held[0][1].done() or self._may_go(self._held[0][0])):
-            _, gone = self._held.popleft()
-            if not gone.done():
-                gone.set_result(None)
-        if self._held:
-            self._later()
+        while self._delayed and (self._delayed[0][1].done() or self._may_enter(self._delayed[0][0])):
+            _, admitted = self._delayed.popleft()
+            if not admitted.done():
+                admitted.set_result(None)
+        if self._delayed:
+            self._schedule_release()
 
-    async def answer(self) -> None:
-        """Returns when a request that asked something of Weir, and has its last output, may go on to its answer."""
-        async with self._exit:
+    async def wait_to_respond(self) -> None:
+        """Wait until a request with Weir's keys that has its last output may be answered."""
+        async with self._responding:
             await asyncio.sleep(0)
 
 

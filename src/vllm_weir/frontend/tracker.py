@@ -1,4 +1,4 @@
-"""`Tracker`: follows the outputs of one sequence."""
+"""`Tracker`: the outputs of one sequence, and the deliveries to its sinks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from vllm_weir.frontend.sinks.manager import SinkManager
 
 
 class Tracker:
-    """Follows one sequence's outputs; while anything refers to it or its views, its rows are kept.
+    """The outputs of one sequence.
+
+    While anything refers to it or its views, the sequence's rows are kept.
 
     Args:
-        first: where a prefix-cache hit has to end.
+        pending: the sequence in the row store.
+        first: the most tokens that may come from the prefix cache; None for no limit.
+        d_model: the model's.
+        timeout: seconds that a view waits for rows.
         manager: the engine's sinks.
         asked: whether the request itself asked for anything; others only have rows for sinks.
-        hold: whether whoever asks for views may be held up by sinks without room.
+        hold: whether `view` may block while a sink has no room.
     """
 
     def __init__(
@@ -44,7 +49,7 @@ class Tracker:
         self._seen = 0
 
     def name(self, request_id: str, index: int) -> None:
-        """The id by which the caller knows the request, and which of its sequences this is."""
+        """Set the id by which the caller knows the request, and which of its sequences this is."""
         self._caller, self._index = request_id, index
         if self._manager is not None and any(part.keep == "marked" for part in self.pending.admitted.parts):
             marks = self._manager.marks
@@ -52,8 +57,14 @@ class Tracker:
             weakref.finalize(self, marks.leave, self.pending.request_id).atexit = False
 
     def view(self, generated: Sequence[int], delta: bool, reason: str | None, cached_tokens: int) -> OutputView:
-        """The view for an output. `generated`: a list to which tokens may be appended later; `delta`: only rows that no
-        earlier output held; `reason`: why it finished."""
+        """Return the view for an output; of a finished sequence, also send its rows to its sinks.
+
+        Args:
+            generated: token ids; may be appended to later.
+            delta: whether the view has only rows that no earlier output had.
+            reason: why the sequence finished; None if it has not.
+            cached_tokens: prompt tokens that came from the prefix cache.
+        """
         memory, *others = self.pending.admitted.parts
         view = OutputView(
             pending=self.pending,

@@ -1,1 +1,4 @@
-"""What holds even where Weir itself cannot load: the standard library, and vLLM's own modules, alone."""
+"""What works even where Weir itself cannot load.
+
+Imports the standard library and vLLM's own modules alone.
+"""

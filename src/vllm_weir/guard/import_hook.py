@@ -1,4 +1,4 @@
-"""Run something as soon as a module has been imported, so that patching imports nothing by itself."""
+"""Callbacks on the import of modules, so that patching imports nothing by itself."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
     """Call `callback` with module `name`: now if it is imported, else right after it is.
 
-    One whose import is under way already (in another thread, or because it imports the caller) gets it with the next
-    import of any other.
+    If its import is in progress (in another thread, or because it imports the caller), `callback`
+    runs with the next import of any other module.
     """
     module = sys.modules.get(name)
-    if module is not None and not _under_way(module):
+    if module is not None and not _importing(module):
         callback(module)
         return
     finder = next((f for f in sys.meta_path if isinstance(f, _Finder)), None)
@@ -28,16 +28,16 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
     finder.late = finder.late or module is not None
 
 
-def _under_way(module: ModuleType) -> bool:
+def _importing(module: ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 class _Finder:
-    """Finds nothing itself: lets the other finders find the module and hooks into its execution.
+    """A finder that has the other finders find a module, and hooks into the module's execution.
 
     Attributes:
-        waiting: module -> what to call with it.
-        late: whether the execution of one of them may have begun without a hook.
+        waiting: name of a module -> callbacks to call with it.
+        late: whether the execution of one of these modules may have started without a hook.
     """
 
     def __init__(self) -> None:
@@ -70,14 +70,14 @@ class _Finder:
         loader.exec_module = exec_module
 
     def _call(self, name: str, module: ModuleType) -> None:
-        # One that raises makes the import fail; whoever tries again must not get the module without it.
+        # A callback that raises makes the import fail, and stays here for the next attempt.
         for callback in self.waiting.get(name, ()):
             callback(module)
         self.waiting.pop(name, None)
 
     def _catch_up(self) -> None:
-        begun = {name: sys.modules[name] for name in self.waiting if name in sys.modules}
-        self.late = any(map(_under_way, begun.values()))
-        for name, module in begun.items():
-            if not _under_way(module):
+        started = {name: sys.modules[name] for name in self.waiting if name in sys.modules}
+        self.late = any(map(_importing, started.values()))
+        for name, module in started.items():
+            if not _importing(module):
                 self._call(name, module)

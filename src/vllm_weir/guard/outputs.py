@@ -1,6 +1,7 @@
-"""What Weir adds to vLLM's outputs: ``.activations`` and ``.receipt``. Standard library only.
+"""The properties ``.activations`` and ``.receipt`` that Weir adds to vLLM's outputs.
 
-Importing `vllm_weir` is enough to have them, in any process: outputs are pickled and looked at where no engine runs.
+Importing `vllm_weir` is enough to have them in any process: outputs are pickled and read where no
+engine runs.
 """
 
 from __future__ import annotations
@@ -11,37 +12,37 @@ from typing import Any
 from vllm_weir.guard.import_hook import when_imported
 
 VIEW = "_weir_view"
-"""Attribute of a ``CompletionOutput``: what `vllm_weir.frontend.outputs.view` has of it."""
-_PARTS = {
+"""Attribute of a ``CompletionOutput`` that holds its `OutputView`."""
+_PROPERTIES = {
     "activations": "Rows captured for this sequence (index 0's for a request), or None; see `weir.Activations`.",
     "receipt": "What Weir did for this sequence (index 0's for a request), or None; see `weir.Receipt`.",
 }
 
 
 def give_outputs_properties() -> None:
-    """Have them as soon as vLLM's outputs are imported."""
-    when_imported("vllm.outputs", _give)
+    """Add the properties as soon as vLLM's outputs are imported."""
+    when_imported("vllm.outputs", _add_properties)
 
 
-def _give(outputs: ModuleType) -> None:
-    for part, text in _PARTS.items():
-        setattr(outputs.CompletionOutput, part, property(_completion_part(part), doc=text))
-        setattr(outputs.RequestOutput, part, property(_request_part(part), doc=text))
+def _add_properties(outputs: ModuleType) -> None:
+    for name, doc in _PROPERTIES.items():
+        setattr(outputs.CompletionOutput, name, property(_completion_getter(name), doc=doc))
+        setattr(outputs.RequestOutput, name, property(_request_getter(name), doc=doc))
 
 
-def _completion_part(part: str) -> Any:
+def _completion_getter(name: str) -> Any:
     def get(self: Any) -> Any:
         view = getattr(self, VIEW, None)
-        if view is None or (part == "activations" and not view.asked):
+        if view is None or (name == "activations" and not view.asked):
             return None
-        return getattr(view, part)()
+        return getattr(view, name)()
 
     return get
 
 
-def _request_part(part: str) -> Any:
+def _request_getter(name: str) -> Any:
     def get(self: Any) -> Any:
         first = min(self.outputs, key=lambda o: o.index, default=None)
-        return None if first is None else getattr(first, part)
+        return None if first is None else getattr(first, name)
 
     return get

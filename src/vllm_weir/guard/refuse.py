@@ -1,8 +1,9 @@
-"""The guard: where Weir does not work, requests with its keys are refused with the cause, never run without them.
+"""The guard: wrappers that refuse requests with Weir's keys where Weir does not work.
 
-It needs the standard library and vLLM's own modules, so it holds where something that Weir needs is missing. Importing
-`vllm_weir` puts it into a process, as vLLM does when it loads the plugin; `vllm_weir.patches.registry.install` then
-takes its places, or leaves it there with the reason.
+It needs only the standard library and vLLM's own modules, so it works where a package that Weir
+needs is missing. Importing `vllm_weir` installs it, and so does vLLM when it loads the plugin;
+`vllm_weir.patches.registry.install` then replaces its wrappers by Weir's own, or leaves them with
+the reason.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from vllm_weir.schema.keys import LORA_KEY, WIRE_KEY, asks, carries_keys, refuse
 
 ROUTES = "/v1/completions and /v1/chat/completions"
 _DISTRIBUTIONS = {"zmq": "pyzmq"}
-"""Modules whose distribution has another name."""
-_NAME = "weir"
-"""The plugin's name."""
+"""Module -> its distribution, where their names differ."""
+PLUGIN = "weir"
+"""The plugin's name among ``vllm.general_plugins``."""
 
 
 class Status(Protocol):
@@ -35,28 +36,30 @@ class Status(Protocol):
 
     @property
     def serving_refusal(self) -> str | None:
-        """Likewise, of requests over HTTP."""
+        """Why requests over HTTP with Weir's keys are refused; None if they are served."""
 
 
 class Failed:
-    """Weir does not work in this process."""
+    """The status of a process in which Weir could not load."""
 
     def __init__(self, why: str) -> None:
         self.refusal = self.serving_refusal = why
 
 
 class NotLoaded:
-    """vLLM has not loaded the plugin, which it does before it makes an engine.
+    """The status of a process in which vLLM has not loaded the plugin.
+
+    vLLM loads it before it makes an engine.
 
     Attributes:
-        unheld: why nothing guards this process, or None.
+        unguarded: why nothing guards this process, or None.
     """
 
-    unheld: str | None = None
+    unguarded: str | None = None
 
     @property
     def refusal(self) -> str:
-        """Why, as far as the environment tells."""
+        """Why vLLM has not loaded the plugin, as far as the environment tells."""
         return left_out() or (
             "vLLM did not load Weir's plugin in this process; its log says why, or vllm-weir is not installed "
             "(pip install vllm-weir): `weir doctor` tells"
@@ -69,25 +72,28 @@ NOT_LOADED = NotLoaded()
 
 
 class Unguarded(RuntimeError):
-    """Not even the guard can be held. An engine must not start: it would run requests and pass over Weir's keys."""
+    """The guard cannot be installed, so an engine must not start: it would ignore Weir's keys."""
 
 
 def left_out() -> str | None:
-    """What to say of an environment that keeps vLLM from loading Weir; None if it does not."""
+    """Return what to tell a user whose environment keeps vLLM from loading Weir.
+
+    The result is None if it does not.
+    """
     named = os.environ.get("VLLM_PLUGINS")
-    if named is None or _NAME in named.split(","):
+    if named is None or PLUGIN in named.split(","):
         return None
-    return f"vLLM does not load Weir: VLLM_PLUGINS is {named!r} and leaves it out; add {_NAME}, or unset it"
+    return f"vLLM does not load Weir: VLLM_PLUGINS is {named!r} and leaves it out; add {PLUGIN}, or unset it"
 
 
 def module_of(distribution: str) -> str:
-    """What to import of a package that Weir declares."""
-    names = {name: module for module, name in _DISTRIBUTIONS.items()}
-    return names.get(distribution, distribution)
+    """Return the module to import of a package that Weir declares."""
+    modules = {name: module for module, name in _DISTRIBUTIONS.items()}
+    return modules.get(distribution, distribution)
 
 
 def cause_of(e: BaseException) -> str:
-    """What to tell a user of an exception that kept Weir from working, and what to do about it."""
+    """Return a message about an exception that kept Weir from working, with what to do."""
     text = f"Weir could not load: {type(e).__name__}: {e}"
     missing = (e.name or "").partition(".")[0] if isinstance(e, ModuleNotFoundError) else ""
     if missing == "vllm_weir":
@@ -95,12 +101,12 @@ def cause_of(e: BaseException) -> str:
     elif missing and missing != "vllm":
         advice = f"install it (pip install {_DISTRIBUTIONS.get(missing, missing)}) and start again"
     else:
-        advice = "`weir doctor` looks at everything that Weir needs"
+        advice = "run `weir doctor` to check everything that Weir needs"
     return f"{text}; {advice}"
 
 
 def add_request(original: Any, status: Status) -> Any:
-    """Of ``OutputProcessor.add_request``, which every request passes on its way into an engine."""
+    """Wrap ``OutputProcessor.add_request``, through which every request enters an engine."""
 
     def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         params = request.sampling_params
@@ -123,7 +129,7 @@ def _check(extra_args: Mapping[str, Any], status: Status) -> None:
 
 
 def create(original: Any, status: Status) -> Any:
-    """Of ``create_completion`` and ``create_chat_completion``."""
+    """Wrap ``create_completion`` or ``create_chat_completion``."""
 
     async def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         xargs, body = request.vllm_xargs, request.model_extra or {}
@@ -136,7 +142,7 @@ def create(original: Any, status: Status) -> Any:
 
 
 def to_sampling_params(original: Any, status: Status) -> Any:
-    """Of the request models that become SamplingParams."""
+    """Wrap ``to_sampling_params`` of a request model."""
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if asks(self.vllm_xargs, self.model_extra):
@@ -149,7 +155,7 @@ def to_sampling_params(original: Any, status: Status) -> Any:
 
 
 def without_room(original: Any, _status: Status | None) -> Any:
-    """Of routes that pass over fields that they do not know: these are read off the body itself."""
+    """Wrap the handler of a route that ignores unknown fields, by reading the body itself."""
 
     async def wrapper(self: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any) -> Any:
         known = type(request).model_fields
@@ -160,7 +166,7 @@ def without_room(original: Any, _status: Status | None) -> Any:
             if (wrong := slip(xargs, {k: v for k, v in body.items() if k not in known})) is not None:
                 raise wrong
             if asks(xargs, body):
-                raise WeirError(f"this route does not take it; use {ROUTES}", WIRE_KEY)
+                raise WeirError(f"this route does not support it; use {ROUTES}", WIRE_KEY)
             return await original(self, request, raw_request, *args, **kwargs)
         except WeirError as e:
             return self.create_error_response(str(e), param=e.field or None)
@@ -169,7 +175,10 @@ def without_room(original: Any, _status: Status | None) -> Any:
 
 
 def init_device(original: Any, status: Status) -> Any:
-    """Of ``WorkerWrapperBase.init_device``: the worker tells the caller's process why it does not serve it."""
+    """Wrap ``WorkerWrapperBase.init_device``.
+
+    The worker reports why it does not serve Weir's keys.
+    """
 
     def wrapper(self: Any) -> None:
         original(self)
@@ -188,7 +197,7 @@ def _why(refusal: str | None) -> str:
 
 _V1, _OPENAI, _GENERATE = "vllm.v1", "vllm.entrypoints.openai", "vllm.entrypoints.generate"
 REQUESTS = f"{_V1}.engine.output_processor:OutputProcessor.add_request"
-"""Without this one nothing is guarded."""
+"""The path of the patch without which nothing is guarded."""
 GUARDS: dict[str, Callable[[Any, Any], Any]] = {
     REQUESTS: add_request,
     f"{_V1}.worker.worker_base:WorkerWrapperBase.init_device": init_device,
@@ -201,32 +210,33 @@ GUARDS: dict[str, Callable[[Any, Any], Any]] = {
     f"{_GENERATE}.generative_scoring.serving:ServingGenerativeScoring.create_generative_scoring": without_room,
     f"{_GENERATE}.structured_decisions.serving:ServingStructuredDecisions.create_decision": without_room,
 }
-"""What is guarded: the path of a patch of `vllm_weir.patches.registry` -> the maker of its wrapper."""
+"""Path of a guarded patch of `vllm_weir.patches.registry` -> the function that makes its guarding
+wrapper."""
 
 
-def hold(status: Status = NOT_LOADED) -> None:
-    """Guard this process, each place as soon as its module is imported.
+def install(status: Status = NOT_LOADED) -> None:
+    """Guard this process: wrap each entry of `GUARDS` as soon as its module is imported.
 
     Args:
-        status: why Weir does not work. The default is for a process in which it may be loaded yet, and leaves what is
-            held already as it is.
+        status: why Weir does not work. The default is for a process in which Weir may still be
+            loaded, and leaves what is wrapped already as it is.
 
     Raises:
-        Unguarded: here or when a module is imported, if a place cannot be held.
+        Unguarded: here or when a module is imported, if this vLLM lacks what is to be wrapped.
     """
     for path in GUARDS:
-        when_imported(path.partition(":")[0], functools.partial(_hold, path, status))
+        when_imported(path.partition(":")[0], functools.partial(_apply, path, status))
 
 
-def _hold(path: str, status: Status, module: ModuleType) -> None:
+def _apply(path: str, status: Status, module: ModuleType) -> None:
     owner_name, _, attribute = path.partition(":")[2].rpartition(".")
     try:
         owner = getattr(module, owner_name)
         found = getattr(owner, attribute)
     except AttributeError as e:
-        if status is NOT_LOADED:  # Weir says so itself if vLLM loads it, else `weir.params` does
+        if status is NOT_LOADED:  # the plugin or `weir.params` reports it
             if path == REQUESTS:
-                NOT_LOADED.unheld = f"Weir cannot guard this vLLM: {path}: {e}"
+                NOT_LOADED.unguarded = f"Weir cannot guard this vLLM: {path}: {e}"
             return
         raise Unguarded(f"Weir cannot guard this vLLM: {path}: {e}. {status.refusal}") from None
     if status is not NOT_LOADED or not (hasattr(found, "__weir__") or hasattr(found, "__weir_guarded__")):
@@ -234,42 +244,45 @@ def _hold(path: str, status: Status, module: ModuleType) -> None:
 
 
 def refuse_because_of(e: Exception) -> None:
-    """Guard this process, in which `e` keeps Weir from working."""
+    """Refuse requests with Weir's keys because of an exception, and log it."""
     import logging
 
     why = cause_of(e)
     logging.getLogger(__name__).error("requests with Weir's keys are refused: %s", why, exc_info=e)
-    hold(Failed(why))
+    install(Failed(why))
 
 
 def guarded(path: str, original: Any, status: Status) -> Any:
-    """`original`, refusing what carries Weir's keys."""
+    """Return `original` wrapped so that it refuses what carries Weir's keys."""
     wrapper: Any = functools.wraps(original)(GUARDS[path](original, status))
     wrapper.__weir_guarded__, wrapper.__weir_status__ = original, status
     return wrapper
 
 
 def unguarded(found: Any) -> Any:
-    """What is behind a guard, or `found` itself."""
+    """Return the function that a guard wraps, or `found` itself if it is no guard."""
     return getattr(found, "__weir_guarded__", found)
 
 
 def refusal_here() -> str | None:
-    """Why requests with Weir's keys would be refused in this process, as far as it is known; None if they are not.
+    """Return why this process refuses requests with Weir's keys; None if it does not.
 
-    Before vLLM has loaded an engine's modules nothing is known.
+    Also None before vLLM has imported an engine's modules, when that is not known.
     """
     module = sys.modules.get(REQUESTS.partition(":")[0])
     if module is None or getattr(module.__spec__, "_initializing", False):
         return None
-    held = getattr(getattr(module, "OutputProcessor", None), "add_request", None)
-    status = getattr(held, "__weir_status__", None)
-    return NOT_LOADED.unheld if status is None else status.refusal
+    current = getattr(getattr(module, "OutputProcessor", None), "add_request", None)
+    status = getattr(current, "__weir_status__", None)
+    return NOT_LOADED.unguarded if status is None else status.refusal
 
 
 def retry_next_time() -> None:
-    """Have vLLM load its plugins again before it makes its next engine: it takes them for loaded, whatever they raise,
-    and a second attempt in this process would go without a guard."""
+    """Make vLLM load its plugins again before its next engine.
+
+    vLLM counts a plugin that raised as loaded, so a second engine in this process would start
+    without a guard.
+    """
     plugins: Any = importlib.import_module("vllm.plugins")
     if hasattr(plugins, "plugins_loaded"):
         plugins.plugins_loaded = False

@@ -1,4 +1,4 @@
-"""Weir's errors in the kinds by which vLLM knows whose mistake one is."""
+"""Weir's errors as subclasses of vLLM's, by which a server chooses the HTTP status."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from vllm_weir.errors import WeirError
 try:
     from vllm.exceptions import VLLMClientError as _ClientError
     from vllm.exceptions import VLLMServerError as _ServerError
-except ImportError:  # up to 0.28 a ValueError is what servers answer with 400
+except ImportError:  # up to 0.28, servers answer a ValueError with 400
     _ClientError = _ServerError = Exception
 
 
 class WeirRequestError(WeirError, _ClientError):
-    """A WeirError that vLLM, too, knows for the client's mistake (HTTP 400)."""
+    """A WeirError that is the client's mistake (HTTP 400)."""
 
     def __init__(self, message: str, field: str = "") -> None:
         WeirError.__init__(self, message, field)
@@ -22,4 +22,4 @@ class WeirRequestError(WeirError, _ClientError):
 
 
 class WeirFailure(WeirError, _ServerError):
-    """A WeirError that vLLM, too, knows for none of the client's (HTTP 500): what was admitted was not done."""
+    """A WeirError that is not the client's mistake (HTTP 500): what was admitted was not done."""

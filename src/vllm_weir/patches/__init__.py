@@ -1,4 +1,4 @@
-"""Every place where Weir touches vLLM. Nothing outside this package imports vLLM's internals."""
+"""Every patch of vLLM. Only this package and `vllm_weir.guard` import vLLM's internals."""
 
 from typing import TYPE_CHECKING
 
@@ -9,5 +9,5 @@ if TYPE_CHECKING:
 
 __all__ = ["PATCHES", "Patch", "PatchStatus", "install", "verify"]
 
-# `vllm_weir.guard.refuse` is on the way to the plugin: see `vllm_weir`.
+# Imported lazily, so that the guard and the plugin stay free of what Weir needs: see `vllm_weir`.
 __getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "vllm_weir.patches.registry"))

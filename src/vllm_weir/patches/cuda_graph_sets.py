@@ -1,4 +1,4 @@
-"""The silent and the live CUDA graphs of one runner V2, and the exchange of one set for another."""
+"""`GraphSets`: when live CUDA graphs are captured, and which graph a step replays (runner V2)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,37 +19,60 @@ from vllm_weir.worker.tap.op import ALL
 
 logger = logging.getLogger(__name__)
 
+MAX_SETS = 8
+"""Live sets for particular taps; batches that need others use the smallest that has theirs, or the
+one with all."""
+REQUESTS_TO_CAPTURE = {"FULL": 2, "PIECEWISE": 4}
+"""Steps that must have asked for a graph before it is captured, where they run without a graph
+until then. Decoding comes back to the same size again and again, a mixed batch's size may never
+come again."""
+REQUESTS_TO_NARROW = {"FULL": 16, "PIECEWISE": 64}
+"""The same where a graph that is a little too large, or that has more taps, serves until then: a
+capture takes as long as dozens of such steps lose."""
+TOKENS_TO_NARROW, TOKENS_PER_IDLE_TAP = 8_000, 0.05
+"""The same where plain requests share the step and would wait for the capture: tokens of padding,
+in sum, with an idle tap counted as a part of one. A capture takes about as long as some 2,000
+tokens."""
+MAX_REMEMBERED = 4096
+"""Different graphs whose demand is counted, or whose substitute is remembered."""
+DUE = 1 - 1e-6
+"""Demand at which a graph is captured: 1, less the rounding of a sum of fractions."""
+MAX_SIZE_RATIO, MIN_START_TOKENS = 0.7, 16
+"""Sizes of the live graphs, with the taps between blocks, that are captured at start-up: each at
+most this part of the next, down to this many tokens. One of them serves whatever most live steps
+need; all sizes would take seconds, and the points inside blocks are four times as many launches."""
 
-MOST_SETS = 8
-"""Live sets for particular taps; batches that need others use the smallest that has theirs, or the one with all."""
 
+class LiveGraph(NamedTuple):
+    """What identifies a live graph.
 
-WORTH_IT = {"FULL": 2, "PIECEWISE": 4}
-"""The time a graph is asked for at which it is captured; steps before that run without. Decoding comes back to the same
-size again and again, a mixed batch's size may never come again."""
-WORTH_MORE = {"FULL": 16, "PIECEWISE": 64}
-"""The same where a graph that is a little too large, or that has more taps, serves meanwhile: a capture takes as long
-as dozens of such steps lose."""
-PATIENCE, IDLE_TAP = 8_000, 0.05
-"""The same where requests that asked for nothing share the step, and would wait for the capture: tokens of padding, in
-sum, an idle tap counted as this part of one. A capture takes as long as some 2,000 (33 to 58 ms, and 23 us a token,
-with the shapes of Llama-3.1-8B on an H200)."""
-MOST_ASKED = 4096
-"""Graphs that were asked for are remembered up to this many different ones."""
-ALMOST = 1 - 1e-6
-"""The whole, as a sum of parts comes out."""
-SPACING, SMALLEST = 0.7, 16
-"""Sizes of the live graphs, with the taps between blocks, that are captured at start-up: each at most this part of the
-next, down to this many tokens. One of them serves whatever most live steps need; all sizes would take seconds, and the
-points inside blocks are four times as many launches."""
+    Attributes:
+        mask: the taps that it launches, one bit each, or ALL.
+        desc: vLLM's BatchExecutionDescriptor: mode, padded numbers of tokens and requests.
+    """
+
+    mask: int
+    desc: Any
 
 
 class GraphSets:
-    """The silent and the live graphs of one runner; a live set has the launches of some of the taps, or of all.
+    """The silent and the live graphs of one runner.
 
-    Attributes:
-        manager: vLLM's CudaGraphManager, whose `capture` and `dispatch` are held.
-        lazy: whether live graphs are captured as they are needed, but for a few; if not, all after the silent ones.
+    A live set has the launches of some of the taps, or of all.
+
+    A *silent* graph is one of vLLM's own. Its taps launch nothing, so it serves steps in which
+    nothing is captured or steered. A live step replays the graph of its size and taps, if that is
+    captured; otherwise the smallest captured graph that covers it, or none. Which of these are
+    captured is the same on all tensor-parallel ranks.
+
+    Args:
+        manager: vLLM's CudaGraphManager, whose `capture` and `dispatch` are patched.
+        runtime: the worker's.
+        lazy: whether live graphs are captured as they are needed, but for a few; if not, all after
+            the silent ones.
+        find_pieces: returns vLLM's piecewise wrappers that hold graphs.
+        late_capture: makes the context in which a capture can run while the engine serves.
+        agree: returns whether all tensor-parallel ranks pass True.
     """
 
     def __init__(
@@ -57,101 +80,143 @@ class GraphSets:
         manager: Any,
         runtime: WorkerRuntime,
         lazy: bool,
-        pieces: Callable[[], list[Any]],
+        find_pieces: Callable[[], list[Any]],
         late_capture: Callable[[], contextlib.AbstractContextManager[None]],
-        agreed: Callable[[bool], bool],
+        agree: Callable[[bool], bool],
     ) -> None:
         self.manager, self.lazy = manager, lazy
-        self._runtime, self._pieces, self._late_capture, self._agreed = runtime, pieces, late_capture, agreed
-        self._capture, self._dispatch = manager.capture, manager.dispatch
-        self._signature = inspect.signature(self._dispatch)
-        self._again: Callable[[], None] | None = None
+        self._runtime, self._find_pieces, self._late_capture, self._agree = runtime, find_pieces, late_capture, agree
+        self._vllm_capture, self._vllm_dispatch = manager.capture, manager.dispatch
+        self._dispatch_signature = inspect.signature(self._vllm_dispatch)
+        self._capture_again: Callable[[], None] | None = None
         self._swaps: dict[str, list[_SwappedAttribute]] = {}
+        """Mode of a graph -> where vLLM keeps the graphs of that mode."""
         self._swapped: list[_SwappedAttribute] = []
         self._masks: list[int] = []
-        self._due: defaultdict[tuple[int, Any], float] = defaultdict(float)
-        """Graphs that were asked for, and how much of what makes each worth its capture has come together."""
-        self._ready: set[tuple[int, Any]] = set()
-        self._failed: set[tuple[int, Any]] = set()
-        self._served: dict[tuple[int, Any], tuple[int, Any] | None] = {}
-        self._late: list[tuple[Any, float, int]] = []
+        """Masks of the live sets for particular taps."""
+        self._demand: defaultdict[LiveGraph, float] = defaultdict(float)
+        """Graphs that are not captured -> how much of what makes a capture worth it has come
+        together, up to 1."""
+        self._captured: set[LiveGraph] = set()
+        self._failed: set[LiveGraph] = set()
+        self._substitutes: dict[LiveGraph, LiveGraph | None] = {}
+        self._late_captures: list[tuple[Any, float, int]] = []
+        """Descriptor, seconds and bytes of each capture while the engine served."""
         self._steps: Counter[str] = Counter()
         manager.capture, manager.dispatch = self._capture_at_start, self._dispatch_step
 
     def _capture_at_start(self, *args: Any, **kwargs: Any) -> None:
         self._runtime.silence()
-        self._again = functools.partial(self._capture, *args, **kwargs)
-        self._again()
-        self._ready, self._failed, self._masks = set(), set(), []
-        self._served.clear()
+        self._capture_again = functools.partial(self._vllm_capture, *args, **kwargs)
+        self._capture_again()
+        self._captured, self._failed, self._masks = set(), set(), []
+        self._substitutes.clear()
         self._swaps = {
             "FULL": [_SwappedAttribute(self.manager, "graphs")],
-            "PIECEWISE": [_SwappedAttribute(piece, "concrete_cudagraph_entries") for piece in self._pieces()],
+            "PIECEWISE": [_SwappedAttribute(piece, "concrete_cudagraph_entries") for piece in self._find_pieces()],
         }
-        descs = self.manager._capture_descs
+        descs_by_mode = self.manager._capture_descs
         if not self.lazy:
-            self._capture_live(ALL, descs)
-            self._ready.update((ALL, desc) for of_mode in descs.values() for desc in of_mode)
+            self._capture_live(ALL, descs_by_mode)
+            self._captured.update(LiveGraph(ALL, desc) for descs in descs_by_mode.values() for desc in descs)
         else:
-            # All with one call: what an earlier graph leaves in the pool, only one on the same stream can use.
-            spaced = {mode: _spaced(of_mode) for mode, of_mode in descs.items()}
-            self._capture_guarded(self._runtime.boundary_taps, spaced)
+            # All with one call: what an earlier graph leaves in the pool, only one on the same
+            # stream can use.
+            some = {mode: _sizes_at_start(descs) for mode, descs in descs_by_mode.items()}
+            self._try_capture(self._runtime.boundary_taps, some)
 
     def _dispatch_step(self, *args: Any, **kwargs: Any) -> Any:
-        desc = self._dispatch(*args, **kwargs)
-        mode = desc.cg_mode.name
-        if not self._runtime.switch.live or mode == "NONE":
+        """Return the descriptor that a step runs with, after swapping in the graphs that it needs.
+
+        Takes the arguments of vLLM's `dispatch`.
+
+        Runs once per step. `restore` puts vLLM's own graphs back.
+        """
+        desc = self._vllm_dispatch(*args, **kwargs)
+        if not self._runtime.switch.live or desc.cg_mode.name == "NONE":
             return desc
-        mask = self._mask_for(self._runtime.switch.mask)
-        chosen = (mask, desc)
-        if chosen not in self._ready:
-            other = self._serves(*chosen)
-            if not self._add(mask, desc, self._share(mask, desc, other)):
-                if other is None:
-                    self._steps["without"] += 1
-                    return self._without_graph(desc, *args, **kwargs)
-                chosen = other
-        self._steps["exact" if chosen == (mask, desc) else "wider"] += 1
-        self.settle()
-        self._swap(chosen[0], self._swaps[mode])
-        return chosen[1]
+        wanted = LiveGraph(self._mask_for(self._runtime.switch.mask), desc)
+        graph = wanted if wanted in self._captured else self._capture_or_substitute(wanted)
+        if graph is None:
+            self._steps["without"] += 1
+            return self._without_graph(desc, *args, **kwargs)
+        self._steps["exact" if graph == wanted else "wider"] += 1
+        self.restore()
+        self._swap_in(graph.mask, self._swaps[desc.cg_mode.name])
+        return graph.desc
 
-    def _serves(self, mask: int, desc: Any) -> tuple[int, Any] | None:
-        """The smallest live graph that has the taps and at least the size; looked for once, until there are more."""
-        wanted = (mask, desc)
-        if wanted not in self._served:
-            if len(self._served) >= MOST_ASKED:
-                self._served.clear()
-            self._served[wanted] = self._smallest(mask, desc)
-        return self._served[wanted]
+    def _mask_for(self, needed: int) -> int:
+        """Return the mask of the set to replay from.
 
-    def _smallest(self, mask: int, desc: Any) -> tuple[int, Any] | None:
+        Depends only on what is the same on all ranks.
+        """
+        if not self.lazy:
+            return ALL
+        if needed in self._masks or (needed != ALL and len(self._masks) < MAX_SETS):
+            return needed
+        return min((mask for mask in self._masks if mask & needed == needed), key=int.bit_count, default=ALL)
 
-        def fits(m: int, d: Any) -> bool:
-            if m & mask != mask or d.num_tokens < desc.num_tokens:
-                return False
-            alike = replace(d, num_tokens=desc.num_tokens, num_reqs=desc.num_reqs) == desc
-            return alike and (d.num_reqs is None or d.num_reqs >= (desc.num_reqs or 0))
+    def _capture_or_substitute(self, wanted: LiveGraph) -> LiveGraph | None:
+        """Return `wanted` if it is captured now, else its substitute, or None."""
+        substitute = self._substitute(wanted)
+        if self._is_due(wanted, self._capture_share(wanted, substitute)) and self._capture_late(wanted):
+            return wanted
+        return substitute
 
-        found = [(m, d) for m, d in self._ready if fits(m, d)]
-        return min(found, key=lambda x: (x[1].num_tokens, self._taps(x[0])), default=None)
+    def _substitute(self, wanted: LiveGraph) -> LiveGraph | None:
+        """Return the smallest captured graph that covers `wanted`, or None.
 
-    def _share(self, mask: int, desc: Any, other: tuple[int, Any] | None) -> float:
-        """How much of what makes a capture worth it one step adds, which the `other` graph serves."""
-        mode = desc.cg_mode.name
-        if other is None:
-            return 1 / WORTH_IT[mode]
-        if self._runtime.all_live:
-            return 1 / WORTH_MORE[mode]
-        padding = other[1].num_tokens - desc.num_tokens
-        return (padding + IDLE_TAP * (self._taps(other[0]) - self._taps(mask))) / PATIENCE
+        Cached until others are captured.
+        """
+        if wanted not in self._substitutes:
+            if len(self._substitutes) >= MAX_REMEMBERED:
+                self._substitutes.clear()
+            covering = [graph for graph in self._captured if _covers(graph, wanted)]
+            self._substitutes[wanted] = min(covering, key=self._size, default=None)
+        return self._substitutes[wanted]
 
-    def _taps(self, mask: int) -> int:
+    def _size(self, graph: LiveGraph) -> tuple[int, int]:
+        return graph.desc.num_tokens, self._count_taps(graph.mask)
+
+    def _count_taps(self, mask: int) -> int:
         return len(self._runtime.taps) if mask == ALL else mask.bit_count()
 
+    def _capture_share(self, wanted: LiveGraph, substitute: LiveGraph | None) -> float:
+        """Return what one step adds to the demand for `wanted`: its part of a capture's cost."""
+        mode = wanted.desc.cg_mode.name
+        if substitute is None:
+            return 1 / REQUESTS_TO_CAPTURE[mode]
+        if self._runtime.all_live:
+            return 1 / REQUESTS_TO_NARROW[mode]
+        padding = substitute.desc.num_tokens - wanted.desc.num_tokens
+        idle_taps = self._count_taps(substitute.mask) - self._count_taps(wanted.mask)
+        return (padding + TOKENS_PER_IDLE_TAP * idle_taps) / TOKENS_TO_NARROW
+
+    def _is_due(self, wanted: LiveGraph, share: float) -> bool:
+        """Add a step's share to the demand for a graph; return whether it is worth its capture."""
+        if not self.lazy or wanted in self._failed:
+            return False
+        if len(self._demand) >= MAX_REMEMBERED:
+            self._demand.clear()
+        self._demand[wanted] += share
+        return self._demand[wanted] >= DUE
+
+    def _capture_late(self, graph: LiveGraph) -> bool:
+        """Capture one live graph while the engine serves; return whether that succeeded."""
+        mask, desc = graph
+        if mask != ALL and mask not in self._masks:
+            self._masks.append(mask)
+        began, free = time.perf_counter(), _free_memory()
+        done = self._try_capture(mask, {desc.cg_mode: [desc]}, self._late_capture)
+        if done:
+            seconds = time.perf_counter() - began
+            self._late_captures.append((desc, seconds, free - _free_memory()))
+            logger.info("Weir captured a live CUDA graph for %s in %.0f ms", desc, 1000 * seconds)
+        return done
+
     def _without_graph(self, desc: Any, *args: Any, **kwargs: Any) -> Any:
-        """What vLLM dispatches to when it has no graph for a batch: its own sizes, unpadded."""
-        batch = self._signature.bind(*args, **kwargs).arguments
+        """Return the descriptor of a batch that runs without a graph: its own sizes, unpadded."""
+        batch = self._dispatch_signature.bind(*args, **kwargs).arguments
         return type(desc)(
             cg_mode=type(desc.cg_mode).NONE,
             num_tokens=batch["num_tokens"],
@@ -159,126 +224,120 @@ class GraphSets:
             num_active_loras=desc.num_active_loras,
         )
 
-    def _mask_for(self, needed: int) -> int:
-        """The set to replay from; from what all ranks know alike, so that they agree."""
-        if not self.lazy:
-            return ALL
-        if needed in self._masks or (needed != ALL and len(self._masks) < MOST_SETS):
-            return needed
-        return min((m for m in self._masks if m & needed == needed), key=int.bit_count, default=ALL)
-
-    def _add(self, mask: int, desc: Any, share: float) -> bool:
-        """Capture one live graph now; False if there is none to be had, or it is not worth it yet."""
-        if not self.lazy or (mask, desc) in self._failed:
-            return False
-        if len(self._due) >= MOST_ASKED:
-            self._due.clear()
-        self._due[mask, desc] += share
-        if self._due[mask, desc] < ALMOST:
-            return False
-        if mask != ALL and mask not in self._masks:
-            self._masks.append(mask)
-        began, free = time.perf_counter(), _free_memory()
-        done = self._capture_guarded(mask, {desc.cg_mode: [desc]}, self._late_capture)
-        if done:
-            self._late.append((desc, time.perf_counter() - began, free - _free_memory()))
-            logger.info("Weir captured a live CUDA graph for %s in %.0f ms", desc, 1000 * self._late[-1][1])
-        return done
-
-    def _capture_guarded(self, mask: int, descs: dict[Any, list[Any]], around: Any = contextlib.nullcontext) -> bool:
-        """Capture live graphs; False if that failed on one of the ranks, and then it is as if none had been tried."""
-        swaps = [swap for mode in descs for swap in self._swaps[mode.name]]
-        every = {(mask, desc) for of_mode in descs.values() for desc in of_mode}
-        before = [dict(swap.sets.get(mask, {})) for swap in swaps]
+    def _try_capture(
+        self, mask: int, descs_by_mode: dict[Any, list[Any]], context: Any = contextlib.nullcontext
+    ) -> bool:
+        """Capture live graphs and return True; if a rank fails, drop them on all ranks."""
+        swaps = [swap for mode in descs_by_mode for swap in self._swaps[mode.name]]
+        graphs = {LiveGraph(mask, desc) for descs in descs_by_mode.values() for desc in descs}
+        previous = [dict(swap.sets.get(mask, {})) for swap in swaps]
         done = True
         try:
-            with around():
-                self._capture_live(mask, descs)
+            with context():
+                self._capture_live(mask, descs_by_mode)
         except (RuntimeError, AssertionError, AttributeError, TypeError, ValueError):
-            logger.exception("Weir could not capture live CUDA graphs for %s; such steps run without one", descs)
+            logger.exception(
+                "Weir could not capture live CUDA graphs for %s; such steps run without one", descs_by_mode
+            )
             done = False
-        if not self._agreed(done):
-            for swap, graphs in zip(swaps, before, strict=True):
-                swap.sets[mask] = graphs
-            self._failed |= every
+        if not self._agree(done):
+            for swap, kept in zip(swaps, previous, strict=True):
+                swap.sets[mask] = kept
+            self._failed |= graphs
             return False
-        self._ready |= every
-        self._served.clear()
+        self._captured |= graphs
+        self._substitutes.clear()
         return True
 
-    def _capture_live(self, mask: int, descs: dict[Any, list[Any]]) -> None:
-        assert self._again is not None, "vLLM's own capture comes first"
+    def _capture_live(self, mask: int, descs_by_mode: dict[Any, list[Any]]) -> None:
+        """Have vLLM capture graphs of these sizes into the live set of `mask`, with its taps on."""
+        assert self._capture_again is not None, "vLLM's own capture comes first"
         runtime, all_descs = self._runtime, self.manager._capture_descs
-        was = runtime.switch.mask
-        runtime.silence()  # the plan: warm-up passes find nothing to do, and the step's own plan comes after
-        self.settle()
-        self._swap(mask, [swap for mode in descs for swap in self._swaps[mode.name]])
-        self.manager._capture_descs = descs
+        step_mask = runtime.switch.mask
+        runtime.silence()  # warm-up passes find an empty plan; the plan of a step in progress is written afterwards
+        self.restore()
+        self._swap_in(mask, [swap for mode in descs_by_mode for swap in self._swaps[mode.name]])
+        self.manager._capture_descs = descs_by_mode
         runtime.switch.turn(mask)
         try:
-            self._again()
+            self._capture_again()
         finally:
-            runtime.switch.turn(was)
+            runtime.switch.turn(step_mask)
             self.manager._capture_descs = all_descs
-            self.settle()
+            self.restore()
 
-    def _swap(self, mask: int, swaps: list[_SwappedAttribute]) -> None:
+    def _swap_in(self, mask: int, swaps: list[_SwappedAttribute]) -> None:
         for swap in swaps:
-            swap.put(mask)
+            swap.swap_in(mask)
         self._swapped = swaps
 
-    def settle(self) -> None:
-        """vLLM's own graphs are in place again."""
+    def restore(self) -> None:
+        """Put vLLM's own graphs back in place."""
         swapped, self._swapped = self._swapped, []
         for swap in swapped:
-            swap.back()
+            swap.restore()
 
     def close(self) -> None:
-        """Let go of the live graphs and of the model that they were captured from; live steps run without graphs."""
-        self.settle()
-        self.lazy, self._again = False, None
-        self._ready, self._swaps, self._masks = set(), {}, []
-        self._served.clear()
+        """Drop the live graphs and the reference to the captured model.
+
+        Live steps run without graphs from then on.
+        """
+        self.restore()
+        self.lazy, self._capture_again = False, None
+        self._captured, self._swaps, self._masks = set(), {}, []
+        self._substitutes.clear()
 
     def report(self) -> dict[str, Any]:
-        """The sets' sizes, and what late captures took."""
+        """Return sizes of the sets, counts of steps, and costs of late captures (seconds, bytes)."""
         return {
             "graphs": "lazy" if self.lazy else "eager",
-            "live": len(self._ready),
-            "sets": len({mask for mask, _ in self._ready}),
+            "live": len(self._captured),
+            "sets": len({mask for mask, _ in self._captured}),
             "failed": len(self._failed),
             "steps": dict(self._steps),
-            "captured_late": [(d.cg_mode.name, d.num_tokens, seconds, used) for d, seconds, used in self._late],
+            "captured_late": [
+                (desc.cg_mode.name, desc.num_tokens, seconds, used) for desc, seconds, used in self._late_captures
+            ],
         }
 
 
-def _spaced(descs: list[Any]) -> list[Any]:
-    """A few of the sizes, descending: see SPACING."""
-    out: list[Any] = []
+def _covers(graph: LiveGraph, wanted: LiveGraph) -> bool:
+    """Return whether a graph has the taps, the kind and at least the size of the wanted one."""
+    desc, wanted_desc = graph.desc, wanted.desc
+    if graph.mask & wanted.mask != wanted.mask or desc.num_tokens < wanted_desc.num_tokens:
+        return False
+    same_kind = replace(desc, num_tokens=wanted_desc.num_tokens, num_reqs=wanted_desc.num_reqs) == wanted_desc
+    return same_kind and (desc.num_reqs is None or desc.num_reqs >= (wanted_desc.num_reqs or 0))
+
+
+def _sizes_at_start(descs: list[Any]) -> list[Any]:
+    """Return a few of the sizes, largest first; see MAX_SIZE_RATIO."""
+    chosen: list[Any] = []
     for desc in sorted(descs, key=lambda d: d.num_tokens, reverse=True):
-        if not out or (desc.num_tokens <= SPACING * out[-1].num_tokens and out[-1].num_tokens > SMALLEST):
-            out.append(desc)
-    return out
+        last = chosen[-1].num_tokens if chosen else None
+        if last is None or (desc.num_tokens <= MAX_SIZE_RATIO * last and last > MIN_START_TOKENS):
+            chosen.append(desc)
+    return chosen
 
 
 class _SwappedAttribute:
-    """An attribute of vLLM's that holds its graphs, and the live sets' values for it by mask."""
+    """An attribute in which vLLM keeps its graphs, and the live sets' values for it by mask."""
 
     def __init__(self, owner: Any, attribute: str) -> None:
         self._owner, self._attribute = owner, attribute
-        self._own: Any = None
+        self._vllm_graphs: Any = None
         self.sets: dict[int, dict[Any, Any]] = {}
 
-    def put(self, mask: int) -> None:
-        self._own = getattr(self._owner, self._attribute)
+    def swap_in(self, mask: int) -> None:
+        self._vllm_graphs = getattr(self._owner, self._attribute)
         setattr(self._owner, self._attribute, self.sets.setdefault(mask, {}))
 
-    def back(self) -> None:
-        setattr(self._owner, self._attribute, self._own)
+    def restore(self) -> None:
+        setattr(self._owner, self._attribute, self._vllm_graphs)
 
 
 def _free_memory() -> int:
-    """Bytes that the device has left, when nothing is kept that nobody uses: a capture empties that cache anyway."""
+    """Return the device's free bytes, after emptying torch's cache, as a capture does anyway."""
     if not torch.cuda.is_available():
         return 0
     torch.cuda.empty_cache()

@@ -1,8 +1,10 @@
-"""Two sets of CUDA graphs on runner V2: vLLM's own, captured with silent taps, and one with live taps.
+"""Two sets of CUDA graphs on runner V2: vLLM's own, with silent taps, and one with live taps.
 
-A few live graphs are captured at start-up, others once steps have asked for them often, by vLLM's own capture code;
-every step replays from the set it needs. Both sets share vLLM's memory pool, its static buffers and one stream, as
-graphs of different sizes do; outside a live step's forward pass everything is as vLLM left it.
+A tap is *silent* while its runtime's switch is off, and then launches nothing. A few live graphs
+are captured at start-up, others once enough steps have asked for them, by vLLM's own capture code;
+every step replays from the set it needs. Both sets share vLLM's memory pool, its static buffers and
+one stream, as graphs of different sizes do; outside a live step's forward pass everything is as
+vLLM left it.
 """
 
 from __future__ import annotations
@@ -21,28 +23,35 @@ from vllm_weir.patches.cuda_graph_sets import GraphSets
 from vllm_weir.worker.runtime import WorkerRuntime
 
 
-def hold(runner: Any, runtime: WorkerRuntime, config: Any, eager: bool) -> Callable[[], dict[str, Any]]:
-    """Hold the capture and the replay of a V2 runner's graphs; returns what reports on the sets.
+def patch_runner(runner: Any, runtime: WorkerRuntime, config: Any, eager: bool) -> Callable[[], dict[str, Any]]:
+    """Patch the capture and the replay of a V2 runner's graphs.
 
-    `eager` captures the live set at start-up too. So do engines in which one rank must not stop alone (data parallel),
-    in which a late capture would unload adapters (LoRA) or write into state that requests own (Mamba).
+    Return a function that reports on the sets.
+
+    Args:
+        runner: vLLM's, with its model loaded and no graph captured yet.
+        runtime: the worker's.
+        config: the engine's VllmConfig.
+        eager: whether to capture the whole live set at start-up. Engines in which one rank must not
+            stop alone (data parallel), or in which a late capture would unload adapters (LoRA) or
+            write into state that requests own (Mamba), do so anyway.
     """
     capture_model, execute_model, shutdown = runner.capture_model, runner.execute_model, runner.shutdown
     eager = eager or config.parallel_config.data_parallel_size > 1 or config.lora_config is not None
-    held: weakref.ref[GraphSets] | None = None  # a manager that vLLM drops takes its sets along
+    current: weakref.ref[GraphSets] | None = None  # weak: when vLLM drops a manager, its sets go too
 
     def sets() -> GraphSets | None:
-        return held() if held is not None else None
+        return current() if current is not None else None
 
     @functools.wraps(capture_model)
     def capture(*args: Any, **kwargs: Any) -> Any:
-        nonlocal held
-        manager, known = runner.cudagraph_manager, sets()
+        nonlocal current
+        manager, graph_sets = runner.cudagraph_manager, sets()
         if manager.use_breakable_cg:
             runtime.switch.pin()  # their graphs are kept elsewhere: one set, always live
-        elif known is None or known.manager is not manager:
+        elif graph_sets is None or graph_sets.manager is not manager:
             lazy = not eager and not runner.kv_cache_config.has_mamba_layers
-            held = weakref.ref(_sets(runner, runtime, config, lazy))
+            current = weakref.ref(_make_sets(runner, runtime, config, lazy))
         return capture_model(*args, **kwargs)
 
     @functools.wraps(execute_model)
@@ -50,31 +59,33 @@ def hold(runner: Any, runtime: WorkerRuntime, config: Any, eager: bool) -> Calla
         try:
             return execute_model(*args, **kwargs)
         finally:
-            if (known := sets()) is not None:
-                known.settle()
+            if (graph_sets := sets()) is not None:
+                graph_sets.restore()
 
     @functools.wraps(shutdown)
     def shut_down(*args: Any, **kwargs: Any) -> Any:
-        if (known := sets()) is not None:
-            known.close()
+        if (graph_sets := sets()) is not None:
+            graph_sets.close()
         return shutdown(*args, **kwargs)
 
     def report() -> dict[str, Any]:
-        known = sets()
-        return known.report() if known is not None else {"graphs": "always live" if runtime.switch.pinned else "none"}
+        graph_sets = sets()
+        if graph_sets is None:
+            return {"graphs": "always live" if runtime.switch.pinned else "none"}
+        return graph_sets.report()
 
     runner.capture_model, runner.execute_model, runner.shutdown = capture, execute, shut_down
     return report
 
 
-def _sets(runner: Any, runtime: WorkerRuntime, config: Any, lazy: bool) -> GraphSets:
-    pieces = functools.partial(_pieces, config.compilation_config)
+def _make_sets(runner: Any, runtime: WorkerRuntime, config: Any, lazy: bool) -> GraphSets:
+    find_pieces = functools.partial(_find_pieces, config.compilation_config)
     late_capture = functools.partial(_late_capture, torch.cuda.Stream(runner.device))
-    return GraphSets(runner.cudagraph_manager, runtime, lazy, pieces, late_capture, _agreed)
+    return GraphSets(runner.cudagraph_manager, runtime, lazy, find_pieces, late_capture, _agree)
 
 
-def _pieces(compilation_config: Any) -> list[Any]:
-    """The piecewise wrappers of one engine that hold graphs: its layers are registered in the same config object."""
+def _find_pieces(compilation_config: Any) -> list[Any]:
+    """Return the piecewise wrappers that hold graphs of the engine with this config object."""
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
     found = (w for w in list(CUDAGraphWrapper._all_instances) if w.compilation_config is compilation_config)
@@ -83,14 +94,19 @@ def _pieces(compilation_config: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _late_capture(stream: torch.cuda.Stream) -> Iterator[None]:
-    """What vLLM's capture needs once the engine serves; `stream` is the one for all such captures."""
+    """Make vLLM's capture possible while the engine serves.
+
+    `stream` is the one for all such captures.
+    """
     from vllm.compilation import monitor
     from vllm.distributed import parallel_state
     from vllm.v1.worker.gpu import cudagraph_utils
 
-    # Other threads fetch outputs meanwhile; in the default mode a CUDA call of theirs would break the capture.
+    # Other threads fetch outputs meanwhile; in the default mode a CUDA call of theirs would break
+    # the capture.
     graph = functools.partial(torch.cuda.graph, capture_error_mode="thread_local")
-    # The pool's memory belongs to streams: on a new one, no capture could use what an earlier one has left.
+    # The pool's memory belongs to streams: on a new one, no capture could use what an earlier one
+    # has left.
     context = parallel_state.GraphCaptureContext(stream)
     collecting = gc.isenabled()
     gc.disable()
@@ -108,8 +124,8 @@ def _late_capture(stream: torch.cuda.Stream) -> Iterator[None]:
         torch.cuda.synchronize(stream.device)  # the step's own stream does not wait for this one
 
 
-def _agreed(done: bool) -> bool:
-    """Whether all tensor-parallel ranks have done it: their graphs' collectives work only together."""
+def _agree(done: bool) -> bool:
+    """Return whether all tensor-parallel ranks pass True, since graphs contain collectives."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()

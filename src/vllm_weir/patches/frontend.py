@@ -1,4 +1,4 @@
-"""Patches in the caller's process: engines, requests on their way in, outputs on their way out."""
+"""Wrappers in the caller's process: of engines, requests and outputs."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 
 def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``OutputProcessor.add_request``: admit or refuse requests that carry Weir's keys."""
+
     def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         params = request.sampling_params
         tracker = observer = None
@@ -51,12 +53,12 @@ def add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[.
             if (held := holding.get()) is not None:
                 held.add(frontend.store, tracker.pending)
             state = self.request_states[request.request_id]
-            caller = getattr(state, "external_req_id", None) or request.request_id  # versions without one keep the id
+            caller = getattr(state, "external_req_id", None) or request.request_id  # older versions lack the attribute
             tracker.name(caller, state.request_index)
             if observer is not None:
                 observer.admitted()
             setattr(state, TRACKER, tracker)
-            frontend.pacing.mine(state)
+            frontend.pacing.add_own(state)
 
     return wrapper
 
@@ -72,24 +74,27 @@ def _admit(output_processor: Any, request: Any, status: PatchStatus) -> Tracker:
     ids = request.prompt_token_ids
     length = len(ids) if ids is not None else len(request.prompt_embeds)
     if not all(getattr(request, "prompt_is_token_ids", None) or ()):
-        ids = None  # of a prompt that is embeddings in part: the ids there are placeholders
+        ids = None  # where a part of the prompt is embeddings, its ids are placeholders
     params = request.sampling_params
     streams = params.output_kind.name != "FINAL_ONLY"
     # A chat may mix tokens with embeddings; images and the like stand in the place of tokens.
     has_embeddings = request.prompt_embeds is not None or bool(request.mm_features)
-    tracker, wire = frontend.admit(
+    tracker, engine_request = frontend.admit(
         request.request_id, params.extra_args or {}, ids, length, params.max_tokens, streams, has_embeddings
     )
-    # The engine gets a copy with its own wire form; the caller's object, and its siblings', stay as they are.
+    # The engine gets a copy that carries the EngineRequest; the caller may use its own params
+    # again.
     params = copy.copy(params)
     params.extra_args = {k: v for k, v in (params.extra_args or {}).items() if k not in KEYS}
-    if wire is not None:
-        params.extra_args[WIRE_KEY] = wire
+    if engine_request is not None:
+        params.extra_args[WIRE_KEY] = engine_request
     request.sampling_params = params
     return tracker
 
 
 def new_completion_output(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``RequestState._new_completion_output``: give the output its `OutputView`."""
+
     def wrapper(self: Any, token_ids: list[int], finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, token_ids, finish_reason, *args, **kwargs)
         tracker = getattr(self, TRACKER, None)
@@ -97,7 +102,8 @@ def new_completion_output(original: Callable[..., Any], _status: PatchStatus) ->
             delta = self.output_kind.name == "DELTA"
             generated = self.detokenizer.output_token_ids
             if not delta:
-                # vLLM hands out the list that it goes on appending to; rows and tokens of one output must agree.
+                # vLLM hands out the list that it goes on appending to; rows and tokens of one
+                # output must agree.
                 output.token_ids = list(output.token_ids)
             reason = None if finish_reason is None else str(finish_reason)
             setattr(output, _VIEW, tracker.view(generated, delta, reason, self.num_cached_tokens))
@@ -107,9 +113,11 @@ def new_completion_output(original: Callable[..., Any], _status: PatchStatus) ->
 
 
 def run_engine(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``LLM._run_engine``: raise once the batch is done if a request failed."""
+
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(self, *args, **kwargs)
-        # Not before: raising between two steps would leave the rest of the batch in the engine.
+        # Raising between two steps would leave the rest of the batch in the engine.
         try:
             for output in outputs:
                 for completion in output.outputs if isinstance(output, RequestOutput) else ():
@@ -117,7 +125,7 @@ def run_engine(original: Callable[..., Any], _status: PatchStatus) -> Callable[.
                     if view is not None:
                         _verify(view)
         except WeirError as e:
-            e.outputs = outputs  # the others' are whole
+            e.outputs = outputs  # those of the other requests are complete
             raise
         return outputs
 
@@ -125,6 +133,8 @@ def run_engine(original: Callable[..., Any], _status: PatchStatus) -> Callable[.
 
 
 def merge_outputs(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``RequestOutput.add``: outputs merged for a slow reader keep their rows."""
+
     def wrapper(self: Any, next_output: Any, aggregate: Any, *args: Any, **kwargs: Any) -> None:
         original(self, next_output, aggregate, *args, **kwargs)
         later = {c.index: getattr(c, _VIEW, None) for c in next_output.outputs}
@@ -157,6 +167,8 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
 
 
 def llm_engine_init(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``LLMEngine.__init__``: make its `EngineFrontend` and ask its workers what they serve."""
+
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         _check_settings(args, kwargs)
         original(self, *args, **kwargs)
@@ -164,17 +176,19 @@ def llm_engine_init(original: Callable[..., Any], status: PatchStatus) -> Callab
         if frontend.refusal is None:
             try:
                 frontend.learn(self.collective_rpc("weir_report"))
-            except Exception as e:  # whatever a worker raises means that it cannot serve; requests are told
+            except Exception as e:  # whatever a worker raises becomes the refusal
                 frontend.refusal = unreported(e)
 
     return wrapper
 
 
 def async_llm_init(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``AsyncLLM.__init__``: make its `EngineFrontend`."""
+
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         _check_settings(args, kwargs)
         original(self, *args, **kwargs)
-        _make_frontend(self, status, hold=False)  # its outputs are handed over in an event loop
+        _make_frontend(self, status, hold=False)  # its outputs are read in an event loop, which must not block
 
     return wrapper
 
@@ -186,6 +200,8 @@ def _check_settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def async_llm_generate(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``AsyncLLM.generate``: raise on a request's last output if the request failed."""
+
     async def stream(self: Any, held: HeldSequences | None, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         frontend: EngineFrontend | None = getattr(self.output_processor, FRONTEND, None)
         outputs = original(self, *args, **kwargs)
@@ -194,13 +210,14 @@ def async_llm_generate(original: Callable[..., Any], _status: PatchStatus) -> Ca
                 view = getattr(completion, _VIEW, None)
                 if view is not None and completion.finish_reason is not None:
                     observer = None if frontend is None else frontend.observer
-                    # What plain requests wait for goes out first.
-                    await (asyncio.sleep(0) if frontend is None else frontend.pacing.answer())
-                    # The worker's word comes before the last token, as a rule; who counts dropped rows waits for rows.
+                    # Let outputs of plain requests go first.
+                    await (asyncio.sleep(0) if frontend is None else frontend.pacing.wait_to_respond())
+                    # Usually the worker has reported by now. With other overflow settings, counting
+                    # dropped rows waits for rows.
                     if view.concluded() and (frontend is None or frontend.settings.overflow == "wait"):
-                        _conclude(view, observer)
+                        _finish_view(view, observer)
                     else:
-                        await asyncio.to_thread(_conclude, view, observer)
+                        await asyncio.to_thread(_finish_view, view, observer)
             yield output
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -215,13 +232,13 @@ def async_llm_generate(original: Callable[..., Any], _status: PatchStatus) -> Ca
 
 
 async def _held(held: HeldSequences, outputs: AsyncGenerator[Any, Any]) -> AsyncIterator[Any]:
-    """`outputs` of a request whose sequences `held` notes, in whatever context they are first asked for."""
+    """Yield `outputs` of a request; its sequences are added to `held` with the first of them."""
     async with aclosing(outputs):
         token = holding.set(held)
         try:
-            first = await anext(outputs, None)  # admits them
+            first = await anext(outputs, None)  # admits the sequences
         finally:
-            with suppress(ValueError):  # destroyed while it waited, in another context
+            with suppress(ValueError):  # the generator was destroyed in another context
                 holding.reset(token)
         if first is not None:
             yield first
@@ -229,7 +246,8 @@ async def _held(held: HeldSequences, outputs: AsyncGenerator[Any, Any]) -> Async
             yield output
 
 
-def _conclude(view: OutputView, observer: RequestObserver | None) -> None:
+def _finish_view(view: OutputView, observer: RequestObserver | None) -> None:
+    """Check a finished sequence, and tell the observer how it ended."""
     try:
         _verify(view)
         if observer is not None:
@@ -241,6 +259,7 @@ def _conclude(view: OutputView, observer: RequestObserver | None) -> None:
 
 
 def _verify(view: OutputView) -> None:
+    """Raise if rows were lost, steering failed, or a required sink failed."""
     try:
         view.verify()
         view.settle()
@@ -249,6 +268,11 @@ def _verify(view: OutputView) -> None:
 
 
 def async_llm_add_request(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``AsyncLLM.add_request``.
+
+    Ask the workers what they serve before the first request with Weir's keys.
+    """
+
     async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         params = kwargs.get("params", args[2] if len(args) > 2 else None)
         frontend: EngineFrontend | None = getattr(self.output_processor, FRONTEND, None)

@@ -1,4 +1,4 @@
-"""The table of patches: what is held where, for what, and on which vLLM it was verified."""
+"""The table of patches: which attributes of vLLM are wrapped, and why."""
 
 from __future__ import annotations
 
@@ -18,28 +18,32 @@ from vllm_weir.guard.import_hook import when_imported
 logger = logging.getLogger(__name__)
 
 RAN = ("0.26.0", "0.30.0", "0.31.0", "0.32.0")
-"""vLLM versions that ran; docs/explanation/limits.md says what was tested on each (scripts/new_vllm.py)."""
+"""vLLM versions that ran; docs/explanation/limits.md says what was tested on each."""
 READ = ("0.28.0", "0.29.0", "0.33.0")
-"""vLLM versions whose released source has all that is patched (scripts/check_seams.py); nothing was run on them."""
+"""vLLM versions whose source has every patch point (scripts/check_patch_points.py); nothing was run
+on them."""
 
 WORKER, CORE, FRONTEND, SERVER, EVERYWHERE = "worker", "engine core", "caller", "API server", "everywhere"
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One attribute of vLLM that Weir wraps.
+    """One patch point: an attribute of vLLM that Weir wraps.
 
     Attributes:
         module, name: where it is, e.g. ``vllm.v1.engine.llm_engine`` and ``LLMEngine.__init__``.
         process: where the wrapper acts.
-        purpose: one sentence.
-        wrapper: ``module:function`` of the wrapper's maker, which takes the original; None for one that is made on
-            an instance once it exists (see `vllm_weir.patches.worker`) and is only checked here.
+        purpose: what it is for, as `weir doctor` shows it.
+        wrapper: ``module:function`` in `vllm_weir.patches`: takes the original and returns its
+            replacement. None for what is only checked here, and wrapped on an instance once that
+            exists (see `vllm_weir.patches.worker`).
         needs: parameters that the original must have.
-        guard: whether Weir does not let the engine start without it.
-        serving: whether only a server needs it: without it requests over HTTP that carry Weir's keys are refused.
-        variant: the model runner it belongs to, of which an engine uses one; empty for patches that every engine needs.
-        recent: whether it belongs to a route that older vLLMs lack together with its module.
+        guard: whether the engine must not start without it.
+        serving: whether only a server needs it; without it, requests over HTTP with Weir's keys are
+            refused.
+        variant: the model runner it belongs to, of which an engine uses one; empty for patches that
+            every engine needs.
+        recent: whether it belongs to a route whose module older versions of vLLM lack.
     """
 
     module: str
@@ -55,10 +59,16 @@ class Patch:
 
     @property
     def path(self) -> str:
+        """``module:name``."""
         return f"{self.module}:{self.name}"
 
     def find(self) -> Any:
-        """The attribute; raises ImportError or AttributeError if this vLLM has none, TypeError if it has changed."""
+        """Return the attribute of the installed vLLM.
+
+        Raises:
+            ImportError, AttributeError: if this vLLM does not have it.
+            TypeError: if it has lost a parameter.
+        """
         target: Any = importlib.import_module(self.module)
         for part in self.name.split("."):
             target = getattr(target, part)
@@ -78,7 +88,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch("vllm.config.vllm", "VllmConfig.compute_hash", EVERYWHERE,
          "the traced graph's identity enters the compile-cache key", "scheduler:compute_hash"),
     Patch("vllm.sampling_params", "SamplingParams.clone", FRONTEND,
-         "the copy that is made of a request's params is a quick one", "sampling_params:clone"),
+         "the copy of a request's params is made quickly", "sampling_params:clone"),
     Patch(f"{_V1}.engine.output_processor", "OutputProcessor.add_request", FRONTEND,
          "a request is checked before it enters the engine, or refused while Weir is off",
          "frontend:add_request", ("request",), guard=True),
@@ -102,57 +112,60 @@ PATCHES: tuple[Patch, ...] = (
     Patch(f"{_V1}.engine.async_llm", "AsyncLLM.generate", FRONTEND,
          "a request that was not steered as asked, or whose sink failed, fails", "frontend:async_llm_generate"),
     Patch(f"{_COMPLETION}.serving", "OpenAIServingCompletion.__init__", SERVER,
-         "the server's limits hold from its start", "server:init", serving=True),
+         "the server's limits are read when it starts", "server:init", serving=True),
     Patch(f"{_COMPLETION}.serving", "OpenAIServingCompletion.create_completion", SERVER,
-         "what the body asks of Weir is read, and its answer given", "server:create", ("request",), serving=True),
+         "what the body asks of Weir is read, and the result added to the response", "server:create", ("request",),
+         serving=True),
     Patch(f"{_COMPLETION}.serving", "OpenAIServingCompletion.request_output_to_completion_response", SERVER,
-         "a completion's rows are noted", "server:completion_response", ("final_res_batch",), serving=True),
+         "a completion's rows are collected", "server:completion_response", ("final_res_batch",), serving=True),
     Patch(f"{_COMPLETION}.serving", "OpenAIServingCompletion.completion_stream_generator", SERVER,
-         "a streamed completion's rows are noted and sent", "server:stream", ("request", "result_generator"),
+         "a streamed completion's rows are collected and sent", "server:stream", ("request", "result_generator"),
          serving=True),
     Patch(f"{_COMPLETION}.protocol", "CompletionRequest.to_sampling_params", SERVER,
-         "the engine gets what the body asks of Weir", "server:to_sampling_params", serving=True),
+         "what the body asks of Weir enters the sampling parameters", "server:to_sampling_params", serving=True),
     Patch(f"{_CHAT}.serving", "OpenAIServingChat.create_chat_completion", SERVER,
-         "what the body asks of Weir is read, and its answer given", "server:create", ("request",), serving=True),
+         "what the body asks of Weir is read, and the result added to the response", "server:create", ("request",),
+         serving=True),
     Patch(f"{_CHAT}.serving", "OpenAIServingChat.chat_completion_full_generator", SERVER,
-         "a chat's rows are noted", "server:chat_response", ("result_generator",), serving=True),
+         "a chat's rows are collected", "server:chat_response", ("result_generator",), serving=True),
     Patch(f"{_CHAT}.serving", "OpenAIServingChat.chat_completion_stream_generator", SERVER,
-         "a streamed chat's rows are noted and sent", "server:stream", ("request", "result_generator"), serving=True),
+         "a streamed chat's rows are collected and sent", "server:stream", ("request", "result_generator"),
+         serving=True),
     Patch(f"{_CHAT}.protocol", "ChatCompletionRequest.to_sampling_params", SERVER,
-         "the engine gets what the body asks of Weir", "server:to_sampling_params", serving=True),
+         "what the body asks of Weir enters the sampling parameters", "server:to_sampling_params", serving=True),
     Patch("vllm.entrypoints.openai.responses.protocol", "ResponsesRequest.to_sampling_params", SERVER,
-         "a route whose answers have no room for rows refuses to take them", "server:to_sampling_params",
+         "a route whose responses cannot carry rows refuses Weir's keys", "server:to_sampling_params",
          serving=True),
     Patch("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages.create_messages", SERVER,
-         "a route that drops what it does not know refuses what the body asks of Weir", "server:without_room",
+         "a route that ignores unknown fields refuses Weir's keys", "server:without_room",
          ("request", "raw_request"), serving=True),
     Patch(f"{_GENERATE}.generative_scoring.serving", "ServingGenerativeScoring.create_generative_scoring", SERVER,
-         "a route without room for Weir's keys refuses them", "server:without_room", ("request", "raw_request"),
+         "a route that cannot serve Weir's keys refuses them", "server:without_room", ("request", "raw_request"),
          serving=True, recent=True),
     Patch(f"{_GENERATE}.structured_decisions.serving", "ServingStructuredDecisions.create_decision", SERVER,
-         "a route without room for Weir's keys refuses them", "server:without_room", ("request", "raw_request"),
+         "a route that cannot serve Weir's keys refuses them", "server:without_room", ("request", "raw_request"),
          serving=True, recent=True),
     Patch(f"{_V1}.core.kv_cache_manager", "KVCacheManager.get_computed_blocks", CORE,
          "a prefix-cache hit never passes a wanted position", "scheduler:get_computed_blocks", ("request",)),
     Patch(f"{_V1}.core.kv_cache_utils", "generate_block_hash_extra_keys", CORE,
-         "KV written under an intervention has keys of its own", "scheduler:block_hash_extra_keys",
-         ("request", "start_token_idx", "end_token_idx")),
+         "blocks of the KV cache that an intervention changed have keys of their own",
+         "scheduler:block_hash_extra_keys", ("request", "start_token_idx", "end_token_idx")),
     Patch(f"{_V1}.kv_cache_interface", "KVCacheConfig.needs_kv_cache_zeroing", CORE,
-         "on a CPU, blocks of the cache are empty when a request gets them", "scheduler:needs_kv_cache_zeroing"),
+         "on a CPU, blocks of the KV cache are zeroed before a request gets them", "scheduler:needs_kv_cache_zeroing"),
     Patch(f"{_V1}.core.sched.scheduler", "Scheduler.add_request", CORE,
          "requests wait while the steering tables are full", "scheduler:scheduler_add_request", ("request",)),
     Patch(f"{_V1}.core.sched.scheduler", "Scheduler.finish_requests", CORE,
          "waiting requests can be aborted", "scheduler:finish_requests", ("request_ids", "finished_status")),
     Patch(f"{_V1}.core.sched.scheduler", "Scheduler.schedule", CORE,
-         "waiting requests are let in; a step never records more rows than the ring holds", "scheduler:schedule"),
+         "waiting requests enter; a step never records more rows than the ring holds", "scheduler:schedule"),
     Patch(f"{_V1}.worker.worker_base", "WorkerWrapperBase.init_device", WORKER,
-         "the worker and its runner are taken hold of", "worker:init_device"),
+         "the worker and its runner are patched", "worker:init_device"),
     Patch(f"{_V1}.worker.gpu_worker", "Worker.load_model", WORKER, "the taps are placed once the model is loaded"),
     Patch(f"{_V1}.worker.gpu_worker", "Worker.determine_available_memory", WORKER,
-         "the garbage collector passes over what was there before tracing"),
+         "the garbage collector skips what is older than tracing"),
     Patch(f"{_V1}.worker.gpu_worker", "Worker.compile_or_warm_up_model", WORKER,
-         "the taps' kernels are there before CUDA graphs are captured"),
-    Patch(f"{_V1}.worker.gpu_worker", "Worker.shutdown", WORKER, "threads and host memory are let go", None),
+         "the taps' kernels are compiled before CUDA graphs are captured"),
+    Patch(f"{_V1}.worker.gpu_worker", "Worker.shutdown", WORKER, "threads and host memory are released", None),
     Patch(_RUNNER_1, "GPUModelRunner._prepare_inputs", WORKER, "runner V1: the batch's order and spans", None,
          ("scheduler_output", "num_scheduled_tokens"), variant="V1"),
     Patch(_RUNNER_1, "GPUModelRunner.execute_model", WORKER, "runner V1: requests join and leave, rows are sent", None,
@@ -165,9 +178,9 @@ PATCHES: tuple[Patch, ...] = (
          ("scheduler_output", "dummy_run"), variant="V2"),
     Patch(_RUNNER_2, "GPUModelRunner._dummy_run", WORKER, "runner V2: dummy passes record nothing", None,
          ("num_tokens",), variant="V2"),
-    Patch(_RUNNER_2, "GPUModelRunner.capture_model", WORKER, "runner V2: its graphs are taken hold of", None,
+    Patch(_RUNNER_2, "GPUModelRunner.capture_model", WORKER, "runner V2: the capture of its graphs is patched", None,
          variant="V2"),
-    Patch(_RUNNER_2, "GPUModelRunner.shutdown", WORKER, "runner V2: the live graphs are let go", None, variant="V2"),
+    Patch(_RUNNER_2, "GPUModelRunner.shutdown", WORKER, "runner V2: the live graphs are released", None, variant="V2"),
     Patch(_GRAPHS, "ModelCudaGraphManager.capture", WORKER, "runner V2: a second set of graphs, with live taps", None,
          variant="V2"),
     Patch(_GRAPHS, "CudaGraphManager.dispatch", WORKER, "runner V2: a step replays from the set it needs", None,
@@ -184,15 +197,16 @@ PATCHES: tuple[Patch, ...] = (
 
 @dataclass
 class PatchStatus:
-    """What `install` achieved in this process.
+    """Whether Weir works in this process, and what failed if not.
 
     Attributes:
-        active: False when Weir is disabled: only the guard is held, and it refuses.
-        problems: path of a patch -> what is wrong; any entry refuses every request with Weir's keys.
-        serving_problems: likewise, for requests over HTTP.
-        failure: what kept Weir's own code from being loaded, or None; likewise refuses every request. What serves HTTP
-            alone counts for that alone.
-        serving_failure: likewise, for requests over HTTP.
+        active: False when Weir is disabled: only the guard is installed, and it refuses.
+        problems: path of a patch -> what is wrong. Any entry refuses every request with Weir's
+            keys.
+        serving_problems: likewise, of patches that only a server needs; refuses requests over HTTP.
+        failure: why Weir's own code could not be loaded, or None. It refuses every request with
+            Weir's keys.
+        serving_failure: likewise, of code that only a server needs; refuses requests over HTTP.
     """
 
     active: bool
@@ -202,11 +216,11 @@ class PatchStatus:
     serving_failure: str | None = None
 
     def note(self, patch: Patch, why: str) -> None:
-        """`patch` cannot be made."""
+        """Record why a patch cannot be made."""
         (self.serving_problems if patch.serving else self.problems)[patch.path] = why
 
     def fail(self, patch: Patch, e: Exception) -> None:
-        """Weir's own code for `patch` could not be loaded."""
+        """Record that Weir's own code for a patch could not be loaded."""
         why = guard.cause_of(e)
         if why not in (self.failure, self.serving_failure):
             logger.error("requests with Weir's keys are refused: %s", why, exc_info=e)
@@ -220,34 +234,37 @@ class PatchStatus:
         """Why requests with Weir's keys are refused in this process; None if they are served."""
         if not self.active:
             return OFF
-        return self.failure or _told(self.problems)
+        return self.failure or _problem_text(self.problems)
 
     @property
     def serving_refusal(self) -> str | None:
         """Why requests over HTTP with Weir's keys are refused; None if they are served."""
-        return self.refusal or self.serving_failure or _told(self.serving_problems)
+        return self.refusal or self.serving_failure or _problem_text(self.serving_problems)
 
 
-def _told(problems: dict[str, str]) -> str | None:
+def _problem_text(problems: dict[str, str]) -> str | None:
     if not problems:
         return None
     first, why = next(iter(problems.items()))
     more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-    return f"Weir could not hold {first} of this vLLM ({why}){more}; `weir doctor` shows every seam"
+    return f"Weir could not patch {first} of this vLLM ({why}){more}; `weir doctor` shows every patch point"
 
 
 def install(active: bool) -> PatchStatus:
-    """Make every patch of this process, each as soon as its module is imported; with `active` False only the guard.
+    """Make every patch of this process, each as soon as its module is imported.
+
+    With `active` False only the guard.
 
     Raises:
-        Unguarded: if the guard cannot be held, because then requests with Weir's keys would run unheeded.
+        Unguarded: if the guard cannot be installed, because then the engine would ignore Weir's
+            keys.
     """
     status = PatchStatus(active)
     for patch in PATCHES:
         if patch.wrapper is None or not (active or patch.path in guard.GUARDS):
             continue
         if _module_exists(patch.module):
-            when_imported(patch.module, functools.partial(_hold, patch, status))
+            when_imported(patch.module, functools.partial(_apply, patch, status))
         elif not patch.recent:
             status.note(patch, "the module does not exist")
         if patch.guard and patch.path in status.problems:
@@ -255,7 +272,7 @@ def install(active: bool) -> PatchStatus:
     return status
 
 
-def _hold(patch: Patch, status: PatchStatus, _module: object) -> None:
+def _apply(patch: Patch, status: PatchStatus, _module: object) -> None:
     try:
         found = guard.unguarded(patch.find())
         original: Any = found.fget if isinstance(found, property) else found
@@ -266,40 +283,43 @@ def _hold(patch: Patch, status: PatchStatus, _module: object) -> None:
             return
         owner_name, _, attribute = patch.name.rpartition(".")
         module = importlib.import_module(patch.module)
-        held = property(wrapper) if isinstance(found, property) else wrapper
-        setattr(getattr(module, owner_name) if owner_name else module, attribute, held)
+        replacement = property(wrapper) if isinstance(found, property) else wrapper
+        setattr(getattr(module, owner_name) if owner_name else module, attribute, replacement)
     except (ImportError, AttributeError, TypeError, ValueError) as e:
         status.note(patch, str(e))
-        logger.error("Weir could not hold %s: %s", patch.path, e)
+        logger.error("Weir could not patch %s: %s", patch.path, e)
         if patch.guard:
             raise guard.Unguarded(f"Weir cannot guard this vLLM: {patch.path}: {e}") from e
 
 
 def _wrapped(patch: Patch, original: Any, status: PatchStatus) -> Any:
-    """What takes the place of `original`; where Weir does not work the guard, or None if it does not stand there."""
+    """Return what replaces `original`: Weir's wrapper, else the guard's.
+
+    The result is None if nothing is guarded there.
+    """
     if status.active and status.failure is None:
         try:
-            wrapper: Any = functools.wraps(original)(_maker(patch)(original, status))
+            wrapper: Any = functools.wraps(original)(_load_wrapper(patch)(original, status))
             wrapper.__weir__, wrapper.__weir_status__ = patch.path, status
             return wrapper
-        except Exception as e:  # noqa: BLE001 - a module of Weir's or one that it needs; whatever it is, requests are told
+        except Exception as e:  # noqa: BLE001 - whatever a missing or broken package raises becomes the refusal
             status.fail(patch, e)
     return guard.guarded(patch.path, original, status) if patch.path in guard.GUARDS else None
 
 
-def _maker(patch: Patch) -> Callable[[Any, PatchStatus], Any]:
+def _load_wrapper(patch: Patch) -> Callable[[Any, PatchStatus], Any]:
     module, _, function = (patch.wrapper or "").partition(":")
     return getattr(importlib.import_module(f"vllm_weir.patches.{module}"), function)
 
 
 def unloadable() -> list[str]:
-    """What keeps the wrappers' modules from being imported, each cause once."""
+    """Return why wrappers' modules cannot be imported, each cause once."""
     causes: dict[str, None] = {}
     for patch in PATCHES:
         if patch.wrapper is not None and _module_exists(patch.module):
             try:
-                _maker(patch)
-            except Exception as e:  # noqa: BLE001 - as when they are held
+                _load_wrapper(patch)
+            except Exception as e:  # noqa: BLE001 - as in `_wrapped`
                 causes[guard.cause_of(e)] = None
     return list(causes)
 
@@ -312,7 +332,10 @@ def _module_exists(name: str) -> bool:
 
 
 def verify() -> list[tuple[Patch, str]]:
-    """Every patch with what is wrong with it, empty if it is as expected. Imports all the modules."""
+    """Return every patch with what is wrong with it (empty: nothing).
+
+    Imports all modules of the table.
+    """
     found = []
     for patch in PATCHES:
         if patch.recent and not _module_exists(patch.module):

@@ -1,4 +1,7 @@
-"""Patch of the copy that vLLM makes of a request's params. Imports nothing of vLLM, whose imports may be under way."""
+"""Wrapper of the copy that vLLM makes of a request's params.
+
+Imports nothing of vLLM, which may still be importing.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,24 @@ if TYPE_CHECKING:
 
 
 def clone(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """vLLM's general deep copy takes longer than all of Weir's admission; for requests with Weir's keys a quick one."""
+    """Wrap ``SamplingParams.clone``.
+
+    Copy params with Weir's keys faster than vLLM's general deep copy does.
+
+    That copy would take longer than the whole of Weir's admission.
+    """
 
     def wrapper(self: Any) -> Any:
         if self.skip_clone or not carries_keys(self.extra_args):
             return original(self)
-        out = copy.copy(self)
+        cloned = copy.copy(self)
         try:
             for name in self.__struct_fields__:
                 value = getattr(self, name)
                 if type(value) not in ATOMS:
-                    setattr(out, name, plain_copy(value))
-        except RecursionError:  # it holds itself: admission says what is wrong with it
+                    setattr(cloned, name, plain_copy(value))
+        except RecursionError:  # they contain themselves, which admission refuses
             return original(self)
-        return out
+        return cloned
 
     return wrapper

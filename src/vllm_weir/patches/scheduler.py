@@ -1,4 +1,4 @@
-"""Patches in the engine core (scheduler, prefix cache) and in the compile cache."""
+"""Wrappers in the engine core (scheduler, prefix cache) and of the compile cache's key."""
 
 from __future__ import annotations
 
@@ -12,23 +12,28 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.core.cache_keys import CacheKeys, hit_limit
 from vllm_weir.core.step_budget import StepBudget
 from vllm_weir.core.waiting_queue import WaitingQueue
+from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
-from vllm_weir.schema.request import WIRE_KEY
 
 if TYPE_CHECKING:
     from vllm_weir.patches.registry import PatchStatus
 
 WAITING = "weir_waiting"
-"""Attribute of a SchedulerOutput: how many requests wait for table space."""
+"""Attribute of a SchedulerOutput: how many requests wait for space in the device tables."""
 
 
-def wire_of(request: Any) -> Any:
-    """The engine wire form that a request carries, or None."""
+def engine_request_of(request: Any) -> EngineRequest | None:
+    """Return what one of vLLM's requests asks of Weir, or None."""
     params = request.sampling_params
-    return (params.extra_args or {}).get(WIRE_KEY) if params is not None else None
+    return None if params is None else EngineRequest.carried_by(params.extra_args)
 
 
 def compute_hash(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``VllmConfig.compute_hash``.
+
+    What Weir changes in the traced graph enters the compile-cache key.
+    """
+
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = original(self, *args, **kwargs)
         identity = Settings.load(self.additional_config).graph_identity()
@@ -38,6 +43,11 @@ def compute_hash(original: Callable[..., Any], _status: PatchStatus) -> Callable
 
 
 def needs_kv_cache_zeroing(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``KVCacheConfig.needs_kv_cache_zeroing``.
+
+    On a CPU, blocks are zeroed before they are used again.
+    """
+
     def wrapper(self: Any) -> Any:
         return original(self) or _zeroes_blocks_on_cpu()
 
@@ -46,8 +56,11 @@ def needs_kv_cache_zeroing(original: Callable[..., Any], _status: PatchStatus) -
 
 @functools.cache
 def _zeroes_blocks_on_cpu() -> bool:
-    """Attention on a CPU multiplies what an earlier request has left in a block by zero, and a steered one whose values
-    overflow leaves NaN. vLLM can empty blocks (it does so for other models); versions that cannot on a CPU do not."""
+    """Return whether this is a CPU engine whose vLLM can zero blocks of the KV cache.
+
+    Attention on a CPU multiplies what an earlier request has left in a block by zero, and a steered
+    request whose values overflow leaves NaN there.
+    """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -58,8 +71,13 @@ def _zeroes_blocks_on_cpu() -> bool:
 
 
 def get_computed_blocks(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``KVCacheManager.get_computed_blocks``.
+
+    A prefix-cache hit never passes the first wanted position.
+    """
+
     def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        limit = hit_limit(wire_of(request))
+        limit = hit_limit(engine_request_of(request))
         if limit is None:
             return original(self, request, *args, **kwargs)
         coordinator = self.coordinator
@@ -78,108 +96,139 @@ def get_computed_blocks(original: Callable[..., Any], _status: PatchStatus) -> C
 
 
 class _SchedulerState:
-    """What Weir keeps beside one scheduler. `enqueue`: the scheduler's own add_request, unbound."""
+    """What Weir keeps beside one scheduler.
 
-    def __init__(self, config: Any, enqueue: Callable[[Any, Any], None]) -> None:
+    Args:
+        config: the engine's VllmConfig.
+        add_request: the scheduler's own method, unbound.
+    """
+
+    def __init__(self, config: Any, add_request: Callable[[Any, Any], None]) -> None:
         settings = Settings.load(config.additional_config)
         d_model = config.model_config.get_hidden_size()
-        size = (d_model, config.model_config.dtype.itemsize)
+        itemsize = config.model_config.dtype.itemsize
         self.budget = StepBudget(
-            settings.ring_rows(*size),
-            settings.step_rows(*size),
+            settings.ring_rows(d_model, itemsize),
+            settings.step_rows(d_model, itemsize),
             _streams_above(config),
             config.scheduler_config.max_num_seqs,
             config.scheduler_config.long_prefill_token_threshold,
         )
         self.waiting = WaitingQueue(settings.table_sizes(d_model))
-        self._enqueue = enqueue
+        self._add_request = add_request
 
-    def let_in(self, scheduler: Any, request: Any) -> None:
-        """Hand a request that has its place in the tables, or needs none, to the scheduler."""
-        wire = wire_of(request)
-        if wire["width"]:  # it captures something
-            self.budget.join(request.request_id, wire)
-        self._enqueue(scheduler, request)
+    def schedule(self, scheduler: Any, request: Any) -> None:
+        """Hand a request that has space in the tables, or needs none, to the scheduler."""
+        engine_request = engine_request_of(request)
+        if engine_request is not None and engine_request.rows_per_token:  # it captures something
+            self.budget.join(request.request_id, engine_request)
+        self._add_request(scheduler, request)
 
 
 def _streams_above(config: Any) -> int | None:
-    """Tokens of the largest step that can be replayed from a CUDA graph; None if no step's rows are streamed."""
+    """Return the tokens of the largest step that replays a CUDA graph.
+
+    The result is None if no step's rows are streamed.
+    """
     if config.device_config.device_type != "cuda" or not config.use_v2_model_runner:
         return None
     compilation = config.compilation_config
     return compilation.max_cudagraph_capture_size or 0 if compilation.cudagraph_mode.name != "NONE" else 0
 
 
-_rooms: weakref.WeakKeyDictionary[object, _SchedulerState] = weakref.WeakKeyDictionary()
-_keys: weakref.WeakKeyDictionary[object, CacheKeys] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[object, _SchedulerState] = weakref.WeakKeyDictionary()
+"""By vLLM's scheduler."""
+_cache_keys: weakref.WeakKeyDictionary[object, CacheKeys] = weakref.WeakKeyDictionary()
+"""By vLLM's request."""
 
 
 def block_hash_extra_keys(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``generate_block_hash_extra_keys``.
+
+    Add the digest of what interventions do in the block.
+    """
+
     def wrapper(request: Any, start_token_idx: int, end_token_idx: int, *args: Any, **kwargs: Any) -> Any:
         keys, *rest = original(request, start_token_idx, end_token_idx, *args, **kwargs)
-        wire = wire_of(request)
-        if wire is None or wire["needs"] is None:
+        engine_request = engine_request_of(request)
+        if engine_request is None or engine_request.table_needs is None:
             return keys, *rest
-        if request not in _keys:
-            _keys[request] = CacheKeys(EngineSpec.from_wire(wire["spec"]).moves, request.num_prompt_tokens)
+        if request not in _cache_keys:
+            moves = EngineSpec.from_wire(engine_request.spec).moves
+            _cache_keys[request] = CacheKeys(moves, request.num_prompt_tokens)
         tokens = request.all_token_ids[start_token_idx:end_token_idx]
-        digest = _keys[request].of_block(start_token_idx, tokens)
+        digest = _cache_keys[request].of_block(start_token_idx, tokens)
         if digest is not None:
-            keys = (*(keys or ()), ("weir", digest, *([wire["salt"]] if "salt" in wire else [])))
+            salt = engine_request.cache_salt
+            keys = (*(keys or ()), ("weir", digest, salt) if salt else ("weir", digest))
         return keys, *rest
 
     return wrapper
 
 
 def scheduler_add_request(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``Scheduler.add_request``.
+
+    A steered request waits until the device tables have room for it.
+    """
+
     def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        wire = wire_of(request)
-        if wire is None:
+        engine_request = engine_request_of(request)
+        if engine_request is None:
             return original(self, request, *args, **kwargs)
-        wire["core"] = status.refusal or ""
-        if self not in _rooms:
-            _rooms[self] = _SchedulerState(self.vllm_config, original)
-        room = _rooms[self]
-        if wire["needs"] is None or room.waiting.enter(request.request_id, request, wire["needs"]):
-            room.let_in(self, request)
+        engine_request.core_refusal = status.refusal or ""
+        if self not in _states:
+            _states[self] = _SchedulerState(self.vllm_config, original)
+        state = _states[self]
+        needs = engine_request.table_needs
+        if needs is None or state.waiting.enter(request.request_id, request, needs):
+            state.schedule(self, request)
         return None
 
     return wrapper
 
 
 def schedule(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``Scheduler.schedule``.
+
+    Schedule requests that have waited, and bound the step by what the ring holds.
+    """
+
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        room = _rooms.get(self)
-        if room is None:
+        state = _states.get(self)
+        if state is None:
             return original(self, *args, **kwargs)
-        for request in room.waiting.release(self.requests):
-            room.let_in(self, request)
+        for request in state.waiting.release(self.requests):
+            state.schedule(self, request)
         limit = self.max_num_scheduled_tokens
-        self.max_num_scheduled_tokens = room.budget.tokens(self.requests, limit)
+        self.max_num_scheduled_tokens = state.budget.tokens(self.requests, limit)
         try:
             output = original(self, *args, **kwargs)
         finally:
             self.max_num_scheduled_tokens = limit
-        if len(room.waiting):
-            setattr(output, WAITING, len(room.waiting))
+        if len(state.waiting):
+            setattr(output, WAITING, len(state.waiting))
         return output
 
     return wrapper
 
 
 def finish_requests(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``Scheduler.finish_requests``: requests that wait can be aborted too."""
+
     def wrapper(self: Any, request_ids: Any, finished_status: Any, *args: Any, **kwargs: Any) -> Any:
-        room, left = _rooms.get(self), []
-        if room is not None and len(room.waiting):
+        state, aborted = _states.get(self), []
+        if state is not None and len(state.waiting):
             if request_ids is None:
-                leaving = room.waiting.ids()
+                leaving = state.waiting.ids()
             else:
                 request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
                 leaving = request_ids
-            left = [request for request in map(room.waiting.leave, leaving) if request is not None]
-            for request in left:
+            aborted = [request for request in map(state.waiting.leave, leaving) if request is not None]
+            for request in aborted:
                 request.status = finished_status
-        # Whoever ends all requests (a pause, a sleep) tells their callers, and knows them from what is returned.
-        return [*original(self, request_ids, finished_status, *args, **kwargs), *left]
+        # vLLM's own callers that end all requests (a pause, a sleep) notify the clients of those
+        # that are returned.
+        return [*original(self, request_ids, finished_status, *args, **kwargs), *aborted]
 
     return wrapper

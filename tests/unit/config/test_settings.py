@@ -16,6 +16,7 @@ from vllm_weir.config.env import disabled
 from vllm_weir.config.settings import Settings
 from vllm_weir.core.cache_keys import hit_limit
 from vllm_weir.core.step_budget import StepBudget
+from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.reductions import GROUP
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.taps import STAGES
@@ -98,6 +99,10 @@ def test_the_off_switch(text, off):
     assert disabled({"WEIR_DISABLE": text}) == bool(off) and not disabled({})
 
 
+def asks(**fields):
+    return EngineRequest(b"", "", **fields)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     ring=st.integers(1, 500),
@@ -112,7 +117,7 @@ def test_step_budget(ring, host, above, widths, tall, gone, limit):
     budget = StepBudget(ring, host, above)
     assert budget.tokens({}, limit) == limit
     for name, width in widths.items():
-        budget.join(name, {"width": width, "tall": tall})
+        budget.join(name, asks(rows_per_token=width, rows_per_tap=tall))
     live = dict.fromkeys(set(widths) - gone)
     tokens = budget.tokens(live, limit)
     assert 1 <= tokens <= limit
@@ -130,9 +135,9 @@ def test_step_budget(ring, host, above, widths, tall, gone, limit):
 def test_a_large_step_is_bounded_by_the_rows_of_one_tap():
     """All blocks of Llama-3.1-8B under the defaults on an H100: steps have the size that vLLM gives them."""
     budget = StepBudget(32_768, 524_288, 512)
-    budget.join("r", {"width": 32, "tall": 1})
+    budget.join("r", asks(rows_per_token=32, rows_per_tap=1))
     assert budget.tokens({"r": None}, 16_384) == 16_384
-    budget.join("both hooks, before and after", {"width": 96, "tall": 3})
+    budget.join("both hooks, before and after", asks(rows_per_token=96, rows_per_tap=3))
     assert budget.tokens({"r": None, "both hooks, before and after": None}, 16_384) == 32_768 // 96
 
 
@@ -141,8 +146,8 @@ def test_prompts_that_are_reduced_bound_a_step_by_their_groups():
     budget = StepBudget(32_768, 524_288, 512, 1024)
     lengths = {f"r{k}": 50 + k % 551 for k in range(1500)}
     for name, length in lengths.items():
-        wire = {"width": 32, "tall": 1, "few": 0, "cell": 64, "first": 0, "last": length - 1}
-        budget.join(name, wire)
+        reduced = {"max_row_tokens": 0, "rows_per_group": 64, "first_position": 0, "last_reduced": length - 1}
+        budget.join(name, asks(rows_per_token=32, rows_per_tap=1, **reduced))
     live = {name: SimpleNamespace(num_computed_tokens=0) for name in lengths}
     assert budget.tokens(live, 16_384) > 16_000
     for request in live.values():
@@ -159,7 +164,8 @@ def test_no_step_has_more_groups_than_fit(data, ring, chunk, seqs):
         name, length = f"r{k}", data.draw(st.integers(1, 700))
         last = data.draw(st.integers(0, length - 1))
         first = data.draw(st.integers(0, last))
-        budget.join(name, {"width": 2, "few": 0, "cell": 4, "first": first, "last": last})
+        reduced = {"max_row_tokens": 0, "rows_per_group": 4, "first_position": first, "last_reduced": last}
+        budget.join(name, asks(rows_per_token=2, rows_per_tap=STAGES, **reduced))
         live[name] = SimpleNamespace(num_computed_tokens=data.draw(st.sampled_from([0, 0, 50, length])))
         prompts[name] = first, last, length
     tokens = budget.tokens(live, 2000)
@@ -175,8 +181,8 @@ def test_no_step_has_more_groups_than_fit(data, ring, chunk, seqs):
 
 
 def test_hit_limit():
-    assert hit_limit(None) is None and hit_limit({}) is None
-    assert hit_limit({"first": 0}) == 0 and hit_limit({"first": None}) is None
+    assert hit_limit(None) is None and hit_limit(asks()) is None
+    assert hit_limit(asks(first_position=0)) == 0 and hit_limit(asks(first_position=None)) is None
 
 
 @settings(max_examples=300, deadline=None)

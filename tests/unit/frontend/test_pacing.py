@@ -24,7 +24,7 @@ async def pacing_of_the_loop(n: int = 20) -> None:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """However slow the machine is."""
-    monkeypatch.setattr(module, "PATIENCE", 60.0)
+    monkeypatch.setattr(module, "MAX_WAIT_PLAIN", 60.0)
 
 
 def run(coroutine):
@@ -35,7 +35,7 @@ def test_who_came_before_goes_first_and_nobody_who_comes_later():
     async def go():
         pacing = Pacing()
         entries = [pacing.enter(), pacing.enter()]
-        asked = asyncio.create_task(pacing.admission())
+        asked = asyncio.create_task(pacing.wait_to_enter())
         await pacing_of_the_loop()
         later = pacing.enter()
         entries[0].leave()
@@ -47,7 +47,7 @@ def test_who_came_before_goes_first_and_nobody_who_comes_later():
         entries[1].leave()
         await pacing_of_the_loop()
         assert asked.done()
-        after = asyncio.create_task(pacing.admission())
+        after = asyncio.create_task(pacing.wait_to_enter())
         await pacing_of_the_loop()
         assert not after.done()
         later.leave()
@@ -62,10 +62,10 @@ def test_those_that_queue_do_not_wait_again_for_who_comes_later():
     async def go():
         pacing = Pacing()
         first = pacing.enter()
-        asked = [asyncio.create_task(pacing.admission()) for _ in range(5)]
+        asked = [asyncio.create_task(pacing.wait_to_enter()) for _ in range(5)]
         await pacing_of_the_loop()
         later = pacing.enter()
-        after = asyncio.create_task(pacing.admission())
+        after = asyncio.create_task(pacing.wait_to_enter())
         await pacing_of_the_loop()
         first.leave()
         await asyncio.gather(*asked)
@@ -77,7 +77,7 @@ def test_those_that_queue_do_not_wait_again_for_who_comes_later():
     run(go())
 
 
-@pytest.mark.parametrize("way", ["admission", "answer"])
+@pytest.mark.parametrize("way", ["wait_to_enter", "wait_to_respond"])
 def test_a_few_at_a_time_with_turns_for_others_between(way):
     async def go():
         pacing, order = Pacing(), []
@@ -95,22 +95,22 @@ def test_a_few_at_a_time_with_turns_for_others_between(way):
         return order
 
     order = run(go())
-    most = {"admission": module.ADMITTED, "answer": module.ANSWERED}[way]
+    most = {"wait_to_enter": module.MAX_ENTERING, "wait_to_respond": module.MAX_RESPONDING}[way]
     together = [len(list(some)) for theirs, some in itertools.groupby(order, lambda k: k >= 0) if theirs]
     assert [k for k in order if k >= 0] == list(range(40)) and max(together) == most
 
 
 def test_who_waits_for_something_itself_holds_nobody_up(monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", 0.1)
+    monkeypatch.setattr(module, "MAX_WAIT_PLAIN", 0.1)
 
     async def go():
         pacing = Pacing()
         pacing.enter()
         began = module.monotonic()
-        await pacing.admission()
+        await pacing.wait_to_enter()
         assert 0.08 < module.monotonic() - began < 5
         began = module.monotonic()
-        await asyncio.gather(*(pacing.admission() for _ in range(60)))
+        await asyncio.gather(*(pacing.wait_to_enter() for _ in range(60)))
         assert module.monotonic() - began < 3, "each waited for it anew"
 
     run(go())
@@ -120,7 +120,7 @@ def test_who_is_gone_while_waiting_lets_the_next_go():
     async def go():
         pacing = Pacing()
         entry = pacing.enter()
-        first, second = (asyncio.create_task(pacing.admission()) for _ in range(2))
+        first, second = (asyncio.create_task(pacing.wait_to_enter()) for _ in range(2))
         await pacing_of_the_loop()
         first.cancel()
         await pacing_of_the_loop()
@@ -144,16 +144,16 @@ def test_while_plain_requests_are_served_others_enter_at_a_pace():
         pacing, entered = paced(pace=50.0), []
 
         async def ask(name):
-            await pacing.admission()
+            await pacing.wait_to_enter()
             entered.append((name, module.monotonic() - began))
 
         began = module.monotonic()
-        await asyncio.gather(*map(ask, range(module.AT_ONCE + 6)))
+        await asyncio.gather(*map(ask, range(module.BURST + 6)))
         return entered
 
     entered = run(go())
-    assert [name for name, _ in entered] == list(range(module.AT_ONCE + 6))
-    for k, (_, at) in enumerate(entered[module.AT_ONCE :], start=1):
+    assert [name for name, _ in entered] == list(range(module.BURST + 6))
+    for k, (_, at) in enumerate(entered[module.BURST :], start=1):
         assert at >= k / 50 - 0.005
 
 
@@ -165,14 +165,14 @@ def test_nobody_is_held_back_where_no_plain_request_is_served(by):
         entry = pacing.enter()
         if by == "the engine":
             entry.leave()
-        asked = [asyncio.create_task(pacing._measured()) for _ in range(module.AT_ONCE + 20)]
+        asked = [asyncio.create_task(pacing._wait_for_pace()) for _ in range(module.BURST + 20)]
         await pacing_of_the_loop()
-        assert sum(one.done() for one in asked) == module.AT_ONCE
+        assert sum(one.done() for one in asked) == module.BURST
         states.clear()
         entry.leave()
         pacing._release()
         await asyncio.gather(*asked)
-        await asyncio.gather(*(pacing.admission() for _ in range(50)))
+        await asyncio.gather(*(pacing.wait_to_enter() for _ in range(50)))
 
     run(go())
 
@@ -216,24 +216,24 @@ def test_which_requests_in_the_engine_are_plain():
         prompt = {"prompt_token_ids": [1], "prompt_embeds": None, "mm_features": []}
         return SimpleNamespace(request_id=name, sampling_params=params, resumable=False, **prompt)
 
-    found = [frontend.pacing._plain]
+    found = [frontend.pacing._serves_plain]
     for name, extra in (("a", {"weir": {"v": 1}}), ("b", None), ("c", {"weir": {"v": 1}})):
         add(states, request(name, extra))
-        found.append(frontend.pacing._plain)
+        found.append(frontend.pacing._serves_plain)
     for name in "bac":
         del states.request_states[name]
-        found.append(frontend.pacing._plain)
+        found.append(frontend.pacing._serves_plain)
     frontend.close()
     assert found == [False, False, True, True, False, False, False] and not len(frontend.pacing._own)
 
 
 def test_nobody_is_held_back_for_longer_than_said(monkeypatch):
-    monkeypatch.setattr(module, "LATEST", 0.1)
+    monkeypatch.setattr(module, "MAX_DELAY", 0.1)
 
     async def go():
         pacing = paced(pace=0.05)
         began = module.monotonic()
-        await asyncio.gather(*(pacing.admission() for _ in range(200)))
+        await asyncio.gather(*(pacing.wait_to_enter() for _ in range(200)))
         assert module.monotonic() - began < 5
 
     run(go())
@@ -242,13 +242,13 @@ def test_nobody_is_held_back_for_longer_than_said(monkeypatch):
 def test_who_goes_away_while_it_is_held_back_takes_nobody_s_place():
     async def go():
         pacing = paced(pace=100.0)
-        first = [asyncio.create_task(pacing.admission()) for _ in range(module.AT_ONCE)]
+        first = [asyncio.create_task(pacing.wait_to_enter()) for _ in range(module.BURST)]
         await asyncio.gather(*first)
-        gone, stays = (asyncio.create_task(pacing.admission()) for _ in range(2))
+        gone, stays = (asyncio.create_task(pacing.wait_to_enter()) for _ in range(2))
         await pacing_of_the_loop(4)
         gone.cancel()
         await stays
-        assert gone.cancelled() and not pacing._held
+        assert gone.cancelled() and not pacing._delayed
 
     run(go())
 
@@ -256,8 +256,8 @@ def test_who_goes_away_while_it_is_held_back_takes_nobody_s_place():
 def test_a_server_that_is_not_to_pace_does_not():
     async def go():
         pacing = paced(pace=0.0)
-        await asyncio.gather(*(pacing.admission() for _ in range(100)))
-        assert not pacing._held
+        await asyncio.gather(*(pacing.wait_to_enter() for _ in range(100)))
+        assert not pacing._delayed
 
     run(go())
 
@@ -285,9 +285,9 @@ class Serving:
 @machine.needs(machine.module("vllm"))
 @pytest.mark.parametrize("kind", ["plain", "fail", "slow", "cancelled"])
 def test_a_plain_request_is_waited_for_until_the_engine_has_it_or_never_will(kind):
-    from vllm_weir.patches import server as seams
+    from vllm_weir.patches import server as patches
 
-    create = seams.create(Serving.create_completion, SimpleNamespace(serving_refusal=None))
+    create = patches.create(Serving.create_completion, SimpleNamespace(serving_refusal=None))
 
     async def go():
         pacing = Pacing()
@@ -295,7 +295,7 @@ def test_a_plain_request_is_waited_for_until_the_engine_has_it_or_never_will(kin
         request = SimpleNamespace(name=kind, model_extra=None, vllm_xargs=None)
         plain = asyncio.create_task(create(serving, request))
         await asyncio.sleep(0)
-        asked = asyncio.create_task(pacing.admission())
+        asked = asyncio.create_task(pacing.wait_to_enter())
         await pacing_of_the_loop()
         assert not asked.done()
         if kind == "cancelled":
@@ -313,7 +313,7 @@ def test_a_plain_request_is_waited_for_until_the_engine_has_it_or_never_will(kin
 
 @machine.needs(machine.module("vllm"))
 def test_the_engine_says_when_it_has_a_request():
-    from vllm_weir.patches import frontend as seams
+    from vllm_weir.patches import frontend as patches
 
     async def add_request(_engine, fails):
         if fails:
@@ -323,13 +323,13 @@ def test_the_engine_says_when_it_has_a_request():
         pacing = Pacing()
         entry_of.set(pacing.enter())
         engine = SimpleNamespace(output_processor=SimpleNamespace())
-        called = seams.async_llm_add_request(add_request, None)(engine, fails)
+        called = patches.async_llm_add_request(add_request, None)(engine, fails)
         if fails:
             with pytest.raises(ValueError, match="refused"):
                 await called
         else:
             await called
-        await asyncio.wait_for(pacing.admission(), 10)
+        await asyncio.wait_for(pacing.wait_to_enter(), 10)
 
     for fails in (False, True):
         asyncio.run(go(fails))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from vllm_weir.config.settings import Settings
 from vllm_weir.patches import cuda_graph_sets
-from vllm_weir.patches.cuda_graph_sets import MOST_SETS, GraphSets
+from vllm_weir.patches.cuda_graph_sets import MAX_SETS, GraphSets, LiveGraph
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.interventions import ResolvedIntervention
@@ -29,14 +29,14 @@ from vllm_weir.worker.tap.op import ALL, TapSwitch, TapTensors, numbered
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """Live graphs are captured when they are first asked for, even if another would do."""
-    monkeypatch.setattr(cuda_graph_sets, "WORTH_IT", {"FULL": 1, "PIECEWISE": 1})
-    monkeypatch.setattr(cuda_graph_sets, "WORTH_MORE", {"FULL": 1, "PIECEWISE": 1})
+    monkeypatch.setattr(cuda_graph_sets, "REQUESTS_TO_CAPTURE", {"FULL": 1, "PIECEWISE": 1})
+    monkeypatch.setattr(cuda_graph_sets, "REQUESTS_TO_NARROW", {"FULL": 1, "PIECEWISE": 1})
 
 
 @pytest.fixture
 def none_at_start(monkeypatch):
     """No live graph is captured at start-up."""
-    monkeypatch.setattr(cuda_graph_sets, "_spaced", lambda descs: [])
+    monkeypatch.setattr(cuda_graph_sets, "_sizes_at_start", lambda descs: [])
 
 
 class Mode(enum.Enum):
@@ -123,7 +123,7 @@ def step(sets, manager, runtime, live, num_tokens):
     desc = manager.dispatch(num_tokens, num_tokens)
     used = None if desc.cg_mode is Mode.NONE else manager.replay(desc)
     assert runtime.switch.live is live
-    sets.settle()
+    sets.restore()
     return desc, used
 
 
@@ -134,7 +134,7 @@ def test_start_up_captures_the_silent_set_and_a_few_live_graphs():
 
 
 def test_a_wider_graph_serves_until_a_capture_is_worth_it(monkeypatch):
-    monkeypatch.setattr(cuda_graph_sets, "WORTH_MORE", {"FULL": 3, "PIECEWISE": 9})
+    monkeypatch.setattr(cuda_graph_sets, "REQUESTS_TO_NARROW", {"FULL": 3, "PIECEWISE": 9})
     sets, manager, runtime = build()
     del manager.captured[:]
     sizes = [step(sets, manager, runtime, True, n) for n in (1, 2, 1, 4, 1, 1)]
@@ -142,25 +142,26 @@ def test_a_wider_graph_serves_until_a_capture_is_worth_it(monkeypatch):
     assert manager.captured == [(1, True)]
     runtime.switch.turn(0b10)  # a graph with more taps than are needed
     assert manager.dispatch(4, 4).num_tokens == 4
-    sets.settle()
+    sets.restore()
     assert sets.report()["steps"] == {"wider": 4, "exact": 3} and manager.captured == [(1, True)]
 
 
 def test_where_plain_requests_share_the_step_a_capture_has_to_save_much_more(monkeypatch):
     """They would wait for it, and have asked for nothing."""
-    monkeypatch.setattr(cuda_graph_sets, "WORTH_MORE", {"FULL": 2, "PIECEWISE": 2})
-    monkeypatch.setattr(cuda_graph_sets, "PATIENCE", 30)
+    monkeypatch.setattr(cuda_graph_sets, "REQUESTS_TO_NARROW", {"FULL": 2, "PIECEWISE": 2})
+    monkeypatch.setattr(cuda_graph_sets, "TOKENS_TO_NARROW", 30)
     sets, manager, runtime = build()
     del manager.captured[:]
     runtime.all_live = False
     sizes = [step(sets, manager, runtime, True, 1)[0].num_tokens for _ in range(11)]
     assert sizes == [4] * 9 + [1, 1] and manager.captured == [(1, True)], "3 tokens a step"
     runtime.switch.turn(0b1)  # 69 taps more than needed: as 3.45 tokens
+    wanted, wide = LiveGraph(0b1, Desc(Mode.FULL, 4)), LiveGraph(ALL, Desc(Mode.FULL, 4))
     for _ in range(8):
-        assert not sets._add(0b1, Desc(Mode.FULL, 4), sets._share(0b1, Desc(Mode.FULL, 4), (ALL, Desc(Mode.FULL, 4))))
+        assert not sets._is_due(wanted, sets._capture_share(wanted, wide))
     runtime.all_live = True
-    assert sets._share(0b1, Desc(Mode.FULL, 4), (ALL, Desc(Mode.FULL, 4))) == 1 / 2
-    assert sets._share(0b1, Desc(Mode.FULL, 4), None) == 1 / cuda_graph_sets.WORTH_IT["FULL"]
+    assert sets._capture_share(wanted, wide) == 1 / 2
+    assert sets._capture_share(wanted, None) == 1 / cuda_graph_sets.REQUESTS_TO_CAPTURE["FULL"]
 
 
 @pytest.mark.parametrize(
@@ -174,18 +175,22 @@ def test_where_plain_requests_share_the_step_a_capture_has_to_save_much_more(mon
 )
 def test_sizes_at_start_up(sizes, chosen):
     descs = [Desc(Mode.FULL, n) for n in sizes]
-    assert [d.num_tokens for d in cuda_graph_sets._spaced(descs)] == chosen
+    assert [d.num_tokens for d in cuda_graph_sets._sizes_at_start(descs)] == chosen
 
 
 def test_only_a_graph_of_the_same_kind_serves():
     sets, _, _ = build()
-    assert sets._serves(0b1, Desc(Mode.FULL, 3)) == (ALL, Desc(Mode.FULL, 4))
-    assert sets._serves(0b1, Desc(Mode.FULL, 3, num_active_loras=1)) is None
-    assert sets._serves(0b1, Desc(Mode.FULL, 5)) is None and sets._serves(0b1, Desc(Mode.NONE, 3)) is None
-    sets._ready = {(0b110, Desc(Mode.FULL, 8, 4)), (ALL, Desc(Mode.FULL, 8, 6)), (ALL, Desc(Mode.FULL, 16, 16))}
-    assert sets._serves(0b10, Desc(Mode.FULL, 8, 4)) == (0b110, Desc(Mode.FULL, 8, 4))
-    assert sets._serves(0b1, Desc(Mode.FULL, 8, 4)) == (ALL, Desc(Mode.FULL, 8, 6))
-    assert sets._serves(0b10, Desc(Mode.FULL, 8, 7)) == (ALL, Desc(Mode.FULL, 16, 16))
+    assert sets._substitute(LiveGraph(0b1, Desc(Mode.FULL, 3))) == (ALL, Desc(Mode.FULL, 4))
+    assert sets._substitute(LiveGraph(0b1, Desc(Mode.FULL, 3, num_active_loras=1))) is None
+    assert (
+        sets._substitute(LiveGraph(0b1, Desc(Mode.FULL, 5))) is None
+        and sets._substitute(LiveGraph(0b1, Desc(Mode.NONE, 3))) is None
+    )
+    captured = {(0b110, Desc(Mode.FULL, 8, 4)), (ALL, Desc(Mode.FULL, 8, 6)), (ALL, Desc(Mode.FULL, 16, 16))}
+    sets._captured = {LiveGraph(*graph) for graph in captured}
+    assert sets._substitute(LiveGraph(0b10, Desc(Mode.FULL, 8, 4))) == (0b110, Desc(Mode.FULL, 8, 4))
+    assert sets._substitute(LiveGraph(0b1, Desc(Mode.FULL, 8, 4))) == (ALL, Desc(Mode.FULL, 8, 6))
+    assert sets._substitute(LiveGraph(0b10, Desc(Mode.FULL, 8, 7))) == (ALL, Desc(Mode.FULL, 16, 16))
 
 
 def test_a_failure_at_start_up_leaves_the_silent_set(caplog):
@@ -221,7 +226,7 @@ def test_outside_a_live_step_all_is_as_vllm_left_it():
 
 
 def test_what_may_never_come_again_is_not_captured(none_at_start, monkeypatch):
-    monkeypatch.setattr(cuda_graph_sets, "WORTH_IT", {"FULL": 2, "PIECEWISE": 3})
+    monkeypatch.setattr(cuda_graph_sets, "REQUESTS_TO_CAPTURE", {"FULL": 2, "PIECEWISE": 3})
     sets, manager, runtime = build()
     del manager.captured[:]
     used = [step(sets, manager, runtime, True, n)[1] for n in (1, 8, 1, 8, 8, 8)]
@@ -276,7 +281,7 @@ def test_closing_lets_go_of_everything():
     sets, manager, runtime = build()
     step(sets, manager, runtime, True, 1)
     sets.close()
-    assert sets._again is None and not sets._swaps
+    assert sets._capture_again is None and not sets._swaps
     assert step(sets, manager, runtime, True, 1)[1] is None and step(sets, manager, runtime, False, 1)[1] is False
 
 
@@ -381,17 +386,17 @@ def test_sets_for_particular_taps(none_at_start):
         desc = manager.dispatch(1, 1)
         found = manager.replay(desc)
         assert manager.graphs is sets._swaps["FULL"][0].sets[sets._mask_for(mask)]
-        sets.settle()
+        sets.restore()
         return found
 
-    masks = [1 << k for k in range(MOST_SETS - 1)] + [0b111]
+    masks = [1 << k for k in range(MAX_SETS - 1)] + [0b111]
     for mask in masks * 2:
         assert used(mask)
-    assert len(manager.captured) == MOST_SETS
+    assert len(manager.captured) == MAX_SETS
     assert sets._mask_for(0b11) == 0b111 and sets._mask_for(0b1) == 0b1 and sets._mask_for(1 << 60) == ALL
-    assert used(0b101) and len(manager.captured) == MOST_SETS
-    assert used(1 << 60) and used(1 << 61) and len(manager.captured) == MOST_SETS + 1
-    assert sets.report()["sets"] == MOST_SETS + 1
+    assert used(0b101) and len(manager.captured) == MAX_SETS
+    assert used(1 << 60) and used(1 << 61) and len(manager.captured) == MAX_SETS + 1
+    assert sets.report()["sets"] == MAX_SETS + 1
 
 
 def test_a_request_that_wants_nothing_is_not_live():

@@ -252,14 +252,14 @@ def test_refused_on_admission(number):
 
 
 def test_too_many_selectors_are_refused_by_name():
-    from vllm_weir.frontend.admission.engine_wire import engine_form
+    from vllm_weir.frontend.admission.engine_wire import make_engine_request
     from vllm_weir.schema.table_sizes import TableSizes
 
     admitted = admit(
         {"weir": {"v": 1, "interventions": [weir.Add(GOOD, 1, positions=k).to_json() for k in range(64)]}}, FACTS
     )
     with pytest.raises(WeirError) as caught:
-        engine_form(admitted, "reply", None, 100, 5, FACTS, True, TableSizes(100, 1000, 1000))
+        make_engine_request(admitted, "reply", None, 100, 5, FACTS, True, TableSizes(100, 1000, 1000))
     assert caught.value.field == "interventions"
 
 

@@ -14,7 +14,7 @@ from tests.unit.frontends import frontend_of
 from tests.unit.schema.test_lowering import FACTS, LAYERS, Bench, D, admitted
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import admit
-from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, admission_key
+from vllm_weir.frontend.admission.cache import MAX_KEY_BYTES, admission_key
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.vector_registry import VectorRegistry
 from vllm_weir.frontend.outputs.view import OutputView
@@ -363,7 +363,7 @@ def test_the_wire_says_only_what_is_asked():
 
 def test_equal_wishes_by_layer_are_known_by_their_digests():
     """What a request asks is remembered, however large the vectors are."""
-    size = LONGEST_KNOWN // 4 // LAYERS
+    size = MAX_KEY_BYTES // 4 // LAYERS
     draw = torch.Generator().manual_seed(1)
     vectors = {n: torch.randn(size // 2, generator=draw) for n in range(LAYERS)}
     site_requests = [
@@ -371,7 +371,7 @@ def test_equal_wishes_by_layer_are_known_by_their_digests():
         for v in (vectors, {n: v.clone() for n, v in vectors.items()}, vectors | {1: vectors[0]})
     ]
     one, same, other = (admission_key(site_request, True) for site_request in site_requests)
-    assert one.key == same.key != other.key and one.plain
+    assert one.key == same.key != other.key and one.cacheable
     content = next(part for part in one.key if isinstance(part, bytes))
     assert len(content) < 2000 < one.size
 

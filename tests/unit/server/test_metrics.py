@@ -13,7 +13,7 @@ from tests.unit.admin_app import FACTS, LAYERS, D
 from tests.unit.frontends import frontend_of
 from vllm_weir import messages
 from vllm_weir.frontend import pacing as pacing_module
-from vllm_weir.frontend.pacing import AT_ONCE
+from vllm_weir.frontend.pacing import BURST
 from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
 from vllm_weir.server import metrics
 from vllm_weir.server.metrics import ServerMetrics
@@ -124,7 +124,7 @@ FILL_AND_WAIT = ("weir_buffer_fill", "weir_requests_waiting")
 def test_requests_that_are_held_back_are_told(frontend, monkeypatch):
     """Also while no other is in the engine: they are looked at until the last has gone on or away."""
     monkeypatch.setattr(metrics, "PERIOD", 0.01)
-    monkeypatch.setattr(pacing_module, "LATEST", 60.0)
+    monkeypatch.setattr(pacing_module, "MAX_DELAY", 60.0)
     registry = CollectorRegistry()
 
     async def held(number):
@@ -134,8 +134,8 @@ def test_requests_that_are_held_back_are_told(frontend, monkeypatch):
         meter, pacing = ServerMetrics(frontend, "m", registry=registry), frontend.pacing
         assert value(registry, "weir_requests_held") == 0
         pacing.pace, pacing.live = 1e-6, ("plain",)
-        asked = [asyncio.create_task(pacing.admission()) for _ in range(AT_ONCE + 3)]
-        await becomes(lambda: all(one.done() for one in asked[:AT_ONCE]), True, 5)
+        asked = [asyncio.create_task(pacing.wait_to_enter()) for _ in range(BURST + 3)]
+        await becomes(lambda: all(one.done() for one in asked[:BURST]), True, 5)
         meter.admitted()
         await held(3)
         asked[-1].cancel()
@@ -175,7 +175,7 @@ def test_a_step_says_how_many_requests_wait():
 
     scheduler, waiting = Scheduler(), Waiting("abc")
     budget = SimpleNamespace(tokens=lambda _live, limit: limit)
-    core._rooms[scheduler] = SimpleNamespace(waiting=waiting, budget=budget)
+    core._states[scheduler] = SimpleNamespace(waiting=waiting, budget=budget)
     schedule = core.schedule(lambda _self: SimpleNamespace(), None)
     assert vars(schedule(scheduler)) == {core.WAITING: 3}
     waiting.clear()

@@ -220,7 +220,7 @@ def test_trap_13_tensors_that_are_compressed_side_by_side_are_whole():
 @machine.needs(machine.module("vllm"))
 def test_a_choice_that_ends_before_the_next_begins_is_one_of_several(server):
     """Of several prompts, streamed, the first to end had its rows in vllm-lens's field alone."""
-    from vllm_weir.patches import server as seams
+    from vllm_weir.patches import server as patches
 
     async def results():
         for prompt in range(2):
@@ -235,8 +235,8 @@ def test_a_choice_that_ends_before_the_next_begins_is_one_of_several(server):
             yield f"data: {json.dumps({'choices': [{'index': prompt, 'text': '', 'finish_reason': 'stop'}]})}\n\n"
 
     async def go():
-        seams.current_response.set(ResponseBuilder(WeirRequest({}, 1 << 20, lens=True), server))
-        stream = seams.stream(vllm_s, None)(None, SimpleNamespace(n=None), results(), num_prompts=2)
+        patches.current_response.set(ResponseBuilder(WeirRequest({}, 1 << 20, lens=True), server))
+        stream = patches.stream(vllm_s, None)(None, SimpleNamespace(n=None), results(), num_prompts=2)
         return [json.loads(c[6:])["choices"][0] async for c in stream]
 
     assert all("activations" in choice["weir"] for choice in asyncio.run(go()))
@@ -319,9 +319,9 @@ class Serving:
 @machine.needs(machine.module("vllm"))
 def test_plain_requests_that_come_at_the_same_time_go_first(server):
     """On their way in; each a task of its own, as in a server."""
-    from vllm_weir.patches import server as seams
+    from vllm_weir.patches import server as patches
 
-    create = seams.create(Serving.create_completion, SimpleNamespace(serving_refusal=None))
+    create = patches.create(Serving.create_completion, SimpleNamespace(serving_refusal=None))
     serving = Serving(server)
 
     def request(name):

@@ -16,7 +16,7 @@ from vllm_weir import Capture
 from vllm_weir.cli.main import app
 from vllm_weir.consumers import EngineInfo, Finished
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.capture_groups import make_parts, postprocesses_of
+from vllm_weir.frontend.admission.capture_groups import make_groups, postprocesses_of
 from vllm_weir.frontend.sinks.manager import SinkManager
 from vllm_weir.results.activations import Activations
 from vllm_weir.schema.hooks import Site
@@ -89,7 +89,7 @@ def test_a_sinks_rows_say_what_they_are(layout: str, tmp_path: Path) -> None:
     for name, fields in asked.items():
         captures = [Capture(*SITE, sink="x", **fields)]
         ways = postprocesses_of(captures, 8, lambda *_: np.zeros(8))
-        part = make_parts(captures, 4, "float32", ways, True, lambda *_: None, ())[1]
+        part = make_groups(captures, 4, "float32", ways, True, lambda *_: None, ())[1]
         site = Site(*SITE)
         width, at = (2 if name == "scores" else 8), torch.arange(1 if name == "mean" else 4)
         acts = Activations({site: torch.ones(len(at), width)}, {site: at}, {site: at})

@@ -170,13 +170,13 @@ def test_wishes_that_hold_arrays_are_not_taken_for_one_another():
             {"modules": odd},
         ):
             found = admission_key({"weir": {"v": 1, **weir_object}}, True)
-            assert found is None or not found.plain, "it is remembered"
+            assert found is None or not found.cacheable, "it is remembered"
     plain = {
         "v": 1,
         "capture": [{"hook": "resid_post", "layers": (1, 2), "positions": {"token_ids": [3]}}],
         "modules": [],
     }
-    assert admission_key({"weir": plain}, True).plain
+    assert admission_key({"weir": plain}, True).cacheable
     capabilities = EngineCapabilities(served(2), 2, 4, "float32", 1 << 10)
     frontend = frontend_of(capabilities)
     for array in (numbers, numbers.view(np.int32).copy()):

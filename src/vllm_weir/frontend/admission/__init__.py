@@ -1,1 +1,1 @@
-"""Requests on their way in: checked, resolved against the engine, put into wire form."""
+"""Admission: requests are checked, resolved, and put into the form that travels to the engine."""

@@ -1,4 +1,4 @@
-"""Admission: check what a request asks for against the engine, before it enters, and resolve it."""
+"""Admission: requests are checked against the engine, and resolved, before they enter it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.capture_groups import CaptureGroup, make_parts, postprocesses_of
+from vllm_weir.frontend.admission.capture_groups import CaptureGroup, make_groups, postprocesses_of
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.admission.reachable import UNKNOWN, Asked, Vocabulary, asked_of, placed
+from vllm_weir.frontend.admission.reachable import UNKNOWN, Asked, Vocabulary, asked_of, resolve_tokens
 from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compat.three_tier import scaled
@@ -29,18 +29,20 @@ from vllm_weir.schema.taps import STAGES, column_of
 
 @dataclass(frozen=True)
 class AdmittedRequest:
-    """A request that may enter.
+    """A request that may enter the engine.
 
     Attributes:
         spec: its captures, resolved.
-        parts: these by where their rows go; the first is what comes back on the output.
+        parts: its captures by where their rows go; the first is what comes back on the output.
         dtype: the model's.
-        moves: its interventions, resolved; None stands for one that changes nothing (a zero vector, a scale of 0). One
-            with vectors by layer is several moves.
-        rows: the vectors they use, and the directions that captures project on, by digest.
-        parted: of each intervention, how many of `moves` it is.
-        by_position: rows that must be as many as the positions that each request selects.
-        asked: the request's own selectors, as far as it depends on the prompt and on `max_tokens` whether they select
+        moves: its interventions, resolved. None stands for one that changes nothing (a zero vector,
+            a scale of 0); one with different vectors at different layers is several.
+        rows: the vectors [d_model] that these use, and the directions that captures project on, by
+            digest.
+        parted: for each intervention as it was given, how many of `moves` it is.
+        by_position: vectors that have one row for each selected position, whose number is checked
+            per request.
+        asked: the request's own selectors for which it depends on its lengths whether they select
             anything.
     """
 
@@ -55,7 +57,7 @@ class AdmittedRequest:
 
     @functools.cached_property
     def columns(self) -> dict[Site, int]:
-        """Where workers record each site."""
+        """The column of the plan in which workers record each site."""
         return {w.site: column_of(w.site, w.before) for w in self.spec.site_requests}
 
     @functools.cached_property
@@ -64,7 +66,7 @@ class AdmittedRequest:
         return {id(sites): tuple(map(self.columns.__getitem__, sites)) for sites in groups}
 
     def columns_of(self, sites: Sequence[Site]) -> tuple[int, ...]:
-        """The sites' columns; quick for the groups of a part's ``spec.by_positions``."""
+        """Return the sites' columns; fast for the groups of a part's ``spec.by_positions``."""
         return self._grouped.get(id(sites)) or tuple(map(self.columns.__getitem__, sites))
 
     @functools.cached_property
@@ -80,17 +82,17 @@ class AdmittedRequest:
 
     @functools.cached_property
     def wire(self) -> bytes:
-        """What of it travels to the engine."""
+        """The bytes of its `EngineSpec`."""
         return EngineSpec(self.spec, tuple(self.effective)).wire
 
     @functools.cached_property
-    def tall(self) -> int:
+    def max_rows_per_tap(self) -> int:
         """The most rows that one token gives at one tap."""
         return max(Counter(column // STAGES for column in self.columns.values()).values(), default=0)
 
     @functools.cached_property
-    def simple_needs(self) -> tuple[int, int] | None:
-        """(programs, instructions) if one program serves every position that is steered at all, else None."""
+    def one_program_needs(self) -> tuple[int, int] | None:
+        """(programs, instructions) if all steered positions share one program, else None."""
         moves = self.effective
         if any(m.per_position or m.positions.needs_token_ids for m in moves):
             return None
@@ -100,17 +102,20 @@ class AdmittedRequest:
 
     @functools.cached_property
     def digests(self) -> list[str]:
-        """Of the vectors that its interventions use, sorted; directions of captures have no place in the table."""
+        """Digests of the vectors that its interventions use, sorted.
+
+        Directions of captures are not in the table.
+        """
         return sorted(frozenset().union(*(move.vectors for move in self.effective)))
 
 
 def unknown_reference(ref: str, field: str) -> np.ndarray:
-    """The lookup of an engine that keeps no vectors."""
+    """Look up a vector in an engine that has none registered: raise WeirError."""
     raise WeirError(f"no vector is registered under {ref!r}", field)
 
 
 def unknown_module(name: str, field: str) -> Sequence[Intervention]:
-    """The lookup of an engine that keeps no modules."""
+    """Look up a module in an engine that has none registered: raise WeirError."""
     raise WeirError(f"no module is registered under {name!r}", field)
 
 
@@ -132,12 +137,13 @@ def admit(
         extra_args: ``SamplingParams.extra_args``; not changed.
         capabilities: what the engine serves.
         has_token_ids: False for prompts given as embeddings.
-        has_embeddings: whether the prompt, or a part of it, is given as embeddings or as images and the like.
+        has_embeddings: whether the prompt, or a part of it, is given as embeddings or as images and
+            the like.
         lookup: (reference, field) -> array, or raises WeirError.
         always: interventions that every request undergoes, before its own.
         everyone: what sinks get of every request.
         sinks: names of the engine's sinks.
-        module: (name, field) -> the interventions kept under a name, or raises WeirError.
+        module: (name, field) -> the interventions registered under a name, or raises WeirError.
         vocabulary: the engine's.
 
     Raises:
@@ -173,26 +179,27 @@ def _admit(
         if lens is not None:
             lens_layers = lens.resolve_layers(capabilities.num_layers)
             captures = (*captures, lens)
-    named = [one for m in spec.modules for one in scaled(module(m.name, m.path), m.scale, f"{m.path}.scale")]
+    from_modules = [one for m in spec.modules for one in scaled(module(m.name, m.path), m.scale, f"{m.path}.scale")]
     own = spec.interventions
     if extra_args.get(LENS_STEER_KEY) is not None:
         own += lens_interventions(extra_args[LENS_STEER_KEY])
     asked = asked_of((*captures, *own))
-    interventions = tuple(placed(one, vocabulary) for one in (*always, *named, *own))
-    changes = _lower(interventions, capabilities, lookup, has_token_ids, check)
-    rows = changes.rows
-    captures = tuple(placed(one, vocabulary) for one in (*captures, *everyone))
+    interventions = tuple(resolve_tokens(one, vocabulary) for one in (*always, *from_modules, *own))
+    lowered = _lower(interventions, capabilities, lookup, has_token_ids, check)
+    rows = lowered.rows
+    captures = tuple(resolve_tokens(one, vocabulary) for one in (*captures, *everyone))
     for capture in captures:
         if not capture.sink.memory and capture.sink.own is None and capture.sink.name not in sinks:
-            have = ", ".join(["memory", *sinks])
+            known = ", ".join(["memory", *sinks])
             raise WeirError(
-                f"unknown sink {capture.sink.name!r}; this engine has {have}; offline {{consumer: options}} makes one",
+                f"unknown sink {capture.sink.name!r}; this engine has {known}; "
+                "offline, {consumer: options} makes one",
                 f"{capture.path}.sink",
             )
     postprocesses = postprocesses_of(captures, capabilities.d_model, lookup)
     if postprocesses.device is not None:
         rows.update(postprocesses.directions)
-    parts = make_parts(
+    parts = make_groups(
         captures,
         capabilities.num_layers,
         capabilities.dtype,
@@ -207,17 +214,17 @@ def _admit(
         resolved,
         postprocesses.assign(parts),
         capabilities.dtype,
-        tuple(changes.moves),
+        tuple(lowered.moves),
         rows,
-        tuple(changes.parted),
-        tuple(dict.fromkeys(changes.by_position)),
+        tuple(lowered.parted),
+        tuple(dict.fromkeys(lowered.by_position)),
         asked,
     )
 
 
 @dataclass
-class _Changes:
-    """What interventions do, as in `AdmittedRequest`."""
+class _LoweredInterventions:
+    """The fields of an `AdmittedRequest` that its interventions determine."""
 
     moves: list[ResolvedIntervention | None] = field(default_factory=list)
     rows: dict[str, np.ndarray] = field(default_factory=dict)
@@ -231,8 +238,8 @@ def _lower(
     lookup: Callable[[str, str], np.ndarray],
     has_token_ids: bool,
     check: Callable[..., None],
-) -> _Changes:
-    out = _Changes()
+) -> _LoweredInterventions:
+    out = _LoweredInterventions()
     for intervention in interventions:
         if intervention.positions.needs_token_ids and not has_token_ids:
             raise WeirError(
@@ -250,10 +257,13 @@ def _moves(
     intervention: Intervention,
     capabilities: EngineCapabilities,
     lookup: Callable[[str, str], np.ndarray],
-    out: _Changes,
+    out: _LoweredInterventions,
 ) -> list[ResolvedIntervention]:
-    """One for the layers at which an intervention does the same; none if it changes nothing. Rows go into `out`."""
-    alike: dict[tuple[tuple[Instruction, ...], bool], list[int]] = {}
+    """Resolve one intervention: one result for all layers at which it does the same.
+
+    Vectors are added to `out`.
+    """
+    layers_by_effect: dict[tuple[tuple[Instruction, ...], bool], list[int]] = {}
     for one in intervention.by_layer(capabilities.num_layers, lookup):
         lowered = one.lower(capabilities.d_model, lookup)
         _check_reach(one, lowered, capabilities)
@@ -261,22 +271,25 @@ def _moves(
             out.by_position.append(lowered.by_position)
         layers = one.resolve_layers(capabilities.num_layers)
         if lowered.instructions and layers:
-            alike.setdefault((lowered.instructions, lowered.per_position), []).extend(layers)
+            layers_by_effect.setdefault((lowered.instructions, lowered.per_position), []).extend(layers)
             out.rows.update(lowered.rows)
     return [
         ResolvedIntervention(intervention.hook, tuple(layers), intervention.positions, per_position, instructions)
-        for (instructions, per_position), layers in alike.items()
+        for (instructions, per_position), layers in layers_by_effect.items()
     ]
 
 
 def _check_reach(intervention: Intervention, lowered: LoweredIntervention, capabilities: EngineCapabilities) -> None:
-    """A value that no row can hold becomes Inf, and the keys and values made of it NaN, which some attention kernels
-    let leak from a block of the cache to whoever gets it next."""
-    most = max((reach(term, lowered.rows) for term in lowered.instructions), default=0.0)
-    if most > capabilities.largest:
+    """Raise WeirError if an intervention can change a row by more than its dtype can hold.
+
+    Such a value becomes Inf, and the keys and values computed from it NaN, which some attention
+    kernels let leak from a block of the cache to the request that gets the block next.
+    """
+    largest_change = max((reach(term, lowered.rows) for term in lowered.instructions), default=0.0)
+    if largest_change > capabilities.largest:
         raise WeirError(
-            f"changes a row by up to {most:.2g}, and {capabilities.dtype} holds {capabilities.largest:.3g} at most; "
-            "make it smaller",
+            f"changes a row by up to {largest_change:.2g}, and {capabilities.dtype} holds {capabilities.largest:.3g} "
+            "at most; make it smaller",
             f"{intervention.path}.{intervention.factor}"
             + (intervention.where if intervention.factor in intervention.vectors else ""),
         )
@@ -288,9 +301,9 @@ def _check_site(
     """Raise WeirError, naming the field, unless a request can have the site."""
     why = capabilities.sites.get(site, "no worker has this block")
     if why:
-        elsewhere = any(s.hook == site.hook and not w for s, w in capabilities.sites.items())
+        hook_is_served = any(s.hook == site.hook and not w for s, w in capabilities.sites.items())
         raise WeirError(
-            f"{site} is refused: {why}", (layers_field or f"{path}.layers") if elsewhere else f"{path}.hook"
+            f"{site} is refused: {why}", (layers_field or f"{path}.layers") if hook_is_served else f"{path}.hook"
         )
     if has_embeddings and site.hook == "embed":
         raise WeirError(

@@ -1,4 +1,4 @@
-"""Requests that ask for the same are admitted once: what makes two of them equal."""
+"""The keys of the admission cache: requests that ask for the same are checked once."""
 
 from __future__ import annotations
 
@@ -10,29 +10,44 @@ from vllm_weir.schema.keys import LENS_KEYS, carries_keys
 from vllm_weir.schema.request import ATOMS, WIRE_KEY
 from vllm_weir.schema.vectors import vector_of
 
-MOST_KNOWN, LONGEST_KNOWN = 32 << 20, 1 << 20
-"""Bytes of the keys of all admissions that are remembered, and of one."""
+CACHE_BYTES, MAX_KEY_BYTES = 32 << 20, 1 << 20
+"""Bytes of the keys of all cached admissions, and of one."""
 
 
 class AdmissionKey(NamedTuple):
-    """What requests that ask for the same have in common: an equal `key`, about so many bytes, made of `parts`."""
+    """A key that is equal for requests that ask for the same.
+
+    Attributes:
+        key: hashable.
+        size: about how many bytes it takes.
+        parts: the values of the request's ``weir`` object, with digests for vectors.
+    """
 
     key: tuple
     size: int
     parts: Collection[Any] = ()
 
     @property
-    def plain(self) -> bool:
-        """Whether it may be remembered. One that is not has no key that a remembered one has: of an array the key holds
-        the bytes alone, which stand for other numbers in another dtype, and bytes are no JSON."""
-        return _plain(self.parts)
+    def cacheable(self) -> bool:
+        """Whether an admission may be stored under the key: only if all parts are JSON data.
+
+        The key of an array has its bytes without the dtype, so different requests could share it.
+        Looking such a key up is safe: JSON has no bytes, so no stored key equals it.
+        """
+        return _is_json(self.parts)
 
 
 def admission_key(
     extra_args: Mapping[str, Any], has_token_ids: bool, names: int = 0, has_embeddings: bool = False
 ) -> AdmissionKey | None:
-    """The wish, whose key is equal for requests that ask for the same while names mean the same (which `names` stands
-    for); None for those that cannot be compared."""
+    """Return the key of what a request asks for; None if it cannot be compared.
+
+    Args:
+        extra_args: the request's.
+        has_token_ids: whether the prompt is given as token ids.
+        names: `VectorRegistry.version`, as long as which is the same names mean the same.
+        has_embeddings: as for `admit`.
+    """
     weir_object = extra_args.get(WIRE_KEY)
     if not carries_keys(extra_args):
         return AdmissionKey((has_token_ids, has_embeddings), 8)
@@ -40,13 +55,14 @@ def admission_key(
         return None
     size = [0]
     try:
-        # Version 2 writes equal values alike, and different types (1, 1.0, True; a list, a tuple) differently.
+        # Version 2 writes equal values alike, and different types (1, 1.0, True; a list, a tuple)
+        # differently.
         short = {name: _shortened(part, size) for name, part in weir_object.items()}
         content = marshal.dumps(short, 2)
     except ValueError:
-        return None  # not plain JSON; admission says what is wrong with it, if anything is
+        return None  # not plain JSON, which admission may refuse
     size[0] += len(content)
-    if size[0] > LONGEST_KNOWN:
+    if size[0] > MAX_KEY_BYTES:
         return None
     return AdmissionKey((has_token_ids, names, content, has_embeddings), size[0], short.values())
 
@@ -54,24 +70,26 @@ def admission_key(
 _LENS = frozenset(LENS_KEYS)
 
 
-def _plain(values: Collection[Any]) -> bool:
-    """Whether these are JSON data all through, or stand for a vector."""
+def _is_json(values: Collection[Any]) -> bool:
+    """Return whether all values, at any depth, are JSON data or the ``...`` that marks a digest."""
     kinds = set(map(type, values)) - _LEAVES
     if not kinds:
         return True
-    return kinds <= _HOLDERS and all(
-        _plain(value.values() if type(value) is dict else value) for value in values if type(value) in _HOLDERS
+    return kinds <= _CONTAINERS and all(
+        _is_json(value.values() if type(value) is dict else value) for value in values if type(value) in _CONTAINERS
     )
 
 
 _LEAVES = ATOMS | {type(...)}
 
-_HOLDERS = frozenset({dict, list, tuple})
+_CONTAINERS = frozenset({dict, list, tuple})
 
 
 def _shortened(part: Any, size: list[int]) -> Any:
-    """The same with every vector that this process wrote down replaced by its digest, which is needed anyway; `size`
-    grows by about their bytes."""
+    """Return a part with every vector that this process has encoded replaced by its digest.
+
+    `size[0]` grows by the bytes of these vectors.
+    """
     if type(part) is not list:
         return part
     return [
@@ -83,7 +101,10 @@ def _shortened(part: Any, size: list[int]) -> Any:
 
 
 def _digest(value: dict, size: list[int], by_layer: bool = True) -> Any:
-    """A vector's wire form with the digest for its text; `by_layer`: of {layer: vector}, each with its own."""
+    """Return a vector's wire form with a digest for its text.
+
+    With `by_layer`, ``{layer: vector}`` is treated likewise.
+    """
     text = value.get("b64")
     if text is None and by_layer:
         return {key: _digest(v, size, False) if type(v) is dict else v for key, v in value.items()}

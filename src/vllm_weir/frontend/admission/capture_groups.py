@@ -1,4 +1,4 @@
-"""Parts: a request's captures, resolved against the model and sorted by where their rows go."""
+"""Capture groups: a request's captures, resolved, and grouped by where their rows go."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from vllm_weir.schema.row_notes import describe_rows
 from vllm_weir.schema.sinks import Sink
 from vllm_weir.schema.vectors import digest_of
 
-Way: TypeAlias = tuple[Sink, str]
-"""Where rows go, and whether they wait to be marked."""
-MEMORY: Way = (Sink(), "always")
+Destination: TypeAlias = tuple[Sink, str]
+"""(sink, `Capture.keep`): where rows go, and whether they wait to be marked."""
+MEMORY: Destination = (Sink(), "always")
+"""The destination of rows that come back on the output."""
 
 
-def way_of(capture: Capture) -> Way:
-    """Captures that go the same way are one part."""
+def _destination(capture: Capture) -> Destination:
     return capture.sink, capture.keep
 
 
 @dataclass(frozen=True)
 class CaptureGroup:
-    """Captures of a request whose rows go the same way.
+    """The captures of a request whose rows have the same destination.
 
     Attributes:
-        spec: the captures, resolved, with what is made of their rows.
-        dtypes: dtype of the rows that are handed out, by site.
+        spec: the captures, resolved, and the postprocess that their rows undergo.
+        dtypes: dtype of the rows that are returned, by site.
         dtype: the model's.
         sink: where the rows go.
         keep: ``"always"``, or ``"marked"`` for rows that wait for `weir.mark`.
         lens_layers: blocks asked for by vllm-lens's key.
-        late: whether the treatment is left to this process, because other parts of the request want another one: rows
-            leave the device as they are.
-        directions: of a late treatment, by digest.
-        told: of `describe_rows`, for what is not simply the rows of all positions.
-        mixed: site -> what its rows become, where that differs from site to site; such parts are late.
+        late: whether the postprocess runs in this process, on rows that leave the device as they
+            are, because other groups of the request want another one.
+        directions: the vectors [d_model] of a late postprocess, by digest.
+        notes: entries of `describe_rows`, for what is not simply the rows of all positions.
+        mixed: site -> its postprocess, where that differs between sites; such groups are late.
     """
 
     spec: ResolvedSpec
@@ -54,21 +54,21 @@ class CaptureGroup:
     lens_layers: tuple[int, ...] = ()
     late: bool = False
     directions: Mapping[str, np.ndarray] = field(default_factory=dict)
-    told: tuple[dict[str, Any], ...] = ()
+    notes: tuple[dict[str, Any], ...] = ()
     mixed: Mapping[Site, Postprocess | None] = field(default_factory=dict)
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[tuple[Site, ...], tuple[Positions, ...], Postprocess | None], ...]:
-        """The sites, those with the same selectors and the same treatment together, and these."""
+        """The sites, grouped by selectors and postprocess, each group with both."""
         if not self.mixed:
             return tuple((*group, self.spec.postprocess) for group in self.spec.by_positions)
-        out: list[tuple[tuple[Site, ...], tuple[Positions, ...], Postprocess | None]] = []
+        groups: list[tuple[tuple[Site, ...], tuple[Positions, ...], Postprocess | None]] = []
         for sites, selectors in self.spec.by_positions:
             by_postprocess: dict[Postprocess | None, list[Site]] = {}
             for site in sites:
                 by_postprocess.setdefault(self.mixed[site], []).append(site)
-            out.extend((tuple(some), selectors, postprocess) for postprocess, some in by_postprocess.items())
-        return tuple(out)
+            groups.extend((tuple(some), selectors, postprocess) for postprocess, some in by_postprocess.items())
+        return tuple(groups)
 
     @property
     def folds(self) -> bool:
@@ -82,12 +82,12 @@ class CaptureGroup:
 
     @functools.cached_property
     def casts(self) -> dict[Site, str]:
-        """Sites whose rows have to be cast, and to what: products stay float32 unless asked for otherwise."""
-        folded = [site for sites, _, how in self.groups if how is not None and how.folds for site in sites]
-        return {**self.recast, **{site: self.dtypes[site] for site in folded}}
+        """Sites whose rows have to be cast, with the dtype; reductions are computed in float32."""
+        reduced = [site for sites, _, how in self.groups if how is not None and how.folds for site in sites]
+        return {**self.recast, **{site: self.dtypes[site] for site in reduced}}
 
 
-def make_parts(
+def make_groups(
     captures: Sequence[Capture],
     num_layers: int,
     dtype: str,
@@ -96,61 +96,75 @@ def make_parts(
     check: Callable[[Site, str], None],
     lens_layers: tuple[int, ...],
 ) -> tuple[CaptureGroup, ...]:
-    """The parts of a request, the one for memory first (empty if nothing comes back on the output).
+    """Return the capture groups of a request.
 
-    `postprocesses`: of these captures. `check`: raises WeirError, naming the field under the path it is given,
-    for a site that is not tapped.
+    The first is what comes back on the output, and may be empty.
+
+    Args:
+        captures: the request's, and those of sinks for every request.
+        num_layers: the model's blocks.
+        dtype: the model's.
+        postprocesses: of these captures, from `postprocesses_of`.
+        has_token_ids: whether the prompt is given as token ids.
+        check: (site, path) -> raises WeirError, naming a field under the path, for a site that is
+            not served.
+        lens_layers: blocks asked for by vllm-lens's key.
+
+    Raises:
+        WeirError: naming the field, if captures contradict each other.
     """
-    site_requests: dict[Way, list[SiteRequest]] = {MEMORY: []}
-    dtypes: dict[Way, dict[Site, str]] = {MEMORY: {}}
-    told: dict[Way, list[dict[str, Any]]] = {}
+    site_requests: dict[Destination, list[SiteRequest]] = {MEMORY: []}
+    dtypes: dict[Destination, dict[Site, str]] = {MEMORY: {}}
+    notes: dict[Destination, list[dict[str, Any]]] = {}
     before: dict[Site, bool] = {}
     mixed: dict[Site, Postprocess | None] = {}
     for capture, asked in zip(captures, postprocesses.each, strict=True):
         if capture.positions.needs_token_ids and not has_token_ids:
             raise WeirError("the prompt is given as embeddings, so it has no token ids", f"{capture.path}.positions")
-        way = way_of(capture)
-        postprocess = postprocesses.ways[way]
-        own = "float32" if postprocess is not None and postprocess.compression is not None else dtype
-        of_part = dtypes.setdefault(way, {})
+        destination = _destination(capture)
+        postprocess = postprocesses.by_destination[destination]
+        default_dtype = "float32" if postprocess is not None and postprocess.compression is not None else dtype
+        group_dtypes = dtypes.setdefault(destination, {})
         entry = describe_rows(capture, len(asked.directions) if asked is not None else 0)
-        if entry is not None and entry not in told.setdefault(way, []):
-            told[way].append(entry)
+        if entry is not None and entry not in notes.setdefault(destination, []):
+            notes[destination].append(entry)
         for layer in capture.resolve_layers(num_layers):
             site = Site(capture.hook, layer)
             check(site, capture.path)
             if before.setdefault(site, capture.before) != capture.before:
                 raise WeirError(f"{site} is asked for both before and after interventions", f"{capture.path}.before")
-            wanted = capture.dtype or own
-            if of_part.setdefault(site, wanted) != wanted:
-                raise WeirError(f"{site} is asked for in both {of_part[site]} and {wanted}", f"{capture.path}.dtype")
+            wanted = capture.dtype or default_dtype
+            if group_dtypes.setdefault(site, wanted) != wanted:
+                raise WeirError(
+                    f"{site} is asked for in both {group_dtypes[site]} and {wanted}", f"{capture.path}.dtype"
+                )
             site_request = SiteRequest(site, capture.positions, capture.before)
-            if postprocesses.mixed and way == MEMORY:
-                _check_site(capture, site, asked, mixed, site_requests[MEMORY])
+            if postprocesses.mixed and destination == MEMORY:
+                _check_memory_site(capture, site, asked, mixed, site_requests[MEMORY])
                 mixed[site] = asked
-            site_requests.setdefault(way, []).append(site_request)
-    parts = [
+            site_requests.setdefault(destination, []).append(site_request)
+    groups = [
         CaptureGroup(
-            ResolvedSpec(tuple(some), postprocesses.ways.get(way)),
-            dtypes[way],
+            ResolvedSpec(tuple(requested), postprocesses.by_destination.get(destination)),
+            dtypes[destination],
             dtype,
-            *way,
-            told=tuple(told.get(way, ())),
+            *destination,
+            notes=tuple(notes.get(destination, ())),
         )
-        for way, some in site_requests.items()
+        for destination, requested in site_requests.items()
     ]
-    parts[0] = replace(parts[0], lens_layers=lens_layers, mixed=mixed)
-    return tuple(parts)
+    groups[0] = replace(groups[0], lens_layers=lens_layers, mixed=mixed)
+    return tuple(groups)
 
 
-def _check_site(
+def _check_memory_site(
     capture: Capture,
     site: Site,
     asked: Postprocess | None,
     mixed: Mapping[Site, Postprocess | None],
     site_requests: list[SiteRequest],
 ) -> None:
-    """Raise WeirError if rows of one site would become two things, which the output has one place for."""
+    """Raise WeirError if two captures for the output want different results for one site."""
     if site not in mixed:
         return
     if mixed[site] != asked:
@@ -162,70 +176,80 @@ def _check_site(
         and any(w.positions != capture.positions for w in site_requests if w.site == site)
     ):
         raise WeirError(
-            f"{site} is reduced over one choice of positions; send separate requests", f"{capture.path}.positions"
+            f"{site} is to be reduced over two choices of positions; send separate requests",
+            f"{capture.path}.positions",
         )
 
 
 class PostprocessChoice(NamedTuple):
-    """What becomes of a request's rows.
+    """Which postprocesses a request's rows undergo, and where these run.
 
     Attributes:
-        device: what the workers do with all of them; None: nothing.
-        ways: what each part's rows become; None for a part in which that differs.
-        each: what the rows of every capture become.
-        mixed: whether what comes back on the output is such a part.
-        directions: vectors that they need, by digest.
+        device: the postprocess that workers apply to all rows; None: none.
+        by_destination: the postprocess of each group; None if it has none, or different ones.
+        each: the postprocess of every capture.
+        mixed: whether the captures that come back on the output have different ones.
+        directions: the vectors [d_model] that they need, by digest.
     """
 
     device: Postprocess | None
-    ways: dict[Way, Postprocess | None]
+    by_destination: dict[Destination, Postprocess | None]
     each: list[Postprocess | None]
     mixed: bool
     directions: dict[str, np.ndarray]
 
-    def assign(self, parts: Sequence[CaptureGroup]) -> tuple[CaptureGroup, ...]:
-        """The parts, with those marked late whose rows are treated in this process."""
+    def assign(self, groups: Sequence[CaptureGroup]) -> tuple[CaptureGroup, ...]:
+        """Return the groups, those marked late whose postprocess runs in this process."""
         if self.device is not None:
-            return tuple(parts)
+            return tuple(groups)
         return tuple(
-            part
-            if part.spec.postprocess is None and not part.mixed
-            else replace(part, late=True, directions=self.directions)
-            for part in parts
+            group
+            if group.spec.postprocess is None and not group.mixed
+            else replace(group, late=True, directions=self.directions)
+            for group in groups
         )
 
 
 def postprocesses_of(
     captures: Sequence[Capture], d_model: int, lookup: Callable[[str, str], np.ndarray]
 ) -> PostprocessChoice:
-    """What is made of the rows of every part, and whether workers can do it: they treat a request's rows all alike."""
+    """Choose the postprocesses of a request's captures.
+
+    Workers apply one postprocess to all rows of a request; where captures differ, this process does
+    it.
+
+    Raises:
+        WeirError: naming the field, if captures with one destination cannot differ as they do.
+    """
     directions: dict[str, np.ndarray] = {}
-    groups: dict[Way, list[int]] = {}
+    members_of: dict[Destination, list[int]] = {}
     for k, capture in enumerate(captures):
-        groups.setdefault(way_of(capture), []).append(k)
+        members_of.setdefault(_destination(capture), []).append(k)
     each = [_postprocess_of(capture, d_model, lookup, directions) for capture in captures]
-    ways: dict[Way, Postprocess | None] = {}
+    by_destination: dict[Destination, Postprocess | None] = {}
     mixed = False
-    for way, members in groups.items():
-        odd = next((k for k in members if not _alike(captures, each, members[0], k)), None)
-        ways[way] = each[members[0]] if odd is None else None
-        if odd is None:
+    for destination, members in members_of.items():
+        first = members[0]
+        differing = next((k for k in members if not _alike(captures, each, first, k)), None)
+        by_destination[destination] = each[first] if differing is None else None
+        if differing is None:
             continue
-        if way != MEMORY or any(t is not None and t.compression is not None for t in (each[k] for k in members)):
-            raise _unlike(captures[members[0]], captures[odd], each[members[0]] == each[odd])
+        compresses = any(how is not None and how.compression is not None for how in (each[k] for k in members))
+        if destination != MEMORY or compresses:
+            raise _mismatch(captures[first], captures[differing], each[first] == each[differing])
         mixed = True
-    kinds = set(ways.values())
+    kinds = set(by_destination.values())
     device = next(iter(kinds)) if len(kinds) == 1 and not mixed else None
     if device is not None and device.reduce is not None and len({capture.positions for capture in captures}) > 1:
         device = None  # workers reduce over one choice of positions
-    return PostprocessChoice(device, ways, each, mixed, directions)
+    return PostprocessChoice(device, by_destination, each, mixed, directions)
 
 
 def _postprocess_of(
     capture: Capture, d_model: int, lookup: Callable[[str, str], np.ndarray], rows: dict[str, np.ndarray]
 ) -> Postprocess | None:
-    """A capture's treatment, or None; its directions are added to `rows` by digest."""
-    names: list[str] = []
+    """Return a capture's postprocess, or None; add its directions to `rows` by digest."""
+    digests: list[str] = []
     if capture.project is not None:
         array = capture.project.array
         if array is None:
@@ -238,35 +262,37 @@ def _postprocess_of(
                 raise WeirError(
                     f"directions of {len(row)} values, the model's width is {d_model}", f"{capture.path}.project"
                 )
-            names.append(digest_of(row))
-            rows[names[-1]] = row
+            digests.append(digest_of(row))
+            rows[digests[-1]] = row
     if capture.compress is not None:
         capture.compress.check(d_model)
-    found = Postprocess(capture.reduce, tuple(names), capture.compress)
-    return None if found == Postprocess(None) else found
+    postprocess = Postprocess(capture.reduce, tuple(digests), capture.compress)
+    return None if postprocess == Postprocess(None) else postprocess
 
 
 def _alike(captures: Sequence[Capture], each: Sequence[Postprocess | None], a: int, b: int) -> bool:
-    """Whether a worker can treat the rows of both in one go."""
+    """Return whether a worker can apply one postprocess to the rows of captures `a` and `b`."""
     return each[a] == each[b] and (captures[a].reduce is None or captures[a].positions == captures[b].positions)
 
 
-def _unlike(first: Capture, other: Capture, positions: bool) -> WeirError:
-    """`positions`: whether they differ in nothing else."""
-    if positions:
+def _mismatch(first: Capture, other: Capture, only_positions: bool) -> WeirError:
+    """Return the error for captures that differ where they must not.
+
+    `only_positions` says whether they differ in nothing else.
+    """
+    if only_positions:
         return WeirError(
-            "captures for one sink that reduce do so over the same positions; send separate requests",
+            "captures for one sink must reduce over the same positions; send separate requests",
             f"{other.path}.positions",
         )
     return WeirError(
-        "a request's captures for one sink all reduce, project and compress alike, or none does, and those for memory "
-        "all compress alike; name another sink, or send separate requests",
-        f"{other.path}.{_odd(first, other)}",
+        "a request's captures for one sink must agree in reduce, project and compress, and those for memory in "
+        "compress; name another sink, or send separate requests",
+        f"{other.path}.{_differing_field(first, other)}",
     )
 
 
-def _odd(first: Capture, other: Capture) -> str:
-    """The field in which two captures differ."""
+def _differing_field(first: Capture, other: Capture) -> str:
     if first.compress != other.compress:
         return "compress"
     return "project" if other.project is not None else "reduce"

@@ -1,4 +1,4 @@
-"""What an engine is, as its workers report it."""
+"""`EngineCapabilities`: what an engine serves, as its workers report it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from vllm_weir.schema.hooks import Site, place_of
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """What the workers reported: which sites they serve, and the model's measures.
+    """Which sites the workers serve, and the model's sizes.
 
     Attributes:
-        sites: every site of the model -> why it is refused, empty if it is served.
+        sites: every site of the model -> why it is refused; empty if it is served.
+        num_layers: decoder blocks.
+        d_model: values of a row.
+        dtype: the model's, e.g. ``"bfloat16"``.
+        ring_rows: rows that the smallest ring of the workers holds.
     """
 
     sites: Mapping[Site, str]
@@ -34,12 +38,16 @@ class EngineCapabilities:
 
     @functools.cached_property
     def largest(self) -> float:
-        """What a value of a row can be at most."""
+        """The largest finite value that a row can hold."""
         return torch.finfo(getattr(torch, self.dtype)).max
 
     @classmethod
     def merge(cls, reports: Sequence[Mapping[str, Any]]) -> EngineCapabilities:
-        """From every worker's report; raises WeirError with the first worker's reason if one is not served."""
+        """Combine the reports of all workers.
+
+        Raises:
+            WeirError: with the reason of the first that is not working.
+        """
         if not reports:
             raise WeirError("no worker answered; see `weir doctor`")
         for report in reports:
@@ -57,7 +65,7 @@ class EngineCapabilities:
 
 
 def _merge_sites(reports: Sequence[Mapping[str, Any]]) -> dict[Site, str]:
-    """Verdicts of all workers; a site that several speak of is served only if all serve it."""
+    """Combine the verdicts of workers: a site is served if every worker that has it serves it."""
     sites: dict[Site, str] = {}
     for report in reports:
         for hook, layer, why in report["sites"]:

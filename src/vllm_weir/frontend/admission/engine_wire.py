@@ -1,112 +1,136 @@
-"""The form in which an admitted request travels to scheduler and workers."""
+"""The `EngineRequest` of an admitted request, with bounds on the memory that it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import AdmittedRequest
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.schema.engine_request import EngineRequest, TableNeeds
 from vllm_weir.schema.interventions import ResolvedIntervention
 from vllm_weir.schema.reductions import GROUP
 from vllm_weir.schema.selectors import Selectors
 from vllm_weir.schema.table_sizes import TableSizes
 
 MAX_TOKEN_SELECTORS = 4
+"""Different selectors by token id that can steer one request: each doubles the programs that it can
+need."""
 
 
-def engine_form(
+def make_engine_request(
     admitted: AdmittedRequest,
-    reply: str,
+    reader_endpoint: str,
     prompt_ids: Sequence[int] | None,
     prompt_len: int,
     max_tokens: int,
     capabilities: EngineCapabilities,
     chunked: bool,
     sizes: TableSizes,
-) -> dict[str, Any] | None:
-    """What travels with the request to scheduler and workers; None if it asks for nothing that needs them.
+) -> EngineRequest | None:
+    """Return what travels with a request to the scheduler and workers.
 
-    ``spec``: an `EngineSpec`. ``reply``: where its reader listens. ``first``: its first wanted position, or None.
-    ``width``: the most rows that one of its tokens can give, 0 if it captures nothing. ``tall``: the most that it can
-    give at one tap. ``few``: how many tokens give rows that leave the device, None if that is not bounded. ``cell``:
-    ring rows of a group of tokens whose rows are reduced, 0 if none are. ``last``: the last of these tokens. ``most``:
-    tokens that it can generate. ``needs``: what its interventions need of the tables, [vector digests, programs,
-    instructions], None if there are none. The engine frontend adds ``rows``, the vectors that travel along, if there
-    are any, and once a request has failed ``salt``, see `RowStore.salt`; and ``core``, why the engine core does not
-    do its part, which the core takes back if it does.
+    The result is None if it asks nothing of them.
+
+    The engine frontend adds the vectors that travel along and the cache salt.
+
+    Args:
+        admitted: the request, checked and resolved.
+        reader_endpoint: the address at which its reader listens.
+        prompt_ids: the prompt's token ids; None if (a part of) it is given as embeddings.
+        prompt_len: tokens of the prompt.
+        max_tokens: how many tokens it can generate.
+        capabilities: what the engine serves.
+        chunked: whether the engine splits long prompts.
+        sizes: rows of the engine's device tables.
+
+    Raises:
+        WeirError: if the ring or the tables can never hold what the request needs.
     """
-    moves = admitted.effective
-    if not admitted.spec.site_requests and not moves:
+    interventions = admitted.effective
+    if not admitted.spec.site_requests and not interventions:
         return None
     spec = admitted.spec
-    cell, width = spec.cell(capabilities.d_model, capabilities.itemsize), spec.width
-    last = spec.last(prompt_len, prompt_ids) if cell else None
-    few = spec.tokens(prompt_len)
-    tokens = 1 if chunked else prompt_len
-    need = width * (tokens if few is None else min(few, tokens))
-    if last is not None:
-        need += cell * (1 if chunked else -(-prompt_len // GROUP))
-    if need > capabilities.ring_rows:
+    rows_per_group, rows_per_token = spec.cell(capabilities.d_model, capabilities.itemsize), spec.width
+    last_reduced = spec.last(prompt_len, prompt_ids) if rows_per_group else None
+    max_row_tokens = spec.tokens(prompt_len)
+    # A prompt that may be split can be computed one token at a time, if need be.
+    step_tokens = 1 if chunked else prompt_len
+    needed_rows = rows_per_token * (step_tokens if max_row_tokens is None else min(max_row_tokens, step_tokens))
+    if last_reduced is not None:
+        needed_rows += rows_per_group * (1 if chunked else -(-prompt_len // GROUP))
+    if needed_rows > capabilities.ring_rows:
         raise WeirError(
-            f"this capture needs {need} rows in one step, the buffer holds "
-            f"{capabilities.ring_rows}; raise the setting buffer_bytes",
+            f"this capture needs {needed_rows} rows in one step, the buffer holds {capabilities.ring_rows}; "
+            "capture fewer blocks or hook points, or raise the setting buffer_bytes",
             "capture",
         )
-    return {
-        "spec": admitted.wire,
-        "reply": reply,
-        "first": spec.first(prompt_len, prompt_ids),
-        "width": width,
-        "tall": admitted.tall,
-        "few": few,
-        "cell": 0 if last is None else cell,
-        "last": last,
-        "most": max_tokens,
-        "needs": _needs(admitted, prompt_ids, prompt_len, max_tokens, sizes) if moves else None,
-    }
+    return EngineRequest(
+        spec=admitted.wire,
+        reader_endpoint=reader_endpoint,
+        first_position=spec.first(prompt_len, prompt_ids),
+        rows_per_token=rows_per_token,
+        rows_per_tap=admitted.max_rows_per_tap,
+        max_row_tokens=max_row_tokens,
+        rows_per_group=0 if last_reduced is None else rows_per_group,
+        last_reduced=last_reduced,
+        max_tokens=max_tokens,
+        table_needs=_table_needs(admitted, prompt_ids, prompt_len, max_tokens, sizes) if interventions else None,
+    )
 
 
-def _needs(
+def _table_needs(
     admitted: AdmittedRequest, prompt_ids: Sequence[int] | None, prompt_len: int, max_tokens: int, sizes: TableSizes
-) -> list[Any]:
-    """[vector digests, programs, instructions] that the request can come to hold; refused if it can never fit."""
-    simple = admitted.simple_needs
-    programs, nodes = _count_needs(admitted.effective, prompt_ids, prompt_len, max_tokens) if simple is None else simple
-    needed = (
+) -> TableNeeds:
+    """Bound what the request can come to hold of the tables.
+
+    Raises:
+        WeirError: if it can never fit.
+    """
+    counts = admitted.one_program_needs
+    if counts is None:
+        counts = _count_programs(admitted.effective, prompt_ids, prompt_len, max_tokens)
+    programs, instructions = counts
+    for name, need, capacity, setting in (
         ("vectors", len(admitted.digests), sizes.vectors, "vector_bytes"),
         ("programs", programs, sizes.programs, "max_programs"),
-        ("instructions", nodes, sizes.nodes, "max_instructions"),
-    )
-    for name, need, capacity, setting in needed:
+        ("instructions", instructions, sizes.nodes, "max_instructions"),
+    ):
         if need > capacity:
             raise WeirError(
                 f"needs {need} {name}, the engine's table holds {capacity}; raise the setting {setting}",
                 "interventions",
             )
-    return [admitted.digests, programs, nodes]
+    return TableNeeds(admitted.digests, programs, instructions)
 
 
-def _count_needs(
-    moves: Sequence[ResolvedIntervention], prompt_ids: Sequence[int] | None, prompt_len: int, max_tokens: int
+def _count_programs(
+    interventions: Sequence[ResolvedIntervention], prompt_ids: Sequence[int] | None, prompt_len: int, max_tokens: int
 ) -> tuple[int, int]:
-    """(programs, instructions), an upper bound: one program for each combination that a position can have."""
-    selectors = Selectors(list(dict.fromkeys(m.positions for m in moves)), prompt_len, prompt_ids)
+    """Return upper bounds on (programs, instructions).
+
+    A program is one combination of interventions that a position can have.
+
+    Positions are grouped by their code: bit k says whether distinct selector k can select the
+    position. A selector by token id may or may not select a token that is not known yet, so each
+    doubles the programs. An intervention with an instruction per position can make every position's
+    program different.
+    """
+    selectors = Selectors(list(dict.fromkeys(m.positions for m in interventions)), prompt_len, prompt_ids)
     if len(selectors.by_token) > MAX_TOKEN_SELECTORS:
         raise WeirError(f"at most {MAX_TOKEN_SELECTORS} different selectors by token can steer", "interventions")
-    every = np.unique(selectors.codes(np.arange(prompt_len + max_tokens)), return_counts=True)
-    programs = nodes = 0
-    for code, count in zip(*(array.tolist() for array in every), strict=True):
-        active = [m for m in moves if code >> selectors.distinct.index(m.positions) & 1]
+    codes, counts = np.unique(selectors.codes(np.arange(prompt_len + max_tokens)), return_counts=True)
+    programs = instructions = 0
+    for code, positions in zip(codes.tolist(), counts.tolist(), strict=True):
+        active = [m for m in interventions if code >> selectors.distinct.index(m.positions) & 1]
         if not active:
             continue
-        times = 1 << sum(code >> bit & 1 for bit in selectors.by_token)
-        ranked = [m for m in active if m.per_position]
-        if ranked:
-            times *= min(count, 1 + sum(len(m.instructions) for m in ranked))
-        programs += times
-        nodes += times * sum(len(m.layers) * (1 if m.per_position else len(m.instructions)) for m in active)
-    return programs, nodes
+        variants = 1 << sum(code >> bit & 1 for bit in selectors.by_token)
+        per_position = [m for m in active if m.per_position]
+        if per_position:
+            variants *= min(positions, 1 + sum(len(m.instructions) for m in per_position))
+        programs += variants
+        instructions += variants * sum(len(m.layers) * (1 if m.per_position else len(m.instructions)) for m in active)
+    return programs, instructions

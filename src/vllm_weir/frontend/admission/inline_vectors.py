@@ -1,4 +1,4 @@
-"""Vectors that travel with their request, so that the workers need not ask for them while the engine waits."""
+"""Vectors that travel with their request, so that workers need not ask for them."""
 
 from __future__ import annotations
 
@@ -7,37 +7,39 @@ import numpy as np
 from vllm_weir.frontend.admission.admit import AdmittedRequest
 from vllm_weir.util.lru import LruCache
 
-MOST = 64 << 10
-"""Bytes of vectors that a request takes along; of more than that the workers ask for those that they lack. A request
-keeps its own for as long as it waits."""
+MAX_BYTES = 64 << 10
+"""Bytes of vectors that travel with a request. If it has more, the workers ask for those that they
+lack."""
 
 
 class InlineVectors:
-    """What one caller has sent to its engine lately.
+    """The vectors that one caller has sent to its engine recently, which need not be sent again.
 
-    Nobody relies on its being there still: what a worker lacks it asks for.
+    A guess: a worker asks for vectors that it has dropped.
 
     Args:
-        room: bytes of the engine's table of vectors, half of which may be others'.
+        table_bytes: bytes of the engine's table of vectors. Half of it may hold those of other
+            callers.
     """
 
-    def __init__(self, room: int) -> None:
-        self._sent: LruCache[bool] = LruCache(room // 2)
+    def __init__(self, table_bytes: int) -> None:
+        self._sent: LruCache[bool] = LruCache(table_bytes // 2)
 
     def of(self, admitted: AdmittedRequest) -> dict[str, bytes]:
-        """float32 bytes by digest of the vectors that a request of this kind takes along."""
-        wanted = [digest for digest in admitted.digests if not self._sent.get(digest)]
-        # Directions leave the device with the last request that projects on them.
+        """Return the vectors that travel with a request: digest -> float32 bytes, little-endian."""
+        unsent = [digest for digest in admitted.digests if not self._sent.get(digest)]
+        # Directions are always sent: a worker drops them with the last request that projects on
+        # them.
         postprocess = admitted.spec.postprocess
         directions = postprocess.directions if postprocess is not None else ()
-        rows = {digest: admitted.rows[digest] for digest in (*wanted, *directions)}
-        if sum(row.size for row in rows.values()) * 4 > MOST:
+        rows = {digest: admitted.rows[digest] for digest in (*unsent, *directions)}
+        if sum(row.size for row in rows.values()) * 4 > MAX_BYTES:
             return {}
-        for digest in wanted:
+        for digest in unsent:
             self._sent.put(digest, True, rows[digest].size * 4)
         return {digest: row_bytes(row) for digest, row in rows.items()}
 
 
 def row_bytes(row: np.ndarray) -> bytes:
-    """A vector as it travels: float32, little-endian."""
+    """Return a vector [d_model] as float32 bytes, little-endian."""
     return np.ascontiguousarray(row, "<f4").tobytes()

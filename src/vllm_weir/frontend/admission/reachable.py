@@ -1,4 +1,4 @@
-"""Whether a selector can select anything, as far as the engine knows: its vocabulary, and the rows of a request."""
+"""Checks that a selector can select anything, in the vocabulary and among a request's rows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vllm_weir.schema.interventions import Intervention
 from vllm_weir.schema.positions import Positions
 
 Asked = tuple[tuple[Positions, str], ...]
-"""Selectors and the fields that they were given in."""
+"""(selector, field that it was given in)."""
 Item = TypeVar("Item", Capture, Intervention)
 
 
 class Tokenizer(Protocol):
-    """What is needed of vLLM's tokenizers."""
+    """The part of vLLM's tokenizers that Weir uses."""
 
     @property
     def all_special_ids(self) -> list[int]: ...
@@ -29,10 +29,10 @@ class Tokenizer(Protocol):
 
 
 class Vocabulary:
-    """The tokens that an engine's requests can meet.
+    """The tokens that an engine's requests can have.
 
     Args:
-        size: ids of the model are below it; 0 if that is not known.
+        size: one more than the model's largest token id; 0 if that is not known.
         tokenizer: the engine's; None if it has none.
     """
 
@@ -41,9 +41,12 @@ class Vocabulary:
 
     @functools.cached_property
     def size(self) -> int:
-        """Ids are below it; 0 if that is not known. Placeholders of images may be beyond what the model embeds."""
-        known = self._tokenizer.max_token_id + 1 if self._tokenizer is not None else 0
-        return max(self._size, known) if self._size else 0
+        """One more than the largest token id; 0 if that is not known.
+
+        The tokenizer's may be larger than the model's: placeholders of images are not embedded.
+        """
+        tokenizer_size = self._tokenizer.max_token_id + 1 if self._tokenizer is not None else 0
+        return max(self._size, tokenizer_size) if self._size else 0
 
     @functools.cached_property
     def special_ids(self) -> tuple[int, ...] | None:
@@ -53,7 +56,11 @@ class Vocabulary:
         return tuple(sorted({i for i in self._tokenizer.all_special_ids if isinstance(i, int) and i >= 0}))
 
     def resolve(self, positions: Positions, field: str) -> Positions:
-        """The selector with the ids of special tokens put in; raises WeirError if no token can be selected."""
+        """Return the selector with the ids of special tokens inserted.
+
+        Raises:
+            WeirError: if it can select no token.
+        """
         if positions.kind == "special":
             if self.special_ids is None:
                 raise WeirError(
@@ -68,12 +75,12 @@ class Vocabulary:
                 )
             return positions.with_special(self.special_ids)
         if positions.needs_token_ids and self.size:
-            inside = sum(i < self.size for i in positions.numbers)
-            if positions.kind == "token_ids" and not inside:
+            in_vocabulary = sum(i < self.size for i in positions.numbers)
+            if positions.kind == "token_ids" and not in_vocabulary:
                 raise WeirError(
                     f"none of these is a token of the model, whose ids are 0..{self.size - 1}", f"{field}.token_ids"
                 )
-            if positions.kind == "not_token_ids" and inside == self.size:
+            if positions.kind == "not_token_ids" and in_vocabulary == self.size:
                 raise WeirError("every token of the model is among these; leave some out", f"{field}.not_token_ids")
         return positions
 
@@ -81,18 +88,18 @@ class Vocabulary:
 UNKNOWN = Vocabulary()
 
 
-def placed(item: Item, vocabulary: Vocabulary) -> Item:
-    """A capture or an intervention whose selector names its tokens; raises WeirError if it can select none."""
+def resolve_tokens(item: Item, vocabulary: Vocabulary) -> Item:
+    """Return a capture or intervention with its selector resolved by `Vocabulary.resolve`."""
     positions = vocabulary.resolve(item.positions, f"{item.path}.positions")
     if positions is item.positions:
         return item
-    out = copy.copy(item)
-    object.__setattr__(out, "positions", positions)
-    return out
+    resolved = copy.copy(item)
+    object.__setattr__(resolved, "positions", positions)
+    return resolved
 
 
 def asked_of(items: Iterable[Capture | Intervention]) -> Asked:
-    """The distinct selectors of a request's own captures and interventions that need not select anything in it."""
+    """Return the distinct selectors, with their fields, that may select nothing in a request."""
     found: dict[Positions, str] = {}
     for item in items:
         if item.positions.kind in ("generated", "list", "slice"):
@@ -100,8 +107,8 @@ def asked_of(items: Iterable[Capture | Intervention]) -> Asked:
     return tuple(found.items())
 
 
-def tokens_of(prompt_len: int, max_tokens: int, max_model_len: int | None) -> int:
-    """Tokens that a request can generate."""
+def max_generated(prompt_len: int, max_tokens: int, max_model_len: int | None) -> int:
+    """Return how many tokens a request can generate."""
     return max_tokens if max_model_len is None else max(1, min(max_tokens, max_model_len - prompt_len))
 
 
@@ -109,6 +116,8 @@ def check_reached(asked: Asked, prompt_len: int, generated: int, max_tokens: int
     """Raise WeirError for a selector that selects none of a request's rows.
 
     Args:
+        asked: the request's selectors, from `asked_of`.
+        prompt_len: tokens of the prompt.
         generated: tokens that the request can generate.
         max_tokens: as it was asked.
     """
@@ -116,18 +125,18 @@ def check_reached(asked: Asked, prompt_len: int, generated: int, max_tokens: int
     for positions, field in asked:
         if positions.reaches(prompt_len, end):
             continue
-        room, more = f"max_tokens={max_tokens}", "max_tokens"
+        limit, setting = f"max_tokens={max_tokens}", "max_tokens"
         if generated < max_tokens:
-            room, more = f"{room}, of which max_model_len leaves room for {generated},", "max_model_len"
+            limit, setting = f"{limit}, of which max_model_len leaves room for {generated},", "max_model_len"
         if positions.kind == "generated":
             raise WeirError(
-                f"'generated' selects no row: with {room} the one generated token never enters the model; use "
-                f"'sampled' (the rows that outputs are sampled from) or 'last_prompt', or raise {more}",
+                f"'generated' selects no row: with {limit} the one generated token never enters the model; use "
+                f"'sampled' (the rows that outputs are sampled from) or 'last_prompt', or raise {setting}",
                 field,
             )
         raise WeirError(
-            f"{brief(positions.to_json())} selects no row: with {_tokens(prompt_len)} in the prompt and {room} the "
-            f"last position that has one is {end - 1}; name some from 0 to {end - 1}, or raise {more}",
+            f"{brief(positions.to_json())} selects no row: with {_tokens(prompt_len)} in the prompt and {limit} the "
+            f"last position that has one is {end - 1}; name some from 0 to {end - 1}, or raise {setting}",
             field,
         )
 

@@ -1,4 +1,4 @@
-"""The vector registry: vectors and modules kept by name, and vectors by digest, in the caller's process."""
+"""The vector registry: vectors and modules by name, and vectors by digest."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ _OF_LAYER = re.compile(r"^(.+)\[(\d{1,9})\]$", re.ASCII | re.DOTALL)
 
 @dataclass(frozen=True)
 class NamedVector:
-    """What stands under a name: an array ([d], [n, d] or [layers, n, d], under None), or a direction [d] for each of
-    some blocks."""
+    """A registered vector.
+
+    Attributes:
+        directions: block -> a direction [d_model]; or None -> one array: [d], [n, d] or [layers, n,
+            d].
+    """
 
     directions: Mapping[int | None, Vector]
 
@@ -32,11 +36,14 @@ class NamedVector:
 
 @dataclass(frozen=True)
 class RegistryContents:
-    """All that a server keeps by name, and what every request undergoes.
+    """All that a server has registered.
 
     Attributes:
         generation: grows with every change.
-        always: interventions of every request, in order; the first `tiers` of them were given by tier, hook and layer.
+        vectors: by name.
+        modules: lists of interventions by name.
+        always: interventions of every request, in order.
+        tiers: how many of `always`, from the first, were given by tier, hook point and block.
     """
 
     generation: int = 0
@@ -47,34 +54,42 @@ class RegistryContents:
 
 
 class RegistryBackend(Protocol):
-    """Where several processes of one server keep their contents."""
+    """A store of registry contents that several processes of a server share."""
 
     def read(self) -> RegistryContents:
-        """The newest contents; the same object, and cheap, while nothing has changed."""
+        """Return the newest contents; cheap, and the same object, while nothing has changed."""
 
 
 class VectorRegistry:
-    """A name is looked up when a request is admitted, so what it meant then is what the request gets."""
+    """Vectors and modules by name.
+
+    A name is looked up when a request is admitted; changing it later does not change the request.
+
+    Attributes:
+        version: grows whenever a name changes its meaning.
+    """
 
     def __init__(self) -> None:
         self._by_name: dict[str, NamedVector] = {}
         self._modules: Mapping[str, tuple[Intervention, ...]] = {}
         self._by_digest: dict[str, Vector] = {}
         self.version = 0
-        """Grows when a name changes its meaning."""
 
     def load(self, contents: RegistryContents) -> None:
-        """Keep these, and nothing else."""
+        """Replace everything that is registered."""
         self._by_name, self._modules = dict(contents.vectors), contents.modules
         self._changed()
 
     def _changed(self) -> None:
-        kept = (v for named in self._by_name.values() for v in named.directions.values())
-        self._by_digest = {v.digest: v for v in kept}
+        vectors = (v for named in self._by_name.values() for v in named.directions.values())
+        self._by_digest = {v.digest: v for v in vectors}
         self.version += 1
 
     def put(self, name: str, vector: Any) -> str:
-        """Keep `vector` ([d], [n, d] or [layers, n, d]) under `name`, replacing what was there; returns its digest."""
+        """Register a vector ([d], [n, d] or [layers, n, d]) under a name, replacing any other.
+
+        Return its digest.
+        """
         if not isinstance(name, str) or not 0 < len(name) <= 256:
             raise WeirError("a name is a string of 1 to 256 characters", "name")
         if len(self._by_name) >= MAX_NAMES and name not in self._by_name:
@@ -87,58 +102,72 @@ class VectorRegistry:
         return parsed.digest
 
     def remove(self, name: str) -> None:
-        """Forget a name; requests that were admitted with it go on."""
+        """Unregister a name; requests admitted with it keep their vectors."""
         if name not in self._by_name:
             raise WeirError(f"no vector is registered under {name!r}", "name")
         del self._by_name[name]
         self._changed()
 
     def names(self) -> dict[str, dict[str, Any]]:
-        """name -> {digest, shape}; of a name with directions of several blocks, each as ``name[block]``."""
-        out = {}
+        """Return name -> {digest, shape}.
+
+        A name with a direction per block appears as ``name[block]`` for each.
+        """
+        names = {}
         for name, named in sorted(self._by_name.items()):
             for layer, v in named.directions.items():
-                out[name if layer is None else f"{name}[{layer}]"] = {"digest": v.digest, "shape": _shape(v)}
-        return out
+                names[name if layer is None else f"{name}[{layer}]"] = {"digest": v.digest, "shape": _shape(v)}
+        return names
 
     def find(self, ref: str, field: str) -> np.ndarray:
-        """The array under a name or digest; raises WeirError naming `field`."""
+        """Return the array under a name or digest.
+
+        Raises:
+            WeirError: naming `field`, if there is none.
+        """
         vector = self._named(ref, field) or self._by_digest.get(ref)
         if vector is None or vector.array is None:
-            raise WeirError(f"no vector is registered under {ref!r}; {_known(self._by_name)}", field)
+            raise WeirError(f"no vector is registered under {ref!r}; {_registered(self._by_name)}", field)
         return vector.array
 
     def _named(self, ref: str, field: str) -> Vector | None:
         named = self._by_name.get(ref)
         if named is None:
             match = _OF_LAYER.match(ref)
-            of_blocks = self._by_name.get(match[1]) if match else None
-            return None if match is None or of_blocks is None else of_blocks.directions.get(int(match[2]))
+            per_block = self._by_name.get(match[1]) if match else None
+            return None if match is None or per_block is None else per_block.directions.get(int(match[2]))
         if None not in named.directions:
             raise WeirError(
                 f"{ref!r} has a direction for each of {len(named.layers)} blocks: name one ({ref}[{named.layers[0]}]), "
-                f'or ask for all of them where they belong, "modules": ["{ref}"]',
+                f'or apply each at its block with "modules": ["{ref}"]',
                 field,
             )
         return named.directions[None]
 
     def module(self, name: str, field: str) -> Sequence[Intervention]:
-        """The interventions under a name; directions of blocks are added to the stream leaving them."""
+        """Return the interventions under a name.
+
+        A direction per block becomes an `Add` at each of them.
+
+        Raises:
+            WeirError: naming `field`, if no module has the name.
+        """
         if name in self._modules:
             return self._modules[name]
         named = self._by_name.get(name)
         if named is None or None in named.directions:
-            have = {*self._modules, *(n for n, v in self._by_name.items() if v.layers)}
-            what = "a vector, but no module," if named is not None else "no module"
-            raise WeirError(f"{what} is registered under {name!r}; {_known(have)}", field)
+            names = {*self._modules, *(n for n, v in self._by_name.items() if v.layers)}
+            kind = "a vector, but no module," if named is not None else "no module"
+            raise WeirError(f"{kind} is registered under {name!r}; {_registered(names)}", field)
         return [Add(v, layer, path=field) for layer, v in named.directions.items() if layer is not None]
 
 
-def _known(names: Iterable[str]) -> str:
-    some = sorted(names)
-    if not some:
+def _registered(names: Iterable[str]) -> str:
+    """Return the end of an error message that lists what is registered."""
+    listed = sorted(names)
+    if not listed:
         return "none are (weir.register does that, or PUT /v1/vectors/NAME and POST /v1/steering/modules/register)"
-    return "registered are " + ", ".join(some[:20]) + (f" and {len(some) - 20} more" if len(some) > 20 else "")
+    return "registered are " + ", ".join(listed[:20]) + (f" and {len(listed) - 20} more" if len(listed) > 20 else "")
 
 
 def _shape(vector: Vector) -> list[int]:

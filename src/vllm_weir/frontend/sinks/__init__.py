@@ -1,1 +1,1 @@
-"""Sinks: rows of finished requests on their way to consumers (files, logs, plugins), beside the engine."""
+"""Sinks: queues and threads that hand rows of finished requests to consumers."""

@@ -1,4 +1,4 @@
-"""Jobs: one sequence's rows for one sink, assembled (or read back from a temporary file) in the sink's thread."""
+"""`Delivery`: one sequence's rows for one sink, assembled in the sink's thread."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ _NAMES = ("positions", "token_ids", "data")
 
 
 class Delivery:
-    """Rows on their way.
+    """The rows of one sequence for one sink.
+
+    Args:
+        view: the view that has the rows.
+        request: the sequence.
+        ticket: gets the outcome.
+        release: called once, when the rows are no longer needed in memory.
 
     Attributes:
         size: bytes of the rows.
-        request: whose they are.
-        ticket: where it is said what became of them.
-
-    Args:
-        release: called once when the rows are not needed here any more.
+        request: the sequence, as the consumer gets it.
+        ticket: has the outcome once the delivery is done.
     """
 
     def __init__(self, view: OutputView, request: Finished, ticket: Ticket, release: Callable[[], None]) -> None:
@@ -47,12 +50,12 @@ class Delivery:
         self._file: Path | None = None
         self._lock = threading.RLock()
 
-    def marked(self, metadata: dict[str, Any]) -> None:
-        """The caller has marked the request."""
+    def set_mark(self, metadata: dict[str, Any]) -> None:
+        """Set what the caller gave to `weir.mark`."""
         self.request = replace(self.request, metadata=metadata)
 
     def rows(self) -> Iterator[Rows]:
-        """One after the other, each site's; waits for those that are still on their way.
+        """Yield the rows of each site, waiting for those that have not arrived yet.
 
         Raises:
             WeirError: if rows were lost.
@@ -64,7 +67,7 @@ class Delivery:
                 yield from self._assemble(self._view)
 
     def spill(self, folder: Path) -> None:
-        """Put the rows into a temporary file, so that they hold no memory while they wait."""
+        """Write the rows to a temporary file in a folder, and free their memory."""
         with self._lock:
             if self._view is None:
                 return
@@ -76,22 +79,24 @@ class Delivery:
                 os.unlink(name)
                 raise
             self._file = Path(name)
-            self._let_go()
+            self._release_view()
 
-    def over(self) -> None:
-        """The rows are not needed any more."""
+    def discard(self) -> None:
+        """Free the rows and delete the temporary file."""
         with self._lock:
-            self._let_go()
+            self._release_view()
             file, self._file = self._file, None
             if file is not None:
                 try:
                     file.unlink(missing_ok=True)
-                except OSError as e:  # the sink goes on: its folder is removed when it closes
-                    logger.error("the rows of request %s stay in %s for now: %s", self.request.name, file, e)
+                except OSError as e:  # not fatal: the folder is removed when the sink closes
+                    logger.error(
+                        "the rows of request %s stay in %s until the sink closes: %s", self.request.name, file, e
+                    )
 
-    def evict(self, why: str) -> None:
-        """The rows were not marked in time."""
-        self.over()
+    def evict(self) -> None:
+        """Discard rows that were not marked in time."""
+        self.discard()
         self.ticket.close("evicted")
 
     def _assemble(self, view: OutputView) -> Iterator[Rows]:
@@ -101,7 +106,7 @@ class Delivery:
             data, header = acts.compressed(site) if acts.is_compressed else (acts[site], None)
             yield Rows(self.request, site, acts.positions_of(*site), acts.token_ids_of(*site), data, header)
 
-    def _let_go(self) -> None:
+    def _release_view(self) -> None:
         self._view = None
         release, self._release = self._release, None
         if release is not None:
@@ -111,10 +116,10 @@ class Delivery:
 def _write(path: Path, rows: Iterator[Rows]) -> None:
     tensors: dict[str, torch.Tensor] = {}
     index = []
-    for k, one in enumerate(rows):
-        tensors |= {f"{k}.{name}": getattr(one, name).contiguous() for name in _NAMES}
-        index.append([one.site.hook, one.site.layer, one.compression])
-    # Sites can share positions; a file holds each tensor once for each name.
+    for k, site_rows in enumerate(rows):
+        tensors |= {f"{k}.{name}": getattr(site_rows, name).contiguous() for name in _NAMES}
+        index.append([site_rows.site.hook, site_rows.site.layer, site_rows.compression])
+    # Sites can share positions, and safetensors does not write tensors that share memory.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     save_file(tensors, path, metadata={"index": json.dumps(index)})
 

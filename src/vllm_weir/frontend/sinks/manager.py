@@ -1,8 +1,8 @@
-"""The sink manager: all sinks of one engine, and which rows go to which."""
+"""The sink manager: the sinks of one engine, and the deliveries to them."""
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401 - whose end comes after ours only if it was announced before
+import concurrent.futures.thread  # noqa: F401 - its exit hook must run after ours, so be registered before
 import json
 import threading
 import time
@@ -27,26 +27,30 @@ from vllm_weir.schema.sinks import Sink, SinkDefinition
 if TYPE_CHECKING:
     from vllm_weir.frontend.outputs.view import OutputView
 
-MOST_OWN = 16
-"""Sinks that requests have set up and that are kept open."""
-
-LONGEST_NAME = 4000
-"""Characters of a request's id, as its engine calls it; datasets take 4096, with a sequence's number and the like."""
+MAX_OWN_SINKS = 16
+"""Sinks set up by requests that are open at once."""
+MAX_ID_LENGTH = 4000
+"""Characters of the engine's id of a request; datasets take 4096, with suffixes such as a
+sequence's number."""
 
 
 class SinkManager:
-    """Sinks of the engine's settings and of its requests.
+    """The sinks of the engine's settings and of its requests.
 
     Args:
         definitions: the settings' sinks by name.
-        marked_bytes, marked_seconds: bounds of the rows that wait to be marked.
-        patience: seconds that a sink with the policy ``"block"`` may hold an output back.
+        marked_bytes: see `MarkBuffer`.
+        marked_seconds: see `MarkBuffer`.
+        patience: seconds that a sink with the policy ``"block"`` may delay an output.
 
     Attributes:
-        everyone: what these sinks get of every request.
+        everyone: captures of every request, for the settings' sinks.
+        marks: rows that wait to be marked.
+        close: hands the sinks what is queued and closes them; runs by itself when the manager is
+            collected.
 
     Raises:
-        WeirError: for a capture that is none, or a consumer that is not installed.
+        WeirError: if a definition has an invalid capture, or a consumer that is not installed.
     """
 
     def __init__(
@@ -60,15 +64,16 @@ class SinkManager:
         self._runners: dict[str, SinkRunner] = {}
         self._own: OrderedDict[SinkDefinition, SinkRunner] = OrderedDict()
         self._ending: dict[SinkDefinition, SinkRunner] = {}
-        """Sinks that requests had set up, and that were told to stop."""
+        """Sinks set up by requests, no longer in use, whose threads may still run."""
         self._lock = threading.Lock()
-        self._tidier: threading.Thread | None = None
+        self._evicter: threading.Thread | None = None
         self._wake = threading.Event()
+        """Set when rows are added to `marks`, so that the evicter looks when they are due."""
         self.close = weakref.finalize(self, _close, self._runners, self._own, self._ending)
         _close_before_exit(self)
 
     def open(self, engine: EngineInfo) -> None:
-        """Set the settings' sinks up; raises WeirError if one refuses."""
+        """Set up the settings' sinks; raise WeirError if a consumer cannot be opened."""
         with self._lock:
             self._engine = engine
             self.everyone = tuple(_fitting(capture, engine.d_model) for capture in self.everyone)
@@ -77,7 +82,11 @@ class SinkManager:
                     self._runners[name] = SinkRunner(name, definition, engine, f"settings.sinks.{name}")
 
     def prepare(self, parts: Sequence[CaptureGroup], request_id: str = "") -> None:
-        """Make sure that the sinks of a request stand; raises WeirError, naming the field, if one refuses."""
+        """Set up the sinks of a request.
+
+        Raises:
+            WeirError: naming the field, if a consumer cannot be opened.
+        """
         for part in parts:
             if not part.sink.memory:
                 _check_name(request_id)
@@ -86,63 +95,70 @@ class SinkManager:
     def deliver(
         self, request_id: str, views: Sequence[OutputView], request: Finished, release: Callable[[], None], hold: bool
     ) -> list[Ticket]:
-        """Send a finished sequence's rows on their ways.
+        """Send a finished sequence's rows to its sinks, or keep those that wait to be marked.
 
         Args:
-            request_id: the engine's own id.
-            views: one for each part that has a sink.
-            request: whose rows they are.
-            release: to be called once for each view, when its rows are not needed here any more.
-            hold: whether this thread may be held up while a sink has no room.
+            request_id: the engine's id.
+            views: one for each capture group that has a sink.
+            request: the sequence.
+            release: called once for each view, when its rows are no longer needed in memory.
+            hold: whether this call may block while a sink has no room.
+
+        Returns:
+            A ticket for each view.
         """
         patience = self._patience if hold else 0.0
         tickets: list[Ticket] = []
         kept: list[_UnmarkedDelivery] = []
-        times = Counter(view.part.sink for view in views)
+        groups_of_sink = Counter(view.part.sink for view in views)
         labels = labels_of([(view.part.sink, view.part.keep) for view in views])
         for view, label in zip(views, labels, strict=True):
             try:
                 runner = self._runner(view.part.sink)
-            except WeirError as e:  # the request's output says so; this thread serves everybody's
+            except WeirError as e:  # raising would stop the outputs of all requests
                 tickets.append(Ticket(label, True))
                 tickets[-1].close(f"failed: {e}")
                 release()
                 continue
             marked = view.part.keep == "marked"
             ticket = Ticket(label, runner.required, "held" if marked else "queued")
-            own = replace(request, capture=view.part.told)
-            if marked and times[view.part.sink] > 1:  # a consumer gets a sequence of one name once
-                own = replace(own, name=f"{request.name}.marked", part="marked")
-            job = Delivery(view, own, ticket, release)
+            of_group = replace(request, capture=view.part.notes)
+            if marked and groups_of_sink[view.part.sink] > 1:  # a consumer gets each name once
+                of_group = replace(of_group, name=f"{request.name}.marked", part="marked")
+            delivery = Delivery(view, of_group, ticket, release)
             tickets.append(ticket)
             if marked:
-                kept.append(_UnmarkedDelivery(job, runner))
+                kept.append(_UnmarkedDelivery(delivery, runner))
             else:
-                runner.offer(job, patience)
+                runner.offer(delivery, patience)
         metadata = self.marks.add(request_id, list(kept)) if kept else None
         if metadata is not None:
-            for one in kept:
-                one.send(metadata, patience)
+            for unmarked in kept:
+                unmarked.send(metadata, patience)
         elif kept:
-            self._tidy()
+            self._wake_evicter()
         return tickets
 
     def mark(self, name: str, metadata: dict[str, Any], hold: bool = True) -> list[Ticket]:
-        """See `weir.mark`; `hold` as in `deliver`."""
+        """Mark a request, as `weir.mark` does; `hold` as in `deliver`."""
         tickets = []
-        for kept in self.marks.mark(name, metadata):
-            assert isinstance(kept, _UnmarkedDelivery)
-            kept.send(metadata, self._patience if hold else 0.0)
-            tickets.append(kept.job.ticket)
+        for unmarked in self.marks.mark(name, metadata):
+            assert isinstance(unmarked, _UnmarkedDelivery)
+            unmarked.send(metadata, self._patience if hold else 0.0)
+            tickets.append(unmarked.delivery.ticket)
         return tickets
 
     def flush(self, timeout: float) -> None:
-        """Wait until every sink has taken what was sent to it, durably; WeirError names those that could not."""
+        """Wait until every sink has made durable what was sent to it.
+
+        Raises:
+            WeirError: naming those that could not.
+        """
         failures = []
         for runner in self._all():
             try:
                 runner.flush(timeout)
-            except WeirError as e:  # the others' rows are not to be lost with it
+            except WeirError as e:  # go on, so that the rows of the other sinks are flushed
                 failures.append(e)
         if len(failures) == 1:
             raise failures[0]
@@ -150,7 +166,7 @@ class SinkManager:
             raise WeirError("; ".join(e.message for e in failures), "sink")
 
     def report(self) -> dict[str, dict[str, Any]]:
-        """Sink -> its state."""
+        """Return the state of each sink, by label."""
         with self._lock:
             sinks = [Sink(name) for name in self._runners] + [Sink(own.consumer, own) for own in self._own]
             runners = [*self._runners.values(), *self._own.values()]
@@ -169,90 +185,93 @@ class SinkManager:
             if runner is None:
                 assert self._engine is not None
                 if sink.own in self._ending:
-                    self._ending.pop(sink.own).close()  # two at once would write the same files
-                self._make_room(sink.path)
+                    self._ending.pop(sink.own).close()  # two at once could write the same files
+                self._stop_idle(sink.path)
                 runner = SinkRunner(sink.name, sink.own, self._engine, sink.path)
                 self._own[sink.own] = runner
             self._own.move_to_end(sink.own)
             return runner
 
-    def _make_room(self, path: str) -> None:
-        if len(self._own) < MOST_OWN:
+    def _stop_idle(self, path: str) -> None:
+        """Stop an idle sink if there are too many; raise WeirError if none is idle."""
+        if len(self._own) < MAX_OWN_SINKS:
             return
         idle = next((d for d, r in self._own.items() if r.idle), None)
         if idle is None:
             raise WeirError(
-                f"{MOST_OWN} sinks that requests have set up are busy; set one up for the engine and name it", path
+                f"{MAX_OWN_SINKS} sinks set up by requests are busy; define the sink in the settings and name it", path
             )
-        # Its consumer may take long to end: nobody waits for that here.
         for definition in [d for d, r in self._ending.items() if r.ended]:
             del self._ending[definition]
         self._ending[idle] = self._own.pop(idle)
-        self._ending[idle].stop()
+        self._ending[idle].stop()  # does not wait, as closing the consumer may take long
 
-    def _tidy(self) -> None:
-        """Let go of what is not marked in time."""
-        if self._tidier is None:
-            self._tidier = threading.Thread(
-                target=_keep_tidy, args=(weakref.ref(self), self._wake), name="weir-marks", daemon=True
+    def _wake_evicter(self) -> None:
+        """Have rows evicted that are not marked in time."""
+        if self._evicter is None:
+            self._evicter = threading.Thread(
+                target=_evict_expired, args=(weakref.ref(self), self._wake), name="weir-marks", daemon=True
             )
-            self._tidier.start()
+            self._evicter.start()
         self._wake.set()
 
 
 class _UnmarkedDelivery:
-    """A job that waits to be marked."""
+    """A delivery that waits to be marked."""
 
-    def __init__(self, job: Delivery, runner: SinkRunner) -> None:
-        self.job, self._runner = job, runner
-        runner.hold(1)
+    def __init__(self, delivery: Delivery, runner: SinkRunner) -> None:
+        self.delivery, self._runner = delivery, runner
+        runner.expect(1)
 
     @property
     def size(self) -> int:
-        return self.job.size
+        """Bytes of the rows."""
+        return self.delivery.size
 
     def send(self, metadata: dict[str, Any], patience: float) -> None:
-        self.job.marked(metadata)
-        self.job.ticket.state = "queued"
-        self._runner.offer(self.job, patience)
-        self._runner.hold(-1)
+        """Hand the rows to the sink, marked."""
+        self.delivery.set_mark(metadata)
+        self.delivery.ticket.state = "queued"
+        self._runner.offer(self.delivery, patience)
+        self._runner.expect(-1)
 
-    def evict(self, why: str) -> None:
-        self.job.evict(why)
-        self._runner.hold(-1)
+    def evict(self) -> None:
+        """Discard the rows."""
+        self.delivery.evict()
+        self._runner.expect(-1)
 
 
 def check_sinks(definitions: Mapping[str, SinkDefinition]) -> None:
-    """Raise WeirError for what can be known to be wrong before there is an engine."""
+    """Raise WeirError for sinks of the settings that are wrong whatever the engine."""
     for name, definition in definitions.items():
         _captures(name, definition)
 
 
 def _captures(name: str, definition: SinkDefinition) -> list[Capture]:
-    """What a sink of the settings gets of every request."""
+    """Return the captures of every request for a sink of the settings."""
     path = f"settings.sinks.{name}"
     declared = consumers.find(definition.consumer, path).captures
-    wanted: Sequence[Any] = declared
+    given: Sequence[Any] = declared
     if definition.captures is not None:
-        wanted = [json.loads(text) for text in definition.captures]
-    out = []
-    for k, one in enumerate(wanted):
-        capture = Capture.from_json(one.to_json() if isinstance(one, Capture) else one, f"{path}.capture[{k}]")
+        given = [json.loads(text) for text in definition.captures]
+    captures = []
+    for k, item in enumerate(given):
+        capture = Capture.from_json(item.to_json() if isinstance(item, Capture) else item, f"{path}.capture[{k}]")
         if not capture.sink.memory or capture.keep != "always":
-            raise WeirError("the capture of a sink goes to that sink; leave sink and keep out", f"{path}.capture[{k}]")
-        out.append(replace(capture, sink=Sink(name), keep=definition.keep))
-    return out
+            raise WeirError("the captures of a sink always go to it; leave sink and keep out", f"{path}.capture[{k}]")
+        captures.append(replace(capture, sink=Sink(name), keep=definition.keep))
+    return captures
 
 
 def _fitting(capture: Capture, d_model: int) -> Capture:
-    """As Vllm_mi_patch does: topk8 keeps all values of a row that has fewer than it is to keep."""
+    """Bound topk8's `k` by the row's width, for the sink that Vllm_mi_patch's variables set up."""
     compress = capture.compress
     if capture.sink.name != ACT or compress is None or compress.method != "topk8" or compress.k is None:
         return capture
     return replace(capture, compress=replace(compress, k=min(compress.k, d_model)))
 
 
-def _keep_tidy(manager_of: weakref.ref[SinkManager], wake: threading.Event) -> None:
+def _evict_expired(manager_of: weakref.ref[SinkManager], wake: threading.Event) -> None:
     while True:
         manager = manager_of()
         if manager is None:
@@ -264,23 +283,23 @@ def _keep_tidy(manager_of: weakref.ref[SinkManager], wake: threading.Event) -> N
         manager = manager_of()
         if manager is None:
             return
-        manager.marks.tidy()
+        manager.marks.evict_expired()
         del manager
 
 
-_boards: weakref.WeakSet[SinkManager] = weakref.WeakSet()
+_managers: weakref.WeakSet[SinkManager] = weakref.WeakSet()
 
 
 def _close_before_exit(manager: SinkManager) -> None:
-    """Close it while consumers can still start threads, as their last files may need: ``atexit`` is too late."""
+    """Close a manager at exit, before ``atexit`` hooks: consumers may start threads until then."""
     manager.close.atexit = not hasattr(threading, "_register_atexit")
-    if not manager.close.atexit and not _boards:
+    if not manager.close.atexit and not _managers:
         threading._register_atexit(_close_all)  # type: ignore[attr-defined]
-    _boards.add(manager)
+    _managers.add(manager)
 
 
 def _close_all() -> None:
-    for manager in list(_boards):
+    for manager in list(_managers):
         manager.close()
 
 
@@ -290,9 +309,9 @@ def _close(runners: dict[str, SinkRunner], *own: dict[SinkDefinition, SinkRunner
 
 
 def _check_name(request_id: str) -> None:
-    """Raise WeirError, before anything is generated, for an id under which no dataset would take rows."""
-    if len(request_id) > LONGEST_NAME:
-        most = f"rows that go to a sink want an id of at most {LONGEST_NAME:,} characters, not {len(request_id):,}"
-        raise WeirError(most, "request_id")
+    """Raise WeirError for a request id under which no dataset would take rows."""
+    if len(request_id) > MAX_ID_LENGTH:
+        why = f"rows that go to a sink need an id of at most {MAX_ID_LENGTH:,} characters, not {len(request_id):,}"
+        raise WeirError(why, "request_id")
     if not request_id.isascii() and any("\ud800" <= c <= "\udfff" for c in request_id):
-        raise WeirError(f"rows that go to a sink want an id that is text, not {request_id[:80]!a}", "request_id")
+        raise WeirError(f"rows that go to a sink need an id that is valid text, not {request_id[:80]!a}", "request_id")

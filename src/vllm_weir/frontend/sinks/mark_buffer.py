@@ -1,4 +1,4 @@
-"""Rows that wait to be marked: a buffer bounded in bytes and in time. Pure bookkeeping."""
+"""`MarkBuffer`: rows that wait to be marked, bounded in bytes and in time. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -12,69 +12,81 @@ from typing import Any, Protocol
 
 from vllm_weir.errors import WeirError
 
-MOST_REMEMBERED = 10_000
-"""Requests whose end is remembered, for what `weir.mark` says of them."""
+MAX_ENDED = 10_000
+"""Ended requests that are remembered, so that `weir.mark` can say why they cannot be marked."""
 
 
 class MarkableDelivery(Protocol):
-    """What a buffer of marks holds."""
+    """An item of a `MarkBuffer`."""
 
     @property
-    def size(self) -> int: ...
-    def evict(self, why: str) -> None: ...
+    def size(self) -> int:
+        """Bytes of its rows."""
+        ...
+
+    def evict(self) -> None:
+        """Discard the rows, which were not marked in time."""
 
 
 class MarkBuffer:
-    """Finished requests whose rows are kept for a while, and live ones that were marked before they finished.
+    """Finished requests whose rows wait to be marked, and marks of requests that still run.
+
+    A request has two ids: the engine's, which is unique, and the one that the caller knows.
 
     Args:
-        most_bytes: of all the rows; the oldest go first.
+        max_bytes: of all kept rows; the oldest are evicted first.
         seconds: how long rows are kept.
-        clock: seconds, ascending.
+        clock: returns monotonic seconds.
     """
 
-    def __init__(self, most_bytes: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most_bytes, self._seconds, self._clock = most_bytes, seconds, clock
+    def __init__(self, max_bytes: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_bytes, self._seconds, self._clock = max_bytes, seconds, clock
         self._held: OrderedDict[str, tuple[float, str, list[MarkableDelivery]]] = OrderedDict()
-        """Internal id -> (when it is too late, the caller's id, what waits)."""
+        """Engine's id -> (time of eviction, the caller's id, what waits)."""
         self._live: dict[str, str] = {}
-        """Internal id -> the caller's id, of requests that have not finished."""
+        """Engine's id -> the caller's id, of requests that have not finished."""
         self._early: dict[str, dict[str, Any]] = {}
+        """Engine's id -> metadata of marks of requests that have not finished."""
         self._ended: OrderedDict[str, str] = OrderedDict()
+        """Either id -> why the request cannot be marked any more."""
         self._bytes = 0
-        self._gone: deque[str] = deque()
-        """Ids of requests that have gone since somebody last looked."""
+        self._abandoned: deque[str] = deque()
+        """Engine's ids that `leave` was called with and that have not been processed yet."""
         self._lock = threading.Lock()
 
     @contextmanager
-    def _held_still(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock, with abandoned requests removed first."""
         with self._lock:
-            while self._gone:
-                self._left(self._gone.popleft())
+            while self._abandoned:
+                self._remove_abandoned(self._abandoned.popleft())
             yield
 
     def join(self, request_id: str, name: str) -> None:
-        """A request whose rows are to be kept has been admitted; `name` is the id that the caller knows."""
-        with self._held_still():
+        """Add an admitted request whose rows are to be kept; `name` is the caller's id."""
+        with self._locked():
             self._live[request_id] = name
 
     def leave(self, request_id: str) -> None:
-        """The request has gone without rows to keep (it was aborted); unknown ids are fine.
+        """Remove a request that will not finish, as it was aborted; does nothing for others.
 
-        Takes no lock: garbage may be collected, and this be called, in the middle of anything that holds it.
+        Takes no lock, as a garbage collection may call this in a thread that holds it.
         """
-        self._gone.append(request_id)
+        self._abandoned.append(request_id)
 
-    def _left(self, request_id: str) -> None:
+    def _remove_abandoned(self, request_id: str) -> None:
         name = self._live.pop(request_id, None)
         self._early.pop(request_id, None)
         if name is not None:
             self._end(request_id, name, "was aborted")
 
     def add(self, request_id: str, items: list[MarkableDelivery]) -> dict[str, Any] | None:
-        """The request has finished: keep its rows; or its marks' metadata, if it was marked already."""
+        """Keep the rows of a finished request and return None.
+
+        If it was marked before it finished, return the marks' metadata instead.
+        """
         now, size = self._clock(), sum(item.size for item in items)
-        with self._held_still():
+        with self._locked():
             name = self._live.pop(request_id, request_id)
             early = self._early.pop(request_id, None)
             if early is not None:
@@ -82,94 +94,99 @@ class MarkBuffer:
                 return early
             self._held[request_id] = (now + self._seconds, name, items)
             self._bytes += size
-            gone = self._expired(now)
-            while self._bytes > self._most_bytes and self._held:
-                gone += self._out(next(iter(self._held)), f"had to make room (marked_bytes is {self._most_bytes})")
-        for item, why in gone:
-            item.evict(why)
+            evicted = self._expired(now)
+            while self._bytes > self._max_bytes and self._held:
+                evicted += self._evict(next(iter(self._held)), f"had to make room (marked_bytes is {self._max_bytes})")
+        for item in evicted:
+            item.evict()
         return None
 
     def mark(self, name: str, metadata: dict[str, Any]) -> list[MarkableDelivery]:
-        """What was kept of the request; empty if it is still running, and then its rows are written when it finishes.
+        """Mark a request; return what was kept of it, which the caller must send.
+
+        The result is empty if the request is still running: its rows are sent when it finishes.
 
         Raises:
             WeirError: if the request is unknown, or its rows are gone.
         """
-        self.tidy()
-        with self._held_still():
-            found = [k for k, (_, own, _) in self._held.items() if name in (k, own)]
+        self.evict_expired()
+        with self._locked():
+            kept = [k for k, (_, own, _) in self._held.items() if name in (k, own)]
             live = [k for k, own in self._live.items() if name in (k, own)]
-            if found or live:
+            if kept or live:
                 for key in live:
                     self._early[key] = {**self._early.get(key, {}), **metadata}
-                out: list[MarkableDelivery] = []
-                for key in found:
+                marked: list[MarkableDelivery] = []
+                for key in kept:
                     _, own, items = self._held.pop(key)
                     self._bytes -= sum(item.size for item in items)
                     self._end(key, own, "was marked already")
-                    out += items
-                return out
+                    marked += items
+                return marked
             why = self._ended.get(name)
         if why is None:
             raise WeirError(f"no request {name!r} with rows to mark is known here", "request_id")
         raise WeirError(f"request {name!r} {why}", "request_id")
 
     def answered_as(self, name: str) -> list[str]:
-        """Ids of known requests that a server answers under this one: it, or ``<name>-<k>`` of several prompts."""
-        with self._held_still():
+        """Return the callers' ids of known requests to which an HTTP response's id refers.
+
+        These are the id itself, or ``<name>-<k>`` for a request with several prompts.
+        """
+        with self._locked():
             known = {*self._ended, *self._live.values(), *(own for _, own, _ in self._held.values())}
         if name in known:
             return [name]
         of_prompts = re.compile(re.escape(name) + r"-\d{1,9}", re.ASCII)
-        return sorted(filter(of_prompts.fullmatch, known), key=lambda one: int(one.rpartition("-")[2]))
+        return sorted(filter(of_prompts.fullmatch, known), key=lambda request_id: int(request_id.rpartition("-")[2]))
 
     def has(self, name: str) -> bool:
-        """Whether the request can be marked."""
-        with self._held_still():
+        """Return whether the request can be marked."""
+        with self._locked():
             held = ((k, own) for k, (_, own, _) in self._held.items())
             return any(name in both for both in (*held, *self._live.items()))
 
     def had(self, name: str) -> bool:
-        """Whether it could once."""
-        with self._held_still():
+        """Return whether the request could be marked before, but not any more."""
+        with self._locked():
             return name in self._ended
 
-    def tidy(self) -> None:
-        """Let go what is too old."""
-        with self._held_still():
-            gone = self._expired(self._clock())
-        for item, why in gone:
-            item.evict(why)
+    def evict_expired(self) -> None:
+        """Evict rows that have been kept for too long."""
+        with self._locked():
+            evicted = self._expired(self._clock())
+        for item in evicted:
+            item.evict()
 
     @property
     def due(self) -> float | None:
-        """When the oldest rows are too old; None if there are none."""
-        with self._held_still():
+        """When the oldest rows are to be evicted; None if there are none."""
+        with self._locked():
             return next((when for when, _, _ in self._held.values()), None)
 
     @property
     def bytes(self) -> int:
-        """Bytes that are kept."""
+        """Bytes of the kept rows."""
         return self._bytes
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def _expired(self, now: float) -> list[tuple[MarkableDelivery, str]]:
-        gone: list[tuple[MarkableDelivery, str]] = []
+    def _expired(self, now: float) -> list[MarkableDelivery]:
+        expired: list[MarkableDelivery] = []
         while self._held and next(iter(self._held.values()))[0] <= now:
-            gone += self._out(next(iter(self._held)), f"waited too long (marked_seconds is {self._seconds:g})")
-        return gone
+            expired += self._evict(next(iter(self._held)), f"waited too long (marked_seconds is {self._seconds:g})")
+        return expired
 
-    def _out(self, key: str, why: str) -> list[tuple[MarkableDelivery, str]]:
+    def _evict(self, key: str, why: str) -> list[MarkableDelivery]:
         _, name, items = self._held.pop(key)
         self._bytes -= sum(item.size for item in items)
         self._end(key, name, f"is marked too late: its rows are gone, they {why}")
-        return [(item, why) for item in items]
+        return items
 
     def _end(self, key: str, name: str, why: str) -> None:
-        for known in {key, name}:
-            self._ended[known] = why
-            self._ended.move_to_end(known)
-        while len(self._ended) > MOST_REMEMBERED:
+        for request_id in {key, name}:
+            self._ended[request_id] = why
+            self._ended.move_to_end(request_id)
+        while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)

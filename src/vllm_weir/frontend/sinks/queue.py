@@ -1,4 +1,4 @@
-"""The queue before a consumer: bounded in bytes, with what happens to rows that find no room."""
+"""`BoundedQueue`: a queue bounded in bytes, with a policy for what does not fit."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Generic, Protocol, TypeVar
 
 
 class QueueItem(Protocol):
-    """What a queue needs of what waits in it."""
+    """An item of a `BoundedQueue`."""
 
     @property
     def size(self) -> int:
-        """Bytes that it holds in memory while it waits."""
+        """Bytes of memory that the item holds while it waits."""
         ...
 
 
@@ -22,7 +22,7 @@ ItemType = TypeVar("ItemType", bound=QueueItem)
 
 
 class BoundedQueue(Generic[ItemType]):
-    """First come, first served, one taker.
+    """A first-in, first-out queue with one consuming thread.
 
     Args:
         limit: bytes that may wait; one item may always wait, however large.
@@ -34,14 +34,21 @@ class BoundedQueue(Generic[ItemType]):
         self._items: deque[tuple[ItemType, int]] = deque()
         self._bytes = 0
         self._put = self._done = 0
-        """Items that were ever put in, and dealt with."""
+        """Items that were ever put in, and finished."""
         self._stopped = False
         self._changed = threading.Condition()
 
     def put(self, item: ItemType, patience: float) -> str:
-        """``"in"``; without room ``"spill"`` (it is in, and is to be taken out of memory) or ``"drop"`` (it is not).
+        """Put an item in, if the policy allows, and return what happened.
 
-        With the policy ``"block"`` it waits up to `patience` seconds for room, and then is in as well.
+        Args:
+            item: the item.
+            patience: seconds to wait for room with the policy ``"block"``; after that the item is
+                put in all the same.
+
+        Returns:
+            ``"in"``; ``"spill"``: it is in, and the caller must move it out of memory; ``"drop"``:
+            it is not in.
         """
         deadline = time.monotonic() + patience
         with self._changed:
@@ -53,18 +60,21 @@ class BoundedQueue(Generic[ItemType]):
                     return "drop"
                 verdict = "spill" if self._policy == "spill" else "in"
                 while verdict == "in" and self._items and self._bytes + size > self._limit:
-                    left = deadline - time.monotonic()
-                    if left <= 0 or not self._changed.wait(left):
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0 or not self._changed.wait(remaining):
                         break
-            held = 0 if verdict == "spill" else size
-            self._items.append((item, held))
+            memory = 0 if verdict == "spill" else size
+            self._items.append((item, memory))
             self._put += 1
-            self._bytes += held
+            self._bytes += memory
             self._changed.notify_all()
             return verdict
 
     def take(self, patience: float | None = None) -> ItemType | None:
-        """The next item, waiting for it; None once the queue has stopped and is empty. `done` ends the work on it.
+        """Wait for the next item and return it.
+
+        The result is None once the queue has stopped and is empty. Call `done` when the item is
+        finished.
 
         Raises:
             queue.Empty: if nothing has come within `patience` seconds.
@@ -75,43 +85,46 @@ class BoundedQueue(Generic[ItemType]):
                     return None
                 if not self._changed.wait(patience) and not self._items and not self._stopped:
                     raise queue.Empty
-            item, held = self._items.popleft()
-            self._bytes -= held
+            item, memory = self._items.popleft()
+            self._bytes -= memory
             self._changed.notify_all()
             return item
 
     def done(self) -> None:
-        """The item last taken has been dealt with."""
+        """Record that the item last taken is finished."""
         with self._changed:
             self._done += 1
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Take in nothing more."""
+        """Refuse further items; those that wait are still taken."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
     def wait_done(self, timeout: float) -> bool:
-        """Wait until everything that was put in before has been dealt with, whatever comes meanwhile."""
+        """Wait until every item put in so far is finished.
+
+        Return False if that takes longer than `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         with self._changed:
-            wanted = self._put
-            while self._done < wanted:
-                left = deadline - time.monotonic()
-                if left <= 0:
+            target = self._put
+            while self._done < target:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
                     return False
-                self._changed.wait(left)
+                self._changed.wait(remaining)
             return True
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits and nothing is being dealt with."""
+        """Whether every item is finished."""
         return self._put == self._done
 
     @property
     def bytes(self) -> int:
-        """Bytes that wait."""
+        """Bytes of memory that waiting items hold."""
         return self._bytes
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""A runner: one consumer, the thread that feeds it, and the queue before it."""
+"""`SinkRunner`: one consumer with its queue and the thread that feeds it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,27 @@ from vllm_weir.schema.sinks import SinkDefinition
 
 logger = logging.getLogger(__name__)
 TICK = 1.0
-CLOSING = 60.0
-"""Seconds that a consumer has to take what is queued when its engine goes."""
+"""Seconds between two calls of a consumer's `tick`."""
+CLOSE_TIMEOUT = 60.0
+"""Seconds that a consumer has to take what is queued when its engine closes."""
 
 
 class SinkRunner:
-    """Feeds one consumer. What the consumer raises fails the rows in hand, and is counted; nothing else stops.
+    """One consumer with its queue and its thread.
+
+    An exception of the consumer fails the delivery that it has in hand and is counted; the sink
+    goes on.
+
+    Args:
+        name: the sink's, for messages and the thread.
+        definition: the consumer, its options, and the policy of its queue.
+        engine: the engine whose rows it gets.
+        path: the field that set the sink up, for errors.
 
     Attributes:
-        required: whether a request fails with it.
+        required: whether a request fails when its delivery fails.
+        sequences, dropped, failed: counts of deliveries by outcome.
+        last_error: what the consumer raised last.
 
     Raises:
         WeirError: if the consumer is not installed, or refuses its options.
@@ -49,15 +61,17 @@ class SinkRunner:
             where = f"{path}.{definition.consumer}"
             if isinstance(e, WeirError):
                 raise WeirError(e.message, f"{where}.{e.field}" if e.field else where) from None
-            raise WeirError(f"it cannot be opened: {type(e).__name__}: {e}", where) from e
+            raise WeirError(f"the consumer cannot be opened: {type(e).__name__}: {e}", where) from e
         self._queue: BoundedQueue[Delivery] = BoundedQueue(definition.queue_bytes, definition.policy)
-        self._call = threading.Lock()
-        """Held while the consumer is called: `flush` comes from other threads."""
+        self._consumer_lock = threading.Lock()
+        """Held while the consumer is called, as `flush` calls it from other threads."""
         self._pending: list[tuple[Finished, Ticket]] = []
-        """Whose rows the consumer has taken and not published yet; under `_call`."""
+        """Sequences whose rows the consumer has taken and not published yet; under
+        `_consumer_lock`."""
         self.sequences = self.dropped = self.failed = 0
         self.last_error = ""
-        self._held, self._count = 0, threading.Lock()
+        self._expected, self._expected_lock = 0, threading.Lock()
+        """Deliveries that wait to be marked, and may still come."""
         self._spills: queue.SimpleQueue[Delivery | None] | None = None
         self._folder: tempfile.TemporaryDirectory | None = None
         if definition.policy == "spill":
@@ -65,18 +79,18 @@ class SinkRunner:
             self._start(self._spill, "spill")
         self._thread = self._start(self._run, "sink")
 
-    def offer(self, job: Delivery, patience: float) -> None:
-        """Queue a job; its ticket tells how it ends. With the policy ``"block"`` waits up to `patience` seconds."""
-        verdict = self._queue.put(job, patience)
+    def offer(self, delivery: Delivery, patience: float) -> None:
+        """Queue a delivery; with the policy ``"block"``, wait up to `patience` seconds for room."""
+        verdict = self._queue.put(delivery, patience)
         if verdict == "drop":
             self.dropped += 1
-            job.over()
-            job.ticket.close("dropped")
+            delivery.discard()
+            delivery.ticket.close("dropped")
         elif verdict == "spill" and self._spills is not None:
-            self._spills.put(job)
+            self._spills.put(delivery)
 
     def flush(self, timeout: float) -> None:
-        """Wait until the consumer has taken what is queued, and has made it durable.
+        """Wait until the consumer has taken what is queued and made it durable.
 
         Raises:
             WeirError: if it takes longer than `timeout` seconds, or fails.
@@ -88,18 +102,18 @@ class SinkRunner:
         except Exception as e:
             raise WeirError(f"the sink {self.name!r} could not be flushed: {type(e).__name__}: {e}", "sink") from e
 
-    def hold(self, jobs: int) -> None:
-        """So many more jobs may come to it later (fewer, if negative)."""
-        with self._count:
-            self._held += jobs
+    def expect(self, deliveries: int) -> None:
+        """Expect so many more deliveries (fewer, if negative): the sink is not idle meanwhile."""
+        with self._expected_lock:
+            self._expected += deliveries
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits for it."""
-        return self._queue.idle and not self._held
+        """Whether nothing is queued or expected."""
+        return self._queue.idle and not self._expected
 
     def report(self) -> dict[str, Any]:
-        """State, as plain data."""
+        """Return the sink's state as plain data."""
         return {
             "consumer": self.definition.consumer,
             "policy": self.definition.policy,
@@ -112,19 +126,22 @@ class SinkRunner:
         }
 
     def stop(self) -> None:
-        """Take in nothing more: its thread gives the consumer what is queued, ends it, and ends."""
+        """Refuse further deliveries.
+
+        The thread hands the consumer what is queued, closes it, and ends.
+        """
         self._queue.stop()
 
     @property
     def ended(self) -> bool:
-        """Whether that is done."""
+        """Whether the thread has ended."""
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """As `stop`, and wait for it."""
+        """Stop, and wait until the thread has ended."""
         self.stop()
         if self._thread is not threading.current_thread():
-            self._thread.join(timeout=CLOSING)
+            self._thread.join(timeout=CLOSE_TIMEOUT)
 
     def _start(self, run: Callable[[], None], kind: str) -> threading.Thread:
         thread = threading.Thread(target=run, name=f"weir-{kind}-{self.name}", daemon=True)
@@ -135,16 +152,16 @@ class SinkRunner:
         ticked = time.monotonic()
         while True:
             try:
-                job = self._queue.take(TICK)
+                delivery = self._queue.take(TICK)
             except queue.Empty:
                 self._tick()
                 ticked = time.monotonic()
                 continue
-            if job is None:
+            if delivery is None:
                 break
-            self._serve(job)
+            self._deliver(delivery)
             self._queue.done()
-            del job  # or it would hold its rows until the next one comes
+            del delivery  # or its rows would be kept until the next one comes
             if time.monotonic() - ticked >= TICK:
                 self._tick()
                 ticked = time.monotonic()
@@ -160,54 +177,57 @@ class SinkRunner:
     def _tick(self) -> None:
         try:
             self._publish(self._consumer.tick)
-        except BaseException:  # as in `_serve`
+        except BaseException:  # as in `_deliver`
             logger.exception("the sink %s failed", self.name)
 
     def _publish(self, call: Callable[[], None]) -> None:
-        """Call the consumer for no sequence in particular, and tell those whose rows it has published, or could not."""
+        """Call `tick`, `flush` or `close` of the consumer; revise the tickets of pending sequences."""
         why = ""
-        with self._call:
+        with self._consumer_lock:
             try:
                 call()
             except BaseException as e:
-                self._note(e)
+                self._count_failure(e)
                 why = self.last_error
                 raise
             finally:
-                waiting = []
+                still_pending = []
                 for request, ticket in self._pending:
                     if not self._is_pending(request):
                         ticket.revise("written")
                         continue
-                    waiting.append((request, ticket))
+                    still_pending.append((request, ticket))
                     if why:
                         ticket.revise(f"failed: {why}")
-                self._pending = waiting
+                self._pending = still_pending
 
-    def _note(self, e: BaseException) -> None:
+    def _count_failure(self, e: BaseException) -> None:
         self.failed += 1
         self.last_error = f"{type(e).__name__}: {e}"
 
-    def _serve(self, job: Delivery) -> None:
+    def _deliver(self, delivery: Delivery) -> None:
         state = "written"
         files: tuple[str, ...] = ()
         try:
-            with self._call:
-                for rows in job.rows():
+            with self._consumer_lock:
+                for rows in delivery.rows():
                     self._consumer.take(rows)
-                files = tuple(str(file) for file in self._consumer.finish(job.request) or ())
+                files = tuple(str(file) for file in self._consumer.finish(delivery.request) or ())
             self.sequences += 1
-        except BaseException as e:  # noqa: BLE001 (a consumer may raise anything, SystemExit too; the request is told)
-            # As text: a log record that kept the traceback would keep its frames, and the rows in them.
-            logger.error("the sink %s failed at request %s\n%s", self.name, job.request.name, traceback.format_exc())
-            self._note(e)
+        except BaseException as e:  # noqa: BLE001 - a consumer may raise anything, even SystemExit; the ticket says so
+            # As text, since a log record with the traceback would keep its frames, and the rows in
+            # them.
+            logger.error(
+                "the sink %s failed at request %s\n%s", self.name, delivery.request.name, traceback.format_exc()
+            )
+            self._count_failure(e)
             state = f"failed: {self.last_error}"
-            self._abort(job)
-        job.over()
-        with self._call:
-            job.ticket.close(state, files)
-            if state == "written" and self._is_pending(job.request):
-                self._pending.append((job.request, job.ticket))
+            self._abort(delivery)
+        delivery.discard()
+        with self._consumer_lock:
+            delivery.ticket.close(state, files)
+            if state == "written" and self._is_pending(delivery.request):
+                self._pending.append((delivery.request, delivery.ticket))
 
     def _is_pending(self, request: Finished) -> bool:
         try:
@@ -216,20 +236,21 @@ class SinkRunner:
             logger.exception("the sink %s does not say whether request %s is written", self.name, request.name)
             return True
 
-    def _abort(self, job: Delivery) -> None:
+    def _abort(self, delivery: Delivery) -> None:
         try:
-            with self._call:
-                self._consumer.abort(job.request)
+            with self._consumer_lock:
+                self._consumer.abort(delivery.request)
         except BaseException:
-            logger.exception("the sink %s could not undo request %s", self.name, job.request.name)
+            logger.exception("the sink %s could not undo request %s", self.name, delivery.request.name)
 
     def _spill(self) -> None:
         assert self._spills is not None and self._folder is not None
         folder = Path(self._folder.name)
-        while (job := self._spills.get()) is not None:
+        while (delivery := self._spills.get()) is not None:
             try:
-                job.spill(folder)
+                delivery.spill(folder)
             except (WeirError, OSError, SafetensorError) as e:  # a full disk is a SafetensorError
-                # The rows stay in memory; whoever takes them out meets a lost row again and reports it.
-                logger.error("the sink %s could not spill request %s: %s", self.name, job.request.name, e)
-            del job
+                # The rows stay in memory. If they were lost, `_deliver` fails the same way and
+                # reports it.
+                logger.error("the sink %s could not spill request %s: %s", self.name, delivery.request.name, e)
+            del delivery

@@ -11,7 +11,7 @@ from tests.unit.request_strategies import any_extra_args, sensible_captures, ser
 from vllm_weir import Add, Capture, Clamp, LowRank, Replace, Site, WeirError
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.frontend.admission.engine_wire import engine_form
+from vllm_weir.frontend.admission.engine_wire import make_engine_request
 from vllm_weir.frontend.engine_frontend import _check_rows
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import HOOKS, place_of
@@ -29,7 +29,7 @@ def attempt(extra_args, capabilities=FACTS):
     """What the engine would receive, or the refusal."""
     try:
         admitted = admit(extra_args, capabilities)
-        return admitted, engine_form(admitted, "reply", [1, 2, 3, 4, 5, 6], 6, 8, capabilities, True, SIZES)
+        return admitted, make_engine_request(admitted, "reply", [1, 2, 3, 4, 5, 6], 6, 8, capabilities, True, SIZES)
     except WeirError as e:
         assert e.field, e
         assert e.message
@@ -49,14 +49,14 @@ def test_fuzzed_wishes_are_refused_by_field_or_resolved(extra_args):
     if wire is None:
         assert not admitted.spec.site_requests and not admitted.effective
         return
-    again = EngineSpec.from_wire(wire["spec"])
+    again = EngineSpec.from_wire(wire.spec)
     assert (
         set(again.captures.site_requests) == set(admitted.spec.site_requests)
         and list(again.moves) == admitted.effective
     )
-    assert again.captures.postprocess == admitted.spec.postprocess and EngineSpec.from_wire(wire["spec"]) is again
-    assert wire["first"] is None or wire["first"] >= 0
-    assert wire["width"] == len({(w.site, w.before) for w in admitted.spec.site_requests})
+    assert again.captures.postprocess == admitted.spec.postprocess and EngineSpec.from_wire(wire.spec) is again
+    assert wire.first_position is None or wire.first_position >= 0
+    assert wire.rows_per_token == len({(w.site, w.before) for w in admitted.spec.site_requests})
 
 
 @settings(max_examples=300, deadline=None)
@@ -249,10 +249,10 @@ def test_token_ids_need_tokens():
 def test_a_step_must_fit_the_ring(chunked, length, fits):
     admitted = admit({"weir": {"v": 1, "capture": [{}, {"hook": "resid_pre"}]}}, FACTS)
     if fits:
-        assert engine_form(admitted, "", None, length, 8, FACTS, chunked, SIZES)["width"] == 8
+        assert make_engine_request(admitted, "", None, length, 8, FACTS, chunked, SIZES).rows_per_token == 8
     else:
         with pytest.raises(WeirError, match="buffer_bytes"):
-            engine_form(admitted, "", None, length, 8, FACTS, chunked, SIZES)
+            make_engine_request(admitted, "", None, length, 8, FACTS, chunked, SIZES)
 
 
 def test_facts_from_reports():
@@ -303,7 +303,7 @@ def test_embed_of_a_prompt_that_holds_embeddings():
 
 def test_what_is_remembered_of_an_admission():
     """Equal wishes share it; what JSON tells apart, and what Python would take for equal, does not."""
-    from vllm_weir.frontend.admission.cache import LONGEST_KNOWN, admission_key
+    from vllm_weir.frontend.admission.cache import MAX_KEY_BYTES, admission_key
 
     def key(extra, ids=True, names=0, embeddings=False):
         found = admission_key(extra, ids, names, embeddings)
@@ -334,7 +334,7 @@ def test_what_is_remembered_of_an_admission():
         assert key(named) == key(named) != key(named, names=1)
     assert key(site_request(before=object())) is None
     assert key(site_request() | {"apply_steering_vectors": []}) is None and key({"weir": "x"}) is None
-    assert key(site_request(before="x" * LONGEST_KNOWN)) is None
+    assert key(site_request(before="x" * MAX_KEY_BYTES)) is None
     endless = []
     endless.append(endless)
     assert key(site_request(before=endless)) is None
@@ -343,7 +343,7 @@ def test_what_is_remembered_of_an_admission():
 def test_refusals_say_what_to_write():
     for extra_args, words in (
         ({"weir": {"capture": [{}]}}, 'missing; this Weir speaks version 1: "v": 1'),
-        (weir(sink="nowhere"), "offline {consumer: options} makes one"),
+        (weir(sink="nowhere"), "offline, {consumer: options} makes one"),
     ):
         assert words in attempt(extra_args)[1].message
 
@@ -352,6 +352,6 @@ def test_directions_of_captures_take_no_room_among_steering_vectors():
     directions = [[float(k == i) for i in range(128)] for k in range(9)]
     spec = RequestSpec((Capture("resid_post", 1, project=directions),), (Add(directions[0], 1), Add([2.0] * 128, 2)))
     admitted = admit({"weir": spec.to_json()}, FACTS)
-    wire = engine_form(admitted, "reply", [1, 2, 3], 3, 8, FACTS, True, TableSizes(2, 64, 1024))
-    assert wire["needs"][0] == sorted({d for move in admitted.effective for d in move.vectors})
-    assert len(wire["needs"][0]) == 2 and len(admitted.rows) == 10
+    wire = make_engine_request(admitted, "reply", [1, 2, 3], 3, 8, FACTS, True, TableSizes(2, 64, 1024))
+    assert wire.table_needs.vectors == sorted({d for move in admitted.effective for d in move.vectors})
+    assert len(wire.table_needs.vectors) == 2 and len(admitted.rows) == 10

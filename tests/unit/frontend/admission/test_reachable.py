@@ -19,7 +19,7 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.frontend.admission.admit import admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import MAX_TOKEN_SELECTORS
-from vllm_weir.frontend.admission.reachable import Vocabulary, tokens_of
+from vllm_weir.frontend.admission.reachable import Vocabulary, max_generated
 from vllm_weir.frontend.admission.vector_registry import RegistryContents
 from vllm_weir.frontend.engine_frontend import EngineFrontend
 from vllm_weir.schema.positions import Positions
@@ -133,8 +133,8 @@ def test_the_drop_in_classes_need_no_second_token(frontend, flags):
 
 
 def test_max_model_len_bounds_what_is_generated():
-    assert [tokens_of(6, n, 64) for n in (1, 58, 59, 10**9)] == [1, 58, 58, 58]
-    assert tokens_of(6, 10**9, None) == 10**9 and tokens_of(63, 4, 64) == tokens_of(64, 4, 64) == 1
+    assert [max_generated(6, n, 64) for n in (1, 58, 59, 10**9)] == [1, 58, 58, 58]
+    assert max_generated(6, 10**9, None) == 10**9 and max_generated(63, 4, 64) == max_generated(64, 4, 64) == 1
 
 
 def test_rows_by_position_count_positions_that_are_never_reached(frontend):
@@ -167,7 +167,7 @@ def test_what_the_engine_adds_to_every_request_may_select_nothing():
         contents = RegistryContents(modules={"mood": tuple(always)})
         frontend.registry.load(contents)
         _, wire = ask(frontend, max_tokens=1)
-        assert wire is not None and wire["needs"] is not None
+        assert wire is not None and wire.table_needs is not None
         named = {"weir": {"v": 1, "modules": ["mood"], "capture": [{"positions": "sampled"}]}}
         frontend.admit("with a module", named, [5] * 6, 6, 1)
         with pytest.raises(WeirError) as e:
@@ -219,7 +219,7 @@ def test_special_tokens_are_named_at_admission():
     }
     assert made.effective[0].positions == Positions("not_token_ids", (0, 1, 2))
     assert steer.positions.kind == "special", "what was given stays as it was"
-    told = [entry["positions"] for entry in made.parts[0].told]
+    told = [entry["positions"] for entry in made.parts[0].notes]
     assert told == [{"token_ids": [0, 1, 2]}, {"not_token_ids": [0, 1, 2]}] and json.dumps(told)
     always = admit({}, FACTS, vocabulary=WORDS, always=[steer], everyone=[Capture(positions={"special": False})])
     assert (
@@ -279,4 +279,4 @@ def test_rows_by_position_for_everyone_do_not_depend_on_a_prompt(frontend, selec
 def test_rows_by_position_for_everyone_refuse_nobody(frontend, selector, P):
     frontend.set_always([Add(np.ones((2, 8)), 1, positions=selector)])
     _, wire = ask(frontend, P=P, max_tokens=1)
-    assert wire is not None and wire["needs"] is not None
+    assert wire is not None and wire.table_needs is not None

@@ -42,7 +42,7 @@ ENGINE = EngineInfo("m", 3, 4, "float32")
 
 
 class Box:
-    """Stands in for a job."""
+    """Stands in for a delivery."""
 
     def __init__(self, size=1, name="r"):
         self.size = size
@@ -54,11 +54,11 @@ class Box:
         self.events.append("rows")
         yield Rows(self.request, Site("resid_post", 1), torch.arange(2), torch.arange(2), torch.ones(2, 4))
 
-    def over(self):
+    def discard(self):
         self.events.append("over")
 
-    def evict(self, why):
-        self.events.append(why)
+    def evict(self):
+        self.events.append("evicted")
 
 
 # Definitions
@@ -540,7 +540,7 @@ def test_rows_kept_always_and_rows_that_are_marked_go_to_one_sink(tmp_path, layo
     manager.open(ENGINE)
     views = [Looked(acts_of()), Looked(acts_of())]
     for view, keep in zip(views, ("always", "marked"), strict=True):
-        view.part = SimpleNamespace(sink=Sink("x"), keep=keep, told=())
+        view.part = SimpleNamespace(sink=Sink("x"), keep=keep, notes=())
     manager.marks.join("r-1", "r")
     request = Finished("r", 1, "r-1", 1, 3, "stop")
     tickets = manager.deliver("r-1", views, request, lambda: None, False)
@@ -558,7 +558,7 @@ def test_rows_kept_always_and_rows_that_are_marked_go_to_one_sink(tmp_path, layo
 def test_a_sink_that_is_slow_to_end_holds_nobody_up(monkeypatch):
     """Until it is asked for again: two consumers at once would write the same files."""
     may_end, asked = threading.Event(), [SimpleNamespace(sink=sink_of(x)) for x in "abc"]
-    monkeypatch.setattr("vllm_weir.frontend.sinks.manager.MOST_OWN", 1)
+    monkeypatch.setattr("vllm_weir.frontend.sinks.manager.MAX_OWN_SINKS", 1)
     monkeypatch.setattr(Recorder, "close", lambda self: (may_end.wait(20), self._note("close")))
     one = SinkManager({}, 1, 1.0, 1.0)
     one.open(ENGINE)
@@ -628,8 +628,8 @@ def test_spilled_rows_are_the_same(tmp_path, packed):
         assert a.data.equal(b.data) and a.data.dtype == b.data.dtype and a.decoded().equal(b.decoded())
     assert jobs[0].ticket.missing == jobs[1].ticket.missing == {Site("resid_post", 1): 2}
     for job in jobs:
-        job.over()
-        job.over()
+        job.discard()
+        job.discard()
     assert released == [1, 1] and not list(tmp_path.iterdir()) and not list(jobs[0].rows())
 
 
@@ -646,8 +646,8 @@ def test_a_temporary_file_that_cannot_be_removed_ends_no_sink(tmp_path, monkeypa
     job = Delivery(Looked(acts_of()), Box(name="r7").request, Ticket("s", True), lambda: None)
     job.spill(tmp_path)
     monkeypatch.setattr("pathlib.Path.unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "I/O error")))
-    job.over()
-    job.over()
+    job.discard()
+    job.discard()
     assert caplog.text.count("r7") == 1 and "I/O error" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Weir's routes on an app without an engine: bodies, keys, ids, ranges, and seams that cannot be held."""
+"""Weir's routes on an app without an engine: bodies, keys, ids, ranges, and patch points that this vLLM lacks."""
 
 from __future__ import annotations
 
@@ -173,21 +173,21 @@ def test_the_schema_declares_the_errors(app):
     assert {"204", "404"} <= set(paths["delete"]["responses"])
 
 
-def test_a_route_that_this_vllm_does_not_have_is_no_missing_seam(monkeypatch):
+def test_a_route_that_this_vllm_does_not_have_is_no_missing_patch_point(monkeypatch):
     modules = {s.module for s in PATCHES if s.recent}
     exists = registry._module_exists
     monkeypatch.setattr(registry, "_module_exists", lambda name: name not in modules and exists(name))
     monkeypatch.setattr(registry, "when_imported", lambda name, hold: None)
     assert registry.install(active=True).serving_refusal is None and len(modules) == 2
-    assert {why for seam, why in registry.verify() if seam.recent} == {""}
+    assert {why for patch, why in registry.verify() if patch.recent} == {""}
 
 
-def test_a_missing_serving_seam_refuses_over_http_only():
+def test_a_missing_serving_patch_point_refuses_over_http_only():
     status = PatchStatus(active=True)
-    seam = next(s for s in PATCHES if s.serving)
-    status.note(seam, "gone")
+    patch = next(p for p in PATCHES if p.serving)
+    status.note(patch, "gone")
     assert status.refusal is None
-    assert re.search(r"could not hold .* \(gone\)", status.serving_refusal or "")
+    assert re.search(r"could not patch .* \(gone\)", status.serving_refusal or "")
     status = PatchStatus(active=True)
     status.note(next(s for s in PATCHES if not s.serving), "gone")
     assert status.refusal and status.serving_refusal == status.refusal

@@ -16,6 +16,7 @@ from tests.unit.schema.test_lowering import REPLY, Bench, D, admitted, move_of
 from vllm_weir.core.cache_keys import CacheKeys
 from vllm_weir.core.waiting_queue import WaitingQueue
 from vllm_weir.errors import WeirError
+from vllm_weir.schema.engine_request import TableNeeds
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.worker.planning.columns import as_integers
 from vllm_weir.worker.steering.unsteered_kv import MOST_FAILED, SteeredKeys, UnsteeredKV
@@ -272,7 +273,7 @@ def test_the_waiting_room_is_fair_and_never_over_capacity(wanted, choices):
     for choice in [*choices, *[0] * 200]:
         if outside and choice % 2:
             name = outside.pop(0)
-            if room.enter(name, name, [sorted(of[name][0]), *of[name][1:]]):
+            if room.enter(name, name, TableNeeds(sorted(of[name][0]), *of[name][1:])):
                 enter(name)
         elif inside:
             del inside[sorted(inside)[choice % len(inside)]]
@@ -280,7 +281,7 @@ def test_the_waiting_room_is_fair_and_never_over_capacity(wanted, choices):
                 enter(name)
         elif outside:
             name = outside.pop(0)
-            if room.enter(name, name, [sorted(of[name][0]), *of[name][1:]]):
+            if room.enter(name, name, TableNeeds(sorted(of[name][0]), *of[name][1:])):
                 enter(name)
     assert let_in == waiting  # first come, first served, and everybody in the end
     assert len(room) == 0
@@ -288,14 +289,14 @@ def test_the_waiting_room_is_fair_and_never_over_capacity(wanted, choices):
 
 def test_who_leaves_the_waiting_room_lets_the_next_in():
     room = WaitingQueue(TableSizes(2, 10, 10))
-    assert room.enter("a", 1, [["x", "y"], 1, 1])
-    assert not room.enter("b", 2, [["z"], 1, 1])
-    assert not room.enter("c", 3, [["x"], 1, 1])  # would fit, but does not overtake
+    assert room.enter("a", 1, TableNeeds(["x", "y"], 1, 1))
+    assert not room.enter("b", 2, TableNeeds(["z"], 1, 1))
+    assert not room.enter("c", 3, TableNeeds(["x"], 1, 1))  # would fit, but does not overtake
     assert room.release({"a": 1}) == []
     assert room.leave("b") == 2 and room.leave("b") is None
     assert room.release({"a": 1}) == [3]
     assert room.release({}) == [] and len(room) == 0
-    assert room.enter("d", 4, [["p", "q"], 10, 10])
+    assert room.enter("d", 4, TableNeeds(["p", "q"], 10, 10))
 
 
 def keyed(items, ids, salt=""):
