@@ -103,9 +103,8 @@ def choose_python():
         if found and fits(version_of(found)):
             return found
     names = ", ".join(f"{major}.{minor}" for major, minor in PYTHONS)
-    fail(
-        f"needs Python {names}, at least {'.'.join(map(str, OLDEST))}; this is {platform.python_version()}, and no other is on PATH"
-    )
+    names += " (at least " + ".".join(map(str, OLDEST)) + ")"
+    fail(f"needs Python {names}; this is {platform.python_version()}, and no other is on PATH")
 
 
 def fits(version):
