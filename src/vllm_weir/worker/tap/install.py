@@ -145,7 +145,9 @@ def _tap(anchor: Anchor, buffer: str, switch: TapSwitch, tap: int) -> Layer:
         def tapped(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             output = None if before else forward(self, *args, **kwargs)
             if is_compiling() or switch.wants(tap):
-                tensors = args if before else (output,) if isinstance(output, torch.Tensor) else output
+                tensors: Any = args if before else output
+                if isinstance(tensors, torch.Tensor):
+                    tensors = (tensors,)
                 if positions is not None and isinstance(tensors, tuple) and len(tensors) > last_position:
                     hidden = tensors[positions[0]]
                     other = tensors[positions[1]] if has_residual else None
