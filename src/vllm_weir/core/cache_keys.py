@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_weir.schema.interventions import ResolvedIntervention
+from vllm_weir.schema.instructions import ResolvedIntervention
 
 
 def hit_limit(wire: Mapping[str, Any] | None) -> int | None:

@@ -7,7 +7,8 @@ from vllm_weir.util.lazy import lazy_names
 if TYPE_CHECKING:
     from vllm_weir.schema.capture import Capture
     from vllm_weir.schema.hooks import HOOKS, Site, normalise_hook, parse_site
-    from vllm_weir.schema.interventions import Ablate, Add, Clamp, Intervention, LowRank, Replace
+    from vllm_weir.schema.intervention_base import Intervention
+    from vllm_weir.schema.interventions import Ablate, Add, Clamp, LowRank, Replace
     from vllm_weir.schema.positions import Positions
     from vllm_weir.schema.request import WIRE_KEY, WIRE_VERSION, RequestSpec
 
@@ -40,7 +41,7 @@ __getattr__, __dir__ = lazy_names(
         "Add": "vllm_weir.schema.interventions",
         "Capture": "vllm_weir.schema.capture",
         "Clamp": "vllm_weir.schema.interventions",
-        "Intervention": "vllm_weir.schema.interventions",
+        "Intervention": "vllm_weir.schema.intervention_base",
         "LowRank": "vllm_weir.schema.interventions",
         "Positions": "vllm_weir.schema.positions",
         "Replace": "vllm_weir.schema.interventions",

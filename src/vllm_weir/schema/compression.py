@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.fields import refuse_unknown_keys, set_fields
 
 FORMAT = "weir-activations"
 VERSION = 1
@@ -55,7 +56,7 @@ class Compression:
         else:
             low, high = (RP_MIN, RP_MAX) if self.method == "rp8" else (1, MAX_WIDTH)
             if self.k is None:
-                object.__setattr__(self, "k", DEFAULT_K)
+                set_fields(self, k=DEFAULT_K)
             elif not _is_int(self.k) or not low <= self.k <= high:
                 raise WeirError(f"k of {self.method} is an int in {low}..{high}, got {brief(self.k)!r}", f"{at}.k")
         if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
@@ -86,9 +87,7 @@ class Compression:
                 f"got {type(value).__name__}",
                 field,
             )
-        for key in value:
-            if key not in ("method", "k", "seed"):
-                raise WeirError("unknown key; known are method, k, seed", f"{field}.{brief(key)}")
+        refuse_unknown_keys(value, ("method", "k", "seed"), field)
         if "method" not in value:
             raise WeirError(f"missing; choose from {', '.join(METHODS)}", f"{field}.method")
         return cls(**value, path=field)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from vllm_weir.schema.interventions import ResolvedIntervention
+from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import ENDLESS, Positions
 from vllm_weir.schema.request import ResolvedSpec
 from vllm_weir.util.lru import LruCache

@@ -14,7 +14,8 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.hooks import Site, place_of
-from vllm_weir.schema.interventions import Intervention, parse_intervention
+from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.interventions import parse_intervention
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import WIRE_KEY
 from vllm_weir.schema.positions import Positions

@@ -9,7 +9,8 @@ from typing import Any
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.hooks import normalise_hook
-from vllm_weir.schema.interventions import Add, Clamp, Intervention
+from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.interventions import Add, Clamp
 from vllm_weir.schema.scalars import plain
 from vllm_weir.schema.vectors import Vector, number
 

@@ -14,7 +14,8 @@ import zstandard
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.interventions import Add, Intervention
+from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.interventions import Add
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_REFUSED, LENS_STEER_KEY
 from vllm_weir.schema.positions import MAX_LIST, Positions
