@@ -1,4 +1,4 @@
-"""What is asked: pure data, parsed and validated, with no torch.cuda and no vLLM in it."""
+"""What a request asks for: pure data, parsed and validated, without torch and vLLM."""
 
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ __all__ = [
     "parse_site",
 ]
 
-# `vllm_weir.schema.keys` is on the way to the plugin: see `vllm_weir`.
+# Lazy, because the plugin imports `vllm_weir.schema.keys` with the standard library alone.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {

@@ -31,28 +31,28 @@ class Capture:
         hook: hook point, e.g. ``"resid_post"``; aliases and ``"blocks.7.hook_resid_post"`` (which
             also sets `layers`) are accepted.
         layers: ``"all"``, a block index, or a list of them; blocks count from 0.
-        positions: selector, see docs/reference/selectors.md; ``"all"`` gives P+G-1 rows for P prompt
-            and G generated tokens.
-        before: return rows as they are before the request's own interventions at that site (default:
-            after them).
-        dtype: ``"float32"``, ``"float16"``, ``"bfloat16"`` (or the torch dtype) of the returned rows;
-            None keeps the model's.
+        positions: selector, see docs/reference/selectors.md; ``"all"`` gives P+G-1 rows for P
+            prompt and G generated tokens.
+        before: return rows as they are before the request's own interventions at that site
+            (default: after them).
+        dtype: ``"float32"``, ``"float16"``, ``"bfloat16"`` (or the torch dtype) of the returned
+            rows; None keeps the model's.
         compress: ``"rp8"``, ``"full8"``, ``"topk8"``, ``"fp16"``, ``"fp8"``, ``"none"`` or
             ``{"method", "k", "seed"}``: rows leave the device compressed, see
-            docs/reference/file-formats.md, and are decoded to float32, or to `dtype`. All captures for
-            one sink compress alike, and none of them reduces or projects.
-        sink: ``"memory"``: the rows come back on the output; otherwise the name of one of the engine's
-            sinks, or ``{consumer: options}``, e.g.
+            docs/reference/file-formats.md, and are decoded to float32, or to `dtype`. All captures
+            for one sink compress alike, and none of them reduces or projects.
+        sink: ``"memory"``: the rows come back on the output; otherwise the name of one of the
+            engine's sinks, or ``{consumer: options}``, e.g.
             ``{"filesystem": {"url": "/data/rows", "layout": "sharded"}}``.
-        keep: ``"always"``, or ``"marked"``: the sink gets the rows only if `weir.mark` asks for it in
-            time.
-        reduce: ``"last"``, ``"mean"`` or ``"max"`` (elementwise) over the selected positions: one row a
-            site instead of one for each position, computed on the worker if all captures of the request
-            agree. Captures for one sink reduce alike, over the same positions; for memory, those of one
-            site do.
+        keep: ``"always"``, or ``"marked"``: the sink gets the rows only if `weir.mark` asks for it
+            in time.
+        reduce: ``"last"``, ``"mean"`` or ``"max"`` (elementwise) over the selected positions: one
+            row a site instead of one for each position, computed on the worker if all captures of
+            the request agree. Captures for one sink reduce alike, over the same positions; for
+            memory, those of one site do.
         project: directions [m, d_model] (or [d_model], or a registered name): returns the rows' dot
-            products with these, float32 [rows, m] (probe scores), instead of the rows. Captures for one
-            sink project alike; for memory, those of one site.
+            products with these, float32 [rows, m] (probe scores), instead of the rows. Captures for
+            one sink project alike; for memory, those of one site.
 
     Raises:
         WeirError: for anything else, naming the field.
@@ -129,7 +129,7 @@ class Capture:
         return out
 
     def resolve_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the block indices for a model of `num_layers` blocks; raise WeirError if one is out of range."""
+        """Return the block indices for `num_layers` blocks; raise WeirError if one does not exist."""
         return layers_of(self.hook, self.layers, num_layers, f"{self.path}.layers")
 
 
@@ -172,7 +172,8 @@ def parse_place(
 ) -> tuple[str, Literal["all"] | tuple[int, ...]]:
     """Parse a hook point and its layers.
 
-    A name like ``blocks.7.hook_resid_post`` says its block; `layers` may then repeat it or be ``"all"``.
+    A name like ``blocks.7.hook_resid_post`` says its block; `layers` may then repeat it or be
+    ``"all"``.
 
     Args:
         hook: hook point, an alias, or TransformerLens's name of one.

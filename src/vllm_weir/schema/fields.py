@@ -1,9 +1,9 @@
 """Helpers of the schema's frozen dataclasses: set normalised fields, refuse unknown keys.
 
-Captures and interventions are plain dataclasses and no pydantic models. A pydantic constructor turns
-every error into its own `ValidationError`, a `WeirError` and the field that it names included, and
-checks each field alone, where a hook point may say the layers and `per_layer` what a vector's shape
-means. `config.settings`, which has neither need, is a pydantic model.
+Captures and interventions are plain dataclasses and no pydantic models. A pydantic constructor
+turns every error into its own `ValidationError`, a `WeirError` and the field that it names
+included, and checks each field alone, where a hook point may say the layers and `per_layer` what a
+vector's shape means. `config.settings`, which has neither need, is a pydantic model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def set_fields(instance: object, **values: Any) -> None:
 
 
 def with_fields(instance: Instance, **values: Any) -> Instance:
-    """Return a copy of a frozen dataclass with these fields, which are neither normalised nor checked."""
+    """Return a copy of a frozen dataclass with these fields, which are not checked."""
     out = copy.copy(instance)
     vars(out).update(values)
     return out

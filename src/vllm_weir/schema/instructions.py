@@ -1,13 +1,15 @@
-"""Instructions: what a tap does to a row, in terms of single vectors. Every intervention is lowered to them.
+"""Instructions: what a tap does to a row. Every intervention is lowered to instructions.
 
-An instruction adds ``c(h) * u`` to a row h (float32), where every c of one intervention sees the same h:
+An instruction adds ``c(h) * u`` to a row h (float32), where every c of one intervention sees the
+same h:
 
     CONST      c = a
     NORM       c = a * |h|
     AFFINE     c = a * (w . h) + b
     CLAMP      c = a * (min(max(w . h, lo), hi) - w . h)
     BLEND      adds a * (u - h)
-    KEEP_NORM  turns h towards c * u, c = a + b * |h|: adds s * |h| / |s| - h, s = h + c * u; nothing if s = 0
+    KEEP_NORM  turns h towards c * u, c = a + b * |h|: adds s * |h| / |s| - h, s = h + c * u;
+    nothing if s = 0
 """
 
 from __future__ import annotations
@@ -113,7 +115,7 @@ class ResolvedIntervention:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Content address of what is done to a row at these sites; the positions are not part of it."""
+        """Content address of what is done to a row at these sites, whatever the positions."""
         content = msgspec.msgpack.encode([self.hook, self.layers, self.instructions])
         return hashlib.sha256(content).hexdigest()[:32]
 

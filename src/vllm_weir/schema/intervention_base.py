@@ -1,4 +1,4 @@
-"""`Intervention`: what all interventions share, from parsing their vectors to lowering them to instructions."""
+"""`Intervention`: what all interventions share, from parsing vectors to lowering them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Intervention:
         layers: ``"all"``, a block index, or a list of them.
         hook: hook point; everything downstream of it sees the change.
         positions: selector, as for `Capture`.
-        per_layer: whether the vectors have a leading axis, one entry for each of `layers` in the order
-            given.
+        per_layer: whether the vectors have a leading axis, one entry for each of `layers` in the
+            order given.
 
-    Wherever one vector is expected, [1, d_model] is the same as [d_model]. A vector may also be given
-    for each layer, as ``{layer: vector}``; then `layers` is left out.
+    Wherever one vector is expected, [1, d_model] is the same as [d_model]. A vector may also be
+    given for each layer, as ``{layer: vector}``; then `layers` is left out.
     """
 
     op: ClassVar[str]
@@ -56,7 +56,7 @@ class Intervention:
     per_layer: bool
     path: str
     where = ""
-    """What errors add to the vectors' fields, for one layer's part of an intervention; see `by_layer`."""
+    """What errors append to the vectors' fields in one layer's part, see `by_layer`."""
 
     def __post_init__(self) -> None:
         parse_flag(self.per_layer, "per_layer", self.path)
@@ -75,7 +75,7 @@ class Intervention:
     def _parse_vectors(self, name: str, ndim: tuple[int, ...]) -> Vector | VectorsByLayer:
         """Parse a field's vectors and check their shapes, unless they are references."""
         value, field = getattr(self, name), f"{self.path}.{name}"
-        # One dimension too many passes here and is refused in `_checked`, which can say how to give layers.
+        # One dimension too many is refused in `_checked`, which says how to give layers.
         parsed_ndim = (*ndim, max(ndim) + 1)
         if is_by_layer(value):
             return self._parse_by_layer(VectorsByLayer.parse(value, field, parsed_ndim), name)
@@ -97,7 +97,7 @@ class Intervention:
         return vectors.replaced(lambda vector, vector_field: self._checked(vector, name, vector_field), field)
 
     def _check_stack(self, name: str, array: np.ndarray, num_layers: int | None) -> None:
-        """Raise WeirError unless `array` has an entry for each layer, and each entry fits the positions.
+        """Raise WeirError unless `array` has an entry for each layer that fits the positions.
 
         `num_layers` is None where it depends on the model.
         """
@@ -159,7 +159,7 @@ class Intervention:
         return out
 
     def resolve_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the block indices for a model of `num_layers` blocks; raise WeirError if one is out of range."""
+        """Return the block indices for `num_layers` blocks; raise WeirError if one does not exist."""
         return layers_of(self.hook, self.layers, num_layers, self.layers_field)
 
     @property
@@ -191,7 +191,8 @@ class Intervention:
             lookup: resolves references.
 
         Returns:
-            Interventions that together do the same; ``[self]`` if the vectors are those of all layers.
+            Interventions that together do the same; ``[self]`` if the vectors are those of all
+            layers.
         """
         values = {name: getattr(self, name) for name in self.vectors}
         if self.per_layer:
@@ -215,7 +216,7 @@ class Intervention:
         ]
 
     def _stack(self, name: str, vector: Vector, num_layers: int, lookup: Lookup) -> np.ndarray:
-        """Return the array of a `per_layer` field, [layers, d] or [layers, n, d], its shape checked."""
+        """Return the checked array of a `per_layer` field, [layers, d] or [layers, n, d]."""
         field = f"{self.path}.{name}"
         array = _array(vector, field, lookup)
         if array.ndim - 1 not in self.vectors[name]:

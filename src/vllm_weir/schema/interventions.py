@@ -34,15 +34,17 @@ Beyond these the result is the same in float32, and the sum of squares would ove
 
 @dataclass(frozen=True)
 class Add(Intervention):
-    """Add ``scale * vector`` to every selected row (activation addition, Turner et al. 2023, arXiv:2308.10248).
+    """Add ``scale * vector`` to every selected row.
+
+    Activation addition (Turner et al. 2023, arXiv:2308.10248).
 
     Args:
-        vector: [d_model]; or [n, d_model], n > 1, to add the k-th row at the k-th selected position in
-            ascending order, for `positions` that select exactly n.
+        vector: [d_model]; or [n, d_model], n > 1, to add the k-th row at the k-th selected position
+            in ascending order, for `positions` that select exactly n.
         scale: factor.
         norm_match: rescale the vector to each row's own L2 norm first: h + scale * |h| * v / |v|.
-        keep_norm: rescale the sum to the L2 norm that the row had; a sum of length zero leaves the row
-            as it is.
+        keep_norm: rescale the sum to the L2 norm that the row had; a sum of length zero leaves the
+            row as it is.
     """
 
     op: ClassVar[str] = "add"
@@ -91,11 +93,13 @@ class Add(Intervention):
 
 @dataclass(frozen=True)
 class Ablate(Intervention):
-    """Project a subspace out of every selected row (directional ablation, Arditi et al. 2024, arXiv:2406.11717).
+    """Project a subspace out of every selected row.
+
+    Directional ablation (Arditi et al. 2024, arXiv:2406.11717).
 
     Args:
-        directions: [d_model] or [k, d_model]; their span is removed at every selected position (they
-            need not be orthogonal).
+        directions: [d_model] or [k, d_model]; their span is removed at every selected position
+            (they need not be orthogonal).
     """
 
     op: ClassVar[str] = "ablate"
@@ -126,7 +130,8 @@ class Clamp(Intervention):
     """Set or bound the component along a direction (feature clamping, Templeton et al. 2024).
 
     Args:
-        direction: [d_model]; used as a unit vector, so `value`, `min` and `max` are lengths along it.
+        direction: [d_model]; used as a unit vector, so `value`, `min` and `max` are lengths along
+            it.
         value: the component's new value, if `min` and `max` are not given.
         min: lower bound of the component, or None.
         max: upper bound of the component, or None.
@@ -178,11 +183,14 @@ class Clamp(Intervention):
 
 @dataclass(frozen=True)
 class Replace(Intervention):
-    """Put given rows in place of the selected ones (activation patching, Vig et al. 2020, arXiv:2004.12265).
+    """Replace the selected rows by given ones.
+
+    Activation patching (Vig et al. 2020, arXiv:2004.12265).
 
     Args:
-        values: [d_model], one row for all selected positions; or [n, d_model], n > 1, the k-th row for
-            the k-th selected position in ascending order, for `positions` that select exactly n.
+        values: [d_model], one row for all selected positions; or [n, d_model], n > 1, the k-th row
+            for the k-th selected position in ascending order, for `positions` that select exactly
+            n.
         alpha: 1 replaces, 0.5 mixes half and half.
     """
 
@@ -212,7 +220,9 @@ class Replace(Intervention):
 
 @dataclass(frozen=True)
 class LowRank(Intervention):
-    """Replace every selected row h by h + R^T (W h + b - R h) (LoReFT, Wu et al. 2024, arXiv:2404.03592).
+    """Replace every selected row h by h + R^T (W h + b - R h).
+
+    LoReFT (Wu et al. 2024, arXiv:2404.03592).
 
     Args:
         R: [r, d_model]; pyreft keeps R with orthonormal rows, which is not required here.

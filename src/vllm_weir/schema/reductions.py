@@ -1,16 +1,18 @@
-"""Reductions made by the taps: how positions are grouped, and the fields of the plan that say so."""
+"""Reductions on the device: groups of positions, and the plan's fields that describe them."""
 
 from __future__ import annotations
 
 GROUP = 128
-"""Positions of a group."""
+"""Positions of a group, of which the tap makes one partial result."""
 
 SPAN, MAXIMUM, SEEDED = 255, 1 << 8, 1 << 9
-"""In the plan, of a group's first token: how many tokens follow each other from it to the group's last one; whether the
-largest values are wanted and not the sum; whether the cells hold what an earlier step has made of the group."""
+"""In the plan, at a group's first token: a mask of the number of consecutive tokens up to the
+group's last one, a flag for maxima instead of sums, and a flag that the cells already hold the
+result of an earlier step."""
 
 CONTINUED, COMPLETE = 1, 2
-"""Of a fold that earlier steps began: whether its first group is their last one, or their last one is complete."""
+"""Flags of a reduction that earlier steps began: whether its first group continues their last one,
+and whether their last one is complete."""
 
 FIELDS = ("row_seq", "cell", "groups", "columns", "resumed", "count", "done", "maximum")
 

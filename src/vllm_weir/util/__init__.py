@@ -1,1 +1,1 @@
-"""Small helpers that know nothing of Weir."""
+"""Small helpers that do not depend on the rest of Weir."""

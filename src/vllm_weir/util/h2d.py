@@ -1,4 +1,4 @@
-"""Small arrays on their way to the device, beside what it is doing."""
+"""Copies of small arrays to the device that do not wait for it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array as a tensor of `device`, which need not have got to it yet; do not change the array afterwards.
+    """Return the array as a tensor of `device`, copied asynchronously.
 
-    From pinned memory: a copy from any other makes the host wait until the device has done all that it was given, and
-    then the device waits for the host.
+    The array must not change afterwards. The copy is from pinned memory: any other makes the host
+    wait for all work queued on the device.
     """
     tensor = torch.from_numpy(array)
     if device.type != "cuda" or not tensor.numel():

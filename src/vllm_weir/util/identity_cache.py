@@ -1,26 +1,31 @@
-"""What was made of things that many requests share, found again by which thing it is."""
+"""`IdentityCache`: results of a function, cached by the identity of its argument."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-Thing = TypeVar("Thing")
-Made = TypeVar("Made")
-MOST = 1024
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+MAX_ENTRIES = 1024
 
 
-class IdentityCache(Generic[Thing, Made]):
-    """What `make` makes of a thing that never changes, remembered for as many as `MOST` things."""
+class IdentityCache(Generic[Key, Value]):
+    """The values of a function for up to `MAX_ENTRIES` objects that never change.
 
-    def __init__(self, make: Callable[[Thing], Made]) -> None:
-        self._make = make
-        self._of: dict[int, tuple[Thing, Made]] = {}
+    `functools.lru_cache` and cachetools compare keys by hash and equality, which takes too long for
+    the nested tuples that are keys here.
+    """
 
-    def __getitem__(self, thing: Thing) -> Made:
-        found = self._of.get(id(thing))
-        if found is None:
-            if len(self._of) >= MOST:
-                self._of.clear()
-            found = self._of[id(thing)] = (thing, self._make(thing))  # held, so that its id stays its own
-        return found[1]
+    def __init__(self, function: Callable[[Key], Value]) -> None:
+        self._function = function
+        self._entries: dict[int, tuple[Key, Value]] = {}
+
+    def __getitem__(self, key: Key) -> Value:
+        entry = self._entries.get(id(key))
+        if entry is None:
+            if len(self._entries) >= MAX_ENTRIES:
+                self._entries.clear()
+            # The key is kept, so that no other object gets its id.
+            entry = self._entries[id(key)] = (key, self._function(key))
+        return entry[1]

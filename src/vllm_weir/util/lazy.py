@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first used. Standard library only."""
+"""Lazy imports of a package's public names. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package.
+    """Return ``__getattr__`` and ``__dir__`` of a package that imports its names lazily.
 
     Args:
         package: its ``__name__``.
-        modules: public name -> where it is: a module, or ``module:name`` if it has another name there.
+        modules: public name -> where it is: a module, or ``module:name`` if it has another name
+            there.
     """
 
     def getattribute(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, _, there = modules[name].partition(":")
-        value = getattr(importlib.import_module(module), there or name)
+        module, _, name_there = modules[name].partition(":")
+        value = getattr(importlib.import_module(module), name_there or name)
         vars(sys.modules[package])[name] = value
         return value
 

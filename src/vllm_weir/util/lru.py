@@ -1,4 +1,4 @@
-"""Remembering what was made of something, within bounds."""
+"""`LruCache`: a least-recently-used cache bounded in bytes."""
 
 from __future__ import annotations
 
@@ -11,44 +11,53 @@ Value = TypeVar("Value")
 
 
 class LruCache(Generic[Value]):
-    """The values that were used last, up to `most` bytes of them all and `largest` of one. For any threads."""
+    """The most recently used values, up to a number of bytes. Thread-safe.
 
-    def __init__(self, most: int, largest: int | None = None) -> None:
-        self._most, self._largest = most, most if largest is None else largest
-        self._known: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
+    cachetools.LRUCache would need this class around it all the same, for the lock, for sizes that
+    callers give and for values that are too large, which it refuses with an exception.
+
+    Args:
+        max_bytes: of all values together.
+        max_value_bytes: of one value; larger ones are not kept. None: `max_bytes`.
+    """
+
+    def __init__(self, max_bytes: int, max_value_bytes: int | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._max_value_bytes = max_bytes if max_value_bytes is None else max_value_bytes
+        self._entries: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._entries)
 
     @property
     def size(self) -> int:
-        """Bytes of all that is kept, as they were given."""
+        """Bytes of all values, as they were given."""
         return self._bytes
 
     def get(self, key: Hashable) -> Value | None:
-        """What is remembered under `key`, or None."""
+        """Return the value that is kept under `key`, or None."""
         with self._lock:
-            found = self._known.get(key)
-            if found is None:
+            entry = self._entries.get(key)
+            if entry is None:
                 return None
-            self._known.move_to_end(key)
-            return found[0]
+            self._entries.move_to_end(key)
+            return entry[0]
 
     def put(self, key: Hashable, value: Value, size: int) -> None:
-        """Remember `value`; `size`: about the bytes that it and its key take."""
-        if size > self._largest:
+        """Keep a value; `size` is about the bytes that it and its key take."""
+        if size > self._max_value_bytes:
             return
         with self._lock:
-            before = self._known.pop(key, None)
-            self._bytes += size - (before[1] if before is not None else 0)
-            self._known[key] = value, size
-            while self._bytes > self._most:
-                self._bytes -= self._known.popitem(last=False)[1][1]
+            replaced = self._entries.pop(key, None)
+            self._bytes += size - (replaced[1] if replaced is not None else 0)
+            self._entries[key] = value, size
+            while self._bytes > self._max_bytes:
+                self._bytes -= self._entries.popitem(last=False)[1][1]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all values."""
         with self._lock:
-            self._known.clear()
+            self._entries.clear()
             self._bytes = 0

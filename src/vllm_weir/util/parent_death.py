@@ -1,6 +1,6 @@
-"""Processes of an engine end with the one that has started it: when that is killed, it cannot end them itself.
+"""Engine processes that end when the process that started them is killed.
 
-vLLM's go on then, and hold the memory that the next run needs.
+A killed process cannot end its children, and vLLM's would keep the memory that the next run needs.
 """
 
 from __future__ import annotations
@@ -14,27 +14,35 @@ import threading
 from collections.abc import Iterator
 
 VARIABLE = "WEIR_END_WITH_PARENT"
-"""Set for the processes that this concerns."""
+"""Set in the environment of processes that shall end with their parent."""
 _PR_SET_PDEATHSIG = 1
 
 
 @contextlib.contextmanager
 def children_that_end_with_us() -> Iterator[None]:
-    """Engines that are started inside end with the thread that starts them: none that may end before the process."""
+    """Make engines that are started inside end with this process.
+
+    The kernel ties them to the thread that starts them, so nothing happens outside the main thread,
+    which may end before the process.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = os.environ.get(VARIABLE)
+    previous = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = "1"
     try:
         yield
     finally:
         del os.environ[VARIABLE]
-        if before is not None:
-            os.environ[VARIABLE] = before
+        if previous is not None:
+            os.environ[VARIABLE] = previous
 
 
 def end_with_parent() -> None:
-    """To be called by every process of an engine; nothing in the one that the engine belongs to, or elsewhere."""
+    """Have the kernel kill this engine process when its parent ends.
+
+    Every process that loads Weir calls this; it acts only in children of
+    `children_that_end_with_us`.
+    """
     if VARIABLE in os.environ and multiprocessing.parent_process() is not None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -37,12 +37,12 @@ def test_it_is_made_once_for_each_thing():
 
 def test_a_thing_that_has_gone_leaves_its_place_to_nobody(monkeypatch):
     """Ids are used again; with few places, everything is forgotten now and then."""
-    monkeypatch.setattr(identity_cache, "MOST", 8)
+    monkeypatch.setattr(identity_cache, "MAX_ENTRIES", 8)
     firsts = IdentityCache(lambda thing: thing[0])
     for k in range(1000):
         assert firsts[[k]] == k
         gc.collect(0)
-    assert len(firsts._of) <= 8
+    assert len(firsts._entries) <= 8
 
 
 def test_what_cannot_be_made_is_tried_again():
@@ -113,4 +113,4 @@ def test_recipes_of_many_instructions_are_not_kept():
                 name, "here", moves, 3, [1, 2, 3], lambda digests: {d: rows[d] for d in digests}
             )
             assert len(steering.recipe.vectors) == count
-        assert len(steering_planner._recipes._of) == kept
+        assert len(steering_planner._recipes._entries) == kept

@@ -28,7 +28,7 @@ from vllm_weir.util.lru import LruCache
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=60))
 def test_the_last_used_are_kept_within_bounds(steps):
-    memo, model = LruCache(20, largest=8), {}
+    memo, model = LruCache(20, max_value_bytes=8), {}
     for key, size, put in steps:
         if put:
             memo.put(key, (key, size), size)
@@ -92,9 +92,9 @@ def test_base64_is_what_the_standard_library_takes_it_for(text):
         expected = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         with pytest.raises((binascii.Error, ValueError)):
-            vectors._unwritten(text)
+            vectors._base64_bytes(text)
     else:
-        assert vectors._unwritten(text) == expected
+        assert vectors._base64_bytes(text) == expected
 
 
 def test_copies_of_a_wire_form():
