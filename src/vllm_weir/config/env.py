@@ -1,4 +1,4 @@
-"""Weir's environment variables: its switch, and a warning of those that are misspelt and would be ignored."""
+"""Weir's environment variables: the off switch, and warnings about misspelt ones."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ from collections.abc import Collection, Mapping
 
 logger = logging.getLogger(__name__)
 OFF = "Weir is switched off (WEIR_DISABLE is set)"
-FEW = 8
-"""So many known names are told."""
+MAX_LISTED = 8
+"""A warning lists the known names if there are no more than this."""
 
 
 def disabled(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``WEIR_DISABLE`` switches Weir off in this process."""
+    """Return whether ``WEIR_DISABLE`` switches Weir off in this process."""
     return environ.get("WEIR_DISABLE", "").strip().lower() not in ("", "0", "false", "no")
 
 
 def warn_of_unknown(
     environ: Mapping[str, str], prefix: str, known: Collection[str], others: tuple[str, ...] = ()
 ) -> None:
-    """Log a warning, once a process, for each variable that begins with `prefix` and has no meaning.
+    """Log a warning, once a process, for each unknown variable that begins with `prefix`.
 
     Args:
-        known: names that have one, without the prefix.
-        others: how names begin that are somebody else's to check.
+        environ: the environment.
+        prefix: of the variables to check.
+        known: known names, without the prefix.
+        others: beginnings of names that are checked elsewhere, without the prefix.
     """
     for variable in environ:
         name = variable.removeprefix(prefix)
         if name != variable and name not in known and not name.startswith(others):
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {prefix}{near[0]}?" if near else ""
-            if len(known) <= FEW:
+            if len(known) <= MAX_LISTED:
                 hint += f"{'' if near else ';'} known are {', '.join(prefix + name for name in known)}"
             _warn(variable, hint)
 
 
 @functools.cache
 def _warn(variable: str, hint: str) -> None:
-    logger.warning("the environment variable %s is none that Weir knows, and is ignored%s", variable, hint)
+    logger.warning("Weir does not know the environment variable %s and ignores it%s", variable, hint)

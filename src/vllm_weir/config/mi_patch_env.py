@@ -1,4 +1,4 @@
-"""The environment variables ``VLLM_ACT_*`` of Vllm_mi_patch, read as a sink for every request. Pure data."""
+"""The environment variables ``VLLM_ACT_*`` of Vllm_mi_patch, as a sink for every request."""
 
 from __future__ import annotations
 
@@ -18,28 +18,37 @@ NAME = "VLLM_ACT"
 _ON, _OFF = ("1", "true", "on"), ("0", "false", "off", "")
 _MODES = ("rp8", "full8", "topk8", "none")
 _VARIABLES = ("CAPTURE", "MODE", "RP_K", "RP_SEED", "TOPK_K", "OUTDIR", "RETURN", "PER_DIM")
-_IDLE = ("BITS", "ATTNM", "HIDDEN_SIZE")
-"""Vllm_mi_patch's that ask for nothing here: codes have 8 bits in both, it keeps no attention, and the width is the
+_WITHOUT_EFFECT = ("BITS", "ATTNM", "HIDDEN_SIZE")
+"""Variables without effect: codes always have 8 bits, attention is not kept, and the width is the
 model's."""
 _RETURNS = ("sharded", "gathered", "summary")
 
 
 def act_sink(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """The wire form of the sink that these variables ask for, or None.
+    """Return the wire form of the sink that these variables ask for, or None.
 
-    ``VLLM_ACT_CAPTURE`` (0), ``_MODE`` (rp8, full8, topk8, none), ``_RP_K`` (512), ``_RP_SEED`` (12345), ``_TOPK_K``
-    (64; of a model narrower than it all values), ``_OUTDIR`` (/tmp/vllm_activations), ``_RETURN`` (sharded, gathered:
-    files with whole rows, since every rank holds the whole residual stream; summary: running norms in the log and no
-    files), ``_PER_DIM`` (1 there): scales are per row whatever it says, because a scale per dimension of a single row
-    keeps nothing. ``_BITS``, ``_ATTNM`` and ``_HIDDEN_SIZE`` mean nothing here. Any other is told of in the log.
+    The variables and their defaults:
+
+    * ``VLLM_ACT_CAPTURE`` (0): whether rows are captured.
+    * ``_MODE`` (rp8): rp8, full8, topk8 or none. ``_RP_K`` (512) and ``_RP_SEED`` (12345) belong to
+    rp8,
+      ``_TOPK_K`` (64; all values of a narrower model) to topk8.
+    * ``_OUTDIR`` (/tmp/vllm_activations): folder of the files.
+    * ``_RETURN`` (sharded): sharded or gathered write files with whole rows, since every rank holds
+    the
+      whole residual stream; summary logs running norms and writes no files.
+    * ``_PER_DIM``: no effect, scales are per row, because a scale per dimension of a single row
+    would
+      keep nothing of it. ``_BITS``, ``_ATTNM`` and ``_HIDDEN_SIZE``: no effect.
+
+    Others are unknown, and logged.
 
     Raises:
         WeirError: naming the variable that is wrong.
     """
-    # left out here, so that they are not offered to whoever misspelt another
-    warn_of_unknown(
-        {k: v for k, v in environ.items() if k.removeprefix(f"{NAME}_") not in _IDLE}, f"{NAME}_", _VARIABLES
-    )
+    # Variables without effect are no good suggestions for misspelt ones.
+    checked = {name: text for name, text in environ.items() if name.removeprefix(f"{NAME}_") not in _WITHOUT_EFFECT}
+    warn_of_unknown(checked, f"{NAME}_", _VARIABLES)
     if not _flag(environ, "CAPTURE", "0"):
         return None
     mode = _choice(environ, "MODE", "rp8", _MODES)
@@ -68,17 +77,18 @@ def act_sink(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 @functools.cache
 def _warn_of_per_dim() -> None:
-    # An engine's own processes, which vLLM gives these names, read what the one that started them has read.
+    # Engine processes, which vLLM names so, would repeat the warning of their parent.
     if not multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker")):
         logger.warning(
-            "VLLM_ACT_PER_DIM has no effect: a row is scaled as a whole; a scale per dimension of one row keeps nothing"
+            "VLLM_ACT_PER_DIM has no effect: each row is scaled as a whole, because a scale per dimension of one row "
+            "keeps nothing of it"
         )
 
 
 def _flag(environ: Mapping[str, str], name: str, default: str) -> bool:
     text = environ.get(f"{NAME}_{name}", default).strip().lower()
     if text not in _ON + _OFF:
-        raise WeirError(f"0 or 1, got {text[:40]!r}", f"{NAME}_{name}")
+        raise WeirError(f"expected 0 or 1, got {text[:40]!r}", f"{NAME}_{name}")
     return text in _ON
 
 
@@ -92,6 +102,6 @@ def _choice(environ: Mapping[str, str], name: str, default: str, choices: tuple[
 def _number(environ: Mapping[str, str], name: str, default: int, least: int = 1, most: int = 10**18) -> int:
     text = environ.get(f"{NAME}_{name}", str(default)).strip()
     if not text.isdecimal() or len(text) > 18 or not least <= int(text) <= most:
-        which = f"of at least {least}" if most == 10**18 else f"from {least} to {most}"
-        raise WeirError(f"a whole number {which}, got {text[:40]!r}", f"{NAME}_{name}")
+        allowed = f"of at least {least}" if most == 10**18 else f"from {least} to {most}"
+        raise WeirError(f"expected a whole number {allowed}, got {text[:40]!r}", f"{NAME}_{name}")
     return int(text)

@@ -56,4 +56,4 @@ def test_what_means_the_same_there_is_not_told_of(more: dict[str, str], caplog: 
 
 def test_the_hint_names_what_has_a_meaning(caplog: pytest.LogCaptureFixture) -> None:
     (message,) = messages(caplog, {"VLLM_ACT_BIT": "8"})
-    assert "VLLM_ACT_BIT is none" in message and "VLLM_ACT_BITS" not in message
+    assert "variable VLLM_ACT_BIT and ignores it" in message and "VLLM_ACT_BITS" not in message
