@@ -1,4 +1,4 @@
-"""What a caller writes: `params` puts captures and interventions into a copy of vLLM's SamplingParams."""
+"""The functions of the public API: request params, registered vectors, sites, sinks and marks."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ def params(
     capture: Capture | Mapping[str, Any] | Sequence[Capture | Mapping[str, Any]] | None = None,
     interventions: Intervention | Mapping[str, Any] | Sequence[Intervention | Mapping[str, Any]] | None = None,
 ) -> SamplingParams:
-    """A copy of `sampling_params` that carries what is asked of Weir.
+    """Return a copy of `sampling_params` that carries captures and interventions.
+
+    In params of an earlier call, what is given replaces what they carry, and the rest stays.
 
     Args:
         sampling_params: vLLM's own; never changed. None stands for ``SamplingParams()``.
         capture: one `Capture` or a list of them (or their wire form).
-        interventions: one intervention or a list of them (or their wire form), applied in the order given.
-
-    Params from an earlier call keep what is not given now; what is given replaces it.
+        interventions: one intervention or a list of them (or their wire form), applied in the order
+            given.
 
     Returns:
-        A new ``SamplingParams`` whose ``extra_args["weir"]`` is plain JSON data; usable in any number of requests.
+        A new ``SamplingParams`` whose ``extra_args["weir"]`` is plain JSON data; usable in any
+        number of requests.
 
     Raises:
         WeirError: naming the field that is wrong.
@@ -51,8 +53,8 @@ def params(
         sampling_params = Params()
     if not hasattr(sampling_params, "extra_args"):
         name = type(sampling_params).__name__
-        raise WeirError(f"{name} has no extra_args to carry what is asked; give a SamplingParams", "sampling_params")
-    if refuse.NOT_LOADED.unheld is not None:  # an engine of this process would pass over what is written here
+        raise WeirError(f"{name} has no extra_args for Weir's request; give a SamplingParams", "sampling_params")
+    if refuse.NOT_LOADED.unheld is not None:  # this process's engine would ignore the request
         raise WeirError(refuse.NOT_LOADED.unheld, WIRE_KEY)
     carried = sampling_params.extra_args or {}
     refuse_slips(carried)
@@ -67,31 +69,40 @@ def params(
 
 
 def register(llm: Any, name: str, vector: Any) -> str:
-    """Keep `vector` under `name` for requests to this engine; returns its digest.
+    """Register a vector under a name, so that requests to this engine can refer to it.
 
-    It is [d_model], [n, d_model] or [n_layers, n, d_model]; what its rows mean is up to the intervention that names it.
+    Names are resolved when a request is admitted: registering one again affects later requests
+    only. KV-cache entries are keyed by the vectors' content, so those of both never mix.
 
-    A name stands for what it means when a request is admitted: registering it again affects later requests only, and
-    their KV cache entries never mix, because what is cached is keyed by content.
+    Args:
+        llm: the engine.
+        name: 1 to 256 characters.
+        vector: [d_model], [n, d_model] or [n_layers, n, d_model]; the intervention that names it
+            decides what its rows mean.
+
+    Returns:
+        The vector's digest, which requests may use like the name.
 
     Raises:
-        WeirError: for a vector that is none, or an engine that Weir does not serve.
+        WeirError: for an invalid vector, or an engine that Weir does not serve.
     """
     return _frontend(llm).registry.put(name, vector)
 
 
 def unregister(llm: Any, name: str) -> None:
-    """Forget a name; requests already admitted go on. Raises WeirError if there is no such name."""
+    """Remove a name; admitted requests keep the vector. Raise WeirError for an unknown name."""
     _frontend(llm).registry.remove(name)
 
 
 def list_vectors(llm: Any) -> dict[str, dict[str, Any]]:
-    """Registered vectors: name -> {"digest", "shape"}."""
+    """Return the registered vectors: name -> {"digest", "shape"}."""
     return _frontend(llm).registry.names()
 
 
 def set_global(llm: Any, interventions: Any) -> None:
-    """Interventions that every request admitted from now on undergoes, before its own; replaces earlier ones.
+    """Apply interventions to every request admitted from now on, before the request's own.
+
+    They replace those of an earlier call.
 
     Raises:
         WeirError: naming the field that is wrong; then nothing changes.
@@ -100,24 +111,24 @@ def set_global(llm: Any, interventions: Any) -> None:
 
 
 def clear_global(llm: Any) -> None:
-    """Requests admitted from now on undergo only their own interventions."""
+    """Undo `set_global` for requests admitted from now on."""
     _frontend(llm).set_always(())
 
 
 def sites(llm: Any) -> list[SiteVerdict]:
-    """Every hook point of every block of the engine's model: whether it is served, and if not, why.
+    """List every hook point of every block: whether the engine serves it, and if not, why.
 
     Args:
-        llm: ``LLM``, ``LLMEngine`` or Weir's drop-in; of an ``AsyncLLM`` use `sites_async`.
+        llm: ``LLM``, ``LLMEngine`` or Weir's drop-in; for an ``AsyncLLM`` use `sites_async`.
 
     Raises:
-        WeirError: if Weir does not serve this engine at all; it says why.
+        WeirError: if Weir does not serve this engine at all, with the reason.
     """
     return _verdicts(_frontend(llm).require_capabilities())
 
 
 async def sites_async(engine: Any) -> list[SiteVerdict]:
-    """`sites` of an ``AsyncLLM``, whose workers can only be asked asynchronously."""
+    """List sites as `sites` does, for an ``AsyncLLM``, whose workers answer asynchronously only."""
     from vllm_weir.frontend.lookup import ask_workers
 
     await ask_workers(engine)
@@ -129,45 +140,57 @@ def _verdicts(capabilities: Any) -> list[SiteVerdict]:
 
 
 def mark(request_id: str, *, llm: Any = None, **metadata: Any) -> list[Ticket]:
-    """Have the rows of a request written that were captured with ``keep="marked"``.
+    """Write the rows of a request that were captured with ``keep="marked"``.
 
-    May be called while the request runs (its rows are written when it finishes) and for `marked_seconds` after it.
+    May be called while the request runs (its rows are written when it finishes) and for
+    `marked_seconds` after it.
 
     Args:
         request_id: as on vLLM's output (``out.request_id``); all `n` sequences are meant.
-        llm: the engine, if there are several in this process that know the id.
+        llm: the engine; needed only if several in this process have a request with this id.
         metadata: plain JSON data that the sink keeps with the rows.
 
     Returns:
-        One ticket for each sequence and sink whose rows are being written now: ``ticket.wait()`` gives the files.
+        One ticket for each sequence and sink whose rows are written now; ``ticket.wait()`` returns
+        the files.
 
     Raises:
-        WeirError: if no such request is known, or its rows are gone.
+        WeirError: if no such request is known, or its rows were dropped.
     """
     from vllm_weir.frontend.engine_frontend import frontends
 
     dumps(metadata, "metadata")
-    boards = [frontend.manager for frontend in ([_frontend(llm)] if llm is not None else frontends())]
-    if not boards:
+    engine_frontends = [_frontend(llm)] if llm is not None else frontends()
+    managers = [frontend.manager for frontend in engine_frontends]
+    if not managers:
         raise WeirError("there is no engine in this process", "request_id")
-    able = [manager for manager in boards if manager.marks.has(request_id)]
-    if len(able) > 1:
-        raise WeirError(f"{len(able)} engines of this process have a request {request_id!r}; pass llm", "llm")
-    late = [manager for manager in boards if manager.marks.had(request_id)]
-    return (able or late or boards)[0].mark(request_id, metadata)
+    with_rows = [manager for manager in managers if manager.marks.has(request_id)]
+    if len(with_rows) > 1:
+        raise WeirError(f"{len(with_rows)} engines of this process have a request {request_id!r}; pass llm", "llm")
+    # Without rows, the manager that had them says best why they are gone.
+    had_rows = [manager for manager in managers if manager.marks.had(request_id)]
+    return (with_rows or had_rows or managers)[0].mark(request_id, metadata)
 
 
 def flush(llm: Any, timeout: float = 600.0) -> None:
     """Wait until every sink of the engine has taken the rows sent to it, and has made them durable.
 
+    Args:
+        llm: the engine.
+        timeout: seconds.
+
     Raises:
-        WeirError: if that takes longer than `timeout` seconds, or a sink fails.
+        WeirError: if that takes longer than `timeout`, or a sink fails.
     """
     _frontend(llm).manager.flush(timeout)
 
 
 def sinks(llm: Any) -> dict[str, dict[str, Any]]:
-    """The engine's open sinks: name -> what waits, what was taken, dropped and failed, and the last error."""
+    """Report on the engine's open sinks.
+
+    Returns:
+        name -> what waits, what was taken, dropped and failed, and the last error.
+    """
     return _frontend(llm).manager.report()
 
 
@@ -185,5 +208,5 @@ def _frontend(llm: Any) -> Any:
 
 
 def demo_model() -> str:
-    """Directory of the small Llama that ships with the package (HF format, bf16, own tokenizer)."""
+    """Return the directory of the small Llama that ships with Weir (HF format, bf16)."""
     return str(Path(__file__).parent / "demo" / "model")

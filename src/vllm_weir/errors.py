@@ -1,4 +1,4 @@
-"""The error that a user of Weir meets, and its kinds for files."""
+"""`WeirError`, the error that Weir raises, and its subclasses for files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 
 def brief(value: object, limit: int = 40) -> str:
-    """The start of what a caller sent, for an error message; huge numbers and deep nesting have no text."""
+    """Return the start of a value's text for an error message, whatever the value is.
+
+    Huge ints and deeply nested lists have no text; they are named by their type.
+    """
     try:
         return str(value)[:limit]
     except (ValueError, RecursionError):
@@ -15,7 +18,7 @@ def brief(value: object, limit: int = 40) -> str:
 
 
 def _printable(text: str) -> str:
-    """As UTF-8 can hold it: half of a surrogate pair, which JSON may bring, is shown as JSON writes it."""
+    """Escape what UTF-8 cannot encode, such as half of a surrogate pair from JSON."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -25,9 +28,11 @@ class WeirError(ValueError):
     Raised before a request enters the engine wherever that is possible (HTTP 400 over the server).
 
     Attributes:
-        field: dotted path of what is wrong, e.g. ``capture[0].layers``; empty when no single field is to blame.
-        outputs: all of the batch, the other requests' whole, where ``LLM.generate`` raises because one of them failed
-            once the batch was done; else None.
+        field: dotted path of what is wrong, e.g. ``capture[0].layers``; empty when no single field
+            is to blame.
+        message: what is wrong, without the field.
+        outputs: the outputs of the whole batch, if ``LLM.generate`` raises this because a request
+            failed after the batch was done; those of the other requests are complete. Else None.
     """
 
     outputs: Sequence[Any] | None = None
@@ -42,9 +47,11 @@ class WeirError(ValueError):
 
 
 class StoreError(WeirError):
-    """A file or folder that could not be listed, read or written: no permission, a broken disk, no connection. Of what
-    is in it nothing is known."""
+    """A file or folder could not be listed, read or written.
+
+    Permissions, the disk or the connection are at fault; the content may be sound.
+    """
 
 
 class MissingFile(StoreError, FileNotFoundError):
-    """A file that is not there."""
+    """A file does not exist."""

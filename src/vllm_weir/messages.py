@@ -1,8 +1,9 @@
-"""Framing of what workers tell the caller's process, and of the vectors they fetch from it. msgpack, no pickle.
+"""Messages between workers and the caller's process, in msgpack.
 
-A message has three frames: the `MessageHeader`, marks of rows that have arrived, and marks of what was steered.
-Marks are int32 arrays, so that a step of hundreds of requests is one small message. A fourth frame holds the rows
-themselves when the reader cannot map the worker's memory.
+Workers report rows, and ask for vectors. A message about rows has three frames: a `MessageHeader`,
+the arrivals, and what was steered. The latter two are int32 arrays, so that a step of hundreds of
+requests is one small message. A fourth frame holds the rows themselves when the reader cannot map
+the worker's memory.
 """
 
 from __future__ import annotations
@@ -10,18 +11,26 @@ from __future__ import annotations
 import msgspec
 
 MARK_FIELDS = ("row_seq", "rank", "position", "count", "stride")
-"""Rows `rank`.. of a row sequence are those of `count` positions from `position`, `stride` apart; rank -1: dropped."""
+"""Columns of the arrivals: ranks `rank`, `rank` + 1, ... of a row sequence are the rows of `count`
+positions from `position` on, `stride` apart; rank -1: they were dropped."""
 STEER_FIELDS = ("group", "position", "count", "stride")
-"""A group's interventions were applied at these positions."""
+"""Columns of what was steered: a group's interventions were applied at these positions."""
 
 
 class SequenceOpened(msgspec.Struct, array_like=True):
     """A row sequence: rows of one request that share their columns.
 
-    `kind` is ``"rows"``; for ``"fold"`` a rank is a cell of arena rows instead, which holds [columns, values] float32,
-    a reduction of the prompt's rows. For ``"scores"`` a rank is [columns, values] float32, products with directions,
-    and for ``"packed"`` [columns, values] bytes, compressed rows: of both, `width` counts bytes, and ranks follow each
-    other without gaps.
+    Attributes:
+        row_seq: its number.
+        request_id: of the request.
+        columns: of the rank table.
+        kind: what a rank is. ``"rows"``: the rows of one token. ``"fold"``: float32 [columns,
+            values], a reduction of the prompt's rows, in whole arena rows. ``"scores"``: float32
+            [columns, values], dot products with directions. ``"packed"``: bytes [columns, values],
+            compressed rows.
+        values: see `kind`.
+        width: arena rows of a rank; of ``"scores"`` and ``"packed"``, whose ranks follow each other
+            without gaps, its bytes. 0: one arena row for each column.
     """
 
     row_seq: int
@@ -33,16 +42,16 @@ class SequenceOpened(msgspec.Struct, array_like=True):
 
     @property
     def rows(self) -> int:
-        """Arena rows of a rank (of rows, and of a fold)."""
+        """Arena rows of a rank; of kinds ``"rows"`` and ``"fold"`` only."""
         return self.width or len(self.columns)
 
     def rank_bytes(self, row_bytes: int) -> int:
-        """Bytes of a rank, where an arena row has `row_bytes`."""
+        """Return the bytes of a rank, where an arena row has `row_bytes`."""
         return self.width if self.kind in ("scores", "packed") else self.rows * row_bytes
 
 
 class ExtentPlaced(msgspec.Struct, array_like=True):
-    """Ranks from `rank` on lie from row `start` of the worker's arena on, `capacity` of them."""
+    """An extent for `capacity` ranks, from `rank` on, begins at arena row `start`."""
 
     row_seq: int
     rank: int
@@ -51,7 +60,7 @@ class ExtentPlaced(msgspec.Struct, array_like=True):
 
 
 class ExtentRetired(msgspec.Struct, array_like=True):
-    """An extent holds `filled` ranks and will get no more."""
+    """An extent is closed; it holds `filled` ranks."""
 
     row_seq: int
     rank: int
@@ -60,7 +69,7 @@ class ExtentRetired(msgspec.Struct, array_like=True):
 
 
 class GroupDefined(msgspec.Struct, array_like=True):
-    """A number for some interventions (their indices) of a request."""
+    """A number for some of a request's interventions, given by their indices."""
 
     group: int
     request_id: str
@@ -68,7 +77,7 @@ class GroupDefined(msgspec.Struct, array_like=True):
 
 
 class LayoutUpdate(msgspec.Struct, array_like=True):
-    """What changed in the layout of one reader's rows."""
+    """Changes of the layout of one reader's rows since the last message."""
 
     opened: list[SequenceOpened] = []
     placed: list[ExtentPlaced] = []
@@ -81,11 +90,20 @@ class LayoutUpdate(msgspec.Struct, array_like=True):
 
 
 class MessageHeader(msgspec.Struct, array_like=True):
-    """What the frames beside it hold, or which requests failed and why.
+    """The first frame of a message about rows.
 
-    `pressure` is the share of the worker's arena in use; `spill` asks the reader to empty its retired extents.
-    `engine` is the worker's data-parallel engine, and `waiting` how many requests of it wait for table space.
-    `broken` says why rows of this step are lost: every request that the reader still waits for fails.
+    Attributes:
+        token: the reader's, which proves that the worker was told its address.
+        worker: the sender.
+        d_model: width of the rows.
+        dtype: of the rows.
+        layout_updates: what changed since the last message.
+        failures: request id -> why the request failed.
+        pressure: share of the worker's arena in use.
+        spill: whether the reader should empty its retired extents.
+        broken: why rows of this step are lost; every request that the reader waits for fails then.
+        engine: the worker's data-parallel engine.
+        waiting: how many of that engine's requests wait for table space.
     """
 
     token: str
@@ -102,14 +120,17 @@ class MessageHeader(msgspec.Struct, array_like=True):
 
 
 class VectorQuery(msgspec.Struct, array_like=True):
-    """A worker asks for vectors by digest; the answer is their float32 bytes, one frame each, empty if unknown."""
+    """A worker's question for vectors by digest.
+
+    The answer has a frame for each: its float32 bytes, empty if it is unknown.
+    """
 
     token: str
     digests: list[str]
 
 
 class WorkerHello(msgspec.Struct, array_like=True):
-    """A worker introduces its arena: `rows` rows of `row_bytes` bytes; the file descriptor comes along."""
+    """A worker's announcement of its arena, sent with its file descriptor."""
 
     token: str
     worker: str
@@ -124,7 +145,14 @@ decode_hello = msgspec.msgpack.Decoder(WorkerHello).decode
 
 
 class ReaderEndpoint(msgspec.Struct, frozen=True):
-    """Where a caller's process listens: for messages, for questions about vectors, and for arenas ("" if remote)."""
+    """The addresses where a caller's process listens.
+
+    Attributes:
+        rows: for messages about rows.
+        vectors: for vector queries.
+        arenas: for arenas; empty if workers may be on other machines.
+        token: to be sent with every message.
+    """
 
     rows: str
     vectors: str
@@ -133,7 +161,7 @@ class ReaderEndpoint(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> ReaderEndpoint:
-        """From the form that travels with a request."""
+        """Parse the form that travels with a request, ``str(endpoint)``."""
         return cls(*text.split("\t"))
 
     def __str__(self) -> str:
