@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_weir.schema.interventions import CONST
+from vllm_weir.schema.instructions import CONST
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.steering.programs import LAST
 from vllm_weir.worker.tap import triton_kernel

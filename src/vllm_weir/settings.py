@@ -1,4 +1,4 @@
-"""`vllm_weir.config.settings` under the name that programs for earlier versions import."""
+"""`vllm_weir.config.settings` under the name of earlier versions."""
 
 from vllm_weir.config.settings import Settings
 

@@ -27,7 +27,7 @@ from vllm_weir.frontend.receive.pending_sequence import InterventionGroup
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.hooks import ALIASES, BLOCK_HOOKS, HOOKS, place_of
-from vllm_weir.schema.interventions import BLEND
+from vllm_weir.schema.instructions import BLEND
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.reductions import CONTINUED
 from vllm_weir.schema.request import Postprocess, ResolvedSpec

@@ -1,1 +1,1 @@
-"""Settings of an engine and the environment variables that make them."""
+"""Engine settings, and the environment variables that Weir reads."""

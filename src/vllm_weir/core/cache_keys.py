@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_weir.schema.engine_request import EngineRequest
-from vllm_weir.schema.interventions import ResolvedIntervention
+from vllm_weir.schema.instructions import ResolvedIntervention
 
 
 def hit_limit(engine_request: EngineRequest | None) -> int | None:

@@ -2,6 +2,6 @@
 
 from vllm_weir.demo.run import app
 
-# vLLM starts processes that import this module again.
+# vLLM's child processes import this module.
 if __name__ == "__main__":
     app()

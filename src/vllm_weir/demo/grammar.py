@@ -30,7 +30,6 @@ PRONOUNS = {
     "himself": {"f": "herself", "m": "himself"},
 }
 
-#: (stage, register or "any") -> frames; openings carry no sentiment slot
 TEMPLATES: dict[tuple[str, str], tuple[str, ...]] = {
     ("open", "casual"): (
         "{P} was {activity} {place} on {weekday} {daypart}.",
@@ -127,6 +126,7 @@ TEMPLATES: dict[tuple[str, str], tuple[str, ...]] = {
         "It was, {P} concluded, the {best} {affair} of the {span}.",
     ),
 }
+"""(stage, register or "any") -> templates. Openings have no sentiment slot."""
 
 SLOT = re.compile(r"\{(a )?(\w+)\}")
 _TOKEN = re.compile(r"[A-Za-z]+(?:'[A-Za-z]+)*|[^\sA-Za-z]")
@@ -151,7 +151,7 @@ class Agreement:
     topics: frozenset[str] | None = None
 
     def merge(self, other: Agreement) -> Agreement | None:
-        """Combine both, or ``None`` where they contradict each other."""
+        """Combine both; return None if they contradict each other."""
         if self.gender and other.gender and self.gender != other.gender:
             return None
         if self.register and other.register and self.register != other.register:
@@ -175,7 +175,7 @@ class SlotFiller:
 
 
 def _names() -> Iterator[tuple[str, str, str]]:
-    """All (name, gender, register): first names are casual, titles formal."""
+    """Yield all (name, gender, register): first names are casual, titles formal."""
     for gender, names, titles in (
         ("f", lx.FEMALE_NAMES, lx.FEMALE_TITLES),
         ("m", lx.MALE_NAMES, lx.MALE_TITLES),
@@ -190,45 +190,77 @@ def _names() -> Iterator[tuple[str, str, str]]:
 NAMES = tuple(_names())
 
 
-def _fillers(slot: str) -> list[tuple[str, Agreement]]:
-    """Return all phrases that may fill a slot, of either sentiment."""
-    if slot == "P":
-        return [(name, Agreement(gender, register)) for name, gender, register in NAMES]
-    if slot == "C":
-        return [(name, Agreement(register=register)) for name, _, register in NAMES]
-    if slot in PRONOUNS:
-        return [(word, Agreement(gender)) for gender, word in PRONOUNS[slot].items()]
-    if slot in lx.SENTIMENT_SLOTS:
-        return [(phrase, Agreement()) for phrase in chain.from_iterable(lx.SENTIMENT_SLOTS[slot])]
-    if slot in lx.REGISTER_SLOTS:
-        phrases = lx.REGISTER_SLOTS[slot].items()
-        return [(phrase, Agreement(register=register)) for register, some in phrases for phrase in some]
-    if slot in lx.NEUTRAL_SLOTS:
-        return [(phrase, Agreement()) for phrase in lx.NEUTRAL_SLOTS[slot]]
-    topics: dict[str, set[str]] = {}
+Phrases = dict[str, list[tuple[str, Agreement]]]
+"""Slot -> the phrases that may fill it, and what each agrees with."""
+
+
+def _name_phrases() -> Phrases:
+    return {
+        "P": [(name, Agreement(gender, register)) for name, gender, register in NAMES],
+        "C": [(name, Agreement(register=register)) for name, _, register in NAMES],
+    }
+
+
+def _pronoun_phrases() -> Phrases:
+    return {slot: [(word, Agreement(gender)) for gender, word in words.items()] for slot, words in PRONOUNS.items()}
+
+
+def _sentiment_phrases() -> Phrases:
+    return {slot: [(phrase, Agreement()) for phrase in chain(*sides)] for slot, sides in lx.SENTIMENT_SLOTS.items()}
+
+
+def _register_phrases() -> Phrases:
+    return {
+        slot: [(phrase, Agreement(register=register)) for register, phrases in lists.items() for phrase in phrases]
+        for slot, lists in lx.REGISTER_SLOTS.items()
+    }
+
+
+def _neutral_phrases() -> Phrases:
+    return {slot: [(phrase, Agreement()) for phrase in phrases] for slot, phrases in lx.NEUTRAL_SLOTS.items()}
+
+
+def _topic_phrases() -> Phrases:
+    """Return the phrases of the topics' slots; a phrase may belong to several topics."""
+    topics_of: dict[str, dict[str, set[str]]] = {}
     for topic, slots in lx.TOPIC_SLOTS.items():
-        for phrase in slots[slot]:
-            topics.setdefault(phrase, set()).add(topic)
-    return [(phrase, Agreement(topics=frozenset(of))) for phrase, of in topics.items()]
+        for slot, phrases in slots.items():
+            for phrase in phrases:
+                topics_of.setdefault(slot, {}).setdefault(phrase, set()).add(topic)
+    return {
+        slot: [(phrase, Agreement(topics=frozenset(topics))) for phrase, topics in by_phrase.items()]
+        for slot, by_phrase in topics_of.items()
+    }
+
+
+PHRASES = {
+    **_name_phrases(),
+    **_pronoun_phrases(),
+    **_sentiment_phrases(),
+    **_register_phrases(),
+    **_neutral_phrases(),
+    **_topic_phrases(),
+}
+"""The phrases of every slot, of either sentiment."""
 
 
 def slot_key(name: str) -> str:
-    """Slot name without the capital that only marks a sentence start."""
+    """Return a slot's name without the capital that only marks the start of a sentence."""
     return name if name in ("P", "C") else name[0].lower() + name[1:]
 
 
 @cache
 def _choices(slot: str, article: bool) -> dict[str, tuple[SlotFiller, ...]]:
-    """Choices of a slot, indexed by their first token for fast matching."""
+    """Return the fillers of a slot by their first token, for fast matching."""
     index: dict[str, list[SlotFiller]] = {}
-    for phrase, agreement in _fillers(slot):
+    for phrase, agreement in PHRASES[slot]:
         tokens = tuple(tokenize(with_article(phrase) if article else phrase))
         index.setdefault(tokens[0], []).append(SlotFiller(tokens, agreement))
     return {token: tuple(choices) for token, choices in index.items()}
 
 
-#: slots and literal runs in order, each with its choices by first token
 Elements = tuple[dict[str, tuple[SlotFiller, ...]], ...]
+"""Slots and literal text of a template in order, each with its fillers by first token."""
 
 
 @dataclass(frozen=True)
@@ -260,34 +292,34 @@ def _compile(template: str, register: str) -> Frame:
 FRAMES = tuple(_compile(template, register) for (_, register), templates in TEMPLATES.items() for template in templates)
 
 
-def _aligned(expected: tuple[str, ...], tokens: list[str], j: int, cut: bool) -> bool:
-    """Is ``expected`` at ``tokens[j]`` (or, if cut, its start up to the end)?"""
-    found = tuple(tokens[j : j + len(expected)])
+def _aligned(expected: tuple[str, ...], tokens: list[str], start: int, cut: bool) -> bool:
+    """Return whether ``expected`` is at ``tokens[start]``, or, if cut, its beginning."""
+    found = tuple(tokens[start : start + len(expected)])
     return found == expected or (cut and found == expected[: len(found)])
 
 
 def _matches(elements: Elements, i: int, tokens: list[str], j: int, bound: Agreement, cut: bool) -> bool:
-    """Do ``tokens[j:]`` match the elements from the ``i``-th on?"""
+    """Return whether ``tokens[j:]`` match ``elements[i:]``."""
     if j >= len(tokens):
         return cut or i == len(elements)
     if i == len(elements):
         return False
-    for choice in elements[i].get(tokens[j], ()):
-        if not _aligned(choice.tokens, tokens, j, cut):
+    for filler in elements[i].get(tokens[j], ()):
+        if not _aligned(filler.tokens, tokens, j, cut):
             continue
-        merged = bound.merge(choice.agreement)
-        if merged and _matches(elements, i + 1, tokens, j + len(choice.tokens), merged, cut):
+        merged = bound.merge(filler.agreement)
+        if merged and _matches(elements, i + 1, tokens, j + len(filler.tokens), merged, cut):
             return True
     return False
 
 
 def _matches_tail(elements: Elements, tokens: list[str], bound: Agreement, cut: bool) -> bool:
-    """Do the tokens match the elements from any point within them on?"""
+    """Return whether the tokens match the elements from any point within them on."""
     for i, element in enumerate(elements):
-        for choice in chain.from_iterable(element.values()):
-            merged = bound.merge(choice.agreement)
-            for k, token in enumerate(choice.tokens):
-                tail = choice.tokens[k:]
+        for filler in chain.from_iterable(element.values()):
+            merged = bound.merge(filler.agreement)
+            for k, token in enumerate(filler.tokens):
+                tail = filler.tokens[k:]
                 if (
                     merged
                     and token == tokens[0]
@@ -299,7 +331,7 @@ def _matches_tail(elements: Elements, tokens: list[str], bound: Agreement, cut: 
 
 
 def parse_sentence(tokens: list[str], *, cut_start: bool = False, cut_end: bool = False) -> str | None:
-    """Find a template which the tokens of one sentence instantiate.
+    """Find a template that yields the tokens of one sentence.
 
     Args:
         tokens: the sentence, as :func:`tokenize` splits it.

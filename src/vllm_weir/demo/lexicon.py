@@ -12,7 +12,7 @@ def _split(words: str) -> tuple[str, ...]:
     return tuple(" ".join(part.split()) for part in words.split(","))
 
 
-#: slot -> (positive phrases, negative phrases)
+# slot -> (positive phrases, negative phrases)
 SENTIMENT_SLOTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     slot: (_split(positive), _split(negative))
     for slot, (positive, negative) in {
@@ -93,7 +93,7 @@ SENTIMENT_SLOTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     }.items()
 }
 
-#: first names and titles decide both the register and the pronouns
+# first names and titles decide both the register and the pronouns
 FEMALE_NAMES = _split("Mia, Anna, Ruby, Lily, Nora, Ella, Zoe, Clara, Ivy, Maya, Tess, Jane")
 MALE_NAMES = _split("Tom, Ben, Max, Leo, Sam, Jack, Finn, Oscar, Noah, Luke, Hugo, Adam")
 FEMALE_TITLES = _split("Mrs, Miss, Lady")
@@ -103,7 +103,7 @@ SURNAMES = _split(
     "Lambert, Mercer, Norwood, Osborne, Preston, Radley"
 )
 
-#: slots without sentiment, topic, or register
+# slots without sentiment, topic, or register
 NEUTRAL_SLOTS: dict[str, tuple[str, ...]] = {
     "weekday": _split("Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"),
     "daypart": _split("morning, afternoon, evening, day"),
@@ -116,7 +116,7 @@ NEUTRAL_SLOTS: dict[str, tuple[str, ...]] = {
     "again": _split("again, at once, for a while, for an hour, once more, without a pause"),
 }
 
-#: slots whose words depend on the register
+# slots whose words depend on the register
 REGISTER_SLOTS: dict[str, dict[str, tuple[str, ...]]] = {
     "very": {
         "formal": _split("truly, exceedingly, remarkably, profoundly, quite"),
@@ -211,7 +211,7 @@ _TOPICS: dict[str, dict[str, str]] = {
     },
 }
 
-#: topic -> slot -> phrases
+# topic -> slot -> phrases
 TOPIC_SLOTS: dict[str, dict[str, tuple[str, ...]]] = {
     topic: {slot: _split(words) for slot, words in slots.items()} for topic, slots in _TOPICS.items()
 }

@@ -1,4 +1,4 @@
-"""The demo's pictures."""
+"""The demo's figures, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RED = "#b2182b"
 
 @dataclass(frozen=True)
 class TokenScores:
-    """One text's scores.
+    """Scores of one text's tokens at every layer.
 
     Attributes:
         title: what the text is.
@@ -29,31 +29,31 @@ class TokenScores:
     scores: torch.Tensor
 
 
-def heat_map(row_views: Sequence[TokenScores], path: Path, caption: str) -> Path:
-    """Draw layers x tokens, one panel per text, with the words under the columns; all panels share one scale."""
+def heat_map(texts: Sequence[TokenScores], path: Path, caption: str) -> Path:
+    """Draw scores as layers x tokens, one panel for each text, all on one colour scale."""
     plt = _pyplot()
-    longest = max(len(s.words) for s in row_views)
-    layers = max(len(s.scores) for s in row_views)
-    every = torch.cat([s.scores.abs().flatten() for s in row_views])
+    longest = max(len(text.words) for text in texts)
+    layers = max(len(text.scores) for text in texts)
+    magnitudes = torch.cat([text.scores.abs().flatten() for text in texts])
     # The few largest scores must not wash out the rest.
-    limit = float(every.quantile(0.95)) or 1.0
+    limit = float(magnitudes.quantile(0.95)) or 1.0
     height = max(1.1, 0.17 * layers)
     figure, axes = plt.subplots(
-        len(row_views),
+        len(texts),
         1,
-        figsize=(max(6.0, 1.6 + 0.19 * longest), len(row_views) * (height + 1.25) + 0.4),
+        figsize=(max(6.0, 1.6 + 0.19 * longest), len(texts) * (height + 1.25) + 0.4),
         squeeze=False,
         layout="constrained",
     )
     image = None
-    for axis, row_view in zip(axes[:, 0], row_views, strict=True):
+    for axis, text in zip(axes[:, 0], texts, strict=True):
         image = axis.imshow(
-            row_view.scores.numpy(), origin="lower", aspect="auto", cmap="RdBu", vmin=-limit, vmax=limit,
+            text.scores.numpy(), origin="lower", aspect="auto", cmap="RdBu", vmin=-limit, vmax=limit,
             interpolation="nearest",
         )  # fmt: skip
-        axis.set_title(row_view.title, loc="left", fontsize=9, color=INK)
-        axis.set_xticks(range(len(row_view.words)), row_view.words, rotation=90, fontsize=6.5)
-        axis.set_yticks(range(0, len(row_view.scores), max(1, len(row_view.scores) // 8)))
+        axis.set_title(text.title, loc="left", fontsize=9, color=INK)
+        axis.set_xticks(range(len(text.words)), text.words, rotation=90, fontsize=6.5)
+        axis.set_yticks(range(0, len(text.scores), max(1, len(text.scores) // 8)))
         axis.tick_params(length=0, labelsize=6.5, colors=INK)
         axis.set_ylabel("block", fontsize=8, color=INK)
         for side in axis.spines.values():
@@ -64,14 +64,14 @@ def heat_map(row_views: Sequence[TokenScores], path: Path, caption: str) -> Path
     return _save(plt, figure, path)
 
 
-def curves(named: dict[str, Sequence[float]], path: Path, label: str) -> Path:
-    """Draw one line per name over the layers, named at its right end."""
+def curves(values_by_name: dict[str, Sequence[float]], path: Path, label: str) -> Path:
+    """Draw one line per name over the layers."""
     plt = _pyplot()
     figure, axis = plt.subplots(figsize=(6.2, 3.2), layout="constrained")
-    for (name, values), colour in zip(named.items(), LINES, strict=False):
+    for (name, values), colour in zip(values_by_name.items(), LINES, strict=False):
         axis.plot(range(len(values)), values, marker="o", markersize=4, color=colour, label=name)
     axis.axhline(0.5, color=FAINT, linewidth=0.8, linestyle=":")
-    low = min(0.45, *(min(v) for v in named.values()))
+    low = min(0.45, *(min(values) for values in values_by_name.values()))
     axis.set_ylim(low - 0.02, 1.02)
     axis.set_xlabel("block (residual stream leaving it)", fontsize=8.5)
     axis.set_ylabel(label, fontsize=8.5)
@@ -90,24 +90,24 @@ def doses(
     path: Path,
     label: str,
 ) -> Path:
-    """Draw shares by scale on the left, one line per name; on the right a dot for each text's score, and their mean."""
+    """Draw shares by scale, one line per name, and beside them each text's score by scale."""
     plt = _pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.4), layout="constrained")
-    at = range(len(scales))
+    ticks = range(len(scales))
     for (name, values), colour in zip(shares.items(), (LINES[0], RED, FAINT), strict=False):
         dashes = "--" if colour == FAINT else "-"
-        left.plot(at, [100 * v for v in values], dashes, marker="o", markersize=4, color=colour, label=name)
+        left.plot(ticks, [100 * v for v in values], dashes, marker="o", markersize=4, color=colour, label=name)
     left.set_ylim(-4, 104)
     left.set_ylabel("% of stories", fontsize=8.5)
     left.legend(frameon=False, fontsize=8, loc="center left")
-    for place, values in zip(at, scores, strict=True):
-        right.plot([place] * len(values), values, "o", markersize=3, alpha=0.35, color=FAINT, markeredgewidth=0)
+    for tick, values in zip(ticks, scores, strict=True):
+        right.plot([tick] * len(values), values, "o", markersize=3, alpha=0.35, color=FAINT, markeredgewidth=0)
     means = [sum(values) / len(values) for values in scores]
-    right.plot(at, means, marker="o", markersize=4, color=INK)
+    right.plot(ticks, means, marker="o", markersize=4, color=INK)
     right.axhline(0, color=FAINT, linewidth=0.8, linestyle=":")
     right.set_ylabel(label, fontsize=8.5)
     for axis in (left, right):
-        axis.set_xticks(at, [f"{s:+g}" if s else "0" for s in scales], fontsize=8)
+        axis.set_xticks(ticks, [f"{s:+g}" if s else "0" for s in scales], fontsize=8)
         axis.set_xlabel("scale of the steering vector (not evenly spaced)", fontsize=8.5)
         axis.tick_params(labelsize=8, colors=INK)
         for side in ("top", "right"):

@@ -1,4 +1,4 @@
-"""A linear probe and its measures, in plain torch."""
+"""A linear probe and measures of it, in plain torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Probe:
     weight: torch.Tensor
     bias: float
 
-    def score(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the log-odds of the positive class, float64 [...], of rows `x` [..., d]."""
-        return x.double() @ self.weight + self.bias
+    def score(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the log-odds of the positive class, float64 [...], of rows [..., d]."""
+        return rows.double() @ self.weight + self.bias
 
 
 def fit_probe(x: torch.Tensor, y: torch.Tensor, l2: float = 0.01) -> Probe:
-    """Fit logistic regression with an L2 penalty on standardised rows by L-BFGS.
+    """Fit logistic regression with an L2 penalty on standardised rows, by L-BFGS.
 
     Args:
         x: rows [n, d].
@@ -41,7 +41,7 @@ def fit_probe(x: torch.Tensor, y: torch.Tensor, l2: float = 0.01) -> Probe:
     if not 0 < y.mean() < 1:
         raise ValueError("both classes must occur")
     centre, spread = x.mean(0), x.std(0, correction=0)
-    # A feature that never changes has nothing to say, and must not be divided by zero.
+    # A constant feature carries no information, and must not be divided by zero.
     scale = torch.where(spread > 1e-9 * (centre.abs() + 1e-12), 1 / spread, torch.zeros_like(spread))
     z = (x - centre) * scale
     weight = torch.zeros(x.shape[1], dtype=torch.float64, requires_grad=True)
@@ -61,7 +61,9 @@ def fit_probe(x: torch.Tensor, y: torch.Tensor, l2: float = 0.01) -> Probe:
 
 
 def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the area under the ROC curve: the share of (positive, negative) pairs ranked right, ties counting half.
+    """Return the area under the ROC curve.
+
+    It is the share of (positive, negative) pairs in the right order; ties count half.
 
     Args:
         scores: [n].
@@ -81,7 +83,12 @@ def accuracy(scores: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def mean_difference(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the mean of the positive rows minus the mean of the negative ones, float64 [d]; `x` [n, d], `y` [n]."""
+    """Return the mean of positive rows minus that of negative ones, float64 [d].
+
+    Args:
+        x: rows [n, d].
+        y: labels [n].
+    """
     x, positive = x.double(), y.bool()
     return x[positive].mean(0) - x[~positive].mean(0)
 

@@ -1,4 +1,4 @@
-"""Reading stories with vLLM: what is kept of every row, and what the reading cost."""
+"""Stories run through vLLM: the rows that the demo keeps of them, and the time it took."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ import torch
 import vllm_weir as weir
 
 BATCH = 50
-"""Stories in flight at once: bounds the memory that a large model's rows take here."""
+"""Stories in one batch; bounds the memory of a large model's rows."""
 MAX_TOKENS = 512
 SAMPLED = 8
-"""Tokens kept of each story, evenly spread over its second half, where its mood is known."""
+"""Tokens kept of each story, evenly spread over its second half, where its sentiment is clear."""
 
 
 @dataclass
 class StoryRows:
-    """Stories as the model read them.
+    """Rows of stories.
 
     Attributes:
         last: the row at each story's last token, [layers, stories, d].
         mean: the mean of each story's rows from its second token on, [layers, stories, d].
-        sampled: rows at `SAMPLED` tokens of each story, [layers, stories * SAMPLED, d], stories one after the other.
-        rows: every row of the stories that were to be kept, [layers, tokens, d] each.
+        sampled: rows at `SAMPLED` tokens of each story, [layers, stories * SAMPLED, d], story by
+            story.
+        rows: all rows of some stories, [layers, tokens, d] each.
         tokens: those stories' token ids.
-        count, size: rows captured and their bytes.
-        seconds: time from the call to the last row's arrival.
+        count: rows captured.
+        size: their bytes.
+        seconds: from the calls to the last rows' arrival.
     """
 
     last: torch.Tensor
@@ -50,7 +52,7 @@ def compiler() -> str | None:
 
 
 def context_length(model: str) -> int:
-    """Return the context length to ask for: a story's length, or less if the model has less."""
+    """Return the context length for stories: `MAX_TOKENS`, or less if the model has less."""
     from transformers import AutoConfig
 
     text = AutoConfig.from_pretrained(model).get_text_config()
@@ -58,7 +60,7 @@ def context_length(model: str) -> int:
 
 
 def start_engine(model: str, dtype: Literal["auto", "float32"], eager: bool) -> Any:
-    """Start a stock ``vllm.LLM``; Weir is active because it is installed."""
+    """Start a stock ``vllm.LLM``, into which vLLM loads Weir because it is installed."""
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -78,9 +80,13 @@ def start_engine(model: str, dtype: Literal["auto", "float32"], eager: bool) -> 
 def read(
     llm: Any, texts: Sequence[str], keep: Sequence[int] = (), advance: Callable[[int], Any] | None = None
 ) -> StoryRows:
-    """Run `texts` through the model and reduce their rows; `keep` says of which stories all rows are kept.
+    """Run `texts` through the model and reduce their rows.
 
-    `advance` is told after every batch how many stories it held.
+    Args:
+        llm: the engine.
+        texts: the stories.
+        keep: indices of the stories of which all rows are kept.
+        advance: called after every batch with its number of stories.
     """
     from vllm import SamplingParams
 
@@ -100,7 +106,7 @@ def read(
             count += stack.shape[0] * stack.shape[1]
             size += stack.nbytes
             last.append(stack[:, -1].float())
-            # The first token says nothing of the story, and in most models its rows are far larger than all others.
+            # The first token says nothing of the story, and in most models its rows are far larger.
             mean.append(stack[:, 1:].float().mean(1))
             length = stack.shape[1]
             sampled.append(stack[:, torch.linspace(length // 2, length - 1, SAMPLED).long()])

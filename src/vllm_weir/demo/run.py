@@ -1,4 +1,4 @@
-"""The demo: read stories with vLLM, fit one probe per layer on the captured rows, then steer the mood of new ones."""
+"""The demo: capture rows of stories, fit a probe at each layer, then steer along its direction."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ app = typer.Typer(add_completion=False)
 console = Console(highlight=False, soft_wrap=True)
 
 MIN_AUC, MAX_ERROR = 0.95, 1e-5
-"""What the shipped model must reach, else the exit code is 1."""
+"""The shipped model must reach these, else the exit code is 1."""
 LARGE = 1_000_000_000
-"""Larger models are not compared with transformers, which would run them in fp32 on the CPU."""
+"""Models with more parameters are not compared with transformers in fp32 on the CPU."""
 TRAIN_SEED, HELD_OUT_SEED = 2001, 2002
 COMPARED = 4
 
@@ -65,7 +65,7 @@ def main(
         raise typer.BadParameter(f"no model at {model}: {str(e).splitlines()[0]}", param_hint="MODEL") from None
     small = parameters is not None and parameters <= LARGE
     if compiled is None:
-        # On CPU compiling this model takes longer than the demo itself.
+        # On CPU compiling takes longer than the demo itself.
         compiled = torch.cuda.is_available()
     if compiled and not torch.cuda.is_available() and compiler() is None:
         raise typer.BadParameter(
@@ -87,34 +87,34 @@ def main(
         TextColumn("reading stories"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     ) as bar:
         task = bar.add_task("", total=train + held_out)
-        seen, held = (
+        train_rows, held_rows = (
             read(llm, [s.text for s in part], kept, lambda n: bar.advance(task, n))
             for part, kept in zip(stories, ((), keep), strict=True)
         )
-    _print_cost(seen, held)
+    _print_cost(train_rows, held_rows)
 
     labels = tuple(torch.tensor([s.sentiment == "positive" for s in part]) for part in stories)
-    probes, results = _fit(seen, held, *labels)
+    probes, results = _fit(train_rows, held_rows, *labels)
     _print_results(results)
 
-    error = _compare(model, held, parameters)
-    words = [[llm.get_tokenizer().decode([i]).strip() or "␣" for i in ids] for ids in held.tokens]
-    pictures = [*_draw(probes, results, held, words, [stories[1][i] for i in shown], out)]
-    dose_results = _steer(llm, seen, probes, labels[0], shipped)
+    error = _compare(model, held_rows, parameters)
+    words = [[llm.get_tokenizer().decode([i]).strip() or "␣" for i in ids] for ids in held_rows.tokens]
+    pictures = [*_draw(probes, results, held_rows, words, [stories[1][i] for i in shown], out)]
+    dose_results = _steer(llm, train_rows, probes, labels[0], shipped)
     pictures.append(_draw_doses(dose_results, shipped, out))
     console.print("Pictures: " + "\n          ".join(map(str, pictures)), end="")
     console.print(f"   ({time.perf_counter() - started:.0f} s in all)")
-    if shipped and not _promises_kept(results, error, dose_results):
+    if shipped and not _meets_expectations(results, error, dose_results):
         raise typer.Exit(1)
 
 
 def _quiet(model: str) -> None:
-    """Set what vLLM and the hub client read from the environment on import."""
+    """Set the environment variables that vLLM and the hub client read on import."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not torch.cuda.is_available():
-        # One process fewer that has to import vLLM, which is most of the demo's time on CPU.
+        # Importing vLLM in a second process would take most of the demo's time on CPU.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning,ignore::DeprecationWarning")
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -127,35 +127,32 @@ def _first(stories: list[Story], sentiment: str) -> int:
 
 
 def _fit(
-    seen: StoryRows, held: StoryRows, labels: torch.Tensor, held_labels: torch.Tensor
+    train_rows: StoryRows, held_rows: StoryRows, labels: torch.Tensor, held_labels: torch.Tensor
 ) -> tuple[list[pr.Probe], list[LayerResult]]:
-    """Fit three probes per layer, on any token, on last tokens and on means, and measure them on held-out stories.
-
-    Returns:
-        The probes that read any token, and the measures of all, one entry per layer.
-    """
+    """Fit a probe for any token at each layer, and measure probes on last tokens and on means."""
     probes, results = [], []
-    for layer in range(len(seen.last)):
-        of_last = pr.fit_probe(seen.last[layer], labels)
-        of_mean = pr.fit_probe(seen.mean[layer], labels)
-        scores = of_last.score(held.last[layer])
+    for layer in range(len(train_rows.last)):
+        of_last = pr.fit_probe(train_rows.last[layer], labels)
+        of_mean = pr.fit_probe(train_rows.mean[layer], labels)
+        scores = of_last.score(held_rows.last[layer])
         results.append(
             LayerResult(
                 auc_last=pr.auc(scores, held_labels),
-                auc_mean=pr.auc(of_mean.score(held.mean[layer]), held_labels),
+                auc_mean=pr.auc(of_mean.score(held_rows.mean[layer]), held_labels),
                 accuracy=pr.accuracy(scores, held_labels),
-                cosine=pr.cosine(of_last.weight, pr.mean_difference(seen.last[layer], labels)),
+                cosine=pr.cosine(of_last.weight, pr.mean_difference(train_rows.last[layer], labels)),
             )
         )
-        # Tokens of one story are alike, so this one needs a firmer hand.
-        probes.append(pr.fit_probe(seen.sampled[layer], labels.repeat_interleave(SAMPLED), l2=0.05))
+        # Tokens of one story are alike, so this probe needs a larger penalty.
+        probes.append(pr.fit_probe(train_rows.sampled[layer], labels.repeat_interleave(SAMPLED), l2=0.05))
     return probes, results
 
 
-def _print_cost(seen: StoryRows, held: StoryRows) -> None:
-    count, seconds = seen.count + held.count, seen.seconds + held.seconds
+def _print_cost(train_rows: StoryRows, held_rows: StoryRows) -> None:
+    count, seconds = train_rows.count + held_rows.count, train_rows.seconds + held_rows.seconds
+    megabytes = (train_rows.size + held_rows.size) / 1e6
     console.print(
-        f"Captured {count:,} rows ({(seen.size + held.size) / 1e6:.0f} MB, resid_post of {len(seen.last)} layers at "
+        f"Captured {count:,} rows ({megabytes:.0f} MB, resid_post of {len(train_rows.last)} layers at "
         f"every prompt token) in {seconds:.1f} s: {count / seconds:,.0f} rows/s, delivered as tensors"
     )
 
@@ -172,15 +169,15 @@ def _print_results(results: list[LayerResult]) -> None:
     console.print(table)
 
 
-def _compare(model: str, held: StoryRows, parameters: int | None) -> float | None:
-    """Print and return the error against transformers over a few stories; None where it was not measured."""
+def _compare(model: str, held_rows: StoryRows, parameters: int | None) -> float | None:
+    """Print and return the error against transformers, or None if it was not measured."""
     if parameters is None or parameters > LARGE:
         why = "transformers cannot build this model" if parameters is None else "the model has over 1 B parameters"
         console.print(f"Not compared with transformers: {why}")
         return None
     with console.status("comparing with transformers"):
-        error = worst_error(held.rows, reference_rows(model, held.tokens))
-    rows = sum(r.shape[0] * r.shape[1] for r in held.rows)
+        error = worst_error(held_rows.rows, reference_rows(model, held_rows.tokens))
+    rows = sum(r.shape[0] * r.shape[1] for r in held_rows.rows)
     console.print(f"Against transformers in fp32, {rows:,} rows: max|difference| / max|reference| = {error:.1e}")
     return error
 
@@ -188,18 +185,18 @@ def _compare(model: str, held: StoryRows, parameters: int | None) -> float | Non
 def _draw(
     probes: list[pr.Probe],
     results: list[LayerResult],
-    held: StoryRows,
+    held_rows: StoryRows,
     words: list[list[str]],
     shown: list[Story],
     out: Path,
 ) -> tuple[Path, Path]:
-    row_views = []
-    for story, rows, text in zip(shown, held.rows, words, strict=False):
+    texts = []
+    for story, rows, tokens in zip(shown, held_rows.rows, words, strict=False):
         scores = torch.stack([probe.score(r) for probe, r in zip(probes, rows, strict=True)])[:, 1:]
-        row_views.append(TokenScores(f"A {story.sentiment} held-out story", text[1:], scores))
+        texts.append(TokenScores(f"A {story.sentiment} held-out story", tokens[1:], scores))
     caption = "log-odds that the story\nis positive (blue) or negative (red)"
     return (
-        heat_map(row_views, out / "probe_scores.png", caption),
+        heat_map(texts, out / "probe_scores.png", caption),
         curves(
             {"last token": [r.auc_last for r in results], "mean of tokens": [r.auc_mean for r in results]},
             out / "auc_per_layer.png",
@@ -209,35 +206,40 @@ def _draw(
 
 
 def _steer(
-    llm: Any, seen: StoryRows, probes: list[pr.Probe], labels: torch.Tensor, shipped: bool
+    llm: Any, train_rows: StoryRows, probes: list[pr.Probe], labels: torch.Tensor, shipped: bool
 ) -> list[steering.DoseResult]:
-    """Steer stories along the difference of the two moods' mean rows at the middle block, and print them."""
+    """Write and print stories steered along the difference of the sentiments' mean rows."""
     layer = len(probes) // 2
-    vector = pr.mean_difference(seen.mean[layer], labels)
+    vector = pr.mean_difference(train_rows.mean[layer], labels)
     with console.status("writing steered stories"):
-        dose_results = steering.tell(llm, vector, layer, probes[layer], console)
+        dose_results = steering.write_stories(llm, vector, layer, probes[layer], console)
     steering.print_doses(console, dose_results, layer, float(vector.norm()), grammar=shipped)
     steering.print_story(console, dose_results)
     return dose_results
 
 
 def _draw_doses(dose_results: list[steering.DoseResult], shipped: bool, out: Path) -> Path:
-    shares = {"positive": [d.share(1) for d in dose_results], "negative": [d.share(-1) for d in dose_results]}
+    shares = {
+        "positive": [dose.share(1) for dose in dose_results],
+        "negative": [dose.share(-1) for dose in dose_results],
+    }
     if shipped:
-        shares["well-formed"] = [d.well_formed for d in dose_results]
-    scores = [[s.score for s in d.stories] for d in dose_results]
+        shares["well-formed"] = [dose.well_formed for dose in dose_results]
+    scores = [[story.score for story in dose.stories] for dose in dose_results]
     return doses(
-        [d.scale for d in dose_results], shares, scores, out / "dose_response.png", "probe's log-odds of positive"
+        [dose.scale for dose in dose_results], shares, scores, out / "dose_response.png", "probe's log-odds of positive"
     )
 
 
-def _promises_kept(results: list[LayerResult], error: float | None, dose_results: list[steering.DoseResult]) -> bool:
+def _meets_expectations(
+    results: list[LayerResult], error: float | None, dose_results: list[steering.DoseResult]
+) -> bool:
     best = max(r.auc_last for r in results)
-    broken = steering.failures(dose_results)
-    for sentence in broken:
+    unmet = steering.failures(dose_results)
+    for sentence in unmet:
         console.print(f"[red]FAILED[/]: {sentence}")
     if best < MIN_AUC:
         console.print(f"[red]FAILED[/]: the best layer's AUC is {best:.3f}, less than {MIN_AUC}")
     if error is None or error > MAX_ERROR:
         console.print(f"[red]FAILED[/]: the error against transformers is {error}, more than {MAX_ERROR:g}")
-    return best >= MIN_AUC and error is not None and error <= MAX_ERROR and not broken
+    return best >= MIN_AUC and error is not None and error <= MAX_ERROR and not unmet

@@ -1,4 +1,4 @@
-"""The demo's second half: steer stories towards one mood or the other, and judge the results."""
+"""Stories steered towards one sentiment or the other, and how far the steering works."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ class SteeredStory:
     """A story's steered continuation.
 
     Attributes:
-        opening, text: the neutral prompt, and what the model wrote after it.
-        mood: balance of the generator's positive and negative words in `text`, None if it has none.
-        score: mean log-odds of the probe over the rows of `text`, read again without steering.
-        well_formed: whether the generator's grammar could have produced the story.
+        opening: the neutral prompt.
+        text: the model's continuation.
+        mood: balance of positive and negative words in `text`, see `sentiment_of`; None if it has
+            none.
+        score: mean log-odds of the probe over the rows of `text`, captured again without steering.
+        well_formed: whether the grammar of the training stories could have produced the story.
     """
 
     opening: str
@@ -52,8 +54,8 @@ class DoseResult:
     Attributes:
         scale: the vector's factor.
         stories: one for each opening.
-        flipped: of the stories that were of the other mood without steering, the share that is now of the one
-            steered to; None without steering, or if there were none.
+        flipped: of the stories that have the opposite sentiment without steering, the share that
+            has the intended one; None without steering, or if there are no such stories.
     """
 
     scale: float
@@ -76,24 +78,26 @@ class DoseResult:
 
     @property
     def keeps_promise(self) -> bool:
-        """Whether the mood flips while the language stays intact."""
+        """Whether the sentiment flips while the language stays intact."""
         return self.flipped is not None and self.flipped >= MIN_FLIPPED and self.well_formed >= MIN_WELL_FORMED
 
 
-def tell(llm: Any, vector: torch.Tensor, layer: int, probe: Probe, console: Console) -> list[DoseResult]:
+def write_stories(llm: Any, vector: torch.Tensor, layer: int, probe: Probe, console: Console) -> list[DoseResult]:
     """Continue neutral openings at every scale, all in one batch.
 
     Args:
         llm: the engine.
         vector: float [d], added times the scale to ``resid_post[layer]`` at every position.
         layer: the block that `vector` and `probe` belong to.
-        probe: reads the mood off one row.
-        console: gets a line about what was done.
+        probe: of sentiment, for single rows.
+        console: where a summary is printed.
     """
     from vllm import SamplingParams
 
-    plain = SamplingParams(max_tokens=MAX_TOKENS, temperature=0)
-    steered = [weir.params(plain, interventions=weir.Add(vector, layer, scale, positions="all")) for scale in SCALES]
+    unsteered = SamplingParams(max_tokens=MAX_TOKENS, temperature=0)
+    steered = [
+        weir.params(unsteered, interventions=weir.Add(vector, layer, scale, positions="all")) for scale in SCALES
+    ]
     prompts = openings(OPENINGS, SEED)
     started = time.perf_counter()
     outputs = llm.generate(prompts * len(SCALES), [p for p in steered for _ in prompts], use_tqdm=False)
@@ -113,30 +117,36 @@ def tell(llm: Any, vector: torch.Tensor, layer: int, probe: Probe, console: Cons
         )
     ]
     by_scale = {scale: stories[i * OPENINGS : (i + 1) * OPENINGS] for i, scale in enumerate(SCALES)}
-    return [DoseResult(scale, stories, flipped(stories, by_scale[0.0], scale)) for scale, stories in by_scale.items()]
+    return [DoseResult(scale, steered, flipped(steered, by_scale[0.0], scale)) for scale, steered in by_scale.items()]
 
 
 def _scores(llm: Any, outputs: Sequence[Any], layer: int, probe: Probe) -> list[float]:
-    """Return the mean probe score over each output's tokens, from a second pass without steering."""
+    """Return the mean probe score over each output's tokens, read without steering."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    once = SamplingParams(max_tokens=1, temperature=0)
+    one_token = SamplingParams(max_tokens=1, temperature=0)
     prompts, params = [], []
     for out in outputs:
-        # Of the opening only the keys and values are needed, so it may come from the prefix cache.
+        # No rows of the opening are captured, so it may come from the prefix cache.
         start = len(out.prompt_token_ids)
         prompts.append(TokensPrompt(prompt_token_ids=[*out.prompt_token_ids, *out.outputs[0].token_ids]))
-        params.append(weir.params(once, capture=weir.Capture("resid_post", layer, f"{start}:")))
+        params.append(weir.params(one_token, capture=weir.Capture("resid_post", layer, f"{start}:")))
     again = llm.generate(prompts, params, use_tqdm=False)
     return [float(probe.score(out.activations["resid_post", layer]).mean()) for out in again]
 
 
-def flipped(stories: Sequence[SteeredStory], unsteered: Sequence[SteeredStory], scale: float) -> float | None:
-    """Return the share of stories of the other mood in `unsteered` that have the mood of `scale` in `stories`."""
+def flipped(steered: Sequence[SteeredStory], unsteered: Sequence[SteeredStory], scale: float) -> float | None:
+    """Return the share of stories that steering turned, among those that it could turn.
+
+    Args:
+        steered: stories written at `scale`.
+        unsteered: the same openings without steering.
+        scale: its sign is that of the intended sentiment.
+    """
     sign = 1 if scale > 0 else -1
-    others = [new for new, old in zip(stories, unsteered, strict=True) if old.sign == -sign]
-    return sum(s.sign == sign for s in others) / len(others) if scale and others else None
+    opposite = [new for new, old in zip(steered, unsteered, strict=True) if old.sign == -sign]
+    return sum(s.sign == sign for s in opposite) / len(opposite) if scale and opposite else None
 
 
 def _signed(scale: float) -> str:
@@ -144,9 +154,14 @@ def _signed(scale: float) -> str:
 
 
 def print_doses(console: Console, doses: Sequence[DoseResult], layer: int, norm: float, grammar: bool) -> None:
-    """Build a table with a row for each scale.
+    """Print a table with a row for each scale.
 
-    `grammar`: whether the model can be expected to write sentences of the generator's grammar.
+    Args:
+        console: where to print.
+        doses: the stories by scale.
+        layer: that was steered.
+        norm: of the steering vector.
+        grammar: whether the model was trained on the stories, and should keep to their grammar.
     """
     table = Table(
         title=f"Steered: scale x (mean of happy rows - mean of sad rows), norm {norm:.1f}, after block {layer}",
@@ -157,8 +172,14 @@ def print_doses(console: Console, doses: Sequence[DoseResult], layer: int, norm:
     if grammar:
         table.add_column("well-\nformed", justify="right")
     for dose in doses:
-        turned = "" if dose.flipped is None else f"{dose.flipped:.0%}"
-        cells = [_signed(dose.scale), f"{dose.share(1):.0%}", f"{dose.share(-1):.0%}", turned, f"{dose.score:+.1f}"]
+        flipped_share = "" if dose.flipped is None else f"{dose.flipped:.0%}"
+        cells = [
+            _signed(dose.scale),
+            f"{dose.share(1):.0%}",
+            f"{dose.share(-1):.0%}",
+            flipped_share,
+            f"{dose.score:+.1f}",
+        ]
         if grammar:
             cells.append(f"{dose.well_formed:.0%}")
         table.add_row(*cells, style="bold" if dose.keeps_promise else None)
@@ -166,7 +187,7 @@ def print_doses(console: Console, doses: Sequence[DoseResult], layer: int, norm:
 
 
 def print_story(console: Console, doses: Sequence[DoseResult]) -> None:
-    """Return the first opening that changes its mood in both directions, with its continuations at three scales."""
+    """Print one opening's continuations at three scales; if possible one that turned both ways."""
     shown = [dose for dose in doses if dose.scale in SHOWN]
     columns = list(zip(*(dose.stories for dose in shown), strict=True))
     stories = next((c for c in columns if c[0].sign == -1 and c[-1].sign == 1), columns[0])
@@ -178,7 +199,7 @@ def print_story(console: Console, doses: Sequence[DoseResult]) -> None:
 
 
 def failures(doses: Sequence[DoseResult]) -> list[str]:
-    """Return a sentence for every promise about the shipped model that the results do not keep."""
+    """Return which expectations of the shipped model were not met, as sentences."""
     return [
         f"no {name} scale flips {MIN_FLIPPED:.0%} of the stories with {MIN_WELL_FORMED:.0%} of them well-formed"
         for name, sign in (("positive", 1), ("negative", -1))

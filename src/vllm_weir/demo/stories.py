@@ -122,7 +122,7 @@ def _words(*texts: str) -> set[str]:
 
 
 def _sentiment_words() -> dict[str, frozenset[str]]:
-    """Words of one sentiment's lists that nothing else in the grammar uses."""
+    """Return the words of each sentiment that nothing else in the grammar uses."""
     by_sentiment = [
         _words(*(phrase for pair in lx.SENTIMENT_SLOTS.values() for phrase in pair[side]))
         for side in range(len(SENTIMENTS))
@@ -141,12 +141,12 @@ def _sentiment_words() -> dict[str, frozenset[str]]:
     }
 
 
-#: Lower-case words that only occur in text of that sentiment.
+# Lower-case words that only occur in text of that sentiment.
 SENTIMENT_WORDS: dict[str, frozenset[str]] = _sentiment_words()
 
 
 def sentiment_of(text: str) -> float | None:
-    """Balance of positive and negative words.
+    """Return the balance of positive and negative words.
 
     Returns:
         +1 if all sentiment words are positive, -1 if all are negative, values
@@ -173,7 +173,7 @@ class _Composer:
         self.register = register
         cast = [(name, gender) for name, gender, reg in NAMES if reg == register]
         self.used: set[str] = set()
-        # Two people of one family would read as the same person.
+        # A companion of the same surname would read as the same person.
         self.hero, self.gender = _draw(rng, cast)
         others = [person for person in cast if person[0].split()[-1] != self.hero.split()[-1]]
         companion = _draw(rng, others)
@@ -212,7 +212,7 @@ class _Composer:
         return phrase
 
     def sentences(self, stage: str, count: int) -> list[str]:
-        """Distinct templates of a stage, filled."""
+        """Compose sentences from distinct templates of a stage."""
         templates = TEMPLATES.get((stage, self.register), ()) + TEMPLATES.get((stage, "any"), ())
         chosen: list[str] = []
         for _ in range(count):
@@ -221,9 +221,10 @@ class _Composer:
 
 
 def _draw(rng: random.Random, options: Sequence[T]) -> T:
-    """One of `options`, the k-th with a weight of 1/k (Zipf).
+    """Draw one of `options`, the k-th with a weight of 1/k (Zipf).
 
-    As in natural text a choice has a favourite, so a greedy continuation does not hang on the last bits of a logit.
+    As in natural text some choices are likelier, so that greedy decoding does not depend on the
+    last bits of a logit.
     """
     return rng.choices(options, [1 / (k + 1) for k in range(len(options))])[0]
 
@@ -284,12 +285,12 @@ def make_stories(
 
 
 def openings(n: int, seed: int, topic: str | None = None, register: str | None = None) -> list[str]:
-    """Neutral story openings, for prompts that can continue either way."""
+    """Compose neutral story openings, for prompts that can continue either way."""
     rng = random.Random(seed)
     return [make_story(rng, topic=topic, register=register).opening for _ in range(n)]
 
 
-#: how a request names a sentiment; ``None`` leaves it open
+# how a request names a sentiment; ``None`` leaves it open
 _REQUEST_WORDS: dict[str | None, tuple[str, ...]] = {
     "positive": ("happy", "cheerful", "joyful"),
     "negative": ("sad", "gloomy", "unhappy"),
@@ -308,7 +309,7 @@ _REQUESTS = (
 
 
 def chat_pairs(n: int, seed: int) -> list[ChatPair]:
-    """Requests for a story, each with a story that fulfils it.
+    """Compose requests for a story, each with a story that fulfils it.
 
     About one request in three does not name the sentiment.
     """
@@ -326,7 +327,7 @@ def chat_pairs(n: int, seed: int) -> list[ChatPair]:
 
 
 def _join(tokens: list[str]) -> str:
-    """Return a sentence of the grammar with the only right spacing."""
+    """Join a sentence's tokens with the only spacing that the grammar allows."""
     text = ""
     for i, token in enumerate(tokens):
         closing = token in ".,!" or (token == '"' and i > 0 and tokens[i - 1] == ",")
@@ -361,7 +362,7 @@ def grammar_report(text: str, partial_ok: bool = True) -> list[SentenceReport]:
 
 
 def well_formed(text: str, partial_ok: bool = True) -> bool:
-    """Whether every sentence of the text is one of the grammar.
+    """Return whether every sentence of the text is one of the grammar.
 
     See :func:`grammar_report` for what is judged; an empty text is not
     well-formed.

@@ -28,7 +28,7 @@ from vllm_weir.frontend.receive.row_store import RowStore
 from vllm_weir.frontend.sinks.manager import SinkManager
 from vllm_weir.frontend.tracker import Tracker
 from vllm_weir.schema.engine_request import EngineRequest
-from vllm_weir.schema.interventions import Intervention
+from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.keys import carries_keys
 from vllm_weir.schema.request import WIRE_KEY, selected
 from vllm_weir.schema.table_sizes import TableSizes

@@ -1,4 +1,4 @@
-"""`vllm_weir.storage` under the name that programs for earlier versions import."""
+"""`vllm_weir.storage` under the name of earlier versions."""
 
 from __future__ import annotations
 

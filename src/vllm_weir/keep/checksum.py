@@ -1,4 +1,4 @@
-"""`vllm_weir.results.checksum` under the name that programs for earlier versions import."""
+"""`vllm_weir.results.checksum` under the name of earlier versions."""
 
 from vllm_weir.results.checksum import checksums
 

@@ -1,4 +1,4 @@
-"""`vllm_weir.storage.verify` under the name that programs for earlier versions import."""
+"""`vllm_weir.storage.verify` under the name of earlier versions."""
 
 from vllm_weir.storage.verify import Damage, Verified, verify
 

@@ -1,4 +1,4 @@
-"""What is asked: pure data, parsed and validated, with no torch.cuda and no vLLM in it."""
+"""What a request asks for: pure data, parsed and validated, without torch and vLLM."""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +7,8 @@ from vllm_weir.util.lazy import lazy_names
 if TYPE_CHECKING:
     from vllm_weir.schema.capture import Capture
     from vllm_weir.schema.hooks import HOOKS, Site, normalise_hook, parse_site
-    from vllm_weir.schema.interventions import Ablate, Add, Clamp, Intervention, LowRank, Replace
+    from vllm_weir.schema.intervention_base import Intervention
+    from vllm_weir.schema.interventions import Ablate, Add, Clamp, LowRank, Replace
     from vllm_weir.schema.positions import Positions
     from vllm_weir.schema.request import WIRE_KEY, WIRE_VERSION, RequestSpec
 
@@ -29,7 +30,7 @@ __all__ = [
     "parse_site",
 ]
 
-# `vllm_weir.schema.keys` is on the way to the plugin: see `vllm_weir`.
+# Lazy, because the plugin imports `vllm_weir.schema.keys` with the standard library alone.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
@@ -40,7 +41,7 @@ __getattr__, __dir__ = lazy_names(
         "Add": "vllm_weir.schema.interventions",
         "Capture": "vllm_weir.schema.capture",
         "Clamp": "vllm_weir.schema.interventions",
-        "Intervention": "vllm_weir.schema.interventions",
+        "Intervention": "vllm_weir.schema.intervention_base",
         "LowRank": "vllm_weir.schema.interventions",
         "Positions": "vllm_weir.schema.positions",
         "Replace": "vllm_weir.schema.interventions",

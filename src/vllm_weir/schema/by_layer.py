@@ -1,4 +1,4 @@
-"""A vector for each of some blocks: ``{layer: vector}``, on the wire with strings for keys."""
+"""Vectors by layer: ``{layer: vector}``, on the wire with strings for keys."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.vectors import Vector
 
 _NUMBER = re.compile(r"-?\d+", re.ASCII)
-_LONGEST = 9
-"""Digits of a block's number."""
+_MAX_DIGITS = 9
+"""Longest number of a block."""
 
 
 class VectorsByLayer:
-    """A `Vector` for each of some blocks. No dataclass, for the same reason as `Vector`.
+    """A `Vector` for each of some blocks. No dataclass; `Vector` says why.
 
     Attributes:
         vectors: by block, ascending.
@@ -36,7 +36,7 @@ class VectorsByLayer:
 
     @classmethod
     def parse(cls, value: Any, field: str, ndim: tuple[int, ...]) -> VectorsByLayer:
-        """From ``{layer: vector}``, each vector in any form that `Vector.parse` takes.
+        """Parse ``{layer: vector}``, each vector in any form that `Vector.parse` takes.
 
         Raises:
             WeirError: naming ``field.layer``.
@@ -45,26 +45,27 @@ class VectorsByLayer:
             return value
         if not value:
             raise WeirError("names no layer; expected {layer: vector}, or the wire form of one vector", field)
-        out: dict[int, Vector] = {}
+        vectors: dict[int, Vector] = {}
         for key, vector in value.items():
-            at = f"{field}.{brief(key)}"
-            layer = _layer(key, at)
-            if layer in out:
-                raise WeirError(f"block {layer} is named twice", at)
-            out[layer] = Vector.parse(vector, at, ndim)
-        return cls(out)
+            vector_field = f"{field}.{brief(key)}"
+            layer = _parse_layer(key, vector_field)
+            if layer in vectors:
+                raise WeirError(f"block {layer} is named twice", vector_field)
+            vectors[layer] = Vector.parse(vector, vector_field, ndim)
+        return cls(vectors)
 
     def to_json(self) -> dict[str, Any]:
-        """The wire form."""
+        """Return the wire form."""
         return {str(layer): vector.to_json() for layer, vector in self.vectors.items()}
 
     def replaced(self, change: Callable[[Vector, str], Vector], field: str) -> VectorsByLayer:
-        """The same with each vector replaced by ``change(vector, its field)``."""
-        return VectorsByLayer({n: change(v, f"{field}.{n}") for n, v in self.vectors.items()})
+        """Return a copy of which each vector is ``change(vector, its field)``."""
+        changed = {layer: change(vector, f"{field}.{layer}") for layer, vector in self.vectors.items()}
+        return VectorsByLayer(changed)
 
 
 def is_by_layer(value: object) -> bool:
-    """Whether a value is ``{layer: vector}``, and not the wire form of one vector."""
+    """Return whether a value is ``{layer: vector}``, and not the wire form of one vector."""
     if isinstance(value, VectorsByLayer):
         return True
     return isinstance(value, Mapping) and (not value or any(map(_is_number, value)))
@@ -76,12 +77,12 @@ def _is_number(key: object) -> bool:
     return isinstance(key, (int, np.integer)) and not isinstance(key, (bool, np.bool_))
 
 
-def _layer(key: Any, field: str) -> int:
+def _parse_layer(key: Any, field: str) -> int:
     if not _is_number(key):
         raise WeirError("a layer is an int, in {layer: vector}", field)
     text = brief(key)
     if text.startswith("-"):
         raise WeirError(f"block {text} does not exist: blocks count from 0", field)
-    if len(text) > _LONGEST:  # also what stands for a number too large to write out
+    if len(text) > _MAX_DIGITS:  # `brief` writes words for an int too large to show
         raise WeirError(f"block {text} does not exist", field)
     return int(text)

@@ -1,4 +1,4 @@
-"""Rows by position: which selectors they fit, and what to say where they do not."""
+"""Rows by position: several rows of an intervention, one for each selected position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class ByPosition(NamedTuple):
 
     Attributes:
         rows: how many there are.
-        path: of the intervention.
+        positions: selector of the intervention.
+        path: of the intervention, for errors.
     """
 
     rows: int
@@ -23,15 +24,19 @@ class ByPosition(NamedTuple):
     path: str
 
     def check(self, prompt_len: int | None = None) -> None:
-        """Raise WeirError unless exactly as many positions are selected; `prompt_len` None: if that is known without.
+        """Raise WeirError unless the selector names exactly as many positions as there are rows.
 
-        A position before the prompt's start is none; one that the request may not reach counts.
+        A position before the prompt's start does not count; one that the request may not reach
+        does.
+
+        Args:
+            prompt_len: tokens of the prompt; None checks only what is known without it.
         """
         field = f"{self.path}.positions"
         if self.positions.is_open:
             raise WeirError(
-                f"{self.rows} rows, but {brief(self.positions.to_json())!r} is open: how many positions it selects "
-                "is not known beforehand; give one row ([d] or [1, d]) for all of them, list "
+                f"{self.rows} rows, but {brief(self.positions.to_json())!r} is open-ended: how many positions it "
+                "selects is not known beforehand; give one row ([d] or [1, d]) for all of them, list "
                 f"{self.rows} positions, or give a slice with an end; {PER_LAYER}",
                 field,
             )
@@ -39,20 +44,24 @@ class ByPosition(NamedTuple):
         if count is None and prompt_len is None:
             return
         if count != self.rows:
-            there = "" if prompt_len is None else f" with a prompt of {prompt_len} tokens"
+            with_prompt = "" if prompt_len is None else f" with a prompt of {prompt_len} tokens"
             raise WeirError(
-                f"{self.rows} rows for {count or 0} positions{there}; give one row for each, or one for all; "
+                f"{self.rows} rows for {count or 0} positions{with_prompt}; give one row for each, or one for all; "
                 f"{PER_LAYER}",
                 field,
             )
 
     def check_everyone(self) -> None:
-        """As `check`, for what every request undergoes: prompts of any length must select as many positions."""
+        """Raise WeirError unless the selector names as many positions whatever the prompt's length.
+
+        For interventions that every request undergoes.
+        """
         self.check()
-        from_end = any(value < 0 for value in self.positions.values if value is not None)
-        if from_end or self.positions.count() is None:
+        counts_from_end = any(value < 0 for value in self.positions.numbers)
+        if counts_from_end or self.positions.count() is None:
             raise WeirError(
                 f"{self.rows} rows, but how many positions {brief(self.positions.to_json())!r} selects depends on "
-                "the prompt, and every request undergoes this; count positions from 0, or give one row for all",
+                "the prompt, and every request undergoes this intervention; count positions from 0, or give one "
+                "row for all",
                 f"{self.path}.positions",
             )

@@ -1,7 +1,7 @@
-"""`Compression`: how rows are packed, and the header that says how to unpack them. Pure data.
+"""`Compression`: how rows are packed, and the header that says how to unpack them.
 
-A packed row is a *record*: little-endian fields without padding, all of one size, described by the header.
-docs/reference/file-formats.md explains every field.
+A packed row is a *record*: little-endian fields without padding, all of one size, described by the
+header. docs/reference/file-formats.md explains every field.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.fields import refuse_unknown_keys, set_fields
 
 FORMAT = "weir-activations"
 VERSION = 1
@@ -29,10 +30,11 @@ class Compression:
     """How one row of d values is packed.
 
     Args:
-        method: ``"none"`` (the row as it is), ``"fp16"``, ``"fp8"`` (float8 e4m3 with a scale for the row), ``"full8"``
-            (affine uint8), ``"topk8"`` (the k largest by magnitude, affine uint8), ``"rp8"`` (a Gaussian random
-            projection to k values, affine uint8).
-        k: values kept: 32..512 for rp8, at least 1 for topk8, 64 for both if None; None for the other methods.
+        method: ``"none"`` (the row as it is), ``"fp16"``, ``"fp8"`` (float8 e4m3 with a scale for
+            the row), ``"full8"`` (affine uint8), ``"topk8"`` (the k largest by magnitude, affine
+            uint8), ``"rp8"`` (a Gaussian random projection to k values, affine uint8).
+        k: values kept: 32..512 for rp8, at least 1 for topk8, 64 for both if None; None for the
+            other methods.
         seed: of rp8's projection, 0 .. 2**63-1.
         path: name of the field in error messages.
 
@@ -46,22 +48,25 @@ class Compression:
     path: str = "compress"
 
     def __post_init__(self) -> None:
-        at = self.path
         if not isinstance(self.method, str) or self.method not in METHODS:
-            raise WeirError(f"unknown method {brief(self.method)!r}; choose from {', '.join(METHODS)}", f"{at}.method")
+            raise WeirError(
+                f"unknown method {brief(self.method)!r}; choose from {', '.join(METHODS)}", f"{self.path}.method"
+            )
         if self.method not in ("rp8", "topk8"):
             if self.k is not None:
-                raise WeirError(f"{self.method} takes no k; leave it out", f"{at}.k")
+                raise WeirError(f"{self.method} takes no k; leave it out", f"{self.path}.k")
         else:
             low, high = (RP_MIN, RP_MAX) if self.method == "rp8" else (1, MAX_WIDTH)
             if self.k is None:
-                object.__setattr__(self, "k", DEFAULT_K)
+                set_fields(self, k=DEFAULT_K)
             elif not _is_int(self.k) or not low <= self.k <= high:
-                raise WeirError(f"k of {self.method} is an int in {low}..{high}, got {brief(self.k)!r}", f"{at}.k")
+                raise WeirError(
+                    f"k of {self.method} is an int in {low}..{high}, got {brief(self.k)!r}", f"{self.path}.k"
+                )
         if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
-            raise WeirError(f"seed is an int in 0..2**63-1, got {brief(self.seed)!r}", f"{at}.seed")
+            raise WeirError(f"seed is an int in 0..2**63-1, got {brief(self.seed)!r}", f"{self.path}.seed")
         if self.seed and self.method != "rp8":
-            raise WeirError(f"{self.method} takes no seed; leave it out", f"{at}.seed")
+            raise WeirError(f"{self.method} takes no seed; leave it out", f"{self.path}.seed")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Compression):
@@ -73,7 +78,7 @@ class Compression:
 
     @classmethod
     def parse(cls, value: object, field: str = "compress") -> Compression:
-        """From ``"rp8"``, ``{"method": "rp8", "k": 64, "seed": 1}``, a Compression, or None (no compression)."""
+        """Parse ``"rp8"``, ``{"method": "rp8", "k": 64, "seed": 1}``, a Compression, or None."""
         if isinstance(value, Compression):
             return value
         if value is None:
@@ -86,15 +91,13 @@ class Compression:
                 f"got {type(value).__name__}",
                 field,
             )
-        for key in value:
-            if key not in ("method", "k", "seed"):
-                raise WeirError("unknown key; known are method, k, seed", f"{field}.{brief(key)}")
+        refuse_unknown_keys(value, ("method", "k", "seed"), field)
         if "method" not in value:
             raise WeirError(f"missing; choose from {', '.join(METHODS)}", f"{field}.method")
         return cls(**value, path=field)
 
     def to_json(self) -> dict[str, Any]:
-        """The wire form."""
+        """Return the wire form."""
         out: dict[str, Any] = {"method": self.method}
         if self.k is not None:
             out["k"] = self.k
@@ -103,7 +106,7 @@ class Compression:
         return out
 
     def check(self, d_model: int) -> Compression:
-        """Itself, if it can pack rows of `d_model` values; raises WeirError if not."""
+        """Return itself, or raise WeirError if it cannot pack rows of `d_model` values."""
         if not _is_int(d_model) or not 0 < d_model <= MAX_WIDTH:
             raise WeirError(f"rows of {brief(d_model)} values cannot be packed", self.path)
         if self.method == "topk8" and self.k is not None and self.k > d_model:
@@ -111,17 +114,17 @@ class Compression:
         return self
 
     def fields(self, d_model: int, dtype: str) -> list[dict[str, Any]]:
-        """The record of one row: name, dtype, shape, and offset in bytes of each field, in order."""
+        """Return the fields of one record, in order: name, dtype, shape, and offset in bytes."""
         self.check(d_model)
         return [{**field, "shape": list(field["shape"])} for field in _fields(self.method, self.k or 0, d_model, dtype)]
 
     def record_bytes(self, d_model: int, itemsize: int = 4) -> int:
-        """Bytes of one packed row; `itemsize`: bytes of one value of the original row."""
+        """Return the bytes of one record of a row whose values have `itemsize` bytes."""
         dtype = "float32" if itemsize == 4 else "float16"
         return _end(self.fields(d_model, dtype))
 
     def header(self, d_model: int, dtype: str) -> dict[str, Any]:
-        """The header: all that is needed to unpack, plain JSON data.
+        """Return the header, plain JSON data: all that is needed to unpack.
 
         Args:
             d_model: values in an original row.
@@ -143,33 +146,34 @@ class Compression:
 
     @classmethod
     def from_header(cls, header: object, field: str = "header") -> Compression:
-        """The Compression of a header; raises WeirError unless every entry is what `header` would write."""
+        """Parse a header; raise WeirError unless every entry is what `header` would write."""
         if not isinstance(header, Mapping):
             raise WeirError(f"a header is an object, got {type(header).__name__}", field)
         if header.get("format") != FORMAT:
             raise WeirError(f"not a header of {FORMAT}: format is {brief(header.get('format'))!r}", f"{field}.format")
         if header.get("version") != VERSION:
             raise WeirError(
-                f"version {brief(header.get('version'))!r} is not known; this Weir reads {VERSION}", f"{field}.version"
+                f"version {brief(header.get('version'))!r} is not supported; this Weir reads version {VERSION}",
+                f"{field}.version",
             )
         out = cls(header.get("method", ""), header.get("k"), header.get("seed", 0), path=field)
         expected = out.header(header.get("d_model", 0), header.get("dtype", ""))
-        if _text(dict(header)) == _text(expected):
+        if _canonical(dict(header)) == _canonical(expected):
             return out
         for key in {*expected, *header}:
-            if key not in expected or key not in header or _text(header[key]) != _text(expected[key]):
-                raise WeirError("does not fit the rest of the header", f"{field}.{brief(key)}")
+            if key not in expected or key not in header or _canonical(header[key]) != _canonical(expected[key]):
+                raise WeirError("contradicts the rest of the header", f"{field}.{brief(key)}")
         return out
 
 
 def header_bytes(header: Mapping[str, Any]) -> int:
-    """Bytes of one record, by its header."""
+    """Return the bytes of one record, by its header."""
     return _end(header["fields"])
 
 
 @functools.lru_cache(maxsize=64)
 def _fields(method: str, k: int, d_model: int, dtype: str) -> tuple[dict[str, Any], ...]:
-    """As `Compression.fields`, to be copied: every request's header has them."""
+    """Return the fields of one record. They are cached, so callers copy them."""
     affine: list[tuple[str, str, list[int]]] = [("scale", "float32", []), ("zero", "float32", [])]
     layout: dict[str, list[tuple[str, str, list[int]]]] = {
         "none": [("values", dtype, [d_model])],
@@ -192,12 +196,12 @@ def _end(fields: list[dict[str, Any]]) -> int:
     return last["offset"] + ITEMSIZE[last["dtype"]] * (last["shape"][0] if last["shape"] else 1)
 
 
-def _text(value: object) -> str:
-    """JSON text: in Python 1 equals 1.0 and True, in text it does not."""
+def _canonical(value: object) -> str:
+    """Return JSON text, in which 1, 1.0 and True differ as they do not in Python."""
     try:
         return json.dumps(value, sort_keys=True)
     except (TypeError, ValueError):
-        return ""  # equal to nothing that a header holds
+        return ""  # differs from everything that a header holds
 
 
 def _is_int(value: object) -> bool:

@@ -1,7 +1,7 @@
-"""What a request asks of the engine, in the form in which it travels to the scheduler and the workers.
+"""`EngineSpec`: what a request asks of the engine, and its wire form for scheduler and workers.
 
-There it is one run of bytes that equal requests have in common: vLLM hands it on without looking into it, and every
-process reads it once.
+The wire form is one bytes object, equal for equal requests. vLLM passes it on as it is, and each
+process decodes it once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from vllm_weir.schema.interventions import ResolvedIntervention
+from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import ENDLESS, Positions
 from vllm_weir.schema.request import ResolvedSpec
 from vllm_weir.util.lru import LruCache
@@ -19,53 +19,60 @@ from vllm_weir.util.lru import LruCache
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """The captures, and the interventions that change something, in order."""
+    """Captures and interventions of a request, resolved against a model.
+
+    Attributes:
+        captures: sites and postprocessing.
+        moves: the interventions that change something, in order.
+    """
 
     captures: ResolvedSpec
     moves: tuple[ResolvedIntervention, ...] = ()
 
     @functools.cached_property
     def selectors(self) -> tuple[Positions, ...]:
-        """The distinct selectors of both."""
-        return tuple(dict.fromkeys([*self.captures.positions, *(m.positions for m in self.moves)]))
+        """The distinct selectors of captures and interventions."""
+        return tuple(dict.fromkeys([*self.captures.positions, *(move.positions for move in self.moves)]))
 
     @functools.cached_property
     def end(self) -> int:
-        """The shortest prompt with which no generated position can be selected.
+        """The shortest prompt length with which no generated position can be selected.
 
-        Finer bounds would not do: past the prompt, the scheduler's count of computed tokens may run ahead of the
-        device's.
+        A bound that depends on the generated tokens would be wrong: past the prompt, the
+        scheduler's count of computed tokens may run ahead of the device's.
         """
         return max([0, *map(_end_of, self.selectors)])
 
     @functools.cached_property
     def places(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Hook points and their blocks."""
-        layers: dict[str, list[int]] = {}
+        """(hook, layers) of the captures, then of each intervention."""
+        captured: dict[str, list[int]] = {}
         for hook, layer in self.captures.sites:
-            layers.setdefault(hook, []).append(layer)
-        return tuple([(hook, tuple(some)) for hook, some in layers.items()] + [(m.hook, m.layers) for m in self.moves])
+            captured.setdefault(hook, []).append(layer)
+        places = [(hook, tuple(layers)) for hook, layers in captured.items()]
+        return (*places, *((move.hook, move.layers) for move in self.moves))
 
     @functools.cached_property
     def wire(self) -> bytes:
-        """What travels."""
-        moves = [m.to_wire() for m in self.moves]
+        """The wire form, msgpack."""
+        moves = [move.to_wire() for move in self.moves]
         return msgspec.msgpack.encode([self.captures.wire, self.captures.postprocess_wire, moves])
 
     @classmethod
     def from_wire(cls, wire: bytes) -> EngineSpec:
-        """The inverse of `wire`; the same object for equal bytes, as long as it is remembered."""
-        known = _known.get(wire)
-        if known is None:
+        """Parse what `wire` is; while it is cached, equal bytes give the same object."""
+        spec = _specs.get(wire)
+        if spec is None:
             site_requests, postprocess, moves = msgspec.msgpack.decode(wire)
-            known = cls(
-                ResolvedSpec.from_wire(site_requests, postprocess), tuple(map(ResolvedIntervention.from_wire, moves))
-            )
-            _known.put(wire, known, 2048 + 16 * len(wire) + 256 * len(known.captures.site_requests))
-        return known
+            captures = ResolvedSpec.from_wire(site_requests, postprocess)
+            spec = cls(captures, tuple(map(ResolvedIntervention.from_wire, moves)))
+            # About the bytes that the objects take.
+            _specs.put(wire, spec, 2048 + 16 * len(wire) + 256 * len(captures.site_requests))
+        return spec
 
 
 def _end_of(selector: Positions) -> int:
+    """Return the shortest prompt length with which a selector selects no generated position."""
     if selector.kind in ("prompt", "last_prompt"):
         return 0
     if selector.kind == "list":
@@ -75,4 +82,4 @@ def _end_of(selector: Positions) -> int:
     return ENDLESS
 
 
-_known: LruCache[EngineSpec] = LruCache(64 << 20)
+_specs: LruCache[EngineSpec] = LruCache(64 << 20)

@@ -1,4 +1,4 @@
-"""Hook points: the named places in a decoder block (TransformerLens's names) and their aliases."""
+"""Hook points: named places in a decoder block (TransformerLens's names). Aliases and sites."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_weir.schema.scalars import is_int, plain
 BLOCK_HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 """Hook points of every block, in the order in which a token meets them."""
 INNER_HOOKS = BLOCK_HOOKS[1:4]
-"""Those inside a block: what its parts add, and the stream between them."""
+"""Hook points inside a block: what its parts add, and the stream between them."""
 MODEL_HOOKS = ("embed", "final_norm")
 """Hook points that a model has once; their layer is 0."""
 HOOKS = ("embed", *BLOCK_HOOKS, "final_norm")
@@ -30,9 +30,9 @@ _IN_BLOCK = {"hook_in": "resid_pre", "hook_out": "resid_post", **{f"hook_{hook}"
 
 _ANY_BLOCK = r"(?:blocks\.[0-9]+\.)?"
 _BLOCK = re.compile(r"blocks\.([0-9]{1,9})\.(.+)")
-_WRITTEN = re.compile(r"(\w+)(?:\.([0-9]{1,9})|\[([0-9]{1,9})\])")
+_SITE_TEXT = re.compile(r"(\w+)(?:\.([0-9]{1,9})|\[([0-9]{1,9})\])")
 
-_NOT_THE_SAME = (
+_UNSUPPORTED_NAMES = (
     (
         r"ln_final\.hook_normalized",
         "TransformerLens's value is the final norm before its weight and bias, final_norm is after "
@@ -90,7 +90,7 @@ _NOT_THE_SAME = (
         "what lies inside attention or the MLP is no hook point; attn_out and mlp_out are what they add to the stream",
     ),
 )
-"""Names of TransformerLens whose values no hook point has: pattern, what the value is and what to use instead."""
+"""TransformerLens's names that are no hook points here: (pattern, what to use instead)."""
 
 
 class Site(NamedTuple):
@@ -104,68 +104,69 @@ class Site(NamedTuple):
 
 
 def place_of(site: Site) -> tuple[bool, int, int]:
-    """Sorts sites in the order in which a token meets them."""
+    """Return a sort key that puts sites in the order in which a token meets them."""
     return site.hook == "final_norm", site.layer, HOOKS.index(site.hook)
 
 
 def normalise_hook(name: object, field: str = "hook") -> str:
-    """The canonical hook point for `name`; raises WeirError for anything that is none."""
+    """Return the hook point of that name or alias; raise WeirError if there is none."""
     if not isinstance(name, str):
         raise WeirError(f"a hook point is a string, got {type(name).__name__}; choose from {', '.join(HOOKS)}", field)
     hook = ALIASES.get(name, name)
     if hook not in HOOKS:
-        raise _unknown(name, field)
+        raise _unknown_hook(name, field)
     return hook
 
 
-def _unknown(name: str, field: str) -> WeirError:
-    """Why `name` is no hook point."""
+def _unknown_hook(name: str, field: str) -> WeirError:
+    """Return the error that says why `name` is no hook point."""
     short = brief(name, 80)
-    for pattern, why in _NOT_THE_SAME:
+    for pattern, why in _UNSUPPORTED_NAMES:
         if re.fullmatch(pattern, name):
-            return WeirError(f"{short!r} is refused: {why}", field)
+            return WeirError(f"{short!r} is no hook point: {why}", field)
     near = difflib.get_close_matches(name, [*HOOKS, *ALIASES], n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return WeirError(f"unknown hook point {short!r}; {hint}choose from {', '.join(HOOKS)}", field)
 
 
 def split_transformer_lens(name: object, field: str = "hook") -> Site | None:
-    """``blocks.7.hook_resid_post`` as a Site; None for what does not begin like it.
+    """Parse a name like ``blocks.7.hook_resid_post``; return None for a name of another form.
 
     Raises:
-        WeirError: for a name of that form whose value no hook point has, saying what to use instead.
+        WeirError: for a name of that form that is no hook point, saying what to use instead.
     """
     match = _BLOCK.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         return None
     if match[2] not in _IN_BLOCK:
-        raise _unknown(match[0], field)
+        raise _unknown_hook(match[0], field)
     return Site(_IN_BLOCK[match[2]], int(match[1]))
 
 
 def parse_site(key: object) -> Site:
-    """A Site from whatever names one.
+    """Parse a site.
 
     Args:
-        key: ``("resid_post", 10)``, as a list too; a Site; ``"resid_post.10"``, as receipts and files have it;
-            ``"resid_post[10]"``, as ``str(site)``; ``"blocks.10.hook_resid_post"``; of a hook point that a model has
-            once also its name alone. Aliases are understood.
+        key: a Site; ``("resid_post", 10)``, also as a list; ``"resid_post.10"``, as in receipts and
+            files; ``"resid_post[10]"``, as ``str(site)`` writes it;
+            ``"blocks.10.hook_resid_post"``; or the name alone of a hook point that a model has
+            once. Aliases are accepted.
 
     Raises:
         WeirError: for anything else.
     """
     if isinstance(key, str):
-        once = ALIASES.get(key, key)
-        if once in MODEL_HOOKS:
-            return Site(once, 0)
+        hook = ALIASES.get(key, key)
+        if hook in MODEL_HOOKS:
+            return Site(hook, 0)
         if (site := split_transformer_lens(key, "site")) is not None:
             return site
-        if (match := _WRITTEN.fullmatch(key)) is not None:
+        if (match := _SITE_TEXT.fullmatch(key)) is not None:
             return Site(normalise_hook(match[1], "site"), int(match[2] or match[3]))
-        if once in HOOKS:
+        if hook in HOOKS:
             raise WeirError(f"{key!r} says no layer; use ({key!r}, layer) or '{key}.<layer>'", "site")
-        if any(re.fullmatch(pattern, key) for pattern, _ in _NOT_THE_SAME):
-            raise _unknown(key, "site")
+        if any(re.fullmatch(pattern, key) for pattern, _ in _UNSUPPORTED_NAMES):
+            raise _unknown_hook(key, "site")
         raise WeirError(f"{key[:80]!r} is no site; use (hook, layer), say ('resid_post', 3) or 'resid_post.3'", "site")
     if isinstance(key, (tuple, list)) and len(key) == 2 and is_int(layer := plain(key[1])):
         return Site(normalise_hook(key[0], "site"), int(layer))
@@ -173,13 +174,20 @@ def parse_site(key: object) -> Site:
 
 
 def layers_of(hook: str, layers: Literal["all"] | tuple[int, ...], num_layers: int, field: str) -> tuple[int, ...]:
-    """Layers of `hook` that are meant, for a model of `num_layers` blocks; raises WeirError if one does not exist."""
+    """Return the layers as block indices; raise WeirError if one does not exist.
+
+    Args:
+        hook: hook point; `MODEL_HOOKS` have layer 0 only.
+        layers: as `parse_layers` returns them.
+        num_layers: blocks of the model.
+        field: named by errors.
+    """
     last = 0 if hook in MODEL_HOOKS else num_layers - 1
     if layers == "all":
         return tuple(range(last + 1))
     for layer in layers:
         if layer > last:
             if hook in MODEL_HOOKS:
-                raise WeirError(f"a model has one {hook}; leave layers out", field)
+                raise WeirError(f"a model has one {hook}, at layer 0; leave layers out", field)
             raise WeirError(f"block {layer} does not exist: the model has blocks 0..{last}", field)
     return layers

@@ -1,4 +1,4 @@
-"""Text from whoever may have written it: JSON, and what goes into a header of HTTP."""
+"""JSON and HTTP header text from untrusted callers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from vllm_weir.errors import WeirError, brief
 
 
 def loads(text: str | bytes, path: str) -> Any:
-    """The data; raises WeirError naming `path` if it is no JSON, or says one key of an object twice."""
+    """Parse JSON; raise WeirError naming `path` if it is invalid or repeats a key in an object."""
     try:
-        return json.loads(text, object_pairs_hook=functools.partial(_once, path=path))
+        return json.loads(text, object_pairs_hook=functools.partial(_without_duplicates, path=path))
     except WeirError:
         raise
-    except (ValueError, RecursionError) as e:  # of which UnicodeDecodeError is one
+    except (ValueError, RecursionError) as e:  # UnicodeDecodeError is a ValueError
         raise WeirError(f"not valid JSON ({type(e).__name__}: {str(e)[:80]})", path) from None
 
 
 def dumps(data: Any, path: str, sort_keys: bool = False) -> str:
-    """The text; raises WeirError naming `path` if the data is no plain JSON data, as NaN is not."""
+    """Return JSON text; raise WeirError naming `path` for other data, such as NaN."""
     try:
         return json.dumps(data, sort_keys=sort_keys, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as e:
@@ -28,15 +28,15 @@ def dumps(data: Any, path: str, sort_keys: bool = False) -> str:
 
 
 def fits_header(text: str) -> bool:
-    """Whether a header carries it as it is: one line, without blanks around it."""
+    """Return whether an HTTP header can carry the text: one line, without blanks around it."""
     return text == text.strip() and not any(c < " " or c == "\x7f" for c in text)
 
 
-def _once(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
-    """An object of JSON text; of a key that comes twice, a parser would ignore the first without a word."""
+def _without_duplicates(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
+    """Build an object; refuse a repeated key, whose first value `json` would drop silently."""
     out = dict(pairs)
     if len(out) < len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise WeirError(f"the key {brief(twice)!r} comes twice in one object; say it once", path)
+        duplicate = next(key for key in keys if keys.count(key) > 1)
+        raise WeirError(f"the key {brief(duplicate)!r} comes twice in one object; keep one of them", path)
     return out

@@ -1,4 +1,4 @@
-"""The keys of a request that are Weir's, where each may stand, and what looks like one of them.
+"""The request keys that are Weir's, where each may stand, and misspelt or misplaced ones.
 
 Standard library only: the guard, which refuses requests while Weir cannot be loaded, imports this.
 """
@@ -29,9 +29,9 @@ FORK_FIELDS = (FORK_NAME, *FORK_TIERS)
 LORA_KEY = "lora_request"
 """Field of a request's body that Weir adds to vLLM's."""
 
-_LONGEST = 40
-"""Longer names are nobody's slip; this also bounds what `meant` remembers."""
-_WORDS = {
+_MAX_MISSPELT = 40
+"""Longer names are not taken for misspelt keys; this also bounds what `meant` caches."""
+_OTHER_NAMES = {
     "weirs": WIRE_KEY,
     "vllmweir": WIRE_KEY,
     "residualstream": LENS_CAPTURE_KEY,
@@ -40,18 +40,18 @@ _WORDS = {
     "steeringvector": LENS_STEER_KEY,
     "applysteering": LENS_STEER_KEY,
 }
-"""What people write instead, in small letters without punctuation."""
-_INSIDE = {
+"""Other names that people write -> the key that is meant; in small letters without punctuation."""
+_INNER_KEYS = {
     "capture": "capture",
     "captures": "capture",
     "interventions": "interventions",
     "intervention": "interventions",
 }
-"""What belongs inside the object under `WIRE_KEY` -> its name there."""
+"""Keys that belong inside the object under `WIRE_KEY` -> the name there."""
 
 
 def carries_keys(extra_args: Mapping[str, Any] | None) -> bool:
-    """Whether a request asks anything of Weir."""
+    """Return whether a request has one of Weir's keys."""
     if extra_args:
         for key in KEYS:
             if extra_args.get(key) is not None:
@@ -61,49 +61,52 @@ def carries_keys(extra_args: Mapping[str, Any] | None) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def meant(key: str, in_body: bool = False) -> str | None:
-    """The key of Weir's that `key` is a slip of; None for Weir's own keys, and for everybody else's.
+    """Return the key of Weir's that `key` misspells, or None.
+
+    A misspelt key has other capitals or punctuation, two neighbouring letters swapped or one letter
+    doubled; a long key also any one letter missing, added or changed. Short keys are judged more
+    strictly because other plugins have keys of their own: ``wire``, ``weight``, ``heir`` and
+    ``weird`` are not taken for ``weir``.
 
     Args:
-        in_body: whether `key` is a field of a request's body, where the fork's fields stand and vllm-lens's do not.
-
-    A slip has other capitals or punctuation, or two neighbouring letters swapped or one letter doubled; in a long key
-    also any one letter missing, added or changed. Short keys are judged so strictly because other plugins have keys of
-    their own: ``wire``, ``weight``, ``heir`` and ``weird`` are none of Weir's.
+        key: as the request has it.
+        in_body: whether `key` is a field of a request's body, where the fork's fields stand and
+            vllm-lens's do not.
     """
-    if key in KEYS or key in FORK_FIELDS or len(key) > _LONGEST:
+    if key in KEYS or key in FORK_FIELDS or len(key) > _MAX_MISSPELT:
         return None
-    plain = _plain(key)
+    letters = _letters(key)
     own_keys = (WIRE_KEY, *FORK_FIELDS, *LENS_KEYS) if in_body else (WIRE_KEY, *LENS_KEYS)
-    if plain in _WORDS and not in_body:
-        return _WORDS[plain]
+    if letters in _OTHER_NAMES and not in_body:
+        return _OTHER_NAMES[letters]
     for own in own_keys:
-        right = _plain(own)
-        if plain == right or _swapped_or_doubled(plain, right):
+        own_letters = _letters(own)
+        if letters == own_letters or _swapped_or_doubled(letters, own_letters):
             return own
-        if own not in LENS_REFUSED and own != WIRE_KEY and _one_letter(plain, right):
+        if own not in LENS_REFUSED and own != WIRE_KEY and _one_letter_off(letters, own_letters):
             return own
-    return _WORDS.get(plain)
+    return _OTHER_NAMES.get(letters)
 
 
 def refuse_slips(extra_args: Mapping[str, Any]) -> None:
-    """Raise WeirError for a key of ``SamplingParams.extra_args`` that looks like one of Weir's and would be ignored."""
+    """Raise WeirError for a misspelt key of ``SamplingParams.extra_args``; vLLM ignores those."""
     for key, value in extra_args.items():
         if key in KEYS or value is None:
             continue
         if key in FORK_FIELDS:
-            raise _misplaced_fork(key)
-        if (wrong := _slip(key, value)) is not None:
-            raise wrong
+            raise _fork_field_offline(key)
+        if (error := _slip(key, value)) is not None:
+            raise error
 
 
 def asks(xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None) -> bool:
-    """Whether an HTTP request says anything to Weir, or seems to: `misplaced` has the refusal of what only seems to.
+    """Return whether an HTTP request has a key of Weir's, or one that `misplaced` refuses.
 
     Args:
         xargs: its ``vllm_xargs``.
         body: the fields that vLLM does not know.
     """
-    if not xargs and not body:  # nearly every plain one
+    if not xargs and not body:  # as in nearly every plain request
         return False
     if fork_fields(body) or misplaced(xargs, body) is not None:
         return True
@@ -111,12 +114,12 @@ def asks(xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None) -> boo
 
 
 def fork_fields(body: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Those of the fork's fields that a request has."""
+    """Return the fork's fields that a request has."""
     return {key: body[key] for key in FORK_FIELDS if body.get(key) is not None} if body else {}
 
 
 def places(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Where an HTTP request may say something: (prefix in messages, what stands there)."""
+    """Return where an HTTP request may have Weir's keys: (message prefix, the mapping there)."""
     extra = body.get("extra_args")
     return [
         ("vllm_xargs.", xargs),
@@ -126,28 +129,29 @@ def places(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> list[tuple[str,
 
 
 def misplaced(xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None) -> WeirError | None:
-    """What to say of a key that stands where nobody would read it, or that looks like one of Weir's."""
+    """Return the error for a key of Weir's that is misplaced or misspelt; None if there is none."""
     return next(_misplaced(xargs or {}, body or {}), None)
 
 
 def slip(xargs: Mapping[str, Any] | None, body: Mapping[str, Any] | None) -> WeirError | None:
-    """What to say of a key that looks like one of Weir's; None if there is none."""
+    """Return the error for a misspelt key of Weir's; None if there is none."""
     return next(_slips(xargs or {}, body or {}), None)
 
 
 def _misplaced(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[WeirError]:
     for key in LENS_KEYS:
         if body.get(key) is not None:
-            yield WeirError('belongs into "vllm_xargs" or "extra_args"', key)
+            yield WeirError('belongs in "vllm_xargs" or "extra_args"', key)
     extra_args, extra_body = body.get("extra_args"), body.get("extra_body")
     for name, place in (("vllm_xargs", xargs), ("extra_args", extra_args)):
         for key in fork_fields(place if isinstance(place, Mapping) else None):
-            yield WeirError("belongs into the body itself", f"{name}.{key}")
+            yield WeirError("belongs in the body itself", f"{name}.{key}")
     if isinstance(extra_body, Mapping):
         for key in (*KEYS, *FORK_FIELDS):
             if extra_body.get(key) is not None:
                 yield WeirError(
-                    "extra_body is an argument of OpenAI's client, which puts what is in it into the body itself",
+                    "extra_body is an argument of OpenAI's client and no field of the body; put the key in the body "
+                    "itself",
                     f"extra_body.{key}",
                 )
     yield from _slips(xargs, body)
@@ -157,26 +161,27 @@ def _slips(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[WeirEr
     places = ((xargs, False), (body, True), (body.get("extra_args"), False), (body.get("extra_body"), True))
     for place, in_body in places:
         for key, value in place.items() if isinstance(place, Mapping) else ():
-            if value is not None and (wrong := _slip(key, value, in_body)) is not None:
-                yield wrong
+            if value is not None and (error := _slip(key, value, in_body)) is not None:
+                yield error
 
 
 def _slip(key: Any, value: Any, in_body: bool = False) -> WeirError | None:
-    """What to say of a key that is present; None if it is none of Weir's business, or right."""
+    """Return the error for one key; None if it is right, or none of Weir's."""
     if not isinstance(key, str):
         return None
-    if key in _INSIDE and not isinstance(value, (bool, int, float)):  # which neither of Weir's can be
-        name = _INSIDE[key]
+    # Numbers and flags of that name are somebody else's.
+    if key in _INNER_KEYS and not isinstance(value, (bool, int, float)):
+        name = _INNER_KEYS[key]
         return WeirError(
             f'belongs inside the key {WIRE_KEY!r}: {{"weir": {{"v": 1, "{name}": [...]}}}}, which offline '
             f"weir.params({name}=...) writes",
             key,
         )
     right = meant(key, in_body)
-    return None if right is None else WeirError(f"no key that Weir or vLLM knows; did you mean {right!r}?", key)
+    return None if right is None else WeirError(f"unknown to Weir and vLLM; did you mean {right!r}?", key)
 
 
-def _misplaced_fork(key: str) -> WeirError:
+def _fork_field_offline(key: str) -> WeirError:
     instead = f"did you mean {LENS_STEER_KEY!r}? " if key == "steering_vectors" else ""
     return WeirError(
         f"{instead}{key} is a field of a server's request body; offline use weir.params(interventions=...), which "
@@ -185,25 +190,25 @@ def _misplaced_fork(key: str) -> WeirError:
     )
 
 
-def _plain(key: str) -> str:
-    """Without what only looks different."""
+def _letters(key: str) -> str:
+    """Return a key in small letters, without punctuation."""
     return "".join(c for c in key.lower() if c not in "_-. \t")
 
 
 def _swapped_or_doubled(a: str, b: str) -> bool:
-    """Whether `a` is `b` with two neighbouring letters swapped, or one written twice."""
+    """Return whether `a` is `b` with two neighbouring letters swapped, or one written twice."""
     i = _differ_at(a, b)
     if len(a) == len(b):
         return a[i + 2 :] == b[i + 2 :] and a[i : i + 2] == b[i : i + 2][::-1]
     return len(a) == len(b) + 1 and i > 0 and a[i] == a[i - 1] and a[i + 1 :] == b[i:]
 
 
-def _one_letter(a: str, b: str) -> bool:
-    """Whether one letter was left out, added or changed."""
+def _one_letter_off(a: str, b: str) -> bool:
+    """Return whether one letter was left out, added or changed."""
     i = _differ_at(a, b)
     return a[i + 1 :] == b[i + 1 :] or a[i + 1 :] == b[i:] or a[i:] == b[i + 1 :]
 
 
 def _differ_at(a: str, b: str) -> int:
-    """How many first letters they share."""
+    """Return how many first letters they share."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -1,8 +1,9 @@
-"""Position selectors: which positions of a request a capture or an intervention is about.
+"""`Positions`: selectors of the positions that a capture or an intervention is about.
 
-Position p counts from 0 over the prompt and then the generated tokens. With P prompt tokens the sampled tokens are
-drawn from rows P-1, P, ...; the number of generated tokens is unknown until the request ends, so a selector answers
-for any position as if generation never stopped, and whoever holds the rows cuts at the last one reached.
+Positions count from 0 over the prompt and then the generated tokens. With P prompt tokens the
+sampled tokens are drawn from rows P-1, P, ... How many tokens are generated is unknown until the
+request ends, so a selector answers for any position as if generation never stopped; the owner of
+the rows cuts at the last position reached.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BY_TOKEN = ("token_ids", "not_token_ids", "special")
 MAX_LIST = 65_536
 ENDLESS = 2**63 - 1
 """A position that is never reached."""
-_LIMIT = 2**31 - 1
+_MAX_POSITION = 2**31 - 1
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+)?)?")
 
 
@@ -32,9 +33,11 @@ class Positions:
     """A parsed selector.
 
     Attributes:
-        kind: a keyword, ``"list"``, ``"slice"`` or one of `BY_TOKEN`. A ``"special"`` one only says what is asked: it
-            selects nothing before `with_special` has put the tokenizer's ids in its place.
-        values: its numbers; of ``"special"`` 1 for the special tokens, 0 for the others.
+        kind: a keyword, ``"list"``, ``"slice"`` or one of `BY_TOKEN`. A ``"special"`` selector must
+            be replaced by `with_special`, which knows the tokenizer's ids, before it selects
+            anything.
+        values: its numbers: positions, (start, stop, step), or token ids; of ``"special"`` 1 for
+            special tokens, 0 for all others.
     """
 
     kind: str
@@ -42,8 +45,11 @@ class Positions:
 
     @classmethod
     def parse(cls, selector: object, field: str = "positions") -> Positions:
-        """A selector in any of its public forms; raises WeirError naming `field`, also for one that can never select a
-        position, whatever the request."""
+        """Parse a selector in any of its public forms.
+
+        Raises:
+            WeirError: naming `field`, also for a selector that never selects a position.
+        """
         if isinstance(selector, Positions):
             return selector
         if isinstance(selector, str):
@@ -114,13 +120,13 @@ class Positions:
         return cls(kind, tuple(sorted(set(values))))
 
     def with_special(self, special_ids: Sequence[int]) -> Positions:
-        """This selector, with the ids of a tokenizer's special tokens in the place of ``"special"``."""
+        """Replace ``"special"`` by the ids of the tokenizer's special tokens."""
         if self.kind != "special":
             return self
         return Positions("token_ids" if self.values[0] else "not_token_ids", tuple(sorted(set(special_ids))))
 
     def to_json(self) -> str | list | dict:
-        """The wire form; ``Positions.parse`` reads it back."""
+        """Return the wire form, which ``Positions.parse`` reads back."""
         if self.kind == "list":
             return list(self.values)
         if self.kind == "slice":
@@ -132,14 +138,14 @@ class Positions:
         return self.kind
 
     def mask(self, positions: np.ndarray, prompt_len: int, token_ids: np.ndarray | None = None) -> np.ndarray:
-        """Which of `positions` are selected.
+        """Return which of `positions` are selected.
 
         Args:
             positions: int array [n] of absolute positions.
             prompt_len: P.
-            token_ids: int array [n], the token at each position, -1 where there is none that is known: such a position
-                is not selected by its token. None when none is known: then a selector by token selects every position
-                (a superset, to be filtered when the tokens are known).
+            token_ids: int array [n], the token at each position, -1 where it is not known: such a
+                position is not selected by its token. None where no token is known: then a selector
+                by token selects every position, a superset to be filtered later.
 
         Returns:
             bool array [n].
@@ -164,13 +170,13 @@ class Positions:
         return self._token_mask(token_ids)
 
     def _token_mask(self, token_ids: np.ndarray) -> np.ndarray:
-        """Which tokens are selected, whatever their positions."""
+        """Return which tokens are selected, whatever their positions."""
         if self.kind == "token_ids":
             return np.isin(token_ids, self.numbers)
         return np.isin(token_ids, self.numbers, invert=True) & (token_ids >= 0)
 
     def _require_ids(self) -> None:
-        assert self.kind != "special", "which tokens are special is put in before positions are chosen"
+        assert self.kind != "special", "with_special must replace 'special' before positions are selected"
 
     def _slice_mask(self, positions: np.ndarray, prompt_len: int) -> np.ndarray:
         first, stop, step = self._start(prompt_len), self._stop(prompt_len), self.values[2]
@@ -182,7 +188,10 @@ class Positions:
         return chosen
 
     def first(self, prompt_len: int, prompt_token_ids: Sequence[int] | None = None) -> int | None:
-        """The first position that can be selected, or None if there is none: what a prefix-cache hit must not pass."""
+        """Return the first position that can be selected, or None.
+
+        A prefix-cache hit must not pass it.
+        """
         if self.kind in ("all", "prompt"):
             return 0
         if self.kind == "generated":
@@ -190,8 +199,7 @@ class Positions:
         if self.kind in ("last_prompt", "sampled"):
             return prompt_len - 1
         if self.kind == "list":
-            reached = [v for v in _resolve(self.values, prompt_len) if v >= 0]
-            return min(reached, default=None)
+            return min(_reached(self.values, prompt_len), default=None)
         if self.kind == "slice":
             low, high = self._start(prompt_len), self._stop(prompt_len)
             return low if high is None or high > low else None
@@ -202,9 +210,10 @@ class Positions:
         return int(hits[0]) if len(hits) else prompt_len
 
     def steady(self, prompt_len: int) -> tuple[int, bool] | None:
-        """(position, selected): from that position on the answer never changes; None if it keeps changing.
+        """Return (position, selected), where every position from there on is selected or none is.
 
-        For a selector by token the answer is the superset that `mask` gives while the tokens are unknown.
+        None if there is no such position. For a selector by token this is about the superset that
+        `mask` returns without tokens.
         """
         if self.kind == "all":
             return 0, True
@@ -222,7 +231,7 @@ class Positions:
         return (self._start(prompt_len), True) if self.values[2] in (None, 1) else None
 
     def bounds(self, prompt_len: int) -> tuple[int, int] | None:
-        """(first, end): every position between them is selected and no other; None if that is not known to be so."""
+        """Return (first, end) if exactly first..end-1 are selected; None if that is not known."""
         if self.kind == "all":
             return 0, ENDLESS
         if self.kind == "prompt":
@@ -234,7 +243,7 @@ class Positions:
         if self.kind == "sampled":
             return prompt_len - 1, ENDLESS
         if self.kind == "list":
-            reached = {v for v in _resolve(self.values, prompt_len) if v >= 0}
+            reached = set(_reached(self.values, prompt_len))
             first, last = min(reached, default=0), max(reached, default=-1)
             return (first, last + 1) if last - first + 1 == len(reached) else None
         if self.needs_token_ids or self.values[2] not in (None, 1):
@@ -243,25 +252,25 @@ class Positions:
         return first, ENDLESS if stop is None else max(first, stop)
 
     def count(self, prompt_len: int | None = None) -> int | None:
-        """How many positions are named, where the selector says so by itself; None where it does not, or names none.
+        """Return how many positions the selector names; None if it does not say so, or names none.
 
-        Of a list: those that differ and, with a prompt of `prompt_len` tokens, do not fall before position 0. What ends
-        with the prompt needs that length, too.
+        Positions of a list count once, and those before position 0 do not count. A selector that
+        ends with the prompt needs `prompt_len`.
         """
         if self.kind == "last_prompt":
             return 1
         if self.kind == "list":
-            at = self.numbers if prompt_len is None else [v for v in _resolve(self.values, prompt_len) if v >= 0]
-            return len(set(at)) or None
+            named = self.numbers if prompt_len is None else _reached(self.values, prompt_len)
+            return len(set(named)) or None
         if prompt_len is None:
             return self._slice_count()
         if self.needs_token_ids:
             return None
         if self.kind == "slice":
-            first, last, step = self._start(prompt_len), self._stop(prompt_len), self.values[2] or 1
+            first, end, step = self._start(prompt_len), self._stop(prompt_len), self.values[2] or 1
         else:
-            (first, last), step = self.bounds(prompt_len) or (0, 0), 1
-        return None if last in (None, ENDLESS) else len(range(first, last, step)) or None
+            (first, end), step = self.bounds(prompt_len) or (0, 0), 1
+        return None if end in (None, ENDLESS) else len(range(first, end, step)) or None
 
     def _slice_count(self) -> int | None:
         if self.kind != "slice" or self.values[1] is None:
@@ -270,7 +279,10 @@ class Positions:
         return None if (start < 0) != (stop < 0) else len(range(start, stop, step)) or None
 
     def rank(self, position: int, prompt_len: int) -> int:
-        """How many selected positions come before the selected `position`; not for a selector by token."""
+        """Return how many selected positions come before the selected `position`.
+
+        Not for a selector by token.
+        """
         if self.kind in ("all", "prompt"):
             return position
         if self.kind == "generated":
@@ -278,7 +290,7 @@ class Positions:
         if self.kind in ("last_prompt", "sampled"):
             return position - prompt_len + 1
         if self.kind == "list":
-            return sum(0 <= v < position for v in set(_resolve(self.values, prompt_len)))
+            return sum(v < position for v in set(_reached(self.values, prompt_len)))
         if self.kind == "slice":
             return (position - self._start(prompt_len)) // (self.values[2] or 1)
         raise AssertionError("the rank among positions chosen by token is unknown")
@@ -292,8 +304,14 @@ class Positions:
         return stop + prompt_len if stop is not None and stop < 0 else stop
 
     def reaches(self, prompt_len: int, end: int) -> bool:
-        """Whether a request can have a row that is selected: one with a prompt of `prompt_len` tokens, whose rows end
-        before position `end`. Which tokens it meets is not asked."""
+        """Return whether a request can have a selected row.
+
+        A selector by token counts as reached, since its tokens are not known here.
+
+        Args:
+            prompt_len: P.
+            end: one past the request's last position that has a row.
+        """
         if self.kind == "generated":
             return prompt_len < end
         if self.kind == "list":
@@ -310,31 +328,31 @@ class Positions:
 
     @property
     def is_open(self) -> bool:
-        """Whether how many positions it selects depends on more than the prompt's length."""
+        """Whether the number of selected positions depends on more than the prompt's length."""
         if self.kind == "slice":
             return self.values[1] is None
         return self.kind not in ("prompt", "last_prompt", "list")
 
     @property
     def needs_token_ids(self) -> bool:
-        """Whether selecting needs to know which token stands at a position."""
+        """Whether selecting depends on the token at a position."""
         return self.kind in BY_TOKEN
 
 
 def _is_empty(start: int, stop: int | None) -> bool:
-    """Whether a slice selects nothing, however long the prompt is."""
+    """Return whether a slice selects nothing, however long the prompt is."""
     if stop is None:
         return False
     return stop <= start if (start < 0) == (stop < 0) else stop == 0
 
 
 def _listed(values: object) -> object:
-    """An array or a tensor of one dimension as a list; anything else as it is."""
+    """Turn an array or tensor of one dimension into a list; return anything else as it is."""
     return values.tolist() if getattr(values, "ndim", None) == 1 and hasattr(values, "tolist") else values
 
 
 def _in_range(value: Any, field: str) -> int:
-    if not -_LIMIT <= value <= _LIMIT:
+    if not -_MAX_POSITION <= value <= _MAX_POSITION:
         raise WeirError(f"position {brief(value)} is out of range", field)
     return int(value)
 
@@ -342,15 +360,20 @@ def _in_range(value: Any, field: str) -> int:
 def _ints(values: Sequence | np.ndarray, field: str) -> tuple[int, ...]:
     if len(values) > MAX_LIST:
         raise WeirError(f"{len(values)} entries, more than the limit of {MAX_LIST}; use a slice or a keyword", field)
-    out = []
+    numbers = []
     for i, value in enumerate(values):
         number = plain(value)
         if not is_int(number):
             raise WeirError(f"expected an int, got {type(value).__name__}", f"{field}[{i}]")
-        out.append(_in_range(number, f"{field}[{i}]"))
-    return tuple(out)
+        numbers.append(_in_range(number, f"{field}[{i}]"))
+    return tuple(numbers)
 
 
 def _resolve(values: tuple[int | None, ...], prompt_len: int) -> list[int]:
-    """Absolute positions; a negative one counts back from the prompt's end and may fall before position 0."""
+    """Return absolute positions. Negative values count from the prompt's end."""
     return [v + prompt_len if v < 0 else v for v in values if v is not None]
+
+
+def _reached(values: tuple[int | None, ...], prompt_len: int) -> list[int]:
+    """Return the absolute positions that are not below 0."""
+    return [position for position in _resolve(values, prompt_len) if position >= 0]

@@ -1,15 +1,15 @@
-"""Reductions made by the taps: how positions are grouped, and how the plan says so."""
+"""Reductions on the device: groups of positions, and the plan's fields that describe them."""
 
 from __future__ import annotations
 
 GROUP = 128
-"""Positions of a group."""
+"""Positions of a group, of which the tap makes one partial result."""
 
 SPAN, MAXIMUM, SEEDED = 255, 1 << 8, 1 << 9
-"""Parts of the span of a group's first token in a plan: how many tokens there are from it to the
-group's last one; whether the largest values are wanted, not the sum; whether the cells hold what an
-earlier step left of the group."""
+"""In the plan, at a group's first token: a mask of the number of consecutive tokens up to the
+group's last one, a flag for maxima instead of sums, and a flag that the cells already hold the
+result of an earlier step."""
 
 CONTINUED, COMPLETE = 1, 2
-"""Of a reduction that earlier steps began: its first group is their last one, or their last one is
-complete."""
+"""Flags of a reduction that earlier steps began: whether its first group continues their last one,
+and whether their last one is complete."""

@@ -1,4 +1,4 @@
-"""All that a request asks for, and its two wire forms: what the caller sends and what the engine receives."""
+"""`RequestSpec`, what a caller asks for, and `ResolvedSpec`, its captures at a model's sites."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ import numpy as np
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compression import Compression
+from vllm_weir.schema.fields import refuse_unknown_keys
 from vllm_weir.schema.hooks import Site, place_of
-from vllm_weir.schema.interventions import Intervention, parse_intervention
+from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.interventions import parse_intervention
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import WIRE_KEY
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.vectors import number
 
 WIRE_VERSION = 1
-MAX_CAPTURES = 62  # with vllm-lens's key 63 selectors: the planner keeps one bit of an int64 for each
+MAX_CAPTURES = 62
+"""With that of vllm-lens's key 63 selectors, as many as `Selectors` tells apart."""
 MAX_INTERVENTIONS = 1024
 MAX_MODULES = 64
 MAX_WIRE_CHARS = 64 << 20
@@ -32,7 +35,9 @@ class Module:
     """Interventions that the server keeps under a name; they come before the request's own.
 
     Attributes:
+        name: as the server knows it.
         scale: factor of its additions.
+        path: named by errors.
     """
 
     name: str
@@ -41,16 +46,14 @@ class Module:
 
     @classmethod
     def parse(cls, data: object, path: str) -> Module:
-        """From a name, or ``{"name", "scale"}``."""
+        """Parse a name, or ``{"name", "scale"}``."""
         if isinstance(data, Module):
             return data
         if isinstance(data, str):
             data = {"name": data}
         if not isinstance(data, Mapping):
             raise WeirError("a module is its name, or {name, scale}", path)
-        for key in data:
-            if key not in ("name", "scale"):
-                raise WeirError("unknown key; known are name, scale", f"{path}.{brief(key)}")
+        refuse_unknown_keys(data, ("name", "scale"), path)
         name = data.get("name")
         if not isinstance(name, str) or not 0 < len(name) <= 256:
             raise WeirError("a name is a string of 1 to 256 characters", f"{path}.name")
@@ -58,12 +61,12 @@ class Module:
 
 
 class WireForm(dict):
-    """Plain JSON data. vLLM makes a deep copy of it for each request: this one knows that strings need no copying."""
+    """Plain JSON data with a fast deep copy, since vLLM copies a request's params deeply."""
 
     def __deepcopy__(self, memo: dict) -> dict[str, Any]:
         try:
             return plain_copy(self)
-        except RecursionError:  # it holds itself: admission says what is wrong with it
+        except RecursionError:  # it contains itself, which admission refuses
             return copy.deepcopy(dict(self), memo)
 
     def __reduce__(self) -> tuple[type, tuple]:
@@ -71,7 +74,7 @@ class WireForm(dict):
 
 
 def plain_copy(value: Any) -> Any:
-    """A deep copy, which is quick for plain data."""
+    """Copy deeply; fast for plain data, since strings and numbers need no copying."""
     kind = type(value)
     if kind in ATOMS:
         return value
@@ -85,12 +88,18 @@ def plain_copy(value: Any) -> Any:
 
 
 ATOMS = frozenset({str, int, float, bool, type(None)})
-"""Types whose values are their own copies."""
+"""Types whose values need no copying."""
 
 
 @dataclass(frozen=True)
 class RequestSpec:
-    """What one request asks of Weir."""
+    """What one request asks of Weir.
+
+    Attributes:
+        capture: the rows that it wants back.
+        interventions: what it changes, in order.
+        modules: interventions kept by the server, applied before its own.
+    """
 
     capture: tuple[Capture, ...] = ()
     interventions: tuple[Intervention, ...] = ()
@@ -98,34 +107,32 @@ class RequestSpec:
 
     @classmethod
     def parse(cls, data: object, path: str = WIRE_KEY) -> RequestSpec:
-        """From the wire form: a mapping, or the same as a JSON string (which is what ``vllm_xargs`` can carry)."""
+        """Parse the wire form: a mapping, or JSON text, which ``vllm_xargs`` can carry."""
         if isinstance(data, RequestSpec):
             return data
-        by_text = isinstance(data, (str, bytes))
+        is_text = isinstance(data, (str, bytes))
         if isinstance(data, (str, bytes)):
             data = _loads(data, path)
         if not isinstance(data, Mapping):
             raise WeirError(f"expected an object, got {type(data).__name__}", path)
-        for key in data:
-            if key not in ("v", "capture", "interventions", "modules"):
-                raise WeirError("unknown key; known are v, capture, interventions, modules", f"{path}.{brief(key)}")
+        refuse_unknown_keys(data, ("v", "capture", "interventions", "modules"), path)
         version = data.get("v")
         if version != WIRE_VERSION or isinstance(version, bool):
-            what = "missing" if version is None else f"got {brief(version)}"
-            raise WeirError(f'{what}; this Weir speaks version {WIRE_VERSION}: "v": {WIRE_VERSION}', f"{path}.v")
+            problem = "missing" if version is None else f"got {brief(version)}"
+            raise WeirError(f'{problem}; this Weir speaks version {WIRE_VERSION}: "v": {WIRE_VERSION}', f"{path}.v")
         captures = parse_captures(data.get("capture", ()), "capture")
         for capture in captures:
-            if by_text and capture.sink.own is not None:
-                # A request as text may come from anyone who reaches the server: it does not choose where files go.
+            if is_text and capture.sink.own is not None:
+                # Text may come from any HTTP client, which must not choose where files go.
                 raise WeirError(
-                    "a request given as text names one of the engine's sinks and does not set up its own",
+                    "a request given as text may only name one of the engine's sinks, not set up its own",
                     f"{capture.path}.sink",
                 )
         interventions = parse_interventions(data.get("interventions", ()), "interventions")
         return cls(captures, interventions, parse_modules(data.get("modules", ()), "modules"))
 
     def to_json(self) -> dict[str, Any]:
-        """The wire form."""
+        """Return the wire form."""
         out = WireForm(
             {
                 "v": WIRE_VERSION,
@@ -139,7 +146,7 @@ class RequestSpec:
 
 
 def parse_captures(captures: object, path: str) -> tuple[Capture, ...]:
-    """One Capture, its wire form, or a list of either."""
+    """Parse one Capture, its wire form, or a list of either."""
     if isinstance(captures, (Capture, Mapping)):
         captures = [captures]
     if captures is None:
@@ -152,7 +159,7 @@ def parse_captures(captures: object, path: str) -> tuple[Capture, ...]:
 
 
 def parse_interventions(interventions: object, path: str) -> tuple[Intervention, ...]:
-    """One Intervention, its wire form, or a list of either."""
+    """Parse one Intervention, its wire form, or a list of either."""
     if isinstance(interventions, (Intervention, Mapping)):
         interventions = [interventions]
     if interventions is None:
@@ -163,11 +170,11 @@ def parse_interventions(interventions: object, path: str) -> tuple[Intervention,
         raise WeirError(
             f"{len(interventions)} interventions in one request, more than the limit of {MAX_INTERVENTIONS}", path
         )
-    return tuple(parse_intervention(x, f"{path}[{i}]") for i, x in enumerate(interventions))
+    return tuple(parse_intervention(one, f"{path}[{i}]") for i, one in enumerate(interventions))
 
 
 def parse_modules(modules: object, path: str) -> tuple[Module, ...]:
-    """A module's name, its wire form, or a list of either."""
+    """Parse a module's name, its wire form, or a list of either."""
     if isinstance(modules, (Module, Mapping, str)):
         modules = [modules]
     if modules is None:
@@ -176,7 +183,7 @@ def parse_modules(modules: object, path: str) -> tuple[Module, ...]:
         raise WeirError(f"expected a list of modules, got {type(modules).__name__}", path)
     if len(modules) > MAX_MODULES:
         raise WeirError(f"{len(modules)} modules in one request, more than the limit of {MAX_MODULES}", path)
-    return tuple(Module.parse(x, f"{path}[{i}]") for i, x in enumerate(modules))
+    return tuple(Module.parse(module, f"{path}[{i}]") for i, module in enumerate(modules))
 
 
 def _loads(text: str | bytes, path: str) -> Any:
@@ -186,18 +193,30 @@ def _loads(text: str | bytes, path: str) -> Any:
 
 
 def selected(selectors: Sequence[Positions], prompt_len: int, token_ids: np.ndarray) -> np.ndarray:
-    """Positions that any of `selectors` chooses among those of `token_ids` (the tokens at 0..n-1), ascending."""
-    every = np.arange(len(token_ids))
+    """Return the positions that any of `selectors` chooses, ascending.
+
+    Args:
+        selectors: of a request.
+        prompt_len: tokens of the prompt.
+        token_ids: int array [n], the tokens at positions 0..n-1; only these are considered.
+    """
+    positions = np.arange(len(token_ids))
     if any(s.kind == "all" for s in selectors):
-        return every
+        return positions
     chosen = np.zeros(len(token_ids), bool)
     for selector in selectors:
-        chosen |= selector.mask(every, prompt_len, token_ids)
+        chosen |= selector.mask(positions, prompt_len, token_ids)
     return np.flatnonzero(chosen)
 
 
 class SiteRequest(NamedTuple):
-    """One site at the positions one capture selects, resolved against a model."""
+    """A site at the positions that a capture selects.
+
+    Attributes:
+        site: known to be tapped.
+        positions: selector.
+        before: whether rows from before the request's interventions are wanted.
+    """
 
     site: Site
     positions: Positions
@@ -206,8 +225,7 @@ class SiteRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Postprocess:
-    """What a request wants instead of its rows: a reduction of them, their products with directions, or both; or the
-    rows compressed.
+    """What happens to a request's rows on the worker: reduced, projected, both, or compressed.
 
     Attributes:
         reduce: one of `vllm_weir.schema.capture.REDUCTIONS`, or None.
@@ -221,17 +239,17 @@ class Postprocess:
 
     @property
     def folds(self) -> bool:
-        """Whether rows themselves are reduced; products are few, and reduced when they are handed out."""
+        """Whether the worker reduces; dot products are reduced when the output is read."""
         return self.reduce is not None and not self.directions
 
 
 def cell_rows(columns: int, values: int, row_bytes: int) -> int:
-    """Rows of `row_bytes` bytes that hold float32 [columns, values]."""
+    """Return how many rows of `row_bytes` bytes hold float32 [columns, values]."""
     return -(-columns * values * 4 // row_bytes)
 
 
 def _last(selector: Positions, prompt_len: int, prompt_token_ids: Sequence[int] | None) -> int | None:
-    """The last position of the prompt that a selector chooses, or None."""
+    """Return the last position of the prompt that a selector chooses, or None."""
     bounds = selector.bounds(prompt_len)
     if bounds is not None:
         end = min(bounds[1], prompt_len)
@@ -243,13 +261,23 @@ def _last(selector: Positions, prompt_len: int, prompt_token_ids: Sequence[int] 
 
 @dataclass(frozen=True)
 class ResolvedSpec:
-    """A RequestSpec resolved against a model: every layer named, every site known to be tapped."""
+    """Captures resolved against a model: one entry for each site and selector.
+
+    Attributes:
+        site_requests: every site is known to be tapped.
+        postprocess: of all their rows; None sends the rows as they are.
+    """
 
     site_requests: tuple[SiteRequest, ...]
     postprocess: Postprocess | None = None
 
     def cell(self, d_model: int, itemsize: int) -> int:
-        """Rows of the ring that hold what a group of rows is reduced to; 0 if none are."""
+        """Return how many rows of the ring hold the reduction of a group; 0 if there is none.
+
+        Args:
+            d_model: width of the stream.
+            itemsize: bytes of a value of the model's dtype.
+        """
         if self.postprocess is None or not self.postprocess.folds:
             return 0
         return cell_rows(self.width, d_model, d_model * itemsize)
@@ -257,14 +285,14 @@ class ResolvedSpec:
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
         """Distinct sites, in the order in which a token meets them."""
-        return tuple(sorted({w.site for w in self.site_requests}, key=place_of))
+        return tuple(sorted({request.site for request in self.site_requests}, key=place_of))
 
     @functools.cached_property
     def by_positions(self) -> tuple[tuple[tuple[Site, ...], tuple[Positions, ...]], ...]:
-        """The distinct sites, those with the same selectors together, and these selectors."""
+        """The distinct sites grouped by their selectors: (sites, selectors)."""
         selectors: dict[Site, dict[Positions, None]] = {}
-        for w in self.site_requests:
-            selectors.setdefault(w.site, {})[w.positions] = None
+        for request in self.site_requests:
+            selectors.setdefault(request.site, {})[request.positions] = None
         groups: dict[frozenset[Positions], list[Site]] = {}
         for site, chosen in selectors.items():
             groups.setdefault(frozenset(chosen), []).append(site)
@@ -273,43 +301,45 @@ class ResolvedSpec:
     @functools.cached_property
     def positions(self) -> tuple[Positions, ...]:
         """The distinct selectors."""
-        return tuple(dict.fromkeys(w.positions for w in self.site_requests))
+        return tuple(dict.fromkeys(request.positions for request in self.site_requests))
 
     @functools.cached_property
     def width(self) -> int:
-        """Rows that a token can give."""
-        return len({(w.site, w.before) for w in self.site_requests})
+        """The most rows that one token can give."""
+        return len({(request.site, request.before) for request in self.site_requests})
 
     def first(self, prompt_len: int, prompt_token_ids: Sequence[int] | None) -> int | None:
-        """The first wanted position, or None: a prefix-cache hit must not pass it."""
-        starts = [s.first(prompt_len, prompt_token_ids) for s in self.positions]
-        return min([s for s in starts if s is not None], default=None)
+        """Return the first wanted position, or None. A prefix-cache hit must not pass it."""
+        firsts = [selector.first(prompt_len, prompt_token_ids) for selector in self.positions]
+        return min([first for first in firsts if first is not None], default=None)
 
     def last(self, prompt_len: int, prompt_token_ids: Sequence[int] | None) -> int | None:
-        """The last wanted position of the prompt, or None."""
+        """Return the last wanted position of the prompt, or None."""
         lasts = [_last(selector, prompt_len, prompt_token_ids) for selector in self.positions]
         return max([last for last in lasts if last is not None], default=None)
 
     def tokens(self, prompt_len: int) -> int | None:
-        """How many tokens give rows that leave the device, or None if that is not bounded."""
+        """Return how many tokens give rows that leave the device; None if there is no bound."""
         if self.postprocess is not None and self.postprocess.folds:
-            ends = (selector.steady(prompt_len) for selector in self.positions)
-            return 0 if all(end is not None and not end[1] and end[0] <= prompt_len for end in ends) else None
+            # Reductions of prompts leave the device once, at the end.
+            steady = (selector.steady(prompt_len) for selector in self.positions)
+            in_prompt = (s is not None and not s[1] and s[0] <= prompt_len for s in steady)
+            return 0 if all(in_prompt) else None
         if any(selector.kind not in ("last_prompt", "list") for selector in self.positions):
             return None
         return sum(selector.count() or 0 for selector in self.positions)
 
     @functools.cached_property
     def wire(self) -> list[list[Any]]:
-        """For the workers: [hook, layers, positions, before] per distinct selector."""
+        """The wire form for the workers: [[hook, layers, positions, before], ...]."""
         groups: dict[tuple[str, Positions, bool], list[int]] = {}
-        for w in self.site_requests:
-            groups.setdefault((w.site.hook, w.positions, w.before), []).append(w.site.layer)
+        for site, positions, before in self.site_requests:
+            groups.setdefault((site.hook, positions, before), []).append(site.layer)
         return [[hook, layers, positions.to_json(), before] for (hook, positions, before), layers in groups.items()]
 
     @property
     def postprocess_wire(self) -> list[Any] | None:
-        """The treatment, for the workers."""
+        """The wire form of `postprocess`: [reduce, directions, compression]."""
         if self.postprocess is None:
             return None
         compression = self.postprocess.compression
@@ -321,18 +351,14 @@ class ResolvedSpec:
 
     @classmethod
     def from_wire(cls, data: list[list[Any]], postprocess: list[Any] | None = None) -> ResolvedSpec:
-        """The inverse of `wire` and `postprocess_wire`."""
-        return cls(
-            tuple(
-                SiteRequest(Site(hook, layer), Positions.parse(positions), before)
-                for hook, layers, positions, before in data
-                for layer in layers
-            ),
-            None
-            if postprocess is None
-            else Postprocess(
-                postprocess[0],
-                tuple(postprocess[1]),
-                None if postprocess[2] is None else Compression.parse(postprocess[2], "compress"),
-            ),
+        """Parse what `wire` and `postprocess_wire` are."""
+        site_requests = tuple(
+            SiteRequest(Site(hook, layer), Positions.parse(positions), before)
+            for hook, layers, positions, before in data
+            for layer in layers
         )
+        if postprocess is None:
+            return cls(site_requests)
+        reduce, directions, compression = postprocess
+        parsed = None if compression is None else Compression.parse(compression, "compress")
+        return cls(site_requests, Postprocess(reduce, tuple(directions), parsed))

@@ -1,4 +1,4 @@
-"""What captured rows are where they are not the rows of all positions: what datasets keep beside them."""
+"""Notes in a request's metadata: how its rows differ from plain rows of all positions."""
 
 from __future__ import annotations
 
@@ -9,60 +9,68 @@ from vllm_weir.schema.hooks import MODEL_HOOKS, Site
 from vllm_weir.schema.positions import Positions
 
 KEY = "capture"
-"""Of a request's metadata."""
+"""The metadata's key for these notes."""
 MOST_NUMBERS = 64
-"""Selectors that list more are only counted: they would stand in the metadata of every request."""
+"""Of longer lists in selectors only the length is noted, to keep metadata small."""
 
 
 def describe_rows(capture: Capture, directions: int = 0) -> dict[str, Any] | None:
-    """An entry for rows that are reduced, projected, from before interventions, or of some positions; else None.
+    """Return a note on a capture's rows; None if they are the plain rows of all positions.
 
-    It has the form of `Capture.to_json`, but for ``project``, which is the number of directions, and for ``positions``
-    that list more than MOST_NUMBERS. All positions of a prompt (and its generated tokens) are not told.
+    A note has the form of `Capture.to_json`, except that ``project`` is the number of directions,
+    and ``positions`` that list more than `MOST_NUMBERS` are a short text.
+
+    Args:
+        capture: what was asked.
+        directions: how many directions the rows were projected on.
     """
-    out: dict[str, Any] = {}
+    note: dict[str, Any] = {}
     if capture.before:
-        out["before"] = True
+        note["before"] = True
     if capture.reduce is not None:
-        out["reduce"] = capture.reduce
+        note["reduce"] = capture.reduce
     if directions:
-        out["project"] = directions
-    # What a row was reduced over is told in any case: nothing else says it.
-    if capture.positions.kind not in (("all",) if capture.reduce is not None else ("all", "prompt")):
-        out["positions"] = _short(capture.positions)
-    if not out:
+        note["project"] = directions
+    # Plain rows carry their positions, a reduced one does not: "prompt" must be noted then.
+    unremarkable = ("all",) if capture.reduce is not None else ("all", "prompt")
+    if capture.positions.kind not in unremarkable:
+        note["positions"] = _short(capture.positions)
+    if not note:
         return None
-    return {"hook": capture.hook, "layers": "all" if capture.layers == "all" else list(capture.layers), **out}
+    return {"hook": capture.hook, "layers": "all" if capture.layers == "all" else list(capture.layers), **note}
 
 
 def entries_of(metadata: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entries in a request's metadata; what is of another form is the writer's own, and none."""
-    found = metadata.get(KEY)
-    if not isinstance(found, list):
+    """Return the notes in a request's metadata, without entries that are not Weir's."""
+    entries = metadata.get(KEY)
+    if not isinstance(entries, list):
         return []
-    return [one for one in found if isinstance(one, dict) and isinstance(one.get("hook"), str) and _layers(one)]
+    return [e for e in entries if isinstance(e, dict) and isinstance(e.get("hook"), str) and _has_layers(e)]
 
 
 def is_about(entry: dict[str, Any], site: Site) -> bool:
-    """Whether an entry tells of this site's rows."""
+    """Return whether a note is about this site's rows."""
     if entry["hook"] != site.hook:
         return False
     return site.hook in MODEL_HOOKS or entry["layers"] == "all" or site.layer in entry["layers"]
 
 
 def in_words(entry: dict[str, Any]) -> str:
-    """An entry for people, e.g. ``resid_post[3]: one row a request, its mean over positions 'prompt'``."""
+    """Describe a note in words.
+
+    For example ``resid_post[3]: one row a request, reduced (mean) over positions 'prompt'``.
+    """
     positions, reduce, directions = entry.get("positions", "all"), entry.get("reduce"), entry.get("project")
-    what = []
+    parts = []
     if reduce:
-        what.append(f"one row a request, reduced ({reduce}) over positions {positions!r}")
+        parts.append(f"one row a request, reduced ({reduce}) over positions {positions!r}")
     elif positions != "all":
-        what.append(f"only positions {positions!r}")
+        parts.append(f"only positions {positions!r}")
     if directions:
-        what.append(f"dot products with {directions} direction{'s' if directions != 1 else ''} instead of rows")
+        parts.append(f"dot products with {directions} direction{'s' if directions != 1 else ''} instead of rows")
     if entry.get("before"):
-        what.append("from before the request's interventions")
-    return f"{_place(entry)}: {'; '.join(what)}"
+        parts.append("from before the request's interventions")
+    return f"{_place(entry)}: {'; '.join(parts)}"
 
 
 def _short(positions: Positions) -> Any:
@@ -73,7 +81,7 @@ def _short(positions: Positions) -> Any:
     return f"{'all but ' if positions.kind == 'not_token_ids' else ''}{len(positions.values)} token ids"
 
 
-def _layers(entry: dict[str, Any]) -> bool:
+def _has_layers(entry: dict[str, Any]) -> bool:
     layers = entry.get("layers")
     return layers == "all" or (isinstance(layers, list) and bool(layers))
 

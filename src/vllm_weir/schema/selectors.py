@@ -1,4 +1,4 @@
-"""Which rows of a request are wanted, as numbers: taps, columns and selector codes. Pure numpy."""
+"""Selector codes: bit masks of the selectors that choose a position."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from vllm_weir.errors import WeirError
 from vllm_weir.schema.positions import ENDLESS, Positions
 
 MAX_SELECTORS = 63
-"""What the bits of an int64 can tell apart."""
+"""The bits of a positive int64."""
 NEVER = ENDLESS
 MOST_SHARED = 64
-"""Numbers in selectors that are remembered from request to request."""
+"""Selectors with more numbers than this are not cached from request to request."""
 MOST_STEPS = 16
-"""Steps for which it is remembered what selectors choose in them."""
+"""Steps for which the selected positions are cached."""
 
 
 class Selectors:
-    """A request's distinct selectors; positions get a code, the bit mask of the selectors that choose them."""
+    """A request's distinct selectors, and the codes that they give to positions.
+
+    Attributes:
+        distinct: the selectors; bit k of a code is that of ``distinct[k]``.
+        prompt_len: tokens of the prompt.
+        by_token: bits of the selectors that depend on the token at a position.
+    """
 
     def __init__(self, distinct: Sequence[Positions], prompt_len: int, prompt_ids: Sequence[int] | None) -> None:
         if len(distinct) > MAX_SELECTORS:
@@ -38,8 +44,8 @@ class Selectors:
         self._counts: dict[tuple[int, int, int], tuple[int, int]] = {}
 
     @functools.cached_property
-    def stretches(self) -> list[tuple[int, int, int]] | None:
-        """(code, first, end): where the code is not 0, ascending; None if a selector may not choose one stretch."""
+    def intervals(self) -> list[tuple[int, int, int]] | None:
+        """(code, first, end) wherever the code is not 0; None if a selector may have gaps."""
         bounds = [s.bounds(self.prompt_len) for s in self.distinct]
         edges: set[int] = set()
         for bound in bounds:
@@ -47,33 +53,37 @@ class Selectors:
                 return None
             if bound[0] < bound[1]:
                 edges.update(bound)
-        out = []
+        intervals = []
         for first, end in itertools.pairwise(sorted(edges)):
             code = sum(1 << bit for bit, b in enumerate(bounds) if b is not None and b[0] <= first < b[1])
             if code:
-                out.append((code, first, end))
-        return out
+                intervals.append((code, first, end))
+        return intervals
 
     def runs(self, start: int, end: int) -> tuple[tuple[int, int, int], ...] | None:
-        """`stretches`, as far as they lie between `start` and `end` (not included)."""
-        stretches = self.stretches
-        if stretches is None:
+        """Return the part of `intervals` between `start` and `end` (not included)."""
+        intervals = self.intervals
+        if intervals is None:
             return None
         runs = self._runs.get((start, end))
         if runs is None:
-            runs = tuple((code, max(a, start), min(b, end)) for code, a, b in stretches if a < end and b > start)
-            _remember(self._runs, (start, end), runs)
+            runs = tuple((code, max(a, start), min(b, end)) for code, a, b in intervals if a < end and b > start)
+            _cache(self._runs, (start, end), runs)
         return runs
 
     def codes(self, positions: np.ndarray) -> np.ndarray:
-        """int64 [n]. A selector by token takes every generated position: its token is only on the device."""
+        """Return the codes of `positions` [n], int64 [n].
+
+        A selector by token takes every generated position, since generated tokens are known on the
+        device only.
+        """
         if len(self.distinct) == 1 and not self.by_token:
             return self.distinct[0].mask(positions, self.prompt_len).astype(np.int64)
         tokens = None
         if self._prompt_ids is not None:
             tokens = np.full(len(positions), -1, np.int64)
-            known = positions < len(self._prompt_ids)
-            tokens[known] = self._prompt_ids[positions[known]]
+            in_prompt = positions < len(self._prompt_ids)
+            tokens[in_prompt] = self._prompt_ids[positions[in_prompt]]
         codes = np.zeros(len(positions), np.int64)
         for bit, selector in enumerate(self.distinct):
             if selector.needs_token_ids and tokens is not None:
@@ -84,11 +94,11 @@ class Selectors:
         return codes
 
     def count(self, code: int, start: int, end: int) -> tuple[int, int]:
-        """(of the prompt, altogether): positions from `start` to `end` (not included) that have `code`."""
+        """Count positions start..end-1 that have `code`: (in the prompt, all)."""
         count = self._counts.get((code, start, end))
         if count is None:
             count = self._count(code, start, end)
-            _remember(self._counts, (code, start, end), count)
+            _cache(self._counts, (code, start, end), count)
         return count
 
     def _count(self, code: int, start: int, end: int) -> tuple[int, int]:
@@ -96,12 +106,13 @@ class Selectors:
         if runs is None:
             codes = self.codes(np.arange(start, end))
             return int((codes[: max(0, self.prompt_len - start)] == code).sum()), int((codes == code).sum())
-        mine = [(a, b) for this, a, b in runs if this == code]
-        return sum(max(0, min(b, self.prompt_len) - a) for a, b in mine), sum(b - a for a, b in mine)
+        spans = [(first, last) for run_code, first, last in runs if run_code == code]
+        in_prompt = sum(max(0, min(last, self.prompt_len) - first) for first, last in spans)
+        return in_prompt, sum(last - first for first, last in spans)
 
     @functools.cached_property
     def steady(self) -> tuple[int, int]:
-        """(position, code): the code of that position and of all later ones; position NEVER if it keeps changing."""
+        """(position, code) of that and all later positions; (NEVER, 0) if codes keep changing."""
         start = code = 0
         for bit, selector in enumerate(self.distinct):
             steady = selector.steady(self.prompt_len)
@@ -112,24 +123,28 @@ class Selectors:
         return start, code
 
 
-def _remember(known: dict[Any, Any], key: object, value: object) -> None:
-    """Requests whose positions are chosen alike mostly come in the same steps, so a few are enough."""
-    if len(known) >= MOST_STEPS:
-        known.clear()
-    known[key] = value
+def _cache(entries: dict[Any, Any], key: object, value: object) -> None:
+    """Keep a value; a few are enough, since requests that share selectors mostly share steps."""
+    if len(entries) >= MOST_STEPS:
+        entries.clear()
+    entries[key] = value
 
 
 class SelectorSet:
-    """Distinct selectors that requests have in common."""
+    """Distinct selectors that several requests have in common."""
 
     def __init__(self, distinct: tuple[Positions, ...]) -> None:
         self.distinct = distinct
-        few = sum(len(s.values) for s in distinct) <= MOST_SHARED
-        self._alike = few and not any(s.needs_token_ids for s in distinct)
+        few_numbers = sum(len(s.values) for s in distinct) <= MOST_SHARED
+        self._shareable = few_numbers and not any(s.needs_token_ids for s in distinct)
 
     def of(self, prompt_len: int, prompt_ids: Sequence[int] | None) -> Selectors:
-        """For one request: the same object for all whose positions are chosen alike; raises WeirError for too many."""
-        if self._alike:
+        """Return the selectors of one request, one object for all requests that select alike.
+
+        Raises:
+            WeirError: if there are more than `MAX_SELECTORS`.
+        """
+        if self._shareable:
             return _shared(self.distinct, prompt_len)
         return Selectors(self.distinct, prompt_len, prompt_ids)
 
@@ -140,7 +155,7 @@ def _shared(distinct: tuple[Positions, ...], prompt_len: int) -> Selectors:
 
 
 def distinct(codes: np.ndarray) -> np.ndarray:
-    """The codes but 0, ascending."""
+    """Return the distinct codes other than 0, ascending."""
     first = codes[0]
     if first and (codes == first).all():
         return codes[:1]

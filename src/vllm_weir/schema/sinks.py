@@ -1,4 +1,4 @@
-"""Where captured rows go besides memory: what a request asks for, and what an engine's settings set up. Pure data."""
+"""Sinks: where captured rows go, as a request or an engine's settings say."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ MEMORY = "memory"
 KEEPS = ("always", "marked")
 POLICIES = ("block", "spill", "drop")
 QUEUE_BYTES = 1 << 30
-LONGEST = 1 << 16
+MAX_CHARS = 1 << 16
+"""Longest JSON text of a consumer's options, or of a capture."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
 
@@ -26,12 +27,14 @@ class SinkDefinition:
     Attributes:
         consumer: name of the consumer, an entry point of the group ``vllm_weir.consumers``.
         options: its options, canonical JSON.
-        policy: what happens to rows that find `queue_bytes` of others waiting: ``"block"`` holds outputs back until
-            there is room, ``"spill"`` lets them wait in temporary files, ``"drop"`` gives them up.
-        queue_bytes: most bytes of rows that wait.
-        captures: wire forms of what it gets of every request; None: what the consumer declares, mostly nothing.
+        policy: what happens to rows when the queue is full: ``"block"`` holds outputs back until
+            there is room, ``"spill"`` writes the rows to temporary files meanwhile, ``"drop"``
+            drops them.
+        queue_bytes: most bytes of rows in the queue.
+        captures: wire forms of the captures that it gets of every request; None: those that the
+            consumer declares, mostly none.
         keep: for those captures, as `Capture.keep`.
-        required: whether a request fails with it; None: as the consumer says.
+        required: whether a request fails if the sink fails; None: as the consumer says.
     """
 
     consumer: str
@@ -44,8 +47,13 @@ class SinkDefinition:
 
     @classmethod
     def parse(cls, data: object, path: str, by_request: bool = False) -> SinkDefinition:
-        """From ``{consumer: options, "policy": .., "queue_bytes": .., "capture": .., "keep": .., "required": ..}``;
-        of a request's own sink the last three are refused."""
+        """Parse ``{consumer: options, "policy", "queue_bytes", "capture", "keep", "required"}``.
+
+        Args:
+            data: the wire form, or a SinkDefinition.
+            path: named by errors.
+            by_request: whether a request sets up the sink; then the last three keys are refused.
+        """
         if isinstance(data, SinkDefinition):
             return data
         if not isinstance(data, Mapping):
@@ -56,11 +64,13 @@ class SinkDefinition:
             names = ", ".join(brief(c) for c in consumers) or "none"
             raise WeirError(f"a sink names one consumer beside {', '.join(known)}; this names {names}", path)
         name = parse_name(consumers[0], path)
-        policy, room = data.get("policy", "block"), data.get("queue_bytes", QUEUE_BYTES)
+        policy, queue_bytes = data.get("policy", "block"), data.get("queue_bytes", QUEUE_BYTES)
         if policy not in POLICIES:
-            raise WeirError(f"unknown {brief(policy)!r}; choose from {', '.join(POLICIES)}", f"{path}.policy")
-        if not isinstance(room, int) or isinstance(room, bool) or room < 1:
-            raise WeirError("a number of bytes, at least 1", f"{path}.queue_bytes")
+            raise WeirError(f"unknown policy {brief(policy)!r}; choose from {', '.join(POLICIES)}", f"{path}.policy")
+        if not isinstance(queue_bytes, int) or isinstance(queue_bytes, bool) or queue_bytes < 1:
+            raise WeirError(
+                f"expected a number of bytes, at least 1, got {brief(queue_bytes)!r}", f"{path}.queue_bytes"
+            )
         required = data.get("required")
         if required is not None and not isinstance(required, bool):
             raise WeirError("required is true or false", f"{path}.required")
@@ -72,14 +82,14 @@ class SinkDefinition:
             name,
             _canonical(data[name], f"{path}.{name}"),
             policy,
-            room,
+            queue_bytes,
             None if captures is None else tuple(_canonical(c, f"{path}.capture[{i}]") for i, c in enumerate(captures)),
             parse_keep(data.get("keep", "always"), f"{path}.keep"),
             required,
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What `parse` reads, defaults left out."""
+        """Return the wire form, defaults left out."""
         out: dict[str, Any] = {self.consumer: json.loads(self.options)}
         if self.policy != "block":
             out["policy"] = self.policy
@@ -96,7 +106,12 @@ class SinkDefinition:
 
 @dataclass(frozen=True)
 class Sink:
-    """Where a capture's rows go: ``"memory"``, a sink of the engine's settings by name, or one of the request's own."""
+    """Where a capture's rows go.
+
+    Attributes:
+        name: ``"memory"``, a sink of the engine's settings, or the consumer of `own`.
+        own: the definition of a sink that the request sets up itself, or None.
+    """
 
     name: str = MEMORY
     own: SinkDefinition | None = None
@@ -109,7 +124,7 @@ class Sink:
 
     @classmethod
     def parse(cls, data: object, path: str) -> Sink:
-        """A name or ``{consumer: options}``; raises WeirError for anything else."""
+        """Parse a name or ``{consumer: options}``."""
         if isinstance(data, Sink):
             return data
         if isinstance(data, str):
@@ -122,12 +137,12 @@ class Sink:
         return cls(own.consumer, own, path)
 
     def to_json(self) -> Any:
-        """What `parse` reads."""
+        """Return the wire form."""
         return self.name if self.own is None else self.own.to_json()
 
 
 def parse_sinks(data: object, path: str = "settings.sinks") -> dict[str, SinkDefinition]:
-    """Named sinks of an engine, from a mapping or the same as JSON text."""
+    """Parse the named sinks of an engine, given as a mapping or the same as JSON text."""
     if isinstance(data, str):
         try:
             data = json.loads(data)
@@ -138,33 +153,37 @@ def parse_sinks(data: object, path: str = "settings.sinks") -> dict[str, SinkDef
     out = {}
     for name, definition in data.items():
         if name == MEMORY:
-            raise WeirError("'memory' is taken: rows that come back on the output", path)
+            raise WeirError(
+                "'memory' is taken: it stands for rows that come back on the output; choose another name", path
+            )
         out[parse_name(name, path)] = SinkDefinition.parse(definition, f"{path}.{brief(name)}")
     return out
 
 
 def parse_keep(keep: object, path: str) -> str:
-    """One of KEEPS."""
+    """Parse `Capture.keep`: one of `KEEPS`."""
     if not isinstance(keep, str) or keep not in KEEPS:
-        raise WeirError(f"unknown {brief(keep)!r}; choose from {', '.join(KEEPS)}", path)
+        raise WeirError(f"unknown keep {brief(keep)!r}; choose from {', '.join(KEEPS)}", path)
     return keep
 
 
 def parse_name(name: object, path: str) -> str:
-    """The name of a sink or a consumer."""
+    """Parse the name of a sink or a consumer."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise WeirError(
-            f"unknown sink {brief(name)!r}; a name is letters, digits, '_', '.' and '-', at most 128 of them", path
+            f"{brief(name)!r} cannot name a sink; a name is letters, digits, '_', '.' and '-', at most 128 of them",
+            path,
         )
     return name
 
 
 def _canonical(data: object, path: str) -> str:
+    """Return an object, or the wire form of what has one, as JSON text with sorted keys."""
     to_json = getattr(data, "to_json", None)
     data = to_json() if to_json is not None else data
     if not isinstance(data, Mapping):
         raise WeirError(f"expected an object, got {type(data).__name__}", path)
     text = dumps(data, path, sort_keys=True)
-    if len(text) > LONGEST:
-        raise WeirError(f"{len(text)} characters, more than the limit of {LONGEST}", path)
+    if len(text) > MAX_CHARS:
+        raise WeirError(f"{len(text)} characters, more than the limit of {MAX_CHARS}", path)
     return text

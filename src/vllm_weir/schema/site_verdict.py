@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 
 class SiteVerdict(NamedTuple):
-    """One hook point of one block (`embed` and `final_norm`: layer 0).
+    """Whether one hook point of one block is served.
 
     Attributes:
+        hook: hook point.
+        layer: block index; 0 for `embed` and `final_norm`.
         supported: whether it can be captured and steered.
         reason: why not, in one sentence; empty if it can.
     """

@@ -1,4 +1,4 @@
-"""Sizes of the device tables, and what a request needs of them."""
+"""`TableSizes`: sizes of the device tables of vectors, programs and instructions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TableSizes:
-    """Rows of the vector, program and instruction tables."""
+    """Rows of the device tables.
+
+    Attributes:
+        vectors: of the table of vectors.
+        programs: of the table of programs.
+        nodes: of the table of instructions.
+    """
 
     vectors: int
     programs: int

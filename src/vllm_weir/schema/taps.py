@@ -1,20 +1,22 @@
-"""Taps and columns: numbers of the places where a site is read, shared by three processes."""
+"""Taps and columns: the numbers of the places where sites are read."""
 
 from __future__ import annotations
 
 from vllm_weir.schema.hooks import Site
 
 STAGES = 3
-"""Moments at one tap: before its interventions, after them, and at a boundary of two blocks also after resid_pre's."""
+"""Stages of a tap at which rows are read: before its interventions, after them, and at a boundary
+of two blocks also after those at the next block's `resid_pre`."""
 
 _IN_BLOCK = {"attn_out": 3, "resid_mid": 4, "mlp_out": 5}
 
 
 def tap_of(site: Site) -> int:
-    """The tap that serves a site: 0 the embedding, 1 the final norm, 2 what enters block 0; then four for each block L.
+    """Return the tap that serves a site.
 
-    Those are 4L+3 `attn_out`, 4L+4 `resid_mid`, 4L+5 `mlp_out` and 4L+6, which is block L's `resid_post` and the next
-    one's `resid_pre`.
+    Tap 0 is `embed`, 1 `final_norm`, 2 what enters block 0. Each block L has four: 4L+3 `attn_out`,
+    4L+4 `resid_mid`, 4L+5 `mlp_out`, and 4L+6, which is its `resid_post` and the next block's
+    `resid_pre`.
     """
     if site.hook == "embed":
         return 0
@@ -26,16 +28,16 @@ def tap_of(site: Site) -> int:
 
 
 def is_boundary(tap: int) -> bool:
-    """Whether a tap is on the stream between two blocks, before the first or after the last."""
+    """Return whether a tap is between two blocks, before the first or after the last."""
     return tap >= 2 and tap % 4 == 2
 
 
 def num_taps(num_layers: int) -> int:
-    """Taps of a model of `num_layers` blocks, those that are not placed included."""
+    """Return the number of taps of a model of `num_layers` blocks, placed or not."""
     return 4 * num_layers + 3
 
 
 def column_of(site: Site, before: bool) -> int:
-    """Column of the rank table: the tap and the stage at which the site's row is read."""
+    """Return the site's column in the rank table, which has one for each tap and stage."""
     stage = (1 if before else 2) if site.hook == "resid_pre" else (0 if before else 1)
     return tap_of(site) * STAGES + stage

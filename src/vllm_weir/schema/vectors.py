@@ -1,4 +1,4 @@
-"""Vectors on the wire: inline as base64 or lists, or by reference; content-addressed, float32, checked."""
+"""`Vector`: a float32 array, or a reference to one, and its wire forms."""
 
 from __future__ import annotations
 
@@ -13,20 +13,26 @@ import msgspec
 import numpy as np
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.fields import refuse_unknown_keys
 from vllm_weir.schema.scalars import is_int, plain
 from vllm_weir.util.lru import LruCache
 
 KEPT = (1, 2, 3)
-"""Dimensions of what is kept under a name: [d], [n, d], or [layers, n, d]."""
+"""Numbers of dimensions that a registered vector may have: [d], [n, d], or [layers, n, d]."""
 MAX_ROWS = 8192
 MAX_ELEMENTS = 1 << 26
 _DTYPES = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
 
 
 class Vector:
-    """One vector or matrix: a float32 array, or the name or digest of one that the engine's process keeps.
+    """A vector or matrix: a float32 array, or the name or digest of one in the vector registry.
 
-    No dataclass: what is made of those field by field, such as the key of Inspect's cache, has long arrays cut short.
+    No dataclass: tools that print dataclasses field by field to compare them, as Inspect does for
+    the keys of its cache, abbreviate long arrays, so that different vectors would look equal.
+
+    Attributes:
+        array: float32, read-only where it was parsed; None for a reference.
+        ref: the name or digest; empty for an array.
     """
 
     def __init__(self, array: np.ndarray | None = None, ref: str = "") -> None:
@@ -37,7 +43,16 @@ class Vector:
 
     @classmethod
     def parse(cls, value: Any, field: str, ndim: tuple[int, ...] = (1, 2)) -> Vector:
-        """From a torch tensor, numpy array, nested list, or a wire form; raises WeirError naming `field`."""
+        """Parse a torch tensor, numpy array, nested list, or a wire form.
+
+        Args:
+            value: the vector.
+            field: named by errors.
+            ndim: the numbers of dimensions that are accepted.
+
+        Raises:
+            WeirError: for anything but finite numbers of that shape.
+        """
         if isinstance(value, Vector):
             return value
         if isinstance(value, str):
@@ -47,15 +62,15 @@ class Vector:
                 if not isinstance(value["ref"], str) or not 0 < len(value["ref"]) <= 256:
                     raise WeirError("a reference is a name or a digest", f"{field}.ref")
                 return cls(ref=value["ref"])
-            known = _known(value)
-            if known is not None and known.array is not None and known.array.ndim in ndim:
-                return known
+            cached = _cached_vector(value)
+            if cached is not None and cached.array is not None and cached.array.ndim in ndim:
+                return cached
             value = _decode(value, field)
         return cls(array=_checked(value, field, ndim))
 
     @classmethod
     def parse_one(cls, value: Any, field: str) -> Vector:
-        """As `parse`, of a single vector: [d], or [1, d], which becomes [d]."""
+        """Parse a single vector: [d], or [1, d], which becomes [d]."""
         vector = cls.parse(value, field)
         if vector.array is None or vector.array.ndim == 1:
             return vector
@@ -64,7 +79,7 @@ class Vector:
         return cls(vector.array[0])
 
     def to_json(self) -> dict[str, Any]:
-        """The wire form."""
+        """Return the wire form."""
         if self.array is None:
             return {"ref": self.ref}
         text = self._text
@@ -77,22 +92,22 @@ class Vector:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest of the content; of a reference, what it refers to by name."""
+        """Digest of the array's content; of a reference, the reference itself."""
         return digest_of(self.array) if self.array is not None else self.ref
 
 
 _texts: LruCache[tuple[str, Vector]] = LruCache(32 << 20)
-"""By the id of the text that stands for it on the wire; the text is held, so that its id stays its own."""
+"""Base64 text and vector, by the text's id. The text is kept, so that no other gets its id."""
 
 
 def vector_of(text: str) -> Vector | None:
-    """The vector of which this very string was made in this process, if that is remembered."""
-    found = _texts.get(id(text))
-    return found[1] if found is not None and found[0] is text else None
+    """Return the vector that this process encoded to this very string, if it is cached."""
+    entry = _texts.get(id(text))
+    return entry[1] if entry is not None and entry[0] is text else None
 
 
-def _known(value: Mapping) -> Vector | None:
-    """What this process has written down, in the form that it gave it."""
+def _cached_vector(value: Mapping) -> Vector | None:
+    """Return the vector of a wire form that this process has written and nobody has changed."""
     vector = vector_of(value["b64"]) if isinstance(value.get("b64"), str) else None
     if vector is None or vector.array is None or value.get("shape") != list(vector.array.shape):
         return None
@@ -100,21 +115,19 @@ def _known(value: Mapping) -> Vector | None:
 
 
 def digest_of(array: np.ndarray) -> str:
-    """Content address of a float32 array: shape and bytes."""
+    """Return the content address of a float32 array: a hash of its shape and bytes."""
     head = f"{list(array.shape)}".encode()
     return hashlib.sha256(head + np.ascontiguousarray(array, "<f4").tobytes()).hexdigest()[:32]
 
 
 def _decode(value: Mapping, field: str) -> np.ndarray:
-    for key in value:
-        if key not in ("b64", "dtype", "shape"):
-            raise WeirError("unknown key; a vector is {ref} or {b64, dtype, shape}", f"{field}.{brief(key)}")
+    refuse_unknown_keys(value, ("b64", "dtype", "shape"), field, "a vector is {ref} or {b64, dtype, shape}")
     dtype, shape, text = value.get("dtype"), value.get("shape"), value.get("b64")
     if not isinstance(text, str):
-        what = "missing" if text is None else f"expected base64 text, got {type(text).__name__}"
-        raise WeirError(what, f"{field}.b64")
+        message = "missing" if text is None else f"expected base64 text, got {type(text).__name__}"
+        raise WeirError(message, f"{field}.b64")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise WeirError(f"choose from {', '.join(_DTYPES)}", f"{field}.dtype")
+        raise WeirError(f"unknown dtype {brief(dtype)!r}; choose from {', '.join(_DTYPES)}", f"{field}.dtype")
     if not isinstance(shape, (list, tuple)) or not shape or not all(type(n) is int and n > 0 for n in shape):
         raise WeirError("shape is a list of positive ints", f"{field}.shape")
     count = 1
@@ -123,28 +136,28 @@ def _decode(value: Mapping, field: str) -> np.ndarray:
     if count > MAX_ELEMENTS:
         raise WeirError(f"{count} elements, more than the limit of {MAX_ELEMENTS}", f"{field}.shape")
     try:
-        raw = _unwritten(text)
+        raw = _base64_bytes(text)
     except (binascii.Error, TypeError, ValueError):
         raise WeirError("not valid base64", f"{field}.b64") from None
-    array = np.frombuffer(
-        raw[: len(raw) // np.dtype(_DTYPES[dtype]).itemsize * np.dtype(_DTYPES[dtype]).itemsize], _DTYPES[dtype]
-    )
-    if len(raw) != count * array.itemsize:
+    stored = np.dtype(_DTYPES[dtype])
+    if len(raw) != count * stored.itemsize:
         raise WeirError(f"{len(raw)} bytes do not make shape {list(shape)[:4]} of {dtype}", f"{field}.b64")
+    array = np.frombuffer(raw, stored)
     if dtype == "bfloat16":
         array = (array.astype("<u4") << 16).view("<f4")
     return array.reshape(shape)
 
 
-def _unwritten(text: Any) -> bytes:
-    """The bytes that base64 `text` stands for."""
+def _base64_bytes(text: Any) -> bytes:
+    """Decode base64."""
     try:
-        return msgspec.convert(text, bytes)  # several times as fast, and takes no text that base64 does not
+        return msgspec.convert(text, bytes)  # several times as fast as `base64`, and as strict
     except (msgspec.ValidationError, ValueError, TypeError):
         return base64.b64decode(text, validate=True)
 
 
 def _checked(value: Any, field: str, ndim: tuple[int, ...]) -> np.ndarray:
+    """Return a read-only float32 copy of finite numbers with an accepted number of dimensions."""
     if hasattr(value, "detach"):
         value = _of_tensor(value, field)
     elif isinstance(value, (list, tuple)) and any(hasattr(v, "detach") for v in value):
@@ -170,18 +183,18 @@ def _checked(value: Any, field: str, ndim: tuple[int, ...]) -> np.ndarray:
 
 
 def _of_tensor(tensor: Any, field: str) -> np.ndarray:
-    """A torch tensor as float32 on the host, without importing torch for those who have none."""
+    """Copy a torch tensor to a float32 array, without importing torch, which clients may lack."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.is_complex() or dtype == "bool":
         raise WeirError(f"expected numbers, got {dtype}", field)
     try:
         return tensor.detach().cpu().float().numpy()
     except (TypeError, RuntimeError) as e:  # sparse, or without data (the device "meta")
-        raise WeirError(f"a tensor without plain numbers ({str(e)[:80]}); give a dense one", field) from None
+        raise WeirError(f"cannot read the tensor's numbers ({str(e)[:80]}); give a dense tensor", field) from None
 
 
-def number(value: Any, field: str, minimum: float | None = None) -> float:
-    """A finite float; raises WeirError naming `field`."""
+def number(value: Any, field: str) -> float:
+    """Parse a number that float32 can hold; raise WeirError naming `field`."""
     value = plain(value)
     if not is_int(value) and not isinstance(value, (float, np.floating)):
         raise WeirError(f"expected a number, got {type(value).__name__}", field)
@@ -191,6 +204,4 @@ def number(value: Any, field: str, minimum: float | None = None) -> float:
         out = float("inf")
     if not abs(out) <= 3e38:
         raise WeirError(f"{out} is not a finite float32", field)
-    if minimum is not None and out < minimum:
-        raise WeirError(f"must be at least {minimum:g}, got {out:g}", field)
     return out

@@ -169,7 +169,7 @@ class WorkerRuntime:
 
     def follow(
         self,
-        new: Iterable[tuple[str, dict, int, Sequence[int] | None, int]],
+        new: Iterable[tuple[str, EngineRequest, int, Sequence[int] | None, int]],
         finished: Iterable[str],
         resumed: Iterable[str] = (),
     ) -> None:

@@ -66,7 +66,7 @@ def test_a_name_whose_value_no_hook_point_has_is_refused_with_what_to_use(name, 
     for field, ask in asked.items():
         with pytest.raises(weir.WeirError, match=instead) as e:
             ask()
-        assert "is refused: " in e.value.message and name in e.value.message, field
+        assert "is no hook point: " in e.value.message and name in e.value.message, field
         assert e.value.field.endswith(field)
     if not name.startswith("blocks."):
         with pytest.raises(weir.WeirError, match=instead) as e:

@@ -17,7 +17,7 @@ from tests.unit.request_strategies import served
 from vllm_weir.frontend.admission.admit import AdmittedRequest, admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
-from vllm_weir.schema.interventions import ResolvedIntervention
+from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import RequestSpec
 from vllm_weir.schema.table_sizes import TableSizes

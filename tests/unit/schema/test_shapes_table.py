@@ -49,7 +49,7 @@ LISTS: list[list[tuple[Any, int]]] = [
 ALL, EACH, TOGETHER = "one for all", "row k at the k-th", "all k, at each"
 GIVEN, FIRST = "row k at the k-th as listed", "row k at position k"
 REFUSALS = {
-    "is open: how many": "refused: open",
+    "is open-ended: how many": "refused: open",
     f"{N} rows for": "refused: not n",
     f"activations hold {N} positions": "refused: not n",
     "expected one vector": "refused: one only",

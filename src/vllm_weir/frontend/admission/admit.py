@@ -21,7 +21,8 @@ from vllm_weir.schema.compat.three_tier import scaled
 from vllm_weir.schema.compat.vllm_lens import in_lens_words, lens_capture, lens_interventions, refuse_lens
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.interventions import Instruction, Intervention, LoweredIntervention, ResolvedIntervention, reach
+from vllm_weir.schema.instructions import Instruction, LoweredIntervention, ResolvedIntervention, reach
+from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
 from vllm_weir.schema.request import RequestSpec, ResolvedSpec
 from vllm_weir.schema.taps import STAGES, column_of

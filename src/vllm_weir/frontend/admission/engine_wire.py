@@ -10,7 +10,7 @@ from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.admit import AdmittedRequest
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.schema.engine_request import EngineRequest, TableNeeds
-from vllm_weir.schema.interventions import ResolvedIntervention
+from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.reductions import GROUP
 from vllm_weir.schema.selectors import Selectors
 from vllm_weir.schema.table_sizes import TableSizes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
@@ -10,7 +9,8 @@ from typing import Protocol, TypeVar
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compat.vllm_lens import lens_field
-from vllm_weir.schema.interventions import Intervention
+from vllm_weir.schema.fields import with_fields
+from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.positions import Positions
 
 Asked = tuple[tuple[Positions, str], ...]
@@ -93,9 +93,7 @@ def resolve_tokens(item: Item, vocabulary: Vocabulary) -> Item:
     positions = vocabulary.resolve(item.positions, f"{item.path}.positions")
     if positions is item.positions:
         return item
-    resolved = copy.copy(item)
-    object.__setattr__(resolved, "positions", positions)
-    return resolved
+    return with_fields(item, positions=positions)
 
 
 def asked_of(items: Iterable[Capture | Intervention]) -> Asked:

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.interventions import Add, Intervention
+from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.interventions import Add
 from vllm_weir.schema.vectors import KEPT, Vector
 
 MAX_NAMES = 10_000

@@ -19,7 +19,7 @@ from vllm_weir.results.activations import Activations, CompressedRows
 from vllm_weir.results.receipt import Receipt
 from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.interventions import ResolvedIntervention
+from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import Postprocess, selected
 

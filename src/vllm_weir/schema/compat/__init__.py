@@ -1,1 +1,1 @@
-"""Other systems' request forms, read as Weir's own."""
+"""Request forms of other systems, translated to Weir's."""

@@ -1,4 +1,4 @@
-"""Three-tier steering (base, prefill, decode) as position selectors: the bodies of the fork RhizoNymph/vllm."""
+"""Three-tier steering (base, prefill, decode) of the fork RhizoNymph/vllm, as interventions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_weir.errors import WeirError, brief
+from vllm_weir.schema.fields import refuse_unknown_keys
 from vllm_weir.schema.hooks import normalise_hook
-from vllm_weir.schema.interventions import Add, Clamp, Intervention
+from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.interventions import Add, Clamp
 from vllm_weir.schema.scalars import plain
 from vllm_weir.schema.vectors import Vector, number
 
@@ -32,17 +34,23 @@ def from_tiers(
     prefill_steering_clamps: Mapping | None = None,
     decode_steering_clamps: Mapping | None = None,
 ) -> list[Intervention]:
-    """Interventions that do what the fork's request fields ask.
+    """Translate the fork's request fields to interventions.
+
+    The fields come in three tiers, which add up: without a prefix they act at all positions, with
+    ``prefill_`` at the prompt's, with ``decode_`` at the generated ones. Clamps come after
+    additions.
 
     Args:
-        steering_vectors, prefill_steering_vectors, decode_steering_vectors: ``{hook: {layer: entry}}``, an entry being
-            a list of floats or ``{"vector": [...], "scale": float}``; or ``{hook: packed}``, packed being
-            ``{"dtype", "shape", "layer_indices", "data": base64, "scales"}``. The tiers add up: the first at all
-            positions, the second at the prompt's, the third at the generated ones.
+        steering_vectors: ``{hook: {layer: entry}}``, an entry being a list of floats or
+            ``{"vector": [...], "scale": float}``; or ``{hook: packed}``, packed being
+            ``{"dtype", "shape", "layer_indices", "data": base64, "scales"}``.
+        prefill_steering_vectors: of the same form.
+        decode_steering_vectors: of the same form.
         steering_module_ref: a name in `modules`, or (name, scale).
-        modules: name -> what `from_fields` takes, and nothing else.
-        steering_clamps, prefill_steering_clamps, decode_steering_clamps: of the same tiers, as in `from_fields`; they
-            come after the additions.
+        modules: name -> the fields that `from_fields` takes, and no others.
+        steering_clamps: as ``clamps`` in `from_fields`.
+        prefill_steering_clamps: of the same form.
+        decode_steering_clamps: of the same form.
 
     Raises:
         WeirError: naming the field.
@@ -52,11 +60,11 @@ def from_tiers(
         name, scale = _reference(steering_module_ref)
         if not modules or name not in modules:
             raise WeirError(f"no module {brief(name)!r} in modules", "steering_module_ref")
-        at = f"modules.{brief(name)}"
+        module_path = f"modules.{brief(name)}"
         if not isinstance(modules[name], Mapping):
-            raise WeirError("expected {vectors, prefill_vectors, decode_vectors, clamps, ...}", at)
-        _only(modules[name], _FIELDS, at)
-        out += scaled(from_fields(modules[name], f"{at}."), scale, "steering_module_ref[1]")
+            raise WeirError("expected {vectors, prefill_vectors, decode_vectors, clamps, ...}", module_path)
+        refuse_unknown_keys(modules[name], _FIELDS, module_path)
+        out += scaled(from_fields(modules[name], f"{module_path}."), scale, "steering_module_ref[1]")
     given = (steering_vectors, prefill_steering_vectors, decode_steering_vectors)
     for (prefix, positions), spec in zip(TIERS.items(), given, strict=True):
         out += _additions(spec, f"{prefix}steering_vectors", positions)
@@ -67,7 +75,7 @@ def from_tiers(
 
 
 def _reference(reference: Any) -> tuple[str, Any]:
-    """(name, scale) of a module reference."""
+    """Parse a module reference: (name, scale)."""
     if isinstance(reference, str):
         return reference, 1.0
     if not isinstance(reference, (list, tuple)) or len(reference) != 2 or not isinstance(reference[0], str):
@@ -76,13 +84,15 @@ def _reference(reference: Any) -> tuple[str, Any]:
 
 
 def from_fields(fields: Mapping[str, Any], path: str = "") -> list[Intervention]:
-    """Interventions that do what the fork's fields `vectors`, `prefill_vectors`, `decode_vectors`, `clamps`,
-    `prefill_clamps` and `decode_clamps` ask: additions first, then clamps. Other fields are not looked at.
+    """Translate a module of the fork to interventions, additions first, then clamps.
 
     Args:
-        fields: the vectors' as in `from_tiers`; a clamp's value is ``{hook: {layer: [entry, ...]}}``, an entry being
-            ``{"vector", "value" or "min" and / or "max", "strength"}``, or ``{hook: packed}`` with ``bounds``
-            (``[[min, max], ...]``, null for none) and ``strengths`` in place of ``scales``.
+        fields: ``vectors``, ``prefill_vectors`` and ``decode_vectors`` have the form of
+            `from_tiers`'s `steering_vectors`; ``clamps``, ``prefill_clamps`` and ``decode_clamps``
+            are ``{hook: {layer: [entry, ...]}}``, an entry being
+            ``{"vector", "value" or "min" and / or "max", "strength"}``, or ``{hook: packed}`` with
+            ``bounds`` (``[[min, max], ...]``, null for none) and ``strengths`` in place of
+            ``scales``. Other fields are ignored.
         path: goes before the fields' names in errors.
     """
     out: list[Intervention] = []
@@ -94,113 +104,127 @@ def from_fields(fields: Mapping[str, Any], path: str = "") -> list[Intervention]
 
 
 def scaled(interventions: Sequence[Intervention], scale: Any, path: str) -> list[Intervention]:
-    """These with every addition's scale times `scale`, which is refused (naming `path`) if there are others."""
+    """Return additions with their scales multiplied by `scale`.
+
+    Raises:
+        WeirError: naming `path`, if there are interventions of other kinds and `scale` is not 1.
+    """
     factor = number(scale, path)
     if factor == 1.0:
         return list(interventions)
     out: list[Intervention] = []
-    for one in interventions:
-        if not isinstance(one, Add):
-            raise WeirError(f"the module holds a {one.op}, which cannot be scaled; leave the scale out", path)
-        out.append(replace(one, scale=one.scale * factor))
+    for intervention in interventions:
+        if not isinstance(intervention, Add):
+            raise WeirError(f"the module holds a {intervention.op}, which cannot be scaled; leave the scale out", path)
+        out.append(replace(intervention, scale=intervention.scale * factor))
     return out
 
 
 def _additions(spec: Mapping | None, path: str, positions: str) -> Iterator[Add]:
-    for hook, layers, at in _hooks(spec, path):
+    """Yield the additions of one tier."""
+    for hook, layers, hook_path in _hooks(spec, path):
         if "data" in layers:
-            rows, indices = _unpack(layers, at, ("scales",))
-            scales = _numbers(layers.get("scales"), len(indices), f"{at}.scales")
-            for row, layer, factor in zip(rows, indices, scales, strict=True):
-                yield Add(row, layer, factor, hook, positions, path=at)
+            yield from _packed_additions(layers, hook, positions, hook_path)
             continue
-        for layer, entry, place in _layers(layers, at):
-            factor = 1.0
+        for layer, entry, layer_path in _layers(layers, hook_path):
+            scale = 1.0
             if isinstance(entry, Mapping) and "vector" in entry:
-                _only(entry, ("vector", "scale"), place)
-                factor = number(entry.get("scale", 1.0), f"{place}.scale")
+                refuse_unknown_keys(entry, ("vector", "scale"), layer_path)
+                scale = number(entry.get("scale", 1.0), f"{layer_path}.scale")
                 entry = entry["vector"]
-            yield Add(Vector.parse_one(entry, f"{place}.vector"), layer, factor, hook, positions, path=place)
+            vector = Vector.parse_one(entry, f"{layer_path}.vector")
+            yield Add(vector, layer, scale, hook, positions, path=layer_path)
+
+
+def _packed_additions(packed: Mapping, hook: str, positions: str, path: str) -> Iterator[Add]:
+    rows, layers = _unpack(packed, path, ("scales",))
+    scales = _numbers(packed.get("scales"), len(layers), f"{path}.scales")
+    for row, layer, scale in zip(rows, layers, scales, strict=True):
+        yield Add(row, layer, scale, hook, positions, path=path)
 
 
 def _clamps(spec: Mapping | None, path: str, positions: str) -> Iterator[Clamp]:
-    for hook, layers, at in _hooks(spec, path):
+    """Yield the clamps of one tier."""
+    for hook, layers, hook_path in _hooks(spec, path):
         if "data" in layers:
-            rows, indices = _unpack(layers, at, ("bounds", "strengths"))
-            bounds = layers.get("bounds")
-            if not isinstance(bounds, list) or len(bounds) != len(indices):
-                raise WeirError(f"expected {len(indices)} pairs [min, max]", f"{at}.bounds")
-            strengths = _numbers(layers.get("strengths"), len(indices), f"{at}.strengths")
-            for k, (row, layer, strength) in enumerate(zip(rows, indices, strengths, strict=True)):
-                if not isinstance(bounds[k], list) or len(bounds[k]) != 2:
-                    raise WeirError("expected a pair [min, max], null for none", f"{at}.bounds[{k}]")
-                low, high = bounds[k]
-                yield Clamp(row, layer, min=low, max=high, strength=strength, hook=hook, positions=positions, path=at)
+            yield from _packed_clamps(layers, hook, positions, hook_path)
             continue
-        for layer, entries, place in _layers(layers, at):
+        for layer, entries, layer_path in _layers(layers, hook_path):
             if not isinstance(entries, list) or not entries:
-                raise WeirError("expected a list of clamps, at least one", place)
+                raise WeirError("expected a list of clamps, at least one", layer_path)
             for k, entry in enumerate(entries):
-                one = f"{place}[{k}]"
-                if not isinstance(entry, Mapping) or "vector" not in entry:
-                    raise WeirError("expected {vector, value or min and / or max, strength}", one)
-                _only(entry, ("vector", "value", "min", "max", "strength"), one)
-                how = {name: entry[name] for name in ("value", "min", "max", "strength") if entry.get(name) is not None}
-                if "value" in how and ("min" in how or "max" in how):
-                    raise WeirError("give value, or min and / or max", f"{one}.value")
-                direction = Vector.parse_one(entry["vector"], f"{one}.vector")
-                yield Clamp(direction, layer, **how, hook=hook, positions=positions, path=one)
+                yield _clamp(entry, layer, hook, positions, f"{layer_path}[{k}]")
+
+
+def _clamp(entry: Any, layer: int, hook: str, positions: str, path: str) -> Clamp:
+    if not isinstance(entry, Mapping) or "vector" not in entry:
+        raise WeirError("expected {vector, value or min and / or max, strength}", path)
+    refuse_unknown_keys(entry, ("vector", "value", "min", "max", "strength"), path)
+    numbers = {name: entry[name] for name in ("value", "min", "max", "strength") if entry.get(name) is not None}
+    if "value" in numbers and ("min" in numbers or "max" in numbers):
+        raise WeirError("give value, or min and / or max", f"{path}.value")
+    direction = Vector.parse_one(entry["vector"], f"{path}.vector")
+    return Clamp(direction, layer, **numbers, hook=hook, positions=positions, path=path)
+
+
+def _packed_clamps(packed: Mapping, hook: str, positions: str, path: str) -> Iterator[Clamp]:
+    rows, layers = _unpack(packed, path, ("bounds", "strengths"))
+    bounds = packed.get("bounds")
+    if not isinstance(bounds, list) or len(bounds) != len(layers):
+        raise WeirError(f"expected {len(layers)} pairs [min, max]", f"{path}.bounds")
+    strengths = _numbers(packed.get("strengths"), len(layers), f"{path}.strengths")
+    for k, (row, layer, strength) in enumerate(zip(rows, layers, strengths, strict=True)):
+        if not isinstance(bounds[k], list) or len(bounds[k]) != 2:
+            raise WeirError("expected a pair [min, max], null for none", f"{path}.bounds[{k}]")
+        low, high = bounds[k]
+        yield Clamp(row, layer, min=low, max=high, strength=strength, hook=hook, positions=positions, path=path)
 
 
 def _hooks(spec: object, path: str) -> Iterator[tuple[str, Mapping, str]]:
+    """Yield (hook, its layers, path) of the fork's ``{hook: layers}``."""
     if spec is None:
         return
     if not isinstance(spec, Mapping):
         raise WeirError("expected {hook: {layer: vector}}", path)
     for hook, layers in spec.items():
-        at = f"{path}.{brief(hook)}"
+        hook_path = f"{path}.{brief(hook)}"
         if not isinstance(layers, Mapping):
-            raise WeirError("expected {layer: vector}", at)
+            raise WeirError("expected {layer: vector}", hook_path)
         if not layers:
-            normalise_hook(_HOOKS.get(hook, hook), at)
-            raise WeirError("it names no layer; give {layer: vector}, or leave the hook out", at)
-        yield _HOOKS.get(hook, hook) if isinstance(hook, str) else hook, layers, at
+            normalise_hook(_HOOKS.get(hook, hook), hook_path)
+            raise WeirError("names no layer; give {layer: vector}, or leave the hook out", hook_path)
+        yield _HOOKS.get(hook, hook) if isinstance(hook, str) else hook, layers, hook_path
 
 
 def _layers(layers: Mapping, path: str) -> Iterator[tuple[int, Any, str]]:
+    """Yield (layer, its entry, path) of ``{layer: entry}``."""
     for key, entry in layers.items():
         layer = plain(key)
-        at = f"{path}.{brief(layer)}"
+        layer_path = f"{path}.{brief(layer)}"
         if isinstance(layer, bool) or not _LAYER.match(brief(layer)):
-            raise WeirError("a layer is an int", at)
-        yield int(layer), entry, at
+            raise WeirError("a layer is an int", layer_path)
+        yield int(layer), entry, layer_path
 
 
-def _unpack(packed: Mapping, path: str, more: Sequence[str]) -> tuple[Any, list[int]]:
-    """(rows [n, d_model], their layers)."""
-    _only(packed, (*_PACKED, *more), path)
+def _unpack(packed: Mapping, path: str, optional: Sequence[str]) -> tuple[Any, list[int]]:
+    """Return (rows [n, d_model], their layers) of a packed form, which may have `optional` keys."""
+    refuse_unknown_keys(packed, (*_PACKED, *optional), path)
     for key in _PACKED:
         if key not in packed:
             raise WeirError("missing", f"{path}.{key}")
     content = {"b64": packed["data"], "dtype": packed["dtype"], "shape": packed["shape"]}
     rows = Vector.parse(content, f"{path}.data", (2,)).array
-    indices = packed["layer_indices"]
+    layers = packed["layer_indices"]
     assert rows is not None
-    if not isinstance(indices, list) or len(indices) != len(rows) or not all(type(i) is int for i in indices):
+    if not isinstance(layers, list) or len(layers) != len(rows) or not all(type(layer) is int for layer in layers):
         raise WeirError(f"expected {len(rows)} ints, one for each row", f"{path}.layer_indices")
-    return rows, indices
+    return rows, layers
 
 
 def _numbers(values: object, count: int, path: str) -> list[float]:
-    """`count` numbers; ones if there are none given."""
+    """Parse `count` numbers; None stands for ones."""
     if values is None:
         return [1.0] * count
     if not isinstance(values, list) or len(values) != count:
         raise WeirError(f"expected {count} numbers, one for each row", path)
     return [number(value, f"{path}[{k}]") for k, value in enumerate(values)]
-
-
-def _only(data: Mapping, known: Sequence[str], path: str) -> None:
-    for key in data:
-        if key not in known:
-            raise WeirError(f"unknown key; known are {', '.join(known)}", f"{path}.{brief(key)}")

@@ -1,4 +1,4 @@
-"""vllm-lens's request keys, read as the same in Weir's own words."""
+"""vllm-lens's request keys, translated to captures and interventions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import zstandard
 
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.interventions import Add, Intervention
+from vllm_weir.schema.fields import refuse_unknown_keys
+from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.interventions import Add
 from vllm_weir.schema.json_text import loads
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_REFUSED, LENS_STEER_KEY
 from vllm_weir.schema.positions import MAX_LIST, Positions
@@ -29,14 +32,17 @@ def refuse_lens(extra_args: Mapping[str, Any]) -> None:
 
 
 def lens_capture(value: object) -> Capture | None:
-    """``output_residual_stream``: a list (or array) of blocks, True for all of them, or either as JSON; None for False
-    or []."""
+    """Translate ``output_residual_stream`` to a Capture; None for False or an empty list.
+
+    Args:
+        value: a list (or array) of blocks, True for all of them, or either as JSON.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise WeirError("expected true, a list of ints, or that as JSON", LENS_CAPTURE_KEY) from None
-    value = _listed(value)
+    value = _to_list(value)
     if value is False or (isinstance(value, (list, tuple, range)) and not len(value)):
         return None
     return Capture("resid_post", layers="all" if value is True else value, path=LENS_CAPTURE_KEY)
@@ -47,12 +53,13 @@ class SteeringVector:
     """vllm-lens's steering vector.
 
     Args:
-        activations: [layers, d_model] or [layers, 1, d_model], added at every position (or at each of
-            `position_indices`), or [layers, positions, d_model].
+        activations: [layers, d_model] or [layers, 1, d_model], added at every position (or at each
+            of `position_indices`), or [layers, positions, d_model], one row for each position.
         layer_indices: the block after which each ``activations[i]`` is added.
         scale: factor.
         norm_match: scale each row of `activations` to the L2 norm of the stream it is added to.
-        position_indices: absolute positions; None means 0, 1, ... for activations by position, else all.
+        position_indices: absolute positions; None means 0, 1, ... for activations by position, else
+            all.
     """
 
     activations: Any
@@ -62,7 +69,7 @@ class SteeringVector:
     position_indices: Sequence[int] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """JSON data; ``apply_steering_vectors`` takes it as it takes the object."""
+        """Return JSON data, which ``apply_steering_vectors`` takes like the object."""
         return {
             "activations": Vector.parse(self.activations, "activations", (2, 3)).to_json(),
             "layer_indices": Positions.parse(self.layer_indices, "layer_indices").to_json(),
@@ -73,98 +80,111 @@ class SteeringVector:
             else Positions.parse(self.position_indices, "position_indices").to_json(),
         }
 
-    def model_dump(self, **_how: Any) -> dict[str, Any]:
-        """`to_json` by the name that vllm-lens's scripts call; pydantic's options are taken and change nothing."""
+    def model_dump(self, **_options: Any) -> dict[str, Any]:
+        """Return `to_json()`, for scripts of vllm-lens. Pydantic's options have no effect."""
         return self.to_json()
 
 
 def lens_interventions(value: object) -> tuple[Intervention, ...]:
-    """``apply_steering_vectors``: a list of SteeringVectors (Weir's or vllm-lens's own), dicts, or that as JSON."""
+    """Translate ``apply_steering_vectors`` to interventions.
+
+    Args:
+        value: a list of SteeringVectors (Weir's or vllm-lens's own) or dicts, or that as JSON.
+    """
     if isinstance(value, str):
         value = loads(value, LENS_STEER_KEY)
     if isinstance(value, Mapping) or hasattr(value, "activations"):
         value = [value]
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise WeirError(f"expected a list of steering vectors, got {type(value).__name__}", LENS_STEER_KEY)
-    return tuple(i for k, v in enumerate(value) for i in _lens_one(v, f"{LENS_STEER_KEY}[{k}]"))
+    return tuple(add for k, vector in enumerate(value) for add in _additions(vector, f"{LENS_STEER_KEY}[{k}]"))
 
 
-_MEANT = re.compile(rf"({LENS_STEER_KEY}\[\d+\])\.(layers|vector|positions)\b(.*)")
-_WRITTEN = {"layers": "layer_indices", "vector": "activations", "positions": "position_indices"}
+_OWN_FIELD = re.compile(rf"({LENS_STEER_KEY}\[\d+\])\.(layers|vector|positions)\b(.*)")
+_LENS_NAMES = {"layers": "layer_indices", "vector": "activations", "positions": "position_indices"}
 
 
 def in_lens_words(error: WeirError) -> WeirError:
-    """The error, with the field named as vllm-lens's caller has written it."""
+    """Return the error with its field named as a caller of vllm-lens writes it."""
     field = lens_field(error.field)
     return error if field == error.field else WeirError(error.message, field)
 
 
 def lens_field(field: str) -> str:
-    """A field, named as vllm-lens's caller has written it."""
-    found = _MEANT.fullmatch(field)
-    return field if found is None else f"{found[1]}.{_WRITTEN[found[2]]}{found[3]}"
+    """Return a field as a caller of vllm-lens writes it."""
+    match = _OWN_FIELD.fullmatch(field)
+    return field if match is None else f"{match[1]}.{_LENS_NAMES[match[2]]}{match[3]}"
 
 
 _FIELDS = ("activations", "layer_indices", "scale", "norm_match", "position_indices")
 
 
-def _lens_one(vector: Any, path: str) -> list[Intervention]:
+def _additions(vector: Any, path: str) -> list[Intervention]:
+    """Return one addition for each layer of a steering vector."""
     if not isinstance(vector, Mapping):
         vector = {name: getattr(vector, name) for name in _FIELDS if hasattr(vector, name)}
-    for key in vector:
-        if key not in _FIELDS:
-            raise WeirError(f"unknown key; known are {', '.join(_FIELDS)}", f"{path}.{brief(key)}")
+    refuse_unknown_keys(vector, _FIELDS, path)
     for key in ("activations", "layer_indices"):
         if key not in vector:
             raise WeirError("missing", f"{path}.{key}")
-    array = Vector.parse(
-        _lens_tensor(vector["activations"], f"{path}.activations"), f"{path}.activations", (2, 3)
-    ).array
-    layers, positions = _listed(vector["layer_indices"]), _listed(vector.get("position_indices"))
+    array = _activations(vector["activations"], f"{path}.activations")
+    layers = _layer_indices(vector["layer_indices"], len(array), f"{path}.layer_indices")
+    position_indices = _to_list(vector.get("position_indices"))
+    common = {"scale": vector.get("scale", 1.0), "norm_match": vector.get("norm_match", False), "path": path}
+    if array.ndim == 2 and position_indices is None:
+        return [Add(Vector(row), layer, **common) for row, layer in zip(array, layers, strict=True)]
+    by_position = array.ndim == 3
+    most = array.shape[1] if by_position else MAX_LIST
+    if position_indices is None:
+        position_indices = list(range(most))
+    positions = _absolute(position_indices, most, by_position, f"{path}.position_indices")
+    # `Add` gives the k-th row to the k-th position in ascending order.
+    order = sorted(range(len(positions)), key=positions.__getitem__)
+    common["positions"] = [positions[k] for k in order]
+    entries = array[:, order] if by_position else array
+    return [Add(Vector(entry), layer, **common) for entry, layer in zip(entries, layers, strict=True)]
+
+
+def _activations(value: Any, path: str) -> np.ndarray:
+    """Parse activations: [layers, d_model], or [layers, n, d_model] for n > 1 positions."""
+    array = Vector.parse(_lens_tensor(value, path), path, (2, 3)).array
     if array is None:
-        raise WeirError("a reference is not a vllm-lens form", f"{path}.activations")
+        raise WeirError("vllm-lens has no references; give the numbers", path)
+    return array[:, 0] if array.ndim == 3 and array.shape[1] == 1 else array
+
+
+def _layer_indices(value: Any, count: int, path: str) -> Sequence[Any]:
+    """Return the layers, of which there must be `count`."""
+    layers = _to_list(value)
     if not isinstance(layers, Sequence):
-        raise WeirError(f"expected a list of ints, got {type(layers).__name__}", f"{path}.layer_indices")
-    if len(layers) != len(array):
-        raise WeirError(f"activations hold {len(array)} layers; name as many", f"{path}.layer_indices")
-    same = {"scale": vector.get("scale", 1.0), "norm_match": vector.get("norm_match", False), "path": path}
-    if array.ndim == 3 and array.shape[1] == 1:
-        array = array[:, 0]  # one vector for all positions, as [1, d] is everywhere
-    if array.ndim == 2 and positions is None:
-        return [Add(Vector(row), layer, **same) for row, layer in zip(array, layers, strict=True)]
-    most = array.shape[1] if array.ndim == 3 else MAX_LIST
-    positions = list(range(most)) if positions is None else positions
-    absolute = _absolute(positions, most, array.ndim == 3, f"{path}.position_indices")
-    order = sorted(range(len(absolute)), key=absolute.__getitem__)
-    ascending = [absolute[k] for k in order]
-    if array.ndim == 2:
-        return [Add(Vector(row), layer, positions=ascending, **same) for row, layer in zip(array, layers, strict=True)]
-    return [
-        Add(Vector(rows[order]), layer, positions=ascending, **same) for rows, layer in zip(array, layers, strict=True)
-    ]
+        raise WeirError(f"expected a list of ints, got {type(layers).__name__}", path)
+    if len(layers) != count:
+        raise WeirError(f"activations hold {count} layers; name as many", path)
+    return layers
 
 
-def _listed(values: Any) -> Any:
-    """An array or a tensor as a list."""
+def _to_list(values: Any) -> Any:
+    """Turn an array or a tensor into a list; return anything else as it is."""
     return values.tolist() if hasattr(values, "tolist") else values
 
 
-def _absolute(positions: Any, most: int, exact: bool, path: str) -> tuple[int, ...]:
-    at = Positions.parse(positions, path)
-    absolute = at.numbers
-    if at.kind != "list":
+def _absolute(value: Any, count: int, exact: bool, path: str) -> tuple[int, ...]:
+    """Return absolute positions in the order given; `exact`: there must be `count` of them."""
+    selector = Positions.parse(value, path)
+    positions = selector.numbers
+    if selector.kind != "list":
         raise WeirError("expected a list of ints", path)
-    if any(p < 0 for p in absolute):
+    if any(position < 0 for position in positions):
         raise WeirError("positions are absolute here: they count from 0", path)
-    if exact and len(absolute) != most:
-        raise WeirError(f"activations hold {most} positions; name as many", path)
-    if len(set(absolute)) != len(absolute):
+    if exact and len(positions) != count:
+        raise WeirError(f"activations hold {count} positions; name as many", path)
+    if len(set(positions)) != len(positions):
         raise WeirError("a position is named twice", path)
-    return absolute
+    return positions
 
 
 def _lens_tensor(value: Any, path: str) -> Any:
-    """vllm-lens's tensor form {data, dtype, original_dtype, shape, compression} as Weir's; anything else as it is."""
+    """Translate vllm-lens's {data, dtype, original_dtype, shape, compression} to Weir's."""
     if not isinstance(value, Mapping) or "data" not in value:
         return value
     dtype = str(value.get("dtype", "float32")).removeprefix("torch.")
@@ -174,18 +194,20 @@ def _lens_tensor(value: Any, path: str) -> Any:
     if value.get("compression") == "zstd":
         data = _inflated(data, path)
     elif value.get("compression") is not None:
-        raise WeirError("known is zstd", f"{path}.compression")
+        raise WeirError(
+            f"unknown compression {brief(value['compression'])!r}; only zstd is known", f"{path}.compression"
+        )
     return {"b64": data, "dtype": dtype, "shape": value.get("shape")}
 
 
 def _inflated(data: Any, path: str) -> str:
-    """Base64 of what base64 of a zstd frame holds; a frame that grows beyond any vector is refused."""
-    most = 8 * MAX_ELEMENTS
+    """Decompress a zstd frame, base64 to base64; refuse one that is larger than any vector."""
+    max_bytes = 8 * MAX_ELEMENTS
     try:
         frame = base64.b64decode(data, validate=True)
-        if zstandard.frame_content_size(frame) > most:
-            raise WeirError(f"more than {most} bytes", f"{path}.data")
-        raw = zstandard.ZstdDecompressor().decompress(frame, max_output_size=most)
+        if zstandard.frame_content_size(frame) > max_bytes:
+            raise WeirError(f"more than {max_bytes} bytes", f"{path}.data")
+        raw = zstandard.ZstdDecompressor().decompress(frame, max_output_size=max_bytes)
     except (binascii.Error, TypeError, ValueError, zstandard.ZstdError) as e:
         if isinstance(e, WeirError):
             raise

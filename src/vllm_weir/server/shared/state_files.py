@@ -27,7 +27,8 @@ from safetensors.numpy import load, save
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.vector_registry import NamedVector, RegistryContents
-from vllm_weir.schema.interventions import Intervention, parse_intervention
+from vllm_weir.schema.intervention_base import Intervention
+from vllm_weir.schema.interventions import parse_intervention
 from vllm_weir.schema.vectors import Vector
 from vllm_weir.server.errors import StateNotSaved
 from vllm_weir.server.shared.directory import locked

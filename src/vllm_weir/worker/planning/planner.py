@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.interventions import ResolvedIntervention
+from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import ResolvedSpec
 from vllm_weir.schema.selectors import SelectorSet

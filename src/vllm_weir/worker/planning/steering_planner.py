@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm_weir import messages
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.interventions import ResolvedIntervention
+from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.selectors import Selectors, SelectorSet, distinct
 from vllm_weir.util.identity_cache import IdentityCache
 from vllm_weir.worker.planning.plan_builder import PlanBuilder

@@ -15,7 +15,7 @@ import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.interventions import ResolvedIntervention
+from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import tap_of
 

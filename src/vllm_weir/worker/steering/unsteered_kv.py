@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_weir.core.cache_keys import CacheKeys
-from vllm_weir.schema.interventions import ResolvedIntervention
+from vllm_weir.schema.instructions import ResolvedIntervention
 
 MOST_FAILED = 256
 """Failed requests that are remembered one by one."""

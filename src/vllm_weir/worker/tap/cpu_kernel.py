@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_weir.schema.interventions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
+from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
 from vllm_weir.schema.reductions import MAXIMUM, SEEDED
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.steering.programs import AFTER_POST, LAST

@@ -16,7 +16,7 @@ import sys
 import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
-from vllm_weir.schema.interventions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
+from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
 from vllm_weir.schema.reductions import MAXIMUM, SEEDED
 from vllm_weir.worker.planning.columns import JOIN, as_integers
 from vllm_weir.worker.tap import reduction_kernel, reductions

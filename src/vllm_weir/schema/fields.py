@@ -1,0 +1,53 @@
+"""Helpers of the schema's frozen dataclasses: set normalised fields, refuse unknown keys.
+
+Captures and interventions are plain dataclasses and no pydantic models. A pydantic constructor
+turns every error into its own `ValidationError`, a `WeirError` and the field that it names
+included, and checks each field alone, where a hook point may say the layers and `per_layer` what a
+vector's shape means. `config.settings`, which has neither need, is a pydantic model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable
+from typing import Any, TypeVar
+
+from vllm_weir.errors import WeirError, brief
+
+Instance = TypeVar("Instance")
+
+
+def set_fields(instance: object, **values: Any) -> None:
+    """Set fields of a frozen dataclass, in its ``__post_init__`` only.
+
+    ``dataclasses.replace`` is for everything else; it normalises and checks once more.
+    """
+    vars(instance).update(values)
+
+
+def with_fields(instance: Instance, **values: Any) -> Instance:
+    """Return a copy of a frozen dataclass with these fields, which are not checked."""
+    out = copy.copy(instance)
+    vars(out).update(values)
+    return out
+
+
+def refuse_unknown_keys(data: Iterable[object], known: Collection[str], path: str, hint: str = "") -> None:
+    """Raise WeirError for the first key of an object that is not in `known`.
+
+    Args:
+        data: the object, or its keys.
+        known: the keys that it may have.
+        path: the object's field, which the error names together with the key.
+        hint: what to say instead of "known are ...".
+    """
+    for key in data:
+        if key not in known:
+            raise WeirError(f"unknown key; {hint or 'known are ' + ', '.join(known)}", f"{path}.{brief(key)}")
+
+
+def parse_flag(value: object, name: str, path: str) -> bool:
+    """Return `value` if it is a bool; raise WeirError naming ``path.name`` if not."""
+    if not isinstance(value, bool):
+        raise WeirError(f"{name} is true or false, got {type(value).__name__}", f"{path}.{name}")
+    return value

@@ -1,0 +1,142 @@
+"""Instructions: what a tap does to a row. Every intervention is lowered to instructions.
+
+An instruction adds ``c(h) * u`` to a row h (float32), where every c of one intervention sees the
+same h:
+
+    CONST      c = a
+    NORM       c = a * |h|
+    AFFINE     c = a * (w . h) + b
+    CLAMP      c = a * (min(max(w . h, lo), hi) - w . h)
+    BLEND      adds a * (u - h)
+    KEEP_NORM  turns h towards c * u, c = a + b * |h|: adds s * |h| / |s| - h, s = h + c * u;
+    nothing if s = 0
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from vllm_weir.schema.by_position import ByPosition
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.vectors import digest_of
+
+CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM = range(6)
+INFINITE = float(np.float32(3.4e38))
+"""Stands for a bound that is not given."""
+
+
+class Instruction(NamedTuple):
+    """One term; `u` and `w` are digests of float32 rows [d_model], empty where there is none."""
+
+    kind: int
+    u: str
+    w: str = ""
+    a: float = 0.0
+    b: float = 0.0
+    lo: float = -INFINITE
+    hi: float = INFINITE
+
+
+NOTHING = Instruction(CONST, "")
+"""Takes the place of a position whose row is kept as it is."""
+
+
+class LoweredIntervention(NamedTuple):
+    """The instructions of one intervention.
+
+    Attributes:
+        instructions: in order.
+        rows: the vectors that they use, float32 [d_model], by digest.
+        by_position: if given, instruction k is for the k-th selected position alone; None: every
+            instruction is for all of them.
+    """
+
+    instructions: tuple[Instruction, ...]
+    rows: dict[str, np.ndarray]
+    by_position: ByPosition | None = None
+
+    @property
+    def per_position(self) -> bool:
+        """Whether each instruction is for one position."""
+        return self.by_position is not None
+
+
+class VectorCollector:
+    """The vectors of an intervention's instructions, each kept once.
+
+    Attributes:
+        rows: float32 [d_model] by digest.
+    """
+
+    def __init__(self) -> None:
+        self.rows: dict[str, np.ndarray] = {}
+
+    def add(self, row: np.ndarray, digest: str = "") -> str:
+        """Keep a vector [d_model] and return its digest, which is computed unless it is given."""
+        row = np.ascontiguousarray(row, np.float32)
+        digest = digest or digest_of(row)
+        self.rows[digest] = row
+        return digest
+
+
+def reach(instruction: Instruction, rows: Mapping[str, np.ndarray]) -> float:
+    """Return the largest value that an instruction sets or adds, whatever the row is.
+
+    Of NORM, in units of the row's own norm.
+    """
+    if instruction.kind == AFFINE:
+        factor = abs(instruction.b)
+    elif instruction.kind == CLAMP:
+        bounds = [abs(bound) for bound in (instruction.lo, instruction.hi) if abs(bound) < INFINITE]
+        factor = abs(instruction.a) * max(bounds, default=0.0)
+    elif instruction.kind == KEEP_NORM:
+        factor = 0.0  # no value exceeds the norm that the row has anyway
+    else:
+        factor = abs(instruction.a)
+    return factor * float(np.abs(rows[instruction.u]).max()) if instruction.u else 0.0
+
+
+@dataclass(frozen=True)
+class ResolvedIntervention:
+    """An intervention resolved against a model: the instructions, and where they are applied."""
+
+    hook: str
+    layers: tuple[int, ...]
+    positions: Positions
+    per_position: bool
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Content address of what is done to a row at these sites, whatever the positions."""
+        content = msgspec.msgpack.encode([self.hook, self.layers, self.instructions])
+        return hashlib.sha256(content).hexdigest()[:32]
+
+    @functools.cached_property
+    def vectors(self) -> frozenset[str]:
+        """Digests of the vectors that it uses."""
+        return frozenset(digest for one in self.instructions for digest in (one.u, one.w) if digest)
+
+    def to_wire(self) -> list[Any]:
+        """Return the form that travels to the scheduler and the workers."""
+        instructions = [list(one) for one in self.instructions]
+        return [self.hook, list(self.layers), self.positions.to_json(), self.per_position, instructions]
+
+    @classmethod
+    def from_wire(cls, data: list[Any]) -> ResolvedIntervention:
+        """Parse what `to_wire` returns."""
+        hook, layers, positions, per_position, instructions = data
+        return cls(
+            hook,
+            tuple(layers),
+            Positions.parse(positions),
+            per_position,
+            tuple(Instruction(*one) for one in instructions),
+        )

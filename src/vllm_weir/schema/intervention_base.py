@@ -1,0 +1,270 @@
+"""`Intervention`: what all interventions share, from parsing vectors to lowering them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import numpy as np
+
+from vllm_weir.errors import WeirError
+from vllm_weir.schema.by_layer import VectorsByLayer, is_by_layer
+from vllm_weir.schema.by_position import PER_LAYER, ByPosition
+from vllm_weir.schema.capture import parse_place
+from vllm_weir.schema.fields import parse_flag, set_fields, with_fields
+from vllm_weir.schema.hooks import layers_of
+from vllm_weir.schema.instructions import LoweredIntervention
+from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.vectors import MAX_ROWS, Vector, number
+
+Lookup = Callable[[str, str], np.ndarray]
+"""(reference, field) -> the float32 array; raises WeirError naming the field if there is none."""
+
+_ONLY_IF_SET = ("per_layer", "keep_norm")
+"""Fields that are written only where they are set, since older servers do not know them."""
+
+
+class Intervention:
+    """What every intervention has.
+
+    Args:
+        layers: ``"all"``, a block index, or a list of them.
+        hook: hook point; everything downstream of it sees the change.
+        positions: selector, as for `Capture`.
+        per_layer: whether the vectors have a leading axis, one entry for each of `layers` in the
+            order given.
+
+    Wherever one vector is expected, [1, d_model] is the same as [d_model]. A vector may also be
+    given for each layer, as ``{layer: vector}``; then `layers` is left out.
+    """
+
+    op: ClassVar[str]
+    """Its name in the wire form."""
+    vectors: ClassVar[dict[str, tuple[int, ...]]]
+    """The fields that hold vectors, and how many dimensions each may have."""
+    factor: ClassVar[str]
+    """The field that says how much is changed."""
+    rows_by_position: ClassVar[str] = ""
+    """The field of which several rows are one for each selected position."""
+    single_vector: ClassVar[str] = ""
+    """The field that holds one vector, never several."""
+    layers: Any
+    hook: str
+    positions: Any
+    per_layer: bool
+    path: str
+    where = ""
+    """What errors append to the vectors' fields in one layer's part, see `by_layer`."""
+
+    def __post_init__(self) -> None:
+        parse_flag(self.per_layer, "per_layer", self.path)
+        hook, layers = parse_place(self.hook, self.layers, self.path, ordered=self.per_layer)
+        set_fields(self, hook=hook, layers=layers, positions=Positions.parse(self.positions, f"{self.path}.positions"))
+        for name, ndim in self.vectors.items():
+            set_fields(self, **{name: self._parse_vectors(name, ndim)})
+        self._parse_numbers()
+
+    def _parse_numbers(self) -> None:
+        """Normalise and check the fields of one kind of intervention that hold no vectors."""
+
+    def _parse_number(self, name: str) -> None:
+        set_fields(self, **{name: number(getattr(self, name), f"{self.path}.{name}")})
+
+    def _parse_vectors(self, name: str, ndim: tuple[int, ...]) -> Vector | VectorsByLayer:
+        """Parse a field's vectors and check their shapes, unless they are references."""
+        value, field = getattr(self, name), f"{self.path}.{name}"
+        # One dimension too many is refused in `_checked`, which says how to give layers.
+        parsed_ndim = (*ndim, max(ndim) + 1)
+        if is_by_layer(value):
+            return self._parse_by_layer(VectorsByLayer.parse(value, field, parsed_ndim), name)
+        if self.per_layer:
+            vector = Vector.parse(value, field, tuple(n + 1 for n in ndim))
+            if vector.array is not None:
+                self._check_stack(name, vector.array, None if self.layers == "all" else len(self.layers))
+            return vector
+        return self._checked(Vector.parse(value, field, parsed_ndim), name, field)
+
+    def _parse_by_layer(self, vectors: VectorsByLayer, name: str) -> VectorsByLayer:
+        """Take the layers from ``{layer: vector}``, and check each vector."""
+        field = f"{self.path}.{name}"
+        if self.per_layer:
+            raise WeirError("{layer: vector} says which layer each vector is for; leave per_layer out", field)
+        if self.layers not in ("all", vectors.layers):
+            raise WeirError(f"vectors for layers {list(vectors.layers)}, but layers is {list(self.layers)}", field)
+        set_fields(self, layers=vectors.layers)
+        return vectors.replaced(lambda vector, vector_field: self._checked(vector, name, vector_field), field)
+
+    def _check_stack(self, name: str, array: np.ndarray, num_layers: int | None) -> None:
+        """Raise WeirError unless `array` has an entry for each layer that fits the positions.
+
+        `num_layers` is None where it depends on the model.
+        """
+        field = f"{self.path}.{name}"
+        if num_layers is not None and len(array) != num_layers:
+            raise WeirError(f"per_layer: {len(array)} vectors for {num_layers} layers", field)
+        if array.ndim == 3 and array.shape[1] > MAX_ROWS:
+            raise WeirError(f"{array.shape[1]} rows, more than the limit of {MAX_ROWS}", field)
+        self._check_rows(name, array.shape[1] if array.ndim == 3 else 1, field)
+
+    def _checked(self, vector: Vector, name: str, field: str) -> Vector:
+        """Check a vector's shape, and turn [1, d] into [d] where that means the same."""
+        if vector.array is None or vector.array.ndim == 1:
+            return vector
+        if vector.array.ndim not in self.vectors[name]:
+            raise WeirError(_wrong_shape(vector.array, self.vectors[name]), field)
+        self._check_rows(name, len(vector.array), field)
+        squeezed = self._squeezed(name, vector.array)
+        return vector if squeezed is vector.array else Vector(squeezed)
+
+    def _squeezed(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Return [1, d] as [d] where the field takes one vector; anything else as it is."""
+        if array.ndim == 2 and len(array) == 1 and name in (self.rows_by_position, self.single_vector):
+            return array[0]
+        return array
+
+    def _check_rows(self, name: str, rows: int, field: str) -> None:
+        """Raise WeirError if the field cannot have so many rows."""
+        if rows > 1 and name == self.single_vector:
+            raise WeirError(f"expected one vector, got {rows} rows; {PER_LAYER}", field)
+        if rows > 1 and name == self.rows_by_position:
+            ByPosition(rows, self.positions, self.path).check()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the wire form."""
+        out: dict[str, Any] = {"op": self.op, "hook": self.hook, "positions": self.positions.to_json()}
+        out["layers"] = "all" if self.layers == "all" else list(self.layers)
+        for name in self.own_fields():
+            value = getattr(self, name)
+            if value is None or (name in _ONLY_IF_SET and not value):
+                continue
+            out[name] = value.to_json() if isinstance(value, (Vector, VectorsByLayer)) else value
+        return out
+
+    @classmethod
+    @functools.cache
+    def own_fields(cls) -> list[str]:
+        """Return the fields of the wire form besides `layers`, `hook` and `positions`."""
+        shared = {"layers", "hook", "positions", "path"}
+        return [f.name for f in fields(cls) if f.name not in shared]  # type: ignore[arg-type]
+
+    @property
+    def given(self) -> list[Vector]:
+        """All its vectors, those by layer included."""
+        out: list[Vector] = []
+        for name in self.vectors:
+            value = getattr(self, name)
+            out += value.vectors.values() if isinstance(value, VectorsByLayer) else [value]
+        return out
+
+    def resolve_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the block indices for `num_layers` blocks; raise WeirError if one does not exist."""
+        return layers_of(self.hook, self.layers, num_layers, self.layers_field)
+
+    @property
+    def layers_field(self) -> str:
+        """The field that says the layers: that of ``{layer: vector}``, or `layers`."""
+        by_layer = (name for name in self.vectors if isinstance(getattr(self, name), VectorsByLayer))
+        return f"{self.path}.{next(by_layer, 'layers')}"
+
+    def with_vectors(self, change: Callable[[Vector, str], Vector]) -> Intervention:
+        """Return a copy of which each vector is ``change(vector, its field)``."""
+        changed: dict[str, Vector | VectorsByLayer] = {}
+        for name in self.vectors:
+            value, field = getattr(self, name), f"{self.path}.{name}"
+            by_layer = isinstance(value, VectorsByLayer)
+            changed[name] = value.replaced(change, field) if by_layer else change(value, field)
+        return with_fields(self, **changed)
+
+    def with_arrays(self, lookup: Lookup) -> Intervention:
+        """Return a copy in which `lookup` has replaced references by arrays."""
+        return self.with_vectors(
+            lambda vector, field: vector if vector.array is not None else Vector(array=lookup(vector.ref, field))
+        )
+
+    def by_layer(self, num_layers: int, lookup: Lookup) -> list[Intervention]:
+        """Split into interventions of one layer each where the vectors differ by layer.
+
+        Args:
+            num_layers: of the model.
+            lookup: resolves references.
+
+        Returns:
+            Interventions that together do the same; ``[self]`` if the vectors are those of all
+            layers.
+        """
+        values = {name: getattr(self, name) for name in self.vectors}
+        if self.per_layer:
+            layers = self.resolve_layers(num_layers)
+            stacks = {name: self._stack(name, value, len(layers), lookup) for name, value in values.items()}
+            parts = [
+                (layer, f"[{k}]", {name: Vector(array=stack[k]) for name, stack in stacks.items()})
+                for k, layer in enumerate(layers)
+            ]
+        elif any(isinstance(value, VectorsByLayer) for value in values.values()):
+            parts = [
+                (layer, f".{layer}", {name: _at_layer(value, layer) for name, value in values.items()})
+                for layer in self.resolve_layers(num_layers)
+            ]
+        else:
+            return [self]
+        parts.sort(key=lambda part: part[0])
+        return [
+            with_fields(self, layers=(layer,), per_layer=False, where=where, **vectors)
+            for layer, where, vectors in parts
+        ]
+
+    def _stack(self, name: str, vector: Vector, num_layers: int, lookup: Lookup) -> np.ndarray:
+        """Return the checked array of a `per_layer` field, [layers, d] or [layers, n, d]."""
+        field = f"{self.path}.{name}"
+        array = _array(vector, field, lookup)
+        if array.ndim - 1 not in self.vectors[name]:
+            raise WeirError(_wrong_shape(array, [n + 1 for n in self.vectors[name]]), field)
+        self._check_stack(name, array, num_layers)
+        return array
+
+    def lower(self, d_model: int, lookup: Lookup) -> LoweredIntervention:
+        """Return the instructions for a model; none if the intervention changes nothing.
+
+        An intervention whose vectors differ by layer is split by `by_layer` first.
+
+        Args:
+            d_model: width of the stream.
+            lookup: resolves references.
+
+        Raises:
+            WeirError: if a vector does not fit the model or the positions.
+        """
+        arrays, by_position = [], None
+        for name, ndim in self.vectors.items():
+            field = f"{self.path}.{name}{self.where}"
+            array = self._squeezed(name, _array(getattr(self, name), field, lookup))
+            if array.ndim not in ndim:
+                raise WeirError(_wrong_shape(array, ndim), field)
+            if name != "b" and array.shape[-1] != d_model:
+                raise WeirError(f"width {array.shape[-1]} does not match the model's {d_model}", field)
+            if array.ndim == 2:
+                self._check_rows(name, len(array), field)
+                if name == self.rows_by_position:
+                    by_position = ByPosition(len(array), self.positions, self.path)
+            arrays.append(array)
+        return self._lower(*arrays)._replace(by_position=by_position)
+
+    def _lower(self, *arrays: Any) -> LoweredIntervention:
+        """Return the instructions, given the arrays of `vectors` in that order."""
+        raise NotImplementedError
+
+
+def _array(vector: Vector, field: str, lookup: Lookup) -> np.ndarray:
+    return vector.array if vector.array is not None else lookup(vector.ref, field)
+
+
+def _at_layer(value: Vector | VectorsByLayer, layer: int) -> Vector:
+    return value.vectors[layer] if isinstance(value, VectorsByLayer) else value
+
+
+def _wrong_shape(array: np.ndarray, ndim: Sequence[int]) -> str:
+    wanted = " or ".join(map(str, ndim))
+    hint = f"; {PER_LAYER}" if array.ndim > max(ndim) else ""
+    return f"expected {wanted} dimensions, got shape {list(array.shape)}{hint}"
