@@ -12,7 +12,7 @@ from vllm_weir.config.env import OFF, disabled
 from vllm_weir.errors import WeirError
 from vllm_weir.guard import refuse
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.interventions import Intervention
+from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.json_text import dumps
 from vllm_weir.schema.keys import WIRE_KEY, refuse_slips
 from vllm_weir.schema.request import RequestSpec, parse_captures, parse_interventions

@@ -13,7 +13,7 @@ from tests.unit.request_strategies import selectors
 from vllm_weir import Site
 from vllm_weir.schema import selectors as select
 from vllm_weir.schema.engine_spec import EngineSpec
-from vllm_weir.schema.interventions import CONST, Instruction, ResolvedIntervention
+from vllm_weir.schema.instructions import CONST, Instruction, ResolvedIntervention
 from vllm_weir.schema.positions import ENDLESS, Positions
 from vllm_weir.schema.request import ResolvedSpec, SiteRequest
 from vllm_weir.schema.selectors import Selectors
