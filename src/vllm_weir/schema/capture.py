@@ -129,7 +129,7 @@ class Capture:
         return out
 
     def resolve_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the block indices for `num_layers` blocks; raise WeirError if one does not exist."""
+        """Return the block indices for `num_layers` blocks; raise WeirError if one is missing."""
         return layers_of(self.hook, self.layers, num_layers, f"{self.path}.layers")
 
 

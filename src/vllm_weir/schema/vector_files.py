@@ -2,9 +2,6 @@
 
 A file holds one array ([d], [n, d] or [layers, n, d]), or a direction ([d] or [1, d]) for each of
 some blocks, which is added to the stream that leaves the block, as llama.cpp and repeng do.
-
-GGUF is parsed here and not with the `gguf` package, whose reader wants a file to map and does not
-bound what a damaged or hostile one makes it allocate.
 """
 
 from __future__ import annotations
@@ -162,8 +159,8 @@ class _Cursor:
 def _gguf(data: bytes, field: str) -> Directions:
     """Read a control vector in GGUF.
 
-    Not with the reader of the `gguf` package: it takes a path only, loops as often as counts in the file say, and does
-    not check reads against the file's end. vLLM does not install it either.
+    The `gguf` package does not serve: its reader takes a path only, loops as often as counts in the
+    file say, and does not check reads against the file's end; and vLLM does not install it.
     """
     cursor = _Cursor(data, field)
     if cursor.take(4) != b"GGUF":
