@@ -82,7 +82,7 @@ def _act(
     weight_bias: float = 0.0,
     **_: Any,
 ) -> None:
-    """What the fused kernel does, in parts, with the taps between the all-reduce and the norm.
+    """Do what the fused kernel does, in parts, with the taps between the all-reduce and the norm.
 
     The kernel puts the norm into `norm_out` and the stream into `allreduce_in`, or, without a `norm_out`, the norm into
     `allreduce_in` and the stream into `residual`; `quant_out` gets the norm in FP8.

@@ -952,7 +952,7 @@ def test_a_plugin_with_the_name_of_a_shipped_consumer_is_warned_of(monkeypatch, 
         EntryPoint("mine", "another:Mine", consumers.GROUP),
     ]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: found)
-    consumers._warn.cache_clear()
+    consumers._warn_unused.cache_clear()
     for _ in range(2):
         known = consumers.names()
     assert known["filesystem"] == consumers._SHIPPED["filesystem"] and known["mine"] == "other:Mine"

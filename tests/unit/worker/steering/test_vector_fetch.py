@@ -132,7 +132,7 @@ def test_a_vector_travels_along_once_in_a_while():
 
 
 def test_more_than_so_much_does_not_travel_along(monkeypatch):
-    monkeypatch.setattr(inline_vectors, "MOST", 4 * D * 4)
+    monkeypatch.setattr(inline_vectors, "MAX_BYTES", 4 * D * 4)
     sender, many = InlineVectors(100 * D * 4), rows(5)
     assert not sender.of(site_request(many)) and not sender.of(site_request(many))
     assert len(sender.of(site_request(many[:4]))) == 4, "what did not travel does not count as sent"

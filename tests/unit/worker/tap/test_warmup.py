@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vllm_weir.config.settings import Settings
-from vllm_weir.patches.worker import _hold_warm_up
+from vllm_weir.patches.worker import _patch_warm_up
 from vllm_weir.schema.hooks import Site
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.site_map import SiteMap
@@ -33,7 +33,7 @@ def holding(profile, seen):
         determine_available_memory=profile,
         compile_or_warm_up_model=lambda size: seen.append(("warm-up", gc.get_freeze_count())) or size,
     )
-    _hold_warm_up(worker, SimpleNamespace(wait=lambda: seen.append("kernels")))
+    _patch_warm_up(worker, SimpleNamespace(wait=lambda: seen.append("kernels")))
     return worker
 
 
