@@ -28,7 +28,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "explanation" / "limits.md"
 REGISTRY = ROOT / "src" / "vllm_weir" / "patches" / "registry.py"
-CHECKERS = ("check_patch_points.py", "check_seams.py")
+CHECKER = ROOT / "scripts" / "check_patch_points.py"
 COLUMNS = ("vLLM", "ran on", "patch points", "one engine", "conformance", "all tests", "what does not work")
 HEADER = f"| {' | '.join(COLUMNS)} |"
 LIMITS = {"set-up": 3600, "patch points": 300, "one engine": 900, "conformance": 3600, "all tests": 4 * 3600}
@@ -164,11 +164,10 @@ class Trial:
 
     def patch_points(self) -> str:
         """Check the installed source against the table of patches."""
-        checker = next(ROOT / "scripts" / name for name in CHECKERS if (ROOT / "scripts" / name).exists())
         code = "import sysconfig; print(sysconfig.get_path('purelib'))"
         source = subprocess.check_output([self.python, "-c", code], text=True).strip()
         output = self.results.with_suffix(".patch-points.txt")
-        self.step("patch points", [self.python, checker, source], output)
+        self.step("patch points", [self.python, str(CHECKER), source], output)
         found = parse_patch_points(output.read_text())
         self.say(f"patch points: {found}")
         return found
