@@ -143,4 +143,4 @@ def test_the_table_is_written_from_a_file(script: ModuleType, tmp_path: Path, mo
 def test_the_repository_has_the_table_and_the_constants(script: ModuleType) -> None:
     assert script.HEADER in script.TABLE.read_text().splitlines()
     assert script.listed(script.REGISTRY.read_text(), "RAN")
-    assert any((script.ROOT / "scripts" / name).exists() for name in script.CHECKERS)
+    assert script.CHECKER.exists()
