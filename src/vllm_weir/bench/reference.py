@@ -7,13 +7,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from vllm_weir.bench.cases import CASES
 from vllm_weir.bench.plan import BenchPlan
 from vllm_weir.bench.result import RowCheck
+from vllm_weir.util.transformers_reference import TransformersReference
 
 LIMIT = 900.0
 """Seconds that the comparison may take."""
@@ -47,33 +47,22 @@ class Reference:
     def __init__(self, plan: BenchPlan) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        self.device = torch.device("cuda" if plan.cuda else "cpu")
+        device = torch.device("cuda" if plan.cuda else "cpu")
         dtype = getattr(torch, plan.dtype)
         if plan.dummy:
             from vllm_weir.bench.weights import fill_reference
 
-            with self.device:
+            with device:
                 net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(plan.model), dtype=dtype)
             fill_reference(net)
         else:
-            net = AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype).to(self.device)
-        self.net = net.eval()
-        stacks = [m for m in net.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == plan.layers]
-        self.rows_of_blocks: list[torch.Tensor] = []
-        self.positions = torch.empty(0, dtype=torch.long)
-        for block in stacks[0]:
-            block.register_forward_hook(self._keep)
+            net = AutoModelForCausalLM.from_pretrained(plan.model, dtype=dtype).to(device)
+        self.net = net
+        self._reference = TransformersReference(net, plan.layers)
 
-    def _keep(self, _module: Any, _inputs: Any, out: Any) -> None:
-        self.rows_of_blocks.append((out[0] if isinstance(out, tuple) else out)[0][self.positions])
-
-    @torch.no_grad()
     def rows(self, ids: torch.Tensor, positions: torch.Tensor, mean: bool = False) -> torch.Tensor:
         """Return what leaves each block at some positions, or its mean over them: [layers, rows, d], fp32, CPU."""
-        self.rows_of_blocks.clear()
-        self.positions = positions.to(self.device)
-        self.net.base_model(input_ids=ids[None].to(self.device), use_cache=False)
-        rows = torch.stack(self.rows_of_blocks).float()
+        rows = self._reference.streams(ids, positions)[1].float()
         return (rows.mean(1, keepdim=True) if mean else rows).cpu()
 
 

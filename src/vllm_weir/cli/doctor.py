@@ -20,8 +20,6 @@ from vllm_weir.errors import WeirError
 from vllm_weir.guard import refuse
 
 if TYPE_CHECKING:
-    import torch
-
     from vllm_weir.patches.registry import Patch
 
 MAX_ERROR_FP32, MIN_COSINE = 1e-5, 0.999
@@ -171,6 +169,7 @@ def _self_test(found: Diagnosis, model: str | None) -> None:
 
     from vllm_weir.api import demo_model, params
     from vllm_weir.schema.capture import Capture
+    from vllm_weir.util.transformers_reference import TransformersReference
 
     model = model or demo_model()
     cuda = torch.cuda.is_available()
@@ -188,10 +187,12 @@ def _self_test(found: Diagnosis, model: str | None) -> None:
     sampling = params(SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), capture=capture)
     output = llm.generate([PROMPT], sampling, use_tqdm=False)[0]
     token_ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-    streams = _reference_streams(model, report["num_layers"], token_ids[:-1])  # the last token enters no block
+    # The last token enters no block.
+    first, streams = TransformersReference.from_pretrained(model).streams(token_ids[:-1])
     worst, cosine = 0.0, 1.0
     for site in output.activations.sites:
-        rows, expected = output.activations[site].double(), streams[tuple(site)].double()
+        rows = output.activations[site].double()
+        expected = (first if site.hook == "resid_pre" else streams[site.layer]).double()
         worst = max(worst, float((rows - expected).abs().max() / expected.abs().max()))
         cosine = min(cosine, float(torch.nn.functional.cosine_similarity(rows, expected, dim=-1).min()))
     found.self_test = {
@@ -205,26 +206,6 @@ def _self_test(found: Diagnosis, model: str | None) -> None:
     if (cosine < MIN_COSINE) if cuda else (worst > MAX_ERROR_FP32):
         found.problems.append(f"rows differ from transformers: max relative error {worst:.1e}, cosine {cosine:.6f}")
     llm.llm_engine.engine_core.shutdown()
-
-
-def _reference_streams(model: str, num_layers: int, token_ids: list[int]) -> dict[tuple[str, int], torch.Tensor]:
-    """Return the stream of transformers [tokens, d_model] after each block and before the first."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    blocks = next(m for m in reference.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == num_layers)
-    streams: dict[tuple[str, int], torch.Tensor] = {}
-    for layer, block in enumerate(blocks):
-        block.register_forward_hook(
-            lambda _module, _args, out, layer=layer: streams.__setitem__(
-                ("resid_post", layer), (out[0] if isinstance(out, tuple) else out)[0]
-            )
-        )
-    with torch.no_grad():
-        hidden_states = reference(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
-    streams["resid_pre", 0] = hidden_states[0][0]
-    return streams
 
 
 def cannot_run(arguments: Sequence[str], e: Exception) -> int:
