@@ -48,10 +48,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 MAX_SITE_SETS = 4096
 STREAM_SHARE = 8
-"""A step without a CUDA graph is streamed if its rows would fill more than this part of the
-ring."""
+"""A step without a CUDA graph is streamed if its rows would fill more than 1/8 of the ring."""
 SPILL = 0.6
-"""Share of the host buffer in use from which readers are asked to take their rows out of it."""
+"""Once this share of the host buffer is in use, readers are asked to move their rows out of it."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +60,10 @@ class ModelInfo:
     Attributes:
         d_model, dtype, device: of the stream.
         max_tokens: of a step.
-        rank, ranks: this worker's place in its tensor-parallel group, all of which hold the same
-            stream, and the group's size.
-        runner: which of vLLM's model runners drives it.
-        engine: its data-parallel engine.
+        rank, ranks: this worker's rank in its tensor-parallel group, and the group's size. All
+            ranks hold the same stream.
+        runner: which of vLLM's model runners drives the worker.
+        engine: number of its data-parallel engine.
     """
 
     d_model: int
@@ -78,9 +77,9 @@ class ModelInfo:
 
 
 class WorkerRuntime:
-    """What captures and steers in one worker.
+    """Captures and steers in one worker.
 
-    It is built once the model is loaded and before it is compiled.
+    Build it after the model is loaded and before it is compiled.
 
     Args:
         model: gets the taps.
@@ -90,8 +89,8 @@ class WorkerRuntime:
 
     Attributes:
         taps: numbers of this worker's taps.
-        all_live: whether all requests of the coming step capture or are steered; on all ranks
-            alike.
+        all_live: whether at least as many live requests capture or are steered as the coming step
+            has; alike on all ranks.
     """
 
     def __init__(self, model: torch.nn.Module, model_info: ModelInfo, settings: Settings, sites: SiteMap) -> None:
@@ -151,13 +150,15 @@ class WorkerRuntime:
                 self.ring, self._copy_out, self.tensors.ranks, self.switch.numbers, self._codecs
             )
         self._step: tuple[int, StepPlan] | None = None
-        """First ring row (of a streamed step, of its groups) and plan of the step that is being
-        issued."""
+        """First ring row and plan of the step being issued.
+
+        In a streamed step the row is that of its groups of reduced rows.
+        """
         self._failures: dict[str, dict[str, str]] = {}
         """Endpoint -> request -> reason, of requests that failed while a step was planned."""
 
     def _taps_to_send(self, settings: Settings) -> Sequence[int]:
-        """Return the taps whose rows this worker sends: all tensor-parallel ranks hold them."""
+        """Return the taps whose rows this worker sends; every tensor-parallel rank has all rows."""
         if settings.ship == "split":
             return self.taps[self.model_info.rank :: self.model_info.ranks]
         return self.taps if self.model_info.rank == 0 else ()
@@ -323,7 +324,7 @@ class WorkerRuntime:
         return plan
 
     def _streamed_copy_for(self, plan: StepPlan) -> StreamedCopy | None:
-        """Return what streams a step without a CUDA graph, if it has many rows; else None."""
+        """Return the streamed copy if the step has enough rows to be streamed, else None."""
         most = min(self.ring.capacity // STREAM_SHARE, self.ring.capacity - plan.group_rows)
         return self._streamed_copy if plan.rows and plan.rows - plan.group_rows > most else None
 
@@ -350,7 +351,7 @@ class WorkerRuntime:
                 self.notifier.fail(request.endpoint, request_id, reason)
 
     def _note_failures(self, plan: StepPlan) -> None:
-        """Keep the failures of a plan, to be told with the step's rows."""
+        """Keep a plan's failures, to report them with the step's rows."""
         for endpoint, request_id, reason in plan.failures:
             logger.error("Weir cannot go on serving request %s: %s", request_id, reason)
             self._failures.setdefault(endpoint, {})[request_id] = reason
@@ -427,7 +428,7 @@ class WorkerRuntime:
         return found + [(*site, reason) for site, reason in self.sites.refused.items()]
 
     def usage(self) -> dict[str, int]:
-        """Return how much is held right now; all zero when no request is live."""
+        """Return how much is in use; `host_rows` counts also what readers still hold."""
         live = self.planner.capturing.keys() | self.planner.steered.keys()
         return {"requests": len(live), "host_rows": self.arena.used, **self.table.usage()}
 

@@ -61,7 +61,7 @@ class Anchor:
         module: path from the model.
         when: whether the tensors are taken before or after the module's call.
         hidden: the tensor that is written.
-        residual: another tensor of the same call; None if a call may go without one.
+        residual: another tensor of the same call, or None. A single call may leave it out.
         scale: factor of `hidden`, and of `residual` and `offset`.
         added_term: a term from an earlier call, with a factor of its own.
         offset: a vector [d] in the call's output that the model adds later (a bias):

@@ -10,7 +10,7 @@ from vllm_weir.worker.discovery.anchors import Anchor
 
 @dataclass(frozen=True)
 class Identity:
-    """``whole == sum of parts``; a gain of the block applies where the whole is resid_post."""
+    """``whole == sum of parts``; for resid_post, the sum is multiplied by the block's gain."""
 
     whole: str
     parts: tuple[str, ...]

@@ -93,7 +93,7 @@ def _without_aliases(stacks: dict[str, torch.nn.ModuleList]) -> dict[str, torch.
 def _entrance(model: torch.nn.Module, stack: str, compiled_whole: Callable[[torch.nn.Module], bool]) -> str:
     """Return the path of the outermost module above the blocks whose call can be tapped.
 
-    That is "", the model, if there is none.
+    If there is none, return "", which is the model itself.
     """
     names = stack.split(".")
     above = (".".join(names[:n]) for n in range(len(names)))
@@ -115,7 +115,7 @@ def _why_no_stack(stacks: dict[str, torch.nn.ModuleList], description: ModelDesc
 
 
 def _runs_per_pass(stacks: dict[str, torch.nn.ModuleList], run: Run) -> dict[str, int]:
-    """Return how often a block of each list runs in one pass, at most."""
+    """Return, for each list, the most often that any of its blocks runs in one pass."""
     counts = {path: [0] * len(modules) for path, modules in stacks.items()}
 
     def counter(path: str, index: int) -> Callable[..., None]:

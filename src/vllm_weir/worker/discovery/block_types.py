@@ -1,4 +1,4 @@
-"""Points of all blocks: one block of each type is solved, and its points are copied to the others.
+"""The points of all blocks: solve one block of each type, and copy its points to the others.
 
 The search in `resolve` tries hundreds of sums a block. Blocks of one type (the same parts, called
 in the same order, with tensors of the same shapes) usually have their points in the same places:
@@ -6,8 +6,8 @@ in the same order, with tensors of the same shapes) usually have their points in
 1. For a block whose type was solved, move the anchors to this block, and check the block's equation
    there. If it holds, these are its points, with factors of its own.
 2. If not, or if the type is new, search. A complete result becomes the solution of the type.
-3. If a type was searched `SEARCHES` times and nothing was found, the other blocks of it are taken
-   to have no points either.
+3. After `SEARCHES` searches of a type that found nothing, assume that its other blocks have no
+   points either.
 """
 
 from __future__ import annotations
@@ -75,10 +75,7 @@ class BlockTypes:
         )
 
     def _copied(self, solved_path: str, solved: BlockPoints, calls: Sequence[ModuleCall]) -> BlockPoints | None:
-        """Return the points at the same places of another block.
-
-        None if that has to be searched.
-        """
+        """Return the same points in another block, or None if it has to be searched itself."""
         if solved.gain != 1:
             return None
         anchors: dict[str, Anchor] = {}
@@ -113,9 +110,9 @@ class BlockTypes:
 
 
 def _moved(anchor: Anchor, block: str, other_block: str) -> Anchor | None:
-    """Return the same place in another block, both blocks given by path.
+    """Return the same place in another block; blocks are given by path.
 
-    Returns None for a sum with an earlier call, and for a place outside the block.
+    Return None for a sum with an earlier call, and for a place outside the block.
     """
     if anchor.added_term is not None or not f"{anchor.module}.".startswith(f"{block}."):
         return None

@@ -9,8 +9,8 @@
 
 `final_norm`
     1. Find the norm that is given what leaves the last block, in a pass with noise.
-    2. What it returns must be what the model returns, up to a factor, or be given to the module
-       that makes the model's output of it.
+    2. What it returns must be the model's output, up to a factor, or the input of the module that
+       computes the model's output from it.
     3. Verify: with a vector added there, the same must hold.
 
 No site is placed on a module that runs several times in a pass, where a tap would act every time.
@@ -54,10 +54,7 @@ class BoundarySites:
         self._tree, self._matcher, self._baseline = probe.tree, probe.matcher, probe.baseline
         self._noise_pass, self._sites = noise_pass, sites
         self._head: str | None = None
-        """Path of the module that makes the model's output of the final norm's.
-
-        None if there is none.
-        """
+        """Path of the module that computes the model's output from the final norm's, or None."""
 
     def find_embed(self) -> None:
         """Place `embed`, or refuse it."""
@@ -82,8 +79,8 @@ class BoundarySites:
         call, key = embedding.call, embedding.key
         if self._refuse_if_repeated(EMBED, call):
             return
-        # A factor is part of the embedding, positions that are added are not. Some models keep a
-        # copy of the embedding beside the stream, so it is tapped where it comes from.
+        # A factor counts as part of the embedding; added position embeddings do not. Some models
+        # keep a copy of the embedding beside the stream, so tap its source.
         scale = self._matcher.factor(embedding.value, stream) or 1.0
         self._sites.anchors[EMBED] = Anchor(call.path, "after" if key.kind == "out" else "before", key, None, scale)
 
@@ -106,7 +103,7 @@ class BoundarySites:
         if factor != 1 and (is_stream or not moved_everywhere):
             self._refuse(EMBED, "what is added there does not arrive in what enters block 0")
         elif factor is not None:
-            # Where positions are added as well, the model's multiplier is known only from this.
+            # If position embeddings are added too, only this pass reveals the model's multiplier.
             self._sites.anchors[EMBED] = replace(anchor, scale=factor * anchor.scale)
 
     def find_final_norm(self, last: int) -> None:
@@ -149,7 +146,7 @@ class BoundarySites:
             self._refuse(FINAL_NORM, "what is added there does not arrive in what the model returns")
 
     def _of_stream_width(self, calls: list[ModuleCall]) -> _CallTensor | None:
-        """Return the result of these calls, or what widens it if it has not the stream's width."""
+        """Return the calls' first tensor of the stream's width, or else their result, widened."""
         for call in calls:
             for key, value in (call.outputs or call.args).items():
                 return _CallTensor(call, key, value)
@@ -175,7 +172,7 @@ class BoundarySites:
         return any(self._matcher.factor(rows.float(), given.float()) is not None for rows in looked_up)
 
     def _normed(self, embedding: _CallTensor, stream: torch.Tensor) -> _CallTensor:
-        """Return the result of the embedding's norm if that enters block 0, or the embedding."""
+        """Return the norm's result if the model norms the embedding, else the embedding."""
         if self._matcher.factor(embedding.value, stream) is None:
             for call in self._baseline.outside:
                 if self._is_embedding_norm(call, embedding, stream):
@@ -183,7 +180,7 @@ class BoundarySites:
         return embedding
 
     def _is_embedding_norm(self, call: ModuleCall, embedding: _CallTensor, stream: torch.Tensor) -> bool:
-        """Return whether a norm, called once, makes of the embedding what enters block 0."""
+        """Return whether a call is a norm, run once, that turns the embedding into the stream."""
         if not (self._tree.only_scales(call.path) and call.start > embedding.call.end and call.outputs):
             return False
         if self._num_calls(call.path) != 1 or not self._is_given(call, [embedding.value]):
@@ -238,7 +235,7 @@ class BoundarySites:
         return sum(c.path == path for calls in (self._baseline.outside, *self._baseline.blocks) for c in calls)
 
     def _refuse_if_repeated(self, site: Site, call: ModuleCall) -> bool:
-        """Refuse a site on a module that is called several times; returns whether it was."""
+        """Refuse a site if its module is called several times; return whether it was refused."""
         times = self._num_calls(call.path)
         if times > 1:
             self._refuse(site, why_repeated(call.path, times))

@@ -1,4 +1,4 @@
-"""Candidates for what attention or MLP adds: recorded tensors, and how likely each is meant.
+"""Candidates for what attention or MLP adds: recorded tensors, and which to prefer.
 
 A search in `resolve` tries candidates against an equation of the block. Those that fit are a
 `Match` (one tensor, with a factor) or a `MatchPair` (the sum of two). Several may fit, since a
@@ -20,7 +20,7 @@ from vllm_weir.worker.discovery.trace import ModuleCall
 
 @dataclass(frozen=True)
 class CandidateTensor:
-    """A tensor that a call produced or was given; with `offset`, plus a vector of its output."""
+    """A tensor that a call produced or was given, plus the bias `offset` of its output, if any."""
 
     call: ModuleCall
     when: Literal["before", "after"]
@@ -30,7 +30,7 @@ class CandidateTensor:
 
     @property
     def time(self) -> int:
-        """When the tensor is there: at the end of the call, or at its start."""
+        """Time at which the tensor exists: the end of the call, or its start."""
         return self.call.end if self.when == "after" else self.call.start
 
     @property
@@ -84,7 +84,7 @@ class MatchPair:
 
     @property
     def preference(self) -> tuple:
-        """Sort key, preferred first: by the less preferred of the two, then by the other."""
+        """Sort key, preferred first: compare the less preferred member, then the other."""
         return max(self.one.preference, self.other.preference), min(self.one.preference, self.other.preference)
 
 

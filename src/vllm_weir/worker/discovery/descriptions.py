@@ -90,9 +90,9 @@ class ModelDescription:
 
 
 def description_of(model_class: str, setting: Mapping[str, Any] | None) -> ModelDescription:
-    """Return the description of a model class, from the setting or an installed package.
+    """Return a model class's description, from the setting or else from an installed package.
 
-    It is empty if neither describes the class.
+    Return an empty one if neither describes the class.
     """
     if setting:
         return ModelDescription.parse(setting, "settings.describe")

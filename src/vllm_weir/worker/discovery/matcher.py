@@ -1,7 +1,8 @@
 """Comparison of noise tensors: equal, multiples, or sums of each other, up to rounding.
 
-Standard normal noise is equal to other noise, or to a combination of it, only if the model computed
-the one from the other. So a match here is evidence of an addition or a multiplication in the model.
+Independent noise never matches by chance. A tensor of noise equals another, or a combination of
+others, only if the model computed it from them, so a match is evidence of an addition or a
+multiplication in the model.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Matcher:
     def gain(self, a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor) -> float | None:
         """Return c such that ``c * (a + b) == whole``, or None.
 
-        A fit in which `a` and `b` have different factors is None too. The result is 1 only if the
-        factor is 1 within its error: the tolerance of `same` is far wider than that.
+        Return None also if `a` and `b` have different factors. Round to 1 only within the factor's
+        own error, since the tolerance of `same` is far wider.
         """
         if not (a.shape == b.shape == whole.shape and min(rms(a), rms(b), rms(whole)) > FAINT):
             return None

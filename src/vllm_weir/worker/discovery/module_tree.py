@@ -29,8 +29,8 @@ class ModuleTree:
         is_embedding: whether a module looks tokens up.
         entrance: path of the module that takes embeddings if tokens are looked up before the model
             runs.
-        look_up: returns the model's embeddings of a few tokens as it is given them in that case,
-            [tokens, width]; None if it is not known.
+        look_up: returns the embeddings of a few tokens as the model is given them in that case,
+            [tokens, width]; None if unknown.
     """
 
     model: torch.nn.Module
@@ -45,15 +45,14 @@ class ModuleTree:
 
     @cached_property
     def modules(self) -> dict[str, torch.nn.Module]:
-        """Every module by path; one that is reachable by several paths has the first."""
+        """Every module by path; a module reachable by several paths appears under the first."""
         return dict(self.model.named_modules())
 
     def members(self) -> Iterator[tuple[int, str, str, torch.nn.Module]]:
         """Yield (block or OUTSIDE, path, path from the block, module) of every module.
 
-        Modules that contain the blocks are left out.
-
-        A module that is reachable by several paths comes once, with the first.
+        Leave out modules that contain the blocks. Yield a module that is reachable by several paths
+        once, with the first.
         """
         prefix = f"{self.stack}."
         for path, module in self.modules.items():

@@ -84,8 +84,8 @@ def mixer_noise(tree: ModuleTree, mixers: set[str]) -> Overwrite:
 def _fill(call: ModuleCall, live: Mapping[TensorKey, torch.Tensor]) -> None:
     """Overwrite the arguments that a call wrote into, or else the first of its outputs.
 
-    The noise is named by the module and the number of its call, not of all calls: the first pass
-    may have calls that the next one has not (kernels that are tuned).
+    Name the noise by the module and the count of its own calls, not of all calls: tuning of kernels
+    may add calls to the first pass.
     """
     keys = [key for key in live if key.kind == "arg"] or list(live)[:1]
     for key in keys:

@@ -50,8 +50,8 @@ class Probe:
         baseline = _record(tree, run, leave=mixer_noise(tree, mixers))
         not_called = mixers - {call.path for calls in baseline.blocks for call in calls}
         if not_called:
-            # The Transformers backend calls attention past its module: then the child of the block
-            # that holds it is what mixes tokens.
+            # The Transformers backend does not call attention through its module. Treat the block's
+            # child that holds it as the token mixer.
             depth = len(tree.stack.split(".")) + 2
             mixers |= {".".join(path.split(".")[:depth]) for path in not_called}
             baseline = _record(tree, run, leave=mixer_noise(tree, mixers))

@@ -127,7 +127,7 @@ class Recorder:
         self._open_calls.setdefault(id(watched.module), []).append(call)
 
     def _end_call(self, watched: _WatchedModule, args: tuple, kwargs: dict, output: Any) -> Any:
-        """Record the end of a call; returns the output that the caller is to get."""
+        """Record the end of a call; return the output to hand to the caller."""
         call = self._open_calls[id(watched.module)].pop()
         output = self._replace_offsets(call, output)
         returned = outputs(output)
@@ -156,8 +156,8 @@ class Recorder:
         live = self._of_stream_width(given)
         changed = {k: v for k, v in live.items() if k in call.args and not _equal(call.args[k], v)}
         if not changed and not any(_is_activation(v) for v in returned.values()):
-            # Without a KV cache a mixer may write nothing, or the same as in the pass before. Its
-            # caller goes on with whatever the memory holds.
+            # Without a KV cache a mixer may write nothing, or what the last pass wrote. The caller
+            # uses whatever is in memory, so the buffer counts as written.
             changed = {k: v for k, v in live.items() if k.name == RESULT_PARAMETER}
         return changed
 
@@ -216,8 +216,8 @@ class Recorder:
     def _watching_model(self) -> Iterator[None]:
         """Record what the model returns, and the embeddings that it is given instead of tokens.
 
-        This wraps forwards because hooks would miss it: a class that compiles itself calls its
-        forward past them.
+        Wrap forwards instead of adding hooks: a class that compiles itself calls its forward
+        directly and skips hooks.
         """
         entrance = self._tree.modules[self._tree.entrance]
         parameters = parameters_of(entrance)
@@ -291,7 +291,7 @@ def _wrapped(module: torch.nn.Module, around: Callable[..., Any]) -> Iterator[No
 def _noise_in(embeddings: Any) -> Iterator[None]:
     """Fill the runner's buffer of embeddings with the same noise in every pass, and restore it.
 
-    The buffer is all zeros at first, which prove nothing, and blocks may write into it.
+    It starts as all zeros, from which nothing can be inferred, and blocks may write into it.
     """
     if not _is_activation(embeddings):
         yield

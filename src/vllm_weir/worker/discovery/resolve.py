@@ -61,7 +61,7 @@ def resolve_block(
     mixer_calls = [call for call in calls[1:] if call.path in mixers]
     silent = next((call for call in mixer_calls if _left_nothing(call)), None)
     if silent is not None:
-        # What adds up then is what the memory happened to hold.
+        # A sum that fits would be of whatever the memory happened to hold.
         why = f"{silent.local_path} leaves nothing behind in the probe pass, so where its result goes could not be seen"
         return BlockPoints.none(why)
     block = _Block(calls, mixer_calls, pre, post, matcher)
@@ -128,10 +128,7 @@ def _sequential(block: _Block) -> BlockPoints | None:
 
 
 def _attention_term(block: _Block, middle: StreamInput) -> Match | MatchPair | None:
-    """Find `a` of ``mid = pre + c * a``.
-
-    It came after the first mixer began and before `mid` was used.
-    """
+    """Find `a` of ``mid = pre + c * a`` among what came after mixing began and before `mid`."""
     mixing_start = min(call.start for call in block.mixer_calls)
     earlier = [c for c in block.candidates if mixing_start < c.time < middle.call.start]
     # The addition may happen inside the call that is given both terms.
@@ -148,7 +145,7 @@ def _sequential_points(block: _Block, middle: StreamInput, attn_out: Match | Mat
     """Find `o` of ``post = mid + d * o`` or ``post = gain * (mid + o)``."""
     matcher, mid, delta = block.matcher, middle.value, block.post - middle.value
     later = [c for c in block.candidates if c.time > middle.call.start]
-    # Many results deeper down have the same sum: only children of the block are taken in pairs.
+    # Deeper down many pairs have the same sum, so pair up only direct children of the block.
     children = [c for c in later if c.call.local_path and "." not in c.call.local_path]
     mlp_out = _best(later, delta, matcher) or _best_pair(children, (block.pre, mid), delta, matcher)
     if isinstance(mlp_out, MatchPair) and _added_one_by_one(mlp_out, block, mid):
@@ -185,9 +182,9 @@ def _with_gain(
 ) -> tuple[Match | MatchPair | None, float]:
     """Find the candidate o and the gain of ``post = gain * (stream + o)``.
 
-    `match` was found without a gain, and is returned with a gain of 1 if no other gain fits. Where
-    the gain is nearly 1, it must be looked for all the same: in low precision ``gain * (stream +
-    o)`` looks like ``stream + c * o``.
+    `match` was found assuming no gain; return it with a gain of 1 if no other gain fits. Search
+    even if there is a match: in low precision, a gain near 1 makes ``gain * (stream + o)`` look
+    like ``stream + c * o``.
     """
     for candidate in [match.candidate] if isinstance(match, Match) else candidates:
         gain = matcher.gain(stream, candidate.value, post)
@@ -226,7 +223,7 @@ def _split_within_child(block: _Block) -> tuple[list[CandidateTensor], list[Cand
     attention = [c for c in block.candidates if f"{c.call.local_path}.".startswith(f"{holder}.")]
     begin = min((c.call.start for c in attention), default=0)
     end = max((c.call.end for c in attention), default=0)
-    # What runs in the meantime is part of attention, wherever the module is.
+    # Whatever runs during attention is part of it, wherever its module is.
     rest = [
         c
         for c in block.candidates
@@ -250,7 +247,7 @@ def _two_terms(
 def _has_other_parts(block: _Block, addition: Match, only_scales: Callable[[str], bool]) -> bool:
     """Return whether a part without token mixers may have a share in a block's one addition."""
     others = [c for c in block.inside if _child(c) not in block.mixer_children and not only_scales(c.path)]
-    # What ran before the mixer that makes the addition went into it, and adds nothing of its own.
+    # What ran before that mixer fed into it, and adds nothing of its own.
     own_mixers = [call for call in block.mixer_calls if _child(call) == addition.candidate.child]
     mixing_start = max((call.start for call in own_mixers), default=-1)
     return any(call.end > mixing_start for call in others)
@@ -289,11 +286,9 @@ def _best(candidates: Sequence[CandidateTensor], delta: torch.Tensor, matcher: M
 def _best_pair(
     candidates: Sequence[CandidateTensor], streams: Sequence[torch.Tensor], delta: torch.Tensor, matcher: Matcher
 ) -> MatchPair | None:
-    """Return the preferred pair of outputs whose weighted sum is `delta`.
+    """Return the preferred pair, from two children of the block, whose weighted sum is `delta`.
 
-    They come from different children of the block.
-
-    Multiples of `streams` are left out: the difference of two streams is always a sum of these.
+    Leave out multiples of `streams`: `delta` is their difference, so they would always fit.
     """
     if rms(delta) <= FAINT:
         return None

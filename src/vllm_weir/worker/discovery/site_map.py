@@ -41,7 +41,7 @@ class SiteMap:
 def chosen(sites: SiteMap, settings: Settings) -> dict[int, Anchor]:
     """Return the taps that the settings ask for and the model has here.
 
-    `resid_pre` of a block and `resid_post` of the block before share a tap, at the latter's place.
+    A block's `resid_pre` shares a tap with `resid_post` of the block before, placed at the latter.
 
     Returns:
         Tap number -> anchor, in the order in which taps at one place have to act.

@@ -7,17 +7,17 @@ Before a model is compiled, it runs a few times over a handful of tokens, and ea
    leave nothing of use (`noise.mixer_noise`). Refuse models whose blocks run several times.
 2. Stream: read off the baseline which tensors may carry the stream from block to block
    (`stream_ports`). There may be several choices.
-3. Noise: record a pass in which every block and every part of it deals in noise (`noise`).
+3. Noise: record a pass in which noise enters every block and leaves every part of it (`noise`).
 4. Resolve: for each choice, find the points in each block: those of one block of each type by
    matching equations (`matcher`, `candidates`, `resolve`), those of the other blocks of the type by
    copying them and checking the equation there (`block_types`). What a description of the model
    names is used instead (`descriptions`).
-5. Choose: take the choice with the most points whose stream is all that the blocks pass on
-   (`stream_check`).
-6. Verify: hold the points against their identities in the baseline, and add vectors at each of them
-   in another pass to see that they arrive (`verification`, `boundary_sites`).
+5. Choose: of the choices whose stream is all that the blocks pass on (`stream_check`), take the one
+   with the most points.
+6. Verify: check the points' identities in the baseline, and add vectors at every point in another
+   pass to see that they arrive (`verification`, `boundary_sites`).
 
-What remains are `anchors`, one a site; `worker.tap.install` puts taps there.
+What remains are `anchors`, one per site; `worker.tap.install` puts taps there.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class _Search:
     def _anchors_on_blocks(self, solution: _Solution) -> int:
         """Count the anchors on blocks as a whole.
 
-        Where a tensor too many is taken for part of the stream, the block's own result seems to be
-        an addition to it.
+        They are a sign of a wrong choice: if the stream is taken to have one tensor too many, the
+        block's own result looks like an addition to it.
         """
         return sum(
             anchor.module == f"{self._probe.tree.stack}.{block}"

@@ -46,7 +46,7 @@ class StreamCheck:
     def failures(self) -> dict[int, str]:
         """Return block -> why its stream cannot be what was chosen.
 
-        This runs the model if the blocks pass on several tensors.
+        Run the model only if the blocks pass on several tensors.
         """
         last = self._tree.num_layers - 1
         last_is_here = last in self._tree.blocks
@@ -154,7 +154,7 @@ class StreamCheck:
     ) -> bool:
         """Return whether most rows are equal up to rounding.
 
-        Not all have to be: a router that rounding tips over changes some of them.
+        Some may differ: rounding can tip a router's choice.
         """
         if tensor.shape != expected.shape:
             return False
@@ -174,10 +174,7 @@ class StreamCheck:
 
 
 def _random_share(name: str, stream: torch.Tensor) -> torch.Tensor:
-    """Return the stream times noise.
-
-    It is relative to each element, so that small ones are not lost in rounding.
-    """
+    """Return the stream times noise: a share of each element, so rounding loses no small ones."""
     return stream * noise(f"{name}:share", stream)
 
 

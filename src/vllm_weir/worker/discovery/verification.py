@@ -12,7 +12,7 @@
 6. The same for `embed`, with the model's own weights.
 7. Between pipeline stages, name the exit of a stage's last block `resid_pre` of the next block too.
 
-A point that fails any of this is refused, and so are the points that the same equation was about.
+A point that fails any check is refused, as are the other points in the same equation.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Verification:
                 gain = points.gain if identity.whole == "resid_post" else 1.0
                 why = self._why_violated(identity, gain, values, magnitudes)
             elif points.kind == "described":
-                # What was found by arithmetic has been proven by that; a description has only this.
+                # The search proves its own points; only this check proves described ones.
                 why = f"nothing proves its description without {', '.join(missing)}"
             else:
                 why = ""
@@ -182,9 +182,9 @@ class Verification:
             self._boundary.check_final_norm(trace)
 
     def _check_writes_in_block(self, block: int, trace: Trace) -> None:
-        """Follow the stream through a block with writes: each addition must be what was written.
+        """Follow the stream through a block; each addition must include what was written there.
 
-        This needs no resid_pre: the model may change the stream in front of the block.
+        Start from the recorded entry, not from resid_pre, which may have been refused.
         """
         pre, post = self._ports.stream_through(trace.blocks[block][0])
         if pre is None or post is None:
@@ -216,8 +216,7 @@ class Verification:
     def _moves_exit(self, block: int, stream: torch.Tensor, post: torch.Tensor) -> bool:
         """Return whether a block's exit moved by a multiple of what the stream before its MLP did.
 
-        This is for a block without mlp_out: what its MLP adds is the same noise in both passes, so
-        it cancels.
+        For a block without mlp_out: its MLP adds the same noise in both passes, which cancels.
         """
         has_middle = Site("resid_mid", block) in self._sites.anchors
         parts = ("resid_mid",) if has_middle else ("resid_pre", "attn_out")
@@ -235,7 +234,7 @@ class Verification:
         stream = self._value(self._baseline, Site("resid_pre", 0)) if 0 in self._tree.blocks else None
         if anchor is None or stream is None:
             return
-        # As large as the stream: with a large multiplier smaller vectors are lost in rounding.
+        # As large as the stream, so that rounding does not lose it.
         added = self._added_at(Site("embed", 0))[: len(stream)] * rms(stream)
         self._boundary.check_embed(self._probe.with_mixer_noise(writes={anchor: added}), added)
 
@@ -259,10 +258,10 @@ class Verification:
         return None if anchor is None else value_at(trace.blocks[site.layer], anchor)
 
     def _written_value(self, site: Site, trace: Trace) -> torch.Tensor | None:
-        """Return a site's value with what was added there.
+        """Return a site's value including what was added there.
 
-        After a call that is what was recorded. Before one, it is the value in the pass without
-        writes, and what was added.
+        For an anchor after a call, this is what was recorded. For one before a call, it is the
+        value in the pass without writes plus what was added.
         """
         anchor = self._sites.anchors.get(site)
         if anchor is None:
@@ -302,7 +301,7 @@ def _why_acts_again(anchor: Anchor, shared: set[str], num_calls: Counter[str]) -
 
 
 def _identities(kind: str, values: Mapping[str, torch.Tensor | None]) -> tuple[Identity, ...]:
-    """Return what must hold in a block of a kind; if described, by the points that it has."""
+    """Return the identities for a kind of block; for "described", infer it from the points."""
     if kind == "described":
         if values["resid_mid"] is not None:
             kind = "sequential"

@@ -1,6 +1,6 @@
-"""Which taps each step needs, computed from what every rank is told alike.
+"""Which taps each step needs, computed only from what all ranks are told.
 
-What one rank happens to hold must not decide: all ranks have to choose the same CUDA graphs.
+All ranks must choose the same CUDA graphs, so nothing that only one rank knows may decide.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ActiveTaps:
 
 
 def _remove_one(counter: Counter[int], key: int) -> bool:
-    """Count one less; return whether it was the last."""
+    """Decrement a count; return whether it reached zero."""
     counter[key] -= 1
     if counter[key]:
         return False

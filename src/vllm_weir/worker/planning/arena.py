@@ -42,9 +42,9 @@ class Arena:
         return self._used / self.capacity
 
     def allocate(self, rows: int, patience: float = 0.0) -> int | None:
-        """Return the start of a piece of `rows` rows, the lowest that fits.
+        """Allocate the lowest free piece of `rows` rows and return its start.
 
-        None if there is none for `patience` seconds.
+        Wait up to `patience` seconds for room; return None if there is none by then.
         """
         deadline = time.monotonic() + patience
         with self._changed:
@@ -68,7 +68,7 @@ class Arena:
         return None
 
     def release(self, start: int) -> None:
-        """Count one holder less of the piece at `start`, which is free after the second one."""
+        """Drop one holder of the piece at `start`; the second call frees it."""
         with self._changed:
             piece = self._held[start]
             piece.holders -= 1

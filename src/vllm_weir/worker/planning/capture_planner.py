@@ -18,15 +18,17 @@ from vllm_weir.worker.planning.site_sets import SiteSets
 class CapturingRequest:
     """A live request's captures.
 
+    A *code* is the set of the request's selectors that select a position, as bits.
+
     Attributes:
         columns: per selector, the columns it wants that this worker fills, ascending.
-        max_generated: tokens that the request can generate.
+        max_generated: estimate of the tokens that the request generates, to size extents.
         codec: number of the codec that makes records of its rows, -1 for none.
         site_sets: code -> site set.
         row_seqs: site set -> row sequence.
-        reduction: holds the prompt's rows, reduced, if they are.
-        reduction_site_set: what is reduced, -1 before the first row.
-        reduced_rows: how many rows have been reduced.
+        reduction: row sequence for the prompt's reduced rows; None before the first one.
+        reduction_site_set: site set that is reduced, -1 before the first row.
+        reduced_rows: rows reduced so far.
     """
 
     request_id: str
@@ -49,7 +51,7 @@ class CapturingRequest:
 
 
 class CapturePlanner:
-    """Plans what capturing requests have captured.
+    """Plans captures, one request at a time.
 
     Args:
         site_sets: where columns get their ranks.
@@ -67,7 +69,7 @@ class CapturePlanner:
     def plan(
         self, builder: PlanBuilder, request: CapturingRequest, endpoint: int, first: int, start: int, count: int
     ) -> None:
-        """Plan a request's `count` tokens from position `start` on, tokens `first` and on.
+        """Plan a request's `count` tokens: positions from `start`, tokens of the step from `first`.
 
         Raises:
             WeirError: if there is no room for them.
@@ -151,8 +153,8 @@ class CapturePlanner:
         """Return the row sequence for a token with `code` at `position`."""
         row_seq = request.row_seqs.get(site_set)
         if row_seq is not None and self._row_seqs.last_position[row_seq.index] >= position:
-            # Computed again after a preemption: a new row sequence, so that rows already handed out
-            # do not change.
+            # Recomputed after a preemption. Start a new row sequence, so that rows already handed
+            # out do not change.
             self._row_seqs.close(row_seq)
             row_seq = None
         if row_seq is None:

@@ -19,31 +19,35 @@ def _columns(integer: str, *names: str) -> np.dtype:
 
 
 PLACEMENT = _columns("i8", "token", "place", "size", "ring_rows", "codec")
-"""A captured token while the step is planned: where in the arena its rows or records go (`place`
-and `size` in rows; in bytes for records), its rows in the ring, and the codec's number, -1 for rows
-that are sent as they are."""
+"""A captured token while the step is planned.
+
+place, size: where its rows go in the arena, in rows; for records, in bytes.
+ring_rows: how many rows it has in the ring.
+codec: number of the codec, -1 for rows that are sent as they are.
+"""
 TOKEN_RUN = _columns(
     "i8", "token", "count", "place", "size", "ring_rows", "codec", "endpoint", "row_seq", "rank", "position"
 )
-"""`count` tokens from `token` on, at consecutive positions, whose rows go to consecutive places;
-the first one's placement and arrival."""
+"""`count` consecutive tokens and positions whose rows go to consecutive places. The other fields
+are the placement and arrival of the first token."""
 
 ROW_COPY = _columns("i8", "ring_row", "arena_row", "rows")
-"""Consecutive rows that are copied from the ring to the arena; ring rows count from the step's
-first one."""
+"""Consecutive rows to copy from the ring to the arena; `ring_row` counts from the step's first."""
 COPY_RUN = _columns("i8", "first", "end")
-"""Copies ``[first:end]`` of a plan: of tokens that follow each other in the step and in the
-arena."""
+"""A slice ``[first:end]`` of a plan's copies whose tokens are consecutive in step and arena."""
 RECORD = _columns("i8", "ring_row", "arena_byte", "bytes", "ring_rows", "codec")
-"""A token that is sent as records of a codec: its first row in the ring, and how many; where the
-records go."""
+"""A token that is sent as records of a codec.
+
+ring_row, ring_rows: its first row in the ring, and how many.
+arena_byte, bytes: where the records go in the arena, and their size.
+"""
 REDUCTION = _columns("i8", "row_seq", "cell", "groups", "columns", "resumed", "count", "done", "maximum")
-"""The part of a step in one request's reduction.
+"""What a step contributes to one request's reduction.
 
 cell: of its first group, counted in cells (float32 rows in the ring); a group has `columns` cells.
-groups: groups of positions of which tokens are in the step.
+groups: groups of positions that have tokens in the step.
 resumed: 0 if it begins in this step, else CONTINUED or COMPLETE of `vllm_weir.schema.reductions`.
-count: rows that have been reduced, with those of this step.
+count: rows reduced so far, including this step's.
 done: whether the step completes it.
 maximum: whether the largest values are wanted, not the mean.
 """
@@ -51,9 +55,9 @@ JOIN_FIELDS = (
     "cell", "groups", "columns", "resumed", "count", "done", "maximum", "kept_from", "kept_to",
 )  # fmt: skip
 JOIN = _columns("<i4", *JOIN_FIELDS)
-"""How the groups of a reduction are joined, as the device reads it: fields of `REDUCTION`, and the
-rows at which what earlier steps have left is kept, and at which what this one leaves is to be kept;
--1 for none."""
+"""How the device joins the groups of a reduction: fields of `REDUCTION`, and two rows of the memory
+kept between steps: where earlier steps left their part (`kept_from`), and where this step leaves
+its own (`kept_to`); -1 for none."""
 
 ARRIVAL = _columns("<i4", *messages.MARK_FIELDS)
 """What a reader is told of captured rows, in the layout of the message."""

@@ -1,4 +1,4 @@
-"""The builder of a step's plan: what each request's tokens do, and their ring rows. Pure numpy."""
+"""Builds a step's plan: what happens to each token, and its ring rows. Pure numpy."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ class _ByEndpoint:
 
 
 class PlanBuilder:
-    """What the tokens of one step do.
+    """Collects what one step captures and steers, and builds its plan.
 
-    Requests are added one after the other, those in the steady state all at once. Endpoints are
-    given by their numbers in `SteadyState.endpoints`.
+    Add requests in the steady state all at once, and the others one by one. Endpoints are given as
+    their numbers in `SteadyState.endpoints`.
 
     Args:
         size: tokens of the step.
@@ -240,7 +240,7 @@ class PlanBuilder:
         )
 
     def cancel(self, first: int, count: int) -> None:
-        """Let the `count` tokens from `first` on do nothing, whatever was added for them."""
+        """Undo whatever was added for the `count` tokens from `first` on."""
         end = first + count
         self._cancelled.append((first, end))
         self.site_sets[first:end] = self.programs[first:end] = -1
@@ -293,7 +293,7 @@ class PlanBuilder:
         return not (self.programs >= 0).any()
 
     def _apply_cancellations(self, placements: np.ndarray) -> None:
-        """Take room and size from the tokens of requests that failed."""
+        """Give tokens of failed requests no ring rows and no place in the arena."""
         tokens = placements["token"]
         for first, end in self._cancelled:
             cancelled = (tokens >= first) & (tokens < end)
@@ -384,7 +384,7 @@ class PlanBuilder:
         self._num_placements += len(placements)
 
     def _add_arrivals(self, endpoint: int, row_seq: int, rank: int | None, positions: np.ndarray) -> None:
-        """Add rows at `positions` (ascending), of ranks from `rank` on; None for dropped ones."""
+        """Report rows at `positions` (ascending), with ranks from `rank` on; None: dropped."""
         arrivals = [
             (row_seq, -1 if rank is None else rank + start, positions[start], end - start, stride)
             for start, end, stride in _strided_runs(positions)
@@ -402,7 +402,7 @@ def _consecutive_runs(values: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def _strided_runs(values: np.ndarray) -> list[tuple[int, int, int]]:
-    """Return (start, end, stride) of runs: one if all values are equally far apart."""
+    """Return (start, end, stride) of runs: one run if all values are equally spaced."""
     if int(values[-1]) - int(values[0]) == len(values) - 1:
         return [(0, len(values), 1)]
     steps = np.diff(values)

@@ -1,13 +1,13 @@
-"""The planner of a step: what every scheduled token is to record and to undergo. Pure numpy.
+"""The planner of a step: what to capture of each scheduled token, and how to steer it. Pure numpy.
 
 A token that is captured gets a *site set* (the set of columns whose rows are wanted) and a *slot*
 (the ring row of its first wanted column); the column at place k of the site set goes to ring row
-``slot + k``. So only wanted rows are written. A token that is steered gets a *program*. Where the
-rows go from the ring is said by the plan's copies.
+``slot + k``. So only wanted rows are written. A token that is steered gets a *program*. The plan's
+copies say where rows go from the ring.
 
-Most tokens of most steps are the one new token of a request for which nothing changes any more from
-token to token: those are planned all at once from the arrays of `SteadyState`, and a step that only
-repeats the last one is not planned at all. The others are planned one request after the other.
+In most steps, most requests have one new token and are treated as in the step before. These are
+planned all at once from the arrays of `SteadyState`; a step that merely repeats the last one is not
+planned at all. Other requests are planned one by one.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from vllm_weir.worker.planning.step_plan import RepeatedSteps, RequestFailure, S
 from vllm_weir.worker.steering.programs import ProgramTable
 
 MOST_EXPECTED = 4096
-"""Generated tokens that are counted at most to guess how many rows a request will have."""
+"""Cap on the generated tokens assumed when estimating how many rows a request will have."""
 
 
 class Planner:
-    """The live requests, and what turns a step's batch into a StepPlan.
+    """Keeps the live requests, and turns each step's batch into a `StepPlan`.
 
     Args:
         columns: columns (see `column_of`) that this worker fills.
         num_columns: width of the rank table.
         max_site_sets: height of the rank table.
         table: where programs are held.
-        row_seqs: where rows go; None for a planner whose rows go nowhere in particular.
+        row_seqs: where rows go; None for an unbounded arena of its own.
 
     Attributes:
         capturing, steered: the live requests that capture or are steered, by id.
@@ -135,7 +135,7 @@ class Planner:
     def resume(self, request_ids: Iterable[str]) -> None:
         """Note that requests go on after a preemption.
 
-        KV before their next tokens may be that of other requests then, from the prefix cache.
+        The KV before their next tokens may now be other requests', from the prefix cache.
         """
         for request in filter(None, map(self.steered.get, request_ids)):
             self._end_repetition()
@@ -178,8 +178,8 @@ class Planner:
         if len(steady):
             is_steady[steady] = self._plan_steady(builder, slots[steady], first_tokens[steady], computed[steady])
         others = ((slots != 0) & ~is_steady).nonzero()[0]
-        # What one takes from the prefix cache may be computed by another in this step, whose
-        # failure is then known.
+        # A request may take from the prefix cache what another computes in this very step. Plan by
+        # position, so that the other's failure is known first.
         others = others[computed[others].argsort(kind="stable")]
         arguments = np.stack([others, first_tokens[others], computed[others], counts[others]], 1)
         for k, first_token, start, count in arguments.tolist():

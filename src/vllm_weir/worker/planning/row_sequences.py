@@ -1,9 +1,9 @@
 """Row sequences: where the rows of a request go in host memory. Pure numpy.
 
-A row sequence is the run of one request's rows that share a site set; its `rank` counts token
-positions, each of which has one row for each column. It lives in extents of the arena, ``[capacity,
-columns, d_model]`` each: what a step adds is one piece for the device's copy engine, and any site
-of it a tensor that needs no copying.
+A row sequence holds one request's rows that share a site set. A `rank` numbers its token positions,
+each of which has one row per column. It lies in extents ``[capacity, columns, d_model]`` of the
+arena, so that the copy engine copies what a step adds in one piece, and each site of an extent is a
+tensor without a copy.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from vllm_weir.errors import WeirError
 from vllm_weir.worker.planning.arena import Arena
 
 FIRST_GENERATED = 256
-"""Generated tokens that a row sequence's first extent has room for, if so many can come; later
-extents double."""
+"""Generated tokens that the first extent has room for, if that many can come; later ones double."""
 FEWEST = 16
-"""Ranks of an extent in a crowded arena, if no more are needed at once."""
+"""Ranks of an extent in a crowded arena, unless more are needed at once."""
 CROWDED = 0.4
-"""Share of the arena in use from which extents are made no larger than need be."""
+"""Once this share of the arena is in use, extents are made no larger than necessary."""
 EXTENT_SHARE = 8
-"""An extent for generated tokens, which may never come, is at most this part of the arena."""
+"""An extent for generated tokens, which may never come, takes at most 1/8 of the arena."""
 PROMPT_SHARE = 2
-"""The same for rows of a prompt, which are sure to come: what lies in one extent is handed out
-without a copy."""
+"""An extent for a prompt, whose rows are sure to come, takes at most 1/2: what lies in one extent
+is handed out without a copy."""
 
 _ARRAYS = (
     "number", "next_rank", "end_rank", "origin", "rank_size", "ring_rows", "units_per_row", "codec", "last_position",
@@ -64,9 +63,9 @@ class RowSequence:
 
 @dataclass(frozen=True)
 class ResultCell:
-    """What a row sequence holds instead of rows, for a token or for all of them.
+    """What a row sequence holds instead of rows: one cell for each token, or for all of them.
 
-    [columns, values] float32, unless `kind` says otherwise.
+    A cell is float32 [columns, values], unless `kind` says otherwise.
 
     Attributes:
         kind: ``"fold"`` for a reduction, or a codec's records: ``"scores"``, or ``"packed"``,
@@ -90,7 +89,7 @@ class RowSequences:
 
     Args:
         arena: where extents are allocated.
-        patience: seconds to wait for room; None: rows that find none are dropped.
+        patience: seconds to wait for room before failing; None to drop rows instead.
 
     Attributes:
         layout_updates: endpoint -> what its reader must be told with the next step's rows.
@@ -147,7 +146,7 @@ class RowSequences:
         most_rows: int,
         cell: ResultCell | None = None,
     ) -> RowSequence:
-        """Return a new row sequence without an extent; with a `cell` it holds that, not rows."""
+        """Open a row sequence, without an extent yet; given a `cell`, it holds cells, not rows."""
         self.catch_up()
         if not self._free:
             self._grow_arrays(2 * len(self.next_rank))
@@ -182,7 +181,7 @@ class RowSequences:
     def place(self, row_seq: RowSequence, ranks: int) -> list[tuple[int, int, int]]:
         """Return places for the next `ranks` ranks: (first rank, place, count) per extent.
 
-        There are fewer than asked for if there is no room for the rest and rows may be dropped.
+        Return fewer if there is no room for the rest and rows may be dropped.
 
         Raises:
             WeirError: if there is no room and rows may not be dropped.
@@ -244,7 +243,7 @@ class RowSequences:
     def _extend(self, row_seq: RowSequence, ranks: int) -> bool:
         """Give a row sequence, whose extent is full, another; return whether there was room.
 
-        It has room for `ranks` ranks if that can be had, but may have less.
+        Make room for `ranks` ranks if possible; the extent may have less.
         """
         index = row_seq.index
         rank, units_per_row = int(self.next_rank[index]), int(self.units_per_row[index])
@@ -263,7 +262,7 @@ class RowSequences:
         return True
 
     def _wanted_capacity(self, row_seq: RowSequence, rank: int, ranks: int, units_per_row: int) -> int:
-        """Return the ranks an extent from `rank` on should have; `ranks` are needed at once."""
+        """Return the best capacity of an extent from `rank` on; `ranks` are needed at once."""
         if rank < row_seq.prompt_rows:
             generated = min(FIRST_GENERATED, row_seq.most_rows - row_seq.prompt_rows)
             expected, share = row_seq.prompt_rows - rank + generated, PROMPT_SHARE
@@ -275,7 +274,7 @@ class RowSequences:
         return min(max(1, largest), max(ranks, expected))
 
     def _allocate(self, wanted: int, least: int, rank_size: int, units_per_row: int) -> tuple[int, int, int] | None:
-        """Allocate room for `wanted` ranks, or for fewer down to `least`; wait only for these.
+        """Allocate room for `wanted` ranks, or fewer, down to `least`; wait only for `least`.
 
         Returns:
             Start and rows of the piece, and how many ranks it is for; None if there is no room.

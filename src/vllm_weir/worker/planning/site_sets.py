@@ -38,10 +38,10 @@ class SiteSets:
         return len(self._users)
 
     def hold(self, columns: tuple[int, ...], reduced: bool = False) -> int:
-        """Return the number of the site set of these columns (ascending), for one user more.
+        """Add a user to the site set of these columns (ascending), and return its number.
 
-        Tokens whose rows are `reduced` have site sets of their own: their ranks count cells of a
-        group, while in a streamed step those of other tokens are replaced by places in the bands.
+        Reduced rows have site sets of their own (`reduced`): their ranks count cells of a group,
+        whereas a streamed step replaces the ranks of other rows by places in bands.
 
         Raises:
             WeirError: if the table is full.
@@ -65,7 +65,7 @@ class SiteSets:
         return number
 
     def release(self, number: int) -> None:
-        """Count one user less; after the last one the site set's row is free."""
+        """Drop one user; the last one frees the site set's row."""
         self._users[number] -= 1
         if not self._users[number]:
             del self._users[number], self.columns_of[number], self._number_of[self._key_of.pop(number)]

@@ -20,8 +20,8 @@ from vllm_weir.worker.steering.programs import ActiveIntervention, ProgramTable
 from vllm_weir.worker.steering.unsteered_kv import SteeredKeys, UnsteeredKV
 
 MOST_CACHED = 64
-"""Instructions of interventions whose recipe is cached: an identity cache keeps up to
-`identity_cache.MOST` recipes."""
+"""Recipes with more instructions than this are not cached; the identity cache bounds their number
+(`identity_cache.MOST`), not their size."""
 
 ProgramIdentity = tuple[tuple[str, int], ...]
 """(digest, rank) of every intervention of a program."""
@@ -37,7 +37,7 @@ class SteeringRecipe:
         local: indices of interventions with a site at this worker's taps, which are those it can
             report.
         vectors: digests of the vectors that they need.
-        by_position: whether an intervention has an instruction for each position.
+        by_position: whether any intervention has a different instruction for each position.
     """
 
     def __init__(self, interventions: tuple[ResolvedIntervention, ...], table: ProgramTable) -> None:
@@ -95,11 +95,10 @@ class SteeredRequest:
 
     Attributes:
         keys: what its keys in the prefix cache are made of.
-        entered: whether the planner has seen from which position on it is computed here.
+        entered: whether its first position computed here is known, and those before it reported.
         programs: programs that it holds: identity -> (key, number).
         groups: indices of interventions -> number under which the reader knows them.
-        by_code: code -> (group, program) at all positions with it, as far as they do not depend on
-            the position.
+        by_code: code -> (group, program), for codes where neither depends on the position.
     """
 
     request_id: str
@@ -121,9 +120,8 @@ class SteeringPlanner:
         row_seqs: where readers are told of groups.
 
     Attributes:
-        reports: whether this worker reports what was steered: one of a tensor-parallel group is
-            enough.
-        unsteered_kv: what is in the prefix cache without having been steered as its keys say.
+        reports: whether this worker reports what was steered; one per tensor-parallel group does.
+        unsteered_kv: blocks in the prefix cache that were not steered as their keys say.
     """
 
     def __init__(self, table: ProgramTable, row_seqs: RowSequences) -> None:
@@ -176,7 +174,7 @@ class SteeringPlanner:
     def plan(
         self, builder: PlanBuilder, request: SteeredRequest, endpoint: int, first: int, start: int, count: int
     ) -> None:
-        """Plan a request's `count` tokens from position `start` on, tokens `first` and on.
+        """Plan a request's `count` tokens: positions from `start`, tokens of the step from `first`.
 
         Raises:
             WeirError: if it cannot be steered as asked.
@@ -198,7 +196,7 @@ class SteeringPlanner:
     def _report_cached(self, builder: PlanBuilder, request: SteeredRequest, endpoint: int, start: int) -> None:
         """Report positions before `start`, whose KV comes from the prefix cache.
 
-        Its keys in the cache say that it was steered alike.
+        By its cache keys, that KV was steered as this request asks.
 
         Raises:
             WeirError: if it may come from a request that failed before it was steered.

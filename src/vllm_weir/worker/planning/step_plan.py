@@ -48,7 +48,7 @@ class StepPlan:
         site_sets: int32 [tokens], what is captured, -1 for nothing.
         programs: int32 [tokens], what is done to the token, -1 for nothing.
         rows: ring rows that the step writes.
-        captured_tokens: int64 [m], the tokens whose rows are captured one by one.
+        captured_tokens: int64 [m], the tokens whose rows are captured unreduced.
         copies: ROW_COPY [n], the rows of each captured token that is sent uncompressed, in the
             order of `captured_tokens`; 0 rows for tokens of a request that failed while the step
             was planned.
@@ -84,7 +84,7 @@ class StepPlan:
 
     @property
     def acting_tokens(self) -> np.ndarray:
-        """int32 [n]: tokens on which taps act, those first that begin a group of reduced rows."""
+        """int32 [n]: tokens on which taps act; those that begin a group of reduced rows first."""
         acts = (self.programs >= 0) | ((self.slots >= 0) & (self.spans >= 0))
         for choice in self.programs_by_token:
             acts[choice.tokens] = True
@@ -111,15 +111,14 @@ class StepPlan:
         """
         slots = self.slots.copy()
         slots[self.spans != 0] += first_group_row
-        # Tokens of a request that failed while it was planned are captured tokens without a site
-        # set.
+        # Captured tokens without a site set belong to requests that failed during planning.
         captured = self.captured_tokens
         slots[captured] = np.where(self.site_sets[captured] >= 0, np.arange(len(captured)) * stride, -1)
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return StepPlan(**values | {"slots": slots})
 
     def lanes_of(self, slots: np.ndarray) -> np.ndarray:
-        """Return the indices in `captured_tokens`, int64 [n], of those with these `slots` [n]."""
+        """Return where in `captured_tokens` the tokens with these `slots` are; both int64 [n]."""
         live = np.flatnonzero(self.site_sets[self.captured_tokens] >= 0)
         return live[np.searchsorted(self.slots[self.captured_tokens[live]], slots)]
 
@@ -132,7 +131,7 @@ class StepPlan:
 class AdvancedPlan(StepPlan):
     """The plan of the `times`-th step after `base`: every request is `times` positions on.
 
-    What hardly any step needs is made when it is looked at.
+    Its arrays are made when they are first read, since few steps need all of them.
     """
 
     _base: StepPlan
@@ -180,7 +179,7 @@ _SHARED = (
     "slots", "site_sets", "programs", "rows", "captured_tokens", "copy_runs", "programs_by_token", "failures", "spans",
     "group_rows", "reductions", "reduced",
 )  # fmt: skip
-"""What a plan has in common with the one that it repeats."""
+"""Attributes that an advanced plan shares with its base."""
 
 
 def _advanced(array: np.ndarray, names: Sequence[str], by: int) -> np.ndarray:
@@ -208,7 +207,7 @@ def segments_of(copies: np.ndarray) -> np.ndarray:
 
 
 class RepeatedSteps:
-    """Steps of one batch in which every request goes on by one token as it did in the last step.
+    """Successive steps of one batch in which every request advances by one token, unchanged.
 
     Args:
         request_ids: the batch.
@@ -235,7 +234,7 @@ class RepeatedSteps:
             self._room = int((row_seqs.end_rank[indices] - row_seqs.next_rank[indices]).min())
 
     def continues(self, request_ids: Sequence[str], counts: np.ndarray, computed: np.ndarray) -> bool:
-        """Return whether the batch, with arrays int64 [n], is the last one's, one position on."""
+        """Return whether this batch is the last one, one position on; arrays are int64 [n]."""
         return (
             self._times < self._room
             and self._epoch == self._row_seqs.epoch  # else an extent may have been retired

@@ -25,7 +25,7 @@ resid_pre."""
 INT_FIELDS = ("kind", "u", "w", "next", "flags")
 FLOAT_FIELDS = ("a", "b", "lo", "hi")
 MOST_PLACES = 1024
-"""Choices of blocks whose taps are remembered."""
+"""Pairs of hook point and blocks whose taps are cached."""
 
 
 class ActiveIntervention(NamedTuple):
@@ -72,7 +72,7 @@ class _Slots:
         return slot, True
 
     def release(self, key: Hashable) -> bool:
-        """Count one user less; return whether it was the last."""
+        """Drop one user; return whether it was the last."""
         self._users[key] -= 1
         if self._users[key]:
             return False
@@ -186,7 +186,7 @@ class ProgramTable:
         return key, number
 
     def release(self, key: Hashable) -> None:
-        """Count one user of a program less; its nodes are free when the last has gone."""
+        """Drop one user of a program; the last one frees its nodes."""
         if self._program_slots.release(key):
             # Its vectors may go next, so an idle program is not kept for reuse.
             self._program_slots.forget(key)
@@ -230,7 +230,7 @@ class ProgramTable:
         self.changed["floats"].update(nodes)
 
     def _chains(self, active: Sequence[ActiveIntervention]) -> dict[tuple, list[int]]:
-        """Return (instruction, flags) in the order of a tap -> the taps that have them."""
+        """Return chain, as (instruction, flags) in order -> the taps that have it."""
         if len(active) == 1:
             ((intervention, _, rank),) = active
             taps = self._taps_of(intervention.hook, intervention.layers)

@@ -1,7 +1,7 @@
-"""KV that failed requests have left in the prefix cache, under keys of steering not done.
+"""KV that failed requests left in the prefix cache, unsteered but under keys of steered blocks.
 
-The readers of failed requests use other keys once they know (see `RowStore.salt`). Requests that
-were on their way by then, and those of other processes, are compared with what is kept here.
+Once its reader learns of the failure, it uses other keys (see `RowStore.salt`). Requests already on
+their way by then, and those of other processes, are checked against what is kept here.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class UnsteeredKV:
         """Note that a request failed: it was not steered from position `start` on."""
         self._failed.append((keys, start))
         if len(self._failed) > MOST_FAILED:
-            # A salt belongs to one process, which uses another one since; all processes begin
-            # without a salt.
+            # Forgetting a salted failure is safe: its process has moved on to another salt. But
+            # every process starts without a salt, so an unsalted failure can still be hit.
             forgotten, _ = self._failed.popleft()
             self._forgot_unsalted |= not forgotten.salt
 
@@ -68,10 +68,10 @@ class UnsteeredKV:
 
 
 def _shares_unsteered(failed: SteeredKeys, start: int, keys: SteeredKeys, end: int) -> bool:
-    """Return whether `failed` should have been steered at a position that both have keys for.
+    """Return whether the requests share a cached position at which `failed` missed its steering.
 
-    `failed` was not steered from position `start` on; only positions before `end` count, and only
-    as long as all keys are equal.
+    `failed` was not steered from position `start` on. Compare positions up to `end` (not included),
+    and stop at the first whose keys differ.
     """
     for position in range(end if start < end else 0):
         known_tokens = [t for t in (keys.token_at(position), failed.token_at(position)) if t is not None]

@@ -33,7 +33,7 @@ class VectorFetcher:
         """Endpoint -> digest -> vector."""
         self._errors: dict[str, str] = {}
         """Endpoint -> why its vectors could not be prefetched."""
-        # The context would wait for ever for sockets that were garbage together with it.
+        # If context and sockets are collected together, the context waits for ever for the sockets.
         self.close = weakref.finalize(self, _close, self._context, self._sockets)
 
     def add_inline(self, endpoint: str, vectors: Mapping[str, bytes]) -> None:
@@ -41,9 +41,9 @@ class VectorFetcher:
         self._received.setdefault(endpoint, {}).update(self._parse(vectors))
 
     def prefetch(self, wanted: Mapping[str, Iterable[str]]) -> None:
-        """Fetch what several requests will ask for, at once for each endpoint: endpoint -> digests.
+        """Fetch what several requests will ask for, in one go per endpoint: endpoint -> digests.
 
-        Errors are raised by the requests' own `fetch`.
+        Keep errors for the requests' own `fetch` to raise.
         """
         for endpoint, digests in wanted.items():
             received = self._received.setdefault(endpoint, {})

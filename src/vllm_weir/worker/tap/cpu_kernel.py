@@ -23,7 +23,7 @@ from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.steering.programs import AFTER_POST, LAST
 
 MAX_SEPARATE_CHAINS = 6
-"""Up to this many different chains are followed one after the other; more are followed together."""
+"""Follow up to this many different chains one by one, and more than that together."""
 
 
 def launch(

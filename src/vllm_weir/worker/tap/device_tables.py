@@ -1,4 +1,4 @@
-"""Copies of plans and tables on the device, written without waiting for it."""
+"""Device copies of plans and tables; writing them does not wait for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_weir.worker.planning.step_plan import ProgramsByToken, StepPlan
 from vllm_weir.worker.steering.programs import ProgramTable
 
 STAGING = 4
-"""Staging buffers of a plan: the host runs ahead of the copies to the device."""
+"""Staging buffers of the plan: how many steps the host may be ahead of copies to the device."""
 
 
 class PlanWriter:
@@ -24,7 +24,7 @@ class PlanWriter:
         self._plan = plan
         self._cuda = plan.is_cuda
         self._num_written = 0
-        """Tokens at the start of the device's plan that may do something."""
+        """Length of the plan on the device; entries beyond it are silent."""
         self._turn = 0
         self._last: _WrittenPlan | None = None
         count = STAGING if self._cuda else 1

@@ -1,15 +1,15 @@
-"""Moving taps out of the way of a compiler pass that matches an all-reduce followed by a norm.
+"""Moves taps out of the way of a compiler pass that matches an all-reduce followed by a norm.
 
-vLLM replaces `all_reduce -> add -> norm` by one kernel. A tap between the two breaks the match, even in an engine where
-nobody reads or steers. So the pass runs on a graph without those taps:
+vLLM fuses `all_reduce -> add -> norm` into one kernel. A tap in between breaks the match, even in
+an engine where nobody reads or steers. So the pass runs on a graph without those taps:
 
-1. `detach` takes every chain of taps that stands between an all-reduce and what uses its result out of the graph.
+1. `detach` removes every chain of taps between an all-reduce and the users of its result.
 2. The pass runs.
-3. `reattach` looks at each all-reduce. Where the pass has fused it, the fused op is replaced by one that takes the
-   taps too (see `vllm_weir.patches.allreduce_fusion`); elsewhere the taps are put back.
+3. `reattach` looks at each all-reduce. If the pass has fused it, replace the fused op by one that
+   takes the taps too (see `vllm_weir.patches.allreduce_fusion`); if not, put the taps back.
 
-Works on functionalized graphs of `torch.fx`, in which a tap is ``auto_functionalized(weir.tap, hidden=.., tap=..)``
-with the changed tensors as its outputs 1 and 2.
+Graphs are functionalized graphs of `torch.fx`: a tap is ``auto_functionalized(weir.tap, hidden=..,
+tap=..)``, and the tensors that it changed are its outputs 1 and 2.
 """
 
 from __future__ import annotations
@@ -50,16 +50,18 @@ class DetachedTaps:
 
 
 def detach(graph: fx.Graph, all_reduce: Any) -> list[DetachedTaps]:
-    """Take the taps behind every all-reduce out of the graph, and return what is needed to put them back."""
+    """Remove the taps behind every all-reduce; return what `reattach` needs to restore them."""
     nodes = [node for node in graph.nodes if node.target is all_reduce]
     return [taps for node in nodes if (taps := _detach_behind(graph, node)) is not None]
 
 
 def reattach(graph: fx.Graph, detached: list[DetachedTaps], fused: Any, tapped: Any) -> int:
-    """Give the taps back: to `tapped` in place of each `fused` op, to the graph elsewhere. Returns how many were fused.
+    """Restore detached taps, and return how many chains were fused.
+
+    Replace each `fused` op by `tapped`, which takes the taps; elsewhere put them back as they were.
 
     Raises:
-        RuntimeError: if the graph has neither the all-reduce nor the fused op of a detached chain any more.
+        RuntimeError: if neither the all-reduce nor the fused op of a chain is left in the graph.
     """
     count = 0
     for taps in detached:

@@ -77,11 +77,11 @@ class ModulePath:
 
 
 def _add_layer(module: torch.nn.Module, when: str, layer: Layer) -> None:
-    """Put a layer around a module's forward; on either side of the call, earlier layers act first.
+    """Put a layer around a module's forward; before and after the call, earlier layers act first.
 
-    With hooks, or a forward on the instance, Dynamo would trace all the code that calls hooks in
-    every such module, and an engine would start later. So the module gets a class of its own, as in
-    torch's parametrizations.
+    Give the module a class of its own, as torch's parametrizations do. With hooks, or a forward set
+    on the instance, Dynamo would trace torch's hook machinery in every such module, and the engine
+    would start later.
     """
     state = module.__dict__
     if _LAYERS not in state:
@@ -131,8 +131,8 @@ def _unbound(module: torch.nn.Module, instance_forward: Callable[..., Any]) -> F
 def _tap(anchor: Anchor, buffer: str, switch: TapSwitch, tap: int) -> Layer:
     """Return the layer of a tap whose tensors are all in one call.
 
-    Dynamo traces it once for every tap, and each function that is called makes that slower. So no
-    function is called for tensors that are positional arguments or elements of the output.
+    Dynamo traces it once per tap, and every function call makes that slower. So pick tensors that
+    are positional arguments or elements of the output without a call.
     """
     before = anchor.when == "before"
     positions = _positions(anchor)

@@ -3,9 +3,10 @@
 1. The chosen tokens among `GROUP` successive positions are a *group*. In a step, each tap joins the
    rows of a group, one after the other, into a *cell* per column: a float32 row in the ring.
 2. A group that an earlier step began is seeded with what that step left (`TapReducer.seed`).
-3. After the step the groups of a sequence are joined in order with what earlier steps left. If the
-   prompt is complete, the result is in its first group's cells; if not, the complete groups,
-   joined, and the last group are kept for the next step (`TapReducer.settle`).
+3. After the step, the groups of a sequence are joined in order with what earlier steps left
+   (`TapReducer.settle`). If the prompt is complete, the result goes to the cells of the step's
+   first group. If not, two things are kept for the next step: the join of the complete groups, and
+   the last group.
 
 So a result depends on positions alone: not on the batch, nor on how a prompt was cut into steps.
 """

@@ -117,7 +117,7 @@ def _write(
 def _follow(node, h, past_post, ints, floats, vectors, d_model, offsets, inside):
     """Follow a chain of nodes; return where it stopped, and the new row.
 
-    It stops at its end, or unless `past_post` at the nodes that come after the stream was recorded.
+    Unless `past_post`, stop also at the first node that acts after resid_post was recorded.
     """
     delta = tl.zeros_like(h)
     flags = tl.load(ints + node * _INTS + 4, mask=node >= 0, other=0)
@@ -283,9 +283,9 @@ def _tap(
     rank_1 = tl.load(stage_ranks + 1, mask=slot >= 0, other=-1)
     rank_2 = tl.load(stage_ranks + 2, mask=slot >= 0, other=-1)
     if AHEAD:
-        # Up to here only tables were read, which are complete before the kernel ahead starts. All
-        # programs wait, also those with nothing to do: the kernel after the tap takes the tap's end
-        # for the end of the kernel ahead.
+        # Only tables were read so far, which are complete before the kernel ahead starts. Programs
+        # with nothing to do wait too: the kernel after the tap takes the tap's end to mean that the
+        # kernel ahead has ended.
         gdc_wait()
     recorded = (rank_0 >= 0) | (rank_1 >= 0) | (rank_2 >= 0)
     if recorded & (flagged_span != 0):
@@ -336,8 +336,7 @@ def launch(
 
     `listed` is int32, the tokens that the plan has something for; those that begin a group come
     first, since they take longest. None means all tokens, as in a CUDA graph, which serves any
-    plan. A list saves programs that only find out that they have nothing to do, and hold up the
-    others meanwhile.
+    plan. A list saves launching programs that have nothing to do and hold up the others.
 
     Raises:
         ValueError: if the rows are not contiguous.
@@ -375,7 +374,7 @@ def launch(
         LISTED=listed is not None,
         AHEAD=ahead,
         num_warps=4 if block <= 2048 else 16,
-        # As many registers as plain tokens need: with more, half as many programs fit a processor.
+        # Enough registers for plain tokens; with more, half as many programs fit a multiprocessor.
         maxnreg=96 if block <= 2048 else 64 if block <= 4096 else 128,
         **({"launch_pdl": True} if ahead else {}),
     )

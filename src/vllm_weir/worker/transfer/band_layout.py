@@ -23,8 +23,8 @@ def layout_bands(
 ) -> tuple[int, list[tuple[int, ...]]]:
     """Divide a step's columns into bands.
 
-    The ring has room for two bands, so that one leaves while the next is written, and for all that
-    one tap writes.
+    Choose bands so narrow that the ring holds two, one leaving while the next is written, and all
+    the bands that a single tap writes to.
 
     Args:
         site_sets: number of a site set -> its columns.
@@ -86,7 +86,7 @@ def learn_tap_order(orders: Sequence[tuple[int, ...]], reached: tuple[int, ...])
     """Return the orders of taps that are known after a step.
 
     Args:
-        orders: those that were known before it; what the step contradicts is forgotten.
+        orders: those known before it; orders that the step contradicts are dropped.
         reached: taps that the model has reached in the step, in order.
     """
     kept = [order for order in orders if [t for t in order if t in reached] == [t for t in reached if t in order]]

@@ -51,9 +51,10 @@ class BufferServer:
         self._thread.start()
 
     def maps(self, endpoint: str) -> bool:
-        """Return whether the reader needs no rows in messages; the first call offers it the buffer.
+        """Return whether the reader maps the buffer; offer it to the reader on the first call.
 
-        A reader that has gone needs none either.
+        If not, rows have to travel in messages. Return True also for a reader that has gone, which
+        needs no rows at all.
         """
         if endpoint not in self._held and endpoint not in self._gone:
             mapped = self._share(endpoint, messages.ReaderEndpoint.parse(endpoint))

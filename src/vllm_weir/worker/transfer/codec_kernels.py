@@ -85,8 +85,8 @@ CHUNK, STEP = 512, 64
 """The order of summation: products of STEP values at a time are added up to the sum of a CHUNK, and
 these to the whole. Both kernels keep to it, so they give the same bits."""
 MAX_SPREAD_BYTES = 1 << 24
-"""Size of the chunks' sums up to which every chunk has a program of its own: a step's few rows
-would leave most of the device idle otherwise."""
+"""Up to this size of the chunks' sums, every chunk has a program of its own. With few rows, most of
+the device would be idle otherwise."""
 LaunchShape = tuple[int, int, int]
 """Rows of a program, stages and warps."""
 
@@ -96,9 +96,9 @@ def _products(
     rows, halves, index, n, first, d, K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 [ROWS, K], products of the rows `index` [ROWS, 1].
+    """Return float32 [ROWS, K], products of the rows `index` [ROWS, 1] over one chunk.
 
-    They are over one chunk, that from value `first` on.
+    The chunk begins at value `first` of each row.
     """
     columns, exists = tl.arange(0, K)[None, :], index < n
     sums = tl.zeros([ROWS, K], tl.float32)

@@ -54,8 +54,8 @@ class CpuCopyOut:
 class CudaCopyOut:
     """Copies on a side stream, without holding up the main stream.
 
-    Quick packing is done on the main stream: beside the model's kernels it costs a step several
-    times what it takes by itself.
+    Quick packing runs on the main stream: on the side stream, beside the model's kernels, it would
+    delay a step by several times its own duration.
     """
 
     def __init__(self, ring: Ring, host: HostBuffer) -> None:

@@ -37,7 +37,7 @@ class Products:
             return (rows.double() @ self.matrix.double().T).float().view(torch.uint8)
         from vllm_weir.worker.transfer.direction_kernel import products
 
-        # Its request may leave, and its memory be reused, before the device is done.
+        # The request may leave, and the matrix be freed, before the device has used it.
         self.matrix.record_stream(torch.cuda.current_stream())
         return products(rows.contiguous(), self.matrix).view(torch.uint8)
 

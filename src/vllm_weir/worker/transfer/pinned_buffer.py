@@ -14,7 +14,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 BLOCK = 64 << 20
-"""Bytes that are pinned in one go, approximately."""
+"""Approximate number of bytes pinned in one go."""
 AHEAD = 4
 """Blocks that are pinned in advance of the highest one in use."""
 
@@ -42,7 +42,7 @@ class HostBuffer:
         os.ftruncate(self.fd, size)
         self._map = mmap.mmap(self.fd, size)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        # No row and no page lies in two blocks.
+        # No row or page straddles two blocks.
         page = math.lcm(row_bytes, mmap.PAGESIZE)
         self._block = max(page, BLOCK // page * page)
         self._block_rows = self._block // row_bytes
@@ -112,10 +112,10 @@ class HostBuffer:
         return np.concatenate([whole, np.array(parts, np.int64)])
 
     def close(self) -> None:
-        """Wait for the device's copies and unpin; the memory is free once no process maps it.
+        """Wait for the device's copies, then unpin; the memory lives until no process maps it.
 
-        CUDA remembers addresses: a later mapping of this process at a registered address could not
-        be pinned.
+        CUDA remembers registered addresses: if they stayed registered, a later mapping at the same
+        address could not be pinned.
         """
         thread, self._thread = self._thread, None
         if thread is None:

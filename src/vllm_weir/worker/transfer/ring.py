@@ -33,14 +33,18 @@ class Ring:
         self.buffer = torch.zeros(capacity, d_model, dtype=dtype, device=device)
         self.capacity = capacity
         self._cursor = self._base = 0
-        # Pieces start where a float32 may: reductions are kept in them.
+        # Align pieces for float32, which reductions are kept in.
         self._alignment = max(1, 4 // self.buffer.element_size())
         self._leaving: deque[tuple[int, int, GpuEvent]] = deque()
         """(first row, end, event) of pieces that are being copied out, in the order of their
         copies."""
 
     def take(self, rows: int) -> int:
-        """Return the first row of the next piece of `rows` contiguous rows."""
+        """Return the first row of the next piece of `rows` contiguous rows.
+
+        Raises:
+            ValueError: if the ring is too small.
+        """
         if rows > self.capacity - self._base:
             raise ValueError(f"{rows} rows do not fit a ring of {self.capacity - self._base}")
         start = -(-self._cursor // self._alignment) * self._alignment
@@ -50,9 +54,9 @@ class Ring:
         return start
 
     def rewind(self, start: int = 0) -> None:
-        """Let the next piece, and each that would pass the ring's end, begin at row `start`.
+        """Use only the ring's rows from `start` on: take the next piece there, and wrap to there.
 
-        Of pieces of one size that are taken from here on, as many as fit do not overlap.
+        Pieces of one size then overlap only once the rest of the ring has been handed out.
         """
         self._cursor = self._base = start
 
@@ -60,8 +64,7 @@ class Ring:
         """Make the current stream wait until the rows in a piece have been copied out."""
         last = max((k for k, (a, b, _) in enumerate(self._leaving) if a < start + rows and start < b), default=-1)
         if last >= 0:
-            # Copies end in the order of this queue, so the latest one's end is that of all before
-            # it.
+            # Copies finish in queue order: waiting for the last one covers all before it.
             self._leaving[last][2].wait()
             for _ in range(last + 1):
                 self._leaving.popleft()

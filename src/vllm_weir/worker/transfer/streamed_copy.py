@@ -25,13 +25,11 @@ from vllm_weir.worker.transfer.packed_bands import PackGroup, packs_of
 from vllm_weir.worker.transfer.ring import Ring
 
 MIN_RUN_TOKENS = 2
-"""Tokens from which on a run is one copy with gaps."""
+"""Runs of at least this many tokens are sent as one copy with gaps."""
 ROWS_PER_COPY = 64
-"""Rows that a copy should have: starting one costs the copy engine as much as copying some ten
-rows."""
+"""Rows that a copy should have; starting one costs the copy engine as much as some ten rows."""
 MIN_PACKED_COLUMNS = 4
-"""Columns that a band should have if its rows are compressed: so many products are computed in one
-go."""
+"""Columns that a band should have if its rows are compressed, to encode enough in each launch."""
 
 
 @dataclass(eq=False)
@@ -78,8 +76,7 @@ class StreamedCopy:
     ) -> None:
         self._ring, self._copy_out, self._taps, self._codecs = ring, copy_out, taps, codecs
         self._regions = torch.full_like(ranks, -1)
-        """On the device: ring row of lane 0 for each column of a site set; what the taps use as
-        rank table."""
+        """Ring row of lane 0 for each column of a site set; the taps use it as their rank table."""
         self._bands_of_tap: dict[int, list[ColumnBand]] = {}
         self._open: list[ColumnBand] = []
         """Bands of which some taps have written and some have not."""
@@ -119,7 +116,7 @@ class StreamedCopy:
         self._bands_of_tap = {}
         for columns in bands:
             self._add_band(columns, site_sets, regions, copies)
-        # Of rows that are reduced, one group stands by itself, its columns side by side.
+        # Groups of reduced rows are in no band: a group's columns stand side by side.
         for number in np.unique(plan.site_sets[plan.spans != 0]).tolist():
             regions[number] = self._no_regions()
             regions[number][list(columns_of[number])] = np.arange(len(columns_of[number]))
@@ -182,7 +179,7 @@ class StreamedCopy:
         self._send([band for band in bands if not band.unwritten_taps])
 
     def _claim(self, band: ColumnBand) -> None:
-        """Let the device wait until a band's part of the ring is free, if this is its first tap."""
+        """Before a band's first tap, make the device wait until its part of the ring is free."""
         if band in self._open:
             return
         rows = self._lanes * self.stride
