@@ -1,4 +1,4 @@
-"""Weir: read and steer the activations of language models served by stock vLLM, at vLLM's own speed."""
+"""Weir: read and steer activations of models served by stock vLLM, at vLLM's own speed."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ __all__ = [
 _guard.install()
 _outputs.give_outputs_properties()
 
-# vLLM imports this package in every process, and ignores a plugin whose import fails: here and on the way to
-# `vllm_weir.plugin` nothing but the standard library is imported, and the rest when it is used.
+# vLLM imports this package in every process, and ignores a plugin whose import fails. So only the
+# standard library is imported here and on the way to `vllm_weir.plugin`, and the rest on first use.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {

@@ -1,4 +1,8 @@
-"""The public functions: `params` puts captures and interventions into a copy of vLLM's SamplingParams."""
+"""The public functions.
+
+`params` puts captures and interventions into a copy of vLLM's SamplingParams; the others act on an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +39,15 @@ def params(
     Args:
         sampling_params: vLLM's own; never changed. None: ``SamplingParams()``.
         capture: one `Capture` or a list of them (or their wire form).
-        interventions: one intervention or a list of them (or their wire form), applied in the order given.
+        interventions: one intervention or a list of them (or their wire form), applied in the order
+            given.
 
-    Given the result of an earlier call, an argument replaces what that call was given; one left out keeps it.
+    If `sampling_params` is the result of an earlier call, an argument replaces what that call set,
+    and one left out keeps it.
 
     Returns:
-        A new ``SamplingParams`` whose ``extra_args["weir"]`` is plain JSON data; usable in any number of requests.
+        A new ``SamplingParams`` for any number of requests; its ``extra_args["weir"]`` is plain
+        JSON data.
 
     Raises:
         WeirError: naming the field that is wrong.
@@ -69,11 +76,12 @@ def params(
 def register(llm: Any, name: str, vector: Any) -> str:
     """Register `vector` under `name` for requests to this engine, and return its digest.
 
-    Its shape is [d_model], [n, d_model] or [n_layers, n, d_model]; the intervention that names it says what the rows
-    mean.
+    Its shape is [d_model], [n, d_model] or [n_layers, n, d_model]; the intervention that names it
+    says what the rows mean.
 
-    A request uses the vector that the name stands for when it is admitted. Registering the name again affects later
-    requests only; their KV cache entries never mix, because they are keyed by content.
+    A request uses the vector that the name stands for when the request is admitted; registering the
+    name again affects later requests only. KV cache entries of the two vectors never mix, because
+    they are keyed by content.
 
     Raises:
         WeirError: if this is not a vector, or Weir does not serve the engine.
@@ -96,7 +104,9 @@ def list_vectors(llm: Any) -> dict[str, dict[str, Any]]:
 
 
 def set_global(llm: Any, interventions: Any) -> None:
-    """Apply interventions to every request admitted from now on, before its own; they replace earlier global ones.
+    """Apply interventions to every request admitted from now on, before the request's own.
+
+    They replace earlier global ones.
 
     Raises:
         WeirError: naming the field that is wrong; then nothing changes.
@@ -110,7 +120,7 @@ def clear_global(llm: Any) -> None:
 
 
 def sites(llm: Any) -> list[SiteVerdict]:
-    """Return every hook point of every block of the engine's model: whether it is served, and if not, why.
+    """Return every hook point of the engine's model: whether it is served, and if not, why.
 
     Args:
         llm: ``LLM``, ``LLMEngine`` or Weir's drop-in class; for an ``AsyncLLM`` use `sites_async`.
@@ -122,7 +132,7 @@ def sites(llm: Any) -> list[SiteVerdict]:
 
 
 async def sites_async(engine: Any) -> list[SiteVerdict]:
-    """Return the same as `sites` for an ``AsyncLLM``, whose workers can only be asked asynchronously."""
+    """Return what `sites` returns, for an ``AsyncLLM``: its workers answer only asynchronously."""
     from vllm_weir.frontend.lookup import ask_workers
 
     await ask_workers(engine)
@@ -136,7 +146,8 @@ def _verdicts(capabilities: Any) -> list[SiteVerdict]:
 def mark(request_id: str, *, llm: Any = None, **metadata: Any) -> list[Ticket]:
     """Write the rows of a request that were captured with ``keep="marked"``.
 
-    May be called while the request runs (its rows are written when it finishes) and until `marked_seconds` after it.
+    Call it while the request runs (its rows are then written when it finishes), or within
+    `marked_seconds` after it has finished.
 
     Args:
         request_id: as on vLLM's output (``out.request_id``); stands for all its `n` sequences.
@@ -144,7 +155,8 @@ def mark(request_id: str, *, llm: Any = None, **metadata: Any) -> list[Ticket]:
         **metadata: plain JSON data that the sink stores with the rows.
 
     Returns:
-        One ticket for each sequence and sink whose rows are being written; ``ticket.wait()`` returns the files.
+        One ticket for each sequence and sink whose rows are being written; ``ticket.wait()``
+        returns the files.
 
     Raises:
         WeirError: if no such request is known, or its rows are gone.
@@ -193,5 +205,5 @@ def _frontend(llm: Any) -> Any:
 
 
 def demo_model() -> str:
-    """Return the directory of the small Llama that ships with the package (HF format, bf16, own tokenizer)."""
+    """Return the directory of the small Llama that ships with Weir (HF format, bf16, tokenizer)."""
     return str(Path(__file__).parent / "demo" / "model")

@@ -9,7 +9,7 @@ from vllm_weir.errors import WeirError, brief
 
 
 class ServiceError(WeirError):
-    """The base class of these errors.
+    """The base class of all failures other than a wrong request.
 
     Attributes:
         status: The HTTP status, or None if there was no response.

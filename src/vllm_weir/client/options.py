@@ -34,7 +34,7 @@ class ClientOptions:
     def parse(
         cls, base_url: str, api_key: str | None, admin_key: str | None, timeout: float, retries: int
     ) -> ClientOptions:
-        """Return the settings for these arguments; raises WeirError naming a wrong one."""
+        """Return the settings for these arguments; raise WeirError naming a wrong one."""
         parts = urlsplit(base_url if isinstance(base_url, str) else "")
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise WeirError(f"expected an address like http://localhost:8000, got {brief(base_url)!r}", "base_url")

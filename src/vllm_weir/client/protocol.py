@@ -96,7 +96,7 @@ def send(effect: SendRequest | OpenStream, retries: RetryPolicy) -> Flow[HttpRes
 
 
 def request_bytes(request: SendRequest, retries: RetryPolicy) -> Flow[bytes]:
-    """Return a response's body; raises the error that it reports."""
+    """Return a response's body; raise the error that it reports."""
     response = yield from send(request, retries)
     if not 200 <= response.status < 300:
         raise error_from(response.status, response.body)
@@ -104,7 +104,7 @@ def request_bytes(request: SendRequest, retries: RetryPolicy) -> Flow[bytes]:
 
 
 def request_json(request: SendRequest, retries: RetryPolicy) -> Flow[Any]:
-    """Return a response's JSON data, None if it is empty; raises the error that it reports."""
+    """Return a response's JSON data, None if it is empty; raise the error that it reports."""
     body = yield from request_bytes(request, retries)
     if not body.strip():
         return None

@@ -204,7 +204,7 @@ def _matrix(values: list[list[float]]) -> torch.Tensor:
 
 
 def activations_of(data: bytes) -> Activations:
-    """Return the activations that `Activations.save` wrote; raises WeirError for other bytes."""
+    """Return the activations that `Activations.save` wrote; raise WeirError for other bytes."""
     try:
         end = 8 + int.from_bytes(data[:8], "little")
         meta = json.loads(data[8:end]).get("__metadata__", {})

@@ -54,7 +54,7 @@ class StreamAssembler:
         self.done = False
 
     def add(self, event: str) -> Iterator[Chunk]:
-        """Yield the chunks of one event; raises the error that it reports."""
+        """Yield the chunks of one event; raise the error that it reports."""
         if event == DONE:
             self.done = True
             return

@@ -40,7 +40,7 @@ class StepBudget:
         host_rows: rows that one step may take of the host buffer.
         streams_above: steps of more tokens than this leave the ring band by band; None if none do.
         max_requests: requests that a step can have.
-        max_chunk: tokens of a prompt that are computed at once at most; 0 for no bound of its own.
+        max_chunk: the most tokens of one prompt in a step; 0 for no such bound.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class StepBudget:
         self._stale = False
 
     def join(self, request_id: str, engine_request: EngineRequest) -> None:
-        """Count in a capturing request that has entered the scheduler."""
+        """Add a capturing request that has entered the scheduler."""
         row_tokens = engine_request.max_row_tokens
         self._row_tokens[request_id] = ENDLESS if row_tokens is None else row_tokens
         token_rows = self._token_rows[request_id] = 0 if row_tokens == 0 else engine_request.rows_per_token
@@ -86,7 +86,7 @@ class StepBudget:
     def tokens(self, live: Mapping[str, Any], limit: int) -> int:
         """Return how many tokens the coming step may hold, at most `limit`.
 
-        Forget requests that are not `live`.
+        Requests that are not `live` are forgotten first.
 
         Args:
             live: vLLM's requests by id.
@@ -140,11 +140,11 @@ class StepBudget:
         rows_per_group = max(prompt.rows_per_group for prompt in self._reduced.values())
 
         def group_rows(tokens: int) -> int:
-            # As many requests as possible, each with all that is left of its prompt, and a last one
-            # with less.
+            # The most groups arise if as many requests as possible share the step: each with all
+            # that is left of its prompt, and a last one with less.
             whole = int(np.searchsorted(tokens_of_shortest, tokens, "right"))
             requests = min(whole + 1, len(remaining), self._max_requests)
-            # Every one begins a group, and one that goes on may begin in the middle of another.
+            # Each request begins a group, and a resumed one may begin in the middle of one.
             return rows_per_group * (tokens // GROUP + requests + min(requests, resumed))
 
         return group_rows

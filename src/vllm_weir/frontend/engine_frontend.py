@@ -67,9 +67,9 @@ class EngineFrontend:
 
     Attributes:
         capabilities: what the workers serve; None until they have reported.
-        source: where other processes of a server keep registered vectors and the interventions of
-            every request.
-        observer: is called for every request, if a server has set it.
+        source: the store, shared by a server's processes, from which `refresh` loads `registry`
+            and `always`; None if there is none.
+        observer: told what becomes of requests; None unless a server has set it.
         always: interventions of every request, before its own.
     """
 
@@ -109,7 +109,7 @@ class EngineFrontend:
     def learn(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Take in the workers' reports.
 
-        If one has failed, refuse every request with Weir's keys for its reason.
+        If a worker has failed, refuse every request with Weir's keys, for the worker's reason.
         """
         try:
             capabilities = EngineCapabilities.merge(reports)
@@ -173,10 +173,10 @@ class EngineFrontend:
             prompt_len: tokens of the prompt.
             max_tokens: as the request asks.
             streams: whether the sequence has outputs before its last.
-            has_embeddings: as for `admit`.
+            has_embeddings: as for the function `admit`.
 
         Returns:
-            The sequence's tracker, and what travels to the engine; None if nothing needs to.
+            The sequence's tracker, and what travels to the engine (None if nothing needs to).
 
         Raises:
             WeirError: naming the field, if the request cannot be served exactly as asked.

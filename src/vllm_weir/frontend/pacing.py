@@ -16,15 +16,15 @@ from typing import Any
 from weakref import WeakSet
 
 MAX_WAIT_PLAIN = 0.1
-"""Seconds for which one plain request is waited for at most: one that takes longer waits itself,
-say for an image."""
+"""The most seconds to wait for one plain request; one that takes longer is itself waiting, say for
+an image."""
 MAX_ENTERING, MAX_RESPONDING = 2, 8
 """Requests with Weir's keys that enter the engine, and that go on to their responses, in one turn
 of the loop."""
 MAX_DELAY = 1.0
-"""Seconds for which the pace delays a request at most."""
+"""The most seconds for which the pace delays a request."""
 TICK = 0.05
-"""Seconds between two checks of the delayed requests, at most."""
+"""The most seconds between two checks of the delayed requests."""
 BURST = 4
 """Requests that may come at once before the pace delays them."""
 
@@ -74,12 +74,12 @@ class Pacing:
         self._entries: dict[PlainEntry, None] = {}
         """Plain requests on their way to the engine, oldest first."""
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-        """Requests with Weir's keys that wait for these: number, and the future that they wait
-        for."""
+        """Requests with Weir's keys that wait for those in `_entries`: number, and the future that
+        they wait for."""
         self._entering, self._responding = asyncio.Semaphore(MAX_ENTERING), asyncio.Semaphore(MAX_RESPONDING)
 
     def add_own(self, state: Any) -> None:
-        """Count in vLLM's state of a request with Weir's keys that has entered the engine."""
+        """Add vLLM's state of a request with Weir's keys that has entered the engine."""
         if self.pace:
             self._own.add(state)
 
@@ -94,7 +94,7 @@ class Pacing:
         return sum(not admitted.done() for _, admitted in self._delayed)
 
     def enter(self) -> PlainEntry:
-        """Count in a plain request that is on its way to the engine."""
+        """Add a plain request that is on its way to the engine."""
         entry = PlainEntry(self, next(self._numbers))
         self._entries[entry] = None
         return entry
@@ -134,9 +134,9 @@ class Pacing:
         await admitted
 
     def _may_enter(self, latest: float = float("inf")) -> bool:
-        """Return whether one more request may enter now, and spend its credit.
+        """Return whether one more request may enter now, and spend credit for it if there is some.
 
-        At the time `latest` it enters in any case.
+        From the time `latest` on, it may enter in any case.
         """
         now = monotonic()
         self._credit = min(self._credit + (now - self._credited_at) * self.pace, BURST)

@@ -1,4 +1,4 @@
 """What works even where Weir itself cannot load.
 
-Imports the standard library and vLLM's own modules alone.
+It imports the standard library, vLLM, and modules of Weir that import no more than these.
 """

@@ -219,7 +219,7 @@ def install(status: Status = NOT_LOADED) -> None:
 
     Args:
         status: why Weir does not work. The default is for a process in which Weir may still be
-            loaded, and leaves what is wrapped already as it is.
+            loaded; it leaves alone what is wrapped already.
 
     Raises:
         Unguarded: here or when a module is imported, if this vLLM lacks what is to be wrapped.

@@ -1,8 +1,8 @@
-"""Patch of vLLM's fusion of all-reduce and norm (tensor parallelism with FlashInfer), so that taps do not break it.
+"""Keep taps from breaking vLLM's fusion of all-reduce and norm (tensor parallelism, FlashInfer).
 
-With taps between them vLLM would find no all-reduce followed by a norm to fuse. The fused op is therefore replaced by
-one that takes the taps too: where none of them acts it is vLLM's own kernel, with the same arguments, and where
-one acts it is the all-reduce, the taps and the norm, one after the other.
+With taps between them, vLLM would find no all-reduce followed by a norm to fuse. So the fused op is
+replaced by one that takes the taps too. If none of them acts, it runs vLLM's own kernel with the
+same arguments; if one acts, it runs the all-reduce, the taps and the norm one after the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FP4 = "scaled_fp4_quant"
 
 
 def apply(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., Any]:
-    """Run the pass on the graph without taps, and give the taps back."""
+    """Wrap ``AllReduceFusionPass.__call__``: run it without the taps, then put them back."""
 
     def wrapper(self: Any, graph: torch.fx.Graph) -> None:
         fused = getattr(torch.ops.vllm, _FUSED, None)
@@ -44,13 +44,13 @@ def apply(original: Callable[..., Any], _status: PatchStatus) -> Callable[..., A
 
 
 def _quantises_to_fp4(graph: torch.fx.Graph) -> bool:
-    """Whether a norm may be fused with a quantisation that `_act` does not know; taps stay where they are then."""
+    """Return whether a norm may be fused with FP4 quantisation, which `_act` cannot do."""
     return any(_FP4 in str(part) for node in graph.nodes for part in (node.target, *node.args[:1]))
 
 
 @functools.cache
 def tapped_op(fused: Any) -> Any:
-    """Define the op that takes the place of `fused`: the same arguments, then the numbers and kinds of taps."""
+    """Define the op that replaces `fused`: its arguments, then the taps' numbers and kinds."""
     schema = fused._schema
     names = [argument.name for argument in schema.arguments]
     declared = str(schema).partition("(")[2].rpartition(") ->")[0]
@@ -84,8 +84,9 @@ def _act(
 ) -> None:
     """Do what the fused kernel does, in parts, with the taps between the all-reduce and the norm.
 
-    The kernel puts the norm into `norm_out` and the stream into `allreduce_in`, or, without a `norm_out`, the norm into
-    `allreduce_in` and the stream into `residual`; `quant_out` gets the norm in FP8.
+    With a `norm_out`, the kernel puts the norm there and the stream into `allreduce_in`; without
+    one, the norm into `allreduce_in` and the stream into `residual`. `quant_out` gets the norm in
+    FP8.
     """
     import vllm.ir
     from vllm._custom_ops import scaled_fp8_quant

@@ -23,24 +23,24 @@ MAX_SETS = 8
 """Live sets for particular taps; batches that need others use the smallest that has theirs, or the
 one with all."""
 REQUESTS_TO_CAPTURE = {"FULL": 2, "PIECEWISE": 4}
-"""Steps that must have asked for a graph before it is captured, where they run without a graph
-until then. Decoding comes back to the same size again and again, a mixed batch's size may never
-come again."""
+"""Steps that must have needed a graph before it is captured, if they run without a graph until
+then; by mode. Decoding returns to the same size again and again, whereas a mixed batch's size may
+never recur."""
 REQUESTS_TO_NARROW = {"FULL": 16, "PIECEWISE": 64}
-"""The same where a graph that is a little too large, or that has more taps, serves until then: a
-capture takes as long as dozens of such steps lose."""
+"""The same if a graph that is larger, or has more taps, serves until then: dozens of such steps
+lose only as much time as one capture takes."""
 TOKENS_TO_NARROW, TOKENS_PER_IDLE_TAP = 8_000, 0.05
-"""The same where plain requests share the step and would wait for the capture: tokens of padding,
-in sum, with an idle tap counted as a part of one. A capture takes about as long as some 2,000
-tokens."""
+"""The same if plain requests share the step, as they would wait for the capture: the padding tokens
+that such steps must have wasted in sum, and what an idle tap counts for. A capture takes about as
+long as 2,000 tokens."""
 MAX_REMEMBERED = 4096
 """Different graphs whose demand is counted, or whose substitute is remembered."""
 DUE = 1 - 1e-6
 """Demand at which a graph is captured: 1, less the rounding of a sum of fractions."""
 MAX_SIZE_RATIO, MIN_START_TOKENS = 0.7, 16
-"""Sizes of the live graphs, with the taps between blocks, that are captured at start-up: each at
-most this part of the next, down to this many tokens. One of them serves whatever most live steps
-need; all sizes would take seconds, and the points inside blocks are four times as many launches."""
+"""Choice of the live graphs captured at start-up, which have the taps between blocks: each size is
+at most this ratio of the next larger one, down to this many tokens. One of them serves most live
+steps. All sizes would take seconds, and taps inside blocks would mean four times the launches."""
 
 
 class LiveGraph(NamedTuple):
@@ -58,12 +58,11 @@ class LiveGraph(NamedTuple):
 class GraphSets:
     """The silent and the live graphs of one runner.
 
-    A live set has the launches of some of the taps, or of all.
-
     A *silent* graph is one of vLLM's own. Its taps launch nothing, so it serves steps in which
-    nothing is captured or steered. A live step replays the graph of its size and taps, if that is
-    captured; otherwise the smallest captured graph that covers it, or none. Which of these are
-    captured is the same on all tensor-parallel ranks.
+    nothing is captured or steered. A *live* graph launches some of the taps, or all of them; those
+    with the same taps are a set. A live step replays the graph of its size and taps if that has
+    been captured, otherwise the smallest captured graph that covers it, or none. All
+    tensor-parallel ranks have captured the same graphs.
 
     Args:
         manager: vLLM's CudaGraphManager, whose `capture` and `dispatch` are patched.
@@ -95,8 +94,7 @@ class GraphSets:
         self._masks: list[int] = []
         """Masks of the live sets for particular taps."""
         self._demand: defaultdict[LiveGraph, float] = defaultdict(float)
-        """Graphs that are not captured -> how much of what makes a capture worth it has come
-        together, up to 1."""
+        """Graphs that are not captured -> demand so far; at `DUE` a capture is worth its cost."""
         self._captured: set[LiveGraph] = set()
         self._failed: set[LiveGraph] = set()
         self._substitutes: dict[LiveGraph, LiveGraph | None] = {}
@@ -120,17 +118,15 @@ class GraphSets:
             self._capture_live(ALL, descs_by_mode)
             self._captured.update(LiveGraph(ALL, desc) for descs in descs_by_mode.values() for desc in descs)
         else:
-            # All with one call: what an earlier graph leaves in the pool, only one on the same
-            # stream can use.
+            # All in one call: only graphs captured on the same stream can use memory that earlier
+            # ones have left in the pool.
             some = {mode: _sizes_at_start(descs) for mode, descs in descs_by_mode.items()}
             self._try_capture(self._runtime.boundary_taps, some)
 
     def _dispatch_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the descriptor that a step runs with, after swapping in the graphs that it needs.
 
-        Takes the arguments of vLLM's `dispatch`.
-
-        Runs once per step. `restore` puts vLLM's own graphs back.
+        Replaces vLLM's `dispatch`, which runs once per step. `restore` puts vLLM's graphs back.
         """
         desc = self._vllm_dispatch(*args, **kwargs)
         if not self._runtime.switch.live or desc.cg_mode.name == "NONE":
@@ -288,7 +284,7 @@ class GraphSets:
         self._substitutes.clear()
 
     def report(self) -> dict[str, Any]:
-        """Return sizes of the sets, counts of steps, and costs of late captures (seconds, bytes)."""
+        """Return sizes of the sets, counts of steps, and seconds and bytes of late captures."""
         return {
             "graphs": "lazy" if self.lazy else "eager",
             "live": len(self._captured),

@@ -1,10 +1,10 @@
-"""Two sets of CUDA graphs on runner V2: vLLM's own, with silent taps, and one with live taps.
+"""CUDA graphs on runner V2: vLLM's own, with silent taps, and beside them sets with live taps.
 
-A tap is *silent* while its runtime's switch is off, and then launches nothing. A few live graphs
-are captured at start-up, others once enough steps have asked for them, by vLLM's own capture code;
-every step replays from the set it needs. Both sets share vLLM's memory pool, its static buffers and
-one stream, as graphs of different sizes do; outside a live step's forward pass everything is as
-vLLM left it.
+A tap is *silent* while its runtime's switch is off, and then launches nothing. vLLM's own code
+captures a few live graphs at start-up, and others once enough steps have needed them. Every step
+replays from the set that it needs. All sets share vLLM's memory pool, its static buffers and one
+stream, as graphs of different sizes do. Outside a live step's forward pass everything is as vLLM
+left it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from vllm_weir.worker.runtime import WorkerRuntime
 
 
 def patch_runner(runner: Any, runtime: WorkerRuntime, config: Any, eager: bool) -> Callable[[], dict[str, Any]]:
-    """Patch the capture and the replay of a V2 runner's graphs.
-
-    Return a function that reports on the sets.
+    """Patch how a V2 runner captures and replays graphs; return a function that reports on them.
 
     Args:
         runner: vLLM's, with its model loaded and no graph captured yet.

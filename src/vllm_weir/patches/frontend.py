@@ -167,7 +167,7 @@ def _make_frontend(engine: Any, status: PatchStatus, hold: bool) -> EngineFronte
 
 
 def llm_engine_init(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
-    """Wrap ``LLMEngine.__init__``: make its `EngineFrontend` and ask its workers what they serve."""
+    """Wrap ``LLMEngine.__init__``: make its `EngineFrontend`, ask its workers what they serve."""
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         _check_settings(args, kwargs)

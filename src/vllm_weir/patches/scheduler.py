@@ -126,9 +126,9 @@ class _SchedulerState:
 
 
 def _streams_above(config: Any) -> int | None:
-    """Return the tokens of the largest step that replays a CUDA graph.
+    """Return above how many tokens a step's rows are streamed; None if they never are.
 
-    The result is None if no step's rows are streamed.
+    That is the size of the largest step that replays a CUDA graph; 0 if none does.
     """
     if config.device_config.device_type != "cuda" or not config.use_v2_model_runner:
         return None

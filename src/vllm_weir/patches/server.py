@@ -39,8 +39,8 @@ def init(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any
 def create(original: Callable[..., Any], status: PatchStatus) -> Callable[..., Any]:
     """Wrap ``create_completion`` or ``create_chat_completion``: serve what the body asks of Weir.
 
-    Subclasses, which translate requests of other APIs, are left as they are: their responses cannot
-        carry rows.
+    Subclasses, which translate requests of other APIs, keep the original behaviour: their responses
+    cannot carry rows.
     """
     owner = original.__qualname__.partition(".")[0]
 

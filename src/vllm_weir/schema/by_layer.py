@@ -13,11 +13,11 @@ from vllm_weir.schema.vectors import Vector
 
 _NUMBER = re.compile(r"-?\d+", re.ASCII)
 _MAX_DIGITS = 9
-"""Longest number of a block."""
+"""Most digits of a block's number."""
 
 
 class VectorsByLayer:
-    """A `Vector` for each of some blocks. No dataclass; `Vector` says why.
+    """A `Vector` for each of some blocks. Not a dataclass, for the reason that `Vector` gives.
 
     Attributes:
         vectors: by block, ascending.

@@ -26,8 +26,7 @@ class ByPosition(NamedTuple):
     def check(self, prompt_len: int | None = None) -> None:
         """Raise WeirError unless the selector names exactly as many positions as there are rows.
 
-        A position before the prompt's start does not count; one that the request may not reach
-        does.
+        Positions before the prompt's start do not count; those that the request may never reach do.
 
         Args:
             prompt_len: tokens of the prompt; None checks only what is known without it.

@@ -36,10 +36,10 @@ class EngineSpec:
 
     @functools.cached_property
     def end(self) -> int:
-        """The shortest prompt length with which no generated position can be selected.
+        """The smallest length of prompt for which no generated position can be selected.
 
-        A bound that depends on the generated tokens would be wrong: past the prompt, the
-        scheduler's count of computed tokens may run ahead of the device's.
+        It is compared with the prompt alone, not with the tokens computed so far: past the prompt,
+        the scheduler's count of those may run ahead of the device's.
         """
         return max([0, *map(_end_of, self.selectors)])
 

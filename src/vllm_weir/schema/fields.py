@@ -1,9 +1,9 @@
 """Helpers of the schema's frozen dataclasses: set normalised fields, refuse unknown keys.
 
-Captures and interventions are plain dataclasses and no pydantic models. A pydantic constructor
-turns every error into its own `ValidationError`, a `WeirError` and the field that it names
-included, and checks each field alone, where a hook point may say the layers and `per_layer` what a
-vector's shape means. `config.settings`, which has neither need, is a pydantic model.
+Captures and interventions are plain dataclasses, not pydantic models, for two reasons. Pydantic
+would turn a `WeirError`, which names the field, into its own `ValidationError`. And it checks each
+field alone, whereas a hook point may imply the layers, and `per_layer` says what a vector's shape
+means. `config.settings`, which has neither need, is a pydantic model.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ same h:
     AFFINE     c = a * (w . h) + b
     CLAMP      c = a * (min(max(w . h, lo), hi) - w . h)
     BLEND      adds a * (u - h)
-    KEEP_NORM  turns h towards c * u, c = a + b * |h|: adds s * |h| / |s| - h, s = h + c * u;
-    nothing if s = 0
+    KEEP_NORM  adds s * |h| / |s| - h, where s = h + (a + b * |h|) * u; adds nothing if s = 0
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from vllm_weir.schema.vectors import digest_of
 
 CONST, NORM, AFFINE, CLAMP, BLEND, KEEP_NORM = range(6)
 INFINITE = float(np.float32(3.4e38))
-"""Stands for a bound that is not given."""
+"""The bound of a CLAMP that has none on that side."""
 
 
 class Instruction(NamedTuple):
@@ -89,7 +88,7 @@ class VectorCollector:
 def reach(instruction: Instruction, rows: Mapping[str, np.ndarray]) -> float:
     """Return the largest value that an instruction sets or adds, whatever the row is.
 
-    Of NORM, in units of the row's own norm.
+    For NORM it is in units of the row's own norm.
     """
     if instruction.kind == AFFINE:
         factor = abs(instruction.b)

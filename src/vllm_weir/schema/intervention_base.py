@@ -45,9 +45,9 @@ class Intervention:
     vectors: ClassVar[dict[str, tuple[int, ...]]]
     """The fields that hold vectors, and how many dimensions each may have."""
     factor: ClassVar[str]
-    """The field that says how much is changed."""
+    """The field that errors name if the change is too large for the model's dtype."""
     rows_by_position: ClassVar[str] = ""
-    """The field of which several rows are one for each selected position."""
+    """The field whose rows, if it has several, are for one selected position each."""
     single_vector: ClassVar[str] = ""
     """The field that holds one vector, never several."""
     layers: Any
@@ -56,7 +56,7 @@ class Intervention:
     per_layer: bool
     path: str
     where = ""
-    """What errors append to the vectors' fields in one layer's part, see `by_layer`."""
+    """The layer, appended to the vectors' fields in errors; set by `by_layer`."""
 
     def __post_init__(self) -> None:
         parse_flag(self.per_layer, "per_layer", self.path)
@@ -184,7 +184,7 @@ class Intervention:
         )
 
     def by_layer(self, num_layers: int, lookup: Lookup) -> list[Intervention]:
-        """Split into interventions of one layer each where the vectors differ by layer.
+        """Split into interventions of one layer each if the vectors differ by layer.
 
         Args:
             num_layers: of the model.

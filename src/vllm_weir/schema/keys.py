@@ -70,8 +70,8 @@ def meant(key: str, in_body: bool = False) -> str | None:
 
     Args:
         key: as the request has it.
-        in_body: whether `key` is a field of a request's body, where the fork's fields stand and
-            vllm-lens's do not.
+        in_body: whether `key` is a field of a request's body, so that one of the fork's fields may
+            be meant too.
     """
     if key in KEYS or key in FORK_FIELDS or len(key) > _MAX_MISSPELT:
         return None

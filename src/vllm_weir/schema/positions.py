@@ -210,10 +210,10 @@ class Positions:
         return int(hits[0]) if len(hits) else prompt_len
 
     def steady(self, prompt_len: int) -> tuple[int, bool] | None:
-        """Return (position, selected), where every position from there on is selected or none is.
+        """Return (position, selected): from there on, all positions are selected or none is.
 
-        None if there is no such position. For a selector by token this is about the superset that
-        `mask` returns without tokens.
+        None if there is no such position. For a selector by token, the answer is about the superset
+        that `mask` returns without tokens.
         """
         if self.kind == "all":
             return 0, True

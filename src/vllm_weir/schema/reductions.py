@@ -11,5 +11,5 @@ group's last one, a flag for maxima instead of sums, and a flag that the cells a
 result of an earlier step."""
 
 CONTINUED, COMPLETE = 1, 2
-"""Flags of a reduction that earlier steps began: whether its first group continues their last one,
-and whether their last one is complete."""
+"""Where a step resumes a reduction that earlier steps began: inside their last group, or after it,
+as that group is complete."""

@@ -24,7 +24,7 @@ from vllm_weir.schema.vectors import number
 
 WIRE_VERSION = 1
 MAX_CAPTURES = 62
-"""With that of vllm-lens's key 63 selectors, as many as `Selectors` tells apart."""
+"""With the one of vllm-lens's key, as many selectors as `Selectors` can tell apart (63)."""
 MAX_INTERVENTIONS = 1024
 MAX_MODULES = 64
 MAX_WIRE_CHARS = 64 << 20

@@ -27,8 +27,8 @@ _DTYPES = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u
 class Vector:
     """A vector or matrix: a float32 array, or the name or digest of one in the vector registry.
 
-    No dataclass: tools that print dataclasses field by field to compare them, as Inspect does for
-    the keys of its cache, abbreviate long arrays, so that different vectors would look equal.
+    Not a dataclass: tools that print dataclasses field by field to compare them, as Inspect does
+    for the keys of its cache, abbreviate long arrays, so that different vectors would look equal.
 
     Attributes:
         array: float32, read-only where it was parsed; None for a reference.

@@ -16,6 +16,7 @@ from vllm_weir.server.response import ResponseBuilder
 from vllm_weir.server.state import ServerState
 
 current_response: ContextVar[ResponseBuilder | None] = ContextVar("weir_reply", default=None)
+"""The builder of the response to the request that a task serves; None for a plain request."""
 
 SERVER = "_weir_server"
 """The attribute of an engine client that holds its `ServerState`."""

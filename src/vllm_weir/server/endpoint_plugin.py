@@ -93,7 +93,7 @@ class Endpoints:
 
 
 def load_route_modules() -> list[ModuleType]:
-    """Return the modules with the routes; raises whatever their import raises."""
+    """Return the modules with the routes; raise whatever their import raises."""
     return [importlib.import_module(f"vllm_weir.server.routes.{name}") for name in ROUTERS]
 
 

@@ -53,7 +53,7 @@ class ServerLimits(BaseModel):
 
     @classmethod
     def load(cls, environ: Mapping[str, str] = os.environ) -> ServerLimits:
-        """Return the limits that the environment sets; raises WeirError naming a wrong variable."""
+        """Return the limits that the environment sets; raise WeirError naming a wrong variable."""
         warn_of_unknown(environ, PREFIX, [name.upper() for name in cls.model_fields])
         variables = {name: PREFIX + name.upper() for name in cls.model_fields}
         values = {name: environ[variable] for name, variable in variables.items() if variable in environ}

@@ -81,7 +81,7 @@ class WeirRequest:
 
 
 def _gather(xargs: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Weir's and vllm-lens's keys from all places; raises WeirError for one given twice."""
+    """Return Weir's and vllm-lens's keys from all places; raise WeirError for one given twice."""
     found: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for place, values in places(xargs, body):

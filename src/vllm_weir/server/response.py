@@ -94,7 +94,7 @@ class ResponseBuilder:
         self.held.release()
 
     def discard(self) -> None:
-        """Delete the results that a response or chunk refers to which nobody received."""
+        """Delete the stored results of a response or chunk that nobody received."""
         for key in self._spooled:
             if self._server.spool is not None:
                 self._server.spool.delete(key)

@@ -40,11 +40,10 @@ class AdmittedRequest:
             a scale of 0); one with different vectors at different layers is several.
         rows: the vectors [d_model] that these use, and the directions that captures project on, by
             digest.
-        parted: for each intervention as it was given, how many of `moves` it is.
-        by_position: vectors that have one row for each selected position, whose number is checked
-            per request.
-        asked: the request's own selectors for which it depends on its lengths whether they select
-            anything.
+        parted: for each intervention as it was given, how many of `moves` it became.
+        by_position: rows that are for one selected position each, to be counted against the
+            positions of each request.
+        asked: the request's own selectors that may select nothing, depending on its lengths.
     """
 
     spec: ResolvedSpec
@@ -58,7 +57,7 @@ class AdmittedRequest:
 
     @functools.cached_property
     def columns(self) -> dict[Site, int]:
-        """The column of the plan in which workers record each site."""
+        """Site -> the column of the plan in which workers record it."""
         return {w.site: column_of(w.site, w.before) for w in self.spec.site_requests}
 
     @functools.cached_property
@@ -142,7 +141,7 @@ def admit(
             the like.
         lookup: (reference, field) -> array, or raises WeirError.
         always: interventions that every request undergoes, before its own.
-        everyone: what sinks get of every request.
+        everyone: captures of every request, for sinks.
         sinks: names of the engine's sinks.
         module: (name, field) -> the interventions registered under a name, or raises WeirError.
         vocabulary: the engine's.

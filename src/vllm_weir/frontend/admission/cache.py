@@ -45,7 +45,7 @@ def admission_key(
     Args:
         extra_args: the request's.
         has_token_ids: whether the prompt is given as token ids.
-        names: `VectorRegistry.version`, as long as which is the same names mean the same.
+        names: `VectorRegistry.version`; until it changes, every name keeps its meaning.
         has_embeddings: as for `admit`.
     """
     weir_object = extra_args.get(WIRE_KEY)

@@ -32,9 +32,8 @@ def make_engine_request(
 ) -> EngineRequest | None:
     """Return what travels with a request to the scheduler and workers.
 
-    The result is None if it asks nothing of them.
-
-    The engine frontend adds the vectors that travel along and the cache salt.
+    The result is None if the request asks nothing of them. The engine frontend adds the vectors
+    that travel along, and the cache salt.
 
     Args:
         admitted: the request, checked and resolved.
@@ -111,12 +110,10 @@ def _count_programs(
 ) -> tuple[int, int]:
     """Return upper bounds on (programs, instructions).
 
-    A program is one combination of interventions that a position can have.
-
-    Positions are grouped by their code: bit k says whether distinct selector k can select the
-    position. A selector by token id may or may not select a token that is not known yet, so each
-    doubles the programs. An intervention with an instruction per position can make every position's
-    program different.
+    A program is one combination of interventions that a position can have. Positions are grouped by
+    their code, whose bit k says whether distinct selector k can select them. A selector by token id
+    may or may not select a token that is not known yet, so each one doubles the programs. An
+    intervention with an instruction per position can give every position a program of its own.
     """
     selectors = Selectors(list(dict.fromkeys(m.positions for m in interventions)), prompt_len, prompt_ids)
     if len(selectors.by_token) > MAX_TOKEN_SELECTORS:

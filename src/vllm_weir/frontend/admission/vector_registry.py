@@ -148,7 +148,7 @@ class VectorRegistry:
     def module(self, name: str, field: str) -> Sequence[Intervention]:
         """Return the interventions under a name.
 
-        A direction per block becomes an `Add` at each of them.
+        For a vector with a direction per block, these are an `Add` at each of the blocks.
 
         Raises:
             WeirError: naming `field`, if no module has the name.

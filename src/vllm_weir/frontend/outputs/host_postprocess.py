@@ -1,7 +1,7 @@
 """Reductions, projections and compression of rows in the caller's process.
 
-Workers reduce the prompt's rows; what is generated is added here. Of a request whose captures want
-different things, workers do nothing and all of it is done here.
+Workers reduce the prompt's rows, and the rows of generated tokens are added here. If a request's
+captures want different things, workers send the rows as they are and everything is done here.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def reduce_rows(
 ) -> list[TakenRows]:
     """Reduce each site's rows to one.
 
-    A site of which any row is missing has no result: what is made of some rows would pass for what
-    is made of all.
+    A site with a missing row has no result, since a reduction of some rows would pass for one of
+    all rows.
 
     Args:
         how: one of `vllm_weir.schema.capture.REDUCTIONS`.

@@ -1,9 +1,8 @@
 """Slices rows into tensors before the rows arrive, while the model computes them.
 
-The number of rows of a sequence that generates all the tokens that it may is known when it comes.
-Its tensors, which for a batch can be thousands, are ready when the batch ends, instead of being
-made while the caller waits. Tensors of a sequence that ends sooner are made when they are looked
-at.
+How many rows a sequence has if it generates all of its `max_tokens` is known when it is admitted.
+So its tensors, of which a batch can have thousands, are made before the batch ends, not while the
+caller waits. If a sequence ends sooner, its tensors are made when somebody looks at them.
 """
 
 from __future__ import annotations

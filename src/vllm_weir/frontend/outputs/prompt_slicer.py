@@ -14,8 +14,7 @@ from vllm_weir.frontend.receive.tokens import SequenceTokens
 
 logger = logging.getLogger(__name__)
 PER_TURN = 8
-"""Sequences that are looked at in one go, so that other threads of the process need not wait for
-longer."""
+"""The most sequences to look at in one go, while other threads of the process wait."""
 
 
 def captures_only_prompt(group: CaptureGroup, prompt_len: int) -> bool:

@@ -62,7 +62,7 @@ class Ticket:
         self._settled = False
 
     def close(self, state: str, files: tuple[str, ...] = ()) -> None:
-        """Set the final state, and wake whoever waits for it."""
+        """Set the state, final but for `revise`, and wake whoever waits for it."""
         self.files, self.state = files, state
         self._closed.set()
 
@@ -73,7 +73,7 @@ class Ticket:
     def settle(self, timeout: float) -> None:
         """Wait until the sink has taken the rows; not for rows that are held until they are marked.
 
-        After it has returned once it raises no error for what fails later: `state` tells.
+        Once the sink has taken the rows, a later failure is not raised: `state` tells.
 
         Raises:
             WeirError: if the sink has failed and the request depends on it, or takes longer than

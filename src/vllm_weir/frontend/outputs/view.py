@@ -166,7 +166,7 @@ class OutputView:
     def verify(self) -> list[tuple[ResolvedIntervention | None, int, int]]:
         """Return how many positions each intervention has changed, and how many were cached.
 
-        Waits for the workers' word.
+        Wait until the workers have confirmed them.
 
         Raises:
             WeirError: if a position was not changed as asked.
@@ -231,13 +231,13 @@ class OutputView:
         return count
 
     def wait(self) -> None:
-        """Wait for all that `receipt` waits for, and raise WeirError as it does."""
+        """Wait for the sinks, the rows and the word on steering; raise WeirError if any failed."""
         self.settle()
         self.activations()
         self.verify()
 
     def receipt(self) -> Receipt:
-        """Return what was done for this sequence up to this output; waits as `settle` does."""
+        """Return what was done for this sequence up to this output, waiting as `wait` does."""
         self.settle()
         activations = self.activations()
         changed = self._by_intervention(self.verify())

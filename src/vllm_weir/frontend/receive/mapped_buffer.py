@@ -23,8 +23,8 @@ class MappedBuffer:
         wake: called after a piece was dropped.
 
     Attributes:
-        dropped: starts of pieces that nothing here refers to and that the worker has not been told
-            of.
+        dropped: starts of pieces that nothing here refers to any more, of which the worker has not
+            been told yet.
         pressure: share of the worker's buffer in use, as it last said.
     """
 

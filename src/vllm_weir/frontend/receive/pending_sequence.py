@@ -119,8 +119,7 @@ class PendingSequence:
         """
         if not self._released and self._claims and self.memory.spec.site_requests:
             self.unclaim()
-        # Set before the claims are looked at: whoever gives up the last one meanwhile looks at
-        # this.
+        # Set this before reading the claims: `unclaim` reads it after giving up the last one.
         self._released = True
         if self._claims:
             return False
@@ -213,7 +212,7 @@ class PendingSequence:
             found.extend(self._find(sites, positions, kind))
             return True
 
-        # Under the store's lock: arrivals that are entered while a view's are read would be lost.
+        # Under the store's lock: arrivals recorded while a view's positions are read would be lost.
         self._store.wait(look, 0.0)
         return [self._collect(some_sites, locations, positions, copy) for some_sites, locations in found]
 

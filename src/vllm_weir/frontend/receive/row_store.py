@@ -81,7 +81,7 @@ class RowStore:
         self._pending[pending.request_id] = pending
 
     def forget(self, pending: PendingSequence) -> None:
-        """Release a request's rows although something may still refer to it."""
+        """Release a request's rows, even if something still refers to the request."""
         with self._changed:
             if pending.release():
                 self._pending.pop(pending.request_id, None)

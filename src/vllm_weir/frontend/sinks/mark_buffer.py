@@ -68,7 +68,7 @@ class MarkBuffer:
             self._live[request_id] = name
 
     def leave(self, request_id: str) -> None:
-        """Remove a request that will not finish, as it was aborted; does nothing for others.
+        """Remove a request that was aborted; do nothing for one that has finished.
 
         Takes no lock, as a garbage collection may call this in a thread that holds it.
         """

@@ -181,7 +181,7 @@ class SinkRunner:
             logger.exception("the sink %s failed", self.name)
 
     def _publish(self, call: Callable[[], None]) -> None:
-        """Call `tick`, `flush` or `close` of the consumer; revise the tickets of pending sequences."""
+        """Call the consumer's `tick`, `flush` or `close`; revise tickets of pending sequences."""
         why = ""
         with self._consumer_lock:
             try:

@@ -93,7 +93,7 @@ def from_fields(fields: Mapping[str, Any], path: str = "") -> list[Intervention]
             ``{"vector", "value" or "min" and / or "max", "strength"}``, or ``{hook: packed}`` with
             ``bounds`` (``[[min, max], ...]``, null for none) and ``strengths`` in place of
             ``scales``. Other fields are ignored.
-        path: goes before the fields' names in errors.
+        path: prefix of the fields' names in errors.
     """
     out: list[Intervention] = []
     for prefix, positions in TIERS.items():

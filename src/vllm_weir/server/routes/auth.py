@@ -1,4 +1,4 @@
-"""The check of the admin key, which changes for every request need."""
+"""The check of the admin key, which it takes to change the server for every request."""
 
 from __future__ import annotations
 

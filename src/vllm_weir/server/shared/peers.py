@@ -33,7 +33,7 @@ class Peers:
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Start to answer questions; raises WeirError if no socket can be created."""
+        """Start to answer questions; raise WeirError if no socket can be created."""
         try:
             self._server = await asyncio.start_unix_server(self._serve, self._address(self._own))
         except OSError as e:

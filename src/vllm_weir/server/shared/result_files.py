@@ -75,7 +75,7 @@ class ResultFiles:
         return key
 
     def open(self, key: str) -> BinaryIO | None:
-        """Open a result, which stays readable if it expires meanwhile; None for an unknown id."""
+        """Open a result, readable even if it expires meanwhile; return None for an unknown id."""
         if not is_id(key):
             return None
         try:
