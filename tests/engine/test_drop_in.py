@@ -164,7 +164,7 @@ def test_rows_that_were_dropped_leave_the_others_where_they_are(root):
 
 def test_flags_are_true_or_false():
     for name in ("include_prefill", "include_decode", "last_prefill_token", "last_decode_token"):
-        with pytest.raises(weir.WeirError, match=f"{name}: true or false"):
+        with pytest.raises(weir.WeirError, match=f"{name}: expected True or False"):
             weir.LLM("no model is looked for", **{name: "no"})
 
 

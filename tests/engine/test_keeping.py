@@ -288,7 +288,7 @@ def test_shipped_consumers_by_name(llm, tmp_path):
 def test_text_from_outside_sets_up_no_sink(llm):
     params = sampling(2)
     params.extra_args = {"weir": '{"v": 1, "capture": [{"layers": 0, "sink": {"notes": {}}}]}'}
-    with pytest.raises(weir.WeirError, match="names one of the engine's sinks"):
+    with pytest.raises(weir.WeirError, match="may only name one of the engine's sinks"):
         llm.generate(prompts([4]), params, use_tqdm=False)
     params.extra_args = {"weir": '{"v": 1, "capture": [{"layers": 0, "sink": "kept"}]}'}
     assert llm.generate(prompts([4]), params, use_tqdm=False)[0].receipt.files
