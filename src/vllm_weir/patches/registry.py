@@ -44,6 +44,7 @@ class Patch:
         variant: the model runner it belongs to, of which an engine uses one; empty for patches that
             every engine needs.
         recent: whether it belongs to a route whose module older versions of vLLM lack.
+        cuda: whether its module can only be imported with vLLM's CUDA kernels.
     """
 
     module: str
@@ -56,6 +57,7 @@ class Patch:
     serving: bool = False
     variant: str = ""
     recent: bool = False
+    cuda: bool = False
 
     @property
     def path(self) -> str:
@@ -186,7 +188,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(_GRAPHS, "CudaGraphManager.dispatch", WORKER, "runner V2: a step replays from the set it needs", None,
          ("num_reqs", "num_tokens"), variant="V2"),
     Patch("vllm.compilation.passes.fusion.allreduce_rms_fusion", "AllReduceFusionPass.__call__", WORKER,
-         "taps do not keep vLLM from fusing all-reduce and norm", "allreduce_fusion:apply", ("graph",)),
+         "taps do not keep vLLM from fusing all-reduce and norm", "allreduce_fusion:apply", ("graph",),
+         cuda=True),
     Patch("vllm.compilation.cuda_graph", "CUDAGraphWrapper.clear_graphs", WORKER,
          "runner V2: the piecewise graphs of both sets", variant="V2"),
     Patch("vllm.compilation.monitor", "validate_cudagraph_capturing_enabled", WORKER,
@@ -334,11 +337,14 @@ def _module_exists(name: str) -> bool:
 def verify() -> list[tuple[Patch, str]]:
     """Return every patch with what is wrong with it (empty: nothing).
 
-    Imports all modules of the table.
+    Imports all modules of the table that can be imported on this platform.
     """
+    from vllm.platforms import current_platform
+
     found = []
     for patch in PATCHES:
-        if patch.recent and not _module_exists(patch.module):
+        absent = patch.recent and not _module_exists(patch.module)
+        if absent or (patch.cuda and not current_platform.is_cuda()):
             found.append((patch, ""))
             continue
         try:
