@@ -844,6 +844,7 @@ def test_rows_that_cannot_be_published_later_are_told_their_requests(tmp_path, m
             ticket.settle(5)
         if how == "tick":
             eventually(lambda: all(t.state.startswith("failed") for t in tickets), True, 10)
+            eventually(lambda: "No space left" in caplog.text, True, 10)  # logged after the tickets have failed
         elif how == "flush":
             with pytest.raises(WeirError, match=r"could not be flushed: StoreError: cannot write .*No space left"):
                 one.flush(10)
