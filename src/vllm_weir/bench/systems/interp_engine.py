@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
-import importlib.util
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_weir.bench.plan import BatchSize, BenchPlan, EngineChoice
-from vllm_weir.bench.systems.stock import StockSystem, chosen_rows, is_installed, with_path
+from vllm_weir.bench.plan import BatchSize, EngineChoice
+from vllm_weir.bench.systems.library import LibrarySystem
+from vllm_weir.bench.systems.stock import chosen_rows
 
 
-class InterpEngineSystem(StockSystem):
+class InterpEngineSystem(LibrarySystem):
     """interp-engine with its static backend; every prompt is one `capture`, and all are in flight at once."""
 
     name = "interp-engine"
-
-    @classmethod
-    def environ(cls, plan: BenchPlan) -> dict[str, str]:
-        return super().environ(plan) | with_path(plan.rivals_path)
-
-    @classmethod
-    def engine_choice(cls, plan: BenchPlan, case: str) -> EngineChoice:
-        return EngineChoice(kind="workloads", layers=plan.captured_layers(case))
-
-    def missing(self) -> str | None:
-        if not is_installed("interp-engine") or importlib.util.find_spec("interp_engine") is None:
-            return "interp-engine is not installed"
-        return None if self.plan.cuda else "its vLLM backends start on CUDA only"
-
-    def version(self) -> str:
-        return importlib.metadata.version("interp-engine")
+    needs_cuda = "its vLLM backends start on CUDA only"
 
     def engine(self, choice: EngineChoice) -> dict[str, Any]:
         arguments = super().engine(choice)

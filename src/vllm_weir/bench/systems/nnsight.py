@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from vllm_weir.bench.plan import BatchSize, BenchPlan, EngineChoice
-from vllm_weir.bench.systems.stock import StockSystem, chosen_rows, is_installed, with_path
+from vllm_weir.bench.plan import BatchSize, EngineChoice
+from vllm_weir.bench.systems.library import LibrarySystem
+from vllm_weir.bench.systems.stock import chosen_rows
 
 PROMPTS_OF_A_TRACE = 100
 """Saved tensors of one trace travel in one message, which msgpack limits to 4 GB."""
 
 
-class NnsightSystem(StockSystem):
+class NnsightSystem(LibrarySystem):
     """nnsight's vLLM engine: every prompt is one `invoke` that saves the blocks' outputs."""
 
     name = "nnsight"
-
-    @classmethod
-    def environ(cls, plan: BenchPlan) -> dict[str, str]:
-        return super().environ(plan) | with_path(plan.rivals_path)
-
-    @classmethod
-    def engine_choice(cls, plan: BenchPlan, case: str) -> EngineChoice:
-        return EngineChoice(kind="workloads", layers=plan.captured_layers(case))
-
-    def missing(self) -> str | None:
-        if not is_installed("nnsight") or importlib.util.find_spec("nnsight") is None:
-            return "nnsight is not installed"
-        return None if self.plan.cuda else "its vLLM engine has a worker for CUDA only"
-
-    def version(self) -> str:
-        return importlib.metadata.version("nnsight")
+    needs_cuda = "its vLLM engine has a worker for CUDA only"
 
     def engine(self, choice: EngineChoice) -> dict[str, Any]:
         arguments = super().engine(choice)
