@@ -362,6 +362,9 @@ def _ints(values: Sequence | np.ndarray, field: str) -> tuple[int, ...]:
         raise WeirError(f"{len(values)} entries, more than the limit of {MAX_LIST}; use a slice or a keyword", field)
     numbers = []
     for i, value in enumerate(values):
+        if type(value) is int and -_MAX_POSITION <= value <= _MAX_POSITION:  # the usual case
+            numbers.append(value)
+            continue
         number = plain(value)
         if not is_int(number):
             raise WeirError(f"expected an int, got {type(value).__name__}", f"{field}[{i}]")

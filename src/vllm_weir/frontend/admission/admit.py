@@ -245,8 +245,9 @@ def _lower(
             raise WeirError(
                 "the prompt is given as embeddings, so it has no token ids", f"{intervention.path}.positions"
             )
+        layers_field = intervention.layers_field
         for layer in intervention.resolve_layers(capabilities.num_layers):
-            check(Site(intervention.hook, layer), intervention.path, intervention.layers_field)
+            check(Site(intervention.hook, layer), intervention.path, layers_field)
         moves = _moves(intervention, capabilities, lookup, out)
         out.moves += moves or [None]
         out.parted.append(len(moves) or 1)
