@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
+import random
 import subprocess
 import sys
 import time
@@ -24,9 +24,7 @@ HAPPY, SAD = "Tom went to the garden. Tom was happy.", "Tom went to the garden. 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
     """`weir serve` of the model that ships with Weir."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(random.randrange(20_000, 32_000))  # below the ports that outgoing connections get
     command = [
         sys.executable,
         "-m",

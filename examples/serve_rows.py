@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
-import socket
+import random
 import subprocess
 import sys
 import tempfile
@@ -95,9 +95,7 @@ def show(client: httpx.Client) -> None:
 
 
 def main(model: str) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = random.randrange(20_000, 32_000)  # below the ports that outgoing connections get
     server = start(model, port)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:

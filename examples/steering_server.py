@@ -6,8 +6,8 @@ python steering_server.py [URL ADMIN_KEY [API_KEY]]; without a URL it starts `we
 import base64
 import contextlib
 import os
+import random
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -23,9 +23,7 @@ LAYER = 2
 
 @contextlib.contextmanager
 def own_server(key):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = random.randrange(20_000, 32_000)  # below the ports that outgoing connections get
     command = [sys.executable, "-m", "vllm_weir.cli", "serve", weir.demo_model(), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "67108864"]
     process = subprocess.Popen(command, env=os.environ | {"WEIR_ADMIN_KEY": key}, stdout=subprocess.DEVNULL)

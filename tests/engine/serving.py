@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ import httpx
 
 import vllm_weir as weir
 from tests.support.measure import eventually
+from tests.support.ports import free_port
 from tests.support.zygote import ROOT, Child, zygote
 
 API_KEY, ADMIN_KEY = "read-me", "change-me"
@@ -25,12 +25,6 @@ ARGS = [
 ]
 WEIR = [sys.executable, "-m", "vllm_weir.cli.main", "serve"]
 PLAIN = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @contextlib.contextmanager

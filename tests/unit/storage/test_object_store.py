@@ -20,6 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.machine import needs, object_store
 from tests.support.measure import eventually
+from tests.support.ports import free_port
 from tests.unit.stored import check, length_of, make, write
 from vllm_weir.analysis import load_activation_manifest
 from vllm_weir.errors import WeirError
@@ -32,9 +33,7 @@ NAMES = ["a", "b/c", "d"]
 @pytest.fixture(scope="module")
 def s3() -> Iterator[dict[str, Any]]:
     """storage_options of a moto server with a bucket named ``acts``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     # A process of its own: vLLM looks at every attribute of every imported module when an engine starts,
     # and Flask's proxies raise when looked at.
     server = subprocess.Popen(
