@@ -15,7 +15,7 @@ from tests.support.engines import async_llm, get_llm
 from tests.support.machine import engine_processes, model_dtype, needs, op
 from tests.support.measure import rel_err
 from tests.support.quantised import gptq
-from vllm_weir.schema.hooks import BLOCK_HOOKS, HOOKS
+from vllm_weir.schema.hooks import HOOKS, STREAM_HOOKS
 
 pytestmark = pytest.mark.engine
 EVERY = [weir.Capture(hook) for hook in HOOKS]
@@ -28,7 +28,7 @@ def off(whole, *parts):
 
 def check_identities(acts, layers, bound):
     for layer in range(layers):
-        row = {hook: acts[hook, layer] for hook in BLOCK_HOOKS}
+        row = {hook: acts[hook, layer] for hook in STREAM_HOOKS}
         assert off(row["resid_mid"], row["resid_pre"], row["attn_out"]) <= bound
         assert off(row["resid_post"], row["resid_mid"], row["mlp_out"]) <= bound
         if layer:
@@ -64,7 +64,7 @@ def test_what_is_added_is_seen_downstream_only(root):
     llm = get_llm(directory(root), block_size=32)
     v = torch.randn(128, generator=torch.Generator().manual_seed(3))
     plain = llm.generate(prompts([9]), weir.params(sampling(1), capture=EVERY), use_tqdm=False)[0].activations
-    order = [("embed", 0), *((h, layer) for layer in range(4) for h in BLOCK_HOOKS), ("final_norm", 0)]
+    order = [("embed", 0), *((h, layer) for layer in range(4) for h in STREAM_HOOKS), ("final_norm", 0)]
     for hook, layer in (("attn_out", 1), ("resid_mid", 1), ("mlp_out", 2), ("embed", 0), ("final_norm", 0)):
         steered = weir.params(sampling(1), capture=EVERY, interventions=weir.Add(v, layer, 2.0, hook=hook))
         acts = llm.generate(prompts([9]), steered, use_tqdm=False)[0].activations

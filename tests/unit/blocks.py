@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
+from vllm_weir.schema.hooks import STREAM_HOOKS, Site
 from vllm_weir.worker.discovery.block_stack import find_tree
 from vllm_weir.worker.discovery.descriptions import ModelDescription
 from vllm_weir.worker.discovery.site_map import SiteMap
@@ -373,4 +373,4 @@ def mapped(model, dtype=torch.float32, description=None) -> SiteMap:
 
 def supported(sites, layer=1):
     """The hook points that a block has."""
-    return {h for h in BLOCK_HOOKS if Site(h, layer) in sites.anchors}
+    return {h for h in STREAM_HOOKS if Site(h, layer) in sites.anchors}

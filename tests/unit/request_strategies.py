@@ -7,7 +7,7 @@ import json
 
 from hypothesis import strategies as st
 
-from vllm_weir.schema.hooks import BLOCK_HOOKS, MODEL_HOOKS, Site
+from vllm_weir.schema.hooks import MODEL_HOOKS, STREAM_HOOKS, Site
 
 HOOKS = ["resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"]
 KEYWORDS = ["all", "prompt", "generated", "last_prompt", "sampled"]
@@ -16,7 +16,7 @@ ints = st.integers(-70, 70)
 
 def served(num_layers: int, refused=()) -> dict[Site, str]:
     """Verdicts of an engine that serves every site but `refused`."""
-    sites = [Site(h, layer) for layer in range(num_layers) for h in BLOCK_HOOKS] + [Site(h, 0) for h in MODEL_HOOKS]
+    sites = [Site(h, layer) for layer in range(num_layers) for h in STREAM_HOOKS] + [Site(h, 0) for h in MODEL_HOOKS]
     return {site: "it is not there" if site in refused else "" for site in sites}
 
 

@@ -26,7 +26,7 @@ from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.receive.pending_sequence import InterventionGroup
 from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.engine_request import EngineRequest
-from vllm_weir.schema.hooks import ALIASES, BLOCK_HOOKS, HOOKS, place_of
+from vllm_weir.schema.hooks import ALIASES, HOOKS, STREAM_HOOKS, place_of
 from vllm_weir.schema.instructions import BLEND
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.reductions import CONTINUED
@@ -190,8 +190,8 @@ def test_trap_09_a_name_means_one_place_in_every_model():
         named = [weir.Capture(name, 2) for name in (alias, hook, f"blocks.2.hook_{hook}")]
         assert len({(c.hook, c.layers) for c in named}) == 1 and named[0].hook == hook
         assert weir.Add(torch.ones(D), 2, hook=alias).hook == hook
-    met = sorted([Site(h, layer) for layer in range(3) for h in BLOCK_HOOKS[::-1]], key=place_of)
-    assert [s.hook for s in met] == [*BLOCK_HOOKS] * 3
+    met = sorted([Site(h, layer) for layer in range(3) for h in STREAM_HOOKS[::-1]], key=place_of)
+    assert [s.hook for s in met] == [*STREAM_HOOKS] * 3
     assert [column_of(s, False) for s in met] == sorted({column_of(s, False) for s in met}), "a token meets them so"
     for layer in range(1, 3):
         assert tap_of(Site("resid_pre", layer)) == tap_of(Site("resid_post", layer - 1))

@@ -9,10 +9,39 @@ from typing import Literal, NamedTuple
 from vllm_weir.errors import WeirError, brief
 from vllm_weir.schema.scalars import is_int, plain
 
-BLOCK_HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+STREAM_HOOKS = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+"""Hook points of the residual stream and of what is added to it; rows are [d_model]."""
+INNER_HOOKS = STREAM_HOOKS[1:4]
+"""Those of them inside a block: what its parts add, and the stream between them."""
+ATTENTION_HOOKS = ("attn_in", "q", "k", "v", "q_rot", "k_rot", "z")
+"""Hook points inside attention, where a tap reads them."""
+MLP_HOOKS = ("mlp_in", "router_logits", "mlp_pre", "mlp_pre_linear", "mlp_post")
+"""Hook points inside an MLP, where a tap reads them."""
+PART_HOOKS = (*ATTENTION_HOOKS, *MLP_HOOKS)
+"""Hook points inside the parts of a block, where a tap reads them."""
+DERIVED_HOOKS = ("attn_scores", "pattern", "expert_ids", "expert_weights")
+"""Hook points without a tap: computed from the rows of others when an output is read."""
+HEAD_HOOKS = ("q", "k", "v", "q_rot", "k_rot", "attn_scores", "pattern", "z")
+"""Hook points with a row for each head, [heads, ...]."""
+NEURON_HOOKS = ("mlp_pre", "mlp_pre_linear", "mlp_post")
+"""Hook points whose rows are [d_mlp]."""
+READ_ONLY_HOOKS = (
+    "q_rot",
+    "k_rot",
+    "attn_scores",
+    "pattern",
+    "mlp_pre",
+    "mlp_pre_linear",
+    "expert_ids",
+    "expert_weights",
+)
+"""Hook points that no intervention may name."""
+BLOCK_HOOKS = (
+    "resid_pre", "attn_in", "q", "k", "v", "q_rot", "k_rot", "attn_scores", "pattern", "z", "attn_out", "resid_mid",
+    "mlp_in", "router_logits", "expert_ids", "expert_weights", "mlp_pre", "mlp_pre_linear", "mlp_post", "mlp_out",
+    "resid_post",
+)  # fmt: skip
 """Hook points of every block, in the order in which a token meets them."""
-INNER_HOOKS = BLOCK_HOOKS[1:4]
-"""Hook points inside a block: what its parts add, and the stream between them."""
 MODEL_HOOKS = ("embed", "final_norm")
 """Hook points that a model has once; their layer is 0."""
 HOOKS = ("embed", *BLOCK_HOOKS, "final_norm")
@@ -23,9 +52,9 @@ ALIASES = {
     "post_attn": "resid_mid",
     "hook_embed": "embed",
     "ln_final.hook_out": "final_norm",
-    **{f"hook_{hook}": hook for hook in BLOCK_HOOKS},
+    **{f"hook_{hook}": hook for hook in STREAM_HOOKS},
 }
-_IN_BLOCK = {"hook_in": "resid_pre", "hook_out": "resid_post", **{f"hook_{hook}": hook for hook in BLOCK_HOOKS}}
+_IN_BLOCK = {"hook_in": "resid_pre", "hook_out": "resid_post", **{f"hook_{hook}": hook for hook in STREAM_HOOKS}}
 """What TransformerLens calls the hook points of a block, after ``blocks.<layer>.``."""
 
 _ANY_BLOCK = r"(?:blocks\.[0-9]+\.)?"

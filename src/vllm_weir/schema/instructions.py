@@ -9,6 +9,10 @@ same h:
     CLAMP      c = a * (min(max(w . h, lo), hi) - w . h)
     BLEND      adds a * (u - h)
     KEEP_NORM  adds s * |h| / |s| - h, where s = h + (a + b * |h|) * u; adds nothing if s = 0
+
+An instruction with `start` and `stop` is about the columns from `start` to `stop` (not included)
+alone: h is that part of the row (a head, say), u and w have as many values, and nothing else of the
+row changes.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ INFINITE = float(np.float32(3.4e38))
 
 
 class Instruction(NamedTuple):
-    """One term; `u` and `w` are digests of float32 rows [d_model], empty where there is none."""
+    """One term; `u` and `w` are digests of float32 vectors of the row's width, empty where there is none."""
 
     kind: int
     u: str
@@ -41,6 +45,9 @@ class Instruction(NamedTuple):
     b: float = 0.0
     lo: float = -INFINITE
     hi: float = INFINITE
+    start: int = 0
+    stop: int = 0
+    """0 for the whole row."""
 
 
 NOTHING = Instruction(CONST, "")

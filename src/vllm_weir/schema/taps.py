@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.hooks import BLOCK_HOOKS, DERIVED_HOOKS, Site
 
 STAGES = 3
 """Stages of a tap at which rows are read: before its interventions, after them, and at a boundary
 of two blocks also after those at the next block's `resid_pre`."""
 
-_IN_BLOCK = {"attn_out": 3, "resid_mid": 4, "mlp_out": 5}
+_TAPPED = tuple(hook for hook in BLOCK_HOOKS[1:-1] if hook not in DERIVED_HOOKS)
+"""Hook points of a block between its boundaries that have a tap, in the order in which a token meets them."""
+_PER_BLOCK = len(_TAPPED) + 1
+_PLACE = {hook: k for k, hook in enumerate(_TAPPED, 1)}
 
 
 def tap_of(site: Site) -> int:
-    """Return the tap that serves a site.
+    """Return the tap that serves a site; `DERIVED_HOOKS` have none.
 
-    Tap 0 is `embed`, 1 `final_norm`, 2 what enters block 0. Each block L has four: 4L+3 `attn_out`,
-    4L+4 `resid_mid`, 4L+5 `mlp_out`, and 4L+6, which is its `resid_post` and the next block's
-    `resid_pre`.
+    Tap 0 is `embed`, 1 `final_norm`, 2 what enters block 0. Then come, block by block, the taps of
+    the hook points inside the block in the order in which a token meets them, and one that is the
+    block's `resid_post` and the next block's `resid_pre`.
     """
     if site.hook == "embed":
         return 0
     if site.hook == "final_norm":
         return 1
-    if site.hook in _IN_BLOCK:
-        return 4 * site.layer + _IN_BLOCK[site.hook]
-    return 4 * site.layer + (2 if site.hook == "resid_pre" else 6)
+    if site.hook == "resid_post":
+        return _PER_BLOCK * (site.layer + 1) + 2
+    place = 0 if site.hook == "resid_pre" else _PLACE[site.hook]
+    return _PER_BLOCK * site.layer + 2 + place
 
 
 def is_boundary(tap: int) -> bool:
     """Return whether a tap is between two blocks, before the first or after the last."""
-    return tap >= 2 and tap % 4 == 2
+    return tap >= 2 and (tap - 2) % _PER_BLOCK == 0
 
 
 def num_taps(num_layers: int) -> int:
     """Return the number of taps of a model of `num_layers` blocks, placed or not."""
-    return 4 * num_layers + 3
+    return _PER_BLOCK * num_layers + 3
 
 
 def column_of(site: Site, before: bool) -> int:

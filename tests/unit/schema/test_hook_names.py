@@ -10,9 +10,9 @@ import torch
 
 import vllm_weir as weir
 from vllm_weir.config.settings import Settings
-from vllm_weir.schema.hooks import BLOCK_HOOKS, HOOKS, Site, normalise_hook, parse_site
+from vllm_weir.schema.hooks import HOOKS, STREAM_HOOKS, Site, normalise_hook, parse_site
 
-ACCEPTED = {f"blocks.7.hook_{hook}": (hook, 7) for hook in BLOCK_HOOKS}
+ACCEPTED = {f"blocks.7.hook_{hook}": (hook, 7) for hook in STREAM_HOOKS}
 ACCEPTED |= {"blocks.7.hook_in": ("resid_pre", 7), "blocks.7.hook_out": ("resid_post", 7)}
 ACCEPTED |= {"hook_embed": ("embed", 0), "ln_final.hook_out": ("final_norm", 0)}
 
@@ -49,7 +49,7 @@ def test_a_name_of_transformer_lens_is_a_site(name, site):
     assert parse_site(name) == site
     capture, add = weir.Capture(name), weir.Add(torch.ones(4), site[1], hook=name)
     assert (capture.hook, add.hook) == (site[0], site[0])
-    if site[0] in BLOCK_HOOKS:
+    if site[0] in STREAM_HOOKS:
         assert capture.layers == add.layers == (site[1],)
     assert weir.Capture.from_json({"hook": name}).hook == site[0]
 

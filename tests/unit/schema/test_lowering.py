@@ -16,7 +16,7 @@ from tests.support.steered import _apply, of_layer
 from tests.unit.request_strategies import served
 from vllm_weir.frontend.admission.admit import AdmittedRequest, admit
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
-from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
+from vllm_weir.schema.hooks import STREAM_HOOKS, Site
 from vllm_weir.schema.instructions import ResolvedIntervention
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import RequestSpec
@@ -92,7 +92,7 @@ def matrix(low: int, high: int, row=rows):
 where = st.fixed_dictionaries(
     {
         "layers": st.sampled_from([0, 1, [0, 2], "all"]),
-        "hook": st.sampled_from(BLOCK_HOOKS),
+        "hook": st.sampled_from(STREAM_HOOKS),
         "positions": st.sampled_from(["all", "prompt", "generated", "last_prompt", 2, [0, -1, 5], "1:7:2", "sampled"]),
     }
 )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site, place_of
+from vllm_weir.schema.row_shapes import RowShape, Shard
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class EngineCapabilities:
         d_model: values of a row.
         dtype: the model's, e.g. ``"bfloat16"``.
         ring_rows: rows that the smallest ring of the workers holds.
+        shapes: site -> shape of a row, where that is not (d_model,).
+        shards: site -> the parts of its row that tensor-parallel workers hold, ascending; only of
+            sites whose rows are spread over several.
     """
 
     sites: Mapping[Site, str]
@@ -30,6 +34,12 @@ class EngineCapabilities:
     d_model: int
     dtype: str
     ring_rows: int
+    shapes: Mapping[Site, RowShape] = field(default_factory=dict)
+    shards: Mapping[Site, tuple[Shard, ...]] = field(default_factory=dict)
+
+    def shape(self, site: Site) -> RowShape:
+        """Return the shape of a row of a site."""
+        return self.shapes.get(site, (self.d_model,))
 
     @functools.cached_property
     def itemsize(self) -> int:

@@ -66,6 +66,8 @@ class Anchor:
         added_term: a term from an earlier call, with a factor of its own.
         offset: a vector [d] in the call's output that the model adds later (a bias):
             ``value = scale * (hidden + offset)``. It is read and never written.
+        columns: (start, stop): the slice of the last dimension of `hidden` that is the point's row;
+            None for all of it. Such an anchor has no other tensor, and a scale of 1.
     """
 
     module: str
@@ -75,6 +77,7 @@ class Anchor:
     scale: float = 1.0
     added_term: AddedTerm | None = None
     offset: TensorKey | None = None
+    columns: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         keys = " + ".join(str(key) for key in (self.hidden, self.residual, self.offset) if key is not None)

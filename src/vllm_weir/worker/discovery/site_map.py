@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import BLOCK_HOOKS, HOOKS, MODEL_HOOKS, Site, place_of
+from vllm_weir.schema.row_shapes import RowShape, Shard
 from vllm_weir.schema.taps import tap_of
 from vllm_weir.worker.discovery.anchors import Anchor
 
@@ -24,11 +25,16 @@ class SiteMap:
         anchors: site -> where it is. Under pipeline parallelism the stage before serves `resid_pre`
             of a stage's first block.
         refused: site -> why it is not supported.
+        shapes: site -> shape of a row of the whole model; left out where that is (d_model,).
+        shards: site -> the part of its row that this worker's tensors hold; left out where they
+            hold all of it.
     """
 
     num_layers: int
     anchors: dict[Site, Anchor] = field(default_factory=dict)
     refused: dict[Site, str] = field(default_factory=dict)
+    shapes: dict[Site, RowShape] = field(default_factory=dict)
+    shards: dict[Site, Shard] = field(default_factory=dict)
 
     def refuse(self, hooks: Iterable[str], layers: Iterable[int], why: str) -> None:
         """Refuse these hook points of these layers; the first reason that is given stays."""

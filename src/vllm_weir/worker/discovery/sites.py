@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_weir.schema.hooks import BLOCK_HOOKS, MODEL_HOOKS
+from vllm_weir.schema.hooks import MODEL_HOOKS, STREAM_HOOKS
 from vllm_weir.worker.discovery.block_points import BlockPoints
 from vllm_weir.worker.discovery.block_types import BlockTypes
 from vllm_weir.worker.discovery.descriptions import ModelDescription, resolve_described_block
@@ -57,7 +57,7 @@ def map_sites(tree: ModuleTree, run: Run, dtype: torch.dtype, description: Model
     candidates = [] if unfit else stream_port_candidates(probe.baseline, tree)
     if not candidates:
         reason = unfit or _why_no_stream(probe.baseline, tree)
-        sites.refuse((*BLOCK_HOOKS, *MODEL_HOOKS), range(tree.num_layers), reason)
+        sites.refuse((*STREAM_HOOKS, *MODEL_HOOKS), range(tree.num_layers), reason)
         return sites
     search = _Search(probe, candidates, description)
     solution, stream_failures = search.best()

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 
 import torch
 
-from vllm_weir.schema.hooks import BLOCK_HOOKS, INNER_HOOKS, Site
+from vllm_weir.schema.hooks import INNER_HOOKS, STREAM_HOOKS, Site
 from vllm_weir.worker.discovery.anchors import Anchor
 from vllm_weir.worker.discovery.block_points import IDENTITIES, BlockPoints, Identity
 from vllm_weir.worker.discovery.boundary_sites import BoundarySites, why_repeated
@@ -83,7 +83,7 @@ class Verification:
         """Place resid_pre and resid_post."""
         for block in self._points:
             if block in stream_failures:
-                self._sites.refuse(BLOCK_HOOKS, (block,), stream_failures[block])
+                self._sites.refuse(STREAM_HOOKS, (block,), stream_failures[block])
                 continue
             call = self._baseline.blocks[block][0]
             self._sites.anchors[Site("resid_post", block)] = self._ports.exit(call)
@@ -122,8 +122,8 @@ class Verification:
     def _check_identities(self, block: int) -> None:
         """Refuse the points of a block between which an identity does not hold in the baseline."""
         points = self._points[block]
-        values = {hook: self._value(self._baseline, Site(hook, block)) for hook in BLOCK_HOOKS}
-        magnitudes = {hook: self._magnitude(Site(hook, block)) for hook in BLOCK_HOOKS}
+        values = {hook: self._value(self._baseline, Site(hook, block)) for hook in STREAM_HOOKS}
+        magnitudes = {hook: self._magnitude(Site(hook, block)) for hook in STREAM_HOOKS}
         for identity in _identities(points.kind, values):
             missing = [hook for hook in identity.hooks if values[hook] is None]
             if not missing:

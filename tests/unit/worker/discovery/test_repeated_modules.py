@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.unit.blocks import LAYERS, Block, Fused, Model, Sequential, mapped, supported
-from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
+from vllm_weir.schema.hooks import STREAM_HOOKS, Site
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -66,7 +66,7 @@ def test_a_tap_on_a_module_that_runs_twice_would_act_twice(dtype):
 @pytest.mark.parametrize(("kind", "fused"), [(OneNorm, False), (OneFusedNorm, True)])
 def test_one_norm_for_both_parts_costs_the_point_before_it_alone(kind, fused, dtype):
     sites = mapped(Model([kind] * LAYERS, fused), dtype)
-    assert supported(sites) == set(BLOCK_HOOKS) - {"resid_mid"}
+    assert supported(sites) == set(STREAM_HOOKS) - {"resid_mid"}
     assert "layers.1.ln_1 runs 2 times in one pass" in sites.refused[Site("resid_mid", 1)]
 
 

@@ -36,7 +36,7 @@ from tests.unit.blocks import (
 )
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
-from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
+from vllm_weir.schema.hooks import STREAM_HOOKS, Site
 from vllm_weir.worker.discovery.descriptions import ModelDescription
 from vllm_weir.worker.discovery.site_map import SiteMap, chosen
 
@@ -71,7 +71,7 @@ def test_sequential_blocks_have_all_five(kind, fused, dtype):
 
 def test_where_they_are():
     sites = mapped(Model([Sandwich] * LAYERS, True))
-    where = {h: sites.anchors[Site(h, 1)] for h in BLOCK_HOOKS}
+    where = {h: sites.anchors[Site(h, 1)] for h in STREAM_HOOKS}
     assert where["attn_out"].module == "layers.1.ln_3" and where["attn_out"].when == "after"
     assert where["resid_mid"].module == "layers.1.ln_2" and where["resid_mid"].residual is not None
     assert where["mlp_out"].module == "layers.1.ln_4"
@@ -108,7 +108,7 @@ def test_blocks_of_two_kinds_with_arguments_in_another_order():
 
 def test_blocks_with_one_addition():
     sites = mapped(Model([Sequential, MixerOnly, MLPOnly]))
-    assert supported(sites, 0) == set(BLOCK_HOOKS)
+    assert supported(sites, 0) == set(STREAM_HOOKS)
     assert supported(sites, 1) == {"resid_pre", "attn_out", "resid_post"}
     assert supported(sites, 2) == {"resid_pre", "mlp_out", "resid_post"}
     assert "no MLP" in sites.refused[Site("mlp_out", 1)] and "no attention" in sites.refused[Site("attn_out", 2)]
@@ -161,7 +161,7 @@ def test_shared_parts_are_refused():
     model.layers[2].self_attn = model.layers[0].self_attn
     sites = mapped(model)
     assert "shared" in sites.refused[Site("attn_out", 0)] and Site("attn_out", 2) in sites.refused
-    assert supported(sites, 1) == set(BLOCK_HOOKS)
+    assert supported(sites, 1) == set(STREAM_HOOKS)
 
 
 def test_streams_of_another_shape_are_refused():
@@ -311,7 +311,7 @@ def test_what_the_settings_choose():
     # Unless hook points are named, all that the model has are meant: what it lacks was not asked for.
     assert chosen(sites, Settings(refused="start")) == every
     none = SiteMap(LAYERS)
-    none.refuse(BLOCK_HOOKS, range(LAYERS), "its blocks hand on two streams")
+    none.refuse(STREAM_HOOKS, range(LAYERS), "its blocks hand on two streams")
     assert chosen(none, Settings()) == {}
     with pytest.raises(WeirError, match=r"every site is refused.*two streams"):
         chosen(none, Settings(refused="start"))

@@ -33,7 +33,7 @@ from tests.unit.more_blocks import (
     TwoAttentions,
     WrittenInto,
 )
-from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
+from vllm_weir.schema.hooks import STREAM_HOOKS, Site
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 from vllm_weir.worker.discovery.block_stack import find_tree
 from vllm_weir.worker.discovery.descriptions import ModelDescription
@@ -66,7 +66,7 @@ def worst_error(model, sites):
     return max(
         float((value_at(trace.blocks[site.layer], anchor) - model.layers[site.layer].true[site.hook]).abs().max())
         for site, anchor in sites.anchors.items()
-        if site.hook in BLOCK_HOOKS
+        if site.hook in STREAM_HOOKS
     )
 
 
@@ -89,7 +89,7 @@ def test_memory_that_nobody_wrote_to_proves_nothing(holds, monkeypatch):
     model = Model([kind_of(ScanInto, holds)] * LAYERS, True)
     sites = mapped(model)
     monkeypatch.setattr(Scan, "real", True)
-    if any(site.hook in BLOCK_HOOKS for site in sites.anchors):
+    if any(site.hook in STREAM_HOOKS for site in sites.anchors):
         assert worst_error(model, sites) < 1e-6
     for site in sites.anchors:
         assert site.hook not in ("resid_pre", "resid_post") or sites.anchors[site].residual or site == ("resid_pre", 0)
@@ -134,7 +134,7 @@ def test_of_one_block_the_tensor_that_nobody_uses_is_told_by_what_the_model_retu
     """With nothing to be handed on to, both tensors together look like a stream, and the block's own result like an
     addition to it."""
     sites = mapped(Model([Halfway] * layers, True), dtype)
-    assert all(supported(sites, layer) == set(BLOCK_HOOKS) for layer in range(layers))
+    assert all(supported(sites, layer) == set(STREAM_HOOKS) for layer in range(layers))
     assert sites.anchors[Site("resid_post", layers - 1)].residual is None
     assert {Site("embed", 0), Site("final_norm", 0)} <= set(sites.anchors)
 
@@ -162,7 +162,7 @@ def test_what_blocks_write_into_and_do_not_return_is_handed_on_too(kind, layers,
             return self.norm(hidden, *more)[0] if more else self.norm(hidden)
 
     sites = mapped(InPlace([kind] * layers), dtype)
-    assert all(supported(sites, layer) == set(BLOCK_HOOKS) for layer in range(layers)), sites.refused
+    assert all(supported(sites, layer) == set(STREAM_HOOKS) for layer in range(layers)), sites.refused
     post = sites.anchors[Site("resid_post", layers - 1)]
     keys = [post.residual] if kind is WrittenInto else [post.hidden]
     assert [(key.kind, key.name) for key in keys] == [("arg", "residual" if kind is WrittenInto else "hidden_states")]
@@ -173,9 +173,9 @@ def test_what_blocks_write_into_and_do_not_return_is_handed_on_too(kind, layers,
 @pytest.mark.parametrize(
     ("kind", "left"),
     [
-        (Fused, set(BLOCK_HOOKS)),
-        (Parallel, set(BLOCK_HOOKS) - {"resid_mid"}),
-        (Halfway, set(BLOCK_HOOKS)),
+        (Fused, set(STREAM_HOOKS)),
+        (Parallel, set(STREAM_HOOKS) - {"resid_mid"}),
+        (Halfway, set(STREAM_HOOKS)),
         (Renamed, set()),
     ],
 )
@@ -250,7 +250,7 @@ def test_embeddings_given_in_a_buffer_of_zeros_that_blocks_write_into(kind, dtyp
     tree = find_tree(model, D, LAYERS, ModelDescription(), lambda m: isinstance(m, Core), is_embedding, run)
     with torch.inference_mode():
         sites = map_sites(tree, run, dtype, ModelDescription())
-    assert all(supported(sites, layer) == set(BLOCK_HOOKS) for layer in range(LAYERS))
+    assert all(supported(sites, layer) == set(STREAM_HOOKS) for layer in range(LAYERS))
     assert sites.anchors[Site("embed", 0)] == Anchor("", "before", TensorKey("arg", 1, "inputs_embeds"))
     assert str(sites.anchors[Site("embed", 0)]) == "inputs_embeds of the model, before the call"
     assert not sites.refused and not buffer.any()

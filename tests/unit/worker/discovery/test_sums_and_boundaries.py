@@ -25,7 +25,7 @@ from tests.unit.blocks import (
     mapped,
     supported,
 )
-from vllm_weir.schema.hooks import BLOCK_HOOKS, Site
+from vllm_weir.schema.hooks import STREAM_HOOKS, Site
 from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
 
 
@@ -174,7 +174,7 @@ def test_what_runs_again_elsewhere_is_no_point():
 
     sites = mapped(NormsFirst([Sequential] * LAYERS))
     assert "norm runs 2 times in one pass" in sites.refused[Site("final_norm", 0)]
-    assert Site("embed", 0) in sites.anchors and supported(sites) == set(BLOCK_HOOKS)
+    assert Site("embed", 0) in sites.anchors and supported(sites) == set(STREAM_HOOKS)
     sites = mapped(LooksUpTwice([Sequential] * LAYERS))
     assert "embed_tokens runs 2 times in one pass" in sites.refused[Site("embed", 0)]
 
