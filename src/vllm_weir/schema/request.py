@@ -216,11 +216,13 @@ class SiteRequest(NamedTuple):
         site: known to be tapped.
         positions: selector.
         before: whether rows from before the request's interventions are wanted.
+        ring_rows: rows of a worker's ring that a row takes; known in the caller's process only.
     """
 
     site: Site
     positions: Positions
     before: bool
+    ring_rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -305,8 +307,8 @@ class ResolvedSpec:
 
     @functools.cached_property
     def width(self) -> int:
-        """The most rows that one token can give."""
-        return len({(request.site, request.before) for request in self.site_requests})
+        """The most rows of the ring that one token can take."""
+        return sum({(r.site, r.before): r.ring_rows for r in self.site_requests}.values())
 
     def first(self, prompt_len: int, prompt_token_ids: Sequence[int] | None) -> int | None:
         """Return the first wanted position, or None. A prefix-cache hit must not pass it."""
@@ -333,7 +335,7 @@ class ResolvedSpec:
     def wire(self) -> list[list[Any]]:
         """The wire form for the workers: [[hook, layers, positions, before], ...]."""
         groups: dict[tuple[str, Positions, bool], list[int]] = {}
-        for site, positions, before in self.site_requests:
+        for site, positions, before, _ in self.site_requests:
             groups.setdefault((site.hook, positions, before), []).append(site.layer)
         return [[hook, layers, positions.to_json(), before] for (hook, positions, before), layers in groups.items()]
 

@@ -41,6 +41,20 @@ def num_taps(num_layers: int) -> int:
     return _PER_BLOCK * num_layers + 3
 
 
+def num_columns(num_layers: int) -> int:
+    """Return the number of columns of a model of `num_layers` blocks."""
+    return num_taps(num_layers) * STAGES
+
+
+def shard_column(column: int, shard: int, num_layers: int) -> int:
+    """Return what a column is called in messages of the worker that holds a shard of its rows.
+
+    Of rows that tensor-parallel workers hold together, each sends its own part; the first shard has
+    the column's own number.
+    """
+    return column + shard * num_columns(num_layers)
+
+
 def column_of(site: Site, before: bool) -> int:
     """Return the site's column in the rank table, which has one for each tap and stage."""
     stage = (1 if before else 2) if site.hook == "resid_pre" else (0 if before else 1)

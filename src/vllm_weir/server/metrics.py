@@ -78,9 +78,8 @@ class ServerMetrics:
         rows = size = dropped = 0
         for part in view.pending.admitted.parts if view.pending.admitted.spec.site_requests else ():
             part_view = view if part is view.part and not view.start else view.with_start(0, part)
-            count = part_view.rows
-            rows += count
-            size += count * part_view.row_bytes
+            rows += part_view.rows
+            size += part_view.size
         if self._frontend.settings.overflow == "drop" and view.part.spec.site_requests:
             dropped = sum(view.missing(view.activations()).values())
         steered = view.steered

@@ -18,12 +18,13 @@ from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.engine_request import EngineRequest
 from vllm_weir.schema.engine_spec import EngineSpec
-from vllm_weir.schema.taps import STAGES, is_boundary, num_taps, tap_of
+from vllm_weir.schema.taps import STAGES, is_boundary, num_columns, num_taps, tap_of
 from vllm_weir.util.h2d import upload
 from vllm_weir.worker.discovery.site_map import SiteMap, chosen
 from vllm_weir.worker.planning.active_taps import ActiveTaps
 from vllm_weir.worker.planning.arena import Arena
 from vllm_weir.worker.planning.planner import Planner
+from vllm_weir.worker.planning.row_layout import RowLayout
 from vllm_weir.worker.planning.row_sequences import RowSequences
 from vllm_weir.worker.planning.step_plan import StepPlan
 from vllm_weir.worker.steering.programs import ProgramTable
@@ -100,6 +101,8 @@ class WorkerRuntime:
         d_model, device = model_info.d_model, model_info.device
         row_size = (d_model, model_info.dtype.itemsize)
         is_cuda = device.type == "cuda"
+        rank, ranks = model_info.rank, model_info.ranks
+        self.layout = RowLayout.of(sites.shapes, sites.shards, d_model, sites.num_layers, rank, ranks)
         sent_taps = self._taps_to_send(settings)
         sends = bool(sent_taps)
         self._max_step_rows = min(settings.ring_rows(*row_size), settings.step_rows(*row_size)) if sends else 0
@@ -112,20 +115,19 @@ class WorkerRuntime:
         host_rows = self.host.view(d_model, model_info.dtype)
         self.notifier = Notifier(host_rows, self.arena, self.buffer_server, self.name, model_info.engine)
 
-        num_model_taps = num_taps(sites.num_layers)
-        num_columns = num_model_taps * STAGES
-        self.table = ProgramTable(settings.table_sizes(d_model), num_model_taps, self.taps, d_model)
+        num_model_taps, width = num_taps(sites.num_layers), num_columns(sites.num_layers)
+        self.table = ProgramTable(settings.table_sizes(d_model), num_model_taps, self.taps, d_model, self.layout.shards)
         self.row_seqs = RowSequences(self.arena, settings.timeout if settings.overflow == "wait" else None)
-        self.row_seqs.grant = self._grant
+        self.row_seqs.grant, self.row_seqs.reader_columns = self._grant, self.layout.reader_columns
         columns = frozenset(tap * STAGES + stage for tap in sent_taps for stage in range(STAGES))
-        self.planner = Planner(columns, num_columns, MAX_SITE_SETS, self.table, self.row_seqs)
+        self.planner = Planner(columns, width, MAX_SITE_SETS, self.table, self.row_seqs, self.layout.ring_rows)
         self.planner.steering_planner.reports = model_info.rank == 0
         self.planner.capture_planner.row_bytes = self.host.row_bytes
 
         self._table_writer = TableWriter(self.table, device)
         self.tensors = TapTensors(
             plan=torch.full((model_info.max_tokens, 4), -1, dtype=torch.int32, device=device),
-            ranks=torch.full((MAX_SITE_SETS, num_columns), -1, dtype=torch.int32, device=device),
+            ranks=torch.full((MAX_SITE_SETS, width), -1, dtype=torch.int32, device=device),
             ring=self.ring.buffer,
             **self._table_writer.tensors,
         )
@@ -158,10 +160,17 @@ class WorkerRuntime:
         """Endpoint -> request -> reason, of requests that failed while a step was planned."""
 
     def _taps_to_send(self, settings: Settings) -> Sequence[int]:
-        """Return the taps whose rows this worker sends; every tensor-parallel rank has all rows."""
+        """Return the taps whose rows this worker sends.
+
+        Rows that every tensor-parallel rank has in whole are sent by one of them.
+        """
+        whole = [tap for tap in self.taps if tap not in self.layout.spread]
         if settings.ship == "split":
-            return self.taps[self.model_info.rank :: self.model_info.ranks]
-        return self.taps if self.model_info.rank == 0 else ()
+            whole = whole[self.model_info.rank :: self.model_info.ranks]
+        elif self.model_info.rank:
+            whole = []
+        own = self.layout.spread - self.layout.silent
+        return sorted((*whole, *own.intersection(self.taps)))
 
     @property
     def boundary_taps(self) -> int:
@@ -418,6 +427,8 @@ class WorkerRuntime:
             "d_model": self.model_info.d_model,
             "dtype": str(self.model_info.dtype).removeprefix("torch."),
             "ring_rows": self._max_step_rows,
+            "shapes": [(*site, list(shape)) for site, shape in self.sites.shapes.items()],
+            "shards": [(*site, *shard) for site, shard in self.sites.shards.items()],
         }
 
     def _verdicts(self) -> list[tuple[str, int, str]]:

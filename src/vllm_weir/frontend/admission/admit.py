@@ -21,11 +21,15 @@ from vllm_weir.schema.compat.three_tier import scaled
 from vllm_weir.schema.compat.vllm_lens import in_lens_words, lens_capture, lens_interventions, refuse_lens
 from vllm_weir.schema.engine_spec import EngineSpec
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import Instruction, LoweredIntervention, ResolvedIntervention, reach
+from vllm_weir.schema.instructions import Instruction, LoweredIntervention, ResolvedIntervention, couples, reach
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
 from vllm_weir.schema.request import RequestSpec, ResolvedSpec
-from vllm_weir.schema.taps import STAGES, column_of
+from vllm_weir.schema.row_parts import PartWidths, RowPart
+from vllm_weir.schema.row_shapes import RowShape, Shard
+from vllm_weir.schema.taps import STAGES, column_of, shard_column
+
+NO_PARTS = PartWidths({}, {}, 0)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class AdmittedRequest:
         by_position: rows that are for one selected position each, to be counted against the
             positions of each request.
         asked: the request's own selectors that may select nothing, depending on its lengths.
+        widths: of the parts in which its rows come.
+        num_layers: blocks of the model.
     """
 
     spec: ResolvedSpec
@@ -54,19 +60,33 @@ class AdmittedRequest:
     parted: tuple[int, ...] = ()
     by_position: tuple[ByPosition, ...] = ()
     asked: Asked = ()
+    widths: PartWidths = NO_PARTS
+    num_layers: int = 0
 
     @functools.cached_property
-    def columns(self) -> dict[Site, int]:
-        """Site -> the column of the plan in which workers record it."""
-        return {w.site: column_of(w.site, w.before) for w in self.spec.site_requests}
+    def columns(self) -> dict[Site | RowPart, int]:
+        """The column of the plan in which workers record each site, and what they call each part's."""
+        columns: dict[Site | RowPart, int] = {}
+        for site, _, before, _ in self.spec.site_requests:
+            column = columns[site] = column_of(site, before)
+            if site in self.widths:
+                for part, _ in self.widths.parts(site):
+                    columns[part] = shard_column(column, part.shard, self.num_layers)
+        return columns
+
+    @functools.cached_property
+    def part_widths(self) -> dict[Site | RowPart, int]:
+        """Part of a row -> its width, for the sites whose rows come in parts."""
+        sites = {request.site for request in self.spec.site_requests if request.site in self.widths}
+        return {part: width for site in sites for part, width in self.widths.parts(site)}
 
     @functools.cached_property
     def _grouped(self) -> dict[int, tuple[int, ...]]:
         groups = [sites for part in self.parts for sites, _ in part.spec.by_positions]
         return {id(sites): tuple(map(self.columns.__getitem__, sites)) for sites in groups}
 
-    def columns_of(self, sites: Sequence[Site]) -> tuple[int, ...]:
-        """Return the sites' columns; fast for the groups of a part's ``spec.by_positions``."""
+    def columns_of(self, sites: Sequence[Site | RowPart]) -> tuple[int, ...]:
+        """Return the columns of sites or parts; fast for the groups of a part's ``spec.by_positions``."""
         return self._grouped.get(id(sites)) or tuple(map(self.columns.__getitem__, sites))
 
     @functools.cached_property
@@ -87,8 +107,11 @@ class AdmittedRequest:
 
     @functools.cached_property
     def max_rows_per_tap(self) -> int:
-        """The most rows that one token gives at one tap."""
-        return max(Counter(column // STAGES for column in self.columns.values()).values(), default=0)
+        """The most rows of the ring that one token takes at one tap."""
+        rows: Counter[int] = Counter()
+        for site, count in {request.site: request.ring_rows for request in self.spec.site_requests}.items():
+            rows[self.columns[site] // STAGES] += count
+        return max(rows.values(), default=0)
 
     @functools.cached_property
     def one_program_needs(self) -> tuple[int, int] | None:
@@ -196,13 +219,12 @@ def _admit(
                 "offline, {consumer: options} makes one",
                 f"{capture.path}.sink",
             )
-    postprocesses = postprocesses_of(captures, capabilities.d_model, lookup)
+    postprocesses = postprocesses_of(captures, capabilities, lookup)
     if postprocesses.device is not None:
         rows.update(postprocesses.directions)
     parts = make_groups(
         captures,
-        capabilities.num_layers,
-        capabilities.dtype,
+        capabilities,
         postprocesses,
         has_token_ids,
         check,
@@ -219,6 +241,8 @@ def _admit(
         tuple(lowered.parted),
         tuple(dict.fromkeys(lowered.by_position)),
         asked,
+        capabilities.part_widths,
+        capabilities.num_layers,
     )
 
 
@@ -266,18 +290,40 @@ def _moves(
     """
     layers_by_effect: dict[tuple[tuple[Instruction, ...], bool], list[int]] = {}
     for one in intervention.by_layer(capabilities.num_layers, lookup):
-        lowered = one.lower(capabilities.d_model, lookup)
-        _check_reach(one, lowered, capabilities)
-        if lowered.by_position is not None:
-            out.by_position.append(lowered.by_position)
-        layers = one.resolve_layers(capabilities.num_layers)
-        if lowered.instructions and layers:
-            layers_by_effect.setdefault((lowered.instructions, lowered.per_position), []).extend(layers)
-            out.rows.update(lowered.rows)
+        for shape, layers in _layers_by_shape(one, capabilities).items():
+            lowered = one.lower(shape, lookup)
+            _check_reach(one, lowered, capabilities)
+            for layer in layers if capabilities.shards else ():
+                _check_shards(one, lowered, capabilities.shards.get(Site(one.hook, layer), ()))
+            if lowered.by_position is not None:
+                out.by_position.append(lowered.by_position)
+            if lowered.instructions and layers:
+                layers_by_effect.setdefault((lowered.instructions, lowered.per_position), []).extend(layers)
+                out.rows.update(lowered.rows)
     return [
         ResolvedIntervention(intervention.hook, tuple(layers), intervention.positions, per_position, instructions)
         for (instructions, per_position), layers in layers_by_effect.items()
     ]
+
+
+def _layers_by_shape(intervention: Intervention, capabilities: EngineCapabilities) -> dict[RowShape, list[int]]:
+    """Group an intervention's layers by the shape of their rows."""
+    layers_by_shape: dict[RowShape, list[int]] = {}
+    for layer in intervention.resolve_layers(capabilities.num_layers):
+        layers_by_shape.setdefault(capabilities.shape(Site(intervention.hook, layer)), []).append(layer)
+    return layers_by_shape or {(capabilities.d_model,): []}
+
+
+def _check_shards(intervention: Intervention, lowered: LoweredIntervention, shards: Sequence[Shard]) -> None:
+    """Raise WeirError if one worker would need values of a row that another one holds."""
+    for term in lowered.instructions if len(shards) > 1 else ():
+        held = any(shard.start <= term.start and term.stop <= shard.stop for shard in shards)
+        if couples(term) and not (held and term.stop):
+            raise WeirError(
+                f"{intervention.op} at {intervention.hook} needs whole rows, which tensor-parallel workers hold in "
+                f"{len(shards)} parts; name heads, or start the engine with tensor_parallel_size=1",
+                f"{intervention.path}.hook",
+            )
 
 
 def _check_reach(intervention: Intervention, lowered: LoweredIntervention, capabilities: EngineCapabilities) -> None:

@@ -10,11 +10,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
 from vllm_weir.schema.row_notes import describe_rows
+from vllm_weir.schema.row_parts import RowPick
+from vllm_weir.schema.row_shapes import RowShape
 from vllm_weir.schema.sinks import Sink
 from vllm_weir.schema.vectors import digest_of
 
@@ -44,6 +47,7 @@ class CaptureGroup:
         directions: the vectors [d_model] of a late postprocess, by digest.
         notes: entries of `describe_rows`, for what is not simply the rows of all positions.
         mixed: site -> its postprocess, where that differs between sites; such groups are late.
+        picks: site -> what is returned of its rows, where they are not simply [d_model].
     """
 
     spec: ResolvedSpec
@@ -56,6 +60,7 @@ class CaptureGroup:
     directions: Mapping[str, np.ndarray] = field(default_factory=dict)
     notes: tuple[dict[str, Any], ...] = ()
     mixed: Mapping[Site, Postprocess | None] = field(default_factory=dict)
+    picks: Mapping[Site, RowPick] = field(default_factory=dict)
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[tuple[Site, ...], tuple[Positions, ...], Postprocess | None], ...]:
@@ -89,8 +94,7 @@ class CaptureGroup:
 
 def make_groups(
     captures: Sequence[Capture],
-    num_layers: int,
-    dtype: str,
+    capabilities: EngineCapabilities,
     postprocesses: PostprocessChoice,
     has_token_ids: bool,
     check: Callable[[Site, str], None],
@@ -102,8 +106,7 @@ def make_groups(
 
     Args:
         captures: the request's, and those of sinks for every request.
-        num_layers: the model's blocks.
-        dtype: the model's.
+        capabilities: what the engine serves.
         postprocesses: of these captures, from `postprocesses_of`.
         has_token_ids: whether the prompt is given as token ids.
         check: (site, path) -> raises WeirError, naming a field under the path, for a site that is
@@ -118,6 +121,8 @@ def make_groups(
     notes: dict[Destination, list[dict[str, Any]]] = {}
     before: dict[Site, bool] = {}
     mixed: dict[Site, Postprocess | None] = {}
+    picks: dict[Destination, dict[Site, RowPick]] = {}
+    dtype = capabilities.dtype
     for capture, asked in zip(captures, postprocesses.each, strict=True):
         if capture.positions.needs_token_ids and not has_token_ids:
             raise WeirError("the prompt is given as embeddings, so it has no token ids", f"{capture.path}.positions")
@@ -128,7 +133,7 @@ def make_groups(
         entry = describe_rows(capture, len(asked.directions) if asked is not None else 0)
         if entry is not None and entry not in notes.setdefault(destination, []):
             notes[destination].append(entry)
-        for layer in capture.resolve_layers(num_layers):
+        for layer in capture.resolve_layers(capabilities.num_layers):
             site = Site(capture.hook, layer)
             check(site, capture.path)
             if before.setdefault(site, capture.before) != capture.before:
@@ -138,7 +143,10 @@ def make_groups(
                 raise WeirError(
                     f"{site} is asked for in both {group_dtypes[site]} and {wanted}", f"{capture.path}.dtype"
                 )
-            site_request = SiteRequest(site, capture.positions, capture.before)
+            ring_rows = capabilities.part_widths.ring_rows(site)
+            site_request = SiteRequest(site, capture.positions, capture.before, ring_rows)
+            if site in capabilities.shapes:
+                _pick(capture, site, capabilities.shapes[site], picks.setdefault(destination, {}))
             if postprocesses.mixed and destination == MEMORY:
                 _check_memory_site(capture, site, asked, mixed, site_requests[MEMORY])
                 mixed[site] = asked
@@ -150,11 +158,26 @@ def make_groups(
             dtype,
             *destination,
             notes=tuple(notes.get(destination, ())),
+            picks=picks.get(destination, {}),
         )
         for destination, requested in site_requests.items()
     ]
     groups[0] = replace(groups[0], lens_layers=lens_layers, mixed=mixed)
     return tuple(groups)
+
+
+def _pick(capture: Capture, site: Site, shape: RowShape, picks: dict[Site, RowPick]) -> None:
+    """Note what a capture takes of a site's rows.
+
+    Raises:
+        WeirError: naming the field, if the rows do not have it, or another capture takes something
+            else.
+    """
+    capture.check_shape(shape)
+    pick = RowPick.of(shape, capture.heads, capture.neurons)
+    if picks.setdefault(site, pick) != pick:
+        name = "heads" if capture.neurons is None and capture.heads is not None else "neurons"
+        raise WeirError(f"{site} is asked for with different {name}; send separate requests", f"{capture.path}.{name}")
 
 
 def _check_memory_site(
@@ -211,7 +234,7 @@ class PostprocessChoice(NamedTuple):
 
 
 def postprocesses_of(
-    captures: Sequence[Capture], d_model: int, lookup: Callable[[str, str], np.ndarray]
+    captures: Sequence[Capture], capabilities: EngineCapabilities, lookup: Callable[[str, str], np.ndarray]
 ) -> PostprocessChoice:
     """Choose the postprocesses of a request's captures.
 
@@ -225,7 +248,7 @@ def postprocesses_of(
     members_of: dict[Destination, list[int]] = {}
     for k, capture in enumerate(captures):
         members_of.setdefault(_destination(capture), []).append(k)
-    each = [_postprocess_of(capture, d_model, lookup, directions) for capture in captures]
+    each = [_postprocess_of(capture, capabilities, lookup, directions) for capture in captures]
     by_destination: dict[Destination, Postprocess | None] = {}
     mixed = False
     for destination, members in members_of.items():
@@ -242,11 +265,16 @@ def postprocesses_of(
     device = next(iter(kinds)) if len(kinds) == 1 and not mixed else None
     if device is not None and device.reduce is not None and len({capture.positions for capture in captures}) > 1:
         device = None  # workers reduce over one choice of positions
+    if device is not None and device.directions and any(_has_shape(c, capabilities) for c in captures):
+        device = None  # workers project rows of the stream's width
     return PostprocessChoice(device, by_destination, each, mixed, directions)
 
 
 def _postprocess_of(
-    capture: Capture, d_model: int, lookup: Callable[[str, str], np.ndarray], rows: dict[str, np.ndarray]
+    capture: Capture,
+    capabilities: EngineCapabilities,
+    lookup: Callable[[str, str], np.ndarray],
+    rows: dict[str, np.ndarray],
 ) -> Postprocess | None:
     """Return a capture's postprocess, or None; add its directions to `rows` by digest."""
     digests: list[str] = []
@@ -258,16 +286,36 @@ def _postprocess_of(
                 shape = list(array.shape)
                 raise WeirError(f"expected [d] or [m, d] directions, got shape {shape}", f"{capture.path}.project")
         for row in np.atleast_2d(array):
-            if len(row) != d_model:
-                raise WeirError(
-                    f"directions of {len(row)} values, the model's width is {d_model}", f"{capture.path}.project"
-                )
+            _check_direction(capture, len(row), capabilities)
             digests.append(digest_of(row))
             rows[digests[-1]] = row
     if capture.compress is not None:
-        capture.compress.check(d_model)
+        if _has_shape(capture, capabilities):
+            raise WeirError(
+                f"rows of {capture.hook} cannot be compressed, which is for rows of the stream; leave compress out",
+                f"{capture.path}.compress",
+            )
+        capture.compress.check(capabilities.d_model)
     postprocess = Postprocess(capture.reduce, tuple(digests), capture.compress)
     return None if postprocess == Postprocess(None) else postprocess
+
+
+def _has_shape(capture: Capture, capabilities: EngineCapabilities) -> bool:
+    """Return whether some rows of a capture are not simply [d_model]."""
+    if not capabilities.shapes:
+        return False
+    layers = capture.resolve_layers(capabilities.num_layers)
+    return any(Site(capture.hook, layer) in capabilities.shapes for layer in layers)
+
+
+def _check_direction(capture: Capture, values: int, capabilities: EngineCapabilities) -> None:
+    """Raise WeirError unless a direction has as many values as the rows that a capture returns."""
+    for layer in capture.resolve_layers(capabilities.num_layers):
+        width = RowPick.of(capabilities.shape(Site(capture.hook, layer)), capture.heads, capture.neurons).width
+        if values != width:
+            raise WeirError(
+                f"directions of {values} values, rows of {capture.hook} have {width}", f"{capture.path}.project"
+            )
 
 
 def _alike(captures: Sequence[Capture], each: Sequence[Postprocess | None], a: int, b: int) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site, place_of
+from vllm_weir.schema.row_parts import PartWidths
 from vllm_weir.schema.row_shapes import RowShape, Shard
 
 
@@ -42,6 +43,11 @@ class EngineCapabilities:
         return self.shapes.get(site, (self.d_model,))
 
     @functools.cached_property
+    def part_widths(self) -> PartWidths:
+        """The widths in which workers send rows that are not [d_model]."""
+        return PartWidths(self.shapes, self.shards, self.d_model)
+
+    @functools.cached_property
     def itemsize(self) -> int:
         """Bytes of a value of a row."""
         return getattr(torch, self.dtype).itemsize
@@ -71,7 +77,17 @@ class EngineCapabilities:
             d_model=first["d_model"],
             dtype=first["dtype"],
             ring_rows=min(rows, default=0),
+            shapes={Site(hook, layer): tuple(shape) for r in reports for hook, layer, shape in r["shapes"]},
+            shards=_merge_shards(reports),
         )
+
+
+def _merge_shards(reports: Sequence[Mapping[str, Any]]) -> dict[Site, tuple[Shard, ...]]:
+    shards: dict[Site, set[Shard]] = {}
+    for report in reports:
+        for hook, layer, start, stop in report["shards"]:
+            shards.setdefault(Site(hook, layer), set()).add(Shard(start, stop))
+    return {site: tuple(sorted(parts)) for site, parts in shards.items()}
 
 
 def _merge_sites(reports: Sequence[Mapping[str, Any]]) -> dict[Site, str]:

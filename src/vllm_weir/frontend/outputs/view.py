@@ -13,6 +13,7 @@ import torch
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.outputs.host_postprocess import apply_postprocess, reduce_rows
 from vllm_weir.frontend.outputs.ticket import Ticket
+from vllm_weir.frontend.receive.joined_rows import join_parts, pick_values, sources_of
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence, TakenRows
 from vllm_weir.frontend.receive.tokens import SequenceTokens, TokenIds
 from vllm_weir.results.activations import Activations, CompressedRows
@@ -122,6 +123,8 @@ class OutputView:
     ) -> Activations:
         """Return activations of rows, or of their records, with the dtypes that were asked for."""
         part, token_ids = self.part, TokenIds(self.tokens, positions)
+        if part.picks:
+            rows = {site: self._with_shape(site, tensor) for site, tensor in rows.items()}
         if part.spec.postprocess is not None and part.spec.postprocess.compression is not None:
             header = part.spec.postprocess.compression.header(self.d_model, part.dtype)
             return Activations({}, positions, token_ids, part.lens_layers, CompressedRows(header, rows, part.dtypes))
@@ -143,7 +146,7 @@ class OutputView:
         """
         kind = "fold" if self.part.folds else "rows"
         return all(
-            self.pending.has(sites, self._wanted(selectors, postprocess)[0], kind)
+            self.pending.has(sources_of(self.pending, sites), self._wanted(selectors, postprocess)[0], kind)
             for sites, selectors, postprocess in self.part.groups
         )
 
@@ -347,7 +350,7 @@ class OutputView:
         positions: dict[Site, torch.Tensor] = {}
         for sites, selectors, postprocess in part.groups:
             for taken in self._take_results(postprocess, sites, *self._wanted(selectors, postprocess)):
-                found.append(taken.rows or dict.fromkeys(taken.sites, self._empty_rows(postprocess)))
+                found.append(taken.rows or {site: self._empty_rows(site, postprocess) for site in taken.sites})
                 positions.update(dict.fromkeys(taken.sites, torch.from_numpy(taken.positions)))
         if tuple(positions) != part.spec.sites:
             positions = {site: positions[site] for site in part.spec.sites}
@@ -368,22 +371,39 @@ class OutputView:
         return max(span[1] - max(span[0], self.start), 0)
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of a row; approximate if rows are cast or treated differently from site to site."""
-        width, dtype = self._row_format(self.part.spec.postprocess)
-        return width * dtype.itemsize
+    def size(self) -> int:
+        """Bytes of this view's rows; approximate if rows are cast."""
+        total = 0
+        for sites, selectors, postprocess in self.part.groups:
+            formats = [self._row_format(site, postprocess) for site in sites]
+            row_bytes = sum(width * dtype.itemsize for width, dtype in formats)
+            total += row_bytes * self._count(selectors, postprocess)
+        return total
 
-    def _row_format(self, postprocess: Postprocess | None) -> tuple[int, torch.dtype]:
-        """Return how many values a row has, and their dtype."""
+    def _row_format(self, site: Site, postprocess: Postprocess | None) -> tuple[int, torch.dtype]:
+        """Return how many values a row of a site has, and their dtype."""
         if postprocess is not None and postprocess.compression is not None:
             return postprocess.compression.record_bytes(self.d_model), torch.uint8
         if postprocess is not None and postprocess.directions:
             return len(postprocess.directions), torch.float32
-        return self.d_model, DTYPES[self.part.dtype]
+        pick = self.part.picks.get(site)
+        return self.d_model if pick is None else pick.width, DTYPES[self.part.dtype]
 
-    def _empty_rows(self, postprocess: Postprocess | None) -> torch.Tensor:
-        width, dtype = self._row_format(postprocess)
+    def _empty_rows(self, site: Site, postprocess: Postprocess | None) -> torch.Tensor:
+        width, dtype = self._row_format(site, postprocess)
         return torch.empty(0, width, dtype=dtype)
+
+    def _with_shape(self, site: Site, rows: torch.Tensor) -> torch.Tensor:
+        """Return flat rows in the shape that their site has; scores stay as they are."""
+        pick = self.part.picks.get(site)
+        if pick is None or self._projects(site):
+            return rows
+        return rows.unflatten(1, pick.shape)
+
+    def _projects(self, site: Site) -> bool:
+        """Return whether a site's results are dot products, not rows."""
+        postprocess = self.part.mixed.get(site) if self.part.mixed else self.part.spec.postprocess
+        return postprocess is not None and bool(postprocess.directions)
 
     def _take_results(
         self, postprocess: Postprocess | None, sites: Sequence[Site], positions: np.ndarray, sources: np.ndarray
@@ -414,9 +434,14 @@ class OutputView:
         # Whoever gets rows on an output may change them, so sinks that wait for the same rows need
         # their own.
         copy = self.part.sink.memory and self.pending.awaited(sites)
+        sources = sources_of(self.pending, sites)
         if self.aborted:
-            return self.pending.arrived(sites, positions, kind, copy)
-        return self.pending.take(sites, positions, self.timeout, kind, copy)
+            taken = self.pending.arrived(sources, positions, kind, copy)
+        else:
+            taken = self.pending.take(sources, positions, self.timeout, kind, copy)
+        if not self.part.picks:
+            return taken
+        return [pick_values(rows, self.part.picks) for rows in join_parts(taken)]
 
 
 def _join(parts: Sequence[Mapping[Site, torch.Tensor]]) -> Mapping[Site, torch.Tensor]:

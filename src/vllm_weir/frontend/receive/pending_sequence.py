@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from vllm_weir.frontend.receive.tokens import PromptTokens
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.row_parts import RowPart
+from vllm_weir.schema.row_shapes import ring_rows
 
 CROWDED = 0.5
 """Share of a worker's buffer in use from which rows are handed out as copies."""
@@ -171,7 +173,12 @@ class PendingSequence:
         return self._claims != 1 and not self.admitted.shared.isdisjoint(sites)
 
     def take(
-        self, sites: Sequence[Site], positions: np.ndarray, timeout: float, kind: str = "rows", copy: bool = False
+        self,
+        sites: Sequence[Site | RowPart],
+        positions: np.ndarray,
+        timeout: float,
+        kind: str = "rows",
+        copy: bool = False,
     ) -> list[TakenRows]:
         """Return rows, waiting for those on their way.
 
@@ -185,7 +192,7 @@ class PendingSequence:
         Raises:
             WeirError: if the worker reported a failure, or the rows do not come in time.
         """
-        found: list[tuple[Sequence[Site], RowLocations]] = []
+        found: list[tuple[Sequence[Site | RowPart], RowLocations]] = []
 
         def complete() -> bool:
             found[:] = self._find(sites, positions, kind)
@@ -203,10 +210,10 @@ class PendingSequence:
         return [self._collect(some_sites, locations, positions, copy) for some_sites, locations in found]
 
     def arrived(
-        self, sites: Sequence[Site], positions: np.ndarray, kind: str = "rows", copy: bool = False
+        self, sites: Sequence[Site | RowPart], positions: np.ndarray, kind: str = "rows", copy: bool = False
     ) -> list[TakenRows]:
         """Return those rows that are here, as `take` does; for requests that were aborted."""
-        found: list[tuple[Sequence[Site], RowLocations]] = []
+        found: list[tuple[Sequence[Site | RowPart], RowLocations]] = []
 
         def look() -> bool:
             found.extend(self._find(sites, positions, kind))
@@ -216,7 +223,7 @@ class PendingSequence:
         self._store.wait(look, 0.0)
         return [self._collect(some_sites, locations, positions, copy) for some_sites, locations in found]
 
-    def has(self, sites: Sequence[Site], positions: np.ndarray, kind: str = "rows") -> bool:
+    def has(self, sites: Sequence[Site | RowPart], positions: np.ndarray, kind: str = "rows") -> bool:
         """Return whether `take` would return at once, by the arrivals that have been read."""
         return all(locations.all_resolved for _, locations in self._find(sites, positions, kind))
 
@@ -229,6 +236,8 @@ class PendingSequence:
             first: the first position.
             count: how many positions follow each other from there.
         """
+        if self.admitted.part_widths:
+            return  # parts are joined once they are here
         for some_sites, row_views in self._group_by_views(sites, kind):
             if len(row_views) == 1 and row_views[0].columns == self.admitted.columns_of(some_sites):
                 row_views[0].preslice(some_sites, first, count)
@@ -254,25 +263,29 @@ class PendingSequence:
         return found[0] if found else None
 
     def _find(
-        self, sites: Sequence[Site], positions: np.ndarray, kind: str
-    ) -> list[tuple[Sequence[Site], RowLocations]]:
+        self, sites: Sequence[Site | RowPart], positions: np.ndarray, kind: str
+    ) -> list[tuple[Sequence[Site | RowPart], RowLocations]]:
         return [
             (some_sites, _locate(row_views, positions)) for some_sites, row_views in self._group_by_views(sites, kind)
         ]
 
-    def _group_by_views(self, sites: Sequence[Site], kind: str) -> list[tuple[Sequence[Site], list[RowSequenceView]]]:
+    def _group_by_views(
+        self, sites: Sequence[Site | RowPart], kind: str
+    ) -> list[tuple[Sequence[Site | RowPart], list[RowSequenceView]]]:
         """Group the sites by the views that their rows are in."""
         row_views = [row_view for row_view in self.row_views if row_view.kind == kind]
         columns = self.admitted.columns_of(sites)
         if len(row_views) == 1 and columns == row_views[0].columns:
             return [(sites, row_views)]
-        groups: dict[tuple[int, ...], list[Site]] = {}
+        groups: dict[tuple[int, ...], list[Site | RowPart]] = {}
         for site, column in zip(sites, columns, strict=True):
             key = tuple(k for k, row_view in enumerate(row_views) if column in row_view.column_index)
             groups.setdefault(key, []).append(site)
         return [(some_sites, [row_views[k] for k in key]) for key, some_sites in groups.items()]
 
-    def _collect(self, sites: Sequence[Site], locations: RowLocations, positions: np.ndarray, copy: bool) -> TakenRows:
+    def _collect(
+        self, sites: Sequence[Site | RowPart], locations: RowLocations, positions: np.ndarray, copy: bool
+    ) -> TakenRows:
         """Return the rows that were located."""
         if locations.first_rank is not None:
             row_view, first_rank = locations.row_views[0], locations.first_rank
@@ -294,14 +307,24 @@ class PendingSequence:
         if len(pieces) == 1:
             return TakenRows(sites, positions, self._slice(sites, *pieces[0], copy))
         columns = self.admitted.columns_of(sites)
+        widths = self.admitted.part_widths
         by_site = {
-            site: torch.cat([rows[:, row_view.column_index[column]] for row_view, rows in pieces])
+            site: torch.cat([_rows_of(row_view, rows, column, widths.get(site)) for row_view, rows in pieces])
             for site, column in zip(sites, columns, strict=True)
         }
         return TakenRows(sites, positions, by_site)
 
-    def _slice(self, sites: Sequence[Site], row_view: RowSequenceView, rows: torch.Tensor, copy: bool) -> SiteSlices:
-        columns = self.admitted.columns_of(sites)
+    def _slice(
+        self, sites: Sequence[Site | RowPart], row_view: RowSequenceView, rows: torch.Tensor, copy: bool
+    ) -> Mapping[Site | RowPart, torch.Tensor]:
+        columns, widths = self.admitted.columns_of(sites), self.admitted.part_widths
+        if widths and any(site in widths for site in sites):
+            must_copy = self._must_copy(row_view, copy)
+            by_site = {
+                site: _rows_of(row_view, rows, column, widths.get(site))
+                for site, column in zip(sites, columns, strict=True)
+            }
+            return {site: tensor.clone() if must_copy else tensor for site, tensor in by_site.items()}
         places = None if columns == row_view.columns else [row_view.column_index[column] for column in columns]
         return SiteSlices(sites, places, rows.clone() if self._must_copy(row_view, copy) else rows)
 
@@ -309,6 +332,17 @@ class PendingSequence:
     def _must_copy(row_view: RowSequenceView, copy: bool) -> bool:
         """Return whether rows are handed out as copies; `copy` as in `take`."""
         return copy or row_view.mapped.pressure > CROWDED
+
+
+def _rows_of(row_view: RowSequenceView, rows: torch.Tensor, column: int, width: int | None) -> torch.Tensor:
+    """Return one column's rows [n, width] out of ranks [n, columns, d_model].
+
+    A `width` of None means that a row is one row of the ring.
+    """
+    place = row_view.column_index[column]
+    if width is None:
+        return rows[:, place]
+    return rows[:, place : place + ring_rows(width, rows.shape[2])].flatten(1)[:, :width]
 
 
 _NOWHERE = np.zeros(0, bool)
@@ -373,11 +407,11 @@ _NO_INDICES = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class TakenRows:
-    """Rows [n, d] of some sites at `positions` [n]; no tensors if there are no rows."""
+    """Rows [n, d] of some sites, or parts of rows, at `positions` [n]; no tensors if there are none."""
 
-    sites: Sequence[Site]
+    sites: Sequence[Any]
     positions: np.ndarray
-    rows: Mapping[Site, torch.Tensor]
+    rows: Mapping[Any, torch.Tensor]
 
 
 def _covers(steered: np.ndarray, positions: np.ndarray | tuple[int, int]) -> bool:

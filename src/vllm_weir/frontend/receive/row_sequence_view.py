@@ -199,8 +199,8 @@ class RowSequenceView:
 
 @functools.lru_cache(maxsize=256)
 def _column_index(columns: tuple[int, ...]) -> Mapping[int, int]:
-    """Column -> its place; cached, since many views have the same columns."""
-    return {column: k for k, column in enumerate(columns)}
+    """Column -> its first place; cached, since many views have the same columns."""
+    return {column: k for k, column in reversed(list(enumerate(columns)))}
 
 
 def expand_runs(first: np.ndarray, count: np.ndarray, stride: np.ndarray) -> np.ndarray:

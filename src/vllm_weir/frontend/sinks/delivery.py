@@ -43,7 +43,7 @@ class Delivery:
     """
 
     def __init__(self, view: OutputView, request: Finished, ticket: Ticket, release: Callable[[], None]) -> None:
-        self.size = view.rows * view.row_bytes
+        self.size = view.size
         self.request, self.ticket = request, ticket
         self._view: OutputView | None = view
         self._release: Callable[[], None] | None = release

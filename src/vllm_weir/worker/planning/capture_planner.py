@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +22,8 @@ class CapturingRequest:
     A *code* is the set of the request's selectors that select a position, as bits.
 
     Attributes:
-        columns: per selector, the columns it wants that this worker fills, ascending.
+        columns: per selector, the columns it wants that this worker fills, as `CapturePlanner.places`
+            returns them.
         max_generated: estimate of the tokens that the request generates, to size extents.
         codec: number of the codec that makes records of its rows, -1 for none.
         site_sets: code -> site set.
@@ -56,15 +58,24 @@ class CapturePlanner:
     Args:
         site_sets: where columns get their ranks.
         row_seqs: where rows get their places.
-        d_model: width of a row.
+        d_model: width of a row in ring and arena.
+        ring_rows: column -> rows of the ring that one of its rows takes; left out where that is 1.
 
     Attributes:
         row_bytes: bytes of a row in ring and arena.
     """
 
-    def __init__(self, site_sets: SiteSets, row_seqs: RowSequences, d_model: int) -> None:
+    def __init__(self, site_sets: SiteSets, row_seqs: RowSequences, d_model: int, ring_rows: Mapping[int, int]) -> None:
         self._site_sets, self._row_seqs, self._d_model = site_sets, row_seqs, d_model
+        self._ring_rows = ring_rows
         self.row_bytes = 4
+
+    def places(self, columns: Iterable[int]) -> tuple[int, ...]:
+        """Return these columns, ascending, each as often as one of its rows takes rows of the ring."""
+        ascending = sorted(columns)
+        if not self._ring_rows:
+            return tuple(ascending)
+        return tuple(column for column in ascending for _ in range(self._ring_rows.get(column, 1)))
 
     def plan(
         self, builder: PlanBuilder, request: CapturingRequest, endpoint: int, first: int, start: int, count: int
@@ -106,7 +117,7 @@ class CapturePlanner:
                 columns = request.columns[0]
             else:
                 wanted = (columns for bit, columns in enumerate(request.columns) if code >> bit & 1)
-                columns = tuple(sorted(set().union(*wanted)))
+                columns = self.places(set().union(*wanted))
             site_set = request.site_sets[code] = self._site_sets.hold(columns)
         return site_set
 

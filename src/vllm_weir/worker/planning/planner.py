@@ -12,7 +12,8 @@ planned at all. Other requests are planned one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -46,6 +47,7 @@ class Planner:
         max_site_sets: height of the rank table.
         table: where programs are held.
         row_seqs: where rows go; None for an unbounded arena of its own.
+        ring_rows: column -> rows of the ring that one of its rows takes; left out where that is 1.
 
     Attributes:
         capturing, steered: the live requests that capture or are steered, by id.
@@ -61,11 +63,12 @@ class Planner:
         max_site_sets: int,
         table: ProgramTable,
         row_seqs: RowSequences | None = None,
+        ring_rows: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.columns = columns
         self.row_seqs = row_seqs or RowSequences(Arena(1 << 50))
         self.site_sets = SiteSets(max_site_sets, num_columns)
-        self.capture_planner = CapturePlanner(self.site_sets, self.row_seqs, table.vectors.shape[1])
+        self.capture_planner = CapturePlanner(self.site_sets, self.row_seqs, table.vectors.shape[1], ring_rows)
         self.steering_planner = SteeringPlanner(table, self.row_seqs)
         self.capturing: dict[str, CapturingRequest] = {}
         self.steered: dict[str, SteeredRequest] = {}
@@ -113,7 +116,7 @@ class Planner:
                 by_positions.setdefault(site_request.positions, set()).add(column)
         if not by_positions:
             return None
-        return SelectorSet(tuple(by_positions)), [tuple(sorted(columns)) for columns in by_positions.values()]
+        return SelectorSet(tuple(by_positions)), [self.capture_planner.places(c) for c in by_positions.values()]
 
     def add_steering(
         self,

@@ -9,7 +9,7 @@ tensor without a copy.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -93,6 +93,7 @@ class RowSequences:
 
     Attributes:
         layout_updates: endpoint -> what its reader must be told with the next step's rows.
+        reader_columns: column -> what it is called in messages, where that differs.
         grant: called with the endpoint, start and rows of every new piece of the arena.
         epoch: grows whenever a method changes the arrays; see `defer_advance`.
     """
@@ -101,6 +102,7 @@ class RowSequences:
         self.arena = arena
         self.patience = patience
         self.live: dict[int, RowSequence] = {}
+        self.reader_columns: Mapping[int, int] = {}
         self.layout_updates: dict[str, messages.LayoutUpdate] = {}
         self.grant: Callable[[str, int, int], None] = lambda endpoint, start, rows: None
         self.epoch = 0
@@ -164,7 +166,8 @@ class RowSequences:
         self.rank_size[index], self.ring_rows[index], self.codec[index] = rank_size, len(columns), codec
         self.units_per_row[index] = units_per_row
         self.last_position[index] = -1
-        opened = messages.SequenceOpened(row_seq.number, request_id, list(columns))
+        named = [self.reader_columns.get(column, column) for column in columns] if self.reader_columns else columns
+        opened = messages.SequenceOpened(row_seq.number, request_id, list(named))
         if cell is not None:
             opened.kind, opened.values, opened.width = cell.kind, cell.values, cell.size
         self.layout_update_for(endpoint).opened.append(opened)

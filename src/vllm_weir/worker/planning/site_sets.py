@@ -17,7 +17,8 @@ class SiteSets:
     Attributes:
         ranks: int32 [capacity, num_columns], a column's place in a site set, or -1.
         changed: whether `ranks` has changed since this was last set to False.
-        columns_of: site set -> its columns, ascending.
+        columns_of: site set -> its columns, ascending; one whose rows take several rows of the ring
+            is repeated that often.
     """
 
     def __init__(self, capacity: int, num_columns: int) -> None:
@@ -38,7 +39,9 @@ class SiteSets:
         return len(self._users)
 
     def hold(self, columns: tuple[int, ...], reduced: bool = False) -> int:
-        """Add a user to the site set of these columns (ascending), and return its number.
+        """Add a user to the site set of these columns, as in `columns_of`, and return its number.
+
+        The rank of a column is that of its first ring row.
 
         Reduced rows have site sets of their own (`reduced`): their ranks count cells of a group,
         whereas a streamed step replaces the ranks of other rows by places in bands.
@@ -59,7 +62,7 @@ class SiteSets:
             self._key_of[number] = key
             self.columns_of[number] = columns
             self.ranks[number] = -1
-            self.ranks[number, list(columns)] = np.arange(len(columns))
+            self.ranks[number, list(reversed(columns))] = np.arange(len(columns) - 1, -1, -1)
             self.changed = True
         self._users[number] = self._users.get(number, 0) + 1
         return number

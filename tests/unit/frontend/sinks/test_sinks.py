@@ -589,7 +589,7 @@ def calls_of(recorder):
 class Looked:
     """Stands in for a view."""
 
-    rows, row_bytes = 1, 100
+    size = 100
 
     def __init__(self, acts):
         self.acts = acts

@@ -1,0 +1,79 @@
+"""Rows as workers send them: in parts of their own width, which the caller's process joins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.row_shapes import RowShape, Shard, ring_rows, row_width
+
+
+class RowPart(NamedTuple):
+    """The part of a site's rows that one worker sends: its `shard`-th, in the order of columns."""
+
+    site: Site
+    shard: int
+
+
+@dataclass(frozen=True)
+class RowPick:
+    """What a capture takes of a site's rows.
+
+    Attributes:
+        shape: of the rows that are returned.
+        indices: which values of the flat row, in order; None for all.
+    """
+
+    shape: RowShape
+    indices: tuple[int, ...] | None = None
+
+    @property
+    def width(self) -> int:
+        """Values of a returned row."""
+        return row_width(self.shape)
+
+    @classmethod
+    def of(cls, shape: RowShape, heads: Sequence[int] | None, neurons: Sequence[int] | None) -> RowPick:
+        """Return the pick of some heads of rows [heads, ...], or of some values of rows [d_mlp]."""
+        if heads is None and neurons is None:
+            return cls(shape)
+        chosen = list(heads if heads is not None else neurons or ())
+        each = row_width(shape[1:])
+        indices = tuple(index * each + k for index in chosen for k in range(each))
+        return cls((len(chosen), *shape[1:]), indices)
+
+
+class PartWidths:
+    """The widths of the parts of rows that do not come as one row [d_model].
+
+    Args:
+        shapes: site -> shape of its rows.
+        shards: site -> its parts, for rows that several workers hold together.
+        d_model: width of a row of the ring.
+    """
+
+    def __init__(self, shapes: Mapping[Site, RowShape], shards: Mapping[Site, tuple[Shard, ...]], d_model: int) -> None:
+        self._d_model = d_model
+        self._widths: dict[Site, tuple[int, ...]] = {}
+        for site, shape in shapes.items():
+            width = row_width(shape)
+            parts = tuple(shard.stop - shard.start for shard in shards.get(site, ())) or (width,)
+            if parts != (d_model,):
+                self._widths[site] = parts
+
+    def __bool__(self) -> bool:
+        return bool(self._widths)
+
+    def __contains__(self, site: object) -> bool:
+        return site in self._widths
+
+    def parts(self, site: Site) -> Iterator[tuple[RowPart, int]]:
+        """Return a site's parts, each with its width."""
+        return ((RowPart(site, k), width) for k, width in enumerate(self._widths[site]))
+
+    def ring_rows(self, site: Site) -> int:
+        """Return how many rows of one worker's ring a row of a site takes at most."""
+        widths = self._widths.get(site)
+        return 1 if widths is None else ring_rows(max(widths), self._d_model)

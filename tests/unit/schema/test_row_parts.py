@@ -1,0 +1,45 @@
+"""Rows in parts: what a capture picks of a row, and the widths in which workers send it."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.row_parts import PartWidths, RowPart, RowPick
+from vllm_weir.schema.row_shapes import Shard, ring_rows, row_width
+
+Z, POST, PRE = Site("z", 1), Site("mlp_post", 1), Site("resid_pre", 1)
+
+
+@given(heads=st.integers(1, 9), d_head=st.integers(1, 8), data=st.data())
+def test_the_pick_of_heads_is_torch_indexing(heads, d_head, data):
+    chosen = data.draw(st.lists(st.integers(0, heads - 1), min_size=1, unique=True))
+    rows = torch.randn(3, heads, d_head)
+    pick = RowPick.of((heads, d_head), chosen, None)
+    assert torch.equal(rows.flatten(1)[:, list(pick.indices)].unflatten(1, pick.shape), rows[:, chosen])
+    assert pick.width == len(chosen) * d_head
+
+
+def test_the_pick_of_neurons_and_of_everything():
+    assert RowPick.of((12,), None, [5, 0]) == RowPick((2,), (5, 0))
+    assert RowPick.of((3, 4), None, None) == RowPick((3, 4), None)
+
+
+def test_widths_are_those_of_the_parts():
+    shapes = {Z: (4, 8), POST: (100,), Site("q", 1): (2, 8)}
+    shards = {POST: (Shard(0, 50), Shard(50, 100))}
+    widths = PartWidths(shapes, shards, 32)
+    assert widths and Z not in widths and PRE not in widths, "a row of the ring's width comes as it is"
+    assert list(widths.parts(POST)) == [(RowPart(POST, 0), 50), (RowPart(POST, 1), 50)]
+    assert list(widths.parts(Site("q", 1))) == [(RowPart(Site("q", 1), 0), 16)]
+    assert (widths.ring_rows(POST), widths.ring_rows(Z), widths.ring_rows(PRE)) == (2, 1, 1)
+    assert not PartWidths({Z: (4, 8)}, {}, 32)
+
+
+@given(width=st.integers(1, 200), d_model=st.integers(1, 64))
+def test_ring_rows_are_as_few_as_hold_the_row(width, d_model):
+    rows = ring_rows(width, d_model)
+    assert (rows - 1) * d_model < width <= rows * d_model
+    assert row_width((width, 3)) == 3 * width

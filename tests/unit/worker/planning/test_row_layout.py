@@ -1,0 +1,47 @@
+"""How rows of other widths lie in the ring, and which worker sends which part of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.row_shapes import Shard
+from vllm_weir.schema.taps import STAGES, column_of, num_columns, tap_of
+from vllm_weir.worker.planning.row_layout import RowLayout
+from vllm_weir.worker.planning.site_sets import SiteSets
+
+D, LAYERS = 32, 2
+Z, K, POST = Site("z", 1), Site("k", 1), Site("mlp_post", 0)
+SHAPES = {Z: (8, 8), K: (2, 8), POST: (112,)}
+
+
+def test_one_worker_holds_everything():
+    layout = RowLayout.of(SHAPES, {}, D, LAYERS, 0, 1)
+    assert layout.shards == {tap_of(Z): Shard(0, 64), tap_of(K): Shard(0, 16), tap_of(POST): Shard(0, 112)}
+    assert not layout.spread and not layout.silent and not layout.reader_columns
+    assert {layout.ring_rows.get(tap_of(site) * STAGES, 1) for site in (Z, K, POST)} == {2, 1, 4}
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_four_workers_hold_parts_and_copies(rank):
+    """Four ranks, two key-value heads: each of these is on two ranks, of which one sends it."""
+    kv = rank // 2
+    shards = {
+        Z: Shard(16 * rank, 16 * rank + 16),
+        K: Shard(8 * kv, 8 * kv + 8),
+        POST: Shard(28 * rank, 28 * rank + 28),
+    }
+    layout = RowLayout.of(SHAPES, shards, D, LAYERS, rank, 4)
+    assert layout.spread == {tap_of(site) for site in shards}
+    assert layout.silent == ({tap_of(K)} if rank % 2 else set())
+    assert not layout.ring_rows, "every part fits a row of the ring"
+    for site, part in ((Z, rank), (K, kv), (POST, rank)):
+        column = column_of(site, False)
+        assert layout.reader_columns.get(column, column) == column + part * num_columns(LAYERS)
+
+
+def test_a_repeated_column_has_the_rank_of_its_first_place():
+    sets = SiteSets(4, 12)
+    number = sets.hold((2, 5, 5, 5, 7))
+    assert sets.ranks[number].tolist() == [-1, -1, 0, -1, -1, 1, -1, 4, -1, -1, -1, -1]
+    assert sets.columns_of[number] == (2, 5, 5, 5, 7)
