@@ -1,0 +1,137 @@
+"""`Recipe`: how the values of one derived site are computed from rows of other sites."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from vllm_weir.frontend.derived.attention import attention_pattern, attention_scores, first_keys
+from vllm_weir.frontend.derived.routing import choose_experts
+from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.model_facts import AttentionFacts, RoutingFacts
+from vllm_weir.schema.positions import Positions
+
+
+class Source(NamedTuple):
+    """A site whose rows a recipe needs.
+
+    Attributes:
+        site: one that a tap reads.
+        whole: whether the rows of all positions from 0 to the last wanted one are needed, also for
+            an output that begins later; otherwise those of the wanted positions.
+    """
+
+    site: Site
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Recipe(ABC):
+    """How to compute one derived site.
+
+    Attributes:
+        site: the derived one.
+        positions: selectors of its rows; a row is wanted if any selects it.
+        sources: the sites whose rows `compute` takes.
+        before: whether those are the rows from before interventions.
+    """
+
+    site: Site
+    positions: tuple[Positions, ...]
+    sources: tuple[Source, ...]
+    before: bool
+
+    @abstractmethod
+    def compute(
+        self, rows: Mapping[Site, torch.Tensor], positions: Mapping[Site, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the values, [rows, ...], and the positions they are at, int64 [rows].
+
+        A position whose sources are not all there (the worker had no room for them, or the request
+        was aborted) has no value.
+
+        Args:
+            rows: the rows of each source, whole, in the model's dtype: [n, heads, head size], or
+                [n, experts].
+            positions: the positions of these, ascending, int64 [n].
+        """
+
+    @abstractmethod
+    def empty(self) -> torch.Tensor:
+        """Return the values of no rows, for a request that reaches none of the positions."""
+
+
+@dataclass(frozen=True)
+class AttentionRecipe(Recipe):
+    """The recipe of `attn_scores` and `pattern`, [rows, heads, keys].
+
+    There are keys up to the last of the rows' positions.
+
+    Attributes:
+        facts: of the layer.
+        heads: which heads, in this order; None: all.
+        dtype: of the values.
+    """
+
+    facts: AttentionFacts
+    heads: tuple[int, ...] | None
+    dtype: torch.dtype
+
+    def compute(
+        self, rows: Mapping[Site, torch.Tensor], positions: Mapping[Site, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        queries, keys = (source.site for source in self.sources)
+        at = positions[queries]
+        k = _by_position(rows[keys], positions[keys], int(at[-1]) + 1 if len(at) else 0)
+        there = torch.zeros(len(k) + 1, dtype=torch.int64)
+        there[positions[keys][positions[keys] < len(k)] + 1] = 1
+        keys_before = there.cumsum(0)  # [p]: how many keys at positions below p are here
+        first = first_keys(at, self.facts)
+        complete = keys_before[at + 1] - keys_before[first] == at + 1 - first
+        at, q = at[complete], rows[queries][complete]
+        if not len(at):
+            return self.empty(), at
+        compute = attention_scores if self.site.hook == "attn_scores" else attention_pattern
+        values = compute(q, k[: int(at[-1]) + 1], at, self.facts, self.heads)
+        return values.to(self.dtype), at
+
+    def empty(self) -> torch.Tensor:
+        heads = self.facts.heads if self.heads is None else len(self.heads)
+        return torch.empty(0, heads, 0, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class RoutingRecipe(Recipe):
+    """The recipe of `expert_ids`, int64, and `expert_weights`, [rows, top_k].
+
+    Attributes:
+        facts: of the layer.
+        dtype: of the values.
+    """
+
+    facts: RoutingFacts
+    dtype: torch.dtype
+
+    def compute(
+        self, rows: Mapping[Site, torch.Tensor], positions: Mapping[Site, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (source,) = self.sources
+        ids, weights = choose_experts(rows[source.site], self.facts)
+        return (ids if self.site.hook == "expert_ids" else weights).to(self.dtype), positions[source.site]
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(0, self.facts.top_k, dtype=self.dtype)
+
+
+def _by_position(rows: torch.Tensor, positions: torch.Tensor, end: int) -> torch.Tensor:
+    """Return the rows at positions 0..end-1, zeros where there is none."""
+    rows, positions = rows[positions < end], positions[positions < end]
+    if len(rows) == end:
+        return rows
+    out = rows.new_zeros(end, *rows.shape[1:])
+    out[positions] = rows
+    return out
