@@ -96,5 +96,5 @@ class Tracker:
             finish_reason=reason,
         )
         views = [replace(view, part=part, start=0) for part in parts]
-        self.pending.claim(len(views) + bool(view.part.spec.site_requests))
+        self.pending.claim(len(views) + view.part.has_rows)
         return manager.deliver(self.pending.request_id, views, request, self.pending.unclaim, self._hold)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.row_shards import RowShard
 
 SINGLE_THREAD_VALUES = 32_767
 """Values up to which torch converts in the calling thread alone."""
@@ -30,15 +31,15 @@ class SiteSlices(Mapping):
         rows: [n, columns, d].
     """
 
-    def __init__(self, sites: Sequence[Site], places: list[int] | None, rows: torch.Tensor) -> None:
+    def __init__(self, sites: Sequence[Site | RowShard], places: list[int] | None, rows: torch.Tensor) -> None:
         self._sites, self._places, self.rows = sites, places, rows
-        self._every: dict[Site, torch.Tensor] | None = None
+        self._every: dict[Site | RowShard, torch.Tensor] | None = None
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "rows": without_base(self.rows), "_every": None}
 
     @property
-    def every(self) -> dict[Site, torch.Tensor]:
+    def every(self) -> dict[Site | RowShard, torch.Tensor]:
         """The rows of all sites."""
         if self._every is None:
             rows = self.rows.unbind(1)
@@ -63,13 +64,13 @@ class SiteSlices(Mapping):
         rows = rows if self._places is None else rows[:, self._places]
         return np.ascontiguousarray(rows.swapaxes(0, 1))
 
-    def __getitem__(self, site: Site) -> torch.Tensor:
+    def __getitem__(self, site: Site | RowShard) -> torch.Tensor:
         return self.every[site]
 
     def __contains__(self, site: object) -> bool:
         return site in self._sites
 
-    def __iter__(self) -> Iterator[Site]:
+    def __iter__(self) -> Iterator[Site | RowShard]:
         return iter(self._sites)
 
     def __len__(self) -> int:

@@ -80,7 +80,7 @@ class ServerMetrics:
             part_view = view if part is view.part and not view.start else view.with_start(0, part)
             rows += part_view.rows
             size += part_view.size
-        if self._frontend.settings.overflow == "drop" and view.part.spec.site_requests:
+        if self._frontend.settings.overflow == "drop" and view.part.has_rows:
             dropped = sum(view.missing(view.activations()).values())
         steered = view.steered
         increments = (

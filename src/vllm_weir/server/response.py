@@ -104,7 +104,7 @@ class ResponseBuilder:
         # Rows in vllm-lens's field are not sent a second time.
         rows = self.request.own or self.several
         # A receipt alone is built in the event loop, which must not wait for a thread.
-        cpu_lock = self._server.cpu_lock if view.part.spec.site_requests else NO_LOCK
+        cpu_lock = self._server.cpu_lock if view.part.has_rows else NO_LOCK
         inline_bytes = self._server.inline_bytes(self.request.inline_bytes)
         try:
             out = weir_object(view, inline_bytes, self._spool, rows, cpu_lock)
@@ -171,7 +171,7 @@ class ResponseBuilder:
 
 def _receipt_only(view: OutputView) -> bool:
     """Return whether a finished sequence has no rows to wait for, so that no thread is needed."""
-    return not view.part.spec.site_requests and view.concluded()
+    return not view.part.has_rows and view.concluded()
 
 
 def _event(data: Any) -> str:

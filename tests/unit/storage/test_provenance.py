@@ -16,7 +16,9 @@ from vllm_weir import Capture
 from vllm_weir.cli.main import app
 from vllm_weir.consumers import EngineInfo, Finished
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.capture_groups import make_groups, postprocesses_of
+from vllm_weir.frontend.admission.capture_groups import make_groups
+from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.postprocesses import postprocesses_of
 from vllm_weir.frontend.sinks.manager import SinkManager
 from vllm_weir.results.activations import Activations
 from vllm_weir.schema.hooks import Site
@@ -88,8 +90,9 @@ def test_a_sinks_rows_say_what_they_are(layout: str, tmp_path: Path) -> None:
     }  # fmt: skip
     for name, fields in asked.items():
         captures = [Capture(*SITE, sink="x", **fields)]
-        ways = postprocesses_of(captures, 8, lambda *_: np.zeros(8))
-        part = make_groups(captures, 4, "float32", ways, True, lambda *_: None, ())[1]
+        engine = EngineCapabilities({}, 4, 8, "float32", 64)
+        ways = postprocesses_of(captures, engine, lambda *_: np.zeros(8))
+        part = make_groups(captures, engine, ways, True, lambda *_: None, ())[1]
         site = Site(*SITE)
         width, at = (2 if name == "scores" else 8), torch.arange(1 if name == "mean" else 4)
         acts = Activations({site: torch.ones(len(at), width)}, {site: at}, {site: at})

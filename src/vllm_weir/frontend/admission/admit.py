@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from vllm_weir.errors import WeirError
-from vllm_weir.frontend.admission.capture_groups import CaptureGroup, make_groups, postprocesses_of
+from vllm_weir.frontend.admission.capture_groups import CaptureGroup, assign_postprocesses, make_groups, with_derived
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.postprocesses import postprocesses_of
 from vllm_weir.frontend.admission.reachable import UNKNOWN, Asked, Vocabulary, asked_of, resolve_tokens
+from vllm_weir.frontend.derived.sources import DerivedPoints
 from vllm_weir.schema.by_position import ByPosition
 from vllm_weir.schema.capture import Capture
 from vllm_weir.schema.compat.three_tier import scaled
@@ -25,11 +27,11 @@ from vllm_weir.schema.instructions import Instruction, LoweredIntervention, Reso
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
 from vllm_weir.schema.request import RequestSpec, ResolvedSpec
-from vllm_weir.schema.row_parts import PartWidths, RowPart
 from vllm_weir.schema.row_shapes import RowShape, Shard
+from vllm_weir.schema.row_shards import RowShard, ShardWidths
 from vllm_weir.schema.taps import STAGES, column_of, shard_column
 
-NO_PARTS = PartWidths({}, {}, 0)
+ONE_ROW = ShardWidths({}, {}, 0)
 
 
 @dataclass(frozen=True)
@@ -60,32 +62,32 @@ class AdmittedRequest:
     parted: tuple[int, ...] = ()
     by_position: tuple[ByPosition, ...] = ()
     asked: Asked = ()
-    widths: PartWidths = NO_PARTS
+    widths: ShardWidths = ONE_ROW
     num_layers: int = 0
 
     @functools.cached_property
-    def columns(self) -> dict[Site | RowPart, int]:
+    def columns(self) -> dict[Site | RowShard, int]:
         """The column of the plan in which workers record each site, and what they call each part's."""
-        columns: dict[Site | RowPart, int] = {}
+        columns: dict[Site | RowShard, int] = {}
         for site, _, before, _ in self.spec.site_requests:
             column = columns[site] = column_of(site, before)
             if site in self.widths:
-                for part, _ in self.widths.parts(site):
+                for part, _ in self.widths.shards(site):
                     columns[part] = shard_column(column, part.shard, self.num_layers)
         return columns
 
     @functools.cached_property
-    def part_widths(self) -> dict[Site | RowPart, int]:
+    def shard_widths(self) -> dict[Site | RowShard, int]:
         """Part of a row -> its width, for the sites whose rows come in parts."""
         sites = {request.site for request in self.spec.site_requests if request.site in self.widths}
-        return {part: width for site in sites for part, width in self.widths.parts(site)}
+        return {part: width for site in sites for part, width in self.widths.shards(site)}
 
     @functools.cached_property
     def _grouped(self) -> dict[int, tuple[int, ...]]:
         groups = [sites for part in self.parts for sites, _ in part.spec.by_positions]
         return {id(sites): tuple(map(self.columns.__getitem__, sites)) for sites in groups}
 
-    def columns_of(self, sites: Sequence[Site | RowPart]) -> tuple[int, ...]:
+    def columns_of(self, sites: Sequence[Site | RowShard]) -> tuple[int, ...]:
         """Return the columns of sites or parts; fast for the groups of a part's ``spec.by_positions``."""
         return self._grouped.get(id(sites)) or tuple(map(self.columns.__getitem__, sites))
 
@@ -219,7 +221,11 @@ def _admit(
                 "offline, {consumer: options} makes one",
                 f"{capture.path}.sink",
             )
+    expansion = DerivedPoints.expand(captures, capabilities, has_embeddings)
+    captures = expansion.captures
     postprocesses = postprocesses_of(captures, capabilities, lookup)
+    if expansion.sources:
+        postprocesses = postprocesses._replace(device=None)  # the sources' rows are wanted as they are
     if postprocesses.device is not None:
         rows.update(postprocesses.directions)
     parts = make_groups(
@@ -230,18 +236,22 @@ def _admit(
         check,
         lens_layers,
     )
-    site_requests = tuple(site_request for part in parts for site_request in part.spec.site_requests)
+    parts = assign_postprocesses(parts, postprocesses)
+    if expansion.recipes:
+        parts = with_derived(parts, expansion, capabilities, has_token_ids, check)
+    groups = (*parts, *(part.sources for part in parts if part.sources is not None))
+    site_requests = tuple(site_request for group in groups for site_request in group.spec.site_requests)
     resolved = ResolvedSpec(site_requests, postprocesses.device)
     return AdmittedRequest(
         resolved,
-        postprocesses.assign(parts),
+        parts,
         capabilities.dtype,
         tuple(lowered.moves),
         rows,
         tuple(lowered.parted),
         tuple(dict.fromkeys(lowered.by_position)),
         asked,
-        capabilities.part_widths,
+        capabilities.shard_widths,
         capabilities.num_layers,
     )
 

@@ -5,30 +5,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.frontend.admission.engine_info import EngineCapabilities
+from vllm_weir.frontend.admission.postprocesses import MEMORY, Destination, PostprocessChoice, destination_of
+from vllm_weir.frontend.derived.recipe import Recipe
+from vllm_weir.frontend.derived.sources import Expansion
 from vllm_weir.schema.capture import Capture
-from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.hooks import Site, place_of
 from vllm_weir.schema.positions import Positions
 from vllm_weir.schema.request import Postprocess, ResolvedSpec, SiteRequest
 from vllm_weir.schema.row_notes import describe_rows
-from vllm_weir.schema.row_parts import RowPick
 from vllm_weir.schema.row_shapes import RowShape
+from vllm_weir.schema.row_shards import RowPick
 from vllm_weir.schema.sinks import Sink
-from vllm_weir.schema.vectors import digest_of
-
-Destination: TypeAlias = tuple[Sink, str]
-"""(sink, `Capture.keep`): where rows go, and whether they wait to be marked."""
-MEMORY: Destination = (Sink(), "always")
-"""The destination of rows that come back on the output."""
-
-
-def _destination(capture: Capture) -> Destination:
-    return capture.sink, capture.keep
 
 
 @dataclass(frozen=True)
@@ -48,6 +41,8 @@ class CaptureGroup:
         notes: entries of `describe_rows`, for what is not simply the rows of all positions.
         mixed: site -> its postprocess, where that differs between sites; such groups are late.
         picks: site -> what is returned of its rows, where they are not simply [d_model].
+        recipes: how its derived sites are computed.
+        sources: the captures whose rows `recipes` take; None if there are none.
     """
 
     spec: ResolvedSpec
@@ -61,6 +56,19 @@ class CaptureGroup:
     notes: tuple[dict[str, Any], ...] = ()
     mixed: Mapping[Site, Postprocess | None] = field(default_factory=dict)
     picks: Mapping[Site, RowPick] = field(default_factory=dict)
+    recipes: tuple[Recipe, ...] = ()
+    sources: CaptureGroup | None = None
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it asks for anything."""
+        return bool(self.spec.site_requests or self.recipes)
+
+    @functools.cached_property
+    def sites(self) -> tuple[Site, ...]:
+        """Distinct sites that have rows in the result, in the order in which a token meets them."""
+        derived = (recipe.site for recipe in self.recipes)
+        return tuple(sorted((*self.spec.sites, *derived), key=place_of)) if self.recipes else self.spec.sites
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[tuple[Site, ...], tuple[Positions, ...], Postprocess | None], ...]:
@@ -126,7 +134,7 @@ def make_groups(
     for capture, asked in zip(captures, postprocesses.each, strict=True):
         if capture.positions.needs_token_ids and not has_token_ids:
             raise WeirError("the prompt is given as embeddings, so it has no token ids", f"{capture.path}.positions")
-        destination = _destination(capture)
+        destination = destination_of(capture)
         postprocess = postprocesses.by_destination[destination]
         default_dtype = "float32" if postprocess is not None and postprocess.compression is not None else dtype
         group_dtypes = dtypes.setdefault(destination, {})
@@ -143,7 +151,7 @@ def make_groups(
                 raise WeirError(
                     f"{site} is asked for in both {group_dtypes[site]} and {wanted}", f"{capture.path}.dtype"
                 )
-            ring_rows = capabilities.part_widths.ring_rows(site)
+            ring_rows = capabilities.shard_widths.ring_rows(site)
             site_request = SiteRequest(site, capture.positions, capture.before, ring_rows)
             if site in capabilities.shapes:
                 _pick(capture, site, capabilities.shapes[site], picks.setdefault(destination, {}))
@@ -164,6 +172,43 @@ def make_groups(
     ]
     groups[0] = replace(groups[0], lens_layers=lens_layers, mixed=mixed)
     return tuple(groups)
+
+
+def with_derived(
+    groups: Sequence[CaptureGroup],
+    expansion: Expansion,
+    capabilities: EngineCapabilities,
+    has_token_ids: bool,
+    check: Callable[[Site, str], None],
+) -> tuple[CaptureGroup, ...]:
+    """Return the groups, of which the first computes the derived sites.
+
+    Args:
+        groups: of the captures of other sites.
+        expansion: of the request's captures.
+        capabilities: what the engine serves.
+        has_token_ids: as for `make_groups`.
+        check: as for `make_groups`.
+
+    Raises:
+        WeirError: naming the field, if a source is asked for both before and after interventions.
+    """
+    own = groups[0].spec.postprocess
+    if own is not None and own.compression is not None:
+        hooks = ", ".join(sorted({recipe.site.hook for recipe in expansion.recipes}))
+        raise WeirError(
+            f"{hooks} cannot come back on one output with compressed rows; send separate requests",
+            "capture",
+        )
+    sources, *_ = make_groups(
+        expansion.sources, capabilities, PostprocessChoice.none(expansion.sources), has_token_ids, check, ()
+    )
+    before = {request.site: request.before for group in groups for request in group.spec.site_requests}
+    for capture in expansion.sources:
+        for layer in capture.resolve_layers(capabilities.num_layers):
+            if before.get(site := Site(capture.hook, layer), capture.before) != capture.before:
+                raise WeirError(f"{site} is needed both before and after interventions", f"{capture.path}.before")
+    return (replace(groups[0], recipes=expansion.recipes, sources=sources), *groups[1:])
 
 
 def _pick(capture: Capture, site: Site, shape: RowShape, picks: dict[Site, RowPick]) -> None:
@@ -204,143 +249,13 @@ def _check_memory_site(
         )
 
 
-class PostprocessChoice(NamedTuple):
-    """Which postprocesses a request's rows undergo, and where these run.
-
-    Attributes:
-        device: the postprocess that workers apply to all rows; None: none.
-        by_destination: the postprocess of each group; None if it has none, or different ones.
-        each: the postprocess of every capture.
-        mixed: whether the captures that come back on the output have different ones.
-        directions: the vectors [d_model] that they need, by digest.
-    """
-
-    device: Postprocess | None
-    by_destination: dict[Destination, Postprocess | None]
-    each: list[Postprocess | None]
-    mixed: bool
-    directions: dict[str, np.ndarray]
-
-    def assign(self, groups: Sequence[CaptureGroup]) -> tuple[CaptureGroup, ...]:
-        """Return the groups, those marked late whose postprocess runs in this process."""
-        if self.device is not None:
-            return tuple(groups)
-        return tuple(
-            group
-            if group.spec.postprocess is None and not group.mixed
-            else replace(group, late=True, directions=self.directions)
-            for group in groups
-        )
-
-
-def postprocesses_of(
-    captures: Sequence[Capture], capabilities: EngineCapabilities, lookup: Callable[[str, str], np.ndarray]
-) -> PostprocessChoice:
-    """Choose the postprocesses of a request's captures.
-
-    Workers apply one postprocess to all rows of a request; where captures differ, this process does
-    it.
-
-    Raises:
-        WeirError: naming the field, if captures with one destination cannot differ as they do.
-    """
-    directions: dict[str, np.ndarray] = {}
-    members_of: dict[Destination, list[int]] = {}
-    for k, capture in enumerate(captures):
-        members_of.setdefault(_destination(capture), []).append(k)
-    each = [_postprocess_of(capture, capabilities, lookup, directions) for capture in captures]
-    by_destination: dict[Destination, Postprocess | None] = {}
-    mixed = False
-    for destination, members in members_of.items():
-        first = members[0]
-        differing = next((k for k in members if not _alike(captures, each, first, k)), None)
-        by_destination[destination] = each[first] if differing is None else None
-        if differing is None:
-            continue
-        compresses = any(how is not None and how.compression is not None for how in (each[k] for k in members))
-        if destination != MEMORY or compresses:
-            raise _mismatch(captures[first], captures[differing], each[first] == each[differing])
-        mixed = True
-    kinds = set(by_destination.values())
-    device = next(iter(kinds)) if len(kinds) == 1 and not mixed else None
-    if device is not None and device.reduce is not None and len({capture.positions for capture in captures}) > 1:
-        device = None  # workers reduce over one choice of positions
-    if device is not None and device.directions and any(_has_shape(c, capabilities) for c in captures):
-        device = None  # workers project rows of the stream's width
-    return PostprocessChoice(device, by_destination, each, mixed, directions)
-
-
-def _postprocess_of(
-    capture: Capture,
-    capabilities: EngineCapabilities,
-    lookup: Callable[[str, str], np.ndarray],
-    rows: dict[str, np.ndarray],
-) -> Postprocess | None:
-    """Return a capture's postprocess, or None; add its directions to `rows` by digest."""
-    digests: list[str] = []
-    if capture.project is not None:
-        array = capture.project.array
-        if array is None:
-            array = lookup(capture.project.ref, f"{capture.path}.project")
-            if array.ndim > 2:
-                shape = list(array.shape)
-                raise WeirError(f"expected [d] or [m, d] directions, got shape {shape}", f"{capture.path}.project")
-        for row in np.atleast_2d(array):
-            _check_direction(capture, len(row), capabilities)
-            digests.append(digest_of(row))
-            rows[digests[-1]] = row
-    if capture.compress is not None:
-        if _has_shape(capture, capabilities):
-            raise WeirError(
-                f"rows of {capture.hook} cannot be compressed, which is for rows of the stream; leave compress out",
-                f"{capture.path}.compress",
-            )
-        capture.compress.check(capabilities.d_model)
-    postprocess = Postprocess(capture.reduce, tuple(digests), capture.compress)
-    return None if postprocess == Postprocess(None) else postprocess
-
-
-def _has_shape(capture: Capture, capabilities: EngineCapabilities) -> bool:
-    """Return whether some rows of a capture are not simply [d_model]."""
-    if not capabilities.shapes:
-        return False
-    layers = capture.resolve_layers(capabilities.num_layers)
-    return any(Site(capture.hook, layer) in capabilities.shapes for layer in layers)
-
-
-def _check_direction(capture: Capture, values: int, capabilities: EngineCapabilities) -> None:
-    """Raise WeirError unless a direction has as many values as the rows that a capture returns."""
-    for layer in capture.resolve_layers(capabilities.num_layers):
-        width = RowPick.of(capabilities.shape(Site(capture.hook, layer)), capture.heads, capture.neurons).width
-        if values != width:
-            raise WeirError(
-                f"directions of {values} values, rows of {capture.hook} have {width}", f"{capture.path}.project"
-            )
-
-
-def _alike(captures: Sequence[Capture], each: Sequence[Postprocess | None], a: int, b: int) -> bool:
-    """Return whether a worker can apply one postprocess to the rows of captures `a` and `b`."""
-    return each[a] == each[b] and (captures[a].reduce is None or captures[a].positions == captures[b].positions)
-
-
-def _mismatch(first: Capture, other: Capture, only_positions: bool) -> WeirError:
-    """Return the error for captures that differ where they must not.
-
-    `only_positions` says whether they differ in nothing else.
-    """
-    if only_positions:
-        return WeirError(
-            "captures for one sink must reduce over the same positions; send separate requests",
-            f"{other.path}.positions",
-        )
-    return WeirError(
-        "a request's captures for one sink must agree in reduce, project and compress, and those for memory in "
-        "compress; name another sink, or send separate requests",
-        f"{other.path}.{_differing_field(first, other)}",
+def assign_postprocesses(groups: Sequence[CaptureGroup], postprocesses: PostprocessChoice) -> tuple[CaptureGroup, ...]:
+    """Return the groups, those marked late whose postprocess runs in this process."""
+    if postprocesses.device is not None:
+        return tuple(groups)
+    return tuple(
+        group
+        if group.spec.postprocess is None and not group.mixed
+        else replace(group, late=True, directions=postprocesses.directions)
+        for group in groups
     )
-
-
-def _differing_field(first: Capture, other: Capture) -> str:
-    if first.compress != other.compress:
-        return "compress"
-    return "project" if other.project is not None else "reduce"

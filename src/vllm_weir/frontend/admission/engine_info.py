@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.derived.sources import derived_verdicts
 from vllm_weir.schema.hooks import Site, place_of
-from vllm_weir.schema.row_parts import PartWidths
+from vllm_weir.schema.model_facts import ModelFacts
 from vllm_weir.schema.row_shapes import RowShape, Shard
+from vllm_weir.schema.row_shards import ShardWidths
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class EngineCapabilities:
         shapes: site -> shape of a row, where that is not (d_model,).
         shards: site -> the parts of its row that tensor-parallel workers hold, ascending; only of
             sites whose rows are spread over several.
+        facts: how attention and routing are computed, for derived sites.
     """
 
     sites: Mapping[Site, str]
@@ -37,15 +40,16 @@ class EngineCapabilities:
     ring_rows: int
     shapes: Mapping[Site, RowShape] = field(default_factory=dict)
     shards: Mapping[Site, tuple[Shard, ...]] = field(default_factory=dict)
+    facts: ModelFacts = field(default_factory=ModelFacts)
 
     def shape(self, site: Site) -> RowShape:
         """Return the shape of a row of a site."""
         return self.shapes.get(site, (self.d_model,))
 
     @functools.cached_property
-    def part_widths(self) -> PartWidths:
+    def shard_widths(self) -> ShardWidths:
         """The widths in which workers send rows that are not [d_model]."""
-        return PartWidths(self.shapes, self.shards, self.d_model)
+        return ShardWidths(self.shapes, self.shards, self.d_model)
 
     @functools.cached_property
     def itemsize(self) -> int:
@@ -71,21 +75,23 @@ class EngineCapabilities:
                 raise WeirError(f"Weir is not working in this engine: {report.get('reason', 'unknown')}")
         first = reports[0]
         rows = [r["ring_rows"] for r in reports if r["ring_rows"] > 1]
+        sites, facts = _merge_sites(reports), ModelFacts.merge(reports)
         return cls(
-            sites=_merge_sites(reports),
+            sites=dict(sorted((sites | derived_verdicts(sites, facts)).items(), key=lambda entry: place_of(entry[0]))),
             num_layers=first["num_layers"],
             d_model=first["d_model"],
             dtype=first["dtype"],
             ring_rows=min(rows, default=0),
-            shapes={Site(hook, layer): tuple(shape) for r in reports for hook, layer, shape in r["shapes"]},
+            shapes={Site(hook, layer): tuple(shape) for r in reports for hook, layer, shape in r.get("shapes", ())},
             shards=_merge_shards(reports),
+            facts=facts,
         )
 
 
 def _merge_shards(reports: Sequence[Mapping[str, Any]]) -> dict[Site, tuple[Shard, ...]]:
     shards: dict[Site, set[Shard]] = {}
     for report in reports:
-        for hook, layer, start, stop in report["shards"]:
+        for hook, layer, start, stop in report.get("shards", ()):
             shards.setdefault(Site(hook, layer), set()).add(Shard(start, stop))
     return {site: tuple(sorted(parts)) for site, parts in shards.items()}
 
@@ -97,4 +103,4 @@ def _merge_sites(reports: Sequence[Mapping[str, Any]]) -> dict[Site, str]:
         for hook, layer, why in report["sites"]:
             site = Site(hook, layer)
             sites[site] = sites.get(site) or why
-    return dict(sorted(sites.items(), key=lambda entry: place_of(entry[0])))
+    return sites

@@ -20,7 +20,7 @@ PER_TURN = 8
 def captures_only_prompt(group: CaptureGroup, prompt_len: int) -> bool:
     """Return whether all rows of a group, plain or reduced, are known to be of the prompt."""
     spec = group.spec
-    if not spec.site_requests:
+    if not spec.site_requests or group.recipes:
         return False
     changed = spec.postprocess is not None or group.late or group.recast
     if changed and not group.folds:

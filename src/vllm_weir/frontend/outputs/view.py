@@ -13,7 +13,7 @@ import torch
 from vllm_weir.frontend.admission.capture_groups import CaptureGroup
 from vllm_weir.frontend.outputs.host_postprocess import apply_postprocess, reduce_rows
 from vllm_weir.frontend.outputs.ticket import Ticket
-from vllm_weir.frontend.receive.joined_rows import join_parts, pick_values, sources_of
+from vllm_weir.frontend.receive.joined_shards import join_shards, pick_values, sources_of
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence, TakenRows
 from vllm_weir.frontend.receive.tokens import SequenceTokens, TokenIds
 from vllm_weir.results.activations import Activations, CompressedRows
@@ -113,7 +113,7 @@ class OutputView:
         """Return the rows of the whole sequence if they were sliced before anybody asked."""
         if self.pending.early_activations is not None:
             return self.pending.early_activations
-        if self.end != self.pending.expected_end:
+        if self.end != self.pending.expected_end or self.part.recipes:
             return None
         sliced = self.pending.complete_preslice(self.part.spec.sites)
         return None if sliced is None else self._build_activations(sliced.block, sliced.positions)
@@ -145,6 +145,8 @@ class OutputView:
         Not for captures that are projected or compressed.
         """
         kind = "fold" if self.part.folds else "rows"
+        if self.part.sources is not None and not self.with_start(0, self.part.sources).arrived():
+            return False
         return all(
             self.pending.has(sources_of(self.pending, sites), self._wanted(selectors, postprocess)[0], kind)
             for sites, selectors, postprocess in self.part.groups
@@ -317,6 +319,9 @@ class OutputView:
         for sites, selectors, postprocess in self.part.groups:
             wanted = len(self._wanted(selectors, postprocess)[0])
             out.update({s: wanted - activations.count(s) for s in sites if activations.count(s) < wanted})
+        for recipe in self.part.recipes:
+            if (lacking := self._count(recipe.positions, None) - activations.count(recipe.site)) > 0:
+                out[recipe.site] = lacking
         return out
 
     def _selected(self, selectors: Sequence[Positions]) -> np.ndarray:
@@ -352,16 +357,39 @@ class OutputView:
             for taken in self._take_results(postprocess, sites, *self._wanted(selectors, postprocess)):
                 found.append(taken.rows or {site: self._empty_rows(site, postprocess) for site in taken.sites})
                 positions.update(dict.fromkeys(taken.sites, torch.from_numpy(taken.positions)))
-        if tuple(positions) != part.spec.sites:
-            positions = {site: positions[site] for site in part.spec.sites}
-        return self._build_activations(_join(found), positions)
+        rows = _join(found)
+        if part.recipes:
+            derived = self._derived()
+            rows = {**rows, **{site: values for site, (values, _) in derived.items()}}
+            positions |= {site: at for site, (_, at) in derived.items()}
+        if tuple(positions) != part.sites:
+            positions = {site: positions[site] for site in part.sites}
+        return self._build_activations(rows, positions)
+
+    def _derived(self) -> dict[Site, tuple[torch.Tensor, torch.Tensor]]:
+        """Compute the derived sites: their values, and the positions of these."""
+        assert self.part.sources is not None
+        sources = self.with_start(0, self.part.sources).activations()
+        out = {}
+        for recipe in self.part.recipes:
+            wanted, _ = self._wanted(recipe.positions, None)
+            rows: dict[Site, torch.Tensor] = {}
+            positions: dict[Site, torch.Tensor] = {}
+            for site, whole in recipe.sources:
+                rows[site], positions[site] = sources[site], sources.positions_of(site)
+                if not whole:
+                    here = torch.from_numpy(np.isin(positions[site].numpy(), wanted))
+                    rows[site], positions[site] = rows[site][here], positions[site][here]
+            out[recipe.site] = recipe.compute(rows, positions)
+        return out
 
     @property
     def rows(self) -> int:
         """Rows of this view, of all sites."""
-        return sum(
+        tapped = sum(
             len(sites) * self._count(selectors, postprocess) for sites, selectors, postprocess in self.part.groups
         )
+        return tapped + sum(self._count(recipe.positions, None) for recipe in self.part.recipes)
 
     def _count(self, selectors: Sequence[Positions], postprocess: Postprocess | None) -> int:
         """Return how many rows `_wanted` finds, without listing a span."""
@@ -441,7 +469,7 @@ class OutputView:
             taken = self.pending.take(sources, positions, self.timeout, kind, copy)
         if not self.part.picks:
             return taken
-        return [pick_values(rows, self.part.picks) for rows in join_parts(taken)]
+        return [pick_values(rows, self.part.picks) for rows in join_shards(taken)]
 
 
 def _join(parts: Sequence[Mapping[Site, torch.Tensor]]) -> Mapping[Site, torch.Tensor]:

@@ -19,8 +19,8 @@ from vllm_weir.frontend.receive.tokens import PromptTokens
 from vllm_weir.results.activations import Activations
 from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.row_parts import RowPart
 from vllm_weir.schema.row_shapes import ring_rows
+from vllm_weir.schema.row_shards import RowShard
 
 CROWDED = 0.5
 """Share of a worker's buffer in use from which rows are handed out as copies."""
@@ -119,7 +119,7 @@ class PendingSequence:
         Sinks that wait for rows keep them until they have taken them; the store forgets the
         sequence then.
         """
-        if not self._released and self._claims and self.memory.spec.site_requests:
+        if not self._released and self._claims and self.memory.has_rows:
             self.unclaim()
         # Set this before reading the claims: `unclaim` reads it after giving up the last one.
         self._released = True
@@ -174,7 +174,7 @@ class PendingSequence:
 
     def take(
         self,
-        sites: Sequence[Site | RowPart],
+        sites: Sequence[Site | RowShard],
         positions: np.ndarray,
         timeout: float,
         kind: str = "rows",
@@ -192,7 +192,7 @@ class PendingSequence:
         Raises:
             WeirError: if the worker reported a failure, or the rows do not come in time.
         """
-        found: list[tuple[Sequence[Site | RowPart], RowLocations]] = []
+        found: list[tuple[Sequence[Site | RowShard], RowLocations]] = []
 
         def complete() -> bool:
             found[:] = self._find(sites, positions, kind)
@@ -210,10 +210,10 @@ class PendingSequence:
         return [self._collect(some_sites, locations, positions, copy) for some_sites, locations in found]
 
     def arrived(
-        self, sites: Sequence[Site | RowPart], positions: np.ndarray, kind: str = "rows", copy: bool = False
+        self, sites: Sequence[Site | RowShard], positions: np.ndarray, kind: str = "rows", copy: bool = False
     ) -> list[TakenRows]:
         """Return those rows that are here, as `take` does; for requests that were aborted."""
-        found: list[tuple[Sequence[Site | RowPart], RowLocations]] = []
+        found: list[tuple[Sequence[Site | RowShard], RowLocations]] = []
 
         def look() -> bool:
             found.extend(self._find(sites, positions, kind))
@@ -223,7 +223,7 @@ class PendingSequence:
         self._store.wait(look, 0.0)
         return [self._collect(some_sites, locations, positions, copy) for some_sites, locations in found]
 
-    def has(self, sites: Sequence[Site | RowPart], positions: np.ndarray, kind: str = "rows") -> bool:
+    def has(self, sites: Sequence[Site | RowShard], positions: np.ndarray, kind: str = "rows") -> bool:
         """Return whether `take` would return at once, by the arrivals that have been read."""
         return all(locations.all_resolved for _, locations in self._find(sites, positions, kind))
 
@@ -236,7 +236,7 @@ class PendingSequence:
             first: the first position.
             count: how many positions follow each other from there.
         """
-        if self.admitted.part_widths:
+        if self.admitted.shard_widths:
             return  # parts are joined once they are here
         for some_sites, row_views in self._group_by_views(sites, kind):
             if len(row_views) == 1 and row_views[0].columns == self.admitted.columns_of(some_sites):
@@ -263,28 +263,28 @@ class PendingSequence:
         return found[0] if found else None
 
     def _find(
-        self, sites: Sequence[Site | RowPart], positions: np.ndarray, kind: str
-    ) -> list[tuple[Sequence[Site | RowPart], RowLocations]]:
+        self, sites: Sequence[Site | RowShard], positions: np.ndarray, kind: str
+    ) -> list[tuple[Sequence[Site | RowShard], RowLocations]]:
         return [
             (some_sites, _locate(row_views, positions)) for some_sites, row_views in self._group_by_views(sites, kind)
         ]
 
     def _group_by_views(
-        self, sites: Sequence[Site | RowPart], kind: str
-    ) -> list[tuple[Sequence[Site | RowPart], list[RowSequenceView]]]:
+        self, sites: Sequence[Site | RowShard], kind: str
+    ) -> list[tuple[Sequence[Site | RowShard], list[RowSequenceView]]]:
         """Group the sites by the views that their rows are in."""
         row_views = [row_view for row_view in self.row_views if row_view.kind == kind]
         columns = self.admitted.columns_of(sites)
         if len(row_views) == 1 and columns == row_views[0].columns:
             return [(sites, row_views)]
-        groups: dict[tuple[int, ...], list[Site | RowPart]] = {}
+        groups: dict[tuple[int, ...], list[Site | RowShard]] = {}
         for site, column in zip(sites, columns, strict=True):
             key = tuple(k for k, row_view in enumerate(row_views) if column in row_view.column_index)
             groups.setdefault(key, []).append(site)
         return [(some_sites, [row_views[k] for k in key]) for key, some_sites in groups.items()]
 
     def _collect(
-        self, sites: Sequence[Site | RowPart], locations: RowLocations, positions: np.ndarray, copy: bool
+        self, sites: Sequence[Site | RowShard], locations: RowLocations, positions: np.ndarray, copy: bool
     ) -> TakenRows:
         """Return the rows that were located."""
         if locations.first_rank is not None:
@@ -307,7 +307,7 @@ class PendingSequence:
         if len(pieces) == 1:
             return TakenRows(sites, positions, self._slice(sites, *pieces[0], copy))
         columns = self.admitted.columns_of(sites)
-        widths = self.admitted.part_widths
+        widths = self.admitted.shard_widths
         by_site = {
             site: torch.cat([_rows_of(row_view, rows, column, widths.get(site)) for row_view, rows in pieces])
             for site, column in zip(sites, columns, strict=True)
@@ -315,9 +315,9 @@ class PendingSequence:
         return TakenRows(sites, positions, by_site)
 
     def _slice(
-        self, sites: Sequence[Site | RowPart], row_view: RowSequenceView, rows: torch.Tensor, copy: bool
-    ) -> Mapping[Site | RowPart, torch.Tensor]:
-        columns, widths = self.admitted.columns_of(sites), self.admitted.part_widths
+        self, sites: Sequence[Site | RowShard], row_view: RowSequenceView, rows: torch.Tensor, copy: bool
+    ) -> Mapping[Site | RowShard, torch.Tensor]:
+        columns, widths = self.admitted.columns_of(sites), self.admitted.shard_widths
         if widths and any(site in widths for site in sites):
             must_copy = self._must_copy(row_view, copy)
             by_site = {

@@ -13,6 +13,7 @@ from vllm_weir import messages
 from vllm_weir.frontend.receive.mapped_buffer import MappedBuffer
 from vllm_weir.results.site_slices import SiteSlices
 from vllm_weir.schema.hooks import Site
+from vllm_weir.schema.row_shards import RowShard
 
 
 @dataclass
@@ -137,7 +138,7 @@ class RowSequenceView:
         (extent,) = self.extents
         return self._without_padding(extent.rows[first - extent.rank : first - extent.rank + count])
 
-    def preslice(self, sites: Sequence[Site], first: int, count: int) -> None:
+    def preslice(self, sites: Sequence[Site | RowShard], first: int, count: int) -> None:
         """Make tensors of the first `count` ranks, arrived or not, if they have a place.
 
         Args:
@@ -149,9 +150,10 @@ class RowSequenceView:
             memory = self.extents[0].rows
             block = SiteSlices(sites, None, self._without_padding(memory[:count]))
             block.every  # noqa: B018 - the first look makes them
-            self.presliced = SlicedRows(memory, block, first, dict.fromkeys(sites, torch.arange(first, first + count)))
+            at = torch.arange(first, first + count)
+            self.presliced = SlicedRows(memory, block, first, {site: at for site in sites if isinstance(site, Site)})
 
-    def presliced_run(self, sites: Sequence[Site], first: int, count: int) -> SiteSlices | None:
+    def presliced_run(self, sites: Sequence[Site | RowShard], first: int, count: int) -> SiteSlices | None:
         """Return `count` ranks from `first` on if they were presliced and have not moved."""
         sliced = self._valid_preslice
         if sliced is None or first or len(sliced.block.rows) != count or tuple(sliced.block) != tuple(sites):

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.row_parts import PartWidths, RowPart, RowPick
 from vllm_weir.schema.row_shapes import Shard, ring_rows, row_width
+from vllm_weir.schema.row_shards import RowPick, RowShard, ShardWidths
 
 Z, POST, PRE = Site("z", 1), Site("mlp_post", 1), Site("resid_pre", 1)
 
@@ -30,12 +30,12 @@ def test_the_pick_of_neurons_and_of_everything():
 def test_widths_are_those_of_the_parts():
     shapes = {Z: (4, 8), POST: (100,), Site("q", 1): (2, 8)}
     shards = {POST: (Shard(0, 50), Shard(50, 100))}
-    widths = PartWidths(shapes, shards, 32)
+    widths = ShardWidths(shapes, shards, 32)
     assert widths and Z not in widths and PRE not in widths, "a row of the ring's width comes as it is"
-    assert list(widths.parts(POST)) == [(RowPart(POST, 0), 50), (RowPart(POST, 1), 50)]
-    assert list(widths.parts(Site("q", 1))) == [(RowPart(Site("q", 1), 0), 16)]
+    assert list(widths.shards(POST)) == [(RowShard(POST, 0), 50), (RowShard(POST, 1), 50)]
+    assert list(widths.shards(Site("q", 1))) == [(RowShard(Site("q", 1), 0), 16)]
     assert (widths.ring_rows(POST), widths.ring_rows(Z), widths.ring_rows(PRE)) == (2, 1, 1)
-    assert not PartWidths({Z: (4, 8)}, {}, 32)
+    assert not ShardWidths({Z: (4, 8)}, {}, 32)
 
 
 @given(width=st.integers(1, 200), d_model=st.integers(1, 64))

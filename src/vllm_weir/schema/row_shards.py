@@ -10,7 +10,7 @@ from vllm_weir.schema.hooks import Site
 from vllm_weir.schema.row_shapes import RowShape, Shard, ring_rows, row_width
 
 
-class RowPart(NamedTuple):
+class RowShard(NamedTuple):
     """The part of a site's rows that one worker sends: its `shard`-th, in the order of columns."""
 
     site: Site
@@ -45,7 +45,7 @@ class RowPick:
         return cls((len(chosen), *shape[1:]), indices)
 
 
-class PartWidths:
+class ShardWidths:
     """The widths of the parts of rows that do not come as one row [d_model].
 
     Args:
@@ -69,9 +69,9 @@ class PartWidths:
     def __contains__(self, site: object) -> bool:
         return site in self._widths
 
-    def parts(self, site: Site) -> Iterator[tuple[RowPart, int]]:
+    def shards(self, site: Site) -> Iterator[tuple[RowShard, int]]:
         """Return a site's parts, each with its width."""
-        return ((RowPart(site, k), width) for k, width in enumerate(self._widths[site]))
+        return ((RowShard(site, k), width) for k, width in enumerate(self._widths[site]))
 
     def ring_rows(self, site: Site) -> int:
         """Return how many rows of one worker's ring a row of a site takes at most."""

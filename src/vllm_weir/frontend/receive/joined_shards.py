@@ -10,37 +10,37 @@ import torch
 
 from vllm_weir.frontend.receive.pending_sequence import PendingSequence, TakenRows
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.row_parts import RowPart, RowPick
+from vllm_weir.schema.row_shards import RowPick, RowShard
 
 
-def sources_of(pending: PendingSequence, sites: Sequence[Site]) -> Sequence[Site | RowPart]:
+def sources_of(pending: PendingSequence, sites: Sequence[Site]) -> Sequence[Site | RowShard]:
     """Return what to take for the rows of these sites: the sites themselves, or parts of their rows."""
     widths = pending.admitted.widths
     if not widths or not any(site in widths for site in sites):
         return sites
-    sources: list[Site | RowPart] = []
+    sources: list[Site | RowShard] = []
     for site in sites:
-        sources.extend([part for part, _ in widths.parts(site)] if site in widths else [site])
+        sources.extend([part for part, _ in widths.shards(site)] if site in widths else [site])
     return sources
 
 
-def join_parts(taken: list[TakenRows]) -> list[TakenRows]:
+def join_shards(taken: list[TakenRows]) -> list[TakenRows]:
     """Return rows of whole sites.
 
     Args:
         taken: rows of sites, [n, d_model], and of parts, [n, width of the part]. Parts of one site
             may have different positions, if workers had no room for some rows.
     """
-    if not any(isinstance(source, RowPart) for one in taken for source in one.sites):
+    if not any(isinstance(source, RowShard) for one in taken for source in one.sites):
         return taken
     whole: list[TakenRows] = []
     parts: dict[Site, dict[int, tuple[np.ndarray, torch.Tensor | None]]] = {}
     for one in taken:
-        sites = [source for source in one.sites if not isinstance(source, RowPart)]
+        sites = [source for source in one.sites if not isinstance(source, RowShard)]
         if sites:
             whole.append(TakenRows(sites, one.positions, {site: one.rows[site] for site in sites if one.rows}))
         for source in one.sites:
-            if isinstance(source, RowPart):
+            if isinstance(source, RowShard):
                 parts.setdefault(source.site, {})[source.shard] = one.positions, one.rows.get(source)
     return whole + [_joined(site, [shards[k] for k in sorted(shards)]) for site, shards in parts.items()]
 
