@@ -25,6 +25,7 @@ from vllm_weir.schema.instructions import Instruction, LoweredIntervention, Reso
 from vllm_weir.schema.intervention_base import Intervention
 from vllm_weir.schema.keys import LENS_CAPTURE_KEY, LENS_STEER_KEY, WIRE_KEY
 from vllm_weir.schema.request import RequestSpec, ResolvedSpec
+from vllm_weir.schema.row_shapes import RowShape
 from vllm_weir.schema.taps import STAGES, column_of
 
 
@@ -264,16 +265,19 @@ def _moves(
 
     Vectors are added to `out`.
     """
-    layers_by_effect: dict[tuple[tuple[Instruction, ...], bool], list[int]] = {}
+    layers_by_effect: dict[tuple[tuple[Instruction, ...], int], list[int]] = {}
     for one in intervention.by_layer(capabilities.num_layers, lookup):
-        lowered = one.lower(capabilities.d_model, lookup)
-        _check_reach(one, lowered, capabilities)
-        if lowered.by_position is not None:
-            out.by_position.append(lowered.by_position)
-        layers = one.resolve_layers(capabilities.num_layers)
-        if lowered.instructions and layers:
-            layers_by_effect.setdefault((lowered.instructions, lowered.per_position), []).extend(layers)
-            out.rows.update(lowered.rows)
+        by_shape: dict[RowShape, list[int]] = {}
+        for layer in one.resolve_layers(capabilities.num_layers):
+            by_shape.setdefault(capabilities.shape(Site(one.hook, layer)), []).append(layer)
+        for shape, layers in by_shape.items():
+            lowered = one.lower(shape, lookup)
+            _check_reach(one, lowered, capabilities)
+            if lowered.by_position is not None:
+                out.by_position.append(lowered.by_position)
+            if lowered.instructions:
+                layers_by_effect.setdefault((lowered.instructions, lowered.per_position), []).extend(layers)
+                out.rows.update(lowered.rows)
     return [
         ResolvedIntervention(intervention.hook, tuple(layers), intervention.positions, per_position, instructions)
         for (instructions, per_position), layers in layers_by_effect.items()
