@@ -340,7 +340,7 @@ def test_what_a_failed_request_left_is_not_given_to_those_already_waiting(engine
     llm, oracle = engine
     v = vectors(39)
     bad, other = [weir.Add(v(D), 1, 3.0)], [weir.Add(v(D), 1, 3.0)]
-    digest = next(iter(bad[0].lower(D, lambda *_: None).rows))
+    digest = next(iter(bad[0].lower((D,), lambda *_: None).rows))
     fetch, failed = VectorFetcher.fetch, []
 
     def fail_once(self, reply, digests):

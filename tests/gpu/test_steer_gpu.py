@@ -49,7 +49,7 @@ def test_the_triton_tap_equals_the_cpu_op(d_model, dtype, beside):
         chosen = [items[i] for i in rng.permutation(len(items))[: rng.integers(1, 5)]]
         active, rows = [], {}
         for item in chosen:
-            low = item.lower(d_model, None)
+            low = item.lower((d_model,), None)
             rows.update(low.rows)
             active.append(
                 (

@@ -63,10 +63,10 @@ class CacheKeys:
             return ""
         if not intervention.per_position:
             return f"{intervention.digest}@{selected.tolist()}"
-        # The k-th selected position of the request undergoes the k-th instruction.
+        # Each selected position of the request undergoes the instructions at its rank.
         earlier = int(intervention.positions.mask(np.arange(start), self._prompt_len).sum())
-        instructions = zip(selected.tolist(), intervention.instructions[earlier:])
-        done = [(offset, instruction) for offset, instruction in instructions if instruction.u]
+        of_offset = ((offset, intervention.of_position(k)) for k, offset in enumerate(selected.tolist(), earlier))
+        done = [(offset, instructions) for offset, instructions in of_offset if instructions]
         return f"{intervention.hook}{intervention.layers}{done}" if done else ""
 
 

@@ -11,6 +11,8 @@ from vllm_weir.schema.compression import Compression
 from vllm_weir.schema.fields import parse_flag, refuse_unknown_keys, set_fields
 from vllm_weir.schema.hooks import layers_of, normalise_hook, split_transformer_lens
 from vllm_weir.schema.positions import MAX_LIST, Positions
+from vllm_weir.schema.row_parts import WHOLE, RowPart
+from vllm_weir.schema.row_shapes import RowShape
 from vllm_weir.schema.scalars import plain
 from vllm_weir.schema.sinks import MEMORY, Sink, parse_keep
 from vllm_weir.schema.vectors import Vector
@@ -19,13 +21,14 @@ DTYPES = ("float32", "float16", "bfloat16")
 REDUCTIONS = ("last", "mean", "max")
 MAX_DIRECTIONS = 256
 WIRE_FIELDS = (
-    "before", "compress", "dtype", "hook", "keep", "layers", "positions", "project", "reduce", "sink",
+    "before", "compress", "dtype", "heads", "hook", "keep", "layers", "neurons", "positions", "project", "reduce",
+    "sink",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Capture:
-    """Rows of the residual stream (or of a block's parts) to return with a request's output.
+    """Rows of a hook point to return with a request's output.
 
     Args:
         hook: hook point, e.g. ``"resid_post"``; aliases and ``"blocks.7.hook_resid_post"`` (which
@@ -69,14 +72,19 @@ class Capture:
     reduce: str | None = None
     project: Any = None
     path: str = field(default="capture", repr=False, compare=False)
+    heads: Any = field(default=None, kw_only=True)
+    neurons: Any = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         path = self.path
         hook, layers = parse_place(self.hook, self.layers, path)
+        part = RowPart.parse(hook, self.heads, self.neurons, path)
         set_fields(
             self,
             hook=hook,
             layers=layers,
+            heads=part.heads,
+            neurons=part.neurons,
             positions=Positions.parse(self.positions, f"{path}.positions"),
             before=parse_flag(self.before, "before", path),
             dtype=parse_dtype(self.dtype, f"{path}.dtype"),
@@ -89,6 +97,12 @@ class Capture:
         if self.compress is not None and (self.reduce is not None or self.project is not None):
             raise WeirError(
                 "a capture that reduces or projects cannot be compressed as well; leave compress out",
+                f"{path}.compress",
+            )
+        if self.compress is not None and part != WHOLE:
+            picked = "heads" if part.neurons is None else "neurons"
+            raise WeirError(
+                f"rows are compressed whole; leave compress out, or {picked}",
                 f"{path}.compress",
             )
         if self.keep != "always" and self.sink.memory:
@@ -126,7 +140,16 @@ class Capture:
             out["sink"] = self.sink.to_json()
         if self.keep != "always":
             out["keep"] = self.keep
-        return out
+        return out | self.part.to_json()
+
+    @property
+    def part(self) -> RowPart:
+        """The heads or neurons that are picked."""
+        return RowPart(self.heads, self.neurons)
+
+    def check_shape(self, shape: RowShape) -> None:
+        """Raise WeirError, naming the field, if rows of this shape lack a head or neuron that is picked."""
+        self.part.check(shape, self.hook, self.path)
 
     def resolve_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the block indices for `num_layers` blocks; raise WeirError if one is missing."""

@@ -202,6 +202,25 @@ def parse_site(key: object) -> Site:
     raise WeirError(f"a site is a pair (hook, layer), got {brief(key, 80)}", "site")
 
 
+_CHANGE_INSTEAD = {
+    "q_rot": "change q",
+    "k_rot": "change k",
+    "attn_scores": "they are computed from q_rot and k_rot when they are read; change q, k or z",
+    "pattern": "it is computed from q_rot and k_rot when it is read; change z, what the heads give, or q and k",
+    "mlp_pre": "change mlp_post, the neurons",
+    "mlp_pre_linear": "change mlp_post, the neurons",
+    "expert_ids": "they follow from router_logits; change these, or mlp_out",
+    "expert_weights": "they follow from router_logits; change these, or mlp_out",
+}
+"""What to change instead of `READ_ONLY_HOOKS`."""
+
+
+def refuse_read_only(hook: str, field: str) -> None:
+    """Raise WeirError for a hook point that no intervention may name."""
+    if hook in READ_ONLY_HOOKS:
+        raise WeirError(f"{hook} can be captured but not changed: {_CHANGE_INSTEAD[hook]}", field)
+
+
 def layers_of(hook: str, layers: Literal["all"] | tuple[int, ...], num_layers: int, field: str) -> tuple[int, ...]:
     """Return the layers as block indices; raise WeirError if one does not exist.
 

@@ -50,8 +50,10 @@ class Instruction(NamedTuple):
     """0 for the whole row."""
 
 
+_WHOLE_ROW = Instruction._fields.index("start")
+"""Fields of the wire form of an instruction for the whole row."""
 NOTHING = Instruction(CONST, "")
-"""Takes the place of a position whose row is kept as it is."""
+"""Takes the place of a position, or of a part of its row, that is kept as it is."""
 
 
 class LoweredIntervention(NamedTuple):
@@ -59,9 +61,9 @@ class LoweredIntervention(NamedTuple):
 
     Attributes:
         instructions: in order.
-        rows: the vectors that they use, float32 [d_model], by digest.
-        by_position: if given, instruction k is for the k-th selected position alone; None: every
-            instruction is for all of them.
+        rows: the vectors that they use, float32 [width], by digest.
+        by_position: if given, each selected position has instructions of its own, as many as every
+            other, those of the first position first; None: every instruction is for all of them.
     """
 
     instructions: tuple[Instruction, ...]
@@ -69,27 +71,35 @@ class LoweredIntervention(NamedTuple):
     by_position: ByPosition | None = None
 
     @property
-    def per_position(self) -> bool:
-        """Whether each instruction is for one position."""
-        return self.by_position is not None
+    def per_position(self) -> int:
+        """How many instructions each position has of its own; 0 if all are for every position."""
+        return 0 if self.by_position is None else len(self.instructions) // self.by_position.rows
 
 
 class VectorCollector:
     """The vectors of an intervention's instructions, each kept once.
 
     Attributes:
-        rows: float32 [d_model] by digest.
+        rows: float32 [width] by digest.
     """
 
     def __init__(self) -> None:
         self.rows: dict[str, np.ndarray] = {}
 
     def add(self, row: np.ndarray, digest: str = "") -> str:
-        """Keep a vector [d_model] and return its digest, which is computed unless it is given."""
+        """Keep a vector [width] and return its digest, which is computed unless it is given."""
         row = np.ascontiguousarray(row, np.float32)
         digest = digest or digest_of(row)
         self.rows[digest] = row
         return digest
+
+
+def couples(instruction: Instruction) -> bool:
+    """Return whether what an instruction does to one column depends on the others that it is about.
+
+    Workers that hold different columns of a row cannot do such an instruction each for itself.
+    """
+    return instruction.kind not in (CONST, BLEND)
 
 
 def reach(instruction: Instruction, rows: Mapping[str, np.ndarray]) -> float:
@@ -111,19 +121,38 @@ def reach(instruction: Instruction, rows: Mapping[str, np.ndarray]) -> float:
 
 @dataclass(frozen=True)
 class ResolvedIntervention:
-    """An intervention resolved against a model: the instructions, and where they are applied."""
+    """An intervention resolved against a model: the instructions, and where they are applied.
+
+    Attributes:
+        hook: the hook point.
+        layers: its blocks.
+        positions: selector.
+        per_position: how many instructions each selected position has of its own, see
+            `of_position`; 0 if all instructions are for every position.
+        instructions: in order.
+    """
 
     hook: str
     layers: tuple[int, ...]
     positions: Positions
-    per_position: bool
+    per_position: int
     instructions: tuple[Instruction, ...]
+
+    def of_position(self, rank: int) -> tuple[Instruction, ...]:
+        """Return what is done at the selected position that `rank` others come before.
+
+        Empty if nothing is. Only where `per_position` is not 0.
+        """
+        first = rank * self.per_position
+        return tuple(one for one in self.instructions[first : first + self.per_position] if one.u)
 
     @functools.cached_property
     def digest(self) -> str:
         """Content address of what is done to a row at these sites, whatever the positions."""
-        content = msgspec.msgpack.encode([self.hook, self.layers, self.instructions])
-        return hashlib.sha256(content).hexdigest()[:32]
+        content: list[Any] = [self.hook, self.layers, self.instructions]
+        if self.per_position > 1:
+            content.append(self.per_position)
+        return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()[:32]
 
     @functools.cached_property
     def vectors(self) -> frozenset[str]:
@@ -132,7 +161,7 @@ class ResolvedIntervention:
 
     def to_wire(self) -> list[Any]:
         """Return the form that travels to the scheduler and the workers."""
-        instructions = [list(one) for one in self.instructions]
+        instructions = [list(one if one.stop else one[:_WHOLE_ROW]) for one in self.instructions]
         return [self.hook, list(self.layers), self.positions.to_json(), self.per_position, instructions]
 
     @classmethod

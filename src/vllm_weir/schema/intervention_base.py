@@ -14,9 +14,13 @@ from vllm_weir.schema.by_layer import VectorsByLayer, is_by_layer
 from vllm_weir.schema.by_position import PER_LAYER, ByPosition
 from vllm_weir.schema.capture import parse_place
 from vllm_weir.schema.fields import parse_flag, set_fields, with_fields
-from vllm_weir.schema.hooks import layers_of
+from vllm_weir.schema.hooks import HEAD_HOOKS, layers_of, refuse_read_only
 from vllm_weir.schema.instructions import LoweredIntervention
 from vllm_weir.schema.positions import Positions
+from vllm_weir.schema.row_parts import WHOLE, RowPart
+from vllm_weir.schema.row_placement import on_heads, on_neurons
+from vllm_weir.schema.row_shapes import RowShape
+from vllm_weir.schema.vector_axes import EACH, ONE, TOGETHER, VectorAxes
 from vllm_weir.schema.vectors import MAX_ROWS, Vector, number
 
 Lookup = Callable[[str, str], np.ndarray]
@@ -35,9 +39,13 @@ class Intervention:
         positions: selector, as for `Capture`.
         per_layer: whether the vectors have a leading axis, one entry for each of `layers` in the
             order given.
+        heads: heads to change, at hook points with a row for each head: an int, or several in a
+            list, range, array or tensor; None: the whole row. Vectors are [d_head] then.
+        neurons: likewise entries of the rows of `mlp_post`; vectors are [neurons picked].
 
     Wherever one vector is expected, [1, d_model] is the same as [d_model]. A vector may also be
-    given for each layer, as ``{layer: vector}``; then `layers` is left out.
+    given for each layer, as ``{layer: vector}``; then `layers` is left out. For a whole row with
+    heads, it is [heads, d_head] or [heads * d_head]; `VectorAxes` says what is read with `heads`.
     """
 
     op: ClassVar[str]
@@ -50,10 +58,14 @@ class Intervention:
     """The field whose rows, if it has several, are for one selected position each."""
     single_vector: ClassVar[str] = ""
     """The field that holds one vector, never several."""
+    numbers: ClassVar[str] = ""
+    """The field whose vector has a number for each row of the others."""
     layers: Any
     hook: str
     positions: Any
     per_layer: bool
+    heads: Any
+    neurons: Any
     path: str
     where = ""
     """The layer, appended to the vectors' fields in errors; set by `by_layer`."""
@@ -61,9 +73,12 @@ class Intervention:
     def __post_init__(self) -> None:
         parse_flag(self.per_layer, "per_layer", self.path)
         hook, layers = parse_place(self.hook, self.layers, self.path, ordered=self.per_layer)
-        set_fields(self, hook=hook, layers=layers, positions=Positions.parse(self.positions, f"{self.path}.positions"))
-        for name, ndim in self.vectors.items():
-            set_fields(self, **{name: self._parse_vectors(name, ndim)})
+        refuse_read_only(hook, f"{self.path}.hook")
+        part = RowPart.parse(hook, self.heads, self.neurons, self.path)
+        positions = Positions.parse(self.positions, f"{self.path}.positions")
+        set_fields(self, hook=hook, layers=layers, positions=positions, heads=part.heads, neurons=part.neurons)
+        for name in self.vectors:
+            set_fields(self, **{name: self._parse_vectors(name, self._ndim(name))})
         self._parse_numbers()
 
     def _parse_numbers(self) -> None:
@@ -71,6 +86,21 @@ class Intervention:
 
     def _parse_number(self, name: str) -> None:
         set_fields(self, **{name: number(getattr(self, name), f"{self.path}.{name}")})
+
+    def _ndim(self, name: str) -> tuple[int, ...]:
+        """Return how many dimensions a field's vectors may have."""
+        ndim = self.vectors[name]
+        return (*ndim, max(ndim) + 1) if self.hook in HEAD_HOOKS and name != self.numbers else ndim
+
+    def _axes(self, name: str, field: str) -> VectorAxes:
+        """Return how a field's vectors are read; `field` is named by errors."""
+        meaning = ONE if name == self.single_vector else EACH if name == self.rows_by_position else TOGETHER
+        return VectorAxes(self.hook, self.part, meaning, self.positions, field)
+
+    @property
+    def part(self) -> RowPart:
+        """The heads or neurons that are picked."""
+        return RowPart(self.heads, self.neurons)
 
     def _parse_vectors(self, name: str, ndim: tuple[int, ...]) -> Vector | VectorsByLayer:
         """Parse a field's vectors and check their shapes, unless they are references."""
@@ -104,17 +134,15 @@ class Intervention:
         field = f"{self.path}.{name}"
         if num_layers is not None and len(array) != num_layers:
             raise WeirError(f"per_layer: {len(array)} vectors for {num_layers} layers", field)
-        if array.ndim == 3 and array.shape[1] > MAX_ROWS:
-            raise WeirError(f"{array.shape[1]} rows, more than the limit of {MAX_ROWS}", field)
-        self._check_rows(name, array.shape[1] if array.ndim == 3 else 1, field)
+        self._check_rows(name, array[0], field)
 
     def _checked(self, vector: Vector, name: str, field: str) -> Vector:
         """Check a vector's shape, and turn [1, d] into [d] where that means the same."""
         if vector.array is None or vector.array.ndim == 1:
             return vector
-        if vector.array.ndim not in self.vectors[name]:
-            raise WeirError(_wrong_shape(vector.array, self.vectors[name]), field)
-        self._check_rows(name, len(vector.array), field)
+        if vector.array.ndim not in self._ndim(name):
+            raise WeirError(_wrong_shape(vector.array, self._ndim(name)), field)
+        self._check_rows(name, vector.array, field)
         squeezed = self._squeezed(name, vector.array)
         return vector if squeezed is vector.array else Vector(squeezed)
 
@@ -124,8 +152,20 @@ class Intervention:
             return array[0]
         return array
 
-    def _check_rows(self, name: str, rows: int, field: str) -> None:
+    def _check_rows(self, name: str, array: np.ndarray, field: str) -> None:
+        """Raise WeirError if the field cannot have as many rows as `array` has."""
+        rows = len(array) if array.ndim > 1 else 1
+        if name != self.numbers and self.hook in HEAD_HOOKS:
+            known = self._axes(name, field).count_rows(array)
+            if known is None:  # `lower` knows the row's shape
+                return
+            rows = known
+        self._check_count(name, rows, field)
+
+    def _check_count(self, name: str, rows: int, field: str) -> None:
         """Raise WeirError if the field cannot have so many rows."""
+        if rows > MAX_ROWS:
+            raise WeirError(f"{rows} rows, more than the limit of {MAX_ROWS}", field)
         if rows > 1 and name == self.single_vector:
             raise WeirError(f"expected one vector, got {rows} rows; {PER_LAYER}", field)
         if rows > 1 and name == self.rows_by_position:
@@ -139,7 +179,9 @@ class Intervention:
             value = getattr(self, name)
             if value is None or (name in _ONLY_IF_SET and not value):
                 continue
-            out[name] = value.to_json() if isinstance(value, (Vector, VectorsByLayer)) else value
+            if isinstance(value, (Vector, VectorsByLayer)):
+                value = value.to_json()
+            out[name] = list(value) if isinstance(value, tuple) else value
         return out
 
     @classmethod
@@ -216,40 +258,66 @@ class Intervention:
         ]
 
     def _stack(self, name: str, vector: Vector, num_layers: int, lookup: Lookup) -> np.ndarray:
-        """Return the checked array of a `per_layer` field, [layers, d] or [layers, n, d]."""
+        """Return the checked array of a `per_layer` field, say [layers, d] or [layers, n, d]."""
         field = f"{self.path}.{name}"
         array = _array(vector, field, lookup)
-        if array.ndim - 1 not in self.vectors[name]:
-            raise WeirError(_wrong_shape(array, [n + 1 for n in self.vectors[name]]), field)
+        if array.ndim - 1 not in self._ndim(name):
+            raise WeirError(_wrong_shape(array, [n + 1 for n in self._ndim(name)]), field)
         self._check_stack(name, array, num_layers)
         return array
 
-    def lower(self, d_model: int, lookup: Lookup) -> LoweredIntervention:
+    def lower(self, shape: RowShape, lookup: Lookup) -> LoweredIntervention:
         """Return the instructions for a model; none if the intervention changes nothing.
 
         An intervention whose vectors differ by layer is split by `by_layer` first.
 
         Args:
-            d_model: width of the stream.
+            shape: of a row at the hook point.
             lookup: resolves references.
 
         Raises:
-            WeirError: if a vector does not fit the model or the positions.
+            WeirError: if a vector does not fit the row or the positions, or the row has no such
+                head or neuron.
         """
-        arrays, by_position = [], None
-        for name, ndim in self.vectors.items():
+        if self.part != WHOLE:
+            self.part.check(shape, self.hook, self.path)
+        split, by_position = [], None
+        for name in self.vectors:
             field = f"{self.path}.{name}{self.where}"
-            array = self._squeezed(name, _array(getattr(self, name), field, lookup))
-            if array.ndim not in ndim:
-                raise WeirError(_wrong_shape(array, ndim), field)
-            if name != "b" and array.shape[-1] != d_model:
-                raise WeirError(f"width {array.shape[-1]} does not match the model's {d_model}", field)
-            if array.ndim == 2:
-                self._check_rows(name, len(array), field)
-                if name == self.rows_by_position:
-                    by_position = ByPosition(len(array), self.positions, self.path)
-            arrays.append(array)
-        return self._lower(*arrays)._replace(by_position=by_position)
+            arrays = self._read(name, _array(getattr(self, name), field, lookup), shape, field)
+            if arrays[0].ndim == 2 and name == self.rows_by_position:
+                by_position = ByPosition(len(arrays[0]), self.positions, self.path)
+            split.append(arrays)
+        if self.heads is None:
+            lowered = self._lower(*(arrays[0] for arrays in split))
+            if self.neurons is not None:
+                lowered = on_neurons(lowered, self.neurons, shape[0])
+        else:
+            lowered = on_heads(self._lower_heads(split), self.heads, shape[1], by_position.rows if by_position else 0)
+        return lowered._replace(by_position=by_position)
+
+    def _read(self, name: str, array: np.ndarray, shape: RowShape, field: str) -> list[np.ndarray]:
+        """Return a field's array for the row, or those for the heads that are picked; check them."""
+        array = self._squeezed(name, array)
+        if array.ndim not in self._ndim(name):
+            raise WeirError(_wrong_shape(array, self._ndim(name)), field)
+        if name == self.numbers:
+            self._check_count(name, len(array) if array.ndim == 2 else 1, field)
+            return [array] * len(self.heads or (0,))
+        axes = self._axes(name, field)
+        axes.count_rows(array)
+        arrays = axes.split(array, shape)
+        if arrays[0].ndim == 2:
+            self._check_count(name, len(arrays[0]), field)
+        return arrays
+
+    def _lower_heads(self, split: list[list[np.ndarray]]) -> list[LoweredIntervention]:
+        """Return what is done to each head that is picked; `split` has a list of arrays for each field."""
+        out: list[LoweredIntervention] = []
+        for k, arrays in enumerate(zip(*split, strict=True)):
+            same = k and all(arrays[n] is split[n][k - 1] for n in range(len(arrays)))
+            out.append(out[-1] if same else self._lower(*arrays))
+        return out
 
     def _lower(self, *arrays: Any) -> LoweredIntervention:
         """Return the instructions, given the arrays of `vectors` in that order."""

@@ -59,12 +59,17 @@ class Add(Intervention):
     norm_match: bool = False
     keep_norm: bool = False
     per_layer: bool = False
+    heads: Any = field(default=None, kw_only=True)
+    neurons: Any = field(default=None, kw_only=True)
     path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
 
     def _parse_numbers(self) -> None:
         self._parse_number("scale")
         parse_flag(self.norm_match, "norm_match", self.path)
         parse_flag(self.keep_norm, "keep_norm", self.path)
+        if self.neurons is not None and (self.norm_match or self.keep_norm):
+            name = "norm_match" if self.norm_match else "keep_norm"
+            raise WeirError(f"the norm of some neurons is not kept track of; leave {name} out", f"{self.path}.{name}")
 
     def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:
         (vector,) = arrays
@@ -110,6 +115,8 @@ class Ablate(Intervention):
     hook: str = "resid_post"
     positions: Any = "all"
     per_layer: bool = False
+    heads: Any = field(default=None, kw_only=True)
+    neurons: Any = field(default=None, kw_only=True)
     path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
 
     def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:
@@ -151,6 +158,8 @@ class Clamp(Intervention):
     hook: str = "resid_post"
     positions: Any = "all"
     per_layer: bool = False
+    heads: Any = field(default=None, kw_only=True)
+    neurons: Any = field(default=None, kw_only=True)
     path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
 
     def _parse_numbers(self) -> None:
@@ -204,6 +213,8 @@ class Replace(Intervention):
     hook: str = "resid_post"
     positions: Any = "all"
     per_layer: bool = False
+    heads: Any = field(default=None, kw_only=True)
+    neurons: Any = field(default=None, kw_only=True)
     path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
 
     def _parse_numbers(self) -> None:
@@ -234,6 +245,7 @@ class LowRank(Intervention):
     factor: ClassVar[str] = "b"
     vectors: ClassVar[dict[str, tuple[int, ...]]] = {"R": (1, 2), "W": (1, 2), "b": (1, 2)}
     single_vector: ClassVar[str] = "b"
+    numbers: ClassVar[str] = "b"
     R: Any
     W: Any
     b: Any
@@ -241,6 +253,8 @@ class LowRank(Intervention):
     hook: str = "resid_post"
     positions: Any = "all"
     per_layer: bool = False
+    heads: Any = field(default=None, kw_only=True)
+    neurons: Any = field(default=None, kw_only=True)
     path: str = field(default="intervention", repr=False, compare=False, kw_only=True)
 
     def _lower(self, *arrays: np.ndarray) -> LoweredIntervention:

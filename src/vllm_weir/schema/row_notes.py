@@ -11,14 +11,14 @@ from vllm_weir.schema.positions import Positions
 KEY = "capture"
 """The metadata's key for these notes."""
 MOST_NUMBERS = 64
-"""Of longer lists in selectors only the length is noted, to keep metadata small."""
+"""Of longer lists only the length is noted, to keep metadata small."""
 
 
 def describe_rows(capture: Capture, directions: int = 0) -> dict[str, Any] | None:
     """Return a note on a capture's rows; None if they are the plain rows of all positions.
 
     A note has the form of `Capture.to_json`, except that ``project`` is the number of directions,
-    and ``positions`` that list more than `MOST_NUMBERS` are a short text.
+    and ``positions``, ``heads`` and ``neurons`` that list more than `MOST_NUMBERS` are a short text.
 
     Args:
         capture: what was asked.
@@ -31,6 +31,8 @@ def describe_rows(capture: Capture, directions: int = 0) -> dict[str, Any] | Non
         note["reduce"] = capture.reduce
     if directions:
         note["project"] = directions
+    for name, picked in capture.part.to_json().items():
+        note[name] = picked if len(picked) <= MOST_NUMBERS else f"{len(picked)} listed ones"
     # Plain rows carry their positions, a reduced one does not: "prompt" must be noted then.
     unremarkable = ("all",) if capture.reduce is not None else ("all", "prompt")
     if capture.positions.kind not in unremarkable:
@@ -68,6 +70,9 @@ def in_words(entry: dict[str, Any]) -> str:
         parts.append(f"only positions {positions!r}")
     if directions:
         parts.append(f"dot products with {directions} direction{'s' if directions != 1 else ''} instead of rows")
+    for name in ("heads", "neurons"):
+        if picked := entry.get(name):
+            parts.append(f"only {name} {', '.join(map(str, picked)) if isinstance(picked, list) else picked}")
     if entry.get("before"):
         parts.append("from before the request's interventions")
     return f"{_place(entry)}: {'; '.join(parts)}"

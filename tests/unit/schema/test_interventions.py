@@ -434,7 +434,7 @@ def test_a_global_intervention_keeps_what_its_name_meant():
     registry.put("mood", np.ones(8))
     kept = weir.Add("mood", 1).with_arrays(registry.find)
     registry.remove("mood")
-    assert kept.lower(8, registry.find).rows and kept.vector.array.tolist() == [1.0] * 8
+    assert kept.lower((8,), registry.find).rows and kept.vector.array.tolist() == [1.0] * 8
 
 
 def test_complex_numbers_are_no_vector():

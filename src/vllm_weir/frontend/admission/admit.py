@@ -298,7 +298,7 @@ def _moves(
 
     Vectors are added to `out`.
     """
-    layers_by_effect: dict[tuple[tuple[Instruction, ...], bool], list[int]] = {}
+    layers_by_effect: dict[tuple[tuple[Instruction, ...], int], list[int]] = {}
     for one in intervention.by_layer(capabilities.num_layers, lookup):
         for shape, layers in _layers_by_shape(one, capabilities).items():
             lowered = one.lower(shape, lookup)

@@ -113,7 +113,7 @@ def _count_programs(
     A program is one combination of interventions that a position can have. Positions are grouped by
     their code, whose bit k says whether distinct selector k can select them. A selector by token id
     may or may not select a token that is not known yet, so each one doubles the programs. An
-    intervention with an instruction per position can give every position a program of its own.
+    intervention with instructions for each position can give every position a program of its own.
     """
     selectors = Selectors(list(dict.fromkeys(m.positions for m in interventions)), prompt_len, prompt_ids)
     if len(selectors.by_token) > MAX_TOKEN_SELECTORS:
@@ -127,7 +127,7 @@ def _count_programs(
         variants = 1 << sum(code >> bit & 1 for bit in selectors.by_token)
         per_position = [m for m in active if m.per_position]
         if per_position:
-            variants *= min(positions, 1 + sum(len(m.instructions) for m in per_position))
+            variants *= min(positions, 1 + sum(len(m.instructions) // m.per_position for m in per_position))
         programs += variants
-        instructions += variants * sum(len(m.layers) * (1 if m.per_position else len(m.instructions)) for m in active)
+        instructions += variants * sum(len(m.layers) * (m.per_position or len(m.instructions)) for m in active)
     return programs, instructions

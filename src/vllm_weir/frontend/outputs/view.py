@@ -159,8 +159,8 @@ class OutputView:
         """
         wanted = self._selected((intervention.positions,))
         if intervention.per_position:
-            # Terms with a zero vector change nothing.
-            wanted = wanted[[k for k, term in enumerate(intervention.instructions[: len(wanted)]) if term.u]]
+            # Where all vectors are zero, nothing is changed.
+            wanted = wanted[[k for k in range(len(wanted)) if intervention.of_position(k)]]
         return wanted
 
     def _changed(self, intervention: ResolvedIntervention) -> tuple[int, int] | np.ndarray:

@@ -37,7 +37,7 @@ class SteeringRecipe:
         local: indices of interventions with a site at this worker's taps, which are those it can
             report.
         vectors: digests of the vectors that they need.
-        by_position: whether any intervention has a different instruction for each position.
+        by_position: whether any intervention has instructions of their own for each position.
     """
 
     def __init__(self, interventions: tuple[ResolvedIntervention, ...], table: ProgramTable) -> None:
@@ -83,7 +83,7 @@ class SteeringRecipe:
             rank = -1
             if intervention.per_position:
                 rank = intervention.positions.rank(position, prompt_len)
-                if rank >= len(intervention.instructions) or not intervention.instructions[rank].u:
+                if not intervention.of_position(rank):
                     continue
             active.append(ActiveIntervention(intervention, digest, rank))
         return tuple((digest, rank) for _, digest, rank in active), active

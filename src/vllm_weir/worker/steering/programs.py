@@ -31,7 +31,7 @@ MOST_PLACES = 1024
 class ActiveIntervention(NamedTuple):
     """An intervention as it applies to a token.
 
-    `rank` is the place of its instruction, if it has one for each position, else -1.
+    `rank` is the place of the position, if each has instructions of its own, else -1.
     """
 
     intervention: ResolvedIntervention
@@ -253,8 +253,8 @@ class ProgramTable:
 
 
 def _chain_of(intervention: ResolvedIntervention, rank: int) -> tuple:
-    """Return what an intervention, or one of its instructions, does at a tap, as in `_chains`."""
-    terms = intervention.instructions if rank < 0 else intervention.instructions[rank : rank + 1]
+    """Return what an intervention does at a tap, at all positions or at one, as in `_chains`."""
+    terms = intervention.instructions if rank < 0 else intervention.of_position(rank)
     flags = AFTER_POST if intervention.hook == "resid_pre" else 0
     if len(terms) == 1:
         return ((terms[0], flags | LAST),)

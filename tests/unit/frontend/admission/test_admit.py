@@ -14,7 +14,7 @@ from vllm_weir.frontend.admission.engine_info import EngineCapabilities
 from vllm_weir.frontend.admission.engine_wire import make_engine_request
 from vllm_weir.frontend.engine_frontend import _check_rows
 from vllm_weir.schema.engine_spec import EngineSpec
-from vllm_weir.schema.hooks import HOOKS, place_of
+from vllm_weir.schema.hooks import HOOKS, STREAM_HOOKS, place_of
 from vllm_weir.schema.keys import carries_keys
 from vllm_weir.schema.request import RequestSpec, selected
 from vllm_weir.schema.table_sizes import TableSizes
@@ -287,7 +287,7 @@ def site_request(**more):
 
 def test_embed_of_a_prompt_that_holds_embeddings():
     """Refused, with the stream that was given as the way out; everything else of the request is served."""
-    every = [{"hook": hook} for hook in HOOKS if hook != "embed"]
+    every = [{"hook": hook} for hook in (*STREAM_HOOKS, "final_norm")]
     asked = {"v": 1, "capture": every}
     assert admit({"weir": asked}, FACTS, has_token_ids=False, has_embeddings=True).spec.site_requests
     add = Add(np.ones(128), 0, hook="embed")
