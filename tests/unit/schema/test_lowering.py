@@ -327,7 +327,7 @@ def test_rows_by_position_of_two_moves_do_not_take_each_other_s_program():
 
 def test_a_pipeline_stage_vouches_for_its_own_moves_only():
     bench = Bench()
-    bench.table = ProgramTable(TableSizes(16, 16, 64), TAPS, range(7), D)
+    bench.table = ProgramTable(TableSizes(16, 16, 64), TAPS, range(tap_of(Site("resid_post", 0)) + 1), D)
     bench.planner.steering_planner.table = bench.table
     bench.join("r", [weir.Add(torch.ones(D), 0), weir.Add(torch.ones(D), 2)], 3)
     ((number, position, count, stride),) = bench.planner.plan(["r"], [3], [0]).steered[REPLY].tolist()
