@@ -40,7 +40,7 @@ def tensors(case: str, tokens: int) -> dict[str, torch.Tensor]:
     if case == "steer":
         plan[:, 2] = torch.arange(tokens)
         heads[:] = torch.arange(tokens)[:, None]
-    ints = torch.tensor([[CONST, i, -1, -1, LAST] for i in range(tokens)], dtype=torch.int32)
+    ints = torch.tensor([[CONST, i, -1, -1, LAST, 0, WIDTH, 0] for i in range(tokens)], dtype=torch.int32)
     floats = torch.tensor([[0.5, 0.0, 0.0, 0.0]] * tokens)
     on_host = {"plan": plan, "ranks": ranks, "heads": heads, "ints": ints, "floats": floats}
     ring = torch.zeros(tokens * LAYERS if case == "capture" else 1, WIDTH, dtype=torch.bfloat16)

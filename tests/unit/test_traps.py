@@ -166,7 +166,7 @@ def test_trap_07_however_a_block_is_called_and_whatever_it_returns(call, parts, 
     ranks = torch.full((1, 2 * STAGES), -1, dtype=torch.int32)
     ranks[0, STAGES - 1], ranks[0, 2 * STAGES - 1] = 0, 1
     ring, (heads, *_) = torch.zeros(4, 3), no_programs(2, 3)
-    ints = torch.tensor([[BLEND, 0, -1, -1, LAST]], dtype=torch.int32)
+    ints = torch.tensor([[BLEND, 0, -1, -1, LAST, 0, 3, 0]], dtype=torch.int32)
     programs = (torch.zeros_like(heads), ints, torch.ones(1, 4), torch.full((1, 3), 9.0))
     block = Three(kind, parts)
     model, switch = torch.nn.ModuleDict({"block": block}), live(TapTensors(plan, ranks, ring, *programs))

@@ -411,7 +411,7 @@ def tensors(d=4):
         ranks=torch.zeros(1, 3, dtype=torch.int32),
         ring=torch.full((4, d), -1.0),
         heads=torch.full((1, 1), -1, dtype=torch.int32),
-        ints=torch.zeros(1, 5, dtype=torch.int32),
+        ints=torch.zeros(1, 8, dtype=torch.int32),
         floats=torch.zeros(1, 4),
         vectors=torch.zeros(1, d),
     )

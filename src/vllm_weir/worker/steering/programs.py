@@ -1,29 +1,39 @@
 """Programs: the interventions of requests as rows of device tables, shared by content. Pure numpy.
 
 A program is what happens to one token at every tap: per tap a chain of nodes, one per instruction,
-linked by `next`. Tables are written incrementally when requests join and their rows are reused
-after they leave; `ProgramTable` keeps the host's copy and says which rows changed.
+linked by `next`. A node acts on the columns `lo` to `hi` (not included) of the tap's row, and
+element ``c + shift`` of its vectors belongs to column c. A tap may hold a part of the model's row
+only: then its nodes are what instructions do to that part.
+
+Tables are written incrementally when requests join and their rows are reused after they leave;
+`ProgramTable` keeps the host's copy and says which rows changed.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import Site
-from vllm_weir.schema.instructions import ResolvedIntervention
+from vllm_weir.schema.instructions import BLEND, CONST, Instruction, ResolvedIntervention
+from vllm_weir.schema.row_shapes import Shard, ring_rows
 from vllm_weir.schema.table_sizes import TableSizes
 from vllm_weir.schema.taps import tap_of
+from vllm_weir.worker.steering.slots import Move, Slots
 
 LAST, AFTER_POST = 1, 2
 """Node flags: the last term of an intervention; the intervention belongs to the next block's
 resid_pre."""
-INT_FIELDS = ("kind", "u", "w", "next", "flags")
+INT_FIELDS = ("kind", "u", "w", "next", "flags", "lo", "hi", "shift")
 FLOAT_FIELDS = ("a", "b", "lo", "hi")
+BY_COLUMN = (CONST, BLEND)
+"""Instructions that need none of a row's other columns to change one."""
 MOST_PLACES = 1024
 """Pairs of hook point and blocks whose taps are cached."""
 
@@ -39,84 +49,68 @@ class ActiveIntervention(NamedTuple):
     rank: int
 
 
-class _Slots:
-    """Reference-counted table rows by key.
+class TapRow(NamedTuple):
+    """The row of a tap: the columns from `start` to `stop` (not included) of the model's, which has `width`."""
 
-    The row of an idle key keeps its content until it is needed for another.
-    """
+    width: int
+    start: int
+    stop: int
 
-    def __init__(self, capacity: int) -> None:
-        self.slot_of: dict[Hashable, int] = {}
-        self._users: dict[Hashable, int] = {}
-        self._idle: dict[Hashable, None] = {}
-        """Keys without users, the one that has been idle for longest first."""
-        self._free = list(range(capacity - 1, -1, -1))
 
-    def hold(self, key: Hashable) -> tuple[int, bool]:
-        """Return the key's slot for one user more, and whether its content must be written.
+class Node(NamedTuple):
+    """An instruction at a tap: its flags, and the last three of INT_FIELDS."""
 
-        Raises:
-            IndexError: if all slots are in use.
-        """
-        if key in self.slot_of:
-            self._idle.pop(key, None)
-            self._users[key] = self._users.get(key, 0) + 1
-            return self.slot_of[key], False
-        if not self._free:
-            oldest = next(iter(self._idle), None)
-            if oldest is None:
-                raise IndexError("all slots are in use")
-            self.forget(oldest)
-        slot = self._free.pop()
-        self.slot_of[key], self._users[key] = slot, 1
-        return slot, True
-
-    def release(self, key: Hashable) -> bool:
-        """Drop one user; return whether it was the last."""
-        self._users[key] -= 1
-        if self._users[key]:
-            return False
-        del self._users[key]
-        self._idle[key] = None
-        return True
-
-    def forget(self, key: Hashable) -> None:
-        """Free an idle key's slot."""
-        del self._idle[key]
-        self._free.append(self.slot_of.pop(key))
-
-    @property
-    def in_use(self) -> int:
-        return len(self._users)
+    instruction: Instruction
+    flags: int
+    lo: int
+    hi: int
+    shift: int
 
 
 class ProgramTable:
     """The host's copy of the tables.
 
+    A vector wider than `d_model` takes several rows of its table, one after the other.
+
     Args:
         sizes: rows of each table.
         num_taps: taps of the model.
         local_taps: those of this worker.
-        d_model: width of a vector.
+        d_model: width of the table of vectors.
+        widths: tap -> width of the model's row there; `d_model` where it has none.
+        shards: tap -> the part of that row that the tap has; all of it where it has none.
 
     Attributes:
         heads: int32 [programs, taps], a tap's first node or -1.
-        ints: int32 [nodes, 5], see INT_FIELDS.
+        ints: int32 [nodes, 8], see INT_FIELDS.
         floats: float32 [nodes, 4], see FLOAT_FIELDS.
         vectors: float32 [vectors, d_model].
         changed: table name -> rows that were written since the last `take_changes`.
     """
 
-    def __init__(self, sizes: TableSizes, num_taps: int, local_taps: Iterable[int], d_model: int) -> None:
+    def __init__(
+        self,
+        sizes: TableSizes,
+        num_taps: int,
+        local_taps: Iterable[int],
+        d_model: int,
+        widths: Mapping[int, int] = MappingProxyType({}),
+        shards: Mapping[int, Shard] = MappingProxyType({}),
+    ) -> None:
         self.heads = np.full((sizes.programs, num_taps), -1, np.int32)
         self.ints = np.full((sizes.nodes, len(INT_FIELDS)), -1, np.int32)
         self.floats = np.zeros((sizes.nodes, len(FLOAT_FIELDS)), np.float32)
         self.vectors = np.zeros((sizes.vectors, d_model), np.float32)
         self.changed: dict[str, set[int]] = {"heads": set(), "ints": set(), "floats": set(), "vectors": set()}
-        self._local_taps = frozenset(local_taps)
+        self._lengths = np.zeros(sizes.vectors, np.int64)
+        """Values of the vector that begins at a row."""
+        self._row_of: dict[int, TapRow] = {}
+        for tap in local_taps:
+            width = widths.get(tap, d_model)
+            self._row_of[tap] = TapRow(width, *shards.get(tap, (0, width)))
         self._taps_of = functools.lru_cache(MOST_PLACES)(self._find_taps)
-        self._vector_slots = _Slots(sizes.vectors)
-        self._program_slots = _Slots(sizes.programs)
+        self._vector_slots = Slots(sizes.vectors, self._move_vectors)
+        self._program_slots = Slots(sizes.programs)
         self._free_nodes = list(range(sizes.nodes - 1, -1, -1))
         self._nodes_of: dict[Hashable, list[int]] = {}
 
@@ -133,30 +127,53 @@ class ProgramTable:
 
         Args:
             digests: of the vectors.
-            fetch: returns missing ones by digest, float32 [d_model].
+            fetch: returns missing ones by digest, float32 [width].
 
         Raises:
             WeirError: if the table is full or a vector cannot be had.
         """
         held: list[str] = []
         missing: list[str] = []
+        slots = self._vector_slots
         try:
             for digest in digests:
-                _, is_new = self._vector_slots.hold(digest)
+                if digest in slots.slot_of:
+                    slots.hold(digest)
+                    held.append(digest)
+                else:
+                    missing.append(digest)
+            vectors = fetch(missing) if missing else {}
+            for digest in missing:
+                vector = vectors[digest]
+                slot, is_new = slots.hold(digest, ring_rows(len(vector), self.vectors.shape[1]))
                 held.append(digest)
                 if is_new:
-                    missing.append(digest)
-            if missing:
-                rows = fetch(missing)
-                for digest in missing:
-                    slot = self._vector_slots.slot_of[digest]
-                    self.vectors[slot] = rows[digest]
-                    self.changed["vectors"].add(slot)
+                    self._write_vector(slot, vector)
         except (IndexError, KeyError, ValueError) as e:
             for digest in held:
-                if self._vector_slots.release(digest) and digest in missing:
-                    self._vector_slots.forget(digest)
+                if slots.release(digest) and digest in missing:
+                    slots.forget(digest)
             raise WeirError(f"a steering vector could not be placed: {e}", "interventions") from None
+
+    def _write_vector(self, slot: int, vector: np.ndarray) -> None:
+        rows, width = ring_rows(len(vector), self.vectors.shape[1]), len(vector)
+        content = self.vectors[slot : slot + rows].reshape(-1)
+        content[:width], content[width:] = vector, 0.0
+        self._lengths[slot] = width
+        self.changed["vectors"].update(range(slot, slot + rows))
+
+    def _move_vectors(self, moves: Sequence[Move]) -> None:
+        """Move vectors, and let the nodes in use follow them."""
+        new_slot = np.arange(len(self.vectors))
+        for source, target, rows in moves:
+            self.vectors[target : target + rows] = self.vectors[source : source + rows]
+            self._lengths[target] = self._lengths[source]
+            new_slot[source] = target
+            self.changed["vectors"].update(range(target, target + rows))
+        nodes = np.fromiter(itertools.chain.from_iterable(self._nodes_of.values()), np.int64)
+        first_rows = self.ints[nodes, 1:3]
+        self.ints[nodes, 1:3] = np.where(first_rows >= 0, new_slot[first_rows], -1)
+        self.changed["ints"].update(nodes.tolist())
 
     def release_vectors(self, digests: Iterable[str]) -> None:
         """Release a request's vectors."""
@@ -169,7 +186,7 @@ class ProgramTable:
         Each call needs one `release` of the key.
 
         Raises:
-            WeirError: if a table is full.
+            WeirError: if a table is full, or this worker cannot do what is asked.
         """
         key = tuple((digest, rank) for _, digest, rank in active)
         try:
@@ -179,10 +196,10 @@ class ProgramTable:
         if is_new:
             try:
                 self._write(key, number, active)
-            except IndexError:
+            except WeirError:
                 self._program_slots.release(key)
                 self._program_slots.forget(key)
-                raise WeirError("the instruction table is full", "interventions") from None
+                raise
         return key, number
 
     def release(self, key: Hashable) -> None:
@@ -205,22 +222,22 @@ class ProgramTable:
         return changes
 
     def _write(self, key: Hashable, number: int, active: Sequence[ActiveIntervention]) -> None:
-        """Write a program's chains; raises IndexError if there are not enough nodes."""
+        """Write a program's chains; raises WeirError, before anything is written, if that cannot be done."""
         chains = self._chains(active)
         if sum(map(len, chains)) > len(self._free_nodes):
-            raise IndexError
+            raise WeirError("the instruction table is full", "interventions")
         nodes: list[int] = []
         heads = self.heads[number]
         heads.fill(-1)
         vector_slot = self._vector_slots.slot_of
         for chain, taps in chains.items():
             next_node = -1
-            for term, flags in reversed(chain):
+            for term, flags, lo, hi, shift in reversed(chain):
                 node = self._free_nodes.pop()
                 u = vector_slot[term.u] if term.u else -1
                 w = vector_slot[term.w] if term.w else -1
                 nodes.append(node)
-                self.ints[node] = term.kind, u, w, next_node, flags
+                self.ints[node] = term.kind, u, w, next_node, flags, lo, hi, shift
                 self.floats[node] = term.a, term.b, term.lo, term.hi
                 next_node = node
             heads[taps if len(taps) > 1 else taps[0]] = next_node  # numpy is slower with a list as index
@@ -229,33 +246,65 @@ class ProgramTable:
         self.changed["ints"].update(nodes)
         self.changed["floats"].update(nodes)
 
-    def _chains(self, active: Sequence[ActiveIntervention]) -> dict[tuple, list[int]]:
-        """Return chain, as (instruction, flags) in order -> the taps that have it."""
+    def _chains(self, active: Sequence[ActiveIntervention]) -> dict[tuple[Node, ...], list[int]]:
+        """Return chain -> the taps that have it."""
+        chains: dict[tuple[Node, ...], list[int]] = {}
         if len(active) == 1:
             ((intervention, _, rank),) = active
-            taps = self._taps_of(intervention.hook, intervention.layers)
-            return {_chain_of(intervention, rank): taps} if taps else {}
-        by_tap: dict[int, tuple] = {}
+            for row, taps in self._taps_of(intervention.hook, intervention.layers).items():
+                if chain := self._chain_of(intervention, rank, row):
+                    chains[chain] = chains.get(chain, []) + taps
+            return chains
+        by_tap: dict[int, tuple[Node, ...]] = {}
         for after_post in (False, True):
             for intervention, _, rank in active:
                 if (intervention.hook == "resid_pre") == after_post:
-                    chain = _chain_of(intervention, rank)
-                    for tap in self._taps_of(intervention.hook, intervention.layers):
-                        by_tap[tap] = by_tap.get(tap, ()) + chain
-        chains: dict[tuple, list[int]] = {}
+                    for row, taps in self._taps_of(intervention.hook, intervention.layers).items():
+                        chain = self._chain_of(intervention, rank, row)
+                        for tap in taps:
+                            by_tap[tap] = by_tap.get(tap, ()) + chain
         for tap, chain in by_tap.items():
-            chains.setdefault(chain, []).append(tap)
+            if chain:
+                chains.setdefault(chain, []).append(tap)
         return chains
 
-    def _find_taps(self, hook: str, layers: tuple[int, ...]) -> list[int]:
-        taps = (tap_of(Site(hook, layer)) for layer in layers)
-        return [tap for tap in taps if tap in self._local_taps]
+    def _find_taps(self, hook: str, layers: tuple[int, ...]) -> dict[TapRow, list[int]]:
+        """Return this worker's taps for a hook point, by their row."""
+        taps: dict[TapRow, list[int]] = {}
+        for tap in (tap_of(Site(hook, layer)) for layer in layers):
+            if (row := self._row_of.get(tap)) is not None:
+                taps.setdefault(row, []).append(tap)
+        return taps
 
+    def _chain_of(self, intervention: ResolvedIntervention, rank: int, row: TapRow) -> tuple[Node, ...]:
+        """Return what an intervention does to a tap's row, at all positions or at one.
 
-def _chain_of(intervention: ResolvedIntervention, rank: int) -> tuple:
-    """Return what an intervention does at a tap, at all positions or at one, as in `_chains`."""
-    terms = intervention.instructions if rank < 0 else intervention.of_position(rank)
-    flags = AFTER_POST if intervention.hook == "resid_pre" else 0
-    if len(terms) == 1:
-        return ((terms[0], flags | LAST),)
-    return tuple((term, flags | (LAST if term is terms[-1] else 0)) for term in terms)
+        Raises:
+            WeirError: if that takes columns that the tap does not have, or a vector has another width.
+        """
+        terms = intervention.instructions if rank < 0 else intervention.of_position(rank)
+        flags = AFTER_POST if intervention.hook == "resid_pre" else 0
+        nodes = []
+        for term in terms:
+            start, stop = (term.start, term.stop) if term.stop else (0, row.width)
+            lo, hi = max(start, row.start), min(stop, row.stop)
+            if lo >= hi:
+                continue
+            if hi - lo < stop - start and term.kind not in BY_COLUMN:
+                raise WeirError(
+                    f"an intervention measures columns {start} to {stop} of a row of {intervention.hook}, and this "
+                    f"worker has those from {row.start} to {row.stop}; steer a head, or use Add or Replace",
+                    "interventions",
+                )
+            self._check_vectors(term, stop - start)
+            nodes.append((term, lo - row.start, hi - row.start, row.start - start))
+        last = len(nodes) - 1
+        return tuple(
+            Node(term, flags | LAST if k == last else flags, *columns) for k, (term, *columns) in enumerate(nodes)
+        )
+
+    def _check_vectors(self, term: Instruction, width: int) -> None:
+        """Raise WeirError unless an instruction's vectors, which are held, have `width` values."""
+        for digest in (term.u, term.w):
+            if digest and self._lengths[slot := self._vector_slots.slot_of[digest]] != width:
+                raise WeirError(f"a vector of {self._lengths[slot]} values for {width} columns", "interventions")

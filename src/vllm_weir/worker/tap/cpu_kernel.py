@@ -12,6 +12,7 @@ one (`reductions`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,14 @@ import torch
 
 from vllm_weir.schema.instructions import AFFINE, BLEND, CLAMP, CONST, KEEP_NORM, NORM
 from vllm_weir.schema.reductions import MAXIMUM, SEEDED
+from vllm_weir.schema.row_shapes import ring_rows
 from vllm_weir.schema.taps import STAGES
 from vllm_weir.worker.steering.programs import AFTER_POST, LAST
 
 MAX_SEPARATE_CHAINS = 6
 """Follow up to this many different chains one by one, and more than that together."""
+NOTHING_ADDED = -0.0
+"""Changes no value when it is added to it, not even the sign of a zero, as 0.0 would."""
 
 
 def launch(
@@ -40,9 +44,9 @@ def launch(
 ) -> None:
     """Record and steer rows of the stream at one tap, as the plan says.
 
-    `hidden` and `other` are [tokens, d_model], and their weighted sum is the stream; `number` is
-    the tap's number tensor (`vllm_weir.worker.tap.op.numbered`). The other tensors are those of
-    `vllm_weir.worker.tap.op.TapTensors`.
+    `hidden` and `other` are [tokens, width], and their weighted sum is the stream; `number` is the
+    tap's number tensor (`vllm_weir.worker.tap.op.numbered`). The other tensors are those of
+    `vllm_weir.worker.tap.op.TapTensors`. The width of the row need not be the ring's.
     """
     fields = number.numpy()  # in small tables numpy looks things up faster than torch
     tap, keep_other = int(fields[0]), bool(fields[3])
@@ -67,7 +71,7 @@ def launch(
             if spans[recorded].any():
                 joined = slots[recorded], stage_ranks[recorded, stage], spans[recorded]
                 recorded, values = _reduce_groups(ring, *joined, values, recorded)
-            ring[_index(slots[recorded] + stage_ranks[recorded, stage])] = values
+            _write_rows(ring, slots[recorded] + stage_ranks[recorded, stage], values)
     if len(steered):
         steered_tokens, written = tokens[torch.from_numpy(steered)], rows[torch.from_numpy(steered)] / scale
         if keep_other:
@@ -112,7 +116,7 @@ def _reduce_groups(
     first = members[heads]
     cell_rows = slots[first] // words + ranks[first]
     maximum, seeded = spans[first] & MAXIMUM != 0, spans[first] & SEEDED != 0
-    joined = cells[_index(cell_rows)]
+    joined = _read_rows(cells, cell_rows, values.shape[1])
     joined[torch.from_numpy(~seeded)] = 0.0
     joined[torch.from_numpy(~seeded & maximum)] = float("-inf")
     for k in range(counts.max()):
@@ -121,9 +125,29 @@ def _reduce_groups(
         so_far = joined[groups]
         take_maximum = torch.from_numpy(maximum[counts > k])[:, None]
         joined[groups] = torch.where(take_maximum, torch.maximum(so_far, kth_rows), so_far + kth_rows)
-    cells[_index(cell_rows)] = joined
+    _write_rows(cells, cell_rows, joined)
     not_grouped = (spans == 0).nonzero()[0]
     return recorded[not_grouped], values[torch.from_numpy(not_grouped)]
+
+
+def _read_rows(table: torch.Tensor, first: np.ndarray, width: int) -> torch.Tensor:
+    """Return rows of `width` values; each begins at a row of the table and may go on in the next ones."""
+    d_model = table.shape[1]
+    if width == d_model:
+        return table[_index(first)]
+    rows = [table[_index(first + k)] for k in range(ring_rows(width, d_model))]
+    return torch.cat(rows, 1)[:, :width]
+
+
+def _write_rows(table: torch.Tensor, first: np.ndarray, values: torch.Tensor) -> None:
+    """Write what `_read_rows` reads."""
+    d_model, width = table.shape[1], values.shape[1]
+    if width == d_model:
+        table[_index(first)] = values
+        return
+    for k in range(ring_rows(width, d_model)):
+        part = values[:, k * d_model : (k + 1) * d_model]
+        table[_index(first + k), : part.shape[1]] = part
 
 
 def _index(numbers: np.ndarray) -> torch.Tensor:
@@ -142,7 +166,7 @@ def _follow_chains(
 
     Args:
         nodes: int [n], the node that each row is at, -1 for none.
-        rows: float32 [n, d_model].
+        rows: float32 [n, width].
         past_post: whether nodes that come after the stream was recorded are followed too.
         ints: table of the nodes' integers.
         floats: table of the nodes' coefficients.
@@ -156,21 +180,32 @@ def _follow_chains(
     if len(starts) > MAX_SEPARATE_CHAINS:
         _follow_together(nodes, rows, past_post, ints, floats, vectors)
         return nodes, rows
+    d_model, values = vectors.shape[1], vectors.view(-1)
     for start in starts:
         members = (nodes == start).nonzero()[0]
         own_rows = rows[torch.from_numpy(members)]
-        delta, node = torch.zeros_like(own_rows), start
+        delta, node = torch.full_like(own_rows, NOTHING_ADDED), start
         while node >= 0:
-            kind, u, w, following, flags = ints[node].tolist()
+            kind, u, w, following, flags, lo, hi, shift = ints[node].tolist()
             if flags & AFTER_POST and not past_post:
                 break
-            delta += _term(kind, own_rows, vectors[u], vectors[w] if w >= 0 else None, *floats[node].tolist())
+            into, along = u * d_model + shift, w * d_model + shift
+            u_values = values[into + lo : into + hi]
+            w_values = values[along + lo : along + hi] if w >= 0 else None
+            term = _term(kind, _columns(own_rows, lo, hi), u_values, w_values, *floats[node].tolist())
+            changed = delta if hi - lo == delta.shape[1] else delta[:, lo:hi]
+            changed += term
             if flags & LAST:
-                own_rows, delta = own_rows + delta, torch.zeros_like(delta)
+                own_rows, delta = own_rows + delta, torch.full_like(delta, NOTHING_ADDED)
             node = following
         rows[torch.from_numpy(members)] = own_rows
         nodes[members] = node
     return nodes, rows
+
+
+def _columns(rows: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
+    """Return columns of rows; contiguous, so that sums do not depend on what is around them."""
+    return rows if hi - lo == rows.shape[1] else rows[:, lo:hi].contiguous()
 
 
 def _follow_together(
@@ -182,25 +217,40 @@ def _follow_together(
     vectors: torch.Tensor,
 ) -> None:
     """Advance all rows by one node at a time, in place; the results are the same to the bit."""
-    delta = torch.zeros_like(rows)
+    delta = torch.full_like(rows, NOTHING_ADDED)
     moving = (nodes >= 0).nonzero()[0]
     while len(moving):
         at = nodes[moving]
         if not past_post:
             in_stage = ints[at, 4] & AFTER_POST == 0
             moving, at = moving[in_stage], at[in_stage]
-        kinds, u, w, following, flags = ints[at].T
-        for kind in np.unique(kinds).tolist():
-            of_kind = kinds == kind
-            members = torch.from_numpy(moving[of_kind])
-            coefficients = floats[_index(at[of_kind]), :, None].unbind(1)
-            into, along = vectors[_index(u[of_kind])], vectors[_index(w[of_kind])]
-            delta[members] += _term(kind, rows[members], into, along, *coefficients)
+        _, u, w, following, flags, *_ = ints[at].T
+        for of_group, kind, lo, hi, shift in _alike(ints[at]):
+            members = torch.from_numpy(moving[of_group])
+            coefficients = floats[_index(at[of_group]), :, None].unbind(1)
+            into, along = (_read_rows(vectors, first[of_group], hi + shift)[:, lo + shift :] for first in (u, w))
+            delta[members, lo:hi] += _term(kind, _columns(rows[members], lo, hi), into, along, *coefficients)
         ends = torch.from_numpy(moving[flags & LAST != 0])
         rows[ends] += delta[ends]
-        delta[ends] = 0
+        delta[ends] = NOTHING_ADDED
         nodes[moving] = following
         moving = moving[following >= 0]
+
+
+def _alike(fields: np.ndarray) -> Iterator[tuple[np.ndarray, int, int, int, int]]:
+    """Divide nodes, int32 [n, 8], into those with equal kind and columns.
+
+    Yields:
+        A mask [n], and their kind, lo, hi and shift.
+    """
+    kinds, columns = fields[:, 0], fields[:, 5:]
+    if (columns == columns[:1]).all():
+        for kind in np.unique(kinds).tolist():
+            yield kinds == kind, kind, *columns[0].tolist()
+        return
+    keys = fields[:, (0, 5, 6, 7)]
+    for key in np.unique(keys, axis=0):
+        yield (keys == key).all(1), *key.tolist()
 
 
 def _term(

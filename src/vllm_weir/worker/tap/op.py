@@ -5,6 +5,10 @@ Every layer's graph must be the same, so that equal graphs compile once. So the 
 the ring) belongs to an engine and is found by the address of that tensor. The op mutates the stream
 in place, so the compiler can neither move nor drop it.
 
+A tap's row may be a slice of the tensor's columns (the queries of the joint result of a projection,
+say). The op is given the whole tensor nevertheless and takes the slice when it acts: to the
+compiler, a tensor of which a view is changed is another matter than one that is changed itself.
+
 Three forms differ in the tensor beside the one that is written: none (`tap`), a residual that is
 set to zero when the stream is written (`tap_residual`), or a bias that is only read (`tap_offset`).
 """
@@ -34,12 +38,13 @@ class TapTensors:
             and program, -1 for none, and its span (`vllm_weir.worker.planning.step_plan.StepPlan`).
         ranks: int32 [max site sets, columns], place of a column among the rows of a token with this
             site set, -1 if it is not in the set.
-        ring: [rows, d_model] in the model's dtype.
+        ring: [rows, d_model] in the model's dtype. A row of another width is written from the beginning
+            of its first ring row on, and into as many more as it takes.
         heads: int32 [programs, taps], first node of a program at a tap, -1 for none. This and the
             following are the tables of `vllm_weir.worker.steering.programs.ProgramTable`.
-        ints: int32 [nodes, 5], integer fields of the nodes.
+        ints: int32 [nodes, 8], integer fields of the nodes.
         floats: float32 [nodes, 4], coefficients of the nodes.
-        vectors: float32 [vectors, d_model].
+        vectors: float32 [vectors, d_model]. A wider vector takes several rows.
     """
 
     plan: torch.Tensor
@@ -68,29 +73,35 @@ class TapSwitch:
         mask: the taps that act, as bits; 0 for none.
         pinned: whether all taps act for good.
         numbers: address of a tap's number tensor -> number of the tap.
+        columns: address of a tap's number tensor -> (start, stop): the columns of the tensor that are
+            its row; a tap without an entry has them all.
         launch: called by the taps in place of their kernel, with the same arguments; None for the
             kernel.
     """
 
-    __slots__ = ("__weakref__", "_kept", "launch", "mask", "numbers", "pinned", "tables", "tensors")
+    __slots__ = ("__weakref__", "_kept", "columns", "launch", "mask", "numbers", "pinned", "tables", "tensors")
 
     def __init__(self, tensors: TapTensors) -> None:
         self.tensors = tensors
         self.tables = tuple(getattr(tensors, entry.name) for entry in fields(tensors))
         self.mask, self.pinned = 0, False
         self.numbers: dict[int, int] = {}
+        self.columns: dict[int, tuple[int, int]] = {}
         self.launch: Callable[..., None] | None = None
         self._kept: list[torch.Tensor] = []
 
-    def enrol(self, number: torch.Tensor, tap: int) -> None:
+    def enrol(self, number: torch.Tensor, tap: int, columns: tuple[int, int] | None = None) -> None:
         """Make a tap one of this engine's.
 
         Args:
             number: its number tensor, from `numbered`.
             tap: its number.
+            columns: (start, stop) of the columns that are its row; None for all.
         """
         self._kept.append(number)  # while it lives, no other tensor has its address
         self.numbers[number.data_ptr()] = tap
+        if columns is not None:
+            self.columns[number.data_ptr()] = columns
         _switches[number.data_ptr()] = self
 
     @property
@@ -136,12 +147,26 @@ def acts(number: torch.Tensor) -> bool:
 def _act(kernel: Callable[..., None], hidden: torch.Tensor, other: torch.Tensor | None, number: torch.Tensor) -> None:
     if not acts(number):
         return
-    switch = _switches[number.data_ptr()]
-    if hidden.dim() == 3:  # the Transformers backend carries a batch dimension of one
-        hidden = hidden.squeeze(0)
+    switch = _switches[address := number.data_ptr()]
+    columns = switch.columns.get(address)
+    if hidden.dim() == 3:
+        hidden = _as_rows(hidden, columns)
+    if columns is not None:
+        hidden = hidden[:, columns[0] : columns[1]]
     if other is not None and other.dim() == 3:
         other = other.squeeze(0)
     (switch.launch or kernel)(hidden, other, number, *switch.tables)
+
+
+def _as_rows(tensor: torch.Tensor, columns: tuple[int, int] | None) -> torch.Tensor:
+    """Return a view [tokens, width] of a tensor with three dimensions.
+
+    The Transformers backend carries a batch dimension of one; elsewhere the last two are heads and
+    their values, and together have the tap's columns.
+    """
+    if tensor.shape[0] == 1 and (columns is None or tensor.shape[2] >= columns[1]):
+        return tensor.squeeze(0)
+    return tensor.view(tensor.shape[0], -1)
 
 
 def _alone(kernel: Callable[..., None]) -> Callable[..., None]:

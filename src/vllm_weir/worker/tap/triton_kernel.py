@@ -43,18 +43,40 @@ _FLOATS = tl.constexpr(len(programs.FLOAT_FIELDS))
 
 
 @triton.jit
-def _term(node, h, ints, floats, vectors, d_model, offsets, inside):
-    """Return what the instruction at `node` adds to the row `h`."""
+def _nothing(h):
+    """Return -0.0 for each value: added to a value it changes nothing, not even the sign of a zero."""
+    return tl.zeros_like(h) * -1.0
+
+
+@triton.jit
+def _elements(vectors, u, d_model, offsets, inside, shift, acts, whole):
+    """Return the elements of vector `u` for the columns on which an instruction acts."""
+    # Only the first form is known to be aligned, so that a thread loads several elements at once.
+    if whole:
+        elements = tl.load(vectors + u * d_model + offsets, mask=inside, other=0.0)
+    else:
+        elements = tl.load(vectors + u * d_model + shift + offsets, mask=acts, other=0.0)
+    return elements
+
+
+@triton.jit
+def _term(node, row, ints, floats, vectors, width, d_model, offsets, inside):
+    """Return what the instruction at `node` adds to the row."""
     kind = tl.load(ints + node * _INTS)
     u = tl.load(ints + node * _INTS + 1).to(tl.int64)
     w = tl.load(ints + node * _INTS + 2).to(tl.int64)
+    lo, hi = tl.load(ints + node * _INTS + 5), tl.load(ints + node * _INTS + 6)
+    shift = tl.load(ints + node * _INTS + 7)
     a = tl.load(floats + node * _FLOATS)
-    direction = tl.load(vectors + u * d_model + offsets, mask=inside, other=0.0)
+    whole = (lo == 0) & (hi == width) & (shift == 0)
+    acts = inside & (offsets >= lo) & (offsets < hi)
+    h = tl.where(acts, row, 0.0)
+    direction = _elements(vectors, u, d_model, offsets, inside, shift, acts, whole)
     factor = a
     if kind == _NORM:
         factor = a * tl.sqrt(tl.sum(h * h, axis=0))
     if w >= 0:
-        along = tl.sum(h * tl.load(vectors + w * d_model + offsets, mask=inside, other=0.0), axis=0)
+        along = tl.sum(h * _elements(vectors, w, d_model, offsets, inside, shift, acts, whole), axis=0)
         if kind == _AFFINE:
             factor = a * along + tl.load(floats + node * _FLOATS + 1)
         if kind == _CLAMP:
@@ -69,7 +91,7 @@ def _term(node, h, ints, floats, vectors, d_model, offsets, inside):
         turned = h + (a + tl.load(floats + node * _FLOATS + 1) * norm) * direction
         length = tl.sqrt(tl.sum(turned * turned, axis=0))
         out = tl.where(length > 0, turned * (norm / length) - h, 0.0)
-    return out
+    return tl.where(acts, out, _nothing(h))
 
 
 @triton.jit
@@ -114,18 +136,18 @@ def _write(
 
 
 @triton.jit
-def _follow(node, h, past_post, ints, floats, vectors, d_model, offsets, inside):
+def _follow(node, h, past_post, ints, floats, vectors, width, d_model, offsets, inside):
     """Follow a chain of nodes; return where it stopped, and the new row.
 
     Unless `past_post`, stop also at the first node that acts after resid_post was recorded.
     """
-    delta = tl.zeros_like(h)
+    delta = _nothing(h)
     flags = tl.load(ints + node * _INTS + 4, mask=node >= 0, other=0)
     while (node >= 0) & (past_post | ((flags & _AFTER_POST) == 0)):
-        delta += _term(node, h, ints, floats, vectors, d_model, offsets, inside)
+        delta += _term(node, h, ints, floats, vectors, width, d_model, offsets, inside)
         if (flags & _LAST) != 0:
             h = h + delta
-            delta = delta * 0.0
+            delta = _nothing(h)
         node = tl.load(ints + node * _INTS + 3).to(tl.int64)
         flags = tl.load(ints + node * _INTS + 4, mask=node >= 0, other=0)
     return node, h
@@ -168,6 +190,7 @@ def _reduce_group(
     floats,
     vectors,
     num_taps,
+    width,
     d_model,
     HAS_OTHER: tl.constexpr,
     STAGES: tl.constexpr,
@@ -179,7 +202,7 @@ def _reduce_group(
     `flagged_span` is the first token's entry in the plan: the span of the group, and flags.
     """
     offsets = tl.arange(0, BLOCK)
-    inside = offsets < d_model
+    inside = offsets < width
     span = flagged_span & _SPAN
     maximum, seeded = (flagged_span & _MAXIMUM) != 0, (flagged_span & _SEEDED) != 0
     lanes = tl.arange(0, GROUP)
@@ -212,10 +235,12 @@ def _reduce_group(
                         row = _stream(row, other_row, scale, other_scale, HAS_OTHER)
                         first_node, h = node, row.to(tl.float32)
                         if stage > 0:
-                            node, h = _follow(node, h, stage > 1, ints, floats, vectors, d_model, offsets, inside)
+                            node, h = _follow(
+                                node, h, stage > 1, ints, floats, vectors, width, d_model, offsets, inside
+                            )
                         so_far = _combine(so_far, h.to(row.dtype), True, maximum)
                         if (stage == last_stage) & (first_node >= 0):
-                            node, h = _follow(node, h, True, ints, floats, vectors, d_model, offsets, inside)
+                            node, h = _follow(node, h, True, ints, floats, vectors, width, d_model, offsets, inside)
                             _write(
                                 hidden, other, token + k, hidden_stride, other_stride, tap, h, other_row, offsets,
                                 inside, HAS_OTHER,
@@ -260,6 +285,7 @@ def _tap(
     plan_size,
     rank_width,
     num_taps,
+    width,
     d_model,
     HAS_OTHER: tl.constexpr,
     STAGES: tl.constexpr,
@@ -294,11 +320,11 @@ def _tap(
             cell = ring.to(tl.pointer_type(tl.float32)) + slot // words * d_model
             _reduce_group(
                 hidden, other, hidden_stride, other_stride, tap, tap_index, token, flagged_span, cell, stage_ranks,
-                plan, heads, ints, floats, vectors, num_taps, d_model, HAS_OTHER, STAGES, BLOCK, GROUP,
+                plan, heads, ints, floats, vectors, num_taps, width, d_model, HAS_OTHER, STAGES, BLOCK, GROUP,
             )  # fmt: skip
     elif recorded | (node >= 0):
         offsets = tl.arange(0, BLOCK)
-        inside = offsets < d_model
+        inside = offsets < width
         row, other_row = _load(hidden, other, token, hidden_stride, other_stride, offsets, inside, HAS_OTHER)
         scale = tl.load(tap + 1).to(tl.float32, bitcast=True)
         row = _stream(row, other_row, scale, tl.load(tap + 2).to(tl.float32, bitcast=True), HAS_OTHER)
@@ -307,9 +333,9 @@ def _tap(
             tl.store(ring + (slot + rank_1) * d_model + offsets, row, mask=inside & (rank_1 >= 0))
             tl.store(ring + (slot + rank_2) * d_model + offsets, row, mask=inside & (rank_2 >= 0))
         else:
-            node, h = _follow(node, row.to(tl.float32), False, ints, floats, vectors, d_model, offsets, inside)
+            node, h = _follow(node, row.to(tl.float32), False, ints, floats, vectors, width, d_model, offsets, inside)
             tl.store(ring + (slot + rank_1) * d_model + offsets, h.to(row.dtype), mask=inside & (rank_1 >= 0))
-            node, h = _follow(node, h, True, ints, floats, vectors, d_model, offsets, inside)
+            node, h = _follow(node, h, True, ints, floats, vectors, width, d_model, offsets, inside)
             tl.store(ring + (slot + rank_2) * d_model + offsets, h.to(row.dtype), mask=inside & (rank_2 >= 0))
             _write(hidden, other, token, hidden_stride, other_stride, tap, h, other_row, offsets, inside, HAS_OTHER)
 
@@ -330,9 +356,9 @@ def launch(
 ) -> None:
     """Record and steer rows of the stream at one tap, as the plan says.
 
-    `hidden` and `other` are [tokens, d_model], and their weighted sum is the stream; `tap` is the
+    `hidden` and `other` are [tokens, width], and their weighted sum is the stream; `tap` is the
     tap's number tensor (`vllm_weir.worker.tap.op.numbered`). The other tensors are those of
-    `vllm_weir.worker.tap.op.TapTensors`.
+    `vllm_weir.worker.tap.op.TapTensors`. The width of the row need not be the ring's.
 
     `listed` is int32, the tokens that the plan has something for; those that begin a group come
     first, since they take longest. None means all tokens, as in a CUDA graph, which serves any
@@ -341,14 +367,14 @@ def launch(
     Raises:
         ValueError: if the rows are not contiguous.
     """
-    num_programs, d_model = hidden.shape
+    num_programs, width = hidden.shape
     if listed is not None:
         num_programs = len(listed)
     if not num_programs:
         return
     if hidden.stride(1) != 1 or (other is not None and other.stride(1) != 1):
         raise ValueError("a tap needs rows that are contiguous in memory")
-    block, ahead = triton.next_power_of_2(d_model), _can_launch_ahead()
+    block, ahead = triton.next_power_of_2(width), _can_launch_ahead()
     _tap[(num_programs,)](
         hidden,
         hidden if other is None else other,
@@ -366,7 +392,8 @@ def launch(
         plan.shape[0],
         ranks.shape[1],
         heads.shape[1],
-        d_model,
+        width,
+        ring.shape[1],
         HAS_OTHER=other is not None,
         STAGES=STAGES,
         BLOCK=block,

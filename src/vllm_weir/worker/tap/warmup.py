@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -18,13 +19,14 @@ class TapWarmup:
         d_model: of the model.
         dtype: of its activations.
         device: of the model.
+        widths: of the rows of its hook points, besides `d_model`.
     """
 
-    def __init__(self, d_model: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, d_model: int, dtype: torch.dtype, device: torch.device, widths: Iterable[int] = ()) -> None:
         self._done: Future[None] | None = None
         if device.type == "cuda":
             thread = ThreadPoolExecutor(1, thread_name_prefix="weir-warm")
-            self._done = thread.submit(_launch, d_model, dtype, device)
+            self._done = thread.submit(_launch, d_model, dtype, device, widths)
             thread.shutdown(wait=False)
 
     def wait(self) -> None:
@@ -36,13 +38,13 @@ class TapWarmup:
             self._done.result()
 
 
-def _launch(d_model: int, dtype: torch.dtype, device: torch.device) -> None:
+def _launch(d_model: int, dtype: torch.dtype, device: torch.device, widths: Iterable[int]) -> None:
     from vllm_weir.worker.tap.reduction_kernel import join
     from vllm_weir.worker.tap.triton_kernel import launch
 
     torch.cuda.set_device(device)
     first_token = torch.zeros(1, dtype=torch.int32, device=device)
-    for arguments in stand_ins(d_model, dtype, device):
+    for arguments in stand_ins(d_model, dtype, device, widths):
         launch(*arguments)
         launch(*arguments, listed=first_token)
     # One reduction without columns.
@@ -51,13 +53,22 @@ def _launch(d_model: int, dtype: torch.dtype, device: torch.device) -> None:
     torch.cuda.current_stream().synchronize()
 
 
-def stand_ins(d_model: int, dtype: torch.dtype, device: torch.device) -> list[tuple[Any, ...]]:
-    """Return arguments of `launch` for one token that does nothing: without and with a residual.
+def stand_ins(
+    d_model: int, dtype: torch.dtype, device: torch.device, widths: Iterable[int] = ()
+) -> list[tuple[Any, ...]]:
+    """Return arguments of `launch` for one token that does nothing.
 
-    Every dtype is given: vLLM changes torch's default dtype for all threads while it loads a model.
+    Rows of `d_model` are without and with a residual. Of the other widths there is one for each
+    kernel that they take. Every dtype is given: vLLM changes torch's default dtype for all threads
+    while it loads a model.
     """
     hidden, residual, ring = torch.zeros(3, 1, d_model, dtype=dtype, device=device)
     none = torch.full((1, 4), -1, dtype=torch.int32, device=device)
     floats = torch.zeros(1, d_model, dtype=torch.float32, device=device)
-    number = numbered(0, device=device)
-    return [(hidden, other, number, none, none, ring, none, none, floats, floats) for other in (None, residual)]
+    tables = (numbered(0, device=device), none, none, ring, none, none, floats, floats)
+    # A kernel is compiled for a power of two, and for whether 16 divides the width.
+    others = {((width - 1).bit_length(), width % 16 == 0): width for width in widths if width != d_model}
+    rows = [torch.zeros(1, width, dtype=dtype, device=device) for width in others.values()]
+    return [
+        (row, other, *tables) for row, other in ((hidden, None), (hidden, residual), *((row, None) for row in rows))
+    ]

@@ -91,7 +91,7 @@ def float32(number):
 
 def no_programs(taps, d):
     """Empty tables: heads, ints, floats, vectors."""
-    heads, ints = torch.full((1, taps), -1, dtype=torch.int32), torch.full((1, 5), -1, dtype=torch.int32)
+    heads, ints = torch.full((1, taps), -1, dtype=torch.int32), torch.full((1, 8), -1, dtype=torch.int32)
     return heads, ints, torch.zeros(1, 4), torch.zeros(1, d)
 
 
@@ -169,7 +169,7 @@ def test_points_made_of_two_tensors(bias, compiled):
     ranks = torch.full((1, STAGES), -1, dtype=torch.int32)
     ranks[0, 0] = 0
     ring = torch.zeros(2, 3)
-    ints = torch.tensor([[BLEND, 0, -1, -1, LAST]], dtype=torch.int32)
+    ints = torch.tensor([[BLEND, 0, -1, -1, LAST, 0, 3, 0]], dtype=torch.int32)
     heads = torch.zeros(1, 1, dtype=torch.int32)
     tensors = TapTensors(plan, ranks, ring, heads, ints, torch.ones(1, 4), torch.full((1, 3), 9.0))
     if bias:
@@ -322,7 +322,7 @@ def test_taps_at_one_place_act_in_the_order_in_which_they_are_placed(when, compi
     ranks[0, 0], ranks[0, STAGES] = 0, 1
     heads, ints = (
         torch.tensor([[0, -1]], dtype=torch.int32),
-        torch.tensor([[BLEND, 0, -1, -1, LAST]], dtype=torch.int32),
+        torch.tensor([[BLEND, 0, -1, -1, LAST, 0, 3, 0]], dtype=torch.int32),
     )
     plan = torch.tensor([[0, 0, 0, 0]], dtype=torch.int32)
     switch = live(TapTensors(plan, ranks, ring, heads, ints, torch.ones(1, 4), torch.full((1, 3), 9.0)))
@@ -393,6 +393,15 @@ def touched(anchor, args, kwargs, output, monkeypatch):
     return tensors
 
 
+def columns_of_nodes(draw, count, d):
+    """lo, hi and shift of nodes: half of them act on whole rows of `d`, and vectors have as many values."""
+    whole, share, place = torch.rand(3, count, generator=draw)
+    whole = whole < 0.5
+    lo = torch.where(whole, 0, (place * d).long())
+    hi = torch.where(whole, d, lo + 1 + (share * (d - lo)).long())
+    return lo, hi, (torch.rand(count, generator=draw) * (d - hi + lo + 1)).long() - lo
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 4), st.booleans())
 def test_chains_that_are_followed_together_and_one_by_one_give_the_same_bits(seed, length, past_post):
@@ -415,7 +424,8 @@ def test_chains_that_are_followed_together_and_one_by_one_give_the_same_bits(see
     late = torch.arange(length) >= turn
     last = (numbers(0, 2, programs, length) > 0) | (torch.arange(length) + 1 == turn) | (following < 0)
     flags = late * AFTER_POST | last * LAST
-    ints = torch.stack([kinds, *numbers(0, 6, 2, count), following.flatten(), flags.flatten()], 1).int()
+    fields = [kinds, *numbers(0, 6, 2, count), following.flatten(), flags.flatten(), *columns_of_nodes(draw, count, d)]
+    ints = torch.stack(fields, 1).int()
     floats = normal(count, 4)
     floats[:, 2:] = floats[:, 2:].sort(1)[0]
     nodes = torch.where(numbers(0, 4, tokens) > 0, node[numbers(0, programs, tokens).long(), 0], -1)

@@ -61,7 +61,7 @@ def programs(draw, d):
                 follows = len(ints) + 1 if k < length - 1 else -1
                 if k == 0:
                     heads[program, tap] = len(ints)
-                ints.append((kind, int(draw.integers(VECTORS)), w, follows, flags))
+                ints.append((kind, int(draw.integers(VECTORS)), w, follows, flags, 0, d, 0))
                 floats.append((draw.normal(), draw.normal(), -0.5, 0.5))
     vectors = draw.standard_normal((VECTORS, d)) / d**0.5
     of = lambda x, t: torch.from_numpy(np.asarray(x)).to(t)
