@@ -1,7 +1,8 @@
 """Discovery in a vLLM worker: it runs the loaded model a few times, before it is compiled.
 
-This gives `worker.discovery` what it needs of vLLM: which modules mix tokens or look them up, and a
-way to run the model uncompiled over a few tokens.
+This gives `worker.discovery` what it needs of vLLM: which modules mix tokens or look them up, a way
+to run the model uncompiled over a few tokens, and the modules inside attention and MLP
+(`patches.part_modules`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
+from vllm_weir.patches.part_modules import part_modules
 from vllm_weir.worker.discovery.block_stack import find_tree
 from vllm_weir.worker.discovery.descriptions import description_of
 from vllm_weir.worker.discovery.site_map import SiteMap
@@ -75,7 +77,7 @@ def find_sites(runner: Any, config: Any, model_info: ModelInfo, settings: Settin
                 compiled_whole=lambda module: hasattr(module, "do_not_compile"),
                 look_up=look_up,
             )
-            return map_sites(tree, run, model_info.dtype, description)
+            return map_sites(tree, run, model_info.dtype, description, part_modules(config, model_info.device))
     except WeirError:
         raise
     except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError, NotImplementedError, KeyError) as e:

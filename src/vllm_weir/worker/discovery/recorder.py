@@ -234,7 +234,7 @@ class Recorder:
                     self.trace.model_output = _copy(first)
             return output
 
-        with _wrapped(entrance, around_entrance), _wrapped(self._tree.model, around_model):
+        with wrapped(entrance, around_entrance), wrapped(self._tree.model, around_model):
             yield
 
     def _record_entrance(self, parameters: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -269,7 +269,7 @@ class Recorder:
 
 
 @contextmanager
-def _wrapped(module: torch.nn.Module, around: Callable[..., Any]) -> Iterator[None]:
+def wrapped(module: torch.nn.Module, around: Callable[..., Any]) -> Iterator[None]:
     """Call `around(forward, args, kwargs)` instead of the module's forward."""
     forward, instance_forward = module.forward, module.__dict__.get("forward")
 

@@ -16,6 +16,13 @@ from vllm_weir.schema.taps import tap_of
 from vllm_weir.worker.discovery.anchors import Anchor
 
 
+UNTAPPED = "it is not tapped by this engine; start it with 'hooks' / 'layers' settings that include it"
+UNDOES_FUSION = (
+    "a tap there would undo vLLM's fusion of a norm or an activation with quantisation in a quantised model; "
+    "start the engine with 'hooks' settings that include it"
+)
+
+
 @dataclass
 class SiteMap:
     """Verdicts on every site of the blocks that live in this process.
@@ -28,6 +35,10 @@ class SiteMap:
         shapes: site -> shape of a row of the whole model; left out where that is (d_model,).
         shards: site -> the part of its row that this worker's tensors hold; left out where they
             hold all of it.
+        read_only: site -> why it is read and not written, for sites that this model alone restricts
+            (`schema.hooks.READ_ONLY_HOOKS` are read-only in every model).
+        before_quantised: sites whose values vLLM may quantise in one kernel with what makes them,
+            which a tap would undo.
     """
 
     num_layers: int
@@ -35,6 +46,8 @@ class SiteMap:
     refused: dict[Site, str] = field(default_factory=dict)
     shapes: dict[Site, RowShape] = field(default_factory=dict)
     shards: dict[Site, Shard] = field(default_factory=dict)
+    read_only: dict[Site, str] = field(default_factory=dict)
+    before_quantised: set[Site] = field(default_factory=set)
 
     def refuse(self, hooks: Iterable[str], layers: Iterable[int], why: str) -> None:
         """Refuse these hook points of these layers; the first reason that is given stays."""
@@ -42,6 +55,15 @@ class SiteMap:
             for hook in hooks:
                 self.anchors.pop(Site(hook, layer), None)
                 self.refused.setdefault(Site(hook, layer), why)
+
+    def why_left_out(self, site: Site, settings: Settings) -> str:
+        """Return why the settings do not ask for a site that the model has; "" if they do."""
+        if settings.hooks is None and site in self.before_quantised:
+            return UNDOES_FUSION
+        hooks, layers = settings.hooks or HOOKS, settings.layers
+        if site in _wanted(hooks, range(self.num_layers) if layers == "all" else layers):
+            return ""
+        return UNTAPPED
 
 
 def chosen(sites: SiteMap, settings: Settings) -> dict[int, Anchor]:
@@ -63,6 +85,8 @@ def chosen(sites: SiteMap, settings: Settings) -> dict[int, Anchor]:
                 f"block {layer} does not exist: the model has blocks 0..{sites.num_layers - 1}", "settings.layers"
             )
     wanted = _wanted(settings.hooks or HOOKS, layers)
+    if settings.hooks is None:
+        wanted -= sites.before_quantised
     if settings.refused == "start":
         _raise_if_refused(sites, wanted if settings.hooks is not None else set())
     anchors: dict[int, Anchor] = {}

@@ -16,6 +16,7 @@ Before a model is compiled, it runs a few times over a handful of tokens, and ea
    with the most points.
 6. Verify: check the points' identities in the baseline, and add vectors at every point in another
    pass to see that they arrive (`verification`, `boundary_sites`).
+7. Parts: find and verify the points inside attention and MLP in two passes more (`part_points`).
 
 What remains are `anchors`, one per site; `worker.tap.install` puts taps there.
 """
@@ -26,12 +27,14 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_weir.schema.hooks import MODEL_HOOKS, STREAM_HOOKS
+from vllm_weir.schema.hooks import MODEL_HOOKS, PART_HOOKS, STREAM_HOOKS
 from vllm_weir.worker.discovery.block_points import BlockPoints
 from vllm_weir.worker.discovery.block_types import BlockTypes
 from vllm_weir.worker.discovery.descriptions import ModelDescription, resolve_described_block
 from vllm_weir.worker.discovery.module_tree import ModuleTree, Run
 from vllm_weir.worker.discovery.noise import NoiseLevel, enter_noise, leave_noise, noise
+from vllm_weir.worker.discovery.part_modules import PartModules
+from vllm_weir.worker.discovery.part_points import map_parts
 from vllm_weir.worker.discovery.probe import Probe
 from vllm_weir.worker.discovery.site_map import SiteMap
 from vllm_weir.worker.discovery.stream_check import StreamCheck
@@ -40,7 +43,9 @@ from vllm_weir.worker.discovery.trace import Trace
 from vllm_weir.worker.discovery.verification import Verification
 
 
-def map_sites(tree: ModuleTree, run: Run, dtype: torch.dtype, description: ModelDescription) -> SiteMap:
+def map_sites(
+    tree: ModuleTree, run: Run, dtype: torch.dtype, description: ModelDescription, parts: PartModules | None = None
+) -> SiteMap:
     """Find and verify every site of a model.
 
     Args:
@@ -48,6 +53,8 @@ def map_sites(tree: ModuleTree, run: Run, dtype: torch.dtype, description: Model
         run: runs it once, uncompiled, over a few tokens.
         dtype: of its activations.
         description: of what its structure does not tell.
+        parts: recognises the modules inside attention and MLP; without it, the points there are not
+            looked for.
     """
     sites = SiteMap(tree.num_layers)
     if not tree.blocks:
@@ -57,7 +64,8 @@ def map_sites(tree: ModuleTree, run: Run, dtype: torch.dtype, description: Model
     candidates = [] if unfit else stream_port_candidates(probe.baseline, tree)
     if not candidates:
         reason = unfit or _why_no_stream(probe.baseline, tree)
-        sites.refuse((*STREAM_HOOKS, *MODEL_HOOKS), range(tree.num_layers), reason)
+        inside = PART_HOOKS if parts else ()
+        sites.refuse((*STREAM_HOOKS, *inside, *MODEL_HOOKS), range(tree.num_layers), reason)
         return sites
     search = _Search(probe, candidates, description)
     solution, stream_failures = search.best()
@@ -65,6 +73,8 @@ def map_sites(tree: ModuleTree, run: Run, dtype: torch.dtype, description: Model
         probe, solution.ports, solution.points, solution.noise_levels, search.noise_passes, sites
     )
     verification.fill(stream_failures)
+    if parts is not None:
+        map_parts(probe, solution.ports, parts, sites)
     return sites
 
 

@@ -113,7 +113,7 @@ class Verification:
                 if anchor is None:
                     why = points.refused.get(hook, "it was not found")
                 else:
-                    why = _why_acts_again(anchor, shared, num_calls)
+                    why = why_acts_again(anchor, shared, num_calls)
                 if anchor is None or why:
                     self._sites.refuse((hook,), (block,), why)
                 else:
@@ -289,7 +289,7 @@ class Verification:
         return a.shape == b.shape and bool(((a - b).abs() <= bound).all())
 
 
-def _why_acts_again(anchor: Anchor, shared: set[str], num_calls: Counter[str]) -> str:
+def why_acts_again(anchor: Anchor, shared: set[str], num_calls: Mapping[str, int]) -> str:
     """Return why a tap at an anchor would act more than once in a pass; "" if it would not."""
     for module in anchor.modules:
         if module in shared:

@@ -1,0 +1,198 @@
+"""What was found inside the attention or the MLP of one block, and how it is read off a block's record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_weir.schema.row_shapes import RowShape
+from vllm_weir.worker.discovery.anchors import Anchor, TensorKey
+from vllm_weir.worker.discovery.matcher import Matcher
+from vllm_weir.worker.discovery.module_tree import ModuleTree
+from vllm_weir.worker.discovery.part_modules import Features, LinearShape, PartModules
+from vllm_weir.worker.discovery.part_recorder import BlockRecord
+from vllm_weir.worker.discovery.trace import ModuleCall, value_at
+
+
+@dataclass
+class PartFindings:
+    """The points inside one part of a block.
+
+    Attributes:
+        anchors: hook point -> where it is.
+        refused: hook point -> why it is not there.
+        shapes: hook point -> shape of a row of the whole model, unless it is (d_model,).
+        features: hook point -> which values of the whole row this worker holds, if its rows are not
+            as wide as the stream.
+        readers: hook point -> the tensors that must move by what is added there, and by nothing
+            else.
+        quantised: hook points whose values a module quantises.
+        located: q or k, if a module between them and attention is given exactly these columns.
+        source_of_z: the first head of what attention returned, if z is made of that by a gate or a
+            norm; None if z is what attention returned.
+        router_inside: path of the layer of experts that calls its router itself; "" if none.
+    """
+
+    anchors: dict[str, Anchor] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, RowShape] = field(default_factory=dict)
+    features: dict[str, Features] = field(default_factory=dict)
+    readers: dict[str, tuple[Anchor, ...]] = field(default_factory=dict)
+    quantised: set[str] = field(default_factory=set)
+    located: set[str] = field(default_factory=set)
+    source_of_z: Anchor | None = None
+    router_inside: str = ""
+
+    def refuse(self, hooks: Iterable[str], why: str) -> None:
+        """Refuse hook points; the first reason that is given stays."""
+        for hook in hooks:
+            self.anchors.pop(hook, None)
+            self.refused.setdefault(hook, why)
+
+    def shares_features(self, hook: str, other: str) -> bool:
+        """Return whether it is known from `hook` which part of a row of `other` is here."""
+        features = self.features.get(other)
+        return features is not None and features.width != features.whole and features == self.features.get(hook)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A call of a linear module.
+
+    Attributes:
+        call: its record.
+        shape: of the module.
+        given, returned: keys of its input and its result.
+    """
+
+    call: ModuleCall
+    shape: LinearShape
+    given: TensorKey
+    returned: TensorKey
+
+    @property
+    def value_in(self) -> torch.Tensor:
+        """Its input, [tokens, width]."""
+        return self.call.args[self.given]
+
+    @property
+    def value_out(self) -> torch.Tensor:
+        """Its result, [tokens, width]."""
+        return self.call.outputs[self.returned]
+
+    def input_anchor(self) -> Anchor:
+        """Return the anchor of its input."""
+        return Anchor(self.call.path, "before", self.given)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Adjacent columns of what a linear module returned."""
+
+    linear: Linear
+    start: int
+    stop: int
+
+    @property
+    def value(self) -> torch.Tensor:
+        """Their values, [tokens, columns]."""
+        return self.linear.value_out[:, self.start : self.stop]
+
+    def anchor(self) -> Anchor:
+        """Return the anchor of these columns."""
+        whole = (self.start, self.stop) == (0, self.linear.value_out.shape[1])
+        columns = None if whole else (self.start, self.stop)
+        return Anchor(self.linear.call.path, "after", self.linear.returned, columns=columns)
+
+    def overlaps(self, other: Columns) -> bool:
+        """Return whether two have a column in common."""
+        return self.linear.call is other.linear.call and self.start < other.stop and other.start < self.stop
+
+    def features(self, ranks: int) -> Features | None:
+        """Return which values of the whole model these are; None if nothing tells."""
+        begin = 0
+        for part in self.linear.shape.outputs:
+            if begin <= self.start and self.stop <= begin + part.width:
+                if self.stop - self.start == part.width:
+                    return part
+                break
+            begin += part.width
+        # The model itself takes its worker's columns out of a matrix that is not divided.
+        return Features.unsplit(self.stop - self.start) if ranks == 1 else None
+
+
+class BlockView:
+    """A block's record, and what is known of its modules.
+
+    Attributes:
+        record: of the pass.
+        tree, parts, matcher: of the model.
+        linears: the calls of linear modules, by start.
+    """
+
+    def __init__(self, record: BlockRecord, tree: ModuleTree, parts: PartModules, matcher: Matcher) -> None:
+        self.record, self.tree, self.parts, self.matcher = record, tree, parts, matcher
+        self.linears = [linear for call in record.calls[1:] if (linear := self._linear(call)) is not None]
+
+    def _linear(self, call: ModuleCall) -> Linear | None:
+        shape = self.parts.linear(self.tree.modules[call.path])
+        if shape is None or not call.outputs:
+            return None
+        given = next((key for key in sorted(call.args, key=lambda k: k.index) if key in call.args), None)
+        return None if given is None else Linear(call, shape, given, min(call.outputs))
+
+    @property
+    def calls(self) -> list[ModuleCall]:
+        """The calls of everything in the block."""
+        return self.record.calls[1:]
+
+    def is_row(self, call: ModuleCall, key: TensorKey) -> bool:
+        """Return whether a tensor is [tokens, width] where a tap meets it (or has a batch of one)."""
+        shape = call.shapes[key]
+        return shape[:-1] in ((self.record.tokens,), (1, self.record.tokens))
+
+    def locate(self, value: torch.Tensor, linears: Iterable[Linear]) -> Columns | None:
+        """Return the adjacent columns of a linear module's result that equal `value`."""
+        width = value.shape[1]
+        for linear in linears:
+            out = linear.value_out
+            if out.shape[1] < width:
+                continue
+            begins = (out[:, : out.shape[1] - width + 1] == value[:, :1]).all(0).nonzero()[:, 0].tolist()
+            for begin in begins:
+                if torch.equal(out[:, begin : begin + width], value):
+                    return Columns(linear, begin, begin + width)
+        return None
+
+    def projection_to(self, anchor: Anchor | None, linears: Iterable[Linear]) -> Linear | None:
+        """Return the linear module whose result is what a part adds to the stream, or is made into that.
+
+        It is a multiple of a term of the value, or what the module that returns the value was given.
+        """
+        if anchor is None:
+            return None
+        ends = [(anchor.module, anchor.hidden)]
+        if anchor.added_term is not None:
+            ends.append((anchor.added_term.module, anchor.added_term.hidden))
+        values: list[torch.Tensor] = []
+        for path, key in ends:
+            call = next((call for call in self.record.calls if call.path == path), None)
+            if call is not None:
+                first = call.args if anchor.when == "before" else call.visible_after
+                values += [first[key]] if key in first else []
+                values += call.args.values()
+        # The last one comes first: a module between the two may hand an earlier result through.
+        for linear in sorted(linears, key=lambda linear: -linear.call.start):
+            if any(self.matcher.factor(linear.value_out, value) is not None for value in values):
+                return linear
+        return None
+
+
+def row_at(record: BlockRecord, anchor: Anchor) -> torch.Tensor | None:
+    """Return an anchor's value in a block's record, [tokens, width]; None if it was not recorded."""
+    value = value_at(record.calls, anchor)
+    if value is None or anchor.columns is None:
+        return value
+    return value[:, slice(*anchor.columns)]

@@ -1,0 +1,108 @@
+"""The points inside attention and MLP: found and verified in two more passes, by structure.
+
+Which tensors a part of a block computes with shows in a pass in which every block is entered by
+noise, and every linear module, token mixer and layer of experts returns noise (`part_recorder`):
+
+1. Find. What is given to such a module and equals some columns of what another returned *is* those
+   columns: projections of queries, keys and values (`attention_points`), of gate and neurons, of a
+   router (`mlp_points`). The two projections out of attention and MLP are the linear modules whose
+   results are the block's `attn_out` and `mlp_out`, up to a factor or a norm.
+2. Verify. Run the pass again with something added at every point that can be steered
+   (`part_verification`). What is given to the next modules must move by exactly that, a head of
+   `q_rot` by its head of `q` alone, and neither the stream nor the other part may move. A point
+   that passes but for the last is served to be read, and not to be written.
+3. Fill in. A row of the whole model may be divided among tensor-parallel workers. Which part is
+   here is what the linear modules say of themselves (`part_modules`).
+
+Which modules are linear, attention or experts is told by `patches.discovery`; no model is known by
+name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vllm_weir.schema.hooks import ATTENTION_HOOKS, PART_HOOKS, Site
+from vllm_weir.schema.row_shapes import RowShape
+from vllm_weir.worker.discovery.anchors import Anchor
+from vllm_weir.worker.discovery.attention_points import find_attention
+from vllm_weir.worker.discovery.mlp_points import find_mlp
+from vllm_weir.worker.discovery.part_findings import BlockView, PartFindings
+from vllm_weir.worker.discovery.part_modules import PartModules
+from vllm_weir.worker.discovery.part_recorder import BlockRecord, PartRecorder
+from vllm_weir.worker.discovery.part_verification import BlockCheck
+from vllm_weir.worker.discovery.probe import Probe
+from vllm_weir.worker.discovery.site_map import SiteMap
+from vllm_weir.worker.discovery.stream_ports import StreamPorts
+from vllm_weir.worker.discovery.verification import why_acts_again
+
+
+def map_parts(probe: Probe, ports: StreamPorts, parts: PartModules, sites: SiteMap) -> None:
+    """Find and verify the points inside attention and MLP of every block.
+
+    Args:
+        probe: the model.
+        ports: what carries the stream.
+        parts: recognises the modules inside attention and MLP.
+        sites: has the verdicts on all other points; takes those on these.
+    """
+    try:
+        _PartSearch(probe, ports, parts, sites).fill()
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as e:
+        # The other points were found without these passes.
+        sites.refuse(PART_HOOKS, probe.tree.blocks, f"the pass with noise inside the blocks failed: {str(e)[:300]}")
+
+
+class _PartSearch:
+    def __init__(self, probe: Probe, ports: StreamPorts, parts: PartModules, sites: SiteMap) -> None:
+        self._probe, self._tree, self._ports, self._parts, self._sites = probe, probe.tree, ports, parts, sites
+        self._checks: dict[int, BlockCheck] = {}
+
+    def fill(self) -> None:
+        """Run the two passes and write the verdicts."""
+        first = self._record(self._find)
+        for block in self._tree.blocks:
+            if block not in self._checks:
+                self._sites.refuse(PART_HOOKS, (block,), f"block {block} did not run in the pass with noise inside it")
+        writes = {}
+        for check in self._checks.values():
+            writes |= check.writes
+        self._record(lambda record: self._checks[record.block].compare(record), writes)
+        for block, check in self._checks.items():
+            self._place(block, check, first.num_calls)
+
+    def _record(self, on_block, writes=None) -> PartRecorder:
+        recorder = PartRecorder(self._tree, self._parts, self._ports, on_block, writes)
+        with recorder.recording():
+            self._probe.run()
+        return recorder
+
+    def _find(self, record: BlockRecord) -> None:
+        block = record.block
+        view = BlockView(record, self._tree, self._parts, self._probe.matcher)
+        attention, members = find_attention(view, self._sites.anchors.get(Site("attn_out", block)))
+        mlp = find_mlp(view, self._sites.anchors.get(Site("mlp_out", block)), members)
+        resid_mid = self._sites.anchors.get(Site("resid_mid", block))
+        self._checks[block] = BlockCheck(view, attention, mlp, resid_mid, self._ports)
+
+    def _place(self, block: int, check: BlockCheck, num_calls: Mapping[str, int]) -> None:
+        """Write the verdicts on one block."""
+        shared = self._tree.shared()
+        for hook in PART_HOOKS:
+            findings = check.attention if hook in ATTENTION_HOOKS else check.mlp
+            site, anchor = Site(hook, block), findings.anchors.get(hook)
+            why = findings.refused.get(hook, "it was not found") if anchor is None else ""
+            why = why or why_acts_again(anchor, shared, num_calls)
+            if why:
+                self._sites.refuse((hook,), (block,), why)
+                continue
+            self._sites.anchors[site] = anchor
+            if hook in check.read_only:
+                self._sites.read_only[site] = check.read_only[hook]
+            if hook in findings.quantised:
+                self._sites.before_quantised.add(site)
+            if hook in findings.shapes:
+                self._sites.shapes[site] = findings.shapes[hook]
+            features = findings.features.get(hook)
+            if features is not None and features.width != features.whole:
+                self._sites.shards[site] = features.shard
