@@ -418,6 +418,7 @@ class WorkerRuntime:
             "d_model": self.model_info.d_model,
             "dtype": str(self.model_info.dtype).removeprefix("torch."),
             "ring_rows": self._max_step_rows,
+            **self.sites.facts.report(),
         }
 
     def _verdicts(self) -> list[tuple[str, int, str]]:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from vllm_weir.errors import WeirError
+from vllm_weir.frontend.derived.sources import derived_verdicts
 from vllm_weir.schema.hooks import Site, place_of
+from vllm_weir.schema.model_facts import ModelFacts
 from vllm_weir.schema.row_shapes import RowShape, Shard
 
 
@@ -27,6 +29,7 @@ class EngineCapabilities:
         shapes: site -> shape of a row, where that is not (d_model,).
         shards: site -> the parts of its row that tensor-parallel workers hold, ascending; only of
             sites whose rows are spread over several.
+        facts: of the model's attention and MoE layers, for sites that are derived.
     """
 
     sites: Mapping[Site, str]
@@ -36,6 +39,7 @@ class EngineCapabilities:
     ring_rows: int
     shapes: Mapping[Site, RowShape] = field(default_factory=dict)
     shards: Mapping[Site, tuple[Shard, ...]] = field(default_factory=dict)
+    facts: ModelFacts = field(default_factory=ModelFacts)
 
     def shape(self, site: Site) -> RowShape:
         """Return the shape of a row of a site."""
@@ -63,14 +67,17 @@ class EngineCapabilities:
         for report in reports:
             if not report.get("ok"):
                 raise WeirError(f"Weir is not working in this engine: {report.get('reason', 'unknown')}")
-        first = reports[0]
+        first, facts = reports[0], ModelFacts.merge(reports)
+        sites = _merge_sites(reports)
+        sites |= derived_verdicts(sites, facts)
         rows = [r["ring_rows"] for r in reports if r["ring_rows"] > 1]
         return cls(
-            sites=_merge_sites(reports),
+            sites=dict(sorted(sites.items(), key=lambda entry: place_of(entry[0]))),
             num_layers=first["num_layers"],
             d_model=first["d_model"],
             dtype=first["dtype"],
             ring_rows=min(rows, default=0),
+            facts=facts,
         )
 
 
@@ -81,4 +88,4 @@ def _merge_sites(reports: Sequence[Mapping[str, Any]]) -> dict[Site, str]:
         for hook, layer, why in report["sites"]:
             site = Site(hook, layer)
             sites[site] = sites.get(site) or why
-    return dict(sorted(sites.items(), key=lambda entry: place_of(entry[0])))
+    return sites

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import BLOCK_HOOKS, HOOKS, MODEL_HOOKS, Site, place_of
+from vllm_weir.schema.model_facts import ModelFacts
 from vllm_weir.schema.row_shapes import RowShape, Shard
 from vllm_weir.schema.taps import tap_of
 from vllm_weir.worker.discovery.anchors import Anchor
@@ -28,6 +29,7 @@ class SiteMap:
         shapes: site -> shape of a row of the whole model; left out where that is (d_model,).
         shards: site -> the part of its row that this worker's tensors hold; left out where they
             hold all of it.
+        facts: of the attention and MoE layers, for sites that are derived.
     """
 
     num_layers: int
@@ -35,6 +37,7 @@ class SiteMap:
     refused: dict[Site, str] = field(default_factory=dict)
     shapes: dict[Site, RowShape] = field(default_factory=dict)
     shards: dict[Site, Shard] = field(default_factory=dict)
+    facts: ModelFacts = field(default_factory=ModelFacts)
 
     def refuse(self, hooks: Iterable[str], layers: Iterable[int], why: str) -> None:
         """Refuse these hook points of these layers; the first reason that is given stays."""
