@@ -13,6 +13,7 @@ import torch
 
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
+from vllm_weir.patches.model_facts import read_facts
 from vllm_weir.patches.part_modules import part_modules
 from vllm_weir.worker.discovery.block_stack import find_tree
 from vllm_weir.worker.discovery.descriptions import description_of
@@ -77,12 +78,15 @@ def find_sites(runner: Any, config: Any, model_info: ModelInfo, settings: Settin
                 compiled_whole=lambda module: hasattr(module, "do_not_compile"),
                 look_up=look_up,
             )
-            return map_sites(tree, run, model_info.dtype, description, part_modules(config, model_info.device))
+            site_map = map_sites(tree, run, model_info.dtype, description, part_modules(config, model_info.device))
     except WeirError:
         raise
     except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError, NotImplementedError, KeyError) as e:
         name = type(model).__name__
         raise WeirError(f"the probe pass through {name} failed ({type(e).__name__}: {str(e)[:300]})", "model") from e
+    on_cpu = model_info.device.type == "cpu"
+    site_map.facts = read_facts(model, tree.blocks, model_info.dtype, on_cpu, site_map.shards)
+    return site_map
 
 
 def _keeps_attention_apart(model: torch.nn.Module, module: torch.nn.Module) -> bool:

@@ -429,6 +429,7 @@ class WorkerRuntime:
             "ring_rows": self._max_step_rows,
             "shapes": [(*site, list(shape)) for site, shape in self.sites.shapes.items()],
             "shards": [(*site, *shard) for site, shard in self.sites.shards.items()],
+            **self.sites.facts.report(),
         }
 
     def _verdicts(self) -> list[tuple[str, int, str]]:

@@ -30,7 +30,7 @@ class EngineCapabilities:
         shapes: site -> shape of a row, where that is not (d_model,).
         shards: site -> the parts of its row that tensor-parallel workers hold, ascending; only of
             sites whose rows are spread over several.
-        facts: how attention and routing are computed, for derived sites.
+        facts: of the model's attention and MoE layers, for sites that are derived.
     """
 
     sites: Mapping[Site, str]
@@ -73,11 +73,12 @@ class EngineCapabilities:
         for report in reports:
             if not report.get("ok"):
                 raise WeirError(f"Weir is not working in this engine: {report.get('reason', 'unknown')}")
-        first = reports[0]
+        first, facts = reports[0], ModelFacts.merge(reports)
+        sites = _merge_sites(reports)
+        sites |= derived_verdicts(sites, facts)
         rows = [r["ring_rows"] for r in reports if r["ring_rows"] > 1]
-        sites, facts = _merge_sites(reports), ModelFacts.merge(reports)
         return cls(
-            sites=dict(sorted((sites | derived_verdicts(sites, facts)).items(), key=lambda entry: place_of(entry[0]))),
+            sites=dict(sorted(sites.items(), key=lambda entry: place_of(entry[0]))),
             num_layers=first["num_layers"],
             d_model=first["d_model"],
             dtype=first["dtype"],

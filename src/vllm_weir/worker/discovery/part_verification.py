@@ -153,7 +153,9 @@ class BlockCheck:
             return
         after = row_at(record, reader)
         if after is None or not bool(self._moved_tokens(after - self._before[reader], after)[_MIXED_TOKEN]):
-            self.attention.refuse(("z",), "what the output projection is given does not depend on what attention returns")
+            self.attention.refuse(
+                ("z",), "what the output projection is given does not depend on what attention returns"
+            )
 
     def _compare_experts(self, record: BlockRecord) -> None:
         """Refuse router_logits if the experts' result did not move with it."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from vllm_weir.config.settings import Settings
 from vllm_weir.errors import WeirError
 from vllm_weir.schema.hooks import BLOCK_HOOKS, HOOKS, MODEL_HOOKS, Site, place_of
+from vllm_weir.schema.model_facts import ModelFacts
 from vllm_weir.schema.row_shapes import RowShape, Shard
 from vllm_weir.schema.taps import tap_of
 from vllm_weir.worker.discovery.anchors import Anchor
-
 
 UNTAPPED = "it is not tapped by this engine; start it with 'hooks' / 'layers' settings that include it"
 UNDOES_FUSION = (
@@ -39,6 +39,7 @@ class SiteMap:
             (`schema.hooks.READ_ONLY_HOOKS` are read-only in every model).
         before_quantised: sites whose values vLLM may quantise in one kernel with what makes them,
             which a tap would undo.
+        facts: of the attention and MoE layers, for sites that are derived.
     """
 
     num_layers: int
@@ -48,6 +49,7 @@ class SiteMap:
     shards: dict[Site, Shard] = field(default_factory=dict)
     read_only: dict[Site, str] = field(default_factory=dict)
     before_quantised: set[Site] = field(default_factory=set)
+    facts: ModelFacts = field(default_factory=ModelFacts)
 
     def refuse(self, hooks: Iterable[str], layers: Iterable[int], why: str) -> None:
         """Refuse these hook points of these layers; the first reason that is given stays."""
