@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tests.conformance.inside import INNER, Edit, Inside
 from tests.conformance.watch import Addition, Change, Pass, Watch
 from tests.support.measure import rel_err
 
@@ -176,6 +177,7 @@ class Oracle:
         self.blocks = find_blocks(self.model, config.num_hidden_layers)
         self.num_layers = len(self.blocks)
         self.hidden_size: int = config.hidden_size
+        self.inside = Inside(self.model, self.blocks, self.hidden_size)
         self.embed_scale = 1.0
         self.shapes = self._find_shapes()
 
@@ -193,26 +195,45 @@ class Oracle:
         """Why there is no such point; None if there is."""
         if hook in ENDS:
             return None if hook in self.ends else f"{hook} cannot be told apart in this model"
+        if hook in INNER:
+            return self.inside.missing(hook, layer)
         return self.shapes[layer].missing.get(hook)
 
     def points(self, ids: Sequence[int], changes: Sequence[Change] = ()) -> tuple[Rows, torch.Tensor]:
-        """Every point there is, {(hook, layer): [n, d]}, and the logits [n, vocab]; rows are after the changes."""
-        passes, ends, logits = self._run(ids, changes)
+        """Every point there is, {(hook, layer): [n, ...]}, and the logits [n, vocab]; rows are after the changes."""
+        return self._points(ids, changes)
+
+    def _points(
+        self, ids: Sequence[int], changes: Sequence[Change] = (), edit: Edit | None = None
+    ) -> tuple[Rows, torch.Tensor]:
+        inner: Rows = {}
+        with self.inside.watched(inner, edit):
+            passes, ends, logits = self._run(ids, changes)
         rows = {
             (hook, layer): self.shapes[layer].read(done, hook)
             for layer, done in enumerate(passes)
             for hook in FIVE
             if hook not in self.shapes[layer].missing
         }
-        return rows | {(hook, 0): ends[hook] for hook in self.ends}, logits
+        return rows | inner | {(hook, 0): ends[hook] for hook in self.ends}, logits
 
     def steer(
         self, ids: Sequence[int], hook: str, layer: int, vector: torch.Tensor, positions: Sequence[int] | None = None
     ) -> tuple[Rows, torch.Tensor]:
-        """`points` with `vector` added at one point, at `positions` (None: at all)."""
+        """`points` with `vector`, as wide as a row there, added at one point, at `positions` (None: at all)."""
         reason = self.missing(hook, layer)
         if reason:
             raise NoPoint(reason)
+        if hook in INNER:
+
+            def add(at: str, block: int, rows: torch.Tensor) -> torch.Tensor:
+                if (at, block) != (hook, layer):
+                    return rows
+                rows = rows.clone()
+                rows[slice(None) if positions is None else list(positions)] += vector.view(rows.shape[1:]).to(rows)
+                return rows
+
+            return self._points(ids, edit=add)
         delta = torch.zeros(len(ids), self.hidden_size)
         delta[slice(None) if positions is None else list(positions)] = vector
         if hook in ENDS:

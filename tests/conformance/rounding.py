@@ -66,6 +66,6 @@ def rounding_errors(
     narrow = run()
     with in_double(oracle):
         wide = run()
-    if any(value.dtype != torch.float64 for value in wide.values()):
+    if any(value.dtype != torch.float64 for value in wide.values() if value.is_floating_point()):
         raise AssertionError("the reference did not stay in float64")
     return {at: rel_err(narrow[at], value) for at, value in wide.items()}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("vllm")
 
@@ -45,6 +46,41 @@ def test_kinds_of_blocks(case: tuple[str, Oracle]) -> None:
 def test_watching_changes_nothing(case: tuple[str, Oracle]) -> None:
     _, oracle = case
     assert torch.equal(oracle.points(IDS)[1], oracle.logits(IDS))
+
+
+PACKED = {
+    "FalconForCausalLM": (4, 1),
+    "FalconForCausalLM:two-norms": (4, 2),
+    "FalconForCausalLM:alibi": (4, 4),
+    "BloomForCausalLM": (4, 4),
+    "GPTNeoXForCausalLM": (4, 4),
+    "GPTBigCodeForCausalLM": (4, 1),
+    "GPTBigCodeForCausalLM:all-heads": (4, 4),
+    "GPTJForCausalLM": (4, 4),
+    "Phi3ForCausalLM": (4, 2),
+    "DeepseekV3ForCausalLM": (4, 4),
+    "GptOssForCausalLM": (4, 2),
+    "GraniteSWAForCausalLM": (4, 2),
+}
+"""Projections that are packed, latent attention, sinks: (heads, key-value heads)."""
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_what_attention_gives_is_its_pattern_of_the_values(name: str, tmp_path: Path) -> None:
+    """Which columns of a packed projection are values, and what a sink takes."""
+    oracle = Oracle(build((ZOO | VARIANTS)[name], tmp_path))
+    rows = oracle.points(IDS)[0]
+    for layer in range(oracle.num_layers):
+        pattern, v, z = (rows[hook, layer] for hook in ("pattern", "v", "z"))
+        assert (pattern.shape[1], rows["k_rot", layer].shape[1]) == PACKED[name]
+        v = v.repeat_interleave(pattern.shape[1] // v.shape[1], 1)
+        assert rel_err(torch.einsum("qhk,khd->qhd", pattern, v), z) < 1e-6
+        sinks = name in ("GptOssForCausalLM", "GraniteSWAForCausalLM")
+        assert bool((pattern.sum(-1) < 0.999).any()) == sinks
+        for plain, rotated in (("q", "q_rot"), ("k", "k_rot")):
+            if not oracle.missing(plain, layer):  # nothing is turned at position 0, and YaRN makes all longer
+                one, other = (F.normalize(rows[hook, layer][0], dim=-1) for hook in (rotated, plain))
+                assert rel_err(one, other) < 1e-5
 
 
 def test_rounding_is_measured_and_the_model_stays_what_it_was(case: tuple[str, Oracle]) -> None:

@@ -109,6 +109,38 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
+INNER_RECIPES: dict[str, dict[str, dict[str, Any]]] = {
+    # Rows inside a block that are wider than the stream, by a factor that is no whole number.
+    "llama": {"wide": dict(_LLAMA_A, intermediate_size=448, num_hidden_layers=3, num_key_value_heads=2)},
+    # Heads that are together wider than the stream; two windows.
+    "gemma2": {
+        "wide": dict(
+            _LLAMA_A,
+            hidden_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            sliding_window=16,
+            query_pre_attn_scalar=48,
+            attn_logit_softcapping=3.0,  # it bends every score
+        )
+    },
+    "mixtral": {
+        "a": dict(
+            _LLAMA_A,
+            num_hidden_layers=3,
+            num_key_value_heads=2,
+            intermediate_size=64,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            sliding_window=None,
+            tie_word_embeddings=False,
+        )
+    },
+}
+"""For what lies inside attention and MLP; not in `MODELS`, whose tests ask for every one."""
+
 FAMILIES: tuple[str, ...] = tuple(RECIPES)
 MODELS: tuple[tuple[str, str], ...] = tuple((family, shape) for family in RECIPES for shape in RECIPES[family])
 
@@ -130,7 +162,7 @@ def make_model(family: str, shape: str = "a", root: str | Path | None = None) ->
 
     Without `root`, a temporary directory that lives as long as this process.
     """
-    recipe = RECIPES[family][shape]
+    recipe = (RECIPES.get(family, {}) | INNER_RECIPES.get(family, {}))[shape]
     home = Path(root) if root is not None else _temporary_root()
     target = home / f"{family}-{shape}-{VERSION}"
     if (target / "config.json").exists():
@@ -232,6 +264,8 @@ def _fill(model: torch.nn.Module, name: str, gemma: bool) -> None:
         elif isinstance(module, torch.nn.Embedding):  # learned positions, on a par with the tokens
             value = noise * embedding_std
         else:
-            fan_in = parameter.shape[0] if type(module).__name__ == "Conv1D" else parameter.shape[1]  # GPT-2: [in, out]
+            fan_in = (
+                parameter.shape[0] if type(module).__name__ == "Conv1D" else parameter.shape[-1]
+            )  # GPT-2: [in, out]
             value = noise * (_GAIN / math.sqrt(fan_in))
         parameter.copy_(value)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.conformance.inside import Inside
 from tests.conformance.oracle import Oracle as Points
 
 Site = tuple[str, int]
@@ -42,10 +43,17 @@ class Oracle:
         """The points inside blocks, read off the additions that transformers makes."""
         return Points(self.model_dir)
 
+    @functools.cached_property
+    def inside(self) -> Inside:
+        """The points inside attention and MLP of `model`."""
+        return Inside(self.model, self.blocks, self.hidden_size)
+
     @torch.no_grad()
     def rows(self, token_ids: Sequence[int]) -> dict[Site, torch.Tensor]:
-        """Every point of every layer over `token_ids` [n]: {(hook, layer): [n, d]}.
+        """Every point of every layer over `token_ids` [n]: {(hook, layer): [n, ...]}.
 
+        A row is [d] in the stream, [heads, d_head] or [d_mlp] inside a block; scores and patterns are
+        [n, heads, n], -inf and 0 where a key is out of reach.
         What enters and leaves each block is taken separately, so that their identity stays a thing to test.
         """
         return self.points.points(token_ids)[0] | self._ends(token_ids)

@@ -24,22 +24,35 @@ class SteeredOracle(Oracle):
     def steered(
         self, token_ids: Sequence[int], prompt_len: int, interventions: Sequence[Any]
     ) -> tuple[dict, torch.Tensor]:
-        """(rows by site, logits [n, vocab]) with the interventions at their positions. Rows are after them."""
+        """(rows by site, logits [n, vocab]) with the interventions at their positions. Rows are after them.
+
+        Sites are those between blocks, and those inside attention and MLP.
+        """
         handles = []
         found: dict[Site, torch.Tensor] = {}
         ids = list(token_ids)
         # As many rows as tokens: everything given here has gone through the model.
         generated = len(ids) - prompt_len + 1
 
-        def change(h: torch.Tensor, hook: str, layer: int) -> torch.Tensor:
-            h = h.clone()
+        def acting(hook: str, layer: int) -> Iterator[tuple[Any, list[int]]]:
             for item in interventions:
                 layers = range(self.num_layers) if item.layers == "all" else item.layers
                 if item.hook == hook and layer in layers:
                     at = expected_positions(item.positions.to_json(), prompt_len, generated, ids)
-                    h[0, at] = _apply(of_layer(item, layer, layers), h[0, at])
+                    yield of_layer(item, layer, layers), at
+
+        def change(h: torch.Tensor, hook: str, layer: int) -> torch.Tensor:
+            h = h.clone()
+            for item, at in acting(hook, layer):
+                h[0, at] = _apply(item, h[0, at])
             found[hook, layer] = h[0].detach().clone()
             return h
+
+        def change_inside(hook: str, layer: int, rows: torch.Tensor) -> torch.Tensor:
+            for item, at in acting(hook, layer):
+                rows = rows.clone()
+                rows[at] = _apply_to_part(item, rows[at])
+            return rows
 
         def after(layer):
             def hook(_m, _a, out):
@@ -61,7 +74,7 @@ class SteeredOracle(Oracle):
             handles.append(block.register_forward_pre_hook(before(layer), with_kwargs=True))
             handles.append(block.register_forward_hook(after(layer)))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.inside.watched(found, change_inside):
                 logits = self.model(torch.tensor([ids], device=self.model.device), use_cache=False).logits[0]
         finally:
             for handle in handles:
@@ -86,6 +99,35 @@ def of_layer(item: Any, layer: int, layers: Sequence[int]) -> Any:
         elif hasattr(value, "vectors"):
             value = value.vectors[layer]
         object.__setattr__(out, name, value)
+    return out
+
+
+def _apply_to_part(item: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Rows [n, ...] inside a block under an intervention on all of a row, on some heads, or on some neurons."""
+    out = rows.clone()
+    if item.heads is not None:
+        for k, head in enumerate(item.heads):
+            out[:, head] = _apply(_of_head(item, k), rows[:, head])
+    elif item.neurons is not None:
+        out[:, list(item.neurons)] = _apply(item, rows[:, list(item.neurons)])
+    else:
+        flat = _with_vectors(item, lambda array: array.reshape(-1, rows[0].numel()))
+        out = _apply(flat, rows.flatten(1)).view_as(rows)
+    return out
+
+
+def _of_head(item: Any, k: int) -> Any:
+    """What `item` does to the k-th head it names: [heads, d_head] is a vector for each, [d_head] one for all."""
+    several = len(item.heads) > 1
+    return _with_vectors(item, lambda array: array[k] if several and array.ndim == 2 else array)
+
+
+def _with_vectors(item: Any, change: Any) -> Any:
+    out = copy.copy(item)
+    for name in item.vectors:
+        value = getattr(item, name)
+        if value is not None:
+            object.__setattr__(out, name, SimpleNamespace(array=change(value.array)))
     return out
 
 
